@@ -1,0 +1,24 @@
+"""jaxtap: see, differentiate and change what happens inside any JAX program."""
+
+from jaxtap._capture import capture, sites
+from jaxtap._mark import perturb, scope, sow
+from jaxtap._sites import Site, SiteError, at, lines, named, ops
+from jaxtap._taps import SiteTable, Taps
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Site",
+    "SiteError",
+    "SiteTable",
+    "Taps",
+    "at",
+    "capture",
+    "lines",
+    "named",
+    "ops",
+    "perturb",
+    "scope",
+    "sites",
+    "sow",
+]

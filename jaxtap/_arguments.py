@@ -1,0 +1,108 @@
+"""How arguments are seen: which of a call's leaves are traced, and which are static.
+
+In a plain Python function arrays and numbers are traced; bools, strings, callables and other
+objects are static. A number whose value the function needs while it is traced, for a `range` or an
+`if`, becomes static too: which ones is found by trying, once for each structure of arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_NUMBERS = (int, float, complex, np.generic)
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The static half of a call: its structure, and its static leaves with their places."""
+
+    treedef: Any
+    statics: tuple[tuple[int, Any, type], ...]
+    count: int
+
+    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that the leaves were taken from, with other arrays in their places."""
+        leaves: list[Any] = [None] * self.count
+        fixed = set()
+        for i, leaf, _ in self.statics:
+            leaves[i] = leaf
+            fixed.add(i)
+        rest = iter(arrays)
+        leaves = [leaf if i in fixed else next(rest) for i, leaf in enumerate(leaves)]
+        return self.treedef.unflatten(leaves)
+
+
+def split(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], needed: frozenset[int]
+) -> tuple[Signature, list[Any]]:
+    """Takes a call apart into its static half and its arrays.
+
+    `needed` are the places of numbers that are static because the function needs their values.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays, statics = [], []
+    for i, leaf in enumerate(leaves):
+        if _is_traced(leaf) and i not in needed:
+            arrays.append(leaf)
+            continue
+        try:
+            hash(leaf)
+        except TypeError:
+            raise TypeError(
+                f"An argument of {name_of(fn)} holds {leaf!r}, of type {type(leaf).__name__}, "
+                "which is neither an array or a number, to be traced, nor hashable, to be kept "
+                "fixed. Close over it (functools.partial), or make its class a pytree."
+            ) from None
+        statics.append((i, leaf, type(leaf)))
+    return Signature(treedef, tuple(statics), len(leaves)), arrays
+
+
+def _is_traced(leaf: Any) -> bool:
+    if isinstance(leaf, (bool, str, bytes)) or callable(leaf):
+        return False
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf.dtype != object
+    return isinstance(leaf, _NUMBERS) or hasattr(leaf, "__jax_array__")
+
+
+def numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """The places of the leaves that are single numbers, which a function may need the value of."""
+    leaves = jax.tree.leaves((args, kwargs))
+    return [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS) and _is_traced(leaf)
+    ]
+
+
+def find_needed(
+    trace: Callable[[frozenset[int]], Any], candidates: Sequence[int], known: frozenset[int]
+) -> tuple[frozenset[int], Any]:
+    """The fewest numbers that must be static for `trace` to succeed, and what it then returns.
+
+    All are tried as static; then each is let go that is not needed.
+    """
+    try:
+        return known, trace(known)
+    except jax.errors.ConcretizationTypeError:
+        if not set(candidates) - known:
+            raise
+    needed = known | frozenset(candidates)
+    result = trace(needed)
+    for place in candidates:
+        if place in known:
+            continue
+        try:
+            result = trace(needed - {place})
+        except jax.errors.ConcretizationTypeError:
+            continue
+        needed -= {place}
+    return needed, result
+
+
+def name_of(fn: Any) -> str:
+    """What to call a function in a message."""
+    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or repr(fn)

@@ -1,0 +1,304 @@
+"""`capture` and `sites`: trace a function with its marks, walk the program, return what it holds.
+
+>>> import jax, jax.numpy as jnp, jaxtap as jt
+>>> @jax.jit
+... def step(w, x):
+...     def loss(w):
+...         h = jt.sow(jnp.tanh(x @ w), "h")
+...         return jnp.sum(h**2)
+...     return w - 0.1 * jax.grad(loss)(w)
+>>> w, taps = jt.capture(step)(jnp.ones((3, 2)), jnp.ones(3))
+>>> taps.values["h"].shape, taps.grads["h"].shape
+((2,), (2,))
+>>> jt.sites(step)(jnp.ones((3, 2)), jnp.ones(3)).names
+['h']
+
+The captured function is compiled, once for each structure, shape and type of its arguments, as a
+function under `jax.jit` is; and like one it keeps the closed-over values it was traced with. Under
+a transformation, or in another jitted function, it becomes part of that program instead. Under
+`jax.disable_jit()` it is evaluated one operation at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtap import _compat, _control, _guard  # noqa: F401  (the handlers and rules register here)
+from jaxtap._arguments import Signature, find_needed, name_of, numbers, split
+from jaxtap._mark import marked
+from jaxtap._plan import Plan
+from jaxtap._sites import Selection, Site, SiteError
+from jaxtap._taps import SiteTable, Taps
+from jaxtap._walk import Entry, Walk
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def capture(
+    fn: Callable[P, R],
+    values: Selection = "**",
+    grads: Selection = "**",
+    *,
+    modules: Any = True,
+    steps: int | None = None,
+) -> Callable[P, tuple[R, Taps]]:
+    """A function that returns what `fn` does, and the `Taps`: what happened inside.
+
+    `values` and `grads` select the sites whose values and whose gradients to return; gradients are
+    those that `fn` itself takes. A site that is named exactly is returned, or the call raises
+    `SiteError`. `steps` keeps the first iterations of while loops instead of the last.
+    """
+    del modules
+    _check_function(fn, "capture")
+    return _Captured(fn, Plan.make(values, grads, steps))
+
+
+def sites(fn: Callable[P, Any], *, modules: Any = True) -> Callable[P, SiteTable]:
+    """A function that lists every site of `fn` for some arguments. It traces, computes nothing."""
+    del modules
+    _check_function(fn, "sites")
+    captured = _Captured(fn, Plan.make("**", "**"))
+
+    @functools.wraps(fn)
+    def listed(*args: P.args, **kwargs: P.kwargs) -> SiteTable:
+        return captured.survey(*args, **kwargs)
+
+    return listed
+
+
+def _check_function(fn: Any, function: str) -> None:
+    if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered, jax.stages.Traced)):
+        raise TypeError(
+            f"`{function}` was given a {type(fn).__name__}, a function already traced or compiled "
+            "ahead of time: there is nothing left to trace. Give it the function itself, and "
+            "compile the captured function instead: jax.jit(jt.capture(fn)).lower(...).compile()."
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"`{function}` takes a function, but was given {fn!r} of type {type(fn).__name__}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A traced function: its jaxpr, and how its results are put together again."""
+
+    jaxpr: Any
+    treedef: Any
+    statics: tuple[tuple[int, Any], ...]
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        leaves = list(arrays)
+        for i, leaf in self.statics:
+            leaves.insert(i, leaf)
+        return self.treedef.unflatten(leaves)
+
+
+def _trace(fn: Any, plan: Plan, args: Any, kwargs: Any, arrays: Sequence[Any], join: Any) -> Any:
+    cell: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = join(arrays)
+        leaves, treedef = jax.tree.flatten(fn(*args, **kwargs))
+        statics = tuple((i, x) for i, x in enumerate(leaves) if not _is_result(x))
+        cell.update(treedef=treedef, statics=statics)
+        fixed = {i for i, _ in statics}
+        return [x for i, x in enumerate(leaves) if i not in fixed]
+
+    del args, kwargs
+    with marked(plan.rules), jax.disable_jit(False):
+        jaxpr = jax.make_jaxpr(flat)(*arrays)
+    return _Program(jaxpr, cell["treedef"], cell["statics"])
+
+
+def _is_result(x: Any) -> bool:
+    return isinstance(x, (jax.Array, bool, int, float, complex)) or hasattr(x, "dtype")
+
+
+def _walked(plan: Plan, program: _Program, arrays: Sequence[Any]) -> tuple[list[Any], Taps, Walk]:
+    walk = Walk(plan)
+    outs = walk.run(program.jaxpr, arrays)
+    return outs, _collect(walk), walk
+
+
+def _collect(walk: Walk) -> Taps:
+    values, grads, valid = {}, {}, {}
+    shown: list[Site] = []
+    taken: tuple[list[Site], list[Site]] = ([], [])
+    order = {site.name: i for i, site in enumerate(walk.sites)}
+    entries = [*walk.entries, *_folds(walk)]
+    for entry in sorted(entries, key=lambda e: (e.grad, order.get(e.site.name, len(order)))):
+        site = dataclasses.replace(
+            entry.site,
+            shape=tuple(entry.value.shape),
+            dtype=entry.value.dtype,
+            loops=entry.loops,
+        )
+        (grads if entry.grad else values)[site.name] = entry.value
+        taken[entry.grad].append(site)
+        if entry.valid is not None:
+            valid.setdefault(site.name, entry.valid)
+        if not entry.grad or site.name not in values:
+            shown.append(site)
+    walk.plan.verify(walk.sites, taken[0], taken[1], walk.graded, walk.lost)
+    if walk.lost:
+        for path, why in walk.lost.items():
+            warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=5)
+    return Taps(values, grads, valid, SiteTable(shown))
+
+
+def _folds(walk: Walk) -> list[Entry]:
+    """The accumulators of reducing marks, as entries; a structured one has one for each leaf."""
+    entries = []
+    for path, acc in walk.accumulators.items():
+        site = next(s for s in walk.sites if s.path == path)
+        leaves = jax.tree_util.tree_leaves_with_path(acc.state)
+        for keys, leaf in leaves:
+            name = path + (":" + jax.tree_util.keystr(keys, simple=True, separator=".")) * bool(keys)
+            valid = None if acc.seen is True else acc.seen
+            here = dataclasses.replace(site, path=name)
+            entries.append(Entry(here, False, jnp.asarray(leaf), valid))
+    return entries
+
+
+class _Captured(Generic[P, R]):
+    """A captured function: traced and compiled once for each kind of call."""
+
+    def __init__(self, fn: Callable[P, R], plan: Plan):
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._plan = plan
+        self._programs: dict[Any, Any] = {}
+        self._needed: dict[Any, frozenset[int]] = {}
+        self._lock = threading.RLock()
+        self._jitted = self._hoist()
+
+    def __repr__(self) -> str:
+        return f"capture({name_of(self._fn)})"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
+        if not _compat.trace_state_clean() or jax.config.jax_disable_jit:
+            return self._inline(args, kwargs)
+        if self._jitted is not None:
+            return self._jitted(*args, **kwargs)
+        return self._compiled(args, kwargs)
+
+    def survey(self, *args: Any, **kwargs: Any) -> SiteTable:
+        """The sites of the function, for these arguments."""
+        program, _, arrays = self._program(args, kwargs)
+
+        def abstract(*arrays: Any) -> Any:
+            _, taps, walk = _walked(self._plan, program, arrays)
+            cell.append((taps.sites, walk))
+            return taps
+
+        cell: list[Any] = []
+        jax.eval_shape(abstract, *arrays)
+        return cell[0][0]
+
+    def _hoist(self) -> Any:
+        """For a jitted function: itself, captured, under a `jit` with the same options.
+
+        So its static, donated and sharded arguments stay so, and calls take JAX's fast path.
+        """
+        options = _compat.jit_options(self._fn)
+        if options is None:
+            return None
+        if "out_shardings" in options:
+            options["out_shardings"] = (options["out_shardings"], None)
+        inner = self._fn.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+
+        @functools.wraps(inner)
+        def captured(*args: Any, **kwargs: Any) -> Any:
+            return self._traced(inner, args, kwargs)
+
+        return jax.jit(captured, **options)
+
+    def _traced(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Traces and walks a call of which arrays are tracers and everything else is static."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if _compat.is_tracer(leaf)]
+
+        def join(arrays: Sequence[Any]) -> Any:
+            filled = list(leaves)
+            for i, x in zip(places, arrays, strict=True):
+                filled[i] = x
+            return treedef.unflatten(filled)
+
+        arrays = [leaves[i] for i in places]
+        program = _trace(fn, self._plan, args, kwargs, arrays, join)
+        outs, taps, _ = _walked(self._plan, program, arrays)
+        return program.join(outs), taps
+
+    def _program(self, args: Any, kwargs: Any) -> tuple[_Program, Signature, list[Any]]:
+        """The traced function; numbers that it needs the values of are made static."""
+        structure = jax.tree.structure((args, kwargs))
+
+        def trace(needed: frozenset[int]) -> Any:
+            signature, arrays = split(self._fn, args, kwargs, needed)
+            program = _trace(self._fn, self._plan, args, kwargs, arrays, signature.join)
+            return program, signature, arrays
+
+        known = self._needed.get(structure, frozenset())
+        needed, result = find_needed(trace, numbers(args, kwargs), known)
+        self._needed[structure] = needed
+        return result
+
+    def _inline(self, args: Any, kwargs: Any) -> Any:
+        program, _, arrays = self._program(args, kwargs)
+        outs, taps, _ = _walked(self._plan, program, arrays)
+        return program.join(outs), taps
+
+    def _compiled(self, args: Any, kwargs: Any) -> Any:
+        structure = jax.tree.structure((args, kwargs))
+        needed = self._needed.get(structure, frozenset())
+        signature, arrays = split(self._fn, args, kwargs, needed)
+        key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()
+        found = self._programs.get(key)
+        if found is None:
+            with self._lock:
+                program, signature, arrays = self._program(args, kwargs)
+                key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()
+                found = self._programs.setdefault(key, self._compile(program))
+        program, run = found
+        outs, taps = run(*arrays)
+        return program.join(outs), taps
+
+    def _compile(self, program: _Program) -> Any:
+        def captured(*arrays: Any) -> Any:
+            outs, taps, _ = _walked(self._plan, program, arrays)
+            return outs, taps
+
+        captured.__name__ = captured.__qualname__ = name_of(self._fn)
+        donated = _donated(program.jaxpr)
+        return program, jax.jit(captured, donate_argnums=donated)
+
+
+def _donated(jaxpr: Any) -> tuple[int, ...]:
+    """The inputs of a program that a jitted function in it is given for good."""
+    inner = _compat.open_jaxpr(jaxpr)
+    uses: dict[Any, int] = {}
+    given = set()
+    for eqn in inner.eqns:
+        for i, v in enumerate(eqn.invars):
+            if isinstance(v, _compat.Literal):
+                continue
+            uses[v] = uses.get(v, 0) + 1
+            if eqn.params.get("donated_invars", ()) and eqn.params["donated_invars"][i]:
+                given.add(v)
+    for v in inner.outvars:
+        if not isinstance(v, _compat.Literal):
+            uses[v] = uses.get(v, 0) + 1
+    return tuple(i for i, v in enumerate(inner.invars) if v in given and uses[v] == 1)
+
+
+__all__ = ["SiteError", "capture", "sites"]

@@ -1,0 +1,222 @@
+"""Everything that depends on the version of JAX, and every private import, in one place.
+
+The rest of the library uses public names of JAX and the functions below. A difference between
+versions is found by what JAX can do, never by its version number, so that a version that was not
+out when this was written has a fair chance to work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import effects as _effects
+from jax._src import source_info_util as _source_info
+from jax._src.sharding_impls import UNSPECIFIED
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
+from jax.interpreters import batching
+
+Effect = _effects.Effect
+
+
+def allow_effect(effect: type) -> None:
+    """Lets `effect` through every transformation, and keeps it alive in partial evaluation."""
+    for allowed in (
+        _effects.lowerable_effects,
+        _effects.control_flow_allowed_effects,
+        _effects.custom_derivatives_allowed_effects,
+        _effects.remat_allowed_effects,
+        _effects.partial_eval_kept_effects,
+    ):
+        allowed.add_type(effect)
+
+
+# --- jaxprs -----------------------------------------------------------------------------------
+# Before jax 0.11 a closed jaxpr holds an open one; since then they are the same class.
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The object that has `eqns`, `invars` and `outvars`."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def jaxpr_consts(jaxpr: Any) -> Sequence[Any]:
+    """The constants of a closed jaxpr; none for an open one."""
+    return getattr(jaxpr, "consts", ())
+
+
+def jaxpr_inputs(jaxpr: Any, args: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs every input variable of a jaxpr, constants included, with its value."""
+    inner = open_jaxpr(jaxpr)
+    variables = [*inner.constvars, *inner.invars]
+    values = [*jaxpr_consts(jaxpr), *args]
+    return zip(variables, values, strict=True)
+
+
+def closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr as `remat` wants its body: constants turned into leading inputs, and those."""
+    consts = jaxpr_consts(jaxpr)
+    return _partial_eval.convert_constvars_jaxpr(open_jaxpr(jaxpr)), consts
+
+
+def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+# --- equations --------------------------------------------------------------------------------
+
+
+def in_context(eqn: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls `fn` under the name stack, the source line and the settings of an equation."""
+    names = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        return fn(*args)
+
+
+def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation, just as it stands, on `args`; always returns a list."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+# --- state of the trace -----------------------------------------------------------------------
+
+
+def trace_state_clean() -> bool:
+    """Whether no transformation is under way on this thread."""
+    return _core.trace_state_clean()
+
+
+def trace_context() -> Any:
+    """Everything besides arguments that decides what a trace looks like; hashable."""
+    return _config.trace_context()
+
+
+def is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+_bind = Primitive.bind
+_lock = threading.Lock()
+_intercepting = 0
+
+
+@contextlib.contextmanager
+def intercept_bind(hook: Callable[..., Any]) -> Iterator[None]:
+    """Routes `Primitive.bind` through `hook(bind, primitive, args, params)`, on every thread.
+
+    The hook must be the same in every use, and tell by itself whether it has to do with a thread:
+    the first to enter installs it, the last to leave takes it out.
+    """
+    global _intercepting
+
+    def bind(self: Any, *args: Any, **params: Any) -> Any:
+        return hook(_bind, self, args, params)
+
+    with _lock:
+        _intercepting += 1
+        Primitive.bind = bind
+    try:
+        yield
+    finally:
+        with _lock:
+            _intercepting -= 1
+            if not _intercepting:
+                Primitive.bind = _bind
+
+
+# --- jit --------------------------------------------------------------------------------------
+
+
+def jit_options(fn: Any) -> dict[str, Any] | None:
+    """The keyword arguments with which `jax.jit` made `fn`; None if it did not."""
+    info = getattr(fn, "_jit_info", None)
+    if info is None or not hasattr(fn, "__wrapped__"):
+        return None
+    unspecified = type(info.in_shardings_leaves[0]).__name__ == "UnspecifiedValue" if (
+        info.in_shardings_leaves
+    ) else False
+    options: dict[str, Any] = {
+        "static_argnums": info.static_argnums or None,
+        "static_argnames": info.static_argnames or None,
+        "donate_argnums": info.donate_argnums or None,
+        "donate_argnames": info.donate_argnames or None,
+        "keep_unused": info.keep_unused,
+        "compiler_options": dict(info.compiler_options_kvs) or None,
+    }
+    if not unspecified:
+        options["in_shardings"] = info.in_shardings_treedef.unflatten(info.in_shardings_leaves)
+    leaves = info.out_shardings_leaves
+    if not (leaves and type(leaves[0]).__name__ == "UnspecifiedValue"):
+        options["out_shardings"] = info.out_shardings_treedef.unflatten(leaves)
+    return options
+
+
+# --- partial evaluation and batching ----------------------------------------------------------
+
+
+def register_partial_eval_custom(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Registers what happens to `primitive` when remat splits a body in two."""
+    _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def cond_batcher(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts `wrap(rule)` in the place of the rule by which `vmap` batches conditionals."""
+    from jax.extend.core.primitives import cond_p
+
+    rules = batching.fancy_primitive_batchers
+    rules[cond_p] = wrap(rules[cond_p])
+
+
+# --- shard_map --------------------------------------------------------------------------------
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value differs from device to device."""
+    kind = getattr(aval, "manual_axis_type", None)
+    if kind is not None:
+        return frozenset(kind.varying)
+    return frozenset(getattr(aval, "vma", ()))
+
+
+def with_varying(x: Any, axes: frozenset[str]) -> Any:
+    """`x`, declared to vary over `axes` too, as a carry or a branch must be to match another."""
+    missing = tuple(sorted(axes - varying_axes(jax.typeof(x))))
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)
+
+
+def zeros(aval: Any) -> Any:
+    """An array of zeros of the type `aval`, random keys and device-varying types included."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        out = jax.random.wrap_key_data(
+            jnp.zeros(data.shape, data.dtype), impl=aval.dtype._impl.name
+        )
+    else:
+        out = jnp.zeros(aval.shape, aval.dtype)
+    return with_varying(out, varying_axes(aval))
+
+
+def literal_value(literal: Any) -> Any:
+    """A literal as an array of its own type: a bare Python number would be weakly typed."""
+    value, aval = literal.val, literal.aval
+    if isinstance(value, (bool, int, float, complex)) and not getattr(aval, "weak_type", False):
+        return np.asarray(value, aval.dtype)
+    return value

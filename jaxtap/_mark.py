@@ -1,0 +1,219 @@
+"""Marks: `sow`, `perturb`, `scope`, and the context in which they exist.
+
+A mark binds nothing unless a capture is tracing; outside of one, a program with marks has the
+jaxpr of the program without. The context is one of JAX's user contexts, which are part of the key
+of every `jit` cache: a function that was jitted and called before is traced afresh under capture,
+and equal captures share what was traced. The names of the enclosing scopes are part of the
+context's value, so that a jitted function called in two scopes is traced for each.
+
+>>> import jax.numpy as jnp, jaxtap as jt
+>>> def f(x):
+...     with jt.scope("net"):
+...         return jt.sow(jnp.sin(x), "h") * 2
+>>> out, taps = jt.capture(f)(1.0)
+>>> list(taps.values)
+['net/h']
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from jaxtap import _compat
+from jaxtap._sites import Rule, SiteError
+from jaxtap._tap import Mark, tap, tap_p
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Marking:
+    """What a capture marks: a hashable value, so that equal captures hit the caches of JAX."""
+
+    rules: frozenset[Rule] = frozenset()
+    scope: str = ""
+
+
+_context = jax.make_user_context(None)
+_uids = itertools.count()
+_thread = threading.local()
+
+
+def marking() -> Marking | None:
+    """What is being marked on this thread; None outside of a capture."""
+    return _context.value
+
+
+@contextlib.contextmanager
+def marked(rules: frozenset[Rule]) -> Iterator[None]:
+    """Within, marks exist; and results that `rules` pick are marked too."""
+    outer = marking()
+    if outer is not None:
+        rules = rules | outer.rules
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_context(Marking(rules, outer.scope if outer else "")))
+        if rules and not (outer and outer.rules):
+            stack.enter_context(_compat.intercept_bind(_mark_operation))
+        yield
+
+
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """Within, marks do not exist."""
+    with _context(None):
+        yield
+
+
+def sow(
+    value: T,
+    name: str,
+    *,
+    reduce: Callable[[Any, Any], Any] | None = None,
+    init: Callable[[], Any] | None = None,
+) -> T:
+    """Marks `value`, an array or a pytree of arrays, as the site `name`; returns it.
+
+    Every call is kept: the second is `name@1`. With `reduce` and `init` the calls are folded into
+    one instead, `reduce(reduce(init(), first), second)`, over the iterations of loops as well, so
+    that a sum in a scan is the total. Use the value that `sow` returns where the site's gradient
+    is wanted: the gradient is that of what goes on from here.
+
+    >>> import jax, jax.numpy as jnp, jaxtap as jt
+    >>> @jax.jit
+    ... def step(w, x):
+    ...     loss = lambda w: jnp.sum(jt.sow(w * x, "h") ** 2)
+    ...     return w - 0.1 * jax.grad(loss)(w)
+    >>> out, taps = jt.capture(step)(2.0, 3.0)
+    >>> float(taps.values["h"]), float(taps.grads["h"])
+    (6.0, 12.0)
+    """
+    if (reduce is None) != (init is None):
+        raise TypeError(
+            f"sow(..., {name!r}) was given {'`init`' if reduce is None else '`reduce`'} alone. "
+            "`reduce(previous, new)` and `init()` go together: give both, or neither to keep "
+            "every call."
+        )
+    return _mark(value, name, "sow", reduce, init)
+
+
+def perturb(value: T, name: str) -> T:
+    """Marks `value` as a site meant for gradients and for explicit perturbations; returns it."""
+    return _mark(value, name, "perturb", None, None)
+
+
+@contextlib.contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Puts `name/` before the names of the sites within; also a `jax.named_scope`."""
+    _check_name(name, "scope")
+    here = marking()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.named_scope(name))
+        if here is not None:
+            inner = dataclasses.replace(here, scope=f"{here.scope}{name}/")
+            stack.enter_context(_context(inner))
+        yield
+
+
+def _check_name(name: Any, function: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`{function}` takes a string as its name, but was given {name!r} of type "
+            f"{type(name).__name__}."
+        )
+    if not name or re.search(r"[*?@~:]|^/|/$|//", name):
+        raise SiteError(
+            f"{name!r} cannot be the name of a site: a name is made of segments with '/' between "
+            "them, and the characters * ? @ ~ : have a meaning of their own in selections."
+        )
+
+
+def _mark(value: Any, name: str, kind: str, reduce: Any, init: Any) -> Any:
+    _check_name(name, kind)
+    here = marking()
+    if here is None:
+        return value
+    frame = sys._getframe(2)
+    source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def leaf(keys: tuple[Any, ...], x: Any) -> Any:
+        if not _is_array(x):
+            return x
+        path = here.scope + name + (":" + ".".join(map(_key, keys)) if keys else "")
+        return tap(x, Mark(path, kind, source, next(_uids), reduce, init))
+
+    return jax.tree_util.tree_map_with_path(leaf, value)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, (DictKey, FlattenedIndexKey)):
+        return str(key.key)
+    if isinstance(key, SequenceKey):
+        return str(key.idx)
+    return str(key.name) if isinstance(key, GetAttrKey) else str(key)
+
+
+# Rules mark what a user's code binds, before it is differentiated, so that the results have
+# gradients. So the marks are made where operations are bound. A bind that is part of another
+# (a derivative rule), or of evaluating a jaxpr (a backward pass), is no operation of the user's.
+
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
+    here = marking()
+    if here is None or primitive is tap_p or getattr(_thread, "binding", False):
+        return bind(primitive, *args, **params)
+    source = _user_line()
+    if source is None:
+        return bind(primitive, *args, **params)
+    if primitive.name in _CALLS:
+        out = bind(primitive, *args, **params)
+    else:
+        _thread.binding = True
+        try:
+            out = bind(primitive, *args, **params)
+        finally:
+            _thread.binding = False
+    label = params.get("name") if primitive.name == "name" else None
+    if not any(rule.marks(primitive.name, source, label) for rule in here.rules):
+        return out
+    path, kind = (label, "name") if label else (primitive.name, "op")
+    several = primitive.multiple_results and len(out) > 1
+    results = list(out) if primitive.multiple_results else [out]
+    for i, x in enumerate(results):
+        if isinstance(x, jax.Array):
+            name = f"{here.scope}{path}:{i}" if several else f"{here.scope}{path}"
+            results[i] = tap(x, Mark(name, kind, source, next(_uids), op=primitive.name))
+    return results if primitive.multiple_results else results[0]
+
+
+def _user_line() -> str | None:
+    """`file:line` of the user's code that binds an operation; None where JAX does so itself."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_JAX):
+            if code.co_name == "eval_jaxpr" or code.co_name.startswith("backward_pass"):
+                return None
+        elif not code.co_filename.startswith(_HERE):
+            return f"{code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None

@@ -1,0 +1,94 @@
+"""Tables for people: sites, and what was captured of them."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from jaxtap._taps import SiteTable, Taps
+
+
+def _render(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    console.print(table)
+    return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            break
+        n /= 1024
+    else:
+        unit = "TiB"
+    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+
+
+def _type(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def _place(source: str) -> str:
+    return os.path.basename(source)
+
+
+def sites_table(sites: SiteTable) -> str:
+    """Every site with its type, size, loops and place in the source."""
+    title = f"{len(sites)} sites, {_bytes(sites.nbytes)}"
+    table = Table("site", "kind", "type", "bytes", "loops", "source", title=title)
+    for site in sites:
+        table.add_row(
+            site.name,
+            site.kind,
+            _type(site) if site.dtype is not None else "",
+            _bytes(site.nbytes),
+            " ".join(site.loops),
+            _place(site.source),
+        )
+    return _render(table)
+
+
+def _rms(x: Any) -> str:
+    if isinstance(x, jax.core.Tracer):
+        return "traced"
+    if not jax.numpy.issubdtype(x.dtype, np.inexact):
+        return ""
+    x = np.abs(np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64))
+    return f"{np.sqrt(np.mean(x**2)):.3g}" if x.size else ""
+
+
+def taps_table(taps: Taps) -> str:
+    """Every captured site with its type, and the root mean square of its value and gradient."""
+    names = list(dict.fromkeys([*taps.values, *taps.grads]))
+    title = f"{len(taps.values)} values, {len(taps.grads)} gradients"
+    table = Table("site", "type", "value rms", "grad rms", "valid", "source", title=title)
+    sources = {s.name: s.source for s in taps.sites}
+    for name in names:
+        x, g = taps.values.get(name), taps.grads.get(name)
+        table.add_row(
+            name,
+            _type(x if x is not None else g),
+            "" if x is None else _rms(x),
+            "" if g is None else _rms(g),
+            _valid(taps.valid.get(name)),
+            _place(sources.get(name, "")),
+        )
+    return _render(table)
+
+
+def _valid(mask: Any) -> str:
+    if mask is None:
+        return ""
+    if isinstance(mask, jax.core.Tracer):
+        return "traced"
+    mask = np.asarray(mask)
+    if mask.dtype != bool:
+        return f"{mask} times" if mask.ndim == 0 else f"{mask.min()} to {mask.max()} times"
+    return str(bool(mask)) if mask.ndim == 0 else f"{int(mask.sum())} of {mask.size}"

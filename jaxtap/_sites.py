@@ -1,0 +1,296 @@
+"""Sites, their names, and the selections that pick some of them.
+
+A *site* is a named value in a program. Its `path` is what the user called it, with the scopes
+around it: `teacher/h`. Its `name` tells one call from another: the first call of `h` is `h`, the
+second `h@1`. A leaf of a structured value has its key behind a colon: `rnn:0`, `attn:weights`.
+One name, one array.
+
+A *selection* picks sites:
+
+>>> h = Site("net/h", call=2)
+>>> [matches(s, h) for s in ("net/h", "net/*", "**", "**/h", "*", "net/h@2", "net/h@0")]
+[True, True, True, True, False, True, False]
+
+- a glob: `*` stays inside one segment, `**` spans any number of them, `?` is one character. A
+  pattern without `@` stands for every call, one without `:` for every leaf.
+- a sequence of selections: any of them.
+- a predicate on `Site`.
+- a rule: `ops`, `lines` and `named` mark values that nobody marked; `at` picks iterations.
+
+`None` and an empty sequence pick nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Union
+
+import numpy as np
+
+
+class SiteError(ValueError):
+    """A site was asked for that cannot be given. The message names it, the cause and the fix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A named value in a program.
+
+    `shape` and `dtype` are those of the captured array, the axes of loops and maps included;
+    `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`.
+    `kind` is how the site came about: `sow`, `perturb`, `op` or `name`.
+    """
+
+    path: str
+    kind: str = "sow"
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    source: str = ""
+    loops: tuple[str, ...] = ()
+    call: int = 0
+    pullback: int = 0
+    op: str = ""
+
+    @property
+    def name(self) -> str:
+        """The key of this site in the results: `path`, `path@call`, `path~pullback`."""
+        call = f"@{self.call}" if self.call else ""
+        return f"{self.path}{call}" + (f"~{self.pullback}" if self.pullback else "")
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the captured array."""
+        if self.dtype is None:
+            return 0
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """Marks the results of every operation with one of these names. See `ops`."""
+
+    names: tuple[str, ...]
+
+    def marks(self, op: str, source: str, label: str | None) -> bool:
+        return op in self.names
+
+    def matches(self, site: Site) -> bool:
+        return site.kind == "op" and site.op in self.names
+
+    def __str__(self) -> str:
+        return f"ops({', '.join(map(repr, self.names))})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Marks the results of every operation written on one of these lines. See `lines`."""
+
+    places: tuple[str, ...]
+
+    def marks(self, op: str, source: str, label: str | None) -> bool:
+        return any(_on_line(source, place) for place in self.places)
+
+    def matches(self, site: Site) -> bool:
+        return site.kind == "op" and any(_on_line(site.source, place) for place in self.places)
+
+    def __str__(self) -> str:
+        return f"lines({', '.join(map(repr, self.places))})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """Marks the values with one of these `checkpoint_name`s. See `named`."""
+
+    names: tuple[str, ...]
+
+    def marks(self, op: str, source: str, label: str | None) -> bool:
+        return label is not None and label in self.names
+
+    def matches(self, site: Site) -> bool:
+        return site.kind == "name" and site.path.rsplit("/", 1)[-1] in self.names
+
+    def __str__(self) -> str:
+        return f"named({', '.join(map(repr, self.names))})"
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """Some iterations of the innermost loop around the sites of a selection. See `at`."""
+
+    selection: Any
+    step: Any
+
+    def matches(self, site: Site) -> bool:
+        return matches(self.selection, site)
+
+    def __str__(self) -> str:
+        return f"at({self.selection!r}, step={self.step})"
+
+
+Rule = Ops | Lines | Named
+Selection = Union[None, str, Rule, At, Callable[[Site], bool], Sequence["Selection"]]
+
+
+def ops(*names: str) -> Ops:
+    """Every result of these operations, by the name JAX gives them: `ops("dot_general", "sin")`.
+
+    Each becomes a site `scope/operation`, its gradient included.
+    """
+    return Ops(_strings("ops", names))
+
+
+def lines(*places: str) -> Lines:
+    """Every result computed on these lines of source: `lines("model.py:120")`."""
+    for place in _strings("lines", places):
+        if not re.fullmatch(r".+:\d+", place):
+            raise SiteError(
+                f"`lines` takes places such as 'model.py:120', a file and a line number, "
+                f"but was given {place!r}."
+            )
+    return Lines(places)
+
+
+def named(*names: str) -> Named:
+    """Every value given one of these names by `jax.ad_checkpoint.checkpoint_name`."""
+    return Named(_strings("named", names))
+
+
+def at(selection: Selection, *, step: int | slice) -> At:
+    """The iterations `step` of the innermost loop around the selected sites.
+
+    An integer gives the value of that one iteration, a slice gives them stacked.
+    """
+    if not isinstance(step, (int, slice)) or isinstance(step, bool):
+        raise TypeError(
+            f"`at` takes an integer or a slice of iterations as `step`, "
+            f"but was given {step!r} of type {type(step).__name__}."
+        )
+    return At(selection, step if isinstance(step, int) else _Slice.of(step))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """A slice that can be hashed on every Python (before 3.12 slices cannot)."""
+
+    start: int | None
+    stop: int | None
+    stride: int | None
+
+    @classmethod
+    def of(cls, s: slice) -> _Slice:
+        return cls(s.start, s.stop, s.step)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop, self.stride)
+
+    def __str__(self) -> str:
+        return str(self.slice)
+
+
+def _strings(function: str, names: tuple[Any, ...]) -> tuple[str, ...]:
+    if not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"`{function}` takes one or more strings, but was given {names!r}.")
+    return names
+
+
+def _on_line(source: str, place: str) -> bool:
+    return source == place or source.endswith(os.sep + place) or source.endswith("/" + place)
+
+
+def matches(selection: Selection, site: Site) -> bool:
+    """Whether `selection` picks `site`."""
+    if selection is None:
+        return False
+    if isinstance(selection, str):
+        return site.kind not in ("op", "name") and bool(
+            _pattern(selection).fullmatch(_subject(selection, site))
+        )
+    if isinstance(selection, (Ops, Lines, Named, At)):
+        return selection.matches(site)
+    if callable(selection):
+        return bool(selection(site))
+    return any(matches(part, site) for part in selection)
+
+
+def _subject(pattern: str, site: Site) -> str:
+    """What of a site's name a pattern is held against: only the parts that it mentions."""
+    path = site.path
+    if ":" not in pattern:
+        path = path.partition(":")[0]
+    if "~" in pattern:
+        return f"{path}@{site.call}~{site.pullback}" if "@" in pattern else (
+            f"{path}~{site.pullback}"
+        )
+    return f"{path}@{site.call}" if "@" in pattern else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _pattern(glob: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*/|/\*\*|\*\*|\*|\?)", glob)
+    table = {"**/": r"(?:.*/)?", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
+    return re.compile("".join(table.get(part) or re.escape(part) for part in parts))
+
+
+def is_exact(selection: Any) -> bool:
+    """Whether a selection is the name of one site, which must be returned or raise."""
+    return isinstance(selection, str) and not re.search(r"[*?]", selection)
+
+
+def check(selection: Any, argument: str) -> Selection:
+    """Refuses, in words, what is no selection; a list becomes a tuple, so that it can be hashed."""
+    if selection is None or isinstance(selection, (str, Ops, Lines, Named)):
+        if selection == "":
+            raise SiteError(f"`{argument}` is an empty string, which can match no site.")
+        return selection
+    if isinstance(selection, At):
+        return At(check(selection.selection, argument), selection.step)
+    if callable(selection):
+        return selection
+    if isinstance(selection, (list, tuple, set, frozenset)):
+        return tuple(check(part, argument) for part in selection)
+    raise TypeError(
+        f"`{argument}` must be a selection of sites: a glob such as '**/attn', a predicate on "
+        f"Site, a rule such as jt.ops('dot_general'), or a sequence of these. It is {selection!r}, "
+        f"of type {type(selection).__name__}."
+    )
+
+
+def flatten(selection: Selection) -> Iterator[Any]:
+    """The single selections that a selection is made of."""
+    if isinstance(selection, tuple):
+        for part in selection:
+            yield from flatten(part)
+    elif selection is not None:
+        yield selection
+
+
+def rules(selection: Selection) -> Iterator[Rule]:
+    """The rules in a selection that mark values nobody marked."""
+    for part in flatten(selection):
+        if isinstance(part, At):
+            yield from rules(part.selection)
+        elif isinstance(part, (Ops, Lines, Named)):
+            yield part
+
+
+def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
+    """A sentence with the names closest to `name`, or the names there are, or that none are."""
+    known = sorted(set(names))
+    if not known:
+        return "The program has no sites: mark a value with jt.sow(value, name)."
+    bare = name.replace("*", "").strip("/") or name
+    close = difflib.get_close_matches(bare, known, n=count, cutoff=0.4)
+    tails = {k.rsplit("/", 1)[-1]: k for k in known}
+    for tail in difflib.get_close_matches(bare.rsplit("/", 1)[-1], list(tails), n=count):
+        if tails[tail] not in close:
+            close.append(tails[tail])
+    if close:
+        return "The nearest names are " + ", ".join(repr(c) for c in close[:count]) + "."
+    more = f" and {len(known) - 5} more" if len(known) > 5 else ""
+    return "The sites are " + ", ".join(repr(k) for k in known[:5]) + more + "."

@@ -1,0 +1,187 @@
+"""The primitive `tap`: the identity, under a name. Its rules are the whole mechanism.
+
+A mark in the user's code becomes one equation `y, token = tap[kind=value](x)`. What JAX does to
+the program, it does to that equation through the rules below:
+
+==========  ==================================  ====================================================
+kind        operands -> results                 what it stands for
+==========  ==================================  ====================================================
+`value`     x, [live] -> x, token               the marked value
+`tangent`   t, token, [live] -> t               its tangent, in a derivative
+`grad`      ct, token, [live] -> ct             its cotangent: a transposed `tangent`
+`again`     x -> x                              the value, computed once more by remat
+==========  ==================================  ====================================================
+
+So when the user's own code takes a gradient, the backward program carries the cotangent of every
+marked value, and nothing was added to the program to get it.
+
+*Tokens* say which call of a site a gradient belongs to. A token is an array without elements that
+the derivative needs from the forward pass; JAX carries it as it carries every residual, through
+jit, scan, cond, remat and shard_map, however often one traced body is used. Following it from the
+`value` to the `grad` pairs the two by data flow. It costs nothing: it has no bytes.
+
+*Live* is a boolean with the leading mapped axes of the value. It is there once `vmap` has turned a
+conditional on a mapped predicate into a selection, where every branch runs for every example:
+it says for which examples the branch counts.
+
+`axes` are the positions of the mapped axes in the operand, outermost first. The operand itself is
+left as it lies, so that a marked program has the operations of the plain one.
+
+`value` and `grad` carry an effect, which keeps them alive where nothing uses their result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.interpreters import ad, batching, mlir
+
+from jaxtap import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What a mark in the source says: the static half of a site.
+
+    `uid` is new for every mark that is traced. Bodies that JAX traces once and uses several times
+    share it.
+    """
+
+    path: str
+    kind: str
+    source: str
+    uid: int
+    reduce: Callable[[Any, Any], Any] | None = None
+    init: Callable[[], Any] | None = None
+    op: str = ""
+
+    def __repr__(self) -> str:
+        return repr(self.path)
+
+
+class TapEffect(_compat.Effect):
+    """Keeps taps alive."""
+
+    def __repr__(self) -> str:
+        return "Tap"
+
+
+tap_effect = TapEffect()
+tap_p = _compat.Primitive("tap")
+tap_p.multiple_results = True
+
+
+def tap(x: Any, mark: Mark) -> Any:
+    """Marks an array; returns it."""
+    return tap_p.bind(x, mark=mark, kind="value", axes=())[0]
+
+
+def _impl(x: Any, *rest: Any, mark: Mark, kind: str, axes: tuple[int, ...]) -> list[Any]:
+    del rest, mark, axes
+    return [x, jnp.zeros((0,), bool)] if kind == "value" else [x]
+
+
+def _abstract_eval(x: Any, *rest: Any, mark: Mark, kind: str, axes: tuple[int, ...]) -> Any:
+    del rest, mark, axes
+    if kind == "value":
+        return [x, ShapedArray((0,), jnp.dtype(bool))], {tap_effect}
+    return [x], ({tap_effect} if kind == "grad" else set())
+
+
+def _lowering(ctx: Any, x: Any, *rest: Any, mark: Mark, kind: str, axes: tuple[int, ...]) -> Any:
+    del rest, mark, axes
+    if kind != "value":
+        return [x]
+    empty = mlir.lower_fun(lambda: jnp.zeros((0,), bool), multiple_results=False)
+    return [x, *empty(ctx.replace(avals_in=(), avals_out=ctx.avals_out[1:]))]
+
+
+def _batch(axis_data: Any, args: Any, dims: Any, *, mark: Mark, kind: str, axes: Any) -> Any:
+    x, *rest = args
+    dim, *rest_dims = dims
+    # The token comes second but for a plain value; its own mapped axis means nothing.
+    live_at = 0 if kind in ("value", "again") else 1
+    live, live_dim = None, None
+    if len(rest) > live_at:
+        live, live_dim = rest[live_at], rest_dims[live_at]
+    if dim is None and live_dim is None:
+        out = tap_p.bind(*args, mark=mark, kind=kind, axes=axes)
+        return out, [None] * len(out)
+    if dim is None:
+        x, dim = batching.bdim_at_front(x, None, axis_data.size), 0
+    if live is not None:
+        # `live` leads with the mapped axes, outermost first, and this one is the outermost yet.
+        rest[live_at] = batching.bdim_at_front(live, live_dim, axis_data.size)
+    axes = (dim, *(a + (a >= dim) for a in axes))
+    out = tap_p.bind(x, *rest, mark=mark, kind=kind, axes=axes)
+    return out, [dim, None][: len(out)]
+
+
+def _zero(primal: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def _jvp(primals: Any, tangents: Any, *, mark: Mark, kind: str, axes: Any) -> Any:
+    x, *rest = primals
+    t = tangents[0]
+    out = tap_p.bind(x, *rest, mark=mark, kind=kind, axes=axes)
+    if type(t) is ad.Zero:
+        t_out = _zero(out[0])
+    elif kind == "value":
+        (t_out,) = tap_p.bind(t, out[1], *rest, mark=mark, kind="tangent", axes=axes)
+    else:
+        # The derivative of a cotangent, or of a tangent, is no cotangent of the marked value.
+        t_out = t
+    return out, [t_out, *(_zero(o) for o in out[1:])]
+
+
+def _transpose(cts: Any, t: Any, *rest: Any, mark: Mark, kind: str, axes: Any) -> Any:
+    del t
+    ct = cts[0]
+    none = [None] * len(rest)
+    if type(ct) is ad.Zero:
+        return [ct, *none]
+    if kind == "tangent":
+        (ct,) = tap_p.bind(ct, *rest, mark=mark, kind="grad", axes=axes)
+    return [ct, *none]
+
+
+def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> Any:
+    """How remat splits a tap: the forward pass keeps the token, the backward pass repeats the value.
+
+    Left to itself, JAX would save the result of an effectful equation, and so lose the memory that
+    remat saves.
+    """
+    del saveable
+    inputs = [v for v, inst in zip(eqn.invars, known, strict=True) if not inst]
+    needed = [v for v in inputs if not isinstance(v, _compat.Literal)]
+    if unknown[0] or eqn.params["kind"] != "value":
+        if any(unknown):
+            true = [True] * len(eqn.outvars)
+            return None, eqn, true, true, needed
+        false = [False] * len(eqn.outvars)
+        return eqn, None, false, false, []
+    value = eqn.outvars[0]
+    again = eqn.replace(
+        invars=eqn.invars[:1],
+        outvars=[value],
+        params=dict(eqn.params, kind="again"),
+        effects=frozenset(),
+    )
+    first = [v for v in eqn.invars[:1] if v in needed]
+    return eqn, again, [False, False], [True, False], first
+
+
+_compat.allow_effect(TapEffect)
+tap_p.def_impl(_impl)
+tap_p.def_effectful_abstract_eval(_abstract_eval)
+mlir.register_lowering(tap_p, _lowering)
+batching.fancy_primitive_batchers[tap_p] = _batch
+ad.primitive_jvps[tap_p] = _jvp
+ad.primitive_transposes[tap_p] = _transpose
+_compat.register_partial_eval_custom(tap_p, _partial_eval_custom)
