@@ -73,9 +73,7 @@ def _is_traced(leaf: Any) -> bool:
 def numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """The places of the leaves that are single numbers, which a function may need the value of."""
     leaves = jax.tree.leaves((args, kwargs))
-    return [
-        i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS) and _is_traced(leaf)
-    ]
+    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS) and _is_traced(leaf)]
 
 
 def find_needed(

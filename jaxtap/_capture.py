@@ -6,6 +6,7 @@
 ...     def loss(w):
 ...         h = jt.sow(jnp.tanh(x @ w), "h")
 ...         return jnp.sum(h**2)
+...
 ...     return w - 0.1 * jax.grad(loss)(w)
 >>> w, taps = jt.capture(step)(jnp.ones((3, 2)), jnp.ones(3))
 >>> taps.values["h"].shape, taps.grads["h"].shape
@@ -30,14 +31,16 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
-from jaxtap import _compat, _control, _guard  # noqa: F401  (the handlers and rules register here)
+from jaxtap import _compat, _control, _guard, _while  # noqa: F401  (rows of the walk's table)
 from jaxtap._arguments import Signature, find_needed, name_of, numbers, split
 from jaxtap._mark import marked
 from jaxtap._plan import Plan
 from jaxtap._sites import Selection, Site, SiteError
 from jaxtap._taps import SiteTable, Taps
-from jaxtap._walk import Entry, Walk
+from jaxtap._walk import Entry, Walk, eager
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,18 +62,22 @@ def capture(
     """
     del modules
     _check_function(fn, "capture")
-    return _Captured(fn, Plan.make(values, grads, steps))
+    plan = Plan.make(values, grads, steps)
+    options = _compat.jit_options(fn)
+    return _Captured(fn, plan) if options is None else _jitted(fn, plan, options)
 
 
 def sites(fn: Callable[P, Any], *, modules: Any = True) -> Callable[P, SiteTable]:
     """A function that lists every site of `fn` for some arguments. It traces, computes nothing."""
     del modules
     _check_function(fn, "sites")
-    captured = _Captured(fn, Plan.make("**", "**"))
+    captured = capture(fn)
 
     @functools.wraps(fn)
     def listed(*args: P.args, **kwargs: P.kwargs) -> SiteTable:
-        return captured.survey(*args, **kwargs)
+        if isinstance(captured, _Captured):
+            return captured.survey(*args, **kwargs)
+        return captured.eval_shape(*args, **kwargs)[1].sites  # pyright: ignore
 
     return listed
 
@@ -103,7 +110,7 @@ class _Program:
         return self.treedef.unflatten(leaves)
 
 
-def _trace(fn: Any, plan: Plan, args: Any, kwargs: Any, arrays: Sequence[Any], join: Any) -> Any:
+def _trace(fn: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
     cell: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
@@ -114,8 +121,7 @@ def _trace(fn: Any, plan: Plan, args: Any, kwargs: Any, arrays: Sequence[Any], j
         fixed = {i for i, _ in statics}
         return [x for i, x in enumerate(leaves) if i not in fixed]
 
-    del args, kwargs
-    with marked(plan.rules), jax.disable_jit(False):
+    with marked(plan.rules), jax.disable_jit(False), _compat.no_names():
         jaxpr = jax.make_jaxpr(flat)(*arrays)
     return _Program(jaxpr, cell["treedef"], cell["statics"])
 
@@ -124,10 +130,10 @@ def _is_result(x: Any) -> bool:
     return isinstance(x, (jax.Array, bool, int, float, complex)) or hasattr(x, "dtype")
 
 
-def _walked(plan: Plan, program: _Program, arrays: Sequence[Any]) -> tuple[list[Any], Taps, Walk]:
+def _walked(plan: Plan, program: _Program, arrays: Sequence[Any]) -> tuple[list[Any], Taps]:
     walk = Walk(plan)
     outs = walk.run(program.jaxpr, arrays)
-    return outs, _collect(walk), walk
+    return outs, _collect(walk)
 
 
 def _collect(walk: Walk) -> Taps:
@@ -159,15 +165,46 @@ def _collect(walk: Walk) -> Taps:
 def _folds(walk: Walk) -> list[Entry]:
     """The accumulators of reducing marks, as entries; a structured one has one for each leaf."""
     entries = []
-    for path, acc in walk.accumulators.items():
+    for path, fold in walk.folds.items.items():
         site = next(s for s in walk.sites if s.path == path)
-        leaves = jax.tree_util.tree_leaves_with_path(acc.state)
+        leaves = jax.tree_util.tree_leaves_with_path(fold.state)
         for keys, leaf in leaves:
-            name = path + (":" + jax.tree_util.keystr(keys, simple=True, separator=".")) * bool(keys)
-            valid = None if acc.seen is True else acc.seen
+            leaf_name = jax.tree_util.keystr(keys, simple=True, separator=".")
+            name = f"{path}:{leaf_name}" if keys else path
+            valid = None if fold.seen is True else fold.seen
             here = dataclasses.replace(site, path=name)
             entries.append(Entry(here, False, jnp.asarray(leaf), valid))
     return entries
+
+
+def _jitted(fn: Any, plan: Plan, options: dict[str, Any]) -> Any:
+    """A jitted function, captured: a jitted function, with the same options.
+
+    So its static, donated and sharded arguments stay so, and calls take JAX's fast path.
+    """
+    inner = fn.__wrapped__
+    if "out_shardings" in options:
+        options["out_shardings"] = (options["out_shardings"], None)
+
+    @functools.wraps(inner)
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        # Under `jax.disable_jit()` there are no tracers, and what is no array is static.
+        wanted = (jax.Array, np.ndarray) if eager() else Tracer
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, wanted)]
+
+        def join(arrays: Sequence[Any]) -> Any:
+            filled = list(leaves)
+            for i, x in zip(places, arrays, strict=True):
+                filled[i] = x
+            return treedef.unflatten(filled)
+
+        arrays = [leaves[i] for i in places]
+        program = _trace(inner, plan, arrays, join)
+        outs, taps = _walked(plan, program, arrays)
+        return program.join(outs), taps
+
+    return jax.jit(captured, **options)
 
 
 class _Captured(Generic[P, R]):
@@ -180,64 +217,23 @@ class _Captured(Generic[P, R]):
         self._programs: dict[Any, Any] = {}
         self._needed: dict[Any, frozenset[int]] = {}
         self._lock = threading.RLock()
-        self._jitted = self._hoist()
 
     def __repr__(self) -> str:
         return f"capture({name_of(self._fn)})"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
-        if not _compat.trace_state_clean() or jax.config.jax_disable_jit:
+        if not _compat.trace_state_clean() or eager():
             return self._inline(args, kwargs)
-        if self._jitted is not None:
-            return self._jitted(*args, **kwargs)
         return self._compiled(args, kwargs)
 
     def survey(self, *args: Any, **kwargs: Any) -> SiteTable:
         """The sites of the function, for these arguments."""
         program, _, arrays = self._program(args, kwargs)
 
-        def abstract(*arrays: Any) -> Any:
-            _, taps, walk = _walked(self._plan, program, arrays)
-            cell.append((taps.sites, walk))
-            return taps
+        def abstract(*arrays: Any) -> Taps:
+            return _walked(self._plan, program, arrays)[1]
 
-        cell: list[Any] = []
-        jax.eval_shape(abstract, *arrays)
-        return cell[0][0]
-
-    def _hoist(self) -> Any:
-        """For a jitted function: itself, captured, under a `jit` with the same options.
-
-        So its static, donated and sharded arguments stay so, and calls take JAX's fast path.
-        """
-        options = _compat.jit_options(self._fn)
-        if options is None:
-            return None
-        if "out_shardings" in options:
-            options["out_shardings"] = (options["out_shardings"], None)
-        inner = self._fn.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-
-        @functools.wraps(inner)
-        def captured(*args: Any, **kwargs: Any) -> Any:
-            return self._traced(inner, args, kwargs)
-
-        return jax.jit(captured, **options)
-
-    def _traced(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        """Traces and walks a call of which arrays are tracers and everything else is static."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if _compat.is_tracer(leaf)]
-
-        def join(arrays: Sequence[Any]) -> Any:
-            filled = list(leaves)
-            for i, x in zip(places, arrays, strict=True):
-                filled[i] = x
-            return treedef.unflatten(filled)
-
-        arrays = [leaves[i] for i in places]
-        program = _trace(fn, self._plan, args, kwargs, arrays, join)
-        outs, taps, _ = _walked(self._plan, program, arrays)
-        return program.join(outs), taps
+        return jax.eval_shape(abstract, *arrays).sites
 
     def _program(self, args: Any, kwargs: Any) -> tuple[_Program, Signature, list[Any]]:
         """The traced function; numbers that it needs the values of are made static."""
@@ -245,7 +241,7 @@ class _Captured(Generic[P, R]):
 
         def trace(needed: frozenset[int]) -> Any:
             signature, arrays = split(self._fn, args, kwargs, needed)
-            program = _trace(self._fn, self._plan, args, kwargs, arrays, signature.join)
+            program = _trace(self._fn, self._plan, arrays, signature.join)
             return program, signature, arrays
 
         known = self._needed.get(structure, frozenset())
@@ -255,7 +251,7 @@ class _Captured(Generic[P, R]):
 
     def _inline(self, args: Any, kwargs: Any) -> Any:
         program, _, arrays = self._program(args, kwargs)
-        outs, taps, _ = _walked(self._plan, program, arrays)
+        outs, taps = _walked(self._plan, program, arrays)
         return program.join(outs), taps
 
     def _compiled(self, args: Any, kwargs: Any) -> Any:
@@ -275,7 +271,7 @@ class _Captured(Generic[P, R]):
 
     def _compile(self, program: _Program) -> Any:
         def captured(*arrays: Any) -> Any:
-            outs, taps, _ = _walked(self._plan, program, arrays)
+            outs, taps = _walked(self._plan, program, arrays)
             return outs, taps
 
         captured.__name__ = captured.__qualname__ = name_of(self._fn)

@@ -19,10 +19,12 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
-from jax._src.sharding_impls import UNSPECIFIED
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
+from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import batching
+
+__all__ = ["UNSPECIFIED", "Literal", "Primitive"]
 
 Effect = _effects.Effect
 
@@ -85,6 +87,16 @@ def in_context(eqn: Any, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
 
 
+def names_of(eqn: Any) -> Iterator[str]:
+    """The names in an equation's name stack, outermost first."""
+    return (part.name for part in eqn.source_info.name_stack.stack)
+
+
+def no_names() -> contextlib.AbstractContextManager[Any]:
+    """Within, the name stack starts anew."""
+    return _source_info.reset_name_stack()
+
+
 def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, just as it stands, on `args`; always returns a list."""
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -105,13 +117,9 @@ def trace_context() -> Any:
     return _config.trace_context()
 
 
-def is_tracer(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
-
-
 _bind = Primitive.bind
 _lock = threading.Lock()
-_intercepting = 0
+_intercepting: list[Callable[..., Any]] = []
 
 
 @contextlib.contextmanager
@@ -121,19 +129,18 @@ def intercept_bind(hook: Callable[..., Any]) -> Iterator[None]:
     The hook must be the same in every use, and tell by itself whether it has to do with a thread:
     the first to enter installs it, the last to leave takes it out.
     """
-    global _intercepting
 
     def bind(self: Any, *args: Any, **params: Any) -> Any:
         return hook(_bind, self, args, params)
 
     with _lock:
-        _intercepting += 1
+        _intercepting.append(bind)
         Primitive.bind = bind
     try:
         yield
     finally:
         with _lock:
-            _intercepting -= 1
+            _intercepting.remove(bind)
             if not _intercepting:
                 Primitive.bind = _bind
 
@@ -146,9 +153,11 @@ def jit_options(fn: Any) -> dict[str, Any] | None:
     info = getattr(fn, "_jit_info", None)
     if info is None or not hasattr(fn, "__wrapped__"):
         return None
-    unspecified = type(info.in_shardings_leaves[0]).__name__ == "UnspecifiedValue" if (
-        info.in_shardings_leaves
-    ) else False
+    unspecified = (
+        type(info.in_shardings_leaves[0]).__name__ == "UnspecifiedValue"
+        if (info.in_shardings_leaves)
+        else False
+    )
     options: dict[str, Any] = {
         "static_argnums": info.static_argnums or None,
         "static_argnames": info.static_argnames or None,
@@ -197,14 +206,12 @@ def with_varying(x: Any, axes: frozenset[str]) -> Any:
     missing = tuple(sorted(axes - varying_axes(jax.typeof(x))))
     if not missing:
         return x
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, missing, to="varying")
-    return jax.lax.pvary(x, missing)
+    return jax.lax.pcast(x, missing, to="varying")
 
 
 def zeros(aval: Any) -> Any:
     """An array of zeros of the type `aval`, random keys and device-varying types included."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         out = jax.random.wrap_key_data(
             jnp.zeros(data.shape, data.dtype), impl=aval.dtype._impl.name

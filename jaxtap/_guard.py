@@ -9,14 +9,14 @@ The condition reaches the taps as accumulators reach the marks that fold: thread
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtap import _compat
+from jaxtap._fold import Thread
 from jaxtap._plan import Plan
 from jaxtap._tap import tap_effect, tap_p
 from jaxtap._walk import Walk
@@ -25,12 +25,37 @@ _NOTHING = Plan(None, None)
 _THREADED = frozenset({"jit", "pjit", "scan", "cond", "while", "remat2", "remat", "checkpoint"})
 
 
+class _Condition:
+    """What is threaded through bodies in the place of folds: the condition itself."""
+
+    def __init__(self, live: Any):
+        self.items = live
+
+    def enter(
+        self, jaxprs: Sequence[Any], predicate: tuple[int, ...], scopes: Any
+    ) -> tuple[Thread, ...]:
+        del jaxprs, scopes
+        if self.items.ndim < len(predicate):
+            self.items = jnp.broadcast_to(self.items, predicate)
+        return (Thread("live", flagged=False),)
+
+    def arrays(self, threads: Sequence[Thread]) -> list[Any]:
+        return [self.items for _ in threads]
+
+    def restore(self, threads: Any, arrays: Sequence[Any], certain: Any = ()) -> None:
+        del threads, certain
+        (self.items,) = arrays
+
+    def certain(self, threads: Sequence[Thread]) -> tuple[bool, ...]:
+        return tuple(False for _ in threads)
+
+
 class _Guard(Walk):
     """A walk that leaves taps where they are and gives each the condition."""
 
     def __init__(self, live: Any):
         super().__init__(_NOTHING)
-        self.live = live
+        self.folds = _Condition(live)
 
     def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
         if eqn.primitive is tap_p:
@@ -44,33 +69,11 @@ class _Guard(Walk):
         if kind == "again":
             return _compat.bind_equation(eqn, args)
         own = 1 if kind == "value" else 2
-        live = self.live
+        live = self.folds.items
         if len(args) > own:
             inner = args[own]
             live = live.reshape(live.shape + (1,) * (inner.ndim - live.ndim)) & inner
         return list(tap_p.bind(*args[:own], live, **eqn.params))
-
-    def load(self, *jaxprs: Any) -> tuple[str, ...]:
-        del jaxprs
-        if self.live.ndim < len(self._predicate):
-            self.live = jnp.broadcast_to(self.live, self._predicate)
-        return ("live",)
-
-    def folded(self, keys: Sequence[str]) -> list[Any]:
-        return [self.live] if keys else []
-
-    def refold(self, keys: Sequence[str], arrays: Sequence[Any]) -> None:
-        if keys:
-            (self.live,) = arrays
-
-    @contextlib.contextmanager
-    def inside(self, **options: Any) -> Iterator[None]:
-        before = self.live
-        with super().inside(**options):
-            try:
-                yield
-            finally:
-                self.live = before
 
 
 def _guarded(branch: Any, number: int) -> Any:

@@ -3,8 +3,11 @@
 A mark binds nothing unless a capture is tracing; outside of one, a program with marks has the
 jaxpr of the program without. The context is one of JAX's user contexts, which are part of the key
 of every `jit` cache: a function that was jitted and called before is traced afresh under capture,
-and equal captures share what was traced. The names of the enclosing scopes are part of the
-context's value, so that a jitted function called in two scopes is traced for each.
+and equal captures share what was traced.
+
+The names of the scopes around a mark are kept in JAX's name stack, which every equation has, and
+are joined when the program is walked. So a function that is traced once and called in two scopes
+has two sites, and entering a scope costs no cache anything.
 
 >>> import jax.numpy as jnp, jaxtap as jt
 >>> def f(x):
@@ -43,7 +46,6 @@ class Marking:
     """What a capture marks: a hashable value, so that equal captures hit the caches of JAX."""
 
     rules: frozenset[Rule] = frozenset()
-    scope: str = ""
 
 
 _context = jax.make_user_context(None)
@@ -63,7 +65,7 @@ def marked(rules: frozenset[Rule]) -> Iterator[None]:
     if outer is not None:
         rules = rules | outer.rules
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_context(Marking(rules, outer.scope if outer else "")))
+        stack.enter_context(_context(Marking(rules)))
         if rules and not (outer and outer.rules):
             stack.enter_context(_compat.intercept_bind(_mark_operation))
         yield
@@ -113,17 +115,31 @@ def perturb(value: T, name: str) -> T:
     return _mark(value, name, "perturb", None, None)
 
 
-@contextlib.contextmanager
-def scope(name: str) -> Iterator[None]:
-    """Puts `name/` before the names of the sites within; also a `jax.named_scope`."""
+class ScopeName(str):
+    """A name in JAX's name stack that is a scope of ours, and not anybody else's."""
+
+    __slots__ = ()
+
+
+def scope(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Puts `name/` before the names of the sites within; also a `jax.named_scope`.
+
+    >>> import jax.numpy as jnp, jaxtap as jt
+    >>> def f(x):
+    ...     for i in range(2):
+    ...         with jt.scope(f"block{i}"):
+    ...             x = jt.sow(jnp.sin(x), "h")
+    ...     return x
+    >>> jt.sites(f)(1.0).names
+    ['block0/h', 'block1/h']
+    """
     _check_name(name, "scope")
-    here = marking()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.named_scope(name))
-        if here is not None:
-            inner = dataclasses.replace(here, scope=f"{here.scope}{name}/")
-            stack.enter_context(_context(inner))
-        yield
+    return jax.named_scope(ScopeName(name))
+
+
+def scopes_of(eqn: Any) -> tuple[str, ...]:
+    """The scopes in which an equation was traced, within the jaxpr that it is in."""
+    return tuple(name for name in _compat.names_of(eqn) if type(name) is ScopeName)
 
 
 def _check_name(name: Any, function: str) -> None:
@@ -141,8 +157,7 @@ def _check_name(name: Any, function: str) -> None:
 
 def _mark(value: Any, name: str, kind: str, reduce: Any, init: Any) -> Any:
     _check_name(name, kind)
-    here = marking()
-    if here is None:
+    if marking() is None:
         return value
     frame = sys._getframe(2)
     source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -150,7 +165,7 @@ def _mark(value: Any, name: str, kind: str, reduce: Any, init: Any) -> Any:
     def leaf(keys: tuple[Any, ...], x: Any) -> Any:
         if not _is_array(x):
             return x
-        path = here.scope + name + (":" + ".".join(map(_key, keys)) if keys else "")
+        path = name + (":" + ".".join(map(_key, keys)) if keys else "")
         return tap(x, Mark(path, kind, source, next(_uids), reduce, init))
 
     return jax.tree_util.tree_map_with_path(leaf, value)
@@ -200,7 +215,7 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     results = list(out) if primitive.multiple_results else [out]
     for i, x in enumerate(results):
         if isinstance(x, jax.Array):
-            name = f"{here.scope}{path}:{i}" if several else f"{here.scope}{path}"
+            name = f"{path}:{i}" if several else path
             results[i] = tap(x, Mark(name, kind, source, next(_uids), op=primitive.name))
     return results if primitive.multiple_results else results[0]
 

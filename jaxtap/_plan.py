@@ -81,7 +81,6 @@ class Plan:
         names = [s.name for s in sites]
         for argument, selection in (("values", self.values), ("grads", self.grads)):
             for part in flatten(selection):
-                found = [s for s in sites if matches(part, s)]
                 inner = part.selection if isinstance(part, At) else part
                 for name in flatten(inner) if isinstance(inner, tuple) else (inner,):
                     self._verify_one(argument, name, sites, graded, lost, names)
@@ -94,7 +93,6 @@ class Plan:
                                 f"{site.name!r}, marked at {site.source}, is in no loop. "
                                 "Leave `step` out."
                             )
-                del found
         self._verify_steps(values)
 
     def _verify_one(
@@ -151,7 +149,7 @@ class Plan:
         loops = [s for s in values if any(name.startswith("while") for name in s.loops)]
         exact = [p for p in flatten(self.values) if is_exact(p)]
         for site in values:
-            if site not in loops and any(matches(p, site) for p in exact) or not loops:
+            if not loops or (site not in loops and any(matches(p, site) for p in exact)):
                 where = f"in the loops {', '.join(site.loops)}" if site.loops else "in no loop"
                 raise SiteError(
                     f"steps={self.steps} was asked for, but the site {site.name!r}, marked at "

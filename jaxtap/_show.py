@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from rich.console import Console
 from rich.table import Table
 
@@ -21,14 +23,11 @@ def _render(table: Table) -> str:
     return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _bytes(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            break
-        n /= 1024
-    else:
-        unit = "TiB"
-    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+def _bytes(n: int) -> str:
+    if n < 1024:
+        return f"{n} B"
+    power = min(4, int(math.log2(n)) // 10)
+    return f"{n / 1024**power:.1f} {' KMGT'[power]}iB"
 
 
 def _type(x: Any) -> str:
@@ -56,7 +55,7 @@ def sites_table(sites: SiteTable) -> str:
 
 
 def _rms(x: Any) -> str:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return "traced"
     if not jax.numpy.issubdtype(x.dtype, np.inexact):
         return ""
@@ -86,7 +85,7 @@ def taps_table(taps: Taps) -> str:
 def _valid(mask: Any) -> str:
     if mask is None:
         return ""
-    if isinstance(mask, jax.core.Tracer):
+    if isinstance(mask, Tracer):
         return "traced"
     mask = np.asarray(mask)
     if mask.dtype != bool:

@@ -28,7 +28,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -133,7 +133,7 @@ class At:
 
 
 Rule = Ops | Lines | Named
-Selection = Union[None, str, Rule, At, Callable[[Site], bool], Sequence["Selection"]]
+Selection: TypeAlias = "str | Rule | At | Callable[[Site], bool] | Sequence[Selection] | None"
 
 
 def ops(*names: str) -> Ops:
@@ -170,11 +170,11 @@ def at(selection: Selection, *, step: int | slice) -> At:
             f"`at` takes an integer or a slice of iterations as `step`, "
             f"but was given {step!r} of type {type(step).__name__}."
         )
-    return At(selection, step if isinstance(step, int) else _Slice.of(step))
+    return At(selection, step if isinstance(step, int) else StepSlice.of(step))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slice:
+class StepSlice:
     """A slice that can be hashed on every Python (before 3.12 slices cannot)."""
 
     start: int | None
@@ -182,7 +182,7 @@ class _Slice:
     stride: int | None
 
     @classmethod
-    def of(cls, s: slice) -> _Slice:
+    def of(cls, s: slice) -> StepSlice:
         return cls(s.start, s.stop, s.step)
 
     @property
@@ -200,7 +200,7 @@ def _strings(function: str, names: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _on_line(source: str, place: str) -> bool:
-    return source == place or source.endswith(os.sep + place) or source.endswith("/" + place)
+    return source == place or source.endswith((os.sep + place, "/" + place))
 
 
 def matches(selection: Selection, site: Site) -> bool:
@@ -224,8 +224,8 @@ def _subject(pattern: str, site: Site) -> str:
     if ":" not in pattern:
         path = path.partition(":")[0]
     if "~" in pattern:
-        return f"{path}@{site.call}~{site.pullback}" if "@" in pattern else (
-            f"{path}~{site.pullback}"
+        return (
+            f"{path}@{site.call}~{site.pullback}" if "@" in pattern else (f"{path}~{site.pullback}")
         )
     return f"{path}@{site.call}" if "@" in pattern else path
 
@@ -251,7 +251,7 @@ def check(selection: Any, argument: str) -> Selection:
     if isinstance(selection, At):
         return At(check(selection.selection, argument), selection.step)
     if callable(selection):
-        return selection
+        return cast(Selection, selection)
     if isinstance(selection, (list, tuple, set, frozenset)):
         return tuple(check(part, argument) for part in selection)
     raise TypeError(

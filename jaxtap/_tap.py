@@ -48,8 +48,8 @@ from jaxtap import _compat
 class Mark:
     """What a mark in the source says: the static half of a site.
 
-    `uid` is new for every mark that is traced. Bodies that JAX traces once and uses several times
-    share it.
+    `path` is without the scopes around the mark until the walk adds them. `uid` is new for every
+    mark that is traced; bodies that JAX traces once and uses several times share it.
     """
 
     path: str
@@ -59,6 +59,10 @@ class Mark:
     reduce: Callable[[Any, Any], Any] | None = None
     init: Callable[[], Any] | None = None
     op: str = ""
+
+    def within(self, scopes: tuple[str, ...]) -> Mark:
+        """The mark with the names of the scopes around it."""
+        return dataclasses.replace(self, path="/".join((*scopes, self.path))) if scopes else self
 
     def __repr__(self) -> str:
         return repr(self.path)
@@ -152,7 +156,7 @@ def _transpose(cts: Any, t: Any, *rest: Any, mark: Mark, kind: str, axes: Any) -
 
 
 def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> Any:
-    """How remat splits a tap: the forward pass keeps the token, the backward pass repeats the value.
+    """How remat splits a tap: forward the value and its token, backward the value once more.
 
     Left to itself, JAX would save the result of an effectful equation, and so lose the memory that
     remat saves.

@@ -6,13 +6,12 @@ are leaves, its sites are static.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import jax
 
-from jaxtap._sites import Site, SiteError, nearest
+from jaxtap._sites import Site, nearest
 
 
 class SiteTable(Sequence[Site]):
@@ -20,6 +19,7 @@ class SiteTable(Sequence[Site]):
 
     def __init__(self, sites: Sequence[Site] = ()):
         self._sites = tuple(sites)
+        self._hash = hash(self._sites)
 
     @property
     def names(self) -> list[str]:
@@ -58,7 +58,7 @@ class SiteTable(Sequence[Site]):
         return isinstance(other, SiteTable) and self._sites == other._sites
 
     def __hash__(self) -> int:
-        return hash(self._sites)
+        return self._hash
 
     def __repr__(self) -> str:
         from jaxtap._show import sites_table
@@ -66,7 +66,6 @@ class SiteTable(Sequence[Site]):
         return sites_table(self)
 
 
-@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Taps:
     """The values and gradients that a capture returned, by name.
 
@@ -75,10 +74,20 @@ class Taps:
     `sites` says where each comes from.
     """
 
-    values: dict[str, Any]
-    grads: dict[str, Any]
-    valid: dict[str, Any]
-    sites: SiteTable
+    # No frozen dataclass: this is made on every call, and its constructor must be fast.
+    __slots__ = ("grads", "sites", "valid", "values")
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        grads: dict[str, Any],
+        valid: dict[str, Any],
+        sites: SiteTable,
+    ):
+        self.values = values
+        self.grads = grads
+        self.valid = valid
+        self.sites = sites
 
     def __repr__(self) -> str:
         from jaxtap._show import taps_table
@@ -97,13 +106,6 @@ class Taps:
         )
 
 
-class _Results(dict[str, Any]):
-    """A flat dict of results whose missing names are explained."""
-
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(SiteError(f"{key!r} was not captured. {nearest(key, self)}"))
-
-
 def _flatten(taps: Taps) -> tuple[Any, SiteTable]:
     return (taps.values, taps.grads, taps.valid), taps.sites
 
@@ -118,7 +120,8 @@ def _flatten_with_keys(taps: Taps) -> tuple[Any, SiteTable]:
 
 
 def _unflatten(sites: SiteTable, children: Any) -> Taps:
-    return Taps(*children, sites)
+    values, grads, valid = children
+    return Taps(values, grads, valid, sites)
 
 
 jax.tree_util.register_pytree_with_keys(Taps, _flatten_with_keys, _unflatten, _flatten)

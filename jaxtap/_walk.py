@@ -9,8 +9,8 @@ What is recorded is a list of `Entry`s. Leaving a body changes them: a scan stac
 adds a mask, a mesh adds an axis. The axes of an entry are, in order: loops and meshes (`lead` of
 them), mapped axes, the value's own.
 
-Marks with a reducer are not recorded but folded into *accumulators*, which are threaded through
-bodies as carries and extra results: their size does not grow with the length of a loop.
+Marks with a reducer are not recorded but folded: see `_fold`. Folds are threaded through bodies as
+operands and extra results.
 
 Gradients are paired with the call of a site by `Token`s: see `_tap`. In the walk a token is no
 array but the set of the calls that it may stand for.
@@ -22,13 +22,15 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtap import _compat
-from jaxtap._mark import marking
+from jaxtap._fold import Folds, Thread, same_fold
+from jaxtap._mark import marking, scopes_of
 from jaxtap._plan import Plan
 from jaxtap._sites import Site, SiteError
 from jaxtap._tap import Mark, tap_effect, tap_p
@@ -72,16 +74,6 @@ class Entry:
         return dataclasses.replace(self, value=value, valid=valid)
 
 
-@dataclasses.dataclass
-class Accumulator:
-    """The fold of a reducing mark so far. `seen` says whether it has folded anything yet."""
-
-    mark: Mark
-    state: Any
-    seen: Any
-    mapped: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Staged:
     """A body after the walk: what it takes, what it gives, and what it recorded."""
@@ -90,7 +82,8 @@ class Staged:
     real: tuple[int, ...]
     outs: tuple[Token | None, ...]
     entries: tuple[Entry, ...]
-    keys: tuple[str, ...]
+    threads: tuple[Thread, ...]
+    certain: tuple[bool, ...]
 
     @property
     def count(self) -> int:
@@ -104,7 +97,7 @@ class Walk:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.entries: list[Entry] = []
-        self.accumulators: dict[str, Accumulator] = {}
+        self.folds = Folds(plan)
         self.sites: list[Site] = []
         self.graded: set[str] = set()
         self.lost: dict[str, str] = {}
@@ -114,8 +107,8 @@ class Walk:
         self._marks: dict[str, Mark] = {}
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
+        self.scopes: tuple[str, ...] = ()
         self._predicate: tuple[int, ...] = ()
-        self._held: dict[int, tuple[Any, dict[str, tuple[Mark, Any, int]]]] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr on `args`, recording what the plan selects."""
@@ -141,7 +134,11 @@ class Walk:
             return _compat.bind_equation(eqn, args)
         handler = HANDLERS.get(eqn.primitive.name)
         if handler is not None:
-            return handler(self, eqn, args)
+            outer, self.scopes = self.scopes, (*self.scopes, *scopes_of(eqn))
+            try:
+                return handler(self, eqn, args)
+            finally:
+                self.scopes = outer
         if tap_effect in eqn.effects:
             return self._opaque(eqn, args)
         # A residual without elements is only ever moved about: reshaped, selected, broadcast.
@@ -167,7 +164,7 @@ class Walk:
             again = self._by_uid.get(mark.uid) if self._recomputing else None
             if again:
                 return [x, Token(frozenset(again))]
-            call = self._call(mark)
+            call = self._call(mark.within((*self.scopes, *scopes_of(eqn))))
             value = self._record(eqn, x, axes, rest[0] if rest else None, call, grad=False)
             return [value, Token(frozenset({call}))]
         if kind == "grad":
@@ -178,7 +175,7 @@ class Walk:
 
     def _call(self, mark: Mark) -> Call:
         first = self._marks.setdefault(mark.path, mark)
-        if not _same_fold(first, mark):
+        if not same_fold(first, mark):
             raise SiteError(
                 f"The site {mark.path!r} is sown at {first.source} and at {mark.source} with "
                 "reducers that differ, so its calls cannot be folded into one. Give both the same "
@@ -214,9 +211,8 @@ class Walk:
             self._pullbacks[call] += 1
             self.graded.add(mark.path)
         x_out = x
-        outer = marking()
-        if outer is not None:
-            x_out = self._hand_on(eqn, x, live, mark, outer.scope)
+        if marking() is not None:
+            x_out = self._hand_on(eqn, x, live)
         site = Site(
             mark.path,
             mark.kind,
@@ -239,180 +235,58 @@ class Walk:
         if getattr(x, "weak_type", False):
             x = jax.lax.convert_element_type(x, x.dtype)
         if mark.reduce is not None and not grad:
-            self._fold(mark, x, len(axes), live)
+            self.folds.add(mark, x, len(axes), live)
             return x_out
         if live is not None:
             x = where(live, x, _compat.zeros(jax.typeof(x)))
         self.entries.append(Entry(site, grad, x, live, step=chosen.step))
         return x_out
 
-    def _hand_on(self, eqn: Any, x: Any, live: Any, mark: Mark, scope: str) -> Any:
+    def _hand_on(self, eqn: Any, x: Any, live: Any) -> Any:
         """Marks the value once more, for a capture around this one."""
         if eqn.params["kind"] != "value":
             return x
-        mark = dataclasses.replace(mark, path=scope + mark.path)
-        rest = [] if live is None else [live]
-        return tap_p.bind(x, *rest, **dict(eqn.params, mark=mark))[0]
-
-    # --- reducers given to sow ----------------------------------------------------------------
-
-    def _fold(self, mark: Mark, x: Any, mapped: int, live: Any) -> None:
-        acc = self.accumulators.get(mark.path)
-        if acc is None:
-            acc = self._fresh(mark, jax.typeof(x), mapped)
-            if live is None:
-                acc = None
-        reduce, init = mark.reduce, mark.init
-        assert reduce is not None and init is not None
-
-        def first(x: Any) -> Any:
-            return reduce(init(), x)
-
-        if acc is None or (acc.seen is False and live is None):
-            state = _mapped(first, mapped)(x)
-            self.accumulators[mark.path] = Accumulator(mark, state, True, mapped)
-            return
-        if acc.mapped != mapped:
-            raise SiteError(
-                f"The site {mark.path!r}, marked at {mark.source}, is folded under {mapped} "
-                f"vmaps in one call and under {acc.mapped} in another. Give the calls two names."
-            )
-        if acc.seen is True and live is None:
-            state = _mapped(reduce, mapped)(acc.state, x)
-            self.accumulators[mark.path] = dataclasses.replace(acc, state=state)
-            return
-
-        batch = x.shape[:mapped]
-
-        def fold(seen: Any, live: Any, state: Any, x: Any) -> tuple[Any, Any]:
-            new = jax.lax.cond(
-                seen,
-                lambda: _cast(reduce(state, x), state),
-                lambda: _cast(first(x), state),
-            )
-            new = jax.tree.map(lambda a, b: jnp.where(live, a, b), new, state)
-            return seen | live, new
-
-        seen = jnp.broadcast_to(_lift(acc.seen, batch), batch)
-        live = jnp.broadcast_to(_lift(True if live is None else live, batch), batch)
-        seen, state = _mapped(fold, mapped)(seen, live, acc.state, x)
-        self.accumulators[mark.path] = dataclasses.replace(acc, state=state, seen=seen)
-
-    def _fresh(self, mark: Mark, aval: Any, mapped: int) -> Accumulator:
-        """An accumulator that has seen nothing yet, with the type that it will keep."""
-        reduce, init = mark.reduce, mark.init
-        assert reduce is not None and init is not None
-        x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        once = jax.eval_shape(_mapped(lambda x: reduce(init(), x), mapped), x)
-        try:
-            twice = jax.eval_shape(_mapped(reduce, mapped), once, x)
-            stable = _types(once) == _types(twice)
-        except TypeError:
-            stable = False
-        if not stable:
-            raise SiteError(
-                f"The reducer of the site {mark.path!r}, marked at {mark.source}, is used in a "
-                f"loop or a branch, where its result must keep its type, but the first call gives "
-                f"{_show(once)} and the second something else. Make `reduce` return what it takes."
-            )
-        varying = _compat.varying_axes(aval)
-        state = jax.tree.map(
-            lambda s: _compat.with_varying(jnp.zeros(s.shape, s.dtype), varying), once
-        )
-        return Accumulator(mark, state, False, mapped)
-
-    def holds(self, jaxpr: Any) -> dict[str, tuple[Mark, Any, int]]:
-        """The reducing marks in a body that the plan selects, with their operands' types."""
-        key = id(_compat.open_jaxpr(jaxpr))
-        if key in self._held:
-            return self._held[key][1]
-        found: dict[str, tuple[Mark, Any, int]] = {}
-        for eqn in _compat.open_jaxpr(jaxpr).eqns:
-            if tap_effect not in eqn.effects:
-                continue
-            if eqn.primitive is tap_p:
-                mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
-                site = Site(mark.path, mark.kind, source=mark.source, op=mark.op)
-                if kind == "value" and mark.reduce is not None and self.plan.choose(site, False):
-                    aval = eqn.invars[0].aval
-                    front = [aval.shape[a] for a in axes]
-                    own = [n for i, n in enumerate(aval.shape) if i not in axes]
-                    shape = (*self._predicate[len(axes) :], *front, *own)
-                    found.setdefault(
-                        mark.path,
-                        (mark, aval.update(shape=shape, weak_type=False), len(shape) - len(own)),
-                    )
-            else:
-                for inner in _bodies(eqn):
-                    for path, held in self.holds(inner).items():
-                        found.setdefault(path, held)
-        self._held[key] = (jaxpr, found)
-        return found
-
-    def load(self, *jaxprs: Any) -> tuple[str, ...]:
-        """Makes sure that the accumulators a body folds into exist, with the types they keep."""
-        keys: dict[str, None] = {}
-        for jaxpr in jaxprs:
-            for path, (mark, aval, mapped) in self.holds(jaxpr).items():
-                keys[path] = None
-                if path not in self.accumulators:
-                    self.accumulators[path] = self._fresh(mark, aval, mapped)
-                acc = self.accumulators[path]
-                state = jax.tree.map(jnp.asarray, acc.state)
-                batch = jax.tree.leaves(state)[0].shape[: acc.mapped] if acc.mapped else ()
-                seen = jnp.broadcast_to(_lift(acc.seen, batch), batch)
-                self.accumulators[path] = dataclasses.replace(acc, state=state, seen=seen)
-        return tuple(keys)
-
-    def folded(self, keys: Sequence[str]) -> list[Any]:
-        """The arrays of some accumulators."""
-        return jax.tree.leaves(
-            [(self.accumulators[k].state, self.accumulators[k].seen) for k in keys]
-        )
-
-    def refold(self, keys: Sequence[str], arrays: Sequence[Any]) -> None:
-        """Puts arrays back into the accumulators they came from."""
-        flat = iter(arrays)
-        for key in keys:
-            acc = self.accumulators[key]
-            state = jax.tree.map(lambda _: next(flat), acc.state)
-            self.accumulators[key] = dataclasses.replace(acc, state=state, seen=next(flat))
+        return tap_p.bind(x, *([] if live is None else [live]), **eqn.params)[0]
 
     # --- bodies -------------------------------------------------------------------------------
 
+    def enter(self, *jaxprs: Any) -> tuple[Thread, ...]:
+        """What must be threaded through some bodies."""
+        return self.folds.enter(jaxprs, self._predicate, self.scopes)
+
     @contextlib.contextmanager
     def inside(self, *, recomputing: bool = False, branch: int | None = None) -> Iterator[None]:
-        """Within, entries and accumulators are those of a body."""
-        before = self.entries, dict(self.accumulators), self._recomputing, self._branches
-        self.entries = []
+        """Within, what is recorded and folded is a body's own."""
+        before = self.entries, self.folds.items, self._recomputing, self._branches
+        self.entries, self.folds.items = [], copy(self.folds.items)
         self._recomputing |= recomputing
         if branch is not None:
             self._branches = (*self._branches, branch)
         try:
             yield
         finally:
-            self.entries, self.accumulators, self._recomputing, self._branches = before
+            self.entries, self.folds.items, self._recomputing, self._branches = before
 
     @contextlib.contextmanager
     def predicated(self, shape: tuple[int, ...]) -> Iterator[None]:
         """Within is the body of a loop whose predicate has these mapped axes."""
-        before, held = self._predicate, self._held
-        self._predicate, self._held = (shape if len(shape) > len(before) else before), {}
+        before = self._predicate
+        self._predicate = shape if len(shape) > len(before) else before
         try:
             yield
         finally:
-            self._predicate, self._held = before, held
+            self._predicate = before
 
     def stage(
         self,
         jaxpr: Any,
         args: Sequence[Any],
-        keys: Sequence[str],
+        threads: tuple[Thread, ...],
         *,
         recomputing: bool = False,
         branch: int | None = None,
     ) -> Staged:
-        """Walks a body into a jaxpr: operands and accumulators in; results, entries, folds out."""
+        """Walks a body into a jaxpr: operands and threads in; results, entries and threads out."""
         real = tuple(i for i, a in enumerate(args) if type(a) is not Token)
         cell: dict[str, Any] = {}
 
@@ -421,32 +295,29 @@ class Walk:
             for i, x in zip(real, flat, strict=False):
                 operands[i] = x
             with self.inside(recomputing=recomputing, branch=branch):
-                self.refold(keys, flat[len(real) :])
+                self.folds.restore(threads, flat[len(real) :])
                 outs = self.run(jaxpr, operands)
-                cell["outs"] = tuple(o if type(o) is Token else None for o in outs)
-                cell["entries"] = tuple(self.entries)
+                cell.update(
+                    outs=tuple(o if type(o) is Token else None for o in outs),
+                    entries=tuple(self.entries),
+                    certain=self.folds.certain(threads),
+                )
                 return [
                     *(o for o in outs if type(o) is not Token),
                     *(a for e in self.entries for a in e.arrays),
-                    *self.folded(keys),
+                    *self.folds.arrays(threads),
                 ]
 
-        made = jax.make_jaxpr(body)(*(args[i] for i in real), *self.folded(keys))
-        return Staged(made, real, cell["outs"], cell["entries"], tuple(keys))
+        made = jax.make_jaxpr(body)(*(args[i] for i in real), *self.folds.arrays(threads))
+        return Staged(made, real, threads=threads, **cell)
 
     def unstage(self, staged: Staged, results: Sequence[Any]) -> list[Any]:
         """Takes apart what a staged body gave: records its entries, returns its own results."""
-        entries, outs = self.part(staged, results)
-        self.entries += entries
-        return outs
-
-    def part(self, staged: Staged, results: Sequence[Any]) -> tuple[list[Entry], list[Any]]:
-        """The entries and the own results of a staged body; takes its accumulators over."""
         flat = iter(results)
         outs = [next(flat) if token is None else token for token in staged.outs]
-        entries = [e.with_arrays(flat) for e in staged.entries]
-        self.refold(staged.keys, list(flat))
-        return entries, outs
+        self.entries += [e.with_arrays(flat) for e in staged.entries]
+        self.folds.restore(staged.threads, list(flat), staged.certain)
+        return outs
 
     def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:
         """An equation that is no business of ours holds marks: they are lost, and said to be."""
@@ -461,17 +332,7 @@ class Walk:
                 "is opaque: only what goes in and comes out of it can be captured, "
                 f"with jt.ops({eqn.primitive.name!r})"
             )
-        return _compat.bind_equation(
-            eqn.replace(params=params), self.materialize(eqn.invars, args)
-        )
-
-
-def _bodies(eqn: Any) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters."""
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if hasattr(_compat.open_jaxpr(part), "eqns"):
-                yield part
+        return _compat.bind_equation(eqn.replace(params=params), self.materialize(eqn.invars, args))
 
 
 def strip(value: Any, marks: list[Mark] | None = None) -> Any:
@@ -516,48 +377,9 @@ def _front(x: Any, axes: tuple[int, ...]) -> Any:
     return x if axes == order else jnp.moveaxis(x, axes, order)
 
 
-def _lift(x: Any, batch: tuple[int, ...]) -> Any:
-    """A mask with fewer axes than the batch, ready to be broadcast along the trailing ones."""
-    x = jnp.asarray(x)
-    return x.reshape(x.shape + (1,) * (len(batch) - x.ndim))
-
-
-def _mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
-    for _ in range(times):
-        fn = jax.vmap(fn)
-    return fn
-
-
-def _types(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-def _show(tree: Any) -> str:
-    return str(jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", tree))
-
-
-def _cast(tree: Any, like: Any) -> Any:
-    return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), tree, like)
-
-
-def _same_fold(a: Mark, b: Mark) -> bool:
-    return _same_function(a.reduce, b.reduce) and _same_function(a.init, b.init)
-
-
-def _same_function(f: Any, g: Any) -> bool:
-    """Whether two functions do the same: a lambda is a new object each time it is evaluated."""
-    if f is g:
-        return True
-    if f is None or g is None or not (hasattr(f, "__code__") and hasattr(g, "__code__")):
-        return f == g
-    cells = [[c.cell_contents for c in h.__closure__ or ()] for h in (f, g)]
-    return (
-        f.__code__ == g.__code__
-        and f.__defaults__ == g.__defaults__
-        and len(cells[0]) == len(cells[1])
-        and all(x is y for x, y in zip(*cells, strict=True))
-    )
+def eager() -> bool:
+    """Whether operations are evaluated one at a time, under `jax.disable_jit()`."""
+    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Handler = Callable[[Walk, Any, list[Any]], list[Any]]
@@ -572,6 +394,3 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-__all__ = ["HANDLERS", "Entry", "Staged", "Token", "Walk", "handles", "strip", "where"]

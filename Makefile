@@ -1,0 +1,52 @@
+# Every command makes the environment it needs under .venv/ first; see scripts/environment.py.
+# PYTHON is the default Python; PY and JAX choose another environment: make bench PY=3.13 JAX=0.11.2
+
+PYTHON ?= python3
+PY ?=
+JAX ?=
+MINUTES ?= 10
+ARGS ?=
+PYTEST_ARGS ?=
+
+environment = $(PYTHON) scripts/environment.py $(if $(PY),--python $(PY)) $(if $(JAX),--jax $(JAX))
+linters = $(PYTHON) scripts/environment.py --lint
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint unit test-matrix bench fuzz format pythons clean
+
+help: ## show the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+demo: ## train a small GPT, print its sites, save a plot of gradient flow
+	@python=$$($(environment)) && "$$python" examples/gradient_flow.py
+
+test: lint unit ## lint, types, and tests on the default Python and the newest one found
+
+lint: ## ruff and pyright
+	@python=$$($(environment)) && lint=$$($(linters)) && \
+	"$$lint" -m ruff check . && \
+	"$$lint" -m ruff format --check . && \
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$lint" -m pyright --pythonpath "$$python"
+
+unit: ## the tests alone; PYTEST_ARGS="-k scan" chooses some
+	@$(PYTHON) scripts/matrix.py --default -- $(PYTEST_ARGS)
+
+test-matrix: ## the tests on every Python from 3.11 to 3.14 found, with every jax supported on it
+	@$(PYTHON) scripts/matrix.py -- $(PYTEST_ARGS)
+
+bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
+	@python=$$($(environment)) && "$$python" -m benchmarks.run $(ARGS)
+
+fuzz: ## random programs for MINUTES (10) minutes
+	@python=$$($(environment)) && "$$python" -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
+format: ## apply ruff's format and its safe fixes
+	@lint=$$($(linters)) && { "$$lint" -m ruff check --fix .; "$$lint" -m ruff format .; }
+
+pythons: ## the Pythons found on this machine
+	@$(PYTHON) scripts/pythons.py
+
+clean: ## remove environments, caches and build products
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

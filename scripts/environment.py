@@ -1,0 +1,150 @@
+"""Makes the environment a command runs in, and prints the path of its Python.
+
+    python scripts/environment.py [--python 3.13] [--jax 0.12.0.1]
+    python scripts/environment.py --lint
+
+An environment is a directory `.venv/<python>-<jax>`: jaxtap, editable, with the `test` dependency
+group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is the Python that runs
+this script, or the newest one found if that one is not supported, with the newest jax for it.
+`.venv/lint` holds the linters alone, which are large and the same for all.
+
+An environment is built again, from nothing, when its Python, the constraints or the part of
+`pyproject.toml` that says what to install has changed since; one whose building was interrupted
+counts as changed. Progress goes to stderr, so that a Makefile can read the path from stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pythons import SUPPORTED, Python, default, find
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints"
+
+
+class EnvironmentFailed(Exception):
+    """No environment could be made, for the reason in the message."""
+
+
+def jax_versions(python: Python) -> list[str]:
+    """The versions of jax tested on this Python, oldest first."""
+    versions = []
+    for path in CONSTRAINTS.glob("jax-*.txt"):
+        floor = re.search(r"^# python >= (\d+)\.(\d+)$", path.read_text(), re.MULTILINE)
+        if floor is None:
+            raise EnvironmentFailed(f"{path.name} has no line '# python >= ...'.")
+        if python.minor >= (int(floor[1]), int(floor[2])):
+            versions.append(path.stem.removeprefix("jax-"))
+    return sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
+
+
+def default_python() -> Python:
+    """The Python that runs this script, or the newest one found if that one is not supported."""
+    python = default()
+    if python is None:
+        found = find()
+        if not found:
+            wanted = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+            raise EnvironmentFailed(
+                f"No usable Python was found; jaxtap needs one of {wanted}, with its venv module."
+            )
+        python = found[max(found)]
+    return python
+
+
+def make(python: Python, jax: str) -> Path:
+    """The Python of the environment for this combination, which is built if need be."""
+    constraints = CONSTRAINTS / f"jax-{jax}.txt"
+    what = ["--build-constraint", str(constraints), "--editable", ".", "--group", "test"]
+    return _make(f"{python.name}-{jax}", python, constraints, what)
+
+
+def make_lint() -> Path:
+    """The Python of the environment with ruff and pyright."""
+    return _make("lint", default_python(), CONSTRAINTS / "common.txt", ["--group", "lint"])
+
+
+def _make(name: str, python: Python, constraints: Path, what: list[str]) -> Path:
+    folder = ROOT / ".venv" / name
+    inner = folder / "bin" / "python"
+    stamp = folder / "jaxtap-stamp"
+    state = _state(python, constraints, what)
+    folder.parent.mkdir(exist_ok=True)
+    # Two commands at once must not both build it.
+    with open(folder.with_name(f"{name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists() and stamp.read_text() == state and inner.exists():
+            return inner
+        print(f"Making {folder.relative_to(ROOT)} ...", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([python.path, "-m", "venv", str(folder)])
+        pip = [str(inner), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+        pip += ["--quiet", "--constraint", str(constraints)]
+        # The pip that comes with Python 3.11 knows neither dependency groups nor build constraints.
+        _run([*pip, "--upgrade", "pip"])
+        _run([*pip, *what])
+        stamp.write_text(state)
+        return inner
+
+
+def _state(python: Python, constraints: Path, what: list[str]) -> str:
+    install = (ROOT / "pyproject.toml").read_text().partition("\n[tool.")[0]
+    pins = constraints.read_text() + (CONSTRAINTS / "common.txt").read_text()
+    parts = [python.path, str(python.release), str(ROOT), *what, install, pins]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _run(command: list[str]) -> None:
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "PYTHONPATH")}
+    try:
+        subprocess.run(
+            command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise EnvironmentFailed(f"This command failed: {' '.join(command)}") from error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make an environment; print its Python.")
+    parser.add_argument("--python", metavar="3.N", help="minor version; else the default Python")
+    parser.add_argument("--jax", metavar="VERSION", help="else the newest for that Python")
+    parser.add_argument("--lint", action="store_true", help="the environment of the linters")
+    chosen = parser.parse_args()
+    try:
+        if chosen.lint:
+            print(make_lint())
+            return 0
+        if chosen.python:
+            found = {python.name: python for python in find().values()}
+            if chosen.python not in found:
+                names = ", ".join(found) or "none"
+                raise EnvironmentFailed(
+                    f"No usable Python {chosen.python} was found; found: {names}."
+                )
+            python = found[chosen.python]
+        else:
+            python = default_python()
+        versions = jax_versions(python)
+        jax = chosen.jax or versions[-1]
+        if jax not in versions:
+            raise EnvironmentFailed(
+                f"jax {jax} is not tested on Python {python.name}; choose from {versions}."
+            )
+        print(make(python, jax))
+    except EnvironmentFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Runs the tests on several Pythons and versions of jax.
+
+    python scripts/matrix.py            every supported Python found, every jax tested on it
+    python scripts/matrix.py --default  the default Python, and the newest one if it is newer
+
+The whole matrix runs each combination with `jax_enable_x64` off and on, and the newest one with
+`jax_enable_checks` too. It ends in a table of what ran, how it went, and what could not run. The
+exit status is 1 if a test failed, or if some Python that was found could run nothing at all. With
+`--default` each Python runs the tests once and a combination that cannot be installed is a failure.
+What follows `--` goes to pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+from environment import ROOT, EnvironmentFailed, default_python, jax_versions, make
+from pythons import SUPPORTED, Python, find
+
+PLAIN: dict[str, str] = {}
+X64 = {"JAX_ENABLE_X64": "1"}
+CHECKS = {"JAX_ENABLE_CHECKS": "1"}
+
+
+class Row(NamedTuple):
+    python: str
+    jax: str
+    settings: str
+    result: str
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return self.result.startswith("FAILED")
+
+
+def run_tests(python: Python, jax: str, settings: dict[str, str], arguments: list[str]) -> Row:
+    """Runs pytest in one environment under the given JAX settings, its output passed through."""
+    shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "-"
+    print(f"\nPython {python.name}, jax {jax}, settings {shown}", flush=True)
+    start = time.monotonic()
+    try:
+        inner = make(python, jax)
+    except EnvironmentFailed as error:
+        print(error, file=sys.stderr)
+        return Row(python.name, jax, shown, "could not be installed", time.monotonic() - start)
+    # A setting in the caller's shell must not turn the plain run into another one.
+    unset = {*X64, *CHECKS}
+    environ = {key: value for key, value in os.environ.items() if key not in unset}
+    done = subprocess.run(
+        [str(inner), "-m", "pytest", "-n", "2", *arguments],
+        cwd=ROOT,
+        env=environ | settings,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    result = "passed" if done.returncode == 0 else f"FAILED (pytest exit {done.returncode})"
+    return Row(python.name, jax, shown, result, time.monotonic() - start)
+
+
+def run_default(arguments: list[str]) -> int:
+    first = default_python()
+    pythons = [first]
+    found = find()
+    if found and max(found) > first.minor:
+        pythons.append(found[max(found)])
+    rows = [run_tests(python, jax_versions(python)[-1], PLAIN, arguments) for python in pythons]
+    bad = [row for row in rows if row.result != "passed"]
+    for row in bad:
+        print(f"Python {row.python}, jax {row.jax}: {row.result}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def run_matrix(arguments: list[str]) -> int:
+    found = find()
+    rows = []
+    for minor, python in found.items():
+        versions = jax_versions(python)
+        for jax in versions:
+            settings = [PLAIN, X64]
+            if minor == max(found) and jax == versions[-1]:
+                settings.append(CHECKS)
+            for setting in settings:
+                rows.append(run_tests(python, jax, setting, arguments))
+                if rows[-1].result == "could not be installed":
+                    break
+    print_table(rows)
+    for minor in SUPPORTED:
+        if minor not in found:
+            print(f"Python {minor[0]}.{minor[1]} was not found on this machine: nothing ran on it.")
+    empty = {python.name for python in found.values()} - {
+        row.python for row in rows if row.result != "could not be installed"
+    }
+    for name in sorted(empty):
+        print(f"Python {name} was found, but no jax could be installed on it.")
+    return 1 if empty or not found or any(row.failed for row in rows) else 0
+
+
+def print_table(rows: list[Row]) -> None:
+    print(f"\n{'python':<8}{'jax':<10}{'settings':<21}{'seconds':>8}  result")
+    for row in rows:
+        print(f"{row.python:<8}{row.jax:<10}{row.settings:<21}{row.seconds:>8.0f}  {row.result}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the tests on several Pythons and jax.")
+    parser.add_argument("--default", action="store_true", help="the default and the newest Python")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    chosen = parser.parse_args()
+    try:
+        return run_default(chosen.pytest) if chosen.default else run_matrix(chosen.pytest)
+    except EnvironmentFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Four CPU devices for the tests of meshes; and an end to what one test leaves for the next."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+).strip()
+
+import jax
+import pytest
+
+from jaxtap._mark import marking
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Every test leaves the thread without a marking context and JAX's primitives as they were."""
+    from jax.extend.core import Primitive
+
+    bind = Primitive.bind
+    yield
+    assert marking() is None
+    assert Primitive.bind is bind
+
+
+@pytest.fixture
+def mesh():
+    auto = jax.sharding.AxisType.Auto
+    return jax.make_mesh((2, 2), ("a", "b"), axis_types=(auto, auto))
