@@ -57,8 +57,15 @@ def _jit(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
 
 @handles("closed_call", "core_call", "call", "eval_jaxpr", "core_closed_call")
 def _call(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
-    body = eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["jaxpr"]
-    return walk.run(body, args)
+    (name,) = (k for k in eqn.params if k in ("call_jaxpr", "jaxpr"))
+    body = eqn.params[name]
+    if eager() or not hasattr(body, "consts"):
+        return walk.run(body, args)
+    threads = walk.enter(body)
+    staged = walk.stage(body, args, threads)
+    operands = [*(args[i] for i in staged.real), *walk.folds.arrays(threads)]
+    bound = eqn.replace(params={**eqn.params, name: staged.jaxpr})
+    return walk.unstage(staged, _compat.bind_equation(bound, operands))
 
 
 @handles("remat2", "remat", "checkpoint")
@@ -103,10 +110,13 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             cell["entries"] = tuple(walk.entries)
             real = [y for y in ys if type(y) is not Token]
             arrays = [a for e in walk.entries for a in e.arrays]
+            # A value that the backward pass keeps anyway is stacked once.
+            stacked = {id(y): y for y in (*real, *arrays)}
+            cell["places"] = [list(stacked).index(id(y)) for y in (*real, *arrays)]
             cell["certain"] = walk.folds.certain(threads) if length else ()
-            return (carried, walk.folds.arrays(threads)), (real, arrays)
+            return (carried, walk.folds.arrays(threads)), list(stacked.values())
 
-    (carried, folds), (ys, arrays) = jax.lax.scan(
+    (carried, folds), stacked = jax.lax.scan(
         step,
         (list(init), walk.folds.arrays(threads)),
         [a for a in xs if type(a) is not Token],
@@ -116,11 +126,11 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         **({"_split_transpose": True} if params.get("_split_transpose") else {}),
     )
     walk.folds.restore(threads, folds, cell["certain"])
-    flat = iter(arrays)
+    flat = (stacked[i] for i in cell["places"])
+    ys = [next(flat) if y is None else y for y in cell["ys"]]
     for entry in cell["entries"]:
         walk.entries.append(_stacked(entry.with_arrays(flat), f"scan[{length}]"))
-    stacked = iter(ys)
-    return [*carried, *(next(stacked) if y is None else y for y in cell["ys"])]
+    return [*carried, *ys]
 
 
 def _stacked(entry: Entry, loop: str) -> Entry:
@@ -380,7 +390,7 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
                 loops=(*(f"{a}[{mesh.shape[a]}]" for a in first), *entry.loops),
             )
         )
-    walk.folds.items.update(cell["folds"])
+    walk.folds.items = {**walk.folds.items, **cell["folds"]}
     certain = walk.folds.certain(cell["threads"])
     walk.folds.restore(cell["threads"], list(flat), certain)
     return results

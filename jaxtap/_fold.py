@@ -59,13 +59,17 @@ class Folds:
         self._held: dict[Any, tuple[Any, dict[str, _Held]]] = {}
         self.items: dict[str, Fold] = {}
 
+    def _put(self, fold: Fold) -> None:
+        """Replaces the folds instead of changing them: leaving a body puts the old ones back."""
+        self.items = {**self.items, fold.mark.path: fold}
+
     def add(self, mark: Mark, x: Any, mapped: int, live: Any) -> None:
         """Folds `x`, whose mapped axes lead, where it is live."""
         fold = self.items.get(mark.path)
         reduce, first = _functions(mark)
         if fold is None and live is None:
             state = _vmapped(first, mapped)(x)
-            self.items[mark.path] = Fold(mark, state, True, mapped)
+            self._put(Fold(mark, state, True, mapped))
             return
         if fold is None:
             fold = _fresh(mark, jax.typeof(x), mapped)
@@ -76,7 +80,7 @@ class Folds:
             )
         if fold.seen is True and live is None:
             state = _vmapped(reduce, mapped)(fold.state, x)
-            self.items[mark.path] = dataclasses.replace(fold, state=state)
+            self._put(dataclasses.replace(fold, state=state))
             return
 
         def step(seen: Any, live: Any, state: Any, x: Any) -> tuple[Any, Any]:
@@ -89,7 +93,7 @@ class Folds:
         flags = (_expand(flag, batch) for flag in (fold.seen, True if live is None else live))
         seen, state = _vmapped(step, mapped)(*flags, fold.state, x)
         seen = True if live is None else seen
-        self.items[mark.path] = dataclasses.replace(fold, state=state, seen=seen)
+        self._put(dataclasses.replace(fold, state=state, seen=seen))
 
     def enter(
         self, jaxprs: Sequence[Any], predicate: tuple[int, ...], scopes: tuple[str, ...]
@@ -99,8 +103,7 @@ class Folds:
         for jaxpr in jaxprs:
             for path, held in self.held(jaxpr, predicate, scopes).items():
                 fold = self.items.get(path) or _fresh(held.mark, held.aval, held.mapped)
-                fold = dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state))
-                self.items[path] = fold
+                self._put(dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state)))
                 threads[path] = Thread(path, fold.seen is not True)
         return tuple(threads.values())
 
@@ -125,7 +128,7 @@ class Folds:
             state = jax.tree.map(lambda _: next(flat), fold.state)
             seen = next(flat) if thread.flagged else True
             seen = True if certain and certain[i] else seen
-            self.items[thread.path] = dataclasses.replace(fold, state=state, seen=seen)
+            self._put(dataclasses.replace(fold, state=state, seen=seen))
 
     def certain(self, threads: Sequence[Thread]) -> tuple[bool, ...]:
         """Which folds have seen something for sure."""

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from typing import Any
 
 import jax
@@ -258,7 +257,7 @@ class Walk:
     def inside(self, *, recomputing: bool = False, branch: int | None = None) -> Iterator[None]:
         """Within, what is recorded and folded is a body's own."""
         before = self.entries, self.folds.items, self._recomputing, self._branches
-        self.entries, self.folds.items = [], copy(self.folds.items)
+        self.entries = []
         self._recomputing |= recomputing
         if branch is not None:
             self._branches = (*self._branches, branch)

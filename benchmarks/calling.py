@@ -1,0 +1,62 @@
+"""Calling a captured jitted function, over calling a jitted function with the same outputs.
+
+Small: nothing to compute, so that the call itself is all there is. Medium: enough to compute that
+the call should vanish in it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxtap as jt
+from benchmarks import hand
+from benchmarks.measure import Result, race, require_equal
+
+SITES = 8
+
+
+def functions(width: int):
+    """`(marked, by hand, arguments)`: a small tanh network and its gradient, eight sites."""
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(0, width**-0.5, (SITES, width, width)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(width, width)), jnp.float32)
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        for i in range(SITES):
+            x = jt.sow(jnp.tanh(x @ weights[i]), f"layer{i}")
+        return (x * x).mean()
+
+    def loss_by_hand(weights: jax.Array, slots: dict[str, jax.Array], x: jax.Array):
+        values = {}
+        for i in range(SITES):
+            values[f"layer{i}"] = jnp.tanh(x @ weights[i])
+            x = hand.port(values[f"layer{i}"], slots[f"layer{i}"])
+        return (x * x).mean(), values
+
+    def by_hand(weights: jax.Array, x: jax.Array):
+        slots = {f"layer{i}": jnp.zeros_like(x) for i in range(SITES)}
+        derive = jax.value_and_grad(loss_by_hand, argnums=(0, 1), has_aux=True)
+        (value, values), (grads, site_grads) = derive(weights, slots, x)
+        return (value, grads), values, site_grads
+
+    return jax.jit(jax.value_and_grad(loss)), jax.jit(by_hand), (weights, x)
+
+
+def calling(what: str, width: int, rounds: int, calls: int) -> Result:
+    marked, by_hand, args = functions(width)
+    captured = jt.capture(marked)
+    out, taps = captured(*args)
+    found = (out, dict(taps.values), dict(taps.grads))
+    require_equal("captured", found, by_hand(*args), 1e-5)
+    entrants = {"captured": lambda: captured(*args), "by hand": lambda: by_hand(*args)}
+    times = race(entrants, rounds, calls=calls)
+    return Result.timed("calling", f"{what}, over jitted", times, "captured", "by hand", bar=1.1)
+
+
+def both(rounds: int) -> list[Result]:
+    return [
+        calling("small", 4, rounds, calls=200),
+        calling("medium", 192, rounds, calls=5),
+    ]

@@ -1,0 +1,60 @@
+"""The first three topics at the size of a GPU: 12 layers of width 1024, 8 x 1024 tokens, bfloat16.
+
+    PYTHONPATH=. python -m benchmarks.gpu [--only NAME] [--json PATH]
+
+Needs jax alone: without rich the table is plain text. Results are printed and written after each
+topic, so that a run cut short leaves what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import measure, step
+from benchmarks.gpt import Config
+from benchmarks.measure import Result
+
+SIZE = Config(width=1024, heads=16, length=1024, batch=8, vocab=8192, dtype=jnp.bfloat16)
+TINY = Config(layers=2, width=32, length=32, batch=2, vocab=32, dtype=jnp.bfloat16)
+
+TOPICS = {"step": step.unrolled, "remat": step.remat, "idle": step.idle}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="Speed and memory of jaxtap."
+    )
+    parser.add_argument("--only", action="append", choices=TOPICS, help="this topic; repeatable")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a toy size, to try the script anywhere"
+    )
+    options = parser.parse_args()
+    cfg = TINY if options.tiny else SIZE
+
+    results: list[Result] = []
+    for name in options.only or TOPICS:
+        start = time.perf_counter()
+        found = TOPICS[name](cfg, options.rounds)
+        results += found
+        print(f"\n{name}, {time.perf_counter() - start:.0f} s", flush=True)
+        measure.show(found)
+        if options.json:
+            report = {
+                "device": jax.devices()[0].device_kind,
+                "jax": jax.__version__,
+                "config": {**vars(cfg), "dtype": jnp.dtype(cfg.dtype).name},
+                "results": [r.record() for r in results],
+            }
+            options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

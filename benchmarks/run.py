@@ -1,0 +1,55 @@
+"""Measure everything and print one table of ratios.
+
+python -m benchmarks.run [--quick] [--only NAME] [--json PATH] [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import calling, measure, step, tracing
+from benchmarks.gpt import Config
+from benchmarks.measure import Result
+
+Topic = Callable[[int], list[Result]]
+
+# Each topic with its number of rounds, and with the number under --quick.
+TOPICS: dict[str, tuple[Topic, int, int]] = {
+    "step": (lambda rounds: step.unrolled(Config(), rounds), 60, 8),
+    "remat": (lambda rounds: step.remat(Config(), rounds), 30, 5),
+    "idle": (lambda rounds: step.idle(Config(), rounds), 30, 5),
+    "trace": (lambda rounds: tracing.unrolled(48, rounds), 7, 3),
+    "nested": (lambda rounds: tracing.nested(8, rounds), 9, 3),
+    "call": (calling.both, 60, 20),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Speed and memory of jaxtap."
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: a rough look")
+    parser.add_argument("--only", action="append", choices=TOPICS, help="this topic; repeatable")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    options = parser.parse_args()
+
+    results: list[Result] = []
+    for name in options.only or TOPICS:
+        topic, rounds, few = TOPICS[name]
+        start = time.perf_counter()
+        results += topic(few if options.quick else rounds)
+        print(f"{name}: measured in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        if options.json:
+            options.json.write_text(json.dumps([r.record() for r in results], indent=2) + "\n")
+    measure.show(results)
+    return int(options.check and any(r.passed is False for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
