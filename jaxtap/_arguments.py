@@ -15,6 +15,9 @@ import jax
 import numpy as np
 
 _NUMBERS = (int, float, complex, np.generic)
+# What is raised where a traced number is used as a shape, an index, a condition or a key: errors of
+# JAX's, which are TypeErrors, and Python's own.
+_NEEDS_A_VALUE = (TypeError, IndexError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,19 +86,22 @@ def find_needed(
 
     All are tried as static; then each is let go that is not needed.
     """
+    candidates = [place for place in candidates if place not in known]
     try:
         return known, trace(known)
-    except jax.errors.ConcretizationTypeError:
-        if not set(candidates) - known:
+    except _NEEDS_A_VALUE as error:
+        if not candidates:
             raise
+        first = error
     needed = known | frozenset(candidates)
-    result = trace(needed)
+    try:
+        result = trace(needed)
+    except _NEEDS_A_VALUE:
+        raise first from None  # it is not for want of a value
     for place in candidates:
-        if place in known:
-            continue
         try:
             result = trace(needed - {place})
-        except jax.errors.ConcretizationTypeError:
+        except _NEEDS_A_VALUE:
             continue
         needed -= {place}
     return needed, result

@@ -148,16 +148,20 @@ def intercept_bind(hook: Callable[..., Any]) -> Iterator[None]:
 # --- jit --------------------------------------------------------------------------------------
 
 
+_Jitted = type(jax.jit(lambda: None))
+
+
 def jit_options(fn: Any) -> dict[str, Any] | None:
-    """The keyword arguments with which `jax.jit` made `fn`; None if it did not."""
-    info = getattr(fn, "_jit_info", None)
-    if info is None or not hasattr(fn, "__wrapped__"):
+    """The keyword arguments with which `jax.jit` made `fn`; None if it did not.
+
+    A function that wraps a jitted one, as `jax.grad` makes it, has its attributes too: the type
+    decides.
+    """
+    if type(fn) is not _Jitted:
         return None
-    unspecified = (
-        type(info.in_shardings_leaves[0]).__name__ == "UnspecifiedValue"
-        if (info.in_shardings_leaves)
-        else False
-    )
+    info = fn._jit_info
+    if any((*info.in_layouts_leaves, *info.out_layouts_leaves, info.device, info.backend)):
+        return None  # these are kept by the equation that calling `fn` makes
     options: dict[str, Any] = {
         "static_argnums": info.static_argnums or None,
         "static_argnames": info.static_argnames or None,
@@ -166,11 +170,14 @@ def jit_options(fn: Any) -> dict[str, Any] | None:
         "keep_unused": info.keep_unused,
         "compiler_options": dict(info.compiler_options_kvs) or None,
     }
-    if not unspecified:
-        options["in_shardings"] = info.in_shardings_treedef.unflatten(info.in_shardings_leaves)
-    leaves = info.out_shardings_leaves
-    if not (leaves and type(leaves[0]).__name__ == "UnspecifiedValue"):
-        options["out_shardings"] = info.out_shardings_treedef.unflatten(leaves)
+    for name in ("in_shardings", "out_shardings"):
+        leaves = getattr(info, f"{name}_leaves")
+        if not all(leaf is UNSPECIFIED for leaf in leaves):
+            treedef = getattr(info, f"{name}_treedef")
+            # In the arguments of `jit` None is what UNSPECIFIED is inside.
+            options[name] = treedef.unflatten(
+                [None if leaf is UNSPECIFIED else leaf for leaf in leaves]
+            )
     return options
 
 

@@ -35,7 +35,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jaxtap import _compat
-from jaxtap._sites import Rule, SiteError
+from jaxtap._sites import CALLS, Rule, SiteError
 from jaxtap._tap import Mark, tap, tap_p
 
 T = TypeVar("T")
@@ -148,6 +148,11 @@ def _check_name(name: Any, function: str) -> None:
             f"`{function}` takes a string as its name, but was given {name!r} of type "
             f"{type(name).__name__}."
         )
+    if "Tracer" in name:
+        raise TypeError(
+            f"`{function}` was given the name {name!r}, which has a traced value in it. Make the "
+            "number that it is made from static."
+        )
     if not name or re.search(r"[*?@~:]|^/|/$|//", name):
         raise SiteError(
             f"{name!r} cannot be the name of a site: a name is made of segments with '/' between "
@@ -189,7 +194,6 @@ def _key(key: Any) -> str:
 
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
@@ -199,7 +203,7 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     source = _user_line()
     if source is None:
         return bind(primitive, *args, **params)
-    if primitive.name in _CALLS:
+    if primitive.name in CALLS:
         out = bind(primitive, *args, **params)
     else:
         _thread.binding = True

@@ -32,6 +32,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
 
 class SiteError(ValueError):
     """A site was asked for that cannot be given. The message names it, the cause and the fix."""
@@ -93,7 +95,8 @@ class Lines:
     places: tuple[str, ...]
 
     def marks(self, op: str, source: str, label: str | None) -> bool:
-        return any(_on_line(source, place) for place in self.places)
+        # The results of a call are those of the operations in it, which are on the line too.
+        return op not in CALLS and any(_on_line(source, place) for place in self.places)
 
     def matches(self, site: Site) -> bool:
         return site.kind == "op" and any(_on_line(site.source, place) for place in self.places)
@@ -285,7 +288,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     if not known:
         return "The program has no sites: mark a value with jt.sow(value, name)."
     bare = name.replace("*", "").strip("/") or name
-    close = difflib.get_close_matches(bare, known, n=count, cutoff=0.4)
+    close = difflib.get_close_matches(bare, known, n=count, cutoff=0.6)
     tails = {k.rsplit("/", 1)[-1]: k for k in known}
     for tail in difflib.get_close_matches(bare.rsplit("/", 1)[-1], list(tails), n=count):
         if tails[tail] not in close:

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtap import _compat
-from jaxtap._fold import Folds, Thread, same_fold
+from jaxtap._fold import Folds, Thread, bodies, same_fold
 from jaxtap._mark import marking, scopes_of
 from jaxtap._plan import Plan
 from jaxtap._sites import Site, SiteError
@@ -129,7 +129,11 @@ class Walk:
         if eqn.primitive is tap_p:
             return self._tap(eqn, args)
         tokens = [a for a in args if type(a) is Token]
-        if not tokens and tap_effect not in eqn.effects:
+        tapped = tap_effect in eqn.effects
+        if not tokens and not tapped:
+            # A kernel keeps its effects to itself.
+            if any(tap_effect in _compat.open_jaxpr(body).effects for body in bodies(eqn)):
+                return self._opaque(eqn, args)
             return _compat.bind_equation(eqn, args)
         handler = HANDLERS.get(eqn.primitive.name)
         if handler is not None:
@@ -138,7 +142,7 @@ class Walk:
                 return handler(self, eqn, args)
             finally:
                 self.scopes = outer
-        if tap_effect in eqn.effects:
+        if tapped:
             return self._opaque(eqn, args)
         # A residual without elements is only ever moved about: reshaped, selected, broadcast.
         calls = frozenset().union(*(t.calls for t in tokens))
@@ -159,6 +163,8 @@ class Walk:
     def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
         mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
         x, *rest = args
+        if isinstance(eqn.invars[0], _compat.Literal):
+            x = jnp.asarray(x, eqn.invars[0].aval.dtype)
         if kind == "value":
             again = self._by_uid.get(mark.uid) if self._recomputing else None
             if again:
@@ -209,9 +215,9 @@ class Walk:
             number = self._pullbacks[call]
             self._pullbacks[call] += 1
             self.graded.add(mark.path)
-        x_out = x
         if marking() is not None:
-            x_out = self._hand_on(eqn, x, live)
+            x = self._hand_on(eqn, x, live)
+        x_out = x
         site = Site(
             mark.path,
             mark.kind,

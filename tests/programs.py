@@ -34,7 +34,7 @@ def case(differentiable: bool = True, **loops: int) -> Callable[..., Any]:
 
 
 def _remat(sow, fn, **options):
-    """`jax.checkpoint`, which is traced even where everything else is evaluated: not for oracles."""
+    """`jax.checkpoint`, which is traced even where all else is evaluated: not for oracles."""
     return fn if getattr(sow, "eager", False) else jax.checkpoint(fn, **options)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that the program itself takes: every way to take them, and which call they belong to."""
+"""Gradients that the program takes: every way to take them, and which call they belong to."""
 
 import jax
 import jax.numpy as jnp

@@ -34,9 +34,9 @@ def test_scan_of_no_length():
 
 
 def test_associative_scan_keeps_every_call():
-    _, taps = jt.capture(
-        lambda x: lax.associative_scan(lambda a, b: jt.sow(a + b, "h"), x)
-    )(jnp.arange(8.0))
+    _, taps = jt.capture(lambda x: lax.associative_scan(lambda a, b: jt.sow(a + b, "h"), x))(
+        jnp.arange(8.0)
+    )
     assert [taps.values[n].shape for n in taps.sites.names][:3] == [(4,), (2,), (1,)]
     equal(taps.values["h"], [1, 5, 9, 13])
 

@@ -50,7 +50,7 @@ def used_alone(jaxpr, count):
 
 
 def flat(found):
-    for name, types, inside in found:
+    for name, _, inside in found:
         yield name
         for part in inside:
             yield from flat(part)

@@ -70,8 +70,8 @@ def masked(x, mask):
 def test_mapped_predicate_says_for_whom_the_branch_ran():
     _, taps = jt.capture(jax.vmap(branch))(I, M)
     for name, number, factor in (("a", 0, 2), ("b", 2, 3)):
-        equal(taps.valid[name], I == number)
-        equal(taps.values[name], masked(factor * M, I == number))
+        equal(taps.valid[name], number == I)
+        equal(taps.values[name], masked(factor * M, number == I))
 
 
 @pytest.mark.parametrize("order", ["vmap of grad", "grad of vmap"])
@@ -84,8 +84,8 @@ def test_gradients_under_a_mapped_predicate(order):
     out, taps = jt.capture(step)(I, M)
     equal(out, step(I, M))
     for name, number, factor in (("a", 0, 2), ("b", 2, 3)):
-        equal(taps.grads[name], masked(2 * factor * M, I == number))
-        equal(taps.valid[name], I == number)
+        equal(taps.grads[name], masked(2 * factor * M, number == I))
+        equal(taps.valid[name], number == I)
 
 
 def test_nested_mapped_predicates():

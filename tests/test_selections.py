@@ -1,0 +1,149 @@
+"""Selections, and the tables that people read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtap as jt
+from jaxtap._sites import matches
+
+X = jnp.array([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("**", "a", True),
+        ("**", "a/b/c", True),
+        ("*", "a", True),
+        ("*", "a/b", False),
+        ("a/*", "a/b", True),
+        ("a/*", "a/b/c", False),
+        ("a/**", "a/b/c", True),
+        ("a/**", "a", True),
+        ("**/c", "c", True),
+        ("**/c", "a/b/c", True),
+        ("**/c", "a/bc", False),
+        ("a/**/c", "a/c", True),
+        ("a/**/c", "a/b/b/c", True),
+        ("block?", "block1", True),
+        ("block?", "block12", False),
+        ("block*/h", "block12/h", True),
+        ("a.b", "aXb", False),
+        ("a[0]", "a0", False),
+        ("a", "a:w", True),
+        ("a:w", "a:w", True),
+        ("a:w", "a:v", False),
+        ("**:w", "x/a:w", True),
+    ],
+)
+def test_globs(pattern, path, expected):
+    assert matches(pattern, jt.Site(path)) is expected
+
+
+def test_calls():
+    third = jt.Site("h", call=2)
+    assert third.name == "h@2"
+    assert matches("h", third)
+    assert matches("h@2", third)
+    assert not matches("h@0", third)
+    assert matches("h@0", jt.Site("h"))
+    assert matches("**@2", third)
+
+
+def net(x):
+    for i in range(3):
+        with jt.scope(f"block{i}"):
+            x = jt.sow(jnp.sin(x), "attn")
+            x = jt.sow(jnp.cos(x), "mlp")
+    return jnp.sum(x)
+
+
+@pytest.mark.parametrize(
+    ("selection", "names"),
+    [
+        ("block1/attn", {"block1/attn"}),
+        ("**/mlp", {"block0/mlp", "block1/mlp", "block2/mlp"}),
+        (["block0/attn", "block2/*"], {"block0/attn", "block2/attn", "block2/mlp"}),
+        (lambda site: site.path.startswith("block1"), {"block1/attn", "block1/mlp"}),
+        (("block?/attn", lambda s: s.shape == (9,)), {f"block{i}/attn" for i in range(3)}),
+        (None, set()),
+    ],
+)
+def test_values_and_gradients_are_selected_apart(selection, names):
+    _, taps = jt.capture(jax.grad(net), values=selection, grads=None)(X)
+    assert set(taps.values) == names
+    assert taps.grads == {}
+    _, taps = jt.capture(jax.grad(net), values=None, grads=selection)(X)
+    assert set(taps.grads) == names
+    assert taps.values == {}
+
+
+def test_calls_are_selected():
+    def f(x):
+        for _ in range(3):
+            x = jt.sow(x + 1, "h")
+        return jnp.sum(x**2)
+
+    step = jax.grad(f)
+    assert set(jt.capture(step, values="h")(X)[1].values) == {"h", "h@1", "h@2"}
+    _, taps = jt.capture(step, values="h@0", grads="h@2")(X)
+    assert set(taps.values) == {"h"}
+    assert set(taps.grads) == {"h@2"}
+
+
+def test_tables():
+    out, taps = jt.capture(jax.jit(jax.grad(net)))(X)
+    text = repr(taps)
+    assert "6 values, 6 gradients" in text
+    assert text.index("block0/attn") < text.index("block0/mlp") < text.index("block2/mlp")
+    assert "test_selections.py:" in text
+    table = jt.sites(net)(X)
+    assert "6 sites, 48 B" in repr(table) or "6 sites, 96 B" in repr(table)
+    assert len(table) == 6
+    assert table[0].path == "block0/attn"
+    assert [s.name for s in table[:2]] == ["block0/attn", "block0/mlp"]
+    assert "block1/mlp" in table
+    assert "nothing" not in table
+    with pytest.raises(KeyError, match="nearest names are"):
+        table["block1/mpl"]
+
+
+def test_tables_of_what_may_not_have_run():
+    def f(p, x):
+        return jax.lax.cond(p, lambda x: jt.sow(x, "yes"), lambda x: jt.sow(x, "no"), x)
+
+    text = repr(jt.capture(jax.jit(f))(True, X)[1])
+    assert "True" in text
+    assert "False" in text
+
+
+def test_tables_can_be_printed_while_tracing():
+    @jax.jit
+    def f(x):
+        out, taps = jt.capture(net)(x)
+        assert "traced" in repr(taps)
+        return out
+
+    f(X)
+
+
+def test_taps_are_a_pytree():
+    _, taps = jt.capture(jax.grad(net))(X)
+    leaves, treedef = jax.tree.flatten(taps)
+    assert len(leaves) == 12
+    again = jax.tree.unflatten(treedef, leaves)
+    assert again.sites == taps.sites
+    doubled = jax.tree.map(lambda x: 2 * x, taps)
+    np.testing.assert_allclose(doubled.values["block0/attn"], 2 * taps.values["block0/attn"])
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(taps)]
+    assert ".values['block0/attn']" in paths
+
+
+@pytest.mark.filterwarnings("ignore:The chararray class")  # treescope looks through all of numpy
+def test_taps_show_in_a_notebook():
+    import treescope
+
+    _, taps = jt.capture(net)(X)
+    assert "block0/attn" in treescope.render_to_text(taps)
