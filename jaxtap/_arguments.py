@@ -8,6 +8,7 @@ objects are static. A number whose value the function needs while it is traced, 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,16 +18,21 @@ import numpy as np
 _NUMBERS = (int, float, complex, np.generic)
 # What is raised where a traced number is used as a shape, an index, a condition or a key: errors of
 # JAX's, which are TypeErrors, and Python's own.
-_NEEDS_A_VALUE = (TypeError, IndexError, ValueError)
+_NEEDS_A_VALUE = (TypeError, LookupError, ValueError, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The static half of a call: its structure, and its static leaves with their places."""
+    """The static half of a call: its structure, and its static leaves with their places.
+
+    It is `lasting` if equal signatures mean equal calls. They do not where an object is compared by
+    its identity, since it may have changed in between.
+    """
 
     treedef: Any
-    statics: tuple[tuple[int, Any, type], ...]
+    statics: tuple[tuple[int, Any, Any], ...]
     count: int
+    lasting: bool
 
     def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that the leaves were taken from, with other arrays in their places."""
@@ -61,15 +67,27 @@ def split(
                 "which is neither an array or a number, to be traced, nor hashable, to be kept "
                 "fixed. Close over it (functools.partial), or make its class a pytree."
             ) from None
-        statics.append((i, leaf, type(leaf)))
-    return Signature(treedef, tuple(statics), len(leaves)), arrays
+        # 0.0 equals -0.0, and True equals 1.
+        told_apart = repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf)
+        statics.append((i, leaf, told_apart))
+    lasting = all(map(_is_value, (leaf for _, leaf, _ in statics)))
+    return Signature(treedef, tuple(statics), len(leaves), lasting), arrays
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether an object stays what it is; functions are taken to, as `jax.jit` does."""
+    return (
+        callable(leaf) or isinstance(leaf, enum.Enum) or type(leaf).__hash__ is not object.__hash__
+    )
 
 
 def _is_traced(leaf: Any) -> bool:
-    if isinstance(leaf, (bool, str, bytes)) or callable(leaf):
+    if isinstance(leaf, (bool, str, bytes, enum.Enum)) or callable(leaf):
         return False
-    if isinstance(leaf, (jax.Array, np.ndarray)):
+    if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return leaf.dtype != object
+    if isinstance(leaf, int) and not -(2**31) <= leaf < 2**31:
+        return False  # it has no type of JAX's, unless 64 bits are enabled
     return isinstance(leaf, _NUMBERS) or hasattr(leaf, "__jax_array__")
 
 

@@ -23,10 +23,12 @@ a transformation, or in another jitted function, it becomes part of that program
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import threading
+import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -36,7 +38,7 @@ from jax.core import Tracer
 
 from jaxtap import _compat, _control, _guard, _while  # noqa: F401  (rows of the walk's table)
 from jaxtap._arguments import Signature, find_needed, name_of, numbers, split
-from jaxtap._mark import marked
+from jaxtap._mark import marked, not_the_users
 from jaxtap._plan import Plan
 from jaxtap._sites import Selection, Site, SiteError
 from jaxtap._taps import SiteTable, Taps
@@ -76,7 +78,7 @@ def sites(fn: Callable[P, Any], *, modules: Any = True) -> Callable[P, SiteTable
     @functools.wraps(fn)
     def listed(*args: P.args, **kwargs: P.kwargs) -> SiteTable:
         if isinstance(captured, _Captured):
-            return captured.survey(*args, **kwargs)
+            return captured.survey(args, kwargs)
         return captured.eval_shape(*args, **kwargs)[1].sites  # pyright: ignore
 
     return listed
@@ -116,7 +118,9 @@ def _trace(fn: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = join(arrays)
         leaves, treedef = jax.tree.flatten(fn(*args, **kwargs))
-        statics = tuple((i, x) for i, x in enumerate(leaves) if not _is_result(x))
+        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
+        for _, x in statics:
+            _check_result(fn, x)
         cell.update(treedef=treedef, statics=statics)
         fixed = {i for i, _ in statics}
         return [x for i, x in enumerate(leaves) if i not in fixed]
@@ -126,55 +130,88 @@ def _trace(fn: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
     return _Program(jaxpr, cell["treedef"], cell["statics"])
 
 
-def _is_result(x: Any) -> bool:
-    return isinstance(x, (jax.Array, bool, int, float, complex)) or hasattr(x, "dtype")
+def _check_result(fn: Any, x: Any) -> None:
+    """Refuses a result that may hide traced values where nothing can find them."""
+    if not isinstance(x, (str, bytes, bool, int, float, complex, np.generic, np.ndarray, *_FIXED)):
+        raise TypeError(
+            f"{name_of(fn)} returns {type(x).__name__}, which is neither an array nor a container "
+            "that JAX knows, so what is in it cannot be returned from a traced program. Return a "
+            "pytree: register the class with jax.tree_util.register_dataclass."
+        )
+
+
+_FIXED = (type(None), enum.Enum, type, np.dtype)
 
 
 def _walked(plan: Plan, program: _Program, arrays: Sequence[Any]) -> tuple[list[Any], Taps]:
     walk = Walk(plan)
-    outs = walk.run(program.jaxpr, arrays)
-    return outs, _collect(walk)
+    with not_the_users():
+        outs = walk.run(program.jaxpr, arrays)
+        outs = walk.materialize(_compat.open_jaxpr(program.jaxpr).outvars, outs)
+        return outs, _collect(walk)
 
 
 def _collect(walk: Walk) -> Taps:
     values, grads, valid = {}, {}, {}
-    shown: list[Site] = []
-    taken: tuple[list[Site], list[Site]] = ([], [])
+    sites: dict[str, Site] = {}
+    entries = [*_summed(walk.entries), *walk.fold_entries()]
     order = {site.name: i for i, site in enumerate(walk.sites)}
-    entries = [*walk.entries, *_folds(walk)]
+    taken: tuple[list[Site], list[Site]] = ([], [])
     for entry in sorted(entries, key=lambda e: (e.grad, order.get(e.site.name, len(order)))):
-        site = dataclasses.replace(
-            entry.site,
-            shape=tuple(entry.value.shape),
-            dtype=entry.value.dtype,
-            loops=entry.loops,
-        )
-        (grads if entry.grad else values)[site.name] = entry.value
+        shape, dtype = tuple(entry.value.shape), entry.value.dtype
+        site = dataclasses.replace(entry.site, shape=shape, dtype=dtype, loops=entry.loops)
+        name = site.name
+        into = grads if entry.grad else values
+        if name in into:
+            raise SiteError(
+                f"The site {name!r}, marked at {site.source}, has more than one fold: one of them "
+                "is inside a shard_map, where every device has its own. Give it another name."
+            )
+        if entry.step is not None:
+            raise SiteError(
+                f"`step` was given for the site {name!r}, marked at {site.source}, which is in no "
+                "loop. Leave `step` out."
+            )
+        into[name] = entry.value
         taken[entry.grad].append(site)
-        if entry.valid is not None:
-            valid.setdefault(site.name, entry.valid)
-        if not entry.grad or site.name not in values:
-            shown.append(site)
-    walk.plan.verify(walk.sites, taken[0], taken[1], walk.graded, walk.lost)
-    if walk.lost:
-        for path, why in walk.lost.items():
-            warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=5)
-    return Taps(values, grads, valid, SiteTable(shown))
+        # A gradient that was not computed is zero, and so right: its mask is that of the value.
+        if entry.valid is not None and name not in valid and not (entry.grad and name in values):
+            valid[name] = entry.valid
+        sites.setdefault(name, site)
+    walk.plan.verify(walk.sites, taken[0], taken[1], walk.lost)
+    for path, why in walk.lost.items():
+        warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
+    return Taps(values, grads, valid, SiteTable(tuple(sites.values())))
 
 
-def _folds(walk: Walk) -> list[Entry]:
-    """The accumulators of reducing marks, as entries; a structured one has one for each leaf."""
-    entries = []
-    for path, fold in walk.folds.items.items():
-        site = next(s for s in walk.sites if s.path == path)
-        leaves = jax.tree_util.tree_leaves_with_path(fold.state)
-        for keys, leaf in leaves:
-            leaf_name = jax.tree_util.keystr(keys, simple=True, separator=".")
-            name = f"{path}:{leaf_name}" if keys else path
-            valid = None if fold.seen is True else fold.seen
-            here = dataclasses.replace(site, path=name)
-            entries.append(Entry(here, False, jnp.asarray(leaf), valid))
-    return entries
+def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Adds, in second derivatives, the cotangent of a copy that remat made to that of the value.
+
+    The first gradient of a call is that of its own loss. A second one, of a loss made from that, is
+    the sum over the value and its copy.
+    """
+    copies: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        if entry.again:
+            copies.setdefault(entry.call, []).append(entry)
+    for entry in entries:
+        if entry.again or not entry.grad or entry.call not in copies:
+            if not entry.again:
+                yield entry
+            continue
+        if entry.site.pullback == 0:
+            yield entry
+            second = [e for e in entries if e.call is entry.call and e.grad and not e.again][1:]
+            parts = [*second, *copies[entry.call]]
+            if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
+                raise SiteError(
+                    f"The site {entry.site.name!r}, marked at {entry.site.source}, is in a "
+                    "checkpoint through which several second derivatives are taken, and which part "
+                    "belongs to which cannot be told. Leave it out of `grads`."
+                )
+            total = functools.reduce(jnp.add, [p.value for p in parts])
+            site = dataclasses.replace(parts[0].site, pullback=1)
+            yield dataclasses.replace(parts[0], site=site, value=total, again=False)
 
 
 def _jitted(fn: Any, plan: Plan, options: dict[str, Any]) -> Any:
@@ -211,7 +248,7 @@ class _Captured(Generic[P, R]):
     """A captured function: traced and compiled once for each kind of call."""
 
     def __init__(self, fn: Callable[P, R], plan: Plan):
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._plan = plan
         self._programs: dict[Any, Any] = {}
@@ -221,12 +258,15 @@ class _Captured(Generic[P, R]):
     def __repr__(self) -> str:
         return f"capture({name_of(self._fn)})"
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
         if not _compat.trace_state_clean() or eager():
             return self._inline(args, kwargs)
         return self._compiled(args, kwargs)
 
-    def survey(self, *args: Any, **kwargs: Any) -> SiteTable:
+    def survey(self, args: Any, kwargs: Any) -> SiteTable:
         """The sites of the function, for these arguments."""
         program, _, arrays = self._program(args, kwargs)
 
@@ -259,12 +299,14 @@ class _Captured(Generic[P, R]):
         needed = self._needed.get(structure, frozenset())
         signature, arrays = split(self._fn, args, kwargs, needed)
         key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()
-        found = self._programs.get(key)
+        found = self._programs.get(key) if signature.lasting else None
         if found is None:
             with self._lock:
                 program, signature, arrays = self._program(args, kwargs)
-                key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()
-                found = self._programs.setdefault(key, self._compile(program))
+                found = self._compile(program)
+                if signature.lasting:
+                    key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()
+                    found = self._programs.setdefault(key, found)
         program, run = found
         outs, taps = run(*arrays)
         return program.join(outs), taps

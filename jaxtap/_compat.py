@@ -8,6 +8,7 @@ out when this was written has a fair chance to work.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
-from jax.extend.core import Literal, Primitive
+from jax.core import ShapedArray
+from jax.extend.core import Literal, Primitive, mapped_aval
 from jax.interpreters import batching
 
 __all__ = ["UNSPECIFIED", "Literal", "Primitive"]
@@ -67,6 +69,33 @@ def closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """A jaxpr as `remat` wants its body: constants turned into leading inputs, and those."""
     consts = jaxpr_consts(jaxpr)
     return _partial_eval.convert_constvars_jaxpr(open_jaxpr(jaxpr)), consts
+
+
+def hidden_body(value: Any) -> Any:
+    """The jaxpr inside a parameter that is no jaxpr: that of a `call_hi_primitive`; or None."""
+    for path in (("jaxpr",), ("traced", "jaxpr"), ("solve_jaxpr",)):
+        found = value if _is_hi(value) else None
+        for name in path:
+            found = getattr(found, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_hi(value: Any) -> bool:
+    """Whether a parameter is what `call_hi_primitive` calls: it knows how to `expand` itself."""
+    return not hasattr(value, "eqns") and callable(getattr(value, "expand", None))
+
+
+def kind_of(eqn: Any) -> str:
+    """What an equation is: the name of its primitive, or of what a `call_hi_primitive` calls."""
+    name = eqn.primitive.name
+    return type(eqn.params["_prim"]).__name__ if name == "call_hi_primitive" else name
+
+
+def with_shape(aval: Any, shape: tuple[int, ...]) -> Any:
+    """A type like another, strong, of another shape, on as many devices."""
+    return ShapedArray(shape, aval.dtype, manual_axis_type=aval.manual_axis_type)
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
@@ -189,12 +218,49 @@ def register_partial_eval_custom(primitive: Primitive, rule: Callable[..., Any])
     _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
-def cond_batcher(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts `wrap(rule)` in the place of the rule by which `vmap` batches conditionals."""
-    from jax.extend.core.primitives import cond_p
+_HOISTING = frozenset({"_scan_known_hoisting", "_scan_partial_eval_custom"})
 
+
+def register_partial_eval(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Registers what happens to `primitive` where JAX takes what does not change out of a scan.
+
+    `rule(stage, tracers, params)` is called there, with a function that leaves an equation in the
+    loop; everywhere else a primitive is evaluated if its operands are known.
+    """
+
+    def partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
+        def stage() -> Any:
+            inside = [trace.instantiate_const(t) for t in tracers]
+            return trace.default_process_primitive(primitive, inside, params)
+
+        if all(t.is_known() for t in tracers) and _is_hoisting():
+            return rule(stage, tracers, params)
+        return trace.default_process_primitive(primitive, tracers, params)
+
+    _partial_eval.custom_partial_eval_rules[primitive] = partial_eval
+
+
+def _is_hoisting() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in _HOISTING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def wrap_batcher(
+    primitive: Primitive, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Puts `wrap(rule)` in the place of the rule by which `vmap` batches a primitive."""
     rules = batching.fancy_primitive_batchers
-    rules[cond_p] = wrap(rules[cond_p])
+    rules[primitive] = wrap(rules[primitive])
+
+
+def unmapped(x: Any, dim: int | None) -> Any:
+    """The type that one example of a mapped value has."""
+    aval = jax.typeof(x)
+    return aval if dim is None else mapped_aval(aval.shape[dim], dim, aval)
 
 
 # --- shard_map --------------------------------------------------------------------------------

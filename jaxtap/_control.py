@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtap import _compat
 from jaxtap._mark import unmarked
 from jaxtap._sites import SiteError, StepSlice
-from jaxtap._walk import Entry, Token, Walk, eager, handles, strip
+from jaxtap._walk import Entry, Slots, Token, Walk, eager, first_uid, handles, refuse_folded, strip
 
 
 @handles("jit", "pjit")
@@ -33,15 +33,12 @@ def _jit(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
     folds = walk.folds.arrays(threads)
-    own = [token is None for token in staged.outs]
-    more = len(_compat.open_jaxpr(staged.jaxpr).outvars) - staged.count
 
     def inputs(name: str, fill: Any) -> tuple[Any, ...]:
-        return (*(params[name][i] for i in staged.real), *(fill for _ in folds))
+        return (*(params[name][i] for i in staged.ins.kept), *(fill for _ in folds))
 
     def outputs(name: str, fill: Any) -> tuple[Any, ...]:
-        kept = (p for p, keep in zip(params[name], own, strict=True) if keep)
-        return (*kept, *(fill for _ in range(more)))
+        return (*(params[name][i] for i in staged.outs.kept), *(fill for _ in staged.types))
 
     params.update(
         jaxpr=staged.jaxpr,
@@ -51,7 +48,7 @@ def _jit(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         out_shardings=outputs("out_shardings", _compat.UNSPECIFIED),
         out_layouts=outputs("out_layouts", None),
     )
-    results = eqn.primitive.bind(*(args[i] for i in staged.real), *folds, **params)
+    results = eqn.primitive.bind(*staged.ins.arrays(args), *folds, **params)
     return walk.unstage(staged, results)
 
 
@@ -63,9 +60,9 @@ def _call(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         return walk.run(body, args)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
-    operands = [*(args[i] for i in staged.real), *walk.folds.arrays(threads)]
+    values = [*staged.ins.arrays(args), *walk.folds.arrays(threads)]
     bound = eqn.replace(params={**eqn.params, name: staged.jaxpr})
-    return walk.unstage(staged, _compat.bind_equation(bound, operands))
+    return walk.unstage(staged, _compat.bind_equation(bound, values))
 
 
 @handles("remat2", "remat", "checkpoint")
@@ -80,10 +77,10 @@ def _remat(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     folds = walk.folds.arrays(threads)
     jaxpr, consts = _compat.closed(staged.jaxpr)
     if isinstance(params["prevent_cse"], tuple):
-        kept = (params["prevent_cse"][i] for i in staged.real)
+        kept = (params["prevent_cse"][i] for i in staged.ins.kept)
         params["prevent_cse"] = (*(False for _ in consts), *kept, *(False for _ in folds))
     params["jaxpr"] = jaxpr
-    results = eqn.primitive.bind(*consts, *(args[i] for i in staged.real), *folds, **params)
+    results = eqn.primitive.bind(*consts, *staged.ins.arrays(args), *folds, **params)
     return walk.unstage(staged, results)
 
 
@@ -94,40 +91,48 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     nconsts, ncarry = _compat.scan_split(params)
     consts, init, xs = args[:nconsts], args[nconsts : nconsts + ncarry], args[nconsts + ncarry :]
     init = walk.materialize(eqn.invars[nconsts : nconsts + ncarry], init)
+    carried_out = _compat.open_jaxpr(body).outvars[:ncarry]
     threads = walk.enter(body)
+    slots = Slots.of(xs)
     cell: dict[str, Any] = {}
 
     def step(carry: Any, x: Any) -> Any:
         state, folds = carry
-        slices = iter(x)
-        operands = [a if type(a) is Token else next(slices) for a in xs]
-        with walk.inside():
+        with walk.inside(loop=(f"scan[{length}]", length)):
             walk.folds.restore(threads, folds)
-            outs = walk.run(body, [*consts, *state, *operands])
-            carried = walk.materialize(_compat.open_jaxpr(body).outvars[:ncarry], outs[:ncarry])
-            ys = outs[ncarry:]
-            cell["ys"] = [y if type(y) is Token else None for y in ys]
-            cell["entries"] = tuple(walk.entries)
-            real = [y for y in ys if type(y) is not Token]
-            arrays = [a for e in walk.entries for a in e.arrays]
+            outs = walk.run(body, [*consts, *state, *slots.fill(iter(x))])
+            carried = walk.materialize(carried_out, outs[:ncarry])
+            ys = Slots.of(outs[ncarry:])
+            arrays = [*ys.arrays(outs[ncarry:]), *(a for e in walk.entries for a in e.arrays)]
             # A value that the backward pass keeps anyway is stacked once.
-            stacked = {id(y): y for y in (*real, *arrays)}
-            cell["places"] = [list(stacked).index(id(y)) for y in (*real, *arrays)]
-            cell["certain"] = walk.folds.certain(threads) if length else ()
+            stacked = {id(y): y for y in arrays}
+            order = {key: i for i, key in enumerate(stacked)}
+            cell.update(
+                ys=ys,
+                entries=tuple(e.bare for e in walk.entries),
+                places=[order[id(y)] for y in arrays],
+                certain=walk.folds.certain(threads) if length else (),
+            )
             return (carried, walk.folds.arrays(threads)), list(stacked.values())
 
-    (carried, folds), stacked = jax.lax.scan(
-        step,
-        (list(init), walk.folds.arrays(threads)),
-        [a for a in xs if type(a) is not Token],
-        length=length,
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-        **({"_split_transpose": True} if params.get("_split_transpose") else {}),
-    )
+    with walk.replayed() as rewind:
+
+        def once(carry: Any, x: Any) -> Any:
+            rewind()
+            return step(carry, x)
+
+        (carried, folds), stacked = jax.lax.scan(
+            once if eager() else step,
+            (list(init), walk.folds.arrays(threads)),
+            slots.arrays(xs),
+            length=length,
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+            **({"_split_transpose": True} if params.get("_split_transpose") else {}),
+        )
     walk.folds.restore(threads, folds, cell["certain"])
     flat = (stacked[i] for i in cell["places"])
-    ys = [next(flat) if y is None else y for y in cell["ys"]]
+    ys = cell["ys"].fill(flat)
     for entry in cell["entries"]:
         walk.entries.append(_stacked(entry.with_arrays(flat), f"scan[{length}]"))
     return [*carried, *ys]
@@ -135,84 +140,79 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
 
 def _stacked(entry: Entry, loop: str) -> Entry:
     """An entry that a loop has stacked; the iterations asked for of it, where some were."""
-    if entry.step is not None and not entry.loops:
-        index = entry.step.slice if isinstance(entry.step, StepSlice) else entry.step
+    refuse_folded(entry)
+    lead, step = entry.lead + 1, entry.step
+    if step is not None:
+        index = step.slice if isinstance(step, StepSlice) else step
         length = entry.value.shape[0]
         if isinstance(index, int) and not -length <= index < length:
             raise SiteError(
                 f"step={index} was asked for of the site {entry.site.name!r}, marked at "
                 f"{entry.site.source}, but its loop has {length} iterations."
             )
-        entry = dataclasses.replace(
-            entry,
-            value=entry.value[index],
-            valid=None if entry.valid is None else entry.valid[index],
-            lead=entry.lead + isinstance(index, slice),
-            step=None,
-        )
-    else:
-        entry = dataclasses.replace(entry, lead=entry.lead + 1)
-    return dataclasses.replace(entry, loops=(loop, *entry.loops))
+        lead -= isinstance(index, int)
+        entry = entry.with_arrays(a[index] for a in entry.arrays)
+    return dataclasses.replace(entry, lead=lead, step=None, loops=(loop, *entry.loops))
 
 
 @handles("cond")
 def _cond(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
-    index, *operands = args
+    index, *values = args
     branches = eqn.params["branches"]
     threads = walk.enter(*branches)
-    parts = [walk.stage(b, operands, threads, branch=i) for i, b in enumerate(branches)]
-    folds = walk.folds.arrays(threads)
-    real = [a for a in operands if type(a) is not Token]
+    # Calls are numbered as they were written: `lax.cond` puts the branch for true second.
+    order = sorted(range(len(branches)), key=lambda i: first_uid(branches[i]))
+    made = {i: walk.stage(branches[i], values, threads, branch=i) for i in order}
+    parts = [made[i] for i in range(len(branches))]
+    operands = [*parts[0].ins.arrays(values), *walk.folds.arrays(threads)]
+    nfolds = len(walk.folds.arrays(threads))
     # Residuals of one place may be a token in one branch and an empty filling in another.
-    outs = list(zip(*(part.outs for part in parts), strict=True))
-    tokens = [
-        Token(frozenset().union(*(t.calls for t in out if t is not None)))
-        if any(t is not None for t in out)
-        else None
-        for out in outs
-    ]
-    types = [[v.aval for v in _compat.open_jaxpr(p.jaxpr).outvars[p.count :]] for p in parts]
-    arrays = [t[: len(t) - len(folds)] for t in types]
+    merged = Slots(tuple(map(_merged, *(part.outs.tokens for part in parts))))
+    held = [part.types[: len(part.types) - nfolds] for part in parts]
 
     def padded(chosen: int) -> Any:
         part = parts[chosen]
 
         def branch(*flat: Any) -> list[Any]:
-            results = jaxpr_as_fun(part.jaxpr)(*flat)
-            own = iter(results[: part.count])
-            kept = []
-            for token, merged in zip(part.outs, tokens, strict=True):
-                value = next(own) if token is None else None
-                if merged is None:
-                    kept.append(value)
-            inner = results[part.count : len(results) - len(folds)]
+            results = iter(jaxpr_as_fun(part.jaxpr)(*flat))
+            own = part.outs.fill(results)
+            rest = list(results)
+            inner = rest[: len(rest) - nfolds]
             filled = [
                 x
-                for i, held in enumerate(arrays)
-                for x in (inner if i == chosen else [_compat.zeros(t) for t in held])
+                for i, types in enumerate(held)
+                for x in (inner if i == chosen else [_compat.zeros(t) for t in types])
             ]
-            return [*kept, *filled, *results[len(results) - len(folds) :]]
+            return [*merged.arrays(own), *filled, *rest[len(rest) - nfolds :]]
 
         return branch
 
     functions = [padded(i) for i in range(len(parts))]
     if eager() and not isinstance(index, Tracer):
-        results = functions[int(index)](*real, *folds)
+        results = functions[int(index)](*operands)
     else:
-        made = tuple(jax.make_jaxpr(f)(*real, *folds) for f in functions)
-        results = eqn.primitive.bind(index, *real, *folds, **dict(eqn.params, branches=made))
+        jaxprs = tuple(jax.make_jaxpr(f)(*operands) for f in functions)
+        results = eqn.primitive.bind(index, *operands, **dict(eqn.params, branches=jaxprs))
     flat = iter(results)
-    own = [next(flat) if token is None else token for token in tokens]
-    for i, part in enumerate(parts):
+    own = merged.fill(flat)
+    entries = [[e.with_arrays(flat) for e in part.entries] for part in parts]
+    for i in order:
         ran = jnp.asarray(index) == i
-        for entry in part.entries:
-            entry = entry.with_arrays(flat)
-            if entry.valid is None:
-                entry = dataclasses.replace(entry, valid=ran)
-            walk.entries.append(entry)
+        for entry in entries[i]:
+            refuse_folded(entry)
+            valid = ran if entry.valid is None else entry.valid
+            walk.entries.append(dataclasses.replace(entry, valid=valid))
     certain = [all(seen) for seen in zip(*(part.certain for part in parts), strict=True)]
     walk.folds.restore(threads, list(flat), certain)
     return own
+
+
+def _merged(*tokens: Token | None) -> Token | None:
+    """What a result of several branches stands for, if it is a token in any of them."""
+    some = [t for t in tokens if t is not None]
+    if not some:
+        return None
+    return Token(frozenset().union(*(t.calls for t in some)), any(t.array for t in some))
 
 
 @handles("custom_jvp_call")
@@ -222,7 +222,7 @@ def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
     inner = jaxpr_as_fun(staged.jaxpr)
-    count, n = staged.count, len(staged.real)
+    count, n = staged.count, len(staged.ins.kept)
 
     @jax.custom_jvp
     def call(*flat: Any) -> list[Any]:
@@ -238,7 +238,7 @@ def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         results, inside = jax.jvp(inner, primals, tangents)
         return results, [*out, *inside[count:]]
 
-    return walk.unstage(staged, call(*(args[i] for i in staged.real), *walk.folds.arrays(threads)))
+    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.folds.arrays(threads)))
 
 
 @handles("custom_vjp_call", "custom_vjp_call_jaxpr")
@@ -248,7 +248,7 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
     inner = jaxpr_as_fun(staged.jaxpr)
-    count, n = staged.count, len(staged.real)
+    count, n = staged.count, len(staged.ins.kept)
 
     def plain(*flat: Any) -> Any:
         with unmarked():
@@ -269,7 +269,7 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         return (*(_add(a, b) for a, b in zip(through, inside, strict=False)), *inside[n:])
 
     call.defvjp(forward, backward)
-    return walk.unstage(staged, call(*(args[i] for i in staged.real), *walk.folds.arrays(threads)))
+    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.folds.arrays(threads)))
 
 
 def _add(a: Any, b: Any) -> Any:
@@ -318,31 +318,16 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     params = eqn.params
     body, mesh = params["jaxpr"], params["mesh"]
     order = [a for a in mesh.axis_names if a in params["newly_manual_axes"]]
-    real = [i for i, a in enumerate(args) if type(a) is not Token]
-    for path, held in walk.folds.held(body, (), walk.scopes).items():
-        if path in walk.folds.items:
-            raise SiteError(
-                f"The site {path!r}, marked at {held.mark.source}, is folded inside a "
-                "shard_map and outside of it. Give the two another name each: inside, every "
-                "device has a fold of its own."
-            )
+    ins = Slots.of(args)
     cell: dict[str, Any] = {}
 
     def local(*flat: Any) -> list[Any]:
-        operands = list(args)
-        for i, x in zip(real, flat, strict=True):
-            operands[i] = x
         with walk.inside():
-            threads = walk.enter(body)
-            outs = walk.run(body, operands)
-            arrays = [*(a for e in walk.entries for a in e.arrays), *walk.folds.arrays(threads)]
-            cell.update(
-                outs=[o if type(o) is Token else None for o in outs],
-                entries=tuple(walk.entries),
-                threads=threads,
-                folds={t.path: walk.folds.items[t.path] for t in threads},
-            )
-            return [*(o for o in outs if type(o) is not Token), *arrays]
+            walk.folds.items = {}
+            outs = walk.run(body, ins.fill(iter(flat)))
+            entries = [*walk.entries, *walk.fold_entries()]
+            cell.update(outs=Slots.of(outs), entries=tuple(e.bare for e in entries))
+            return [*cell["outs"].arrays(outs), *(a for e in entries for a in e.arrays)]
 
     def trace(*flat: Any) -> tuple[()]:
         cell["jaxpr"] = jax.make_jaxpr(local)(*flat)
@@ -352,14 +337,14 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     # that can be done only where its axes have a meaning.
     options: dict[str, Any] = {
         "mesh": mesh,
-        "in_specs": tuple(params["in_specs"][i] for i in real),
+        "in_specs": tuple(params["in_specs"][i] for i in ins.kept),
         "axis_names": frozenset(order),
         "check_vma": params["check_vma"],
     }
-    operands = [args[i] for i in real]
+    operands = ins.arrays(args)
     jax.eval_shape(jax.shard_map(trace, out_specs=(), **options), *operands)
     outs, entries = cell["outs"], cell["entries"]
-    own = sum(token is None for token in outs)
+    own = len(outs.kept)
     avals = [v.aval for v in _compat.open_jaxpr(cell["jaxpr"]).outvars[own:]]
 
     def axes_of(aval: Any) -> tuple[str, ...]:
@@ -376,10 +361,10 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         ]
         return [*results[:own], *extra]
 
-    specs = [s for s, token in zip(params["out_specs"], outs, strict=True) if token is None]
+    specs = [params["out_specs"][i] for i in outs.kept]
     out_specs = [*specs, *(PartitionSpec(*axes) for axes in over)]
     flat = iter(jax.shard_map(spread, out_specs=out_specs, **options)(*operands))
-    results = [next(flat) if token is None else token for token in outs]
+    results = outs.fill(flat)
     axes = iter(over)
     for entry in entries:
         first, *_ = [next(axes) for _ in entry.arrays]
@@ -390,7 +375,4 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
                 loops=(*(f"{a}[{mesh.shape[a]}]" for a in first), *entry.loops),
             )
         )
-    walk.folds.items = {**walk.folds.items, **cell["folds"]}
-    certain = walk.folds.certain(cell["threads"])
-    walk.folds.restore(cell["threads"], list(flat), certain)
     return results

@@ -95,13 +95,11 @@ class Folds:
         seen = True if live is None else seen
         self._put(dataclasses.replace(fold, state=state, seen=seen))
 
-    def enter(
-        self, jaxprs: Sequence[Any], predicate: tuple[int, ...], scopes: tuple[str, ...]
-    ) -> tuple[Thread, ...]:
+    def enter(self, jaxprs: Sequence[Any], scopes: tuple[str, ...]) -> tuple[Thread, ...]:
         """The folds that bodies go on with; those that begin there are made, with their types."""
         threads: dict[str, Thread] = {}
         for jaxpr in jaxprs:
-            for path, held in self.held(jaxpr, predicate, scopes).items():
+            for path, held in self.held(jaxpr, scopes).items():
                 fold = self.items.get(path) or _fresh(held.mark, held.aval, held.mapped)
                 self._put(dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state)))
                 threads[path] = Thread(path, fold.seen is not True)
@@ -134,31 +132,32 @@ class Folds:
         """Which folds have seen something for sure."""
         return tuple(self.items[thread.path].seen is True for thread in threads)
 
-    def held(
-        self, jaxpr: Any, predicate: tuple[int, ...], scopes: tuple[str, ...]
-    ) -> dict[str, _Held]:
-        """The reducing marks in a body that the plan selects."""
+    def held(self, jaxpr: Any, scopes: tuple[str, ...]) -> dict[str, _Held]:
+        """The reducing marks in a body that the plan selects.
+
+        Those of a mesh are not among them: they fold on each device, and leave it as entries.
+        """
         inner = _compat.open_jaxpr(jaxpr)
-        key = id(inner), predicate, scopes
+        key = id(inner), scopes
         if key in self._held:
             return self._held[key][1]
         found: dict[str, _Held] = {}
         for eqn in inner.eqns:
-            if tap_effect not in eqn.effects:
+            if tap_effect not in eqn.effects or eqn.primitive.name == "shard_map":
                 continue
             here = (*scopes, *scopes_of(eqn))
             if eqn.primitive is tap_p:
-                held = self._hold(eqn, predicate, here)
+                held = self._hold(eqn, here)
                 if held is not None:
                     found.setdefault(held.mark.path, held)
             else:
                 for body in bodies(eqn):
-                    for path, held in self.held(body, predicate, here).items():
+                    for path, held in self.held(body, here).items():
                         found.setdefault(path, held)
         self._held[key] = (inner, found)  # `inner` is kept so that its id stays its own
         return found
 
-    def _hold(self, eqn: Any, predicate: tuple[int, ...], scopes: tuple[str, ...]) -> _Held | None:
+    def _hold(self, eqn: Any, scopes: tuple[str, ...]) -> _Held | None:
         mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
         mark = mark.within(scopes)
         site = Site(mark.path, mark.kind, source=mark.source, op=mark.op)
@@ -167,16 +166,17 @@ class Folds:
         aval = eqn.invars[0].aval
         front = tuple(aval.shape[a] for a in axes)
         own = tuple(n for i, n in enumerate(aval.shape) if i not in axes)
-        mapped = front if len(front) >= len(predicate) else predicate
-        return _Held(mark, aval.update(shape=(*mapped, *own), weak_type=False), len(mapped))
+        return _Held(mark, _compat.with_shape(aval, (*front, *own)), len(front))
 
 
 def bodies(eqn: Any) -> Iterator[Any]:
     """The jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
-            if hasattr(_compat.open_jaxpr(part), "eqns"):
-                yield part
+            body = _compat.hidden_body(part)
+            body = part if body is None else body
+            if hasattr(_compat.open_jaxpr(body), "eqns"):
+                yield body
 
 
 def same_fold(a: Mark, b: Mark) -> bool:

@@ -1,25 +1,29 @@
-"""Conditionals under `vmap`, where the predicate is mapped.
+"""Conditionals and loops under `vmap`, where the predicate is mapped.
 
-`vmap` turns such a conditional into a selection: every branch runs for every example. So that a
-site in a branch still says for which examples the branch counts, each tap in it is given the
-condition as its `live` operand, before JAX batches the conditional.
+`vmap` turns a conditional whose predicate differs from example to example into a selection: every
+branch runs for every example. A while loop runs for all until the last is done. So that a site
+inside still says for which examples it counts, each tap in such a branch or body is given the
+condition as its `live` operand, before JAX batches the equation. Where the predicate turns out to
+be the same for all examples, the tap drops the condition again.
 
-The condition reaches the taps as accumulators reach the marks that fold: threaded through bodies.
+The condition reaches the taps as folds reach the marks that fold: threaded through bodies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jax.extend.core.primitives import cond_p, while_p
 
 from jaxtap import _compat
-from jaxtap._fold import Thread
+from jaxtap._fold import Thread, bodies
 from jaxtap._plan import Plan
-from jaxtap._tap import tap_effect, tap_p
-from jaxtap._walk import Walk
+from jaxtap._sites import SiteError
+from jaxtap._tap import Mark, operands, tap_effect, tap_p
+from jaxtap._walk import Walk, strip
 
 _NOTHING = Plan(None, None)
 _THREADED = frozenset({"jit", "pjit", "scan", "cond", "while", "remat2", "remat", "checkpoint"})
@@ -31,12 +35,8 @@ class _Condition:
     def __init__(self, live: Any):
         self.items = live
 
-    def enter(
-        self, jaxprs: Sequence[Any], predicate: tuple[int, ...], scopes: Any
-    ) -> tuple[Thread, ...]:
+    def enter(self, jaxprs: Sequence[Any], scopes: Any) -> tuple[Thread, ...]:
         del jaxprs, scopes
-        if self.items.ndim < len(predicate):
-            self.items = jnp.broadcast_to(self.items, predicate)
         return (Thread("live", flagged=False),)
 
     def arrays(self, threads: Sequence[Thread]) -> list[Any]:
@@ -53,48 +53,132 @@ class _Condition:
 class _Guard(Walk):
     """A walk that leaves taps where they are and gives each the condition."""
 
-    def __init__(self, live: Any):
+    def __init__(self, live: Any, branches: tuple[int, ...]):
         super().__init__(_NOTHING)
         self.folds = _Condition(live)
+        self._numbers = branches
 
     def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
         if eqn.primitive is tap_p:
             return self._tap(eqn, args)
-        if tap_effect in eqn.effects and eqn.primitive.name in _THREADED:
+        if not any(tap_effect in _compat.open_jaxpr(body).effects for body in bodies(eqn)):
+            return _compat.bind_equation(eqn, args)
+        name = eqn.primitive.name
+        if name in _THREADED:
             return super()._equation(eqn, args)
-        return _compat.bind_equation(eqn, args)
+        if name in _CUSTOM:
+            return _CUSTOM[name](self, eqn, args)
+        marks: list[Mark] = []
+        strip(list(eqn.params.values()), marks)
+        raise SiteError(
+            f"The site {marks[0].path!r}, marked at {marks[0].source}, is inside a call of "
+            f"{_compat.kind_of(eqn)!r}, in a conditional or a loop whose predicate `vmap` has made "
+            "differ from example to example, so for which examples it ran cannot be told. Mark "
+            "the value outside of that call."
+        )
 
     def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
-        kind = eqn.params["kind"]
-        if kind == "again":
-            return _compat.bind_equation(eqn, args)
-        own = 1 if kind == "value" else 2
+        own = operands(eqn.params["kind"])
         live = self.folds.items
         if len(args) > own:
             inner = args[own]
             live = live.reshape(live.shape + (1,) * (inner.ndim - live.ndim)) & inner
-        return list(tap_p.bind(*args[:own], live, **eqn.params))
+        branches = (*self._numbers, *eqn.params["branches"])
+        params = dict(eqn.params, branches=branches)
+        return list(tap_p.bind(*args[:own], live, **params))
+
+    def again(self, live: Any, fn: Callable[..., Any], *args: Any) -> Any:
+        """Calls `fn` with every tap in what it does given the condition."""
+        made, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        outs = _Guard(live, self._numbers).run(made, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _guarded(branch: Any, number: int) -> Any:
+def _custom_jvp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
+    def plain(*flat: Any) -> list[Any]:
+        return _compat.bind_equation(eqn, flat)
+
+    @jax.custom_jvp
+    def call(live: Any, *flat: Any) -> list[Any]:
+        return guard.again(live, jaxpr_as_fun(eqn.params["call_jaxpr"]), *flat)
+
+    @call.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        live, *flat = primals
+        return guard.again(live, lambda p, t: jax.jvp(plain, p, t), flat, list(tangents[1:]))
+
+    return call(guard.folds.items, *args)
+
+
+def _custom_vjp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
+    def plain(*flat: Any) -> list[Any]:
+        return _compat.bind_equation(eqn, flat)
+
+    @jax.custom_vjp
+    def call(live: Any, *flat: Any) -> list[Any]:
+        return guard.again(live, jaxpr_as_fun(eqn.params["call_jaxpr"]), *flat)
+
+    def forward(live: Any, *flat: Any) -> Any:
+        out, back = guard.again(live, lambda *flat: jax.vjp(plain, *flat), *flat)
+        return out, (live, back)
+
+    def backward(residuals: Any, cts: Any) -> Any:
+        live, back = residuals
+        return (None, *guard.again(live, lambda back, cts: back(cts), back, list(cts)))
+
+    call.defvjp(forward, backward)
+    return call(guard.folds.items, *args)
+
+
+_CUSTOM = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
+
+
+def _in_branch(branch: Any, number: int, index: Any) -> Any:
     """A branch that takes the index too, and tells its taps whether it is theirs."""
 
     def body(*args: Any) -> list[Any]:
-        *operands, index = args
-        return _Guard(index == number).run(branch, operands)
+        *values, index = args
+        return _Guard(index == number, (number,)).run(branch, values)
 
     avals = [v.aval for v in _compat.open_jaxpr(branch).invars]
-    return jax.make_jaxpr(body)(*avals, jax.ShapeDtypeStruct((), jnp.int32))
+    return jax.make_jaxpr(body)(*avals, index)
 
 
-def _batch_guarded(rule: Any) -> Any:
+def _batch_cond(rule: Any) -> Any:
     def batch(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
         if dims[0] is not None and any(tap_effect in b.effects for b in branches):
-            branches = tuple(_guarded(b, i) for i, b in enumerate(branches))
+            index = _compat.unmapped(args[0], dims[0])
+            branches = tuple(_in_branch(b, i, index) for i, b in enumerate(branches))
             args, dims = [*args, args[0]], [*dims, dims[0]]
         return rule(axis_data, args, dims, branches=branches, **params)
 
     return batch
 
 
-_compat.cond_batcher(_batch_guarded)
+def _batch_while(rule: Any) -> Any:
+    def batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
+        test, body = params["cond_jaxpr"], params["body_jaxpr"]
+        count = params["cond_nconsts"]
+        if tap_effect in body.effects:
+
+            def guarded(*flat: Any) -> list[Any]:
+                extra, rest = flat[:count], flat[count:]
+                state = rest[params["body_nconsts"] :]
+                (live,) = jaxpr_as_fun(strip(test))(*extra, *state)
+                return _Guard(live, ()).run(body, rest)
+
+            tested = [v.aval for v in _compat.open_jaxpr(test).invars[:count]]
+            avals = [v.aval for v in _compat.open_jaxpr(body).invars]
+            params = dict(
+                params,
+                body_jaxpr=jax.make_jaxpr(guarded)(*tested, *avals),
+                body_nconsts=count + params["body_nconsts"],
+            )
+            args, dims = [*args[:count], *args], [*dims[:count], *dims]
+        return rule(axis_data, args, dims, **params)
+
+    return batch
+
+
+_compat.wrap_batcher(cond_p, _batch_cond)
+_compat.wrap_batcher(while_p, _batch_while)

@@ -32,7 +32,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jaxtap import _compat
 from jaxtap._sites import CALLS, Rule, SiteError
@@ -170,8 +169,10 @@ def _mark(value: Any, name: str, kind: str, reduce: Any, init: Any) -> Any:
     def leaf(keys: tuple[Any, ...], x: Any) -> Any:
         if not _is_array(x):
             return x
-        path = name + (":" + ".".join(map(_key, keys)) if keys else "")
-        return tap(x, Mark(path, kind, source, next(_uids), reduce, init))
+        path = name + (f":{leaf_name(keys)}" if keys else "")
+        tapped = tap(x, Mark(path, kind, source, next(_uids), reduce, init))
+        # A Python number stays one: the program may need its value.
+        return tapped if isinstance(x, (jax.Array, np.ndarray, np.generic)) else x
 
     return jax.tree_util.tree_map_with_path(leaf, value)
 
@@ -180,12 +181,10 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 
-def _key(key: Any) -> str:
-    if isinstance(key, (DictKey, FlattenedIndexKey)):
-        return str(key.key)
-    if isinstance(key, SequenceKey):
-        return str(key.idx)
-    return str(key.name) if isinstance(key, GetAttrKey) else str(key)
+def leaf_name(keys: tuple[Any, ...]) -> str:
+    """The name of a leaf in its structure; characters that mean something else are escaped."""
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return re.sub(r"[*?@~:]", lambda found: f"%{ord(found.group()):02X}", name)
 
 
 # Rules mark what a user's code binds, before it is differentiated, so that the results have
@@ -196,6 +195,21 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
+# These trace the user's function while they are bound; `jit` has done so before.
+_TRACING = (CALLS - {"jit", "pjit"}) | {"shard_map"}
+
+
+@contextlib.contextmanager
+def not_the_users() -> Iterator[None]:
+    """Within, what is bound is no operation of the user's."""
+    before = getattr(_thread, "binding", False)
+    _thread.binding = True
+    try:
+        yield
+    finally:
+        _thread.binding = before
+
+
 def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     here = marking()
     if here is None or primitive is tap_p or getattr(_thread, "binding", False):
@@ -203,14 +217,11 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     source = _user_line()
     if source is None:
         return bind(primitive, *args, **params)
-    if primitive.name in CALLS:
+    if primitive.name in _TRACING:
         out = bind(primitive, *args, **params)
     else:
-        _thread.binding = True
-        try:
+        with not_the_users():
             out = bind(primitive, *args, **params)
-        finally:
-            _thread.binding = False
     label = params.get("name") if primitive.name == "name" else None
     if not any(rule.marks(primitive.name, source, label) for rule in here.rules):
         return out

@@ -10,7 +10,7 @@ True
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtap._sites import (
@@ -70,77 +70,50 @@ class Plan:
         sites: Sequence[Site],
         values: Sequence[Site],
         grads: Sequence[Site],
-        graded: set[str],
         lost: dict[str, str],
     ) -> None:
         """Raises for what was asked for and cannot be given.
 
-        `sites` are all that the program has, `values` and `grads` those captured, `graded` the
-        paths that a gradient reached, `lost` why some cannot be captured.
+        `sites` are all that the program has, gradients among them as sites of the kind `grad`;
+        `values` and `grads` are those captured; `lost` says why some cannot be.
         """
-        names = [s.name for s in sites]
-        for argument, selection in (("values", self.values), ("grads", self.grads)):
-            for part in flatten(selection):
-                inner = part.selection if isinstance(part, At) else part
-                for name in flatten(inner) if isinstance(inner, tuple) else (inner,):
-                    self._verify_one(argument, name, sites, graded, lost, names)
-                if isinstance(part, At):
-                    taken = [s for s in (*values, *grads) if matches(part, s)]
-                    for site in taken:
-                        if not site.loops:
-                            raise SiteError(
-                                f"`step` was given for {part.selection!r}, but the site "
-                                f"{site.name!r}, marked at {site.source}, is in no loop. "
-                                "Leave `step` out."
-                            )
+        marked = [s for s in sites if s.kind != "grad"]
+        for part in flatten(self.values):
+            for one in _plain(part):
+                self._verify_one("values", one, values, marked, lost)
+        reached = any(s.kind == "grad" for s in sites)
+        for part in flatten(self.grads):
+            for one in _plain(part):
+                found = [s for s in marked if matches(one, s)]
+                if is_exact(one) and found and not any(matches(one, s) for s in grads):
+                    raise SiteError(_no_gradient(found[0], one, reached))
+                self._verify_one("grads", one, grads, marked, lost)
         self._verify_steps(values)
 
     def _verify_one(
         self,
         argument: str,
         part: Any,
-        sites: Sequence[Site],
-        graded: set[str],
+        captured: Sequence[Site],
+        marked: Sequence[Site],
         lost: dict[str, str],
-        names: Sequence[str],
     ) -> None:
-        if callable(part) or part == "**":
+        is_predicate = callable(part) and not hasattr(part, "marks")
+        if is_predicate or part == "**" or any(matches(part, s) for s in (*captured, *marked)):
             return
-        found = [s for s in sites if matches(part, s)]
-        asked = f"{argument}={part!r}" if isinstance(part, str) else f"{argument}=jt.{part}"
-        if not found:
-            if isinstance(part, str):
-                for path, why in lost.items():
-                    if matches(part, Site(path)):
-                        raise SiteError(f"The site {path!r} cannot be captured: {why}.")
-                what = "no site has that name" if is_exact(part) else "it matches no site"
-                raise SiteError(
-                    f"{asked} was asked for, but {what}: no marked value of that name was reached "
-                    f"when the function was traced. {nearest(part, [*names, *lost])}"
-                )
+        if not isinstance(part, str):
             raise SiteError(
-                f"{asked} was asked for, but the program has no such operation. Rules name "
-                "operations as jax.make_jaxpr prints them."
+                f"{argument}=jt.{part} was asked for, but the program has no such operation. Rules "
+                "name operations as jax.make_jaxpr prints them."
             )
-        if argument == "grads" and is_exact(part):
-            missing = next((s for s in found if s.path not in graded), None)
-            if missing is not None and not any(s.path in graded for s in found):
-                raise SiteError(self._no_gradient(missing, graded))
-
-    def _no_gradient(self, site: Site, graded: set[str]) -> str:
-        if not graded:
-            why = (
-                "the program takes no gradient, or none that reaches a marked value. Take it "
-                "inside the captured function, as a train step does"
-            )
-        else:
-            why = (
-                "no cotangent reached it. Its value does not influence what is differentiated, "
-                "or the value that jt.sow returned is not the one that is used afterwards"
-            )
-        return (
-            f"grads={site.name!r} was asked for, but the site {site.name!r}, marked at "
-            f"{site.source}, has no gradient: {why}."
+        for path, why in lost.items():
+            if matches(part, Site(path)):
+                raise SiteError(f"The site {path!r} cannot be captured: {why}.")
+        what = "no site has that name" if is_exact(part) else "it matches no site"
+        names = [*(s.name for s in marked), *lost]
+        raise SiteError(
+            f"{argument}={part!r} was asked for, but {what}: no marked value of that name was "
+            f"reached when the function was traced. {nearest(part, names)}"
         )
 
     def _verify_steps(self, values: Sequence[Site]) -> None:
@@ -161,3 +134,29 @@ class Plan:
                 f"steps={self.steps} was asked for, but no value is captured: `steps` is how many "
                 "iterations of a while loop to keep."
             )
+
+
+def _plain(part: Any) -> Iterator[Any]:
+    """The selections in one, without the iterations asked for of them."""
+    if isinstance(part, At):
+        for inner in flatten(part.selection):
+            yield from _plain(inner)
+    else:
+        yield part
+
+
+def _no_gradient(site: Site, asked: str, reached: bool) -> str:
+    if not reached:
+        why = (
+            "the program takes no gradient, or none that reaches a marked value. Take it "
+            "inside the captured function, as a train step does"
+        )
+    else:
+        why = (
+            "no cotangent reached it. Its value does not influence what is differentiated, "
+            "or the value that jt.sow returned is not the one that is used afterwards"
+        )
+    return (
+        f"grads={asked!r} was asked for, but the site {site.name!r}, marked at "
+        f"{site.source}, has no gradient: {why}."
+    )

@@ -3,14 +3,16 @@
 A mark in the user's code becomes one equation `y, token = tap[kind=value](x)`. What JAX does to
 the program, it does to that equation through the rules below:
 
-==========  ==================================  ====================================================
-kind        operands -> results                 what it stands for
-==========  ==================================  ====================================================
-`value`     x, [live] -> x, token               the marked value
-`tangent`   t, token, [live] -> t               its tangent, in a derivative
-`grad`      ct, token, [live] -> ct             its cotangent: a transposed `tangent`
-`again`     x -> x                              the value, computed once more by remat
-==========  ==================================  ====================================================
+================  =============================  =================================================
+kind              operands -> results            what it stands for
+================  =============================  =================================================
+`value`           x, [live] -> x, token          the marked value
+`tangent`         t, token, [live] -> t          its tangent, in a derivative
+`grad`            ct, token, [live] -> ct        its cotangent: a transposed `tangent`
+`again`           x, token, [live] -> x          the value, computed once more by remat
+`tangent again`   as `tangent`                   the tangent of that copy, in a second derivative
+`grad again`      as `grad`                      and its cotangent: a part of that of the value
+================  =============================  =================================================
 
 So when the user's own code takes a gradient, the backward program carries the cotangent of every
 marked value, and nothing was added to the program to get it.
@@ -20,9 +22,10 @@ the derivative needs from the forward pass; JAX carries it as it carries every r
 jit, scan, cond, remat and shard_map, however often one traced body is used. Following it from the
 `value` to the `grad` pairs the two by data flow. It costs nothing: it has no bytes.
 
-*Live* is a boolean with the leading mapped axes of the value. It is there once `vmap` has turned a
-conditional on a mapped predicate into a selection, where every branch runs for every example:
-it says for which examples the branch counts.
+*Live* is a boolean with the outermost mapped axes of the value. It is there where `vmap` made the
+predicate of a conditional or of a loop differ from example to example, so that branches and bodies
+run for examples that they do not count for. It says for which they do: see `_guard`. `branches`
+says which branches of such conditionals the tap was in.
 
 `axes` are the positions of the mapped axes in the operand, outermost first. The operand itself is
 left as it lies, so that a marked program has the operations of the plain one.
@@ -82,47 +85,53 @@ tap_p.multiple_results = True
 
 def tap(x: Any, mark: Mark) -> Any:
     """Marks an array; returns it."""
-    return tap_p.bind(x, mark=mark, kind="value", axes=())[0]
+    return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=())[0]
 
 
-def _impl(x: Any, *rest: Any, mark: Mark, kind: str, axes: tuple[int, ...]) -> list[Any]:
-    del rest, mark, axes
+def _impl(x: Any, *rest: Any, kind: str, **params: Any) -> list[Any]:
+    del rest, params
     return [x, jnp.zeros((0,), bool)] if kind == "value" else [x]
 
 
-def _abstract_eval(x: Any, *rest: Any, mark: Mark, kind: str, axes: tuple[int, ...]) -> Any:
-    del rest, mark, axes
+def _abstract_eval(x: Any, *rest: Any, kind: str, **params: Any) -> Any:
+    del rest, params
     if kind == "value":
         return [x, ShapedArray((0,), jnp.dtype(bool))], {tap_effect}
-    return [x], ({tap_effect} if kind == "grad" else set())
+    return [x], ({tap_effect} if kind.startswith("grad") else set())
 
 
-def _lowering(ctx: Any, x: Any, *rest: Any, mark: Mark, kind: str, axes: tuple[int, ...]) -> Any:
-    del rest, mark, axes
+def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
+    del rest, params
     if kind != "value":
         return [x]
     empty = mlir.lower_fun(lambda: jnp.zeros((0,), bool), multiple_results=False)
     return [x, *empty(ctx.replace(avals_in=(), avals_out=ctx.avals_out[1:]))]
 
 
-def _batch(axis_data: Any, args: Any, dims: Any, *, mark: Mark, kind: str, axes: Any) -> Any:
-    x, *rest = args
-    dim, *rest_dims = dims
-    # The token comes second but for a plain value; its own mapped axis means nothing.
-    live_at = 0 if kind in ("value", "again") else 1
-    live, live_dim = None, None
-    if len(rest) > live_at:
-        live, live_dim = rest[live_at], rest_dims[live_at]
-    if dim is None and live_dim is None:
-        out = tap_p.bind(*args, mark=mark, kind=kind, axes=axes)
+def operands(kind: str) -> int:
+    """How many operands a tap has before `live`: a plain value has no token."""
+    return 1 if kind == "value" else 2
+
+
+def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, **params: Any) -> Any:
+    own = operands(params["kind"])
+    (x, *token), live = args[:own], args[own:]
+    dim, live_dims = dims[0], dims[own:]
+    if live and live_dims[0] is None and live[0].ndim == 0:
+        # The predicate is the same for all examples: the branch runs only where it counts.
+        live, live_dims = [], []
+    if dim is None and not any(d is not None for d in live_dims):
+        out = tap_p.bind(x, *token, *live, axes=axes, **params)
         return out, [None] * len(out)
     if dim is None:
         x, dim = batching.bdim_at_front(x, None, axis_data.size), 0
-    if live is not None:
-        # `live` leads with the mapped axes, outermost first, and this one is the outermost yet.
-        rest[live_at] = batching.bdim_at_front(live, live_dim, axis_data.size)
+    # `live` leads with the mapped axes, outermost first, and this one is the outermost yet. What
+    # axis a token was given means nothing.
+    live = [
+        batching.bdim_at_front(v, d, axis_data.size) for v, d in zip(live, live_dims, strict=True)
+    ]
     axes = (dim, *(a + (a >= dim) for a in axes))
-    out = tap_p.bind(x, *rest, mark=mark, kind=kind, axes=axes)
+    out = tap_p.bind(x, *token, *live, axes=axes, **params)
     return out, [dim, None][: len(out)]
 
 
@@ -130,29 +139,30 @@ def _zero(primal: Any) -> ad.Zero:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-def _jvp(primals: Any, tangents: Any, *, mark: Mark, kind: str, axes: Any) -> Any:
+_TANGENTS = {"value": "tangent", "again": "tangent again"}
+
+
+def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
     x, *rest = primals
     t = tangents[0]
-    out = tap_p.bind(x, *rest, mark=mark, kind=kind, axes=axes)
+    out = tap_p.bind(x, *rest, kind=kind, **params)
     if type(t) is ad.Zero:
         t_out = _zero(out[0])
-    elif kind == "value":
-        (t_out,) = tap_p.bind(t, out[1], *rest, mark=mark, kind="tangent", axes=axes)
+    elif kind in _TANGENTS:
+        token = out[1:] if kind == "value" else []
+        (t_out,) = tap_p.bind(t, *token, *rest, kind=_TANGENTS[kind], **params)
     else:
         # The derivative of a cotangent, or of a tangent, is no cotangent of the marked value.
         t_out = t
     return out, [t_out, *(_zero(o) for o in out[1:])]
 
 
-def _transpose(cts: Any, t: Any, *rest: Any, mark: Mark, kind: str, axes: Any) -> Any:
+def _transpose(cts: Any, t: Any, *rest: Any, kind: str, **params: Any) -> Any:
     del t
     ct = cts[0]
-    none = [None] * len(rest)
-    if type(ct) is ad.Zero:
-        return [ct, *none]
-    if kind == "tangent":
-        (ct,) = tap_p.bind(ct, *rest, mark=mark, kind="grad", axes=axes)
-    return [ct, *none]
+    if type(ct) is not ad.Zero and kind in _TANGENTS.values():
+        (ct,) = tap_p.bind(ct, *rest, kind=kind.replace("tangent", "grad"), **params)
+    return [ct, *(None for _ in rest)]
 
 
 def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> Any:
@@ -170,15 +180,26 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> A
             return None, eqn, true, true, needed
         false = [False] * len(eqn.outvars)
         return eqn, None, false, false, []
-    value = eqn.outvars[0]
+    value, token = eqn.outvars
+    x, *live = eqn.invars
     again = eqn.replace(
-        invars=eqn.invars[:1],
+        invars=[x, token, *live],
         outvars=[value],
         params=dict(eqn.params, kind="again"),
         effects=frozenset(),
     )
-    first = [v for v in eqn.invars[:1] if v in needed]
-    return eqn, again, [False, False], [True, False], first
+    return eqn, again, [False, False], [True, False], [*needed, token]
+
+
+def _hoist(stage: Any, tracers: Any, params: Any) -> Any:
+    """What JAX takes out of a loop goes on as it is; the tap stays in, for every iteration.
+
+    The token stays with it: one for each iteration is none too many, as it has no bytes.
+    """
+    if params["kind"] != "value":
+        return stage()
+    _, token = stage()
+    return [tracers[0], token]
 
 
 _compat.allow_effect(TapEffect)
@@ -189,3 +210,4 @@ batching.fancy_primitive_batchers[tap_p] = _batch
 ad.primitive_jvps[tap_p] = _jvp
 ad.primitive_transposes[tap_p] = _transpose
 _compat.register_partial_eval_custom(tap_p, _partial_eval_custom)
+_compat.register_partial_eval(tap_p, _hoist)

@@ -12,14 +12,16 @@ them), mapped axes, the value's own.
 Marks with a reducer are not recorded but folded: see `_fold`. Folds are threaded through bodies as
 operands and extra results.
 
-Gradients are paired with the call of a site by `Token`s: see `_tap`. In the walk a token is no
-array but the set of the calls that it may stand for.
+Gradients are paired with the call of a site by `Token`s: see `_tap`. In the walk a token is the set
+of the calls that it may stand for. Inside another capture, whose own walk comes later, taps are
+left in the program, and a token has its array too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,10 +31,10 @@ import jax.numpy as jnp
 
 from jaxtap import _compat
 from jaxtap._fold import Folds, Thread, bodies, same_fold
-from jaxtap._mark import marking, scopes_of
+from jaxtap._mark import leaf_name, marking, scopes_of
 from jaxtap._plan import Plan
 from jaxtap._sites import Site, SiteError
-from jaxtap._tap import Mark, tap_effect, tap_p
+from jaxtap._tap import Mark, operands, tap_effect, tap_p
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,23 +51,71 @@ class Token:
     """Which calls a residual without elements may have come from."""
 
     calls: frozenset[Call]
+    array: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Operands or results of an equation, with the places of arrays and of tokens apart."""
+
+    tokens: tuple[Token | None, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Slots:
+        return cls(tuple(_bare(v) if type(v) is Token else None for v in values))
+
+    @property
+    def kept(self) -> list[int]:
+        """Which of them have an array."""
+        return [i for i, token in enumerate(self.tokens) if token is None or token.array]
+
+    def arrays(self, values: Sequence[Any]) -> list[Any]:
+        picked = (values[i] for i in self.kept)
+        return [v.array if type(v) is Token else v for v in picked]
+
+    def fill(self, arrays: Iterator[Any]) -> list[Any]:
+        """The operands with these arrays, which are taken in order."""
+        filled: list[Any] = []
+        for token in self.tokens:
+            if token is None:
+                filled.append(next(arrays))
+            else:
+                filled.append(Token(token.calls, next(arrays) if token.array else None))
+        return filled
+
+
+def _bare(token: Token) -> Token:
+    """A token without its array, which must not outlive the trace that it belongs to."""
+    return Token(token.calls, token.array is not None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A recorded value or gradient, and how it came to have the axes it has."""
+    """A recorded value or gradient, and how it came to have the axes it has.
+
+    `again` if it is the cotangent of a copy that remat computed: a part of a gradient. `folded` if
+    it is the fold of a mesh. `step` is what is asked for of the innermost loop, until it is met.
+    """
 
     site: Site
+    call: Call
     grad: bool
     value: Any
     valid: Any = None
     lead: int = 0
     loops: tuple[str, ...] = ()
     step: Any = None
+    again: bool = False
+    folded: bool = False
 
     @property
     def arrays(self) -> list[Any]:
         return [self.value] if self.valid is None else [self.value, self.valid]
+
+    @property
+    def bare(self) -> Entry:
+        """The entry without its arrays, which must not outlive the trace they belong to."""
+        return dataclasses.replace(self, value=None, valid=None if self.valid is None else True)
 
     def with_arrays(self, arrays: Iterator[Any]) -> Entry:
         value = next(arrays)
@@ -78,8 +128,8 @@ class Staged:
     """A body after the walk: what it takes, what it gives, and what it recorded."""
 
     jaxpr: Any
-    real: tuple[int, ...]
-    outs: tuple[Token | None, ...]
+    ins: Slots
+    outs: Slots
     entries: tuple[Entry, ...]
     threads: tuple[Thread, ...]
     certain: tuple[bool, ...]
@@ -87,7 +137,12 @@ class Staged:
     @property
     def count(self) -> int:
         """How many of its results are the body's own."""
-        return sum(token is None for token in self.outs)
+        return len(self.outs.kept)
+
+    @property
+    def types(self) -> list[Any]:
+        """The types of what it gives besides: entries, then threads."""
+        return [v.aval for v in _compat.open_jaxpr(self.jaxpr).outvars[self.count :]]
 
 
 class Walk:
@@ -98,16 +153,17 @@ class Walk:
         self.entries: list[Entry] = []
         self.folds = Folds(plan)
         self.sites: list[Site] = []
-        self.graded: set[str] = set()
         self.lost: dict[str, str] = {}
+        self.scopes: tuple[str, ...] = ()
+        self.loops: tuple[tuple[str, int | None], ...] = ()
+        self.nested = marking() is not None
         self._calls: Counter[str] = Counter()
         self._pullbacks: Counter[Any] = Counter()
+        self._known: dict[tuple[str, int], Call] = {}
         self._by_uid: dict[int, list[Call]] = {}
         self._marks: dict[str, Mark] = {}
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
-        self.scopes: tuple[str, ...] = ()
-        self._predicate: tuple[int, ...] = ()
 
     def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr on `args`, recording what the plan selects."""
@@ -120,8 +176,8 @@ class Walk:
             return env[atom]
 
         for eqn in inner.eqns:
-            operands = [read(v) for v in eqn.invars]
-            outs = _compat.in_context(eqn, self._equation, eqn, operands)
+            values = [read(v) for v in eqn.invars]
+            outs = _compat.in_context(eqn, self._equation, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in inner.outvars]
 
@@ -131,11 +187,11 @@ class Walk:
         tokens = [a for a in args if type(a) is Token]
         tapped = tap_effect in eqn.effects
         if not tokens and not tapped:
-            # A kernel keeps its effects to itself.
-            if any(tap_effect in _compat.open_jaxpr(body).effects for body in bodies(eqn)):
-                return self._opaque(eqn, args)
-            return _compat.bind_equation(eqn, args)
-        handler = HANDLERS.get(eqn.primitive.name)
+            # Some equations keep the effects of their bodies to themselves.
+            tapped = any(tap_effect in _compat.open_jaxpr(body).effects for body in bodies(eqn))
+            if not tapped:
+                return _compat.bind_equation(eqn, args)
+        handler = HANDLERS.get(_compat.kind_of(eqn))
         if handler is not None:
             outer, self.scopes = self.scopes, (*self.scopes, *scopes_of(eqn))
             try:
@@ -146,39 +202,48 @@ class Walk:
             return self._opaque(eqn, args)
         # A residual without elements is only ever moved about: reshaped, selected, broadcast.
         calls = frozenset().union(*(t.calls for t in tokens))
-        if all(v.aval.size == 0 for v in eqn.outvars):
+        if not all(v.aval.size == 0 for v in eqn.outvars):
+            return _compat.bind_equation(eqn, self.materialize(eqn.invars, args))
+        if not self.nested:
             return [Token(calls)] * len(eqn.outvars)
-        return _compat.bind_equation(eqn, self.materialize(eqn.invars, args))
+        outs = _compat.bind_equation(eqn, self.materialize(eqn.invars, args))
+        return [Token(calls, x) for x in outs]
 
     @staticmethod
     def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The operands with tokens made into the empty arrays that they stand for."""
         return [
-            _compat.zeros(v.aval) if type(a) is Token else a
+            a if type(a) is not Token else (_compat.zeros(v.aval) if a.array is None else a.array)
             for v, a in zip(atoms, args, strict=True)
         ]
 
     # --- taps ---------------------------------------------------------------------------------
 
     def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
-        mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
-        x, *rest = args
+        mark, kind = eqn.params["mark"], eqn.params["kind"]
+        own = operands(kind)
+        (x, *rest), live = args[:own], args[own] if len(args) > own else None
         if isinstance(eqn.invars[0], _compat.Literal):
             x = jnp.asarray(x, eqn.invars[0].aval.dtype)
+        token = rest[0] if rest else None
+        array = None
+        if self.nested:
+            bound = tap_p.bind(x, *self.materialize(eqn.invars[1:], args[1:]), **eqn.params)
+            x, array = bound[0], bound[1] if kind == "value" else None
         if kind == "value":
             again = self._by_uid.get(mark.uid) if self._recomputing else None
             if again:
-                return [x, Token(frozenset(again))]
-            call = self._call(mark.within((*self.scopes, *scopes_of(eqn))))
-            value = self._record(eqn, x, axes, rest[0] if rest else None, call, grad=False)
-            return [value, Token(frozenset({call}))]
-        if kind == "grad":
-            token, *live = rest
-            call = self._owner(mark, token)
-            return [self._record(eqn, x, axes, live[0] if live else None, call, grad=True)]
+                return [x, Token(frozenset(again), array)]
+            call = self._call(mark.within((*self.scopes, *scopes_of(eqn))), eqn)
+            self._record(eqn, x, live, call, grad=False)
+            return [x, Token(frozenset({call}), array)]
+        if kind.startswith("grad"):
+            call = self._owner(eqn, mark, token)
+            if call is not None:
+                self._record(eqn, x, live, call, grad=True)
         return [x]
 
-    def _call(self, mark: Mark) -> Call:
+    def _call(self, mark: Mark, eqn: Any) -> Call:
         first = self._marks.setdefault(mark.path, mark)
         if not same_fold(first, mark):
             raise SiteError(
@@ -186,140 +251,173 @@ class Walk:
                 "reducers that differ, so its calls cannot be folded into one. Give both the same "
                 "`reduce` and `init`, or another name to one of them."
             )
-        call = Call(mark, self._calls[mark.path], self._branches)
+        number = self._calls[mark.path]
         self._calls[mark.path] += 1
+        branches = (*self._branches, *eqn.params["branches"])
+        known = self._known.get((mark.path, number))
+        if known is not None and known.branches == branches:
+            return known  # another iteration of a loop that is evaluated
+        call = self._known[mark.path, number] = Call(mark, number, branches)
         self._by_uid.setdefault(mark.uid, []).append(call)
         return call
 
-    def _owner(self, mark: Mark, token: Any) -> Call:
-        """The call that a gradient belongs to."""
+    def _owner(self, eqn: Any, mark: Mark, token: Any) -> Call | None:
+        """The call that a gradient belongs to; None if it is nobody's, and not asked for."""
         calls = token.calls if type(token) is Token else self._by_uid.get(mark.uid, ())
         calls = [c for c in calls if c.mark.uid == mark.uid]
         if len(calls) > 1:
             # Residuals of branches share their places: this one is read in a branch of its own.
-            calls = [c for c in calls if c.branches == self._branches]
-        if len(calls) != 1:
-            raise SiteError(
-                f"The gradient of the site {mark.path!r}, marked at {mark.source}, belongs to one "
-                f"of {len(calls)} calls, and which one cannot be told. Give each call a scope of "
-                "its own, with jt.scope(name), or leave the site out of `grads`."
-            )
-        return calls[0]
+            branches = (*self._branches, *eqn.params["branches"])
+            calls = [c for c in calls if c.branches == branches] or calls
+        if len(calls) == 1:
+            return calls[0]
+        asked = [c for c in calls if self.plan.choose(self._site(c, eqn, grad=True), grad=True)]
+        if not asked and calls:
+            return None
+        raise SiteError(
+            f"The gradient of the site {mark.path!r}, marked at {mark.source}, belongs to one of "
+            f"{len(calls)} calls, and which one cannot be told. The calls share one traced "
+            "function: give each a jit or a checkpoint of its own, or leave the site out of "
+            "`grads`."
+        )
 
-    def _record(
-        self, eqn: Any, x: Any, axes: tuple[int, ...], live: Any, call: Call, *, grad: bool
-    ) -> Any:
-        mark = call.mark
-        number = 0
-        if grad:
-            number = self._pullbacks[call]
-            self._pullbacks[call] += 1
-            self.graded.add(mark.path)
-        if marking() is not None:
-            x = self._hand_on(eqn, x, live)
-        x_out = x
-        site = Site(
+    def _site(self, call: Call, eqn: Any, *, grad: bool, pullback: int = 0) -> Site:
+        """The site as a predicate sees it: with the loops that it is known to be in."""
+        mark, aval = call.mark, eqn.invars[0].aval
+        axes = eqn.params["axes"]
+        front = [aval.shape[a] for a in axes]
+        own = [n for i, n in enumerate(aval.shape) if i not in axes]
+        folded = mark.reduce is not None and not grad
+        lengths = [] if folded else [n for _, n in self.loops if n is not None]
+        return Site(
             mark.path,
             mark.kind,
-            tuple(x.shape),
-            x.dtype,
+            (*lengths, *front, *own),
+            aval.dtype,
             mark.source,
-            call=0 if mark.reduce is not None and not grad else call.number,
-            pullback=number,
+            () if folded else tuple(name for name, _ in self.loops),
+            call=0 if folded else call.number,
+            pullback=pullback,
             op=mark.op,
         )
+
+    def _record(self, eqn: Any, x: Any, live: Any, call: Call, *, grad: bool) -> None:
+        again = eqn.params["kind"] == "grad again"
+        number = self._pullbacks[call] if grad else 0
+        if grad and not again:
+            self._pullbacks[call] += 1
+        site = self._site(call, eqn, grad=grad, pullback=number)
+        self.sites.append(dataclasses.replace(site, kind="grad") if grad else site)
         chosen = self.plan.choose(site, grad)
-        if not grad:
-            self.sites.append(site)
         if chosen is None:
-            return x_out
-        x = _front(x, axes)
-        if len(axes) < len(self._predicate):
-            x = jnp.broadcast_to(x, (*self._predicate, *x.shape))
-            axes = (*range(len(self._predicate)),)
+            return
+        axes = eqn.params["axes"]
+        order = tuple(range(len(axes)))
+        x = x if axes == order else jnp.moveaxis(x, axes, order)
         if getattr(x, "weak_type", False):
             x = jax.lax.convert_element_type(x, x.dtype)
-        if mark.reduce is not None and not grad:
-            self.folds.add(mark, x, len(axes), live)
-            return x_out
+        if call.mark.reduce is not None and not grad:
+            self.folds.add(call.mark, x, len(axes), live)
+            return
         if live is not None:
             x = where(live, x, _compat.zeros(jax.typeof(x)))
-        self.entries.append(Entry(site, grad, x, live, step=chosen.step))
-        return x_out
+        self.entries.append(Entry(site, call, grad, x, live, step=chosen.step, again=again))
 
-    def _hand_on(self, eqn: Any, x: Any, live: Any) -> Any:
-        """Marks the value once more, for a capture around this one."""
-        if eqn.params["kind"] != "value":
-            return x
-        return tap_p.bind(x, *([] if live is None else [live]), **eqn.params)[0]
+    def fold_entries(self) -> list[Entry]:
+        """The folds as entries; a structured one has one for each leaf."""
+        entries = []
+        for path, fold in self.folds.items.items():
+            site = next(s for s in self.sites if s.path == path)
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(fold.state):
+                name = path + (f":{leaf_name(keys)}" if keys else "")
+                entries.append(
+                    Entry(
+                        dataclasses.replace(site, path=name),
+                        self._known[path, 0],
+                        False,
+                        jnp.asarray(leaf),
+                        None if fold.seen is True else fold.seen,
+                        folded=True,
+                    )
+                )
+        return entries
 
     # --- bodies -------------------------------------------------------------------------------
 
     def enter(self, *jaxprs: Any) -> tuple[Thread, ...]:
         """What must be threaded through some bodies."""
-        return self.folds.enter(jaxprs, self._predicate, self.scopes)
+        return self.folds.enter(jaxprs, self.scopes)
 
     @contextlib.contextmanager
-    def inside(self, *, recomputing: bool = False, branch: int | None = None) -> Iterator[None]:
+    def inside(
+        self,
+        *,
+        recomputing: bool = False,
+        branch: int | None = None,
+        loop: tuple[str, int | None] | None = None,
+    ) -> Iterator[None]:
         """Within, what is recorded and folded is a body's own."""
-        before = self.entries, self.folds.items, self._recomputing, self._branches
+        before = self.entries, self.folds.items, self._recomputing, self._branches, self.loops
         self.entries = []
         self._recomputing |= recomputing
         if branch is not None:
             self._branches = (*self._branches, branch)
+        if loop is not None:
+            self.loops = (*self.loops, loop)
         try:
             yield
         finally:
-            self.entries, self.folds.items, self._recomputing, self._branches = before
+            self.entries, self.folds.items, self._recomputing, self._branches, self.loops = before
 
     @contextlib.contextmanager
-    def predicated(self, shape: tuple[int, ...]) -> Iterator[None]:
-        """Within is the body of a loop whose predicate has these mapped axes."""
-        before = self._predicate
-        self._predicate = shape if len(shape) > len(before) else before
-        try:
-            yield
-        finally:
-            self._predicate = before
+    def replayed(self) -> Iterator[Callable[[], None]]:
+        """Yields a function that takes the numbers of calls back to where they are now.
+
+        A loop that is evaluated, under `jax.disable_jit()`, has one body and not many calls.
+        """
+        calls, pullbacks, sites = Counter(self._calls), Counter(self._pullbacks), len(self.sites)
+
+        def rewind() -> None:
+            self._calls, self._pullbacks = Counter(calls), Counter(pullbacks)
+            del self.sites[sites:]
+
+        yield rewind
 
     def stage(
         self,
         jaxpr: Any,
         args: Sequence[Any],
         threads: tuple[Thread, ...],
-        *,
-        recomputing: bool = False,
-        branch: int | None = None,
+        **where: Any,
     ) -> Staged:
         """Walks a body into a jaxpr: operands and threads in; results, entries and threads out."""
-        real = tuple(i for i, a in enumerate(args) if type(a) is not Token)
+        ins = Slots.of(args)
         cell: dict[str, Any] = {}
 
         def body(*flat: Any) -> list[Any]:
-            operands = list(args)
-            for i, x in zip(real, flat, strict=False):
-                operands[i] = x
-            with self.inside(recomputing=recomputing, branch=branch):
-                self.folds.restore(threads, flat[len(real) :])
-                outs = self.run(jaxpr, operands)
+            arrays = iter(flat)
+            values = ins.fill(arrays)
+            with self.inside(**where):
+                self.folds.restore(threads, list(arrays))
+                outs = self.run(jaxpr, values)
                 cell.update(
-                    outs=tuple(o if type(o) is Token else None for o in outs),
-                    entries=tuple(self.entries),
+                    outs=Slots.of(outs),
+                    entries=tuple(e.bare for e in self.entries),
                     certain=self.folds.certain(threads),
                 )
                 return [
-                    *(o for o in outs if type(o) is not Token),
+                    *cell["outs"].arrays(outs),
                     *(a for e in self.entries for a in e.arrays),
                     *self.folds.arrays(threads),
                 ]
 
-        made = jax.make_jaxpr(body)(*(args[i] for i in real), *self.folds.arrays(threads))
-        return Staged(made, real, threads=threads, **cell)
+        made = jax.make_jaxpr(body)(*ins.arrays(args), *self.folds.arrays(threads))
+        return Staged(made, ins, threads=threads, **cell)
 
     def unstage(self, staged: Staged, results: Sequence[Any]) -> list[Any]:
         """Takes apart what a staged body gave: records its entries, returns its own results."""
         flat = iter(results)
-        outs = [next(flat) if token is None else token for token in staged.outs]
+        outs = staged.outs.fill(flat)
         self.entries += [e.with_arrays(flat) for e in staged.entries]
         self.folds.restore(staged.threads, list(flat), staged.certain)
         return outs
@@ -327,26 +425,34 @@ class Walk:
     def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:
         """An equation that is no business of ours holds marks: they are lost, and said to be."""
         stripped: list[Mark] = []
-        params = dict(eqn.params)
-        for name, value in params.items():
-            if isinstance(value, (list, tuple)) or hasattr(value, "eqns"):
-                params[name] = strip(value, stripped)
+        params = {name: strip(value, stripped) for name, value in eqn.params.items()}
         for mark in stripped:
+            mark = mark.within((*self.scopes, *scopes_of(eqn)))
             self.lost[mark.path] = (
-                f"it is marked at {mark.source}, inside a call of {eqn.primitive.name!r}, which "
+                f"it is marked at {mark.source}, inside a call of {_compat.kind_of(eqn)!r}, which "
                 "is opaque: only what goes in and comes out of it can be captured, "
                 f"with jt.ops({eqn.primitive.name!r})"
             )
-        return _compat.bind_equation(eqn.replace(params=params), self.materialize(eqn.invars, args))
+        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
+        return _compat.bind_equation(
+            eqn.replace(params=params, effects=effects), self.materialize(eqn.invars, args)
+        )
 
 
 def strip(value: Any, marks: list[Mark] | None = None) -> Any:
-    """A jaxpr, or a structure with some in it, without its taps, whose marks go to `marks`."""
+    """A jaxpr, or a structure with some in it, without its taps, whose marks go to `marks`.
+
+    Where a body cannot be replaced, its marks are found all the same.
+    """
     marks = [] if marks is None else marks
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(strip(v, marks) for v in value))
     if isinstance(value, (list, tuple)):
         return type(value)(strip(v, marks) for v in value)
+    hidden = _compat.hidden_body(value)
+    if hidden is not None:
+        strip(hidden, marks)
+        return value
     inner = _compat.open_jaxpr(value)
     if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
         return value
@@ -358,7 +464,8 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
     eqns = []
     for eqn in inner.eqns:
         if eqn.primitive is tap_p:
-            marks.append(eqn.params["mark"])
+            if eqn.params["kind"] == "value":
+                marks.append(eqn.params["mark"].within(scopes_of(eqn)))
             renamed[eqn.outvars[0]] = rename(eqn.invars[0])
             continue
         params = {k: strip(v, marks) for k, v in eqn.params.items()}
@@ -377,9 +484,24 @@ def where(mask: Any, x: Any, y: Any) -> Any:
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, y)
 
 
-def _front(x: Any, axes: tuple[int, ...]) -> Any:
-    order = tuple(range(len(axes)))
-    return x if axes == order else jnp.moveaxis(x, axes, order)
+def first_uid(jaxpr: Any) -> int:
+    """The first mark that was traced in a body; a large number if there is none."""
+    uids = [
+        eqn.params["mark"].uid if eqn.primitive is tap_p else min(map(first_uid, bodies(eqn)))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+        if tap_effect in eqn.effects
+    ]
+    return min(uids, default=sys.maxsize)
+
+
+def refuse_folded(entry: Entry) -> None:
+    """A fold of a mesh cannot go on from one iteration to the next, or be one of two branches."""
+    if entry.folded:
+        raise SiteError(
+            f"The site {entry.site.path!r}, marked at {entry.site.source}, is folded inside a "
+            "shard_map that is in a loop or a branch, and every device has a fold of its own. Sow "
+            "it without `reduce`, or outside of the shard_map."
+        )
 
 
 def eager() -> bool:

@@ -139,11 +139,11 @@ def test_one_name_in_two_branches_is_two_sites():
     step = jax.jit(jax.grad(lambda p, x: jnp.sum(f(p, x) ** 2), argnums=1))
     for p in (True, False):
         _, taps = jt.capture(step)(p, X)
-        # lax.cond puts the false branch first.
-        equal(taps.valid["h"], not p)
-        equal(taps.valid["h@1"], p)
-        equal(taps.grads["h"], 0 * X if p else -2 * X)
-        equal(taps.grads["h@1"], 2 * X if p else 0 * X)
+        # Numbered as written: the branch for true first.
+        equal(taps.valid["h"], p)
+        equal(taps.valid["h@1"], not p)
+        equal(taps.grads["h"], 2 * X if p else 0 * X)
+        equal(taps.grads["h@1"], 0 * X if p else -2 * X)
 
 
 def test_one_function_in_two_branches_keeps_its_gradients_apart():

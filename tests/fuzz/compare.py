@@ -1,0 +1,250 @@
+"""The comparison of a capture with the reference, and the contract it holds the engine to.
+
+- `values` has exactly the reference's sites. Axes in order: devices, loops (outermost first),
+  mapped axes (outermost first), the value's own. An axis may be missing only where the value is
+  the same all along it.
+- `valid` has exactly the sites in branches and while loops: a bool, or in while loops the number
+  of executions. With `steps=n` a while loop is a loop axis of length n and `valid` is a bool
+  everywhere. Zeros where the site did not run.
+- `grads` has the axes of `values`; along an axis that is missing there, the perturbations of all
+  its places are one, so their gradients add. A gradient other than zero must be there; one that
+  is there must be right. Under two gradients a site has two: `name` is that of the inner one,
+  `name~1` that of the outer one.
+- `out` is the plain function's result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .build import build, plain
+from .program import Grad, Program
+from .reference import Record, Reference, run
+from .sites import Site
+
+
+class Mismatch(AssertionError):
+    """The capture and the reference disagree."""
+
+
+@dataclass(frozen=True)
+class Laid:
+    """An array with every axis present, and whether it compares coarsely."""
+
+    array: np.ndarray
+    coarse: bool = False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A site's arrays.
+
+    `lead`: how many axes stand in front of the value's own. `grads`: one for each gradient around
+    it, innermost first, with whether a capture must have it.
+    """
+
+    value: Laid
+    valid: Laid
+    grads: list[tuple[Laid, bool]]
+    lead: int
+
+
+def expected(site: Site, records: list[Record], steps: int | None) -> Expected:
+    """Lays the executions of a site out along its axes."""
+    rank = {"shard": 0, "loop": 1, "while": 1, "map": 2}
+    kept = [i for i, a in enumerate(site.axes) if a.kind != "while" or steps is not None]
+    kept.sort(key=lambda i: rank[site.axes[i].kind])
+    sizes = tuple(steps or 0 if site.axes[i].kind == "while" else site.axes[i].size for i in kept)
+    placed = [(tuple(r.index[i] for i in kept), r) for r in records]
+    placed = [(at, r) for at, r in placed if all(i < s for i, s in zip(at, sizes, strict=True))]
+    ran = np.zeros(sizes, np.int64)
+    for at, _ in placed:
+        ran[at] += 1
+
+    def lay(parts: list[tuple[tuple[int, ...], np.ndarray, bool]]) -> Laid:
+        # In the order of execution: in a while loop the last one stays.
+        array = np.zeros(sizes + site.shape)
+        for at, value, _ in parts:
+            array[at] = value
+        return Laid(array, any(coarse for *_, coarse in parts))
+
+    grads = []
+    for k in range(site.grads if site.dtype != "int" else 0):
+        cotangents = [(at, r.cotangents[k]) for at, r in placed]
+        laid = lay([(at, c.value, c.coarse) for at, c in cotangents])
+        # A perturbation of a value that does not depend on the differentiated variable has a
+        # gradient, but no cotangent reaches it in the user's own backward pass.
+        active = any(c.active for _, c in cotangents)
+        grads.append((laid, active and not close(np.zeros_like(laid.array), laid)))
+    value = lay([(at, r.value, r.coarse) for at, r in placed])
+    counts = site.counted and steps is None
+    return Expected(value, Laid(ran if counts else ran > 0), grads, len(kept))
+
+
+def close(got: Any, want: Laid) -> bool:
+    """Whether an array agrees, relative to its largest entry: cancellation may spoil small ones."""
+    got = np.asarray(got).astype(np.float64)
+    if got.shape != want.array.shape or not np.isfinite(got).all():
+        return False
+    narrow = (1e-9, 1e-11) if jax.config.read("jax_enable_x64") else (2e-5, 2e-6)
+    relative, absolute = (3e-2, 1e-2) if want.coarse else narrow
+    bound = relative * np.max(np.abs(want.array), initial=0) + absolute
+    return bool(np.all(np.abs(got - want.array) <= bound))
+
+
+def _missing(got: Any, want: Laid, lead: int) -> list[tuple[int, ...]]:
+    """The sets of leading axes without which `want` is `got`; it must not change along them."""
+    found = []
+    for k in range(lead + 1):
+        for axes in combinations(range(lead), k):
+            one = want.array[tuple(slice(0, 1) if i in axes else slice(None) for i in range(lead))]
+            constant = close(np.broadcast_to(one, want.array.shape), want)
+            if constant and close(got, Laid(one.squeeze(axes), want.coarse)):
+                found.append(axes)
+    return found
+
+
+def _wrong(what: str, got: Any, want: Laid) -> Mismatch:
+    expected = f"expected, shape {want.array.shape}:\n{want.array}"
+    return Mismatch(f"{what} is wrong.\n{expected}\ngot, shape {np.shape(got)}:\n{got}")
+
+
+def _same(what: str, got: set[str], want: set[str]) -> None:
+    if got != want:
+        missing, extra = sorted(want - got), sorted(got - want)
+        raise Mismatch(f"{what}: missing {missing}, not expected {extra}, of {sorted(want)}")
+
+
+def compare(reference: Reference, taps: Any, steps: int | None = None) -> None:
+    """Raises `Mismatch` unless the dicts `values`, `grads`, `valid` of `taps` are right."""
+    labels = {s.label for s in reference.sites}
+    _same("values", set(taps.values), labels)
+    _same("sites with gradients", {k.split("~")[0] for k in taps.grads} | labels, labels)
+    # The further gradients of a site have the mask of the site.
+    conditional = {s.label for s in reference.sites if s.conditional}
+    conditional |= {k for k in taps.grads if k.split("~")[0] in conditional}
+    _same("valid", set(taps.valid), conditional)
+    for site in reference.sites:
+        _compare_site(site, expected(site, reference.records.get(site.path, []), steps), taps)
+
+
+def _compare_site(site: Site, want: Expected, taps: Any) -> None:
+    label = site.label
+    dtypes = {"float": jnp.result_type(float), "bfloat16": jnp.bfloat16, "int": np.int32}
+    dtype = jnp.dtype(dtypes[site.dtype])
+    got = taps.values[label]
+    missing = _missing(got, want.value, want.lead)
+    if not missing:
+        raise _wrong(f"values[{label!r}]", got, want.value)
+    keys = sorted(
+        (k for k in taps.grads if k.split("~")[0] == label),
+        key=lambda k: int(k.partition("~")[2] or 0),
+    )
+    for what, array in [("values", got), *(("grads", taps.grads[k]) for k in keys)]:
+        if array.dtype != dtype:
+            raise Mismatch(f"{what} of {label!r} are {array.dtype}, expected {dtype}")
+    for key in {label, *keys} if site.conditional else ():
+        valid = taps.valid[key]
+        kind = np.bool_ if want.valid.array.dtype == bool else np.integer
+        if not np.issubdtype(valid.dtype, kind) or not _missing(valid, want.valid, want.lead):
+            raise _wrong(f"valid[{key!r}], of type {valid.dtype},", valid, want.valid)
+    _compare_gradients(label, [taps.grads[k] for k in keys], want.grads, missing)
+
+
+def _compare_gradients(
+    label: str, got: list[Any], want: list[tuple[Laid, bool]], missing: list[tuple[int, ...]]
+) -> None:
+    """Gradients come in order; one that no cotangent reached may be left out."""
+    pending = list(want)
+    for grad in got:
+        while pending:
+            laid, needed = pending.pop(0)
+            sums = (Laid(laid.array.sum(axes), laid.coarse) for axes in missing)
+            if any(close(grad, s) for s in sums):
+                break
+            if needed:
+                raise _wrong(f"a gradient of {label!r}", grad, laid)
+        else:
+            if want:
+                raise _wrong(f"a gradient of {label!r}", grad, want[-1][0])
+            raise Mismatch(f"{label!r} has a gradient, but none was taken there:\n{grad}")
+    for laid, needed in pending:
+        if needed:
+            raise Mismatch(f"a gradient of {label!r} is missing, expected\n{laid.array}")
+
+
+def arguments(program: Program) -> tuple[jax.Array, jax.Array]:
+    """The program's arguments as JAX arrays."""
+    x, n = program.arguments()
+    return jnp.asarray(x, jnp.result_type(float)), jnp.asarray(n)
+
+
+def check(program: Program) -> None:
+    """Captures the program with `jaxtap` and compares.
+
+    Raises `Mismatch` if they differ, `Undecided` if the reference cannot tell.
+    """
+    import jaxtap as jt
+
+    reference = run(program)
+    fn = build(program, jt.sow)
+    args = arguments(program)
+    match program.how:
+        case "plain":
+            captured = jt.capture(fn, steps=program.steps)
+        case "jit outside":
+            captured = jax.jit(jt.capture(fn, steps=program.steps))
+        case "jit inside":
+            captured = jt.capture(jax.jit(fn), steps=program.steps)
+    out, taps = captured(*args)
+    plainly = jax.jit(build(program, plain))(*args)
+    want = Laid(np.asarray(plainly, np.float64), reference.coarse)
+    if not close(out, want):
+        raise _wrong("the result", out, want)
+    compare(reference, jax.device_get(taps), program.steps)
+
+
+def check_reference(program: Program) -> None:
+    """Compares the reference's result with JAX's; nothing is captured."""
+    reference = run(program)
+    out = jax.jit(build(program, plain))(*arguments(program))
+    want = Laid(reference.out, reference.coarse)
+    if not close(out, want):
+        raise _wrong("the result", out, want)
+
+
+def check_perturbations(program: Program) -> None:
+    """Compares the reference's gradients with explicit zero perturbations, differentiated by JAX.
+
+    For a program that is one `Grad`. A perturbation is shared by every execution of its name, so
+    it receives their total.
+    """
+    (node,) = program.body
+    assert isinstance(node, Grad)
+    reference = run(program)
+    total: dict[str, Laid] = {}
+    for site in reference.sites:
+        for record in reference.records.get(site.path, []) if site.dtype != "int" else ():
+            (ct,) = record.cotangents
+            before = total.get(site.name, Laid(np.zeros(site.shape)))
+            total[site.name] = Laid(before.array + ct.value, before.coarse or ct.coarse)
+
+    def loss(zeros: dict[str, jax.Array], x: jax.Array, n: jax.Array) -> jax.Array:
+        def add(value: jax.Array, name: str) -> jax.Array:
+            return value + zeros[name].astype(value.dtype) if name in zeros else value
+
+        # The gradient's own `outer` is its x, so the body is the program of the loss.
+        return jnp.sum(jnp.sin(build(replace(program, body=node.body), add)(x, n)))
+
+    x, n = arguments(program)
+    zeros = {name: jnp.zeros(t.array.shape, x.dtype) for name, t in total.items()}
+    got = jax.jit(jax.grad(loss))(zeros, x, n)
+    for name, want in total.items():
+        if not close(got[name], want):
+            raise _wrong(f"the total gradient of {name!r}", got[name], want)

@@ -1,0 +1,100 @@
+"""Running a check over many programs: `sweep`, for the tests and for the command line alike."""
+
+from __future__ import annotations
+
+import pprint
+import time
+import traceback
+from collections.abc import Callable, Collection
+from typing import cast
+
+import jax
+from hypothesis import HealthCheck, Phase, Verbosity, given, reject, settings
+from hypothesis import seed as with_seed
+from hypothesis.strategies import SearchStrategy
+
+from .program import Program
+from .reference import Undecided
+from .shrink import shrink
+
+
+class Failure(Exception):
+    """A check failed; `program` is the smallest program found for which it does."""
+
+    def __init__(
+        self, check: Callable[[Program], None], program: Program, cause: Exception
+    ) -> None:
+        super().__init__(program, cause)
+        self.check, self.program, self.cause = check, program, cause
+
+    def report(self) -> str:
+        """The program as Python that runs as it stands, and what went wrong."""
+        name = self.check.__name__
+        text = pprint.pformat(self.program, width=100)
+        trace = "".join(traceback.format_exception(self.cause))
+        imports = "from tests.fuzz.program import *\n" + f"from tests.fuzz.compare import {name}\n"
+        return f"{trace}\n{imports}\nprogram = {text}\n{name}(program)\n"
+
+    def __str__(self) -> str:
+        return f"{self.cause}\n{pprint.pformat(self.program, width=100)}"
+
+
+def sweep(
+    check: Callable[[Program], None],
+    strategy: SearchStrategy[Program],
+    *,
+    examples: int,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+    end: float | None = None,
+) -> None:
+    """Checks `examples` programs drawn from the strategy, the same ones for the same seed.
+
+    Programs that the reference cannot decide do not count. Raises `Failure` for the smallest
+    program found that fails. After the time `end` the remaining programs pass unchecked.
+    """
+    failed: Program | None = None
+
+    @with_seed(seed)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        verbosity=Verbosity.quiet,
+        phases=(Phase.generate,),
+        suppress_health_check=cast(Collection[HealthCheck], list(HealthCheck)),
+        report_multiple_bugs=False,
+    )
+    @given(strategy)
+    def each(program: Program) -> None:
+        nonlocal failed
+        if failed is not None or (end is not None and time.monotonic() > end):
+            return
+        try:
+            check(program)
+        except Undecided:
+            reject()
+        except Exception:
+            failed = program
+            return
+        tick()
+
+    each()
+    # Thousands of live executables exhaust the memory maps that Linux allows a process.
+    jax.clear_caches()
+    if failed is not None:
+        error = _failure(check, failed)
+        assert error is not None, f"This fails at times: {failed}"
+        # Another kind of error is another fault, or a program that was cut into nonsense.
+        small = shrink(failed, lambda p: type(_failure(check, p)) is type(error))
+        raise Failure(check, small, _failure(check, small) or error)
+
+
+def _failure(check: Callable[[Program], None], program: Program) -> Exception | None:
+    try:
+        check(program)
+    except Undecided:
+        return None
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,196 @@
+"""The hypothesis strategy `programs()`.
+
+What may stand where, and why:
+- no while loop under a gradient: JAX cannot transpose one (a custom rule around it lifts that);
+- no custom_vjp and no gradient under a jvp: JAX refuses the first, the second has two cotangents;
+- a custom rule with code of its own only under at most one gradient: a second one would
+  differentiate that code;
+- shard_map only outside loops, branches and maps, so that its axes come first. Sizes are kept so
+  small that a program costs little more than its compilation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .leaf import VECTORS
+from .program import (
+    Block,
+    Cond,
+    Custom,
+    Do,
+    Fori,
+    Grad,
+    Jit,
+    Jvp,
+    Map,
+    Node,
+    Program,
+    Remat,
+    Scan,
+    Shard,
+    Switch,
+    Twice,
+    Vmap,
+    While,
+)
+from .sites import sites
+
+DEPTH = 4
+EXECUTIONS = 48
+"""How often the innermost body of a program may run."""
+
+NAMES = {"half": ("h",), "int": ("k",), "scalar": ("s",)}
+"""Few names, so that calls share them; one per dtype and shape."""
+
+
+@dataclass(frozen=True)
+class _Context:
+    depth: int = DEPTH
+    runs: int = 1
+    grads: int = 0
+    jvp: bool = False
+    outermost: bool = True
+    devices: int = 1
+    custom: bool = True
+
+
+class _Draw:
+    """Draws one program. `fresh` numbers the marks of derivative rules."""
+
+    def __init__(self, draw: st.DrawFn, second_order: bool) -> None:
+        self.draw = draw
+        self.fresh = count()
+        self.second_order = second_order
+
+    def one(self, *options: Any) -> Any:
+        return self.draw(st.sampled_from(options))
+
+    def block(self, c: _Context) -> Block:
+        size = self.draw(st.integers(1, 3 if c.depth == DEPTH else 2))
+        return tuple(self.node(c) for _ in range(size))
+
+    def inside(self, c: _Context, times: int = 1, **changes: Any) -> Block:
+        return self.block(
+            replace(
+                c, **{"depth": c.depth - 1, "runs": c.runs * times, "outermost": False, **changes}
+            )
+        )
+
+    def do(self) -> Do:
+        # bfloat16 is rare, because nothing after it can be compared closely.
+        op = self.one(
+            *VECTORS, *VECTORS, "outer", "outer", "scalar", "scalar", "int", "int", "half"
+        )
+        names = NAMES.get(op, ("a", "b"))
+        name = self.one(*names, *names, None)
+        use = self.one("through", "side", "drop", "stop") if name else "through"
+        return Do(op, name, use)
+
+    def node(self, c: _Context) -> Node:
+        # Half of what a body holds is constructs while depth remains: full depth is common, and
+        # so are marks beside it.
+        if c.depth == 0 or (self.draw(st.booleans()) and c.depth < DEPTH):
+            return self.do()
+        kinds: list[type[Node]] = [Do, Jit, Remat, Cond, Switch]
+        if c.custom:
+            kinds += [Custom]
+        if c.runs * 2 <= EXECUTIONS:
+            kinds += [Scan, Map, Fori, Vmap, Twice]
+            if c.grads == 0:
+                kinds += [While, While]
+        if not c.jvp and c.grads < (2 if self.second_order else 1):
+            kinds += [Grad, Grad, Grad]
+        if c.grads == 0 and not c.jvp:
+            kinds += [Jvp]
+        if c.outermost and c.devices >= 4:
+            kinds += [Shard]
+        return self.construct(self.draw(st.sampled_from(kinds)), c)
+
+    def construct(self, kind: type[Node], c: _Context) -> Node:
+        few = min(3, EXECUTIONS // c.runs)
+        if kind is Do:
+            return self.do()
+        if kind is Jit:
+            return Jit(self.inside(c, outermost=c.outermost), inline=self.draw(st.booleans()))
+        if kind is Remat:
+            policy = self.one("default", "everything", "nothing", "dots", "names")
+            return Remat(self.inside(c, outermost=c.outermost), policy)
+        if kind is Twice:
+            return Twice(self.inside(c, 2, outermost=c.outermost))
+        if kind is Scan:
+            length = self.draw(st.integers(1, few))
+            flags = {"xs": self.draw(st.booleans()), "reverse": self.draw(st.booleans())}
+            return Scan(self.inside(c, length), length, **flags, unroll=self.one(1, 2))
+        if kind is Map:
+            length = self.draw(st.integers(1, few))
+            return Map(self.inside(c, length), length)
+        if kind is Fori:
+            trips = self.draw(st.integers(1, few))
+            return Fori(self.inside(c, trips), trips, lower=self.one(0, 2))
+        if kind is While:
+            limit = self.draw(st.integers(1, few))
+            return While(self.inside(c, limit), limit, self.one("int", "value", "fori"))
+        if kind is Cond:
+            return Cond(self.inside(c), self.inside(c), self.one("int", "value"))
+        if kind is Switch:
+            branches = tuple(self.inside(c) for _ in range(self.one(2, 3)))
+            return Switch(branches, self.one("int", "value"))
+        if kind is Vmap:
+            size = self.one(2, 4) if c.runs * 4 <= EXECUTIONS else 2
+            axes = {
+                "in_axis": self.one(0, 1, -1),
+                "out_axis": self.one(0, 1),
+                "outer": self.one(None, 0, 1),
+            }
+            return Vmap(self.inside(c, size), size, **axes, map_n=self.draw(st.booleans()))
+        if kind is Grad:
+            how = self.one("grad", "value_and_grad", "vjp")
+            return Grad(self.inside(c, grads=c.grads + 1, outermost=c.outermost), how)
+        if kind is Jvp:
+            return Jvp(self.inside(c, jvp=True), self.one("jvp", "linearize"))
+        if kind is Custom:
+            return self.custom(c)
+        if kind is Shard:
+            mesh = self.one("line", "grid", "row")
+            times = 2 if mesh == "row" else 4
+            mean = self.draw(st.booleans())
+            name = self.one("a", "b", None) if mean else None
+            post = self.inside(c, times) if mean else ()
+            return Shard(self.inside(c, times), post, mesh, mean, name)
+        raise AssertionError(kind)
+
+    def custom(self, c: _Context) -> Custom:
+        kind = "jvp" if c.jvp else self.one("vjp", "jvp")
+        shielded = {"grads": 0, "jvp": False}
+        body = self.inside(c, **shielded)
+        own, bwd = None, None
+        if c.grads <= 1 and self.draw(st.booleans()):
+            # Names of its own: the primal body is traced too, then thrown away.
+            own = (*self.inside(c, **shielded), Do("tanh", f"own{next(self.fresh)}"))
+        if c.grads == 1 and kind == "vjp" and self.draw(st.booleans()):
+            bwd = f"bwd{next(self.fresh)}"
+        return Custom(body, kind, self.one(0.75, -0.5), own, bwd)
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, devices: int = 1, second_order: bool = True) -> Program:
+    """Random programs. With fewer than four devices there is no shard_map in them."""
+    program = Program(_Draw(draw, second_order).block(_Context(devices=devices)))
+    steps = None
+    if any(site.counted for site in sites(program)):
+        steps = draw(st.sampled_from([None, 1, 2, 4]))
+    how = draw(st.sampled_from(["plain", "jit outside", "jit inside"]))
+    return replace(program, seed=draw(st.integers(0, 99)), how=how, steps=steps)
+
+
+@st.composite
+def losses(draw: st.DrawFn, *, devices: int = 1) -> Program:
+    """Programs that are one gradient, with nothing in it that hides a mark from it."""
+    context = _Context(depth=DEPTH - 1, grads=1, devices=devices, custom=False)
+    body = _Draw(draw, second_order=False).block(context)
+    return Program((Grad(body),), draw(st.integers(0, 99)))

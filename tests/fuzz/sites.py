@@ -1,0 +1,183 @@
+"""The sites of a program, found from its text alone: names, order, axes.
+
+Sites in branches that do not run and in loops of no iterations exist too, so names and shapes
+cannot come from a run. A site is one call of `sow` in the program as it is executed; its path is
+where that call stands in the tree:
+
+    >>> [(s.label, s.path) for s in sites(Program((Twice((Do("sin", "a"),)),)))]
+    [('a', (0, 'first', 0)), ('a@1', (0, 'second', 0))]
+
+`reference.py` records under the same paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .program import (
+    DIM,
+    Block,
+    Cond,
+    Custom,
+    Do,
+    Fori,
+    Grad,
+    Jit,
+    Jvp,
+    Map,
+    Node,
+    Program,
+    Remat,
+    Scan,
+    Shard,
+    Switch,
+    Twice,
+    Vmap,
+    While,
+)
+
+Path = tuple[int | str, ...]
+Dtype = Literal["float", "bfloat16", "int"]
+
+MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
+    "line": (("d",), (4,), ("d",)),
+    "grid": (("d", "e"), (2, 2), ("d", "e")),
+    "row": (("d", "e"), (2, 2), ("d",)),
+}
+"""Mesh axis names, mesh shape, and the axes that x is split over."""
+
+COND_ORDER = ("true", "false")
+"""The order in which the branches of `lax.cond` number their calls: that of the source."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Something around a site that makes it happen more than once."""
+
+    kind: Literal["shard", "loop", "while", "map"]
+    size: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call of `sow`.
+
+    `grads` counts the gradients that differentiate it. `conditional`: it stands in a branch or a
+    while loop.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+    axes: tuple[Axis, ...]
+    grads: int
+    conditional: bool
+    label: str = ""
+
+    @property
+    def counted(self) -> bool:
+        """Whether a while loop is around it."""
+        return any(a.kind == "while" for a in self.axes)
+
+
+@dataclass(frozen=True)
+class _Where:
+    """What is around a node.
+
+    `differentiated`: a gradient or a jvp applies to it, so custom rules replace custom bodies.
+    """
+
+    path: Path = ()
+    axes: tuple[Axis, ...] = ()
+    grads: int = 0
+    differentiated: bool = False
+    conditional: bool = False
+
+    def into(self, *tags: int | str, axis: Axis | None = None, conditional: bool = False) -> _Where:
+        axes = self.axes if axis is None else (*self.axes, axis)
+        return replace(
+            self, path=(*self.path, *tags), axes=axes, conditional=self.conditional or conditional
+        )
+
+
+def sites(program: Program) -> list[Site]:
+    """Every site, in program order, labelled: the name, with `@k` for its k-th further call."""
+    seen: Counter[str] = Counter()
+    out = []
+    late: list[Site] = []
+    for site in (*_block(program.body, _Where(), late), *late):
+        k = seen[site.name]
+        seen[site.name] += 1
+        out.append(replace(site, label=f"{site.name}@{k}" if k else site.name))
+    return out
+
+
+def _block(block: Block, where: _Where, late: list[Site]) -> Iterator[Site]:
+    for i, node in enumerate(block):
+        yield from _node(node, where.into(i), late)
+
+
+def _site(where: _Where, name: str, op: str = "sin", **changes: int) -> Site:
+    shape = () if op == "scalar" else (DIM,)
+    dtypes: dict[str, Dtype] = {"half": "bfloat16", "int": "int"}
+    dtype = dtypes.get(op, "float")
+    site = Site(where.path, name, shape, dtype, where.axes, where.grads, where.conditional)
+    return replace(site, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def _node(node: Node, where: _Where, late: list[Site]) -> Iterator[Site]:
+    match node:
+        case Do(op, name):
+            if name is not None:
+                yield _site(where, name, op)
+        case Jit(body) | Remat(body):
+            yield from _block(body, where, late)
+        case Twice(body):
+            for tag in ("first", "second"):
+                yield from _block(body, where.into(tag), late)
+        case Scan(body, length) | Map(body, length) | Fori(body, length):
+            yield from _block(body, where.into(axis=Axis("loop", length)), late)
+        case While(body):
+            yield from _block(body, where.into(axis=Axis("while", 0), conditional=True), late)
+        case Cond(true, false):
+            branches = {"true": true, "false": false}
+            for tag in COND_ORDER:
+                yield from _block(branches[tag], where.into(tag, conditional=True), late)
+        case Switch(branches):
+            for k, branch in enumerate(branches):
+                yield from _block(branch, where.into(k, conditional=True), late)
+        case Vmap(body, size):
+            yield from _block(body, where.into(axis=Axis("map", size)), late)
+        case Grad(body):
+            # The backward pass comes after the whole forward pass and visits it in reverse.
+            mine: list[Site] = []
+            yield from _block(
+                body, replace(where, grads=where.grads + 1, differentiated=True), mine
+            )
+            yield from reversed(mine)
+        case Jvp(body):
+            yield from _block(body, replace(where, differentiated=True), late)
+        case Custom(body, own=own, bwd=bwd):
+            # The rule shields what it runs: no gradient differentiates its code.
+            shielded = replace(where, grads=0, differentiated=False)
+            if own is not None and where.differentiated:
+                yield from _block(own, shielded.into("own"), late)
+            else:
+                yield from _block(body, shielded.into("body"), late)
+            if bwd is not None and where.grads:
+                late.append(_site(where.into("bwd"), bwd, grads=where.grads - 1))
+        case Shard(pre, post, mesh, mean, name):
+            names, shape, split = MESHES[mesh]
+            for axis, size in zip(names, shape, strict=True):
+                if axis in split:
+                    where = where.into(axis=Axis("shard", size))
+            yield from _block(pre, where.into("pre"), late)
+            if mean and name is not None:
+                yield _site(where.into("mean"), name)
+            yield from _block(post, where.into("post"), late)
+        case _:
+            raise AssertionError(node)
