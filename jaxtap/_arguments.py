@@ -33,6 +33,7 @@ class Signature:
     statics: tuple[tuple[int, Any, Any], ...]
     count: int
     lasting: bool
+    order: Any
 
     def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that the leaves were taken from, with other arrays in their places."""
@@ -43,7 +44,30 @@ class Signature:
             fixed.add(i)
         rest = iter(arrays)
         leaves = [leaf if i in fixed else next(rest) for i, leaf in enumerate(leaves)]
-        return self.treedef.unflatten(leaves)
+        return in_order(self.treedef.unflatten(leaves), self.order)
+
+
+def order_of(tree: Any) -> Any:
+    """The order of the keys in the dicts of a structure, which JAX sorts; None if it is sorted."""
+    if type(tree) is dict:
+        inner = tuple(map(order_of, tree.values()))
+        if not any(inner) and list(tree) == sorted(tree, key=str):
+            return None
+        return dict, tuple(tree), inner
+    if type(tree) in (list, tuple):
+        inner = tuple(map(order_of, tree))
+        return (list, None, inner) if any(inner) else None
+    return None
+
+
+def in_order(tree: Any, order: Any) -> Any:
+    """A structure with the keys of its dicts in an order."""
+    if order is None:
+        return tree
+    kind, keys, inner = order
+    if kind is dict:
+        return {k: in_order(tree[k], o) for k, o in zip(keys, inner, strict=True)}
+    return type(tree)(in_order(t, o) for t, o in zip(tree, inner, strict=True))
 
 
 def split(
@@ -71,7 +95,8 @@ def split(
         told_apart = repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf)
         statics.append((i, leaf, told_apart))
     lasting = all(map(_is_value, (leaf for _, leaf, _ in statics)))
-    return Signature(treedef, tuple(statics), len(leaves), lasting), arrays
+    order = order_of((args, kwargs))
+    return Signature(treedef, tuple(statics), len(leaves), lasting, order), arrays
 
 
 def _is_value(leaf: Any) -> bool:

@@ -37,7 +37,15 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxtap import _compat, _control, _guard, _while  # noqa: F401  (rows of the walk's table)
-from jaxtap._arguments import Signature, find_needed, name_of, numbers, split
+from jaxtap._arguments import (
+    Signature,
+    find_needed,
+    in_order,
+    name_of,
+    numbers,
+    order_of,
+    split,
+)
 from jaxtap._mark import marked, not_the_users
 from jaxtap._plan import Plan
 from jaxtap._sites import Selection, Site, SiteError
@@ -104,12 +112,13 @@ class _Program:
     jaxpr: Any
     treedef: Any
     statics: tuple[tuple[int, Any], ...]
+    order: Any
 
     def join(self, arrays: Sequence[Any]) -> Any:
         leaves = list(arrays)
         for i, leaf in self.statics:
             leaves.insert(i, leaf)
-        return self.treedef.unflatten(leaves)
+        return in_order(self.treedef.unflatten(leaves), self.order)
 
 
 def _trace(fn: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
@@ -117,17 +126,18 @@ def _trace(fn: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = join(arrays)
-        leaves, treedef = jax.tree.flatten(fn(*args, **kwargs))
+        out = fn(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten(out)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
         for _, x in statics:
             _check_result(fn, x)
-        cell.update(treedef=treedef, statics=statics)
+        cell.update(treedef=treedef, statics=statics, order=order_of(out))
         fixed = {i for i, _ in statics}
         return [x for i, x in enumerate(leaves) if i not in fixed]
 
     with marked(plan.rules), jax.disable_jit(False), _compat.no_names():
         jaxpr = jax.make_jaxpr(flat)(*arrays)
-    return _Program(jaxpr, cell["treedef"], cell["statics"])
+    return _Program(jaxpr, **cell)
 
 
 def _check_result(fn: Any, x: Any) -> None:
@@ -185,33 +195,42 @@ def _collect(walk: Walk) -> Taps:
 
 
 def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Adds, in second derivatives, the cotangent of a copy that remat made to that of the value.
+    """Puts the cotangents of copies that remat made where they belong.
 
-    The first gradient of a call is that of its own loss. A second one, of a loss made from that, is
+    JAX's newer remat takes gradients through the copy alone: then they are the gradients. Otherwise
+    the first gradient of a call is that of its own loss; a second one, of a loss made from that, is
     the sum over the value and its copy.
     """
     copies: dict[Any, list[Entry]] = {}
+    direct: dict[Any, list[Entry]] = {}
     for entry in entries:
-        if entry.again:
-            copies.setdefault(entry.call, []).append(entry)
-    for entry in entries:
-        if entry.again or not entry.grad or entry.call not in copies:
-            if not entry.again:
-                yield entry
-            continue
-        if entry.site.pullback == 0:
+        if entry.grad:
+            (copies if entry.again else direct).setdefault(entry.call, []).append(entry)
+        else:
             yield entry
-            second = [e for e in entries if e.call is entry.call and e.grad and not e.again][1:]
-            parts = [*second, *copies[entry.call]]
-            if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
-                raise SiteError(
-                    f"The site {entry.site.name!r}, marked at {entry.site.source}, is in a "
-                    "checkpoint through which several second derivatives are taken, and which part "
-                    "belongs to which cannot be told. Leave it out of `grads`."
-                )
-            total = functools.reduce(jnp.add, [p.value for p in parts])
-            site = dataclasses.replace(parts[0].site, pullback=1)
-            yield dataclasses.replace(parts[0], site=site, value=total, again=False)
+    for call, own in direct.items():
+        if call not in copies:
+            yield from own
+            continue
+        first, *second = own
+        yield first
+        parts = [*second, *copies[call]]
+        if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
+            raise SiteError(
+                f"The site {first.site.name!r}, marked at {first.site.source}, is in a checkpoint "
+                "through which several second derivatives are taken, and which part belongs to "
+                "which cannot be told. Leave it out of `grads`."
+            )
+        yield _pulled_back(parts[0], 1, functools.reduce(jnp.add, [p.value for p in parts]))
+    for call, parts in copies.items():
+        if call not in direct:
+            for number, part in enumerate(parts):
+                yield _pulled_back(part, number, part.value)
+
+
+def _pulled_back(entry: Entry, number: int, value: Any) -> Entry:
+    site = dataclasses.replace(entry.site, pullback=number)
+    return dataclasses.replace(entry, site=site, value=value, again=False)
 
 
 def _jitted(fn: Any, plan: Plan, options: dict[str, Any]) -> Any:

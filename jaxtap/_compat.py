@@ -21,9 +21,10 @@ from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.interpreters import remat as _remat
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 from jax.core import ShapedArray
-from jax.extend.core import Literal, Primitive, mapped_aval
+from jax.extend.core import Literal, Primitive, mapped_aval, unmapped_aval
 from jax.interpreters import batching
 
 __all__ = ["UNSPECIFIED", "Literal", "Primitive"]
@@ -93,9 +94,29 @@ def kind_of(eqn: Any) -> str:
     return type(eqn.params["_prim"]).__name__ if name == "call_hi_primitive" else name
 
 
+def call_body(eqn: Any) -> Any:
+    """The body of a call with a custom rule, whatever parameter it is in."""
+    body = eqn.params.get("call_jaxpr")
+    return hidden_body(eqn.params["_prim"]) if body is None else body
+
+
 def with_shape(aval: Any, shape: tuple[int, ...]) -> Any:
     """A type like another, strong, of another shape, on as many devices."""
     return ShapedArray(shape, aval.dtype, manual_axis_type=aval.manual_axis_type)
+
+
+def stacked(aval: Any, length: int) -> Any:
+    """The type of several values along a new leading axis."""
+    return unmapped_aval(length, 0, aval)
+
+
+def operation(primitive: Primitive, params: dict[str, Any]) -> tuple[str, str | None]:
+    """The name of an operation, and the name it gives its operand, if it is `checkpoint_name`."""
+    if primitive.name == "call_hi_primitive":
+        called = params["_prim"]
+        name = type(called).__name__
+        return name, getattr(called, "name", None) if name == "CheckpointName" else None
+    return primitive.name, params["name"] if primitive.name == "name" else None
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
@@ -188,7 +209,7 @@ def jit_options(fn: Any) -> dict[str, Any] | None:
     """
     if type(fn) is not _Jitted:
         return None
-    info = fn._jit_info
+    info = getattr(fn, "_jit_info")  # noqa: B009  (what pyright takes for the type has none)
     if any((*info.in_layouts_leaves, *info.out_layouts_leaves, info.device, info.backend)):
         return None  # these are kept by the equation that calling `fn` makes
     options: dict[str, Any] = {
@@ -216,6 +237,26 @@ def jit_options(fn: Any) -> dict[str, Any] | None:
 def register_partial_eval_custom(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Registers what happens to `primitive` when remat splits a body in two."""
     _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def register_remat(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Registers the same for the remat that `jax_remat3` turns on.
+
+    `rule(*operands, **params)` gives the results, residuals, and a function that makes the results
+    once more from the residuals and the operands. JAX has come to take the residuals apart; before,
+    the function closed over them.
+    """
+
+    def apart(trace: Any, *args: Any, **params: Any) -> Any:
+        del trace
+        return rule(*args, **params)
+
+    def closed_over(trace: Any, *args: Any, **params: Any) -> Any:
+        out, residuals, again = apart(trace, *args, **params)
+        return out, lambda *args: again(residuals, *args)
+
+    takes_residuals = "res" in _remat.RematTrace.process_primitive.__code__.co_varnames
+    _remat.rules[primitive] = apart if takes_residuals else closed_over
 
 
 _HOISTING = frozenset({"_scan_known_hoisting", "_scan_partial_eval_custom"})
@@ -291,7 +332,10 @@ def zeros(aval: Any) -> Any:
         )
     else:
         out = jnp.zeros(aval.shape, aval.dtype)
-    return with_varying(out, varying_axes(aval))
+    out = with_varying(out, varying_axes(aval))
+    # In explicit mode the sharding is part of the type.
+    spec = aval.sharding.spec
+    return jax.reshard(out, aval.sharding) if any(part is not None for part in spec) else out
 
 
 def literal_value(literal: Any) -> Any:

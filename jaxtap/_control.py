@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtap import _compat
 from jaxtap._mark import unmarked
 from jaxtap._sites import SiteError, StepSlice
-from jaxtap._walk import Entry, Slots, Token, Walk, eager, first_uid, handles, refuse_folded, strip
+from jaxtap._walk import Entry, Slots, Token, Walk, eager, handles, refuse_folded, strip
 
 
 @handles("jit", "pjit")
@@ -63,6 +63,12 @@ def _call(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     values = [*staged.ins.arrays(args), *walk.folds.arrays(threads)]
     bound = eqn.replace(params={**eqn.params, name: staged.jaxpr})
     return walk.unstage(staged, _compat.bind_equation(bound, values))
+
+
+@handles("optimization_barrier")
+def _barrier(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+    slots = Slots.of(args)
+    return slots.fill(iter(_compat.bind_equation(eqn, slots.arrays(args))))
 
 
 @handles("remat2", "remat", "checkpoint")
@@ -160,8 +166,8 @@ def _cond(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     index, *values = args
     branches = eqn.params["branches"]
     threads = walk.enter(*branches)
-    # Calls are numbered as they were written: `lax.cond` puts the branch for true second.
-    order = sorted(range(len(branches)), key=lambda i: first_uid(branches[i]))
+    # Calls are numbered as they were written.
+    order = (1, 0) if walk.of_two else range(len(branches))
     made = {i: walk.stage(branches[i], values, threads, branch=i) for i in order}
     parts = [made[i] for i in range(len(branches))]
     operands = [*parts[0].ins.arrays(values), *walk.folds.arrays(threads)]
@@ -215,10 +221,10 @@ def _merged(*tokens: Token | None) -> Token | None:
     return Token(frozenset().union(*(t.calls for t in some)), any(t.array for t in some))
 
 
-@handles("custom_jvp_call")
+@handles("custom_jvp_call", "CustomJVPTraced", "RematTraced")
 def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     """The values come from the body; the derivative of its results is that of the custom rule."""
-    body = eqn.params["call_jaxpr"]
+    body = _compat.call_body(eqn)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
     inner = jaxpr_as_fun(staged.jaxpr)
@@ -241,10 +247,10 @@ def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.folds.arrays(threads)))
 
 
-@handles("custom_vjp_call", "custom_vjp_call_jaxpr")
+@handles("custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced")
 def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
-    body = eqn.params["call_jaxpr"]
+    body = _compat.call_body(eqn)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
     inner = jaxpr_as_fun(staged.jaxpr)

@@ -222,16 +222,16 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     else:
         with not_the_users():
             out = bind(primitive, *args, **params)
-    label = params.get("name") if primitive.name == "name" else None
-    if not any(rule.marks(primitive.name, source, label) for rule in here.rules):
+    op, label = _compat.operation(primitive, params)
+    if not any(rule.marks(op, source, label) for rule in here.rules):
         return out
-    path, kind = (label, "name") if label else (primitive.name, "op")
+    path, kind = (label, "name") if label else (op, "op")
     several = primitive.multiple_results and len(out) > 1
     results = list(out) if primitive.multiple_results else [out]
     for i, x in enumerate(results):
         if isinstance(x, jax.Array):
             name = f"{path}:{i}" if several else path
-            results[i] = tap(x, Mark(name, kind, source, next(_uids), op=primitive.name))
+            results[i] = tap(x, Mark(name, kind, source, next(_uids), op=op))
     return results if primitive.multiple_results else results[0]
 
 

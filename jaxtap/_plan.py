@@ -98,8 +98,9 @@ class Plan:
         marked: Sequence[Site],
         lost: dict[str, str],
     ) -> None:
-        is_predicate = callable(part) and not hasattr(part, "marks")
-        if is_predicate or part == "**" or any(matches(part, s) for s in (*captured, *marked)):
+        if callable(part) or part == "**":
+            return
+        if any(matches(part, s) for s in (*captured, *marked)):
             return
         if not isinstance(part, str):
             raise SiteError(

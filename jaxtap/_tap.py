@@ -191,6 +191,18 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> A
     return eqn, again, [False, False], [True, False], [*needed, token]
 
 
+def _remat(x: Any, *rest: Any, kind: str, **params: Any) -> Any:
+    """The same for JAX's newer remat: results, residuals, and how to make the results again."""
+    out = tap_p.bind(x, *rest, kind=kind, **params)
+    if kind != "value":
+        return out, None, lambda _, *args: tap_p.bind(*args, kind=kind, **params)
+
+    def again(token: Any, x: Any, *live: Any) -> Any:
+        return [*tap_p.bind(x, token, *live, kind="again", **params), token]
+
+    return out, out[1], again
+
+
 def _hoist(stage: Any, tracers: Any, params: Any) -> Any:
     """What JAX takes out of a loop goes on as it is; the tap stays in, for every iteration.
 
@@ -211,3 +223,4 @@ ad.primitive_jvps[tap_p] = _jvp
 ad.primitive_transposes[tap_p] = _transpose
 _compat.register_partial_eval_custom(tap_p, _partial_eval_custom)
 _compat.register_partial_eval(tap_p, _hoist)
+_compat.register_remat(tap_p, _remat)

@@ -157,6 +157,7 @@ class Walk:
         self.scopes: tuple[str, ...] = ()
         self.loops: tuple[tuple[str, int | None], ...] = ()
         self.nested = marking() is not None
+        self.of_two = False
         self._calls: Counter[str] = Counter()
         self._pullbacks: Counter[Any] = Counter()
         self._known: dict[tuple[str, int], Call] = {}
@@ -177,6 +178,8 @@ class Walk:
 
         for eqn in inner.eqns:
             values = [read(v) for v in eqn.invars]
+            if eqn.primitive.name == "cond":
+                self.of_two = _is_of_two(inner, eqn)
             outs = _compat.in_context(eqn, self._equation, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in inner.outvars]
@@ -492,6 +495,19 @@ def first_uid(jaxpr: Any) -> int:
         if tap_effect in eqn.effects
     ]
     return min(uids, default=sys.maxsize)
+
+
+def _is_of_two(jaxpr: Any, eqn: Any) -> bool:
+    """Whether a conditional was written as `lax.cond`, which puts the branch for true second.
+
+    Its index is a boolean made a number, where that of `lax.switch` is clamped. Where neither is to
+    be seen, the branch that was traced first was written first.
+    """
+    index, branches = eqn.invars[0], eqn.params["branches"]
+    for maker in jaxpr.eqns:
+        if index in maker.outvars and maker.primitive.name in ("convert_element_type", "clamp"):
+            return maker.invars[0].aval.dtype == bool
+    return len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0])
 
 
 def refuse_folded(entry: Entry) -> None:

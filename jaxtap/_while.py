@@ -142,13 +142,9 @@ class _Buffer:
         ran = self._ran(valid[0] if valid else None) * 0
         if self.window is None:
             return [value, ran]
-        many = (self.window[1],)
-        stacked = _compat.with_shape(self.types[0], many + value.shape)
-        mask = jnp.zeros(many + ran.shape, bool)
-        return [
-            _compat.zeros(stacked),
-            _compat.with_varying(mask, _compat.varying_axes(jax.typeof(ran))),
-        ]
+        length = self.window[1]
+        mask = jax.typeof(ran > 0)
+        return [_compat.zeros(_compat.stacked(t, length)) for t in (self.types[0], mask)]
 
     def update(self, held: list[Any], entry: Entry, iteration: Any) -> list[Any]:
         value, counted = held
