@@ -1,0 +1,431 @@
+"""Faults that were found and mended, each under its name."""
+
+import enum
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtap as jt
+
+X = jnp.array([0.3, -0.7, 1.2])
+equal = np.testing.assert_allclose
+
+
+def second_derivative(block):
+    """d/dh of sum((dL/dx)^2), L = sum(block(x)^2), where h is what `block` marks."""
+
+    def loss(x):
+        return jnp.sum(block(x) ** 2)
+
+    return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))
+
+
+def test_second_derivatives_through_remat_add_the_copys_part():
+    marked = lambda x: jnp.sin(jt.sow(jnp.sin(x), "h"))
+    _, plain = jt.capture(second_derivative(marked))(X)
+    _, remat = jt.capture(second_derivative(jax.checkpoint(marked)))(X)
+    # The oracle: a perturbation that both derivatives see.
+    perturbed = lambda e: lambda x: jnp.sin(jnp.sin(x) + e)
+    total = lambda e: jnp.sum(jax.grad(lambda x: jnp.sum(perturbed(e)(x) ** 2))(X) ** 2)
+    expected = jax.grad(total)(jnp.zeros(3))
+    equal(plain.grads["h~1"], expected, rtol=1e-5)
+    equal(remat.grads["h~1"], expected, rtol=1e-5)
+    equal(remat.grads["h"], plain.grads["h"], rtol=1e-6)
+
+
+def test_what_does_not_change_in_a_loop_is_there_at_every_iteration():
+    w = jnp.array([2.0, 3.0, 4.0])
+
+    def loss(w, x):
+        def body(c, _):
+            a = jt.sow(c * 2, "h")
+            return a * jt.sow(jnp.sin(w), "h"), None
+
+        return jnp.sum(lax.scan(body, x, None, length=2)[0])
+
+    for step in (loss, jax.grad(loss), jax.jit(jax.grad(loss, argnums=1))):
+        _, taps = jt.capture(step)(w, X)
+        s = jnp.sin(w)
+        equal(taps.values["h"], [2 * X, 4 * X * s], rtol=1e-6)
+        equal(taps.values["h@1"], [s, s], rtol=1e-6)
+    _, taps = jt.capture(jax.grad(loss))(w, X)
+    equal(taps.grads["h@1"], [4 * X * s, 4 * X * s], rtol=1e-6)
+
+
+def test_a_vmap_in_a_mapped_while_loop_is_not_taken_for_the_loops():
+    # As many inner examples as outer ones: sizes tell nothing.
+    def f(n, x):
+        def body(c):
+            jax.vmap(lambda v: jt.sow(v * 10, "h"))(jnp.arange(1.0, 4.0))
+            return c[0] + 1, c[1] + 1
+
+        return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
+
+    n = jnp.array([0, 1, 2])
+    _, taps = jt.capture(jax.vmap(f))(n, jnp.zeros(3))
+    equal(taps.values["h"], [[0, 0, 0], [10, 20, 30], [10, 20, 30]])
+    equal(taps.valid["h"], n)
+
+
+def test_predicate_mapped_by_the_inner_vmap_value_by_the_outer():
+    def f(n, x):
+        body = lambda c: (c[0] + 1, jt.sow(c[1] + x, "h"))
+        return lax.while_loop(lambda c: c[0] < n, body, (0, 0.0))[1]
+
+    n, x = jnp.array([0, 2]), jnp.array([10.0, 20.0])
+    inner = jax.vmap(f, in_axes=(0, None))
+    _, taps = jt.capture(jax.vmap(inner, in_axes=(None, 0)))(n, x)
+    equal(taps.values["h"], [[0, 20], [0, 40]])
+    equal(taps.valid["h"], [[0, 2], [0, 2]])
+
+
+@jax.custom_jvp
+def cube(x):
+    return jt.sow(x**3, "h")
+
+
+cube.defjvp(lambda p, t: (jt.sow(p[0] ** 3, "rule"), 3 * p[0] ** 2 * t[0]))
+
+
+@jax.custom_vjp
+def square(x):
+    return jt.sow(x**2, "h")
+
+
+square.defvjp(
+    lambda x: (jt.sow(x**2, "forward"), x), lambda x, ct: (jt.sow(2 * x * ct, "backward"),)
+)
+
+
+@pytest.mark.parametrize(("fn", "power"), [(cube, 3), (square, 2)])
+def test_custom_rules_in_a_mapped_branch_have_a_mask(fn, power):
+    f = lambda p, x: lax.cond(p, fn, lambda x: x, x)
+    p = jnp.array([True, False, True])
+    _, taps = jt.capture(jax.vmap(f))(p, X)
+    equal(taps.valid["h"], p)
+    equal(taps.values["h"], jnp.where(p, X**power, 0), rtol=1e-6)
+    step = jax.vmap(jax.grad(f, argnums=1))
+    out, taps = jt.capture(step)(p, X)
+    equal(out, step(p, X), rtol=1e-6)
+    for name in taps.values:
+        equal(taps.valid[name], p)
+        equal(np.asarray(taps.values[name])[1], 0)
+    total = jax.grad(lambda x: jnp.sum(jax.vmap(f)(p, x)))
+    out, taps = jt.capture(total)(X)
+    equal(out, total(X), rtol=1e-6)
+    for name in taps.values:
+        equal(taps.valid[name], p)
+
+
+def test_what_cannot_be_masked_is_refused(mesh):
+    local = lambda x: jt.sow(2 * x, "h")
+    inner = jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    f = jax.vmap(lambda p, x: lax.cond(p, inner, lambda x: x, x))
+    with pytest.raises(jt.SiteError, match="for which examples it ran cannot be told"):
+        jt.capture(f)(jnp.array([True, False]), jnp.ones((2, 4)))
+
+
+def test_iterations_with_a_mesh_in_the_loop(mesh):
+    layer = jax.shard_map(
+        lambda x: jt.sow(x + 1, "h"), mesh=mesh, in_specs=P("a"), out_specs=P("a")
+    )
+    f = lambda x: lax.scan(lambda c, _: (layer(c), None), x, None, length=3)[0]
+    _, taps = jt.capture(f, values=jt.at("h", step=1))(jnp.zeros(4))
+    equal(taps.values["h"], [[2, 2], [2, 2]])
+    with pytest.raises(jt.SiteError, match="is in no loop"):
+        jt.capture(layer, values=jt.at("h", step=1))(jnp.zeros(4))
+
+
+def test_a_gradient_inside_a_nested_capture_reaches_the_outer_one():
+    def inner(x):
+        step = lambda x: jax.grad(lambda x: jnp.sum(jt.sow(jnp.sin(x), "h") ** 2))(x)
+        body = lambda c, _: (jax.jit(step)(c), None)
+        out, taps = jt.capture(lambda x: lax.scan(body, x, None, length=2)[0])(x)
+        return out, taps.grads["h"]
+
+    (_, own), taps = jt.capture(inner)(X)
+    equal(taps.grads["h"], own)
+    assert own.shape == (2, 3)
+
+
+def test_operations_in_a_nested_capture_are_marked_once():
+    f = lambda x: jt.capture(lambda x: jnp.sin(x) + 1)(x)[0]
+    _, taps = jt.capture(f, values=jt.ops("sin"))(X)
+    assert set(taps.values) == {"sin"}
+
+
+def test_operations_in_a_mesh_are_marked(mesh):
+    f = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    _, taps = jt.capture(jax.jit(f), values=jt.ops("sin"))(jnp.arange(4.0))
+    equal(taps.values["sin"], jnp.sin(jnp.arange(4.0)).reshape(2, 2), rtol=1e-6)
+
+
+def test_loops_that_are_evaluated_have_one_body():
+    f = lambda x: jnp.sum(lax.scan(lambda c, _: (jt.sow(2 * c, "h"), None), x, None, length=3)[0])
+    step = jax.grad(f)
+    with jax.disable_jit():
+        _, eager = jt.capture(step, values="h@0")(X)
+    _, traced = jt.capture(step)(X)
+    assert set(eager.values) == set(eager.grads) == {"h"}
+    equal(eager.values["h"], traced.values["h"])
+    equal(eager.grads["h"], traced.grads["h"])
+
+
+def test_a_gradient_that_was_not_computed_makes_no_value_invalid():
+    def loss(p, x):
+        h = jt.sow(2 * x, "h")
+        return lax.cond(p, lambda h: jnp.sum(h), lambda h: 0.0, h)
+
+    _, taps = jt.capture(jax.grad(loss, argnums=1))(False, X)
+    equal(taps.values["h"], 2 * X)
+    assert taps.valid == {}
+
+
+def test_exactly_named_calls_of_gradients():
+    f = lambda x: jnp.sum(jt.sow(x, "h")) * 0 + jnp.sum(jt.sow(jt.sow(x, "k"), "k") ** 2)
+    dropped = lambda x: (jt.sow(x, "h"), jnp.sum(jt.sow(x, "h") ** 2))[1]
+    with pytest.raises(jt.SiteError, match=r"'h', marked at .* has no gradient: no cotangent"):
+        jt.capture(jax.grad(dropped), grads="h@0")(X)
+    assert set(jt.capture(jax.grad(dropped), grads="h")(X)[1].grads) == {"h@1"}
+
+    def twice(x):
+        _, pull = jax.vjp(f, x)
+        return pull(1.0), pull(2.0)
+
+    assert set(jt.capture(twice, grads="k@0~1")(X)[1].grads) == {"k~1"}
+    assert set(jt.capture(twice, grads="k~1")(X)[1].grads) == {"k~1", "k@1~1"}
+
+
+class Kind(enum.IntEnum):
+    A = 1
+    B = 2
+
+
+def test_enumerations_are_static():
+    f = lambda x, k: jt.sow(x, "a") if k is Kind.A else jt.sow(2 * x, "b")
+    captured = jt.capture(f)
+    assert set(captured(X, Kind.A)[1].values) == {"a"}
+    assert set(captured(X, Kind.B)[1].values) == {"b"}
+
+
+def test_dicts_keep_their_order():
+    def f(params, **options):
+        for name, x in {**params, **options}.items():
+            jt.sow(x, name)
+        return {"z": X, "a": X}
+
+    out, taps = jt.capture(f)({"z": X, "b": X}, y=X, c=X)
+    assert taps.sites.names == ["z", "b", "y", "c"]
+    assert list(out) == ["z", "a"]
+
+
+def test_objects_that_change_are_looked_at_again():
+    class Settings:
+        scale = 2.0
+
+    settings = Settings()
+    captured = jt.capture(lambda x, s: jt.sow(x * s.scale, "h"))
+    equal(captured(X, settings)[0], 2 * X)
+    settings.scale = 5.0
+    equal(captured(X, settings)[0], 5 * X)
+
+
+def test_negative_zero_is_not_zero():
+    f = lambda x, z: jt.sow(x * (1.0 if str(float(z)) == "0.0" else -1.0), "h")
+    captured = jt.capture(f)
+    equal(captured(X, 0.0)[0], X)
+    equal(captured(X, -0.0)[0], -X)
+
+
+def test_results_that_are_no_arrays_come_back_as_they_are():
+    f = lambda x: {"n": 2**40, "s": "text", "np": np.arange(2) / 7, "t": jnp.float32, "x": x}
+    out, _ = jt.capture(f)(X)
+    assert out["n"] == 2**40
+    assert out["np"].dtype == np.float64
+    assert out["t"] is jnp.float32
+
+
+def test_results_that_could_hide_tracers_are_refused():
+    class Result:
+        def __init__(self, x):
+            self.x = x
+
+    with pytest.raises(TypeError, match="returns Result, which is neither an array nor"):
+        jt.capture(lambda x: Result(jt.sow(x, "h")))(X)
+
+
+def test_a_pullback_can_be_returned():
+    f = lambda x: jnp.sum(jt.sow(jnp.sin(x), "h") ** 2)
+    (_, pull), taps = jt.capture(lambda x: jax.vjp(f, x))(X)
+    equal(pull(jnp.ones(()))[0], 2 * jnp.sin(X) * jnp.cos(X), rtol=1e-6)
+    equal(taps.values["h"], jnp.sin(X), rtol=1e-6)
+
+
+def test_folds_in_a_mesh(mesh):
+    fold = {"reduce": lambda a, b: a + jnp.sum(b), "init": lambda: 0.0}
+    layer = jax.shard_map(
+        lambda x: jt.sow(x, "s", **fold), mesh=mesh, in_specs=P("a"), out_specs=P("a")
+    )
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        _, taps = jt.capture(wrap(layer))(jnp.arange(4.0))
+        equal(taps.values["s"], [1.0, 5.0])
+    looped = lambda x: lax.scan(lambda c, _: (layer(c), None), x, None, length=2)[0]
+    with pytest.raises(jt.SiteError, match="folded inside a shard_map that is in a loop"):
+        jt.capture(looped)(jnp.arange(4.0))
+    with pytest.raises(jt.SiteError, match="has more than one fold"):
+        jt.capture(lambda x: layer(layer(x)))(jnp.arange(4.0))
+
+
+def test_sites_in_branches_keep_their_sharding_in_explicit_mode():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("x", "y")))
+        f = lambda p, x: lax.cond(p, lambda x: jt.sow(2 * x, "h"), lambda x: x, x)
+        _, taps = jt.capture(jax.jit(f))(True, x)
+        assert taps.values["h"].sharding.spec == P("x", "y")
+        loop = lambda x: lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, jt.sow(c[1] + 1, "h")), (0, x)
+        )[1]
+        _, taps = jt.capture(jax.jit(loop), steps=3)(x)
+        assert taps.values["h"].sharding.spec == P(None, "x", "y")
+
+
+def test_no_tracer_leaks():
+    inner = jax.jit(lambda c: lax.cond(c[0] > 0, lambda c: jt.sow(c, "h"), lambda c: c, c))
+
+    def f(x):
+        x = lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
+        return lax.while_loop(lambda c: c[0] < 5, lambda c: jt.sow(c + 1, "w"), x)
+
+    with jax.check_tracer_leaks():
+        _, taps = jt.capture(f)(X)
+    assert set(taps.values) == {"h", "w"}
+
+
+def test_objects_with_names_of_ours():
+    class Model:
+        def __init__(self):
+            self._compiled = self._plan = self._fn = None
+
+        def __call__(self, x):
+            return jt.sow(2 * x, "h")
+
+        @jt.capture
+        def method(self, x):
+            return jt.sow(3 * x, "m")
+
+    equal(jt.capture(Model())(X)[0], 2 * X)
+    equal(Model().method(X)[1].values["m"], 3 * X)
+    assert jt.capture(lambda **kw: jt.sow(kw["self"], "h"))(self=X)[1].sites.names == ["h"]
+
+
+def test_sites_of_shapes_alone():
+    table = jt.sites(lambda x: jt.sow(2 * x, "h"))(jax.ShapeDtypeStruct((3,), jnp.float32))
+    assert table["h"].shape == (3,)
+
+
+def test_keys_with_a_meaning_are_escaped():
+    tree = {"a": X, "a@1": 2 * X, "mlp/~/w": 3 * X}
+    _, taps = jt.capture(lambda x: jt.sow(tree, "p")["a"] + x)(X)
+    assert set(taps.values) == {"p:a", "p:a%401", "p:mlp/%7E/w"}
+    assert set(jt.capture(lambda x: jt.sow(tree, "p")["a"], values="p:a%401")(X)[1].values) == {
+        "p:a%401"
+    }
+
+
+def test_gradients_in_mapped_branches_that_share_a_function():
+    shared = jax.jit(lambda x, c: jt.sow(jnp.sin(c * x), "h"))
+    f = lambda p, x: lax.cond(p, lambda x: shared(x, 2.0), lambda x: shared(x, 3.0) ** 2, x)
+    p, x = jnp.array([True, False]), jnp.array([0.2, 0.4])
+    _, taps = jt.capture(jax.vmap(jax.grad(f, argnums=1)))(p, x)
+    # A conditional that has become a selection computes the branch for false first.
+    equal(taps.valid["h@1"], p)
+    equal(taps.grads["h@1"], [1, 0])
+    equal(taps.grads["h"], [0, 2 * jnp.sin(1.2)], rtol=1e-6)
+
+
+def test_predicates_see_the_loops():
+    seen = []
+
+    def small(site):
+        seen.append(site)
+        return site.nbytes < 10**6
+
+    f = lambda x: lax.scan(lambda c, _: (jt.sow(c, "h"), None), x, None, length=4)[0]
+    _, taps = jt.capture(f, values=small)(X)
+    assert taps.values["h"].shape == seen[0].shape == (4, 3)
+    assert seen[0].loops == ("scan[4]",)
+
+
+def test_python_numbers_stay_python_numbers():
+    f = lambda x: sum(x for _ in range(jt.sow(3, "n")))
+    out, taps = jt.capture(f)(X)
+    equal(out, 3 * X)
+    assert int(taps.values["n"]) == 3
+
+
+def test_a_site_in_a_root_finder_is_lost_in_words():
+    def f(x):
+        solve = lambda fn, x0: jt.sow(x0 + 0 * fn(x0), "inside")
+        return lax.custom_root(
+            lambda y: y - jt.sow(x, "x"), x, solve, lambda g, y: y / g(jnp.ones_like(y))
+        )
+
+    if "inside" in _names_without_warning(f):
+        return  # an ordinary body, up to jax 0.10
+    with pytest.raises(jt.SiteError, match="'inside' cannot be captured"):
+        jt.capture(f, values="inside")(X)
+
+
+def _names_without_warning(f):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return set(jt.capture(f)(X)[1].values)
+
+
+@pytest.mark.parametrize("flag", ["jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"])
+def test_flags_of_the_next_jax(flag):
+    if not hasattr(jax.config, flag):
+        return
+    block = jax.checkpoint(lambda x: jt.sow(jnp.sin(x), "h"))
+    loss = lambda x: jnp.sum(square(cube(block(block(x)))))
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        out, taps = jt.capture(jax.grad(loss))(X)
+        _, forward = jt.capture(block)(X)
+    finally:
+        jax.config.update(flag, before)
+    equal(out, jax.grad(loss)(X), rtol=1e-5)
+    second = jnp.sin(jnp.sin(X))
+    equal(taps.grads["h@1"], 6 * second**5, rtol=1e-5)
+    equal(taps.grads["h"], 6 * second**5 * jnp.cos(jnp.sin(X)), rtol=1e-5)
+    equal(forward.values["h"], jnp.sin(X), rtol=1e-6)
+
+
+def test_named_values_under_the_next_remat():
+    if not hasattr(jax.config, "jax_remat3"):
+        return
+    from jax.ad_checkpoint import checkpoint_name
+
+    jax.config.update("jax_remat3", True)
+    try:
+        f = jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x), "n") * 2)
+        _, taps = jt.capture(f, values=jt.named("n"))(X)
+    finally:
+        jax.config.update("jax_remat3", False)
+    equal(taps.values["n"], jnp.sin(X), rtol=1e-6)
+
+
+def test_partial_of_a_jitted_function_keeps_its_options():
+    fn = jax.jit(lambda x, n: [jt.sow(x, f"h{i}") for i in range(n)], static_argnums=1)
+    _, taps = jt.capture(functools.partial(fn, n=2))(X)
+    assert set(taps.values) == {"h0", "h1"}
