@@ -20,10 +20,11 @@ from jax.extend.core.primitives import cond_p, while_p
 
 from jaxtap import _compat
 from jaxtap._fold import Thread, bodies
+from jaxtap._mark import scopes_of
 from jaxtap._plan import Plan
 from jaxtap._sites import SiteError
 from jaxtap._tap import Mark, operands, tap_effect, tap_p
-from jaxtap._walk import Walk, strip
+from jaxtap._walk import Walk, count_calls, first_uid, strip
 
 _NOTHING = Plan(None, None)
 _THREADED = frozenset({"jit", "pjit", "scan", "cond", "while", "remat2", "remat", "checkpoint"})
@@ -53,10 +54,11 @@ class _Condition:
 class _Guard(Walk):
     """A walk that leaves taps where they are and gives each the condition."""
 
-    def __init__(self, live: Any, branches: tuple[int, ...]):
+    def __init__(self, live: Any, branches: tuple[int, ...] = (), shifts: Any = None):
         super().__init__(_NOTHING)
         self.folds = _Condition(live)
         self._numbers = branches
+        self._shifts: dict[str, int] = shifts or {}
 
     def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
         if eqn.primitive is tap_p:
@@ -84,13 +86,15 @@ class _Guard(Walk):
             inner = args[own]
             live = live.reshape(live.shape + (1,) * (inner.ndim - live.ndim)) & inner
         branches = (*self._numbers, *eqn.params["branches"])
-        params = dict(eqn.params, branches=branches)
+        path = eqn.params["mark"].within((*self.scopes, *scopes_of(eqn))).path
+        shift = eqn.params["shift"] + self._shifts.get(path, 0)
+        params = dict(eqn.params, branches=branches, shift=shift)
         return list(tap_p.bind(*args[:own], live, **params))
 
     def again(self, live: Any, fn: Callable[..., Any], *args: Any) -> Any:
         """Calls `fn` with every tap in what it does given the condition."""
         made, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outs = _Guard(live, self._numbers).run(made, jax.tree.leaves(args))
+        outs = _Guard(live, self._numbers, self._shifts).run(made, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
@@ -133,22 +137,33 @@ def _custom_vjp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
 _CUSTOM = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
 
 
-def _in_branch(branch: Any, number: int, index: Any) -> Any:
-    """A branch that takes the index too, and tells its taps whether it is theirs."""
+def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    """Branches that take the index too, and tell their taps whether it is theirs.
 
-    def body(*args: Any) -> list[Any]:
-        *values, index = args
-        return _Guard(index == number, (number,)).run(branch, values)
+    They will run one after the other. `lax.cond` has the branch for true second, which was written
+    and traced first: the numbers of the calls are set right.
+    """
+    shifts: list[dict[str, int]] = [{} for _ in branches]
+    if len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0]):
+        false, true = map(count_calls, branches)
+        shifts = [dict(true), {path: -n for path, n in false.items()}]
 
-    avals = [v.aval for v in _compat.open_jaxpr(branch).invars]
-    return jax.make_jaxpr(body)(*avals, index)
+    def guarded(number: int, branch: Any) -> Any:
+        def body(*args: Any) -> list[Any]:
+            *values, index = args
+            return _Guard(index == number, (number,), shifts[number]).run(branch, values)
+
+        avals = [v.aval for v in _compat.open_jaxpr(branch).invars]
+        return jax.make_jaxpr(body)(*avals, index)
+
+    return tuple(guarded(i, branch) for i, branch in enumerate(branches))
 
 
 def _batch_cond(rule: Any) -> Any:
     def batch(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
         if dims[0] is not None and any(tap_effect in b.effects for b in branches):
             index = _compat.unmapped(args[0], dims[0])
-            branches = tuple(_in_branch(b, i, index) for i, b in enumerate(branches))
+            branches = _in_branches(branches, index)
             args, dims = [*args, args[0]], [*dims, dims[0]]
         return rule(axis_data, args, dims, branches=branches, **params)
 
@@ -165,7 +180,7 @@ def _batch_while(rule: Any) -> Any:
                 extra, rest = flat[:count], flat[count:]
                 state = rest[params["body_nconsts"] :]
                 (live,) = jaxpr_as_fun(strip(test))(*extra, *state)
-                return _Guard(live, ()).run(body, rest)
+                return _Guard(live).run(body, rest)
 
             tested = [v.aval for v in _compat.open_jaxpr(test).invars[:count]]
             avals = [v.aval for v in _compat.open_jaxpr(body).invars]

@@ -25,7 +25,8 @@ jit, scan, cond, remat and shard_map, however often one traced body is used. Fol
 *Live* is a boolean with the outermost mapped axes of the value. It is there where `vmap` made the
 predicate of a conditional or of a loop differ from example to example, so that branches and bodies
 run for examples that they do not count for. It says for which they do: see `_guard`. `branches`
-says which branches of such conditionals the tap was in.
+says which branches of such conditionals the tap was in, and `shift` by how much the number of its
+call is off, where branches run in another order than they were written in.
 
 `axes` are the positions of the mapped axes in the operand, outermost first. The operand itself is
 left as it lies, so that a marked program has the operations of the plain one.
@@ -85,7 +86,7 @@ tap_p.multiple_results = True
 
 def tap(x: Any, mark: Mark) -> Any:
     """Marks an array; returns it."""
-    return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=())[0]
+    return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=(), shift=0)[0]
 
 
 def _impl(x: Any, *rest: Any, kind: str, **params: Any) -> list[Any]:

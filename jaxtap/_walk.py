@@ -254,7 +254,7 @@ class Walk:
                 "reducers that differ, so its calls cannot be folded into one. Give both the same "
                 "`reduce` and `init`, or another name to one of them."
             )
-        number = self._calls[mark.path]
+        number = self._calls[mark.path] + eqn.params["shift"]
         self._calls[mark.path] += 1
         branches = (*self._branches, *eqn.params["branches"])
         known = self._known.get((mark.path, number))
@@ -495,6 +495,19 @@ def first_uid(jaxpr: Any) -> int:
         if tap_effect in eqn.effects
     ]
     return min(uids, default=sys.maxsize)
+
+
+def count_calls(jaxpr: Any, scopes: tuple[str, ...] = ()) -> Counter[str]:
+    """How often each site is called in a body."""
+    found: Counter[str] = Counter()
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        here = (*scopes, *scopes_of(eqn))
+        if eqn.primitive is tap_p and eqn.params["kind"] == "value":
+            found[eqn.params["mark"].within(here).path] += 1
+        elif tap_effect in eqn.effects:
+            for body in bodies(eqn):
+                found += count_calls(body, here)
+    return found
 
 
 def _is_of_two(jaxpr: Any, eqn: Any) -> bool:
