@@ -230,7 +230,7 @@ def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
 
 def _pulled_back(entry: Entry, number: int, value: Any) -> Entry:
     site = dataclasses.replace(entry.site, pullback=number)
-    return dataclasses.replace(entry, site=site, value=value, again=False)
+    return entry._replace(site=site, value=value, again=False)
 
 
 def _jitted(fn: Any, plan: Plan, options: dict[str, Any]) -> Any:

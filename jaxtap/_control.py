@@ -9,7 +9,6 @@ Adding a primitive is adding a function here, under its name, and a test.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -158,7 +157,7 @@ def _stacked(entry: Entry, loop: str) -> Entry:
             )
         lead -= isinstance(index, int)
         entry = entry.with_arrays(a[index] for a in entry.arrays)
-    return dataclasses.replace(entry, lead=lead, step=None, loops=(loop, *entry.loops))
+    return entry._replace(lead=lead, step=None, loops=(loop, *entry.loops))
 
 
 @handles("cond")
@@ -207,7 +206,7 @@ def _cond(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         for entry in entries[i]:
             refuse_folded(entry)
             valid = ran if entry.valid is None else entry.valid
-            walk.entries.append(dataclasses.replace(entry, valid=valid))
+            walk.entries.append(entry._replace(valid=valid))
     certain = [all(seen) for seen in zip(*(part.certain for part in parts), strict=True)]
     walk.folds.restore(threads, list(flat), certain)
     return own
@@ -375,8 +374,7 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     for entry in entries:
         first, *_ = [next(axes) for _ in entry.arrays]
         walk.entries.append(
-            dataclasses.replace(
-                entry.with_arrays(flat),
+            entry.with_arrays(flat)._replace(
                 lead=entry.lead + len(first),
                 loops=(*(f"{a}[{mesh.shape[a]}]" for a in first), *entry.loops),
             )

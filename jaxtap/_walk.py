@@ -24,7 +24,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +89,7 @@ def _bare(token: Token) -> Token:
     return Token(token.calls, token.array is not None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A recorded value or gradient, and how it came to have the axes it has.
 
     `again` if it is the cotangent of a copy that remat computed: a part of a gradient. `folded` if
@@ -115,12 +114,12 @@ class Entry:
     @property
     def bare(self) -> Entry:
         """The entry without its arrays, which must not outlive the trace they belong to."""
-        return dataclasses.replace(self, value=None, valid=None if self.valid is None else True)
+        return self._replace(value=None, valid=None if self.valid is None else True)
 
     def with_arrays(self, arrays: Iterator[Any]) -> Entry:
         value = next(arrays)
         valid = None if self.valid is None else next(arrays)
-        return dataclasses.replace(self, value=value, valid=valid)
+        return self._replace(value=value, valid=valid)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _last_test(walk: Walk, test: Any, args: list[Any], count: Any) -> None:
                 "`step` out, or mark the value in the body."
             )
         valid = count if entry.valid is None else entry.valid
-        walk.entries.append(dataclasses.replace(entry, valid=valid, loops=("while", *entry.loops)))
+        walk.entries.append(entry._replace(valid=valid, loops=("while", *entry.loops)))
 
 
 def _loop(eqn: Any, check: Any, step: Any, tconsts: Any, bconsts: Any, carry: list[Any]) -> Any:
@@ -167,9 +167,7 @@ class _Buffer:
         if self.single:
             value, valid, lead = value[0], valid[0], lead - 1
         loops = ("while", *self.entry.loops)
-        return dataclasses.replace(
-            self.entry, value=value, valid=valid, lead=lead, step=None, loops=loops
-        )
+        return self.entry._replace(value=value, valid=valid, lead=lead, step=None, loops=loops)
 
 
 def _window(entry: Entry) -> tuple[int, int, int]:
