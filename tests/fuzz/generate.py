@@ -82,13 +82,17 @@ class _Draw:
             )
         )
 
-    def do(self) -> Do:
+    def do(self, c: _Context) -> Do:
         # bfloat16 is rare, because nothing after it can be compared closely.
         op = self.one(
             *VECTORS, *VECTORS, "outer", "outer", "scalar", "scalar", "int", "int", "half"
         )
         names = NAMES.get(op, ("a", "b"))
         name = self.one(*names, *names, None)
+        if op == "outer" and c.grads > 1:
+            # JAX takes what does not change out of a loop before it differentiates a second time,
+            # so that a second gradient by it is not there for each iteration.
+            name = None
         use = self.one("through", "side", "drop", "stop") if name else "through"
         return Do(op, name, use)
 
@@ -96,7 +100,7 @@ class _Draw:
         # Half of what a body holds is constructs while depth remains: full depth is common, and
         # so are marks beside it.
         if c.depth == 0 or (self.draw(st.booleans()) and c.depth < DEPTH):
-            return self.do()
+            return self.do(c)
         kinds: list[type[Node]] = [Do, Jit, Remat, Cond, Switch]
         if c.custom:
             kinds += [Custom]
@@ -115,7 +119,7 @@ class _Draw:
     def construct(self, kind: type[Node], c: _Context) -> Node:
         few = min(3, EXECUTIONS // c.runs)
         if kind is Do:
-            return self.do()
+            return self.do(c)
         if kind is Jit:
             return Jit(self.inside(c, outermost=c.outermost), inline=self.draw(st.booleans()))
         if kind is Remat:
