@@ -165,7 +165,8 @@ def _collect(walk: Walk) -> Taps:
     values, grads, valid = {}, {}, {}
     sites: dict[str, Site] = {}
     entries = [*_summed(walk.entries), *walk.fold_entries()]
-    order = {site.name: i for i, site in enumerate(walk.sites)}
+    marked = [site.name for site in walk.sites if site.kind != "grad"]
+    order = {name: i for i, name in enumerate(marked)}
     taken: tuple[list[Site], list[Site]] = ([], [])
     for entry in sorted(entries, key=lambda e: (e.grad, order.get(e.site.name, len(order)))):
         shape, dtype = tuple(entry.value.shape), entry.value.dtype

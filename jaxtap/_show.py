@@ -65,7 +65,8 @@ def _rms(x: Any) -> str:
 
 def taps_table(taps: Taps) -> str:
     """Every captured site with its type, and the root mean square of its value and gradient."""
-    names = list(dict.fromkeys([*taps.values, *taps.grads]))
+    found = {**taps.values, **taps.grads}
+    names = [name for name in dict.fromkeys([*taps.sites.names, *found]) if name in found]
     title = f"{len(taps.values)} values, {len(taps.grads)} gradients"
     table = Table("site", "type", "value rms", "grad rms", "valid", "source", title=title)
     sources = {s.name: s.source for s in taps.sites}

@@ -94,7 +94,9 @@ def test_calls_are_selected():
 
 
 def test_tables():
-    out, taps = jt.capture(jax.jit(jax.grad(net)))(X)
+    _, taps = jt.capture(jax.jit(jax.grad(net)))(X)
+    program = [f"block{i}/{part}" for i in range(3) for part in ("attn", "mlp")]
+    assert taps.sites.names == program
     text = repr(taps)
     assert "6 values, 6 gradients" in text
     assert text.index("block0/attn") < text.index("block0/mlp") < text.index("block2/mlp")
