@@ -48,9 +48,10 @@ from jaxtap._arguments import (
 )
 from jaxtap._mark import marked, not_the_users
 from jaxtap._plan import Plan
+from jaxtap._record import Entry
 from jaxtap._sites import Selection, Site, SiteError
 from jaxtap._taps import SiteTable, Taps
-from jaxtap._walk import Entry, Walk, eager
+from jaxtap._walk import Walk, eager
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,7 +62,6 @@ def capture(
     values: Selection = "**",
     grads: Selection = "**",
     *,
-    modules: Any = True,
     steps: int | None = None,
 ) -> Callable[P, tuple[R, Taps]]:
     """A function that returns what `fn` does, and the `Taps`: what happened inside.
@@ -70,16 +70,14 @@ def capture(
     those that `fn` itself takes. A site that is named exactly is returned, or the call raises
     `SiteError`. `steps` keeps the first iterations of while loops instead of the last.
     """
-    del modules
     _check_function(fn, "capture")
     plan = Plan.make(values, grads, steps)
     options = _compat.jit_options(fn)
     return _Captured(fn, plan) if options is None else _jitted(fn, plan, options)
 
 
-def sites(fn: Callable[P, Any], *, modules: Any = True) -> Callable[P, SiteTable]:
+def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
     """A function that lists every site of `fn` for some arguments. It traces, computes nothing."""
-    del modules
     _check_function(fn, "sites")
     captured = capture(fn)
 

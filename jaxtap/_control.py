@@ -18,9 +18,11 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jaxtap import _compat
+from jaxtap._bodies import strip
 from jaxtap._mark import unmarked
+from jaxtap._record import Entry, Slots, Token, refuse_folded
 from jaxtap._sites import SiteError, StepSlice
-from jaxtap._walk import Entry, Slots, Token, Walk, eager, handles, refuse_folded, strip
+from jaxtap._walk import Walk, eager, handles
 
 
 @handles("jit", "pjit")

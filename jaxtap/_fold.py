@@ -11,13 +11,14 @@ certain that something was folded; then the flag is the constant True, and costs
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtap import _compat
+from jaxtap._bodies import bodies
 from jaxtap._mark import scopes_of
 from jaxtap._plan import Plan
 from jaxtap._sites import Site, SiteError
@@ -167,16 +168,6 @@ class Folds:
         front = tuple(aval.shape[a] for a in axes)
         own = tuple(n for i, n in enumerate(aval.shape) if i not in axes)
         return _Held(mark, _compat.with_shape(aval, (*front, *own)), len(front))
-
-
-def bodies(eqn: Any) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters."""
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            body = _compat.hidden_body(part)
-            body = part if body is None else body
-            if hasattr(_compat.open_jaxpr(body), "eqns"):
-                yield body
 
 
 def same_fold(a: Mark, b: Mark) -> bool:

@@ -19,12 +19,13 @@ from jax.extend.core import jaxpr_as_fun
 from jax.extend.core.primitives import cond_p, while_p
 
 from jaxtap import _compat
-from jaxtap._fold import Thread, bodies
+from jaxtap._bodies import bodies, count_calls, first_uid, strip
+from jaxtap._fold import Thread
 from jaxtap._mark import scopes_of
 from jaxtap._plan import Plan
 from jaxtap._sites import SiteError
 from jaxtap._tap import Mark, operands, tap_effect, tap_p
-from jaxtap._walk import Walk, count_calls, first_uid, strip
+from jaxtap._walk import Walk
 
 _NOTHING = Plan(None, None)
 _THREADED = frozenset({"jit", "pjit", "scan", "cond", "while", "remat2", "remat", "checkpoint"})

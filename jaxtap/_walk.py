@@ -21,127 +21,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtap import _compat
-from jaxtap._fold import Folds, Thread, bodies, same_fold
+from jaxtap._bodies import bodies, is_of_two, strip
+from jaxtap._fold import Folds, Thread, same_fold
 from jaxtap._mark import leaf_name, marking, scopes_of
 from jaxtap._plan import Plan
+from jaxtap._record import Call, Entry, Slots, Staged, Token, where
 from jaxtap._sites import Site, SiteError
 from jaxtap._tap import Mark, operands, tap_effect, tap_p
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """One execution of a mark in the program: the `number`th of its path, in some branch."""
-
-    mark: Mark
-    number: int
-    branches: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """Which calls a residual without elements may have come from."""
-
-    calls: frozenset[Call]
-    array: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """Operands or results of an equation, with the places of arrays and of tokens apart."""
-
-    tokens: tuple[Token | None, ...]
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> Slots:
-        return cls(tuple(_bare(v) if type(v) is Token else None for v in values))
-
-    @property
-    def kept(self) -> list[int]:
-        """Which of them have an array."""
-        return [i for i, token in enumerate(self.tokens) if token is None or token.array]
-
-    def arrays(self, values: Sequence[Any]) -> list[Any]:
-        picked = (values[i] for i in self.kept)
-        return [v.array if type(v) is Token else v for v in picked]
-
-    def fill(self, arrays: Iterator[Any]) -> list[Any]:
-        """The operands with these arrays, which are taken in order."""
-        filled: list[Any] = []
-        for token in self.tokens:
-            if token is None:
-                filled.append(next(arrays))
-            else:
-                filled.append(Token(token.calls, next(arrays) if token.array else None))
-        return filled
-
-
-def _bare(token: Token) -> Token:
-    """A token without its array, which must not outlive the trace that it belongs to."""
-    return Token(token.calls, token.array is not None)
-
-
-class Entry(NamedTuple):
-    """A recorded value or gradient, and how it came to have the axes it has.
-
-    `again` if it is the cotangent of a copy that remat computed: a part of a gradient. `folded` if
-    it is the fold of a mesh. `step` is what is asked for of the innermost loop, until it is met.
-    """
-
-    site: Site
-    call: Call
-    grad: bool
-    value: Any
-    valid: Any = None
-    lead: int = 0
-    loops: tuple[str, ...] = ()
-    step: Any = None
-    again: bool = False
-    folded: bool = False
-
-    @property
-    def arrays(self) -> list[Any]:
-        return [self.value] if self.valid is None else [self.value, self.valid]
-
-    @property
-    def bare(self) -> Entry:
-        """The entry without its arrays, which must not outlive the trace they belong to."""
-        return self._replace(value=None, valid=None if self.valid is None else True)
-
-    def with_arrays(self, arrays: Iterator[Any]) -> Entry:
-        value = next(arrays)
-        valid = None if self.valid is None else next(arrays)
-        return self._replace(value=value, valid=valid)
-
-
-@dataclasses.dataclass(frozen=True)
-class Staged:
-    """A body after the walk: what it takes, what it gives, and what it recorded."""
-
-    jaxpr: Any
-    ins: Slots
-    outs: Slots
-    entries: tuple[Entry, ...]
-    threads: tuple[Thread, ...]
-    certain: tuple[bool, ...]
-
-    @property
-    def count(self) -> int:
-        """How many of its results are the body's own."""
-        return len(self.outs.kept)
-
-    @property
-    def types(self) -> list[Any]:
-        """The types of what it gives besides: entries, then threads."""
-        return [v.aval for v in _compat.open_jaxpr(self.jaxpr).outvars[self.count :]]
 
 
 class Walk:
@@ -178,7 +72,7 @@ class Walk:
         for eqn in inner.eqns:
             values = [read(v) for v in eqn.invars]
             if eqn.primitive.name == "cond":
-                self.of_two = _is_of_two(inner, eqn)
+                self.of_two = is_of_two(inner, eqn)
             outs = _compat.in_context(eqn, self._equation, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in inner.outvars]
@@ -438,97 +332,6 @@ class Walk:
         effects = frozenset(e for e in eqn.effects if e is not tap_effect)
         return _compat.bind_equation(
             eqn.replace(params=params, effects=effects), self.materialize(eqn.invars, args)
-        )
-
-
-def strip(value: Any, marks: list[Mark] | None = None) -> Any:
-    """A jaxpr, or a structure with some in it, without its taps, whose marks go to `marks`.
-
-    Where a body cannot be replaced, its marks are found all the same.
-    """
-    marks = [] if marks is None else marks
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(strip(v, marks) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(strip(v, marks) for v in value)
-    hidden = _compat.hidden_body(value)
-    if hidden is not None:
-        strip(hidden, marks)
-        return value
-    inner = _compat.open_jaxpr(value)
-    if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
-        return value
-    renamed: dict[Any, Any] = {}
-
-    def rename(v: Any) -> Any:
-        return v if isinstance(v, _compat.Literal) else renamed.get(v, v)
-
-    eqns = []
-    for eqn in inner.eqns:
-        if eqn.primitive is tap_p:
-            if eqn.params["kind"] == "value":
-                marks.append(eqn.params["mark"].within(scopes_of(eqn)))
-            renamed[eqn.outvars[0]] = rename(eqn.invars[0])
-            continue
-        params = {k: strip(v, marks) for k, v in eqn.params.items()}
-        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
-        invars = [rename(v) for v in eqn.invars]
-        eqns.append(eqn.replace(invars=invars, params=params, effects=effects))
-    effects = frozenset(e for e in inner.effects if e is not tap_effect)
-    outvars = [rename(v) for v in inner.outvars]
-    plain = inner.replace(eqns=eqns, outvars=outvars, effects=effects)
-    return plain if inner is value else value.replace(jaxpr=plain)
-
-
-def where(mask: Any, x: Any, y: Any) -> Any:
-    """`x` where the mask, which has the leading axes of `x`, is true; `y` elsewhere."""
-    mask = mask.astype(bool)
-    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, y)
-
-
-def first_uid(jaxpr: Any) -> int:
-    """The first mark that was traced in a body; a large number if there is none."""
-    uids = [
-        eqn.params["mark"].uid if eqn.primitive is tap_p else min(map(first_uid, bodies(eqn)))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
-        if tap_effect in eqn.effects
-    ]
-    return min(uids, default=sys.maxsize)
-
-
-def count_calls(jaxpr: Any, scopes: tuple[str, ...] = ()) -> Counter[str]:
-    """How often each site is called in a body."""
-    found: Counter[str] = Counter()
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        here = (*scopes, *scopes_of(eqn))
-        if eqn.primitive is tap_p and eqn.params["kind"] == "value":
-            found[eqn.params["mark"].within(here).path] += 1
-        elif tap_effect in eqn.effects:
-            for body in bodies(eqn):
-                found += count_calls(body, here)
-    return found
-
-
-def _is_of_two(jaxpr: Any, eqn: Any) -> bool:
-    """Whether a conditional was written as `lax.cond`, which puts the branch for true second.
-
-    Its index is a boolean made a number, where that of `lax.switch` is clamped. Where neither is to
-    be seen, the branch that was traced first was written first.
-    """
-    index, branches = eqn.invars[0], eqn.params["branches"]
-    for maker in jaxpr.eqns:
-        if index in maker.outvars and maker.primitive.name in ("convert_element_type", "clamp"):
-            return maker.invars[0].aval.dtype == bool
-    return len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0])
-
-
-def refuse_folded(entry: Entry) -> None:
-    """A fold of a mesh cannot go on from one iteration to the next, or be one of two branches."""
-    if entry.folded:
-        raise SiteError(
-            f"The site {entry.site.path!r}, marked at {entry.site.source}, is folded inside a "
-            "shard_map that is in a loop or a branch, and every device has a fold of its own. Sow "
-            "it without `reduce`, or outside of the shard_map."
         )
 
 

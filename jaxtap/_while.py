@@ -16,9 +16,11 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from jaxtap import _compat
+from jaxtap._bodies import strip
+from jaxtap._record import Entry, Staged, refuse_folded, where
 from jaxtap._sites import SiteError, StepSlice
 from jaxtap._tap import tap_effect
-from jaxtap._walk import Entry, Staged, Walk, eager, handles, refuse_folded, strip, where
+from jaxtap._walk import Walk, eager, handles
 
 
 @handles("while")
