@@ -61,6 +61,25 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
     return plain if inner is value else value.replace(jaxpr=plain)
 
 
+def quieted(value: Any) -> Any:
+    """A jaxpr, or a structure with some in it, that computes its marked values once more."""
+    if type(value) is tuple:
+        return tuple(map(quieted, value))
+    inner: Any = _compat.open_jaxpr(value)
+    if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
+        return value
+    eqns = []
+    for eqn in inner.eqns:
+        params = {k: quieted(v) for k, v in eqn.params.items()}
+        if eqn.primitive is tap_p and params["kind"] == "value":
+            params["kind"] = "copy"
+        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
+        eqns.append(eqn.replace(params=params, effects=effects))
+    effects = frozenset(e for e in inner.effects if e is not tap_effect)
+    quiet = inner.replace(eqns=eqns, effects=effects)
+    return quiet if inner is value else value.replace(jaxpr=quiet)
+
+
 def first_uid(jaxpr: Any) -> int:
     """The first mark that was traced in a body; a large number if there is none."""
     uids = [

@@ -72,8 +72,7 @@ def capture(
     """
     _check_function(fn, "capture")
     plan = Plan.make(values, grads, steps)
-    options = _compat.jit_options(fn)
-    return _Captured(fn, plan) if options is None else _jitted(fn, plan, options)
+    return _Captured(fn, plan) if _compat.jit_options(fn) is None else _jitted(fn, plan)
 
 
 def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
@@ -232,12 +231,14 @@ def _pulled_back(entry: Entry, number: int, value: Any) -> Entry:
     return entry._replace(site=site, value=value, again=False)
 
 
-def _jitted(fn: Any, plan: Plan, options: dict[str, Any]) -> Any:
+@functools.lru_cache(maxsize=64)
+def _jitted(fn: Any, plan: Plan) -> Any:
     """A jitted function, captured: a jitted function, with the same options.
 
-    So its static, donated and sharded arguments stay so, and calls take JAX's fast path.
+    So its static, donated and sharded arguments stay so, and calls take JAX's fast path. The same
+    capture of the same function is the same function: it may well be written in a loop.
     """
-    inner = fn.__wrapped__
+    inner, options = fn.__wrapped__, _compat.jit_options(fn) or {}
     if "out_shardings" in options:
         options["out_shardings"] = (options["out_shardings"], None)
 

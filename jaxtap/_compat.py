@@ -239,6 +239,38 @@ def register_partial_eval_custom(primitive: Primitive, rule: Callable[..., Any])
     _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
+def wrap_partial_eval_custom(
+    primitive: Primitive, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Puts `wrap(rule)` in the place of the rule by which remat splits a primitive."""
+    rules = _partial_eval.partial_eval_jaxpr_custom_rules
+    rules[primitive] = wrap(rules[primitive])
+
+
+def wrap_partial_eval(primitive: Primitive, again: Callable[[Any], Any]) -> None:
+    """Lets `again` change the parameters of an equation that JAX evaluates in part, then whole.
+
+    So it does with a while loop that is linearized: what is known of it runs at once, and the whole
+    loop once more with the tangents.
+    """
+    rule = _partial_eval.custom_partial_eval_rules[primitive]
+
+    def partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
+        kept = len(trace.effect_handles)
+        outs = rule(trace, *tracers, **params)
+        unknown: list[Any] = [t for t in outs if isinstance(t, _partial_eval.JaxprTracer)]
+        if unknown and len(unknown) < len(outs):
+            recipe = unknown[0].recipe
+            changed = {k: again(v) for k, v in recipe.params.items()}
+            recipe = recipe._replace(params=changed, effects=frozenset())
+            for tracer in unknown:
+                tracer.recipe = recipe
+            del trace.effect_handles[kept:]
+        return outs
+
+    _partial_eval.custom_partial_eval_rules[primitive] = partial_eval
+
+
 def register_remat(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Registers the same for the remat that `jax_remat3` turns on.
 
@@ -274,17 +306,23 @@ def register_partial_eval(primitive: Primitive, rule: Callable[..., Any]) -> Non
             inside = [trace.instantiate_const(t) for t in tracers]
             return trace.default_process_primitive(primitive, inside, params)
 
-        if all(t.is_known() for t in tracers) and _is_hoisting():
+        if all(t.is_known() for t in tracers) and _within(_HOISTING):
             return rule(stage, tracers, params)
         return trace.default_process_primitive(primitive, tracers, params)
 
     _partial_eval.custom_partial_eval_rules[primitive] = partial_eval
 
 
-def _is_hoisting() -> bool:
+def is_splitting_while() -> bool:
+    """Whether remat is splitting a while loop, out of which no residual can be carried."""
+    return _within(frozenset({"_while_partial_eval_custom"}))
+
+
+def _within(functions: frozenset[str]) -> bool:
+    """Whether one of these functions of JAX's is running."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name in _HOISTING:
+        if frame.f_code.co_name in functions:
             return True
         frame = frame.f_back
     return False

@@ -7,6 +7,9 @@ condition as its `live` operand, before JAX batches the equation. Where the pred
 be the same for all examples, the tap drops the condition again.
 
 The condition reaches the taps as folds reach the marks that fold: threaded through bodies.
+
+Last come the while loops that JAX runs twice, to linearize them and in the backward pass of remat:
+the second run marks nothing again.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.extend.core.primitives import cond_p, while_p
 
 from jaxtap import _compat
-from jaxtap._bodies import bodies, count_calls, first_uid, strip
+from jaxtap._bodies import bodies, count_calls, first_uid, quieted, strip
 from jaxtap._fold import Thread
 from jaxtap._mark import scopes_of
 from jaxtap._plan import Plan
@@ -196,5 +199,21 @@ def _batch_while(rule: Any) -> Any:
     return batch
 
 
+def _split_while(rule: Any) -> Any:
+    """A loop that the backward pass of remat runs again marks nothing again."""
+
+    def split(*args: Any) -> Any:
+        known, staged, *rest = rule(*args)
+        if known is not None and staged is not None and tap_effect in staged.effects:
+            params = {k: quieted(v) for k, v in staged.params.items()}
+            effects = frozenset(e for e in staged.effects if e is not tap_effect)
+            staged = staged.replace(params=params, effects=effects)
+        return (known, staged, *rest)
+
+    return split
+
+
 _compat.wrap_batcher(cond_p, _batch_cond)
 _compat.wrap_batcher(while_p, _batch_while)
+_compat.wrap_partial_eval_custom(while_p, _split_while)
+_compat.wrap_partial_eval(while_p, quieted)

@@ -10,6 +10,7 @@ kind              operands -> results            what it stands for
 `tangent`         t, token, [live] -> t          its tangent, in a derivative
 `grad`            ct, token, [live] -> ct        its cotangent: a transposed `tangent`
 `again`           x, token, [live] -> x          the value, computed once more by remat
+`copy`            x, [live] -> x, token          the same in a while loop, which keeps no residuals
 `tangent again`   as `tangent`                   the tangent of that copy, in a second derivative
 `grad again`      as `grad`                      and its cotangent: a part of that of the value
 ================  =============================  =================================================
@@ -89,21 +90,24 @@ def tap(x: Any, mark: Mark) -> Any:
     return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=(), shift=0)[0]
 
 
+_MAKES_TOKEN = ("value", "copy")
+
+
 def _impl(x: Any, *rest: Any, kind: str, **params: Any) -> list[Any]:
     del rest, params
-    return [x, jnp.zeros((0,), bool)] if kind == "value" else [x]
+    return [x, jnp.zeros((0,), bool)] if kind in _MAKES_TOKEN else [x]
 
 
 def _abstract_eval(x: Any, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
-    if kind == "value":
-        return [x, ShapedArray((0,), jnp.dtype(bool))], {tap_effect}
-    return [x], ({tap_effect} if kind.startswith("grad") else set())
+    token = [ShapedArray((0,), jnp.dtype(bool))] if kind in _MAKES_TOKEN else []
+    kept = kind == "value" or kind.startswith("grad")
+    return [x, *token], ({tap_effect} if kept else set())
 
 
 def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
-    if kind != "value":
+    if kind not in _MAKES_TOKEN:
         return [x]
     empty = mlir.lower_fun(lambda: jnp.zeros((0,), bool), multiple_results=False)
     return [x, *empty(ctx.replace(avals_in=(), avals_out=ctx.avals_out[1:]))]
@@ -111,7 +115,7 @@ def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
 
 def operands(kind: str) -> int:
     """How many operands a tap has before `live`: a plain value has no token."""
-    return 1 if kind == "value" else 2
+    return 1 if kind in _MAKES_TOKEN else 2
 
 
 def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, **params: Any) -> Any:
@@ -140,7 +144,7 @@ def _zero(primal: Any) -> ad.Zero:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-_TANGENTS = {"value": "tangent", "again": "tangent again"}
+_TANGENTS = {"value": "tangent", "again": "tangent again", "copy": "tangent again"}
 
 
 def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
@@ -150,7 +154,7 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
     if type(t) is ad.Zero:
         t_out = _zero(out[0])
     elif kind in _TANGENTS:
-        token = out[1:] if kind == "value" else []
+        token = out[1:] if kind in _MAKES_TOKEN else []
         (t_out,) = tap_p.bind(t, *token, *rest, kind=_TANGENTS[kind], **params)
     else:
         # The derivative of a cotangent, or of a tangent, is no cotangent of the marked value.
@@ -183,6 +187,9 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> A
         return eqn, None, false, false, []
     value, token = eqn.outvars
     x, *live = eqn.invars
+    if _compat.is_splitting_while():
+        copy = eqn.replace(params=dict(eqn.params, kind="copy"), effects=frozenset())
+        return eqn, copy, [False, False], [True, True], needed
     again = eqn.replace(
         invars=[x, token, *live],
         outvars=[value],

@@ -125,7 +125,7 @@ class Walk:
         array = None
         if self.nested:
             bound = tap_p.bind(x, *self.materialize(eqn.invars[1:], args[1:]), **eqn.params)
-            x, array = bound[0], bound[1] if kind == "value" else None
+            x, array = bound[0], bound[1] if len(bound) > 1 else None
         if kind == "value":
             again = self._by_uid.get(mark.uid) if self._recomputing else None
             if again:
@@ -133,6 +133,8 @@ class Walk:
             call = self._call(mark.within((*self.scopes, *scopes_of(eqn))), eqn)
             self._record(eqn, x, live, call, grad=False)
             return [x, Token(frozenset({call}), array)]
+        if kind == "copy":
+            return [x, Token(frozenset(self._by_uid.get(mark.uid, ())), array)]
         if kind.startswith("grad"):
             call = self._owner(eqn, mark, token)
             if call is not None:

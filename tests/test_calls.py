@@ -86,6 +86,19 @@ def test_a_function_that_was_jitted_and_called_before_shows_its_sites():
     assert step(X).shape == (2,)
 
 
+def test_a_capture_written_in_a_loop_compiles_once():
+    step = jax.jit(sown)
+    jt.capture(step, values="h")(X)
+
+    def loop():
+        for i in range(3):
+            equal(jt.capture(step, values="h")(X + i)[1].values["h"], 2 * (X + i))
+
+    jax.block_until_ready([X + i for i in range(3)])
+    [2 * (X + i) for i in range(3)]
+    assert compilations(loop) == 0
+
+
 def test_equal_captures_share_what_was_traced():
     fn = Counted(sown)
     step = jax.jit(fn)

@@ -437,6 +437,32 @@ def test_named_values_under_the_next_remat():
     equal(taps.values["n"], jnp.sin(X), rtol=1e-6)
 
 
+def test_a_while_loop_in_remat_keeps_no_residuals():
+    def loop(x):
+        body = lambda c: (c[0] + 1, jt.sow(jnp.sin(c[1]), "w"))
+        return lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
+
+    step = jax.grad(jax.checkpoint(lambda x: jnp.sum(x * lax.stop_gradient(loop(x)))))
+    out, taps = jt.capture(step)(X)
+    expected = jnp.sin(jnp.sin(jnp.sin(X)))
+    equal(out, expected, rtol=1e-6)
+    equal(taps.values["w"], expected, rtol=1e-6)
+    assert set(taps.values) == {"w"}
+    assert int(taps.valid["w"]) == 3
+
+
+def test_a_while_loop_that_is_linearized_is_there_once():
+    def loop(x):
+        body = lambda c: (c[0] + 1, jt.sow(jnp.sin(c[1]), "w"))
+        return lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
+
+    step = lambda x: jax.linearize(loop, x)[1](jnp.ones(3))
+    out, taps = jt.capture(step)(X)
+    equal(out, jnp.cos(X) * jnp.cos(jnp.sin(X)), rtol=1e-6)
+    assert set(taps.values) == {"w"}
+    equal(taps.values["w"], jnp.sin(jnp.sin(X)), rtol=1e-6)
+
+
 def test_partial_of_a_jitted_function_keeps_its_options():
     fn = jax.jit(lambda x, n: [jt.sow(x, f"h{i}") for i in range(n)], static_argnums=1)
     _, taps = jt.capture(functools.partial(fn, n=2))(X)

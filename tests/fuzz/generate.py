@@ -37,7 +37,6 @@ from .program import (
     Twice,
     Vmap,
     While,
-    nodes,
 )
 from .sites import sites
 
@@ -157,10 +156,7 @@ class _Draw:
             how = self.one("grad", "value_and_grad", "vjp")
             return Grad(self.inside(c, grads=c.grads + 1, outermost=c.outermost), how)
         if kind is Jvp:
-            body = self.inside(c, jvp=True)
-            # JAX runs a while loop twice to linearize it, and both runs are in the program.
-            loops = any(isinstance(node, While) for node in nodes(body))
-            return Jvp(body, "jvp" if loops else self.one("jvp", "linearize"))
+            return Jvp(self.inside(c, jvp=True), self.one("jvp", "linearize"))
         if kind is Custom:
             return self.custom(c)
         if kind is Shard:
