@@ -259,7 +259,8 @@ def wrap_partial_eval(primitive: Primitive, again: Callable[[Any], Any]) -> None
         kept = len(trace.effect_handles)
         outs = rule(trace, *tracers, **params)
         unknown: list[Any] = [t for t in outs if isinstance(t, _partial_eval.JaxprTracer)]
-        if unknown and len(unknown) < len(outs):
+        # What is taken out of a scan is what does not change in it, and that is not the marks.
+        if unknown and len(unknown) < len(outs) and not _within(_HOISTING):
             recipe = unknown[0].recipe
             changed = {k: again(v) for k, v in recipe.params.items()}
             recipe = recipe._replace(params=changed, effects=frozenset())

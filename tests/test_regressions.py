@@ -463,6 +463,17 @@ def test_a_while_loop_that_is_linearized_is_there_once():
     equal(taps.values["w"], jnp.sin(jnp.sin(X)), rtol=1e-6)
 
 
+def test_a_while_loop_in_a_map_that_is_linearized_is_there():
+    def loop(x):
+        body = lambda c: (c[0] + 1, jt.sow(jnp.sin(c[1]), "w"))
+        return lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
+
+    step = lambda x: jax.linearize(lambda x: lax.map(loop, x), x)[1](jnp.ones(3))
+    _, taps = jt.capture(step)(X)
+    assert set(taps.values) == {"w"}
+    equal(taps.values["w"], jnp.sin(jnp.sin(X)), rtol=1e-6)
+
+
 def test_partial_of_a_jitted_function_keeps_its_options():
     fn = jax.jit(lambda x, n: [jt.sow(x, f"h{i}") for i in range(n)], static_argnums=1)
     _, taps = jt.capture(functools.partial(fn, n=2))(X)
