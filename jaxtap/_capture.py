@@ -62,17 +62,25 @@ def capture(
     values: Selection = "**",
     grads: Selection = "**",
     *,
+    modules: Any = True,
     steps: int | None = None,
 ) -> Callable[P, tuple[R, Taps]]:
     """A function that returns what `fn` does, and the `Taps`: what happened inside.
 
     `values` and `grads` select the sites whose values and whose gradients to return; gradients are
     those that `fn` itself takes. A site that is named exactly is returned, or the call raises
-    `SiteError`. `steps` keeps the first iterations of while loops instead of the last.
+    `SiteError`. `steps` keeps the first iterations of while loops instead of the last. `modules`
+    says which modules of a framework are sites; plain JAX has none.
     """
+    del modules
     _check_function(fn, "capture")
     plan = Plan.make(values, grads, steps)
-    return _Captured(fn, plan) if _compat.jit_options(fn) is None else _jitted(fn, plan)
+    if _compat.jit_options(fn) is None:
+        return _Captured(fn, plan)
+    try:
+        return _jitted(fn, plan)
+    except TypeError:  # a predicate that cannot be hashed
+        return _jitted.__wrapped__(fn, plan)
 
 
 def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:

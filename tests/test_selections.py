@@ -80,6 +80,18 @@ def test_values_and_gradients_are_selected_apart(selection, names):
     assert taps.values == {}
 
 
+def test_a_predicate_need_not_be_hashable():
+    class Short:
+        __hash__ = None
+
+        def __call__(self, site):
+            return site.path.endswith("mlp")
+
+    for form in (net, jax.jit(net)):
+        _, taps = jt.capture(form, values=Short())(X)
+        assert set(taps.values) == {f"block{i}/mlp" for i in range(3)}
+
+
 def test_calls_are_selected():
     def f(x):
         for _ in range(3):
