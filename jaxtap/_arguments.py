@@ -35,7 +35,7 @@ class Signature:
     lasting: bool
     order: Any
 
-    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, arrays: Sequence[Any]) -> Any:
         """The arguments that the leaves were taken from, with other arrays in their places."""
         leaves: list[Any] = [None] * self.count
         fixed = set()
@@ -70,14 +70,12 @@ def in_order(tree: Any, order: Any) -> Any:
     return type(tree)(in_order(t, o) for t, o in zip(tree, inner, strict=True))
 
 
-def split(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], needed: frozenset[int]
-) -> tuple[Signature, list[Any]]:
-    """Takes a call apart into its static half and its arrays.
+def split(fn: Any, arguments: Any, needed: frozenset[int]) -> tuple[Signature, list[Any]]:
+    """Takes the arguments of `fn` apart into their static half and their arrays.
 
     `needed` are the places of numbers that are static because the function needs their values.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
+    leaves, treedef = jax.tree.flatten(arguments)
     arrays, statics = [], []
     for i, leaf in enumerate(leaves):
         if _is_traced(leaf) and i not in needed:
@@ -95,7 +93,7 @@ def split(
         told_apart = repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf)
         statics.append((i, leaf, told_apart))
     lasting = all(map(_is_value, (leaf for _, leaf, _ in statics)))
-    order = order_of((args, kwargs))
+    order = order_of(arguments)
     return Signature(treedef, tuple(statics), len(leaves), lasting, order), arrays
 
 
@@ -116,9 +114,9 @@ def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, _NUMBERS) or hasattr(leaf, "__jax_array__")
 
 
-def numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+def numbers(arguments: Any) -> list[int]:
     """The places of the leaves that are single numbers, which a function may need the value of."""
-    leaves = jax.tree.leaves((args, kwargs))
+    leaves = jax.tree.leaves(arguments)
     return [i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS) and _is_traced(leaf)]
 
 

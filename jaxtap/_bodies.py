@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtap import _compat
-from jaxtap._mark import scopes_of
+from jaxtap._scopes import Scopes, scopes_of
 from jaxtap._tap import Mark, tap_effect, tap_p
 
 
@@ -90,11 +90,11 @@ def first_uid(jaxpr: Any) -> int:
     return min(uids, default=sys.maxsize)
 
 
-def count_calls(jaxpr: Any, scopes: tuple[str, ...] = ()) -> Counter[str]:
+def count_calls(jaxpr: Any, scopes: Scopes = ()) -> Counter[str]:
     """How often each site is called in a body."""
     found: Counter[str] = Counter()
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        here = (*scopes, *scopes_of(eqn))
+        here = scopes_of(eqn, scopes)
         if eqn.primitive is tap_p and eqn.params["kind"] == "value":
             found[eqn.params["mark"].within(here).path] += 1
         elif tap_effect in eqn.effects:

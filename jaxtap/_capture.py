@@ -36,7 +36,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxtap import _compat, _control, _guard, _while  # noqa: F401  (rows of the walk's table)
+from jaxtap import (
+    _compat,
+    _control,  # noqa: F401  (rows of the walk's table)
+    _guard,  # noqa: F401
+    _while,  # noqa: F401
+    adapters,
+)
 from jaxtap._arguments import (
     Signature,
     find_needed,
@@ -47,6 +53,7 @@ from jaxtap._arguments import (
     split,
 )
 from jaxtap._mark import marked, not_the_users
+from jaxtap._modules import FunctionCall, tracing
 from jaxtap._plan import Plan
 from jaxtap._record import Entry
 from jaxtap._sites import Selection, Site, SiteError
@@ -69,12 +76,13 @@ def capture(
 
     `values` and `grads` select the sites whose values and whose gradients to return; gradients are
     those that `fn` itself takes. A site that is named exactly is returned, or the call raises
-    `SiteError`. `steps` keeps the first iterations of while loops instead of the last. `modules`
-    says which modules of a framework are sites; plain JAX has none.
+    `SiteError`. `steps` keeps the first iterations of while loops instead of the last.
+
+    Every result of a module of Flax, Equinox, Haiku or brainstate is a site. `modules=False`, a
+    selection, or a filter `(module, method_name) -> bool` narrows that.
     """
-    del modules
     _check_function(fn, "capture")
-    plan = Plan.make(values, grads, steps)
+    plan = Plan.make(values, grads, steps, modules)
     if _compat.jit_options(fn) is None:
         return _Captured(fn, plan)
     try:
@@ -126,12 +134,12 @@ class _Program:
         return in_order(self.treedef.unflatten(leaves), self.order)
 
 
-def _trace(fn: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
+def _trace(fn: Any, run: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
+    """Traces `run`, the call of `fn`, on the arguments that `join` makes from arrays."""
     cell: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = join(arrays)
-        out = fn(*args, **kwargs)
+        out = run(join(arrays))
         leaves, treedef = jax.tree.flatten(out)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
         for _, x in statics:
@@ -140,7 +148,13 @@ def _trace(fn: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
         fixed = {i for i, _ in statics}
         return [x for i, x in enumerate(leaves) if i not in fixed]
 
-    with marked(plan.rules), jax.disable_jit(False), _compat.no_names():
+    with (
+        adapters.seen(),
+        marked(plan.marking),
+        tracing(),
+        jax.disable_jit(False),
+        _compat.no_names(),
+    ):
         jaxpr = jax.make_jaxpr(flat)(*arrays)
     return _Program(jaxpr, **cell)
 
@@ -264,7 +278,7 @@ def _jitted(fn: Any, plan: Plan) -> Any:
             return treedef.unflatten(filled)
 
         arrays = [leaves[i] for i in places]
-        program = _trace(inner, plan, arrays, join)
+        program = _trace(inner, lambda call: inner(*call[0], **call[1]), plan, arrays, join)
         outs, taps = _walked(plan, program, arrays)
         return program.join(outs), taps
 
@@ -289,47 +303,51 @@ class _Captured(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
-        if not _compat.trace_state_clean() or eager():
-            return self._inline(args, kwargs)
-        return self._compiled(args, kwargs)
+        with adapters.opened(FunctionCall(self._fn, args, kwargs)) as call:
+            if not _compat.trace_state_clean() or eager():
+                out, taps = self._inline(call)
+            else:
+                out, taps = self._compiled(call)
+            return call.close(out), taps
 
     def survey(self, args: Any, kwargs: Any) -> SiteTable:
         """The sites of the function, for these arguments."""
-        program, _, arrays = self._program(args, kwargs)
+        with adapters.opened(FunctionCall(self._fn, args, kwargs)) as call:
+            program, _, arrays = self._program(call)
 
         def abstract(*arrays: Any) -> Taps:
             return _walked(self._plan, program, arrays)[1]
 
         return jax.eval_shape(abstract, *arrays).sites
 
-    def _program(self, args: Any, kwargs: Any) -> tuple[_Program, Signature, list[Any]]:
+    def _program(self, call: FunctionCall) -> tuple[_Program, Signature, list[Any]]:
         """The traced function; numbers that it needs the values of are made static."""
-        structure = jax.tree.structure((args, kwargs))
+        structure = jax.tree.structure(call.arguments)
 
         def trace(needed: frozenset[int]) -> Any:
-            signature, arrays = split(self._fn, args, kwargs, needed)
-            program = _trace(self._fn, self._plan, arrays, signature.join)
+            signature, arrays = split(self._fn, call.arguments, needed)
+            program = _trace(self._fn, call.run, self._plan, arrays, signature.join)
             return program, signature, arrays
 
         known = self._needed.get(structure, frozenset())
-        needed, result = find_needed(trace, numbers(args, kwargs), known)
+        needed, result = find_needed(trace, numbers(call.arguments), known)
         self._needed[structure] = needed
         return result
 
-    def _inline(self, args: Any, kwargs: Any) -> Any:
-        program, _, arrays = self._program(args, kwargs)
+    def _inline(self, call: FunctionCall) -> Any:
+        program, _, arrays = self._program(call)
         outs, taps = _walked(self._plan, program, arrays)
         return program.join(outs), taps
 
-    def _compiled(self, args: Any, kwargs: Any) -> Any:
-        structure = jax.tree.structure((args, kwargs))
+    def _compiled(self, call: FunctionCall) -> Any:
+        structure = jax.tree.structure(call.arguments)
         needed = self._needed.get(structure, frozenset())
-        signature, arrays = split(self._fn, args, kwargs, needed)
+        signature, arrays = split(self._fn, call.arguments, needed)
         key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()
         found = self._programs.get(key) if signature.lasting else None
         if found is None:
             with self._lock:
-                program, signature, arrays = self._program(args, kwargs)
+                program, signature, arrays = self._program(call)
                 found = self._compile(program)
                 if signature.lasting:
                     key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jaxtap import _compat
 from jaxtap._bodies import bodies
-from jaxtap._mark import scopes_of
 from jaxtap._plan import Plan
+from jaxtap._scopes import Scopes, scopes_of
 from jaxtap._sites import Site, SiteError
 from jaxtap._tap import Mark, tap_effect, tap_p
 
@@ -96,7 +96,7 @@ class Folds:
         seen = True if live is None else seen
         self._put(dataclasses.replace(fold, state=state, seen=seen))
 
-    def enter(self, jaxprs: Sequence[Any], scopes: tuple[str, ...]) -> tuple[Thread, ...]:
+    def enter(self, jaxprs: Sequence[Any], scopes: Scopes) -> tuple[Thread, ...]:
         """The folds that bodies go on with; those that begin there are made, with their types."""
         threads: dict[str, Thread] = {}
         for jaxpr in jaxprs:
@@ -133,7 +133,7 @@ class Folds:
         """Which folds have seen something for sure."""
         return tuple(self.items[thread.path].seen is True for thread in threads)
 
-    def held(self, jaxpr: Any, scopes: tuple[str, ...]) -> dict[str, _Held]:
+    def held(self, jaxpr: Any, scopes: Scopes) -> dict[str, _Held]:
         """The reducing marks in a body that the plan selects.
 
         Those of a mesh are not among them: they fold on each device, and leave it as entries.
@@ -146,7 +146,7 @@ class Folds:
         for eqn in inner.eqns:
             if tap_effect not in eqn.effects or eqn.primitive.name == "shard_map":
                 continue
-            here = (*scopes, *scopes_of(eqn))
+            here = scopes_of(eqn, scopes)
             if eqn.primitive is tap_p:
                 held = self._hold(eqn, here)
                 if held is not None:
@@ -158,10 +158,12 @@ class Folds:
         self._held[key] = (inner, found)  # `inner` is kept so that its id stays its own
         return found
 
-    def _hold(self, eqn: Any, scopes: tuple[str, ...]) -> _Held | None:
+    def _hold(self, eqn: Any, scopes: Scopes) -> _Held | None:
         mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
         mark = mark.within(scopes)
-        site = Site(mark.path, mark.kind, source=mark.source, op=mark.op)
+        site = Site(
+            mark.path, mark.kind, source=mark.source, op=mark.op, collection=mark.collection
+        )
         if kind != "value" or mark.reduce is None or not self._plan.choose(site, grad=False):
             return None
         aval = eqn.invars[0].aval

@@ -24,8 +24,8 @@ from jax.extend.core.primitives import cond_p, while_p
 from jaxtap import _compat
 from jaxtap._bodies import bodies, count_calls, first_uid, quieted, strip
 from jaxtap._fold import Thread
-from jaxtap._mark import scopes_of
 from jaxtap._plan import Plan
+from jaxtap._scopes import scopes_of
 from jaxtap._sites import SiteError
 from jaxtap._tap import Mark, operands, tap_effect, tap_p
 from jaxtap._walk import Walk
@@ -90,7 +90,7 @@ class _Guard(Walk):
             inner = args[own]
             live = live.reshape(live.shape + (1,) * (inner.ndim - live.ndim)) & inner
         branches = (*self._numbers, *eqn.params["branches"])
-        path = eqn.params["mark"].within((*self.scopes, *scopes_of(eqn))).path
+        path = eqn.params["mark"].within(scopes_of(eqn, self.scopes)).path
         shift = eqn.params["shift"] + self._shifts.get(path, 0)
         params = dict(eqn.params, branches=branches, shift=shift)
         return list(tap_p.bind(*args[:own], live, **params))

@@ -22,22 +22,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
 from jaxtap import _compat
+from jaxtap._scopes import ScopeName
 from jaxtap._sites import CALLS, Rule, SiteError
 from jaxtap._tap import Mark, tap, tap_p
 
 T = TypeVar("T")
+Policy: TypeAlias = Callable[[Any, str], bool] | Literal[True]
+"""Which modules are sites: a filter `(module, method name) -> bool`, or all with public methods."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +47,18 @@ class Marking:
     """What a capture marks: a hashable value, so that equal captures hit the caches of JAX."""
 
     rules: frozenset[Rule] = frozenset()
+    modules: frozenset[Policy] = frozenset()
+
+    def admits(self, module: Any, method: str) -> frozenset[Policy]:
+        """The policies by which what a method of a module returns is a site."""
+        public = method == "__call__" or not method.startswith("_")
+        return frozenset(p for p in self.modules if (public if p is True else p(module, method)))
+
+    def __or__(self, other: Marking) -> Marking:
+        return Marking(self.rules | other.rules, self.modules | other.modules)
 
 
 _context = jax.make_user_context(None)
-_uids = itertools.count()
 _thread = threading.local()
 
 
@@ -58,14 +68,13 @@ def marking() -> Marking | None:
 
 
 @contextlib.contextmanager
-def marked(rules: frozenset[Rule]) -> Iterator[None]:
-    """Within, marks exist; and results that `rules` pick are marked too."""
+def marked(marking_: Marking) -> Iterator[None]:
+    """Within, marks exist; and results that its rules pick are marked too."""
     outer = marking()
-    if outer is not None:
-        rules = rules | outer.rules
+    here = marking_ if outer is None else marking_ | outer
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_context(Marking(rules)))
-        if rules and not (outer and outer.rules):
+        stack.enter_context(_context(here))
+        if here.rules and not (outer and outer.rules):
             stack.enter_context(_compat.intercept_bind(_mark_operation))
         yield
 
@@ -106,18 +115,12 @@ def sow(
             "`reduce(previous, new)` and `init()` go together: give both, or neither to keep "
             "every call."
         )
-    return _mark(value, name, "sow", reduce, init)
+    return mark(value, name, "sow", reduce=reduce, init=init)
 
 
 def perturb(value: T, name: str) -> T:
     """Marks `value` as a site meant for gradients and for explicit perturbations; returns it."""
-    return _mark(value, name, "perturb", None, None)
-
-
-class ScopeName(str):
-    """A name in JAX's name stack that is a scope of ours, and not anybody else's."""
-
-    __slots__ = ()
+    return mark(value, name, "perturb")
 
 
 def scope(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -134,11 +137,6 @@ def scope(name: str) -> contextlib.AbstractContextManager[Any]:
     """
     _check_name(name, "scope")
     return jax.named_scope(ScopeName(name))
-
-
-def scopes_of(eqn: Any) -> tuple[str, ...]:
-    """The scopes in which an equation was traced, within the jaxpr that it is in."""
-    return tuple(name for name in _compat.names_of(eqn) if type(name) is ScopeName)
 
 
 def _check_name(name: Any, function: str) -> None:
@@ -159,7 +157,8 @@ def _check_name(name: Any, function: str) -> None:
         )
 
 
-def _mark(value: Any, name: str, kind: str, reduce: Any, init: Any) -> Any:
+def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
+    """Marks the arrays in `value`, from the line that called the caller; returns it."""
     _check_name(name, kind)
     if marking() is None:
         return value
@@ -170,7 +169,7 @@ def _mark(value: Any, name: str, kind: str, reduce: Any, init: Any) -> Any:
         if not _is_array(x):
             return x
         path = name + (f":{leaf_name(keys)}" if keys else "")
-        tapped = tap(x, Mark(path, kind, source, next(_uids), reduce, init))
+        tapped = tap(x, Mark(path, kind, source, **fields))
         # A Python number stays one: the program may need its value.
         return tapped if isinstance(x, (jax.Array, np.ndarray, np.generic)) else x
 
@@ -231,7 +230,7 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     for i, x in enumerate(results):
         if isinstance(x, jax.Array):
             name = f"{path}:{i}" if several else path
-            results[i] = tap(x, Mark(name, kind, source, next(_uids), op=op))
+            results[i] = tap(x, Mark(name, kind, source, op=op))
     return results if primitive.multiple_results else results[0]
 
 

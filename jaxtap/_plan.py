@@ -10,12 +10,13 @@ True
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxtap._mark import Marking, Policy
 from jaxtap._sites import (
     At,
-    Rule,
     Selection,
     Site,
     SiteError,
@@ -26,6 +27,7 @@ from jaxtap._sites import (
     nearest,
     rules,
 )
+from jaxtap._tap import Mark
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +44,11 @@ class Plan:
     values: Selection
     grads: Selection
     steps: int | None = None
+    modules: Selection = "**"
+    policy: Policy | None = True
 
     @classmethod
-    def make(cls, values: Any, grads: Any, steps: Any = None) -> Plan:
+    def make(cls, values: Any, grads: Any, steps: Any = None, modules: Any = True) -> Plan:
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
             raise TypeError(
                 f"`steps` must be a number of iterations, but is {steps!r} of type "
@@ -52,11 +56,20 @@ class Plan:
             )
         if steps is not None and steps < 1:
             raise SiteError(f"`steps` must be at least 1, but is {steps}.")
-        return cls(check(values, "values"), check(grads, "grads"), steps)
+        which, policy = _modules(modules)
+        return cls(check(values, "values"), check(grads, "grads"), steps, which, policy)
 
     @property
-    def rules(self) -> frozenset[Rule]:
-        return frozenset((*rules(self.values), *rules(self.grads)))
+    def marking(self) -> Marking:
+        """What has to be marked for this plan."""
+        found = frozenset((*rules(self.values), *rules(self.grads)))
+        return Marking(found, frozenset() if self.policy is None else frozenset({self.policy}))
+
+    def sees(self, site: Site, mark: Mark) -> bool:
+        """Whether a site is one for this plan: another capture's modules may not be."""
+        if site.kind != "module":
+            return True
+        return self.policy in mark.admitted and matches(self.modules, site)
 
     def choose(self, site: Site, grad: bool) -> Choice | None:
         """Whether, and how, to capture a site."""
@@ -135,6 +148,23 @@ class Plan:
                 f"steps={self.steps} was asked for, but no value is captured: `steps` is how many "
                 "iterations of a while loop to keep."
             )
+
+
+def _modules(modules: Any) -> tuple[Selection, Policy | None]:
+    """The modules that are sites, as a selection, and the policy by which their results are."""
+    if isinstance(modules, bool):
+        return "**", modules or None
+    if callable(modules) and _takes_two(modules):
+        return "**", modules
+    return check(modules, "modules"), True
+
+
+def _takes_two(fn: Any) -> bool:
+    try:
+        inspect.signature(fn).bind(None, "")
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _plain(part: Any) -> Iterator[Any]:

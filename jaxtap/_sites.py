@@ -45,7 +45,9 @@ class Site:
 
     `shape` and `dtype` are those of the captured array, the axes of loops and maps included;
     `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`.
-    `kind` is how the site came about: `sow`, `perturb`, `op` or `name`.
+    `kind` is how the site came about: `sow`, `perturb`, `module`, `op` or `name`. `module` is the
+    class whose `method` returned the value; `collection` is what a framework's own mark says: a
+    Variable type of NNX, the name of a collection of Linen.
     """
 
     path: str
@@ -57,6 +59,9 @@ class Site:
     call: int = 0
     pullback: int = 0
     op: str = ""
+    module: type | None = None
+    method: str = ""
+    collection: Any = None
 
     @property
     def name(self) -> str:

@@ -38,6 +38,7 @@ left as it lies, so that a marked program has the operations of the plain one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from jaxtap import _compat
+from jaxtap._scopes import Scopes, path_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +56,25 @@ class Mark:
     """What a mark in the source says: the static half of a site.
 
     `path` is without the scopes around the mark until the walk adds them. `uid` is new for every
-    mark that is traced; bodies that JAX traces once and uses several times share it.
+    mark that is traced; bodies that JAX traces once and uses several times share it. `admitted` are
+    the policies of the captures by which a module's result is a site.
     """
 
     path: str
     kind: str
     source: str
-    uid: int
+    uid: int = dataclasses.field(default_factory=itertools.count().__next__)
     reduce: Callable[[Any, Any], Any] | None = None
     init: Callable[[], Any] | None = None
     op: str = ""
+    module: type | None = None
+    method: str = ""
+    collection: Any = None
+    admitted: frozenset[Any] = frozenset()
 
-    def within(self, scopes: tuple[str, ...]) -> Mark:
+    def within(self, scopes: Scopes) -> Mark:
         """The mark with the names of the scopes around it."""
-        return dataclasses.replace(self, path="/".join((*scopes, self.path))) if scopes else self
+        return dataclasses.replace(self, path=path_in(scopes, self.path)) if scopes else self
 
     def __repr__(self) -> str:
         return repr(self.path)

@@ -31,9 +31,10 @@ import jax.numpy as jnp
 from jaxtap import _compat
 from jaxtap._bodies import bodies, is_of_two, strip
 from jaxtap._fold import Folds, Thread, same_fold
-from jaxtap._mark import leaf_name, marking, scopes_of
+from jaxtap._mark import leaf_name, marking
 from jaxtap._plan import Plan
 from jaxtap._record import Call, Entry, Slots, Staged, Token, where
+from jaxtap._scopes import Scopes, scopes_of
 from jaxtap._sites import Site, SiteError
 from jaxtap._tap import Mark, operands, tap_effect, tap_p
 
@@ -47,7 +48,7 @@ class Walk:
         self.folds = Folds(plan)
         self.sites: list[Site] = []
         self.lost: dict[str, str] = {}
-        self.scopes: tuple[str, ...] = ()
+        self.scopes: Scopes = ()
         self.loops: tuple[tuple[str, int | None], ...] = ()
         self.nested = marking() is not None
         self.of_two = False
@@ -89,7 +90,7 @@ class Walk:
                 return _compat.bind_equation(eqn, args)
         handler = HANDLERS.get(_compat.kind_of(eqn))
         if handler is not None:
-            outer, self.scopes = self.scopes, (*self.scopes, *scopes_of(eqn))
+            outer, self.scopes = self.scopes, scopes_of(eqn, self.scopes)
             try:
                 return handler(self, eqn, args)
             finally:
@@ -130,7 +131,7 @@ class Walk:
             again = self._by_uid.get(mark.uid) if self._recomputing else None
             if again:
                 return [x, Token(frozenset(again), array)]
-            call = self._call(mark.within((*self.scopes, *scopes_of(eqn))), eqn)
+            call = self._call(mark.within(scopes_of(eqn, self.scopes)), eqn)
             self._record(eqn, x, live, call, grad=False)
             return [x, Token(frozenset({call}), array)]
         if kind == "copy":
@@ -197,6 +198,9 @@ class Walk:
             call=0 if folded else call.number,
             pullback=pullback,
             op=mark.op,
+            module=mark.module,
+            method=mark.method,
+            collection=mark.collection,
         )
 
     def _record(self, eqn: Any, x: Any, live: Any, call: Call, *, grad: bool) -> None:
@@ -205,6 +209,8 @@ class Walk:
         if grad and not again:
             self._pullbacks[call] += 1
         site = self._site(call, eqn, grad=grad, pullback=number)
+        if not self.plan.sees(site, call.mark):
+            return
         self.sites.append(dataclasses.replace(site, kind="grad") if grad else site)
         chosen = self.plan.choose(site, grad)
         if chosen is None:
@@ -325,7 +331,7 @@ class Walk:
         stripped: list[Mark] = []
         params = {name: strip(value, stripped) for name, value in eqn.params.items()}
         for mark in stripped:
-            mark = mark.within((*self.scopes, *scopes_of(eqn)))
+            mark = mark.within(scopes_of(eqn, self.scopes))
             self.lost[mark.path] = (
                 f"it is marked at {mark.source}, inside a call of {_compat.kind_of(eqn)!r}, which "
                 "is opaque: only what goes in and comes out of it can be captured, "

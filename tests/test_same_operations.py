@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import jaxtap as jt
 from jaxtap import _compat
-from jaxtap._mark import marked
+from jaxtap._mark import Marking, marked
 from tests import oracle
 from tests.programs import CASES
 from tests.test_values_and_gradients import X
@@ -61,7 +61,7 @@ def flat(found):
 def test_taps_are_all_that_marks_add(name):
     x = jnp.asarray(X)
     plain = jax.make_jaxpr(STEPS[name](oracle.plain))(x)
-    with marked(frozenset()):
+    with marked(Marking()):
         tapped = jax.make_jaxpr(STEPS[name](jt.sow))(x)
     assert "tap" in list(flat_all(tapped))
     assert operations(tapped) == operations(plain)

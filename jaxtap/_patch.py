@@ -1,0 +1,107 @@
+"""Patches: attributes of classes that are replaced while captures run, and put back afterwards.
+
+Captures may nest, and run on several threads: the first to come puts a patch in, the last to leave
+takes it out, whatever happened in between. What is put in must tell by itself whether a capture is
+tracing on its thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jaxtap._mark import marking
+from jaxtap._modules import Adapter, called
+
+_lock = threading.RLock()
+
+Replacements = Iterable[tuple[type, str, Callable[[Any], Any]]]
+
+
+class Patch:
+    """Replaces attributes of classes; `find` gives the class, the name and what wraps the old one.
+
+    It is asked again whenever a capture begins, for there may be new classes.
+    """
+
+    def __init__(self, find: Callable[[], Replacements]):
+        self._find = find
+        self._users = 0
+        self._originals: dict[tuple[type, str], Any] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with _lock:
+            self._users += 1
+        try:
+            with _lock:
+                for cls, name, wrap in self._find():
+                    if (cls, name) not in self._originals:
+                        original = cls.__dict__[name]
+                        self._originals[cls, name] = original
+                        type.__setattr__(cls, name, wrap(original))
+            yield
+        finally:
+            with _lock:
+                self._users -= 1
+                if not self._users:
+                    while self._originals:
+                        (cls, name), original = self._originals.popitem()
+                        type.__setattr__(cls, name, original)
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """A class and all classes made from it."""
+    seen = {base}
+    waiting = [base]
+    while waiting:
+        cls = waiting.pop()
+        yield cls
+        new = [sub for sub in type.__subclasses__(cls) if sub not in seen]
+        seen.update(new)
+        waiting += new
+
+
+def methods(adapter: Adapter, base: type, skip: Iterable[type]) -> Replacements:
+    """Every method of every class made from `base`, to be run as that of a module."""
+    skipped = frozenset(skip)
+    for cls in subclasses(base):
+        if cls in skipped:
+            continue
+        for name, value in list(cls.__dict__.items()):
+            if is_method(name, value):
+                yield cls, name, functools.partial(_method, adapter, cls, name)
+
+
+def is_method(name: str, value: Any) -> bool:
+    """Whether an attribute of a class is a method that may return what a module computes."""
+    if name.startswith("__") and name != "__call__":
+        return False
+    if isinstance(value, (type, staticmethod, classmethod, property)) or not callable(value):
+        return False
+    return hasattr(type(value), "__get__")
+
+
+def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
+    plain = inspect.isfunction(original)
+
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            if plain:
+                return original(self, *args, **kwargs)
+            return original.__get__(self, type(self))(*args, **kwargs)
+
+        # What a subclass calls by `super()` is a part of its own method.
+        if marking() is None or not _is_first(owner, name, type(self)):
+            return run()
+        return called(adapter, self, name, run)
+
+    return functools.update_wrapper(method, original)
+
+
+def _is_first(owner: type, name: str, cls: type) -> bool:
+    return next(c for c in cls.__mro__ if name in c.__dict__) is owner

@@ -1,0 +1,74 @@
+"""Scopes: the names around a mark, kept in JAX's name stack, and joined when a program is walked.
+
+Every equation has the names within which it was traced, but they start anew in the body of every
+jit, scan or remat. So the walk joins those of a body to those of the equation that calls it, and a
+function that is traced once and called in two scopes has two sites.
+
+A `Place` is the scope of a module: where it is, seen from the module that called it. Relative as it
+is, it stays right where one traced body is called by several modules.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jaxtap import _compat
+
+
+class ScopeName(str):
+    """A name in JAX's name stack that is a scope of ours, and not anybody else's."""
+
+    __slots__ = ()
+
+
+class Place(ScopeName):
+    """The path of a module from the module that called it: an attribute, an index, a key.
+
+    `up` is how many modules to leave first: a module may call one that an ancestor owns. `root` is
+    its name where no module is around it.
+    """
+
+    __slots__ = ("root", "up")
+    root: str
+    up: int
+
+    def __new__(cls, path: str, root: str, up: int = 0) -> Place:
+        place = super().__new__(cls, path)
+        place.root, place.up = root, up
+        return place
+
+
+Scopes = tuple[ScopeName, ...]
+
+
+def scopes_of(eqn: Any, outer: Scopes = ()) -> Scopes:
+    """The scopes of an equation, in a body that is called within those of `outer`."""
+    scopes = list(outer)
+    for name in _compat.names_of(eqn):
+        if isinstance(name, Place):
+            _leave(scopes, name.up)
+            inside = any(isinstance(scope, Place) for scope in scopes)
+            scopes.append(name if inside else Place(name.root, name.root))
+        elif isinstance(name, ScopeName):
+            scopes.append(name)
+    return tuple(scopes)
+
+
+def _leave(scopes: list[ScopeName], modules: int) -> None:
+    """Takes the scopes of the innermost modules away, and what is within them."""
+    while modules and any(isinstance(scope, Place) for scope in scopes):
+        modules -= isinstance(scopes.pop(), Place)
+
+
+def path_in(scopes: Scopes, name: str) -> str:
+    """The path of a mark within some scopes; that of a module's own result has no name."""
+    around = "/".join(scopes)
+    if not name or name[0] in ".:":
+        return around + name
+    return f"{around}/{name}" if around else name
+
+
+def segment(key: Any) -> str:
+    """A key as one segment of a path; characters that mean something else are escaped."""
+    return re.sub(r"[*?@~:/%]", lambda found: f"%{ord(found.group()):02X}", str(key))
