@@ -1,6 +1,7 @@
 """jaxtap: see, differentiate and change what happens inside any JAX program."""
 
 from jaxtap._capture import capture, sites
+from jaxtap._listing import ModuleTable, modules
 from jaxtap._mark import perturb, scope, sow
 from jaxtap._sites import Site, SiteError, at, lines, named, ops
 from jaxtap._taps import SiteTable, Taps
@@ -8,6 +9,7 @@ from jaxtap._taps import SiteTable, Taps
 __version__ = "0.1.0"
 
 __all__ = [
+    "ModuleTable",
     "Site",
     "SiteError",
     "SiteTable",
@@ -15,6 +17,7 @@ __all__ = [
     "at",
     "capture",
     "lines",
+    "modules",
     "named",
     "ops",
     "perturb",

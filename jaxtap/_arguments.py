@@ -46,6 +46,11 @@ class Signature:
         leaves = [leaf if i in fixed else next(rest) for i, leaf in enumerate(leaves)]
         return in_order(self.treedef.unflatten(leaves), self.order)
 
+    def traced(self, leaves: Sequence[Any]) -> list[Any]:
+        """Of something for every leaf, what there is for those that are traced."""
+        fixed = {i for i, _, _ in self.statics}
+        return [leaf for i, leaf in enumerate(leaves) if i not in fixed]
+
 
 def order_of(tree: Any) -> Any:
     """The order of the keys in the dicts of a structure, which JAX sorts; None if it is sorted."""
@@ -78,7 +83,7 @@ def split(fn: Any, arguments: Any, needed: frozenset[int]) -> tuple[Signature, l
     leaves, treedef = jax.tree.flatten(arguments)
     arrays, statics = [], []
     for i, leaf in enumerate(leaves):
-        if _is_traced(leaf) and i not in needed:
+        if _is_traced(leaf) and not (i in needed and isinstance(leaf, _NUMBERS)):
             arrays.append(leaf)
             continue
         try:
@@ -120,6 +125,18 @@ def numbers(arguments: Any) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS) and _is_traced(leaf)]
 
 
+def places_in(arguments: Any, parts: Callable[[Any], bool]) -> frozenset[int]:
+    """The places of the leaves in some parts of `arguments`, but for numbers of NumPy's."""
+    places: list[int] = []
+    start = 0
+    for node in jax.tree.leaves(arguments, is_leaf=parts):
+        leaves = jax.tree.leaves(node)
+        if parts(node):
+            places += [start + i for i, x in enumerate(leaves) if not isinstance(x, np.generic)]
+        start += len(leaves)
+    return frozenset(places)
+
+
 def find_needed(
     trace: Callable[[frozenset[int]], Any], candidates: Sequence[int], known: frozenset[int]
 ) -> tuple[frozenset[int], Any]:
@@ -150,4 +167,6 @@ def find_needed(
 
 def name_of(fn: Any) -> str:
     """What to call a function in a message."""
-    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or repr(fn)
+    name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
+    # A function that is a structure, as a model is, shows all that is in it.
+    return name or (repr(fn) if jax.tree_util.all_leaves([fn]) else type(fn).__name__)

@@ -22,43 +22,24 @@ a transformation, or in another jitted function, it becomes part of that program
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import threading
 import types
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxtap import (
-    _compat,
-    _control,  # noqa: F401  (rows of the walk's table)
-    _guard,  # noqa: F401
-    _while,  # noqa: F401
-    adapters,
-)
-from jaxtap._arguments import (
-    Signature,
-    find_needed,
-    in_order,
-    name_of,
-    numbers,
-    order_of,
-    split,
-)
-from jaxtap._mark import marked, not_the_users
-from jaxtap._modules import FunctionCall, tracing
+from jaxtap import _compat, adapters
+from jaxtap._arguments import Signature, find_needed, name_of, numbers, split
+from jaxtap._modules import FunctionCall
 from jaxtap._plan import Plan
-from jaxtap._record import Entry
-from jaxtap._sites import Selection, Site, SiteError
+from jaxtap._program import Program, trace
+from jaxtap._sites import Selection, SiteError
 from jaxtap._taps import SiteTable, Taps
-from jaxtap._walk import Walk, eager
+from jaxtap._walk import eager
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,141 +99,6 @@ def _check_function(fn: Any, function: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A traced function: its jaxpr, and how its results are put together again."""
-
-    jaxpr: Any
-    treedef: Any
-    statics: tuple[tuple[int, Any], ...]
-    order: Any
-
-    def join(self, arrays: Sequence[Any]) -> Any:
-        leaves = list(arrays)
-        for i, leaf in self.statics:
-            leaves.insert(i, leaf)
-        return in_order(self.treedef.unflatten(leaves), self.order)
-
-
-def _trace(fn: Any, run: Any, plan: Plan, arrays: Sequence[Any], join: Any) -> _Program:
-    """Traces `run`, the call of `fn`, on the arguments that `join` makes from arrays."""
-    cell: dict[str, Any] = {}
-
-    def flat(*arrays: Any) -> list[Any]:
-        out = run(join(arrays))
-        leaves, treedef = jax.tree.flatten(out)
-        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
-        for _, x in statics:
-            _check_result(fn, x)
-        cell.update(treedef=treedef, statics=statics, order=order_of(out))
-        fixed = {i for i, _ in statics}
-        return [x for i, x in enumerate(leaves) if i not in fixed]
-
-    with (
-        adapters.seen(),
-        marked(plan.marking),
-        tracing(),
-        jax.disable_jit(False),
-        _compat.no_names(),
-    ):
-        jaxpr = jax.make_jaxpr(flat)(*arrays)
-    return _Program(jaxpr, **cell)
-
-
-def _check_result(fn: Any, x: Any) -> None:
-    """Refuses a result that may hide traced values where nothing can find them."""
-    if not isinstance(x, (str, bytes, bool, int, float, complex, np.generic, np.ndarray, *_FIXED)):
-        raise TypeError(
-            f"{name_of(fn)} returns {type(x).__name__}, which is neither an array nor a container "
-            "that JAX knows, so what is in it cannot be returned from a traced program. Return a "
-            "pytree: register the class with jax.tree_util.register_dataclass."
-        )
-
-
-_FIXED = (type(None), enum.Enum, type, np.dtype)
-
-
-def _walked(plan: Plan, program: _Program, arrays: Sequence[Any]) -> tuple[list[Any], Taps]:
-    walk = Walk(plan)
-    with not_the_users():
-        outs = walk.run(program.jaxpr, arrays)
-        outs = walk.materialize(_compat.open_jaxpr(program.jaxpr).outvars, outs)
-        return outs, _collect(walk)
-
-
-def _collect(walk: Walk) -> Taps:
-    values, grads, valid = {}, {}, {}
-    sites: dict[str, Site] = {}
-    entries = [*_summed(walk.entries), *walk.fold_entries()]
-    marked = [site.name for site in walk.sites if site.kind != "grad"]
-    order = {name: i for i, name in enumerate(marked)}
-    taken: tuple[list[Site], list[Site]] = ([], [])
-    for entry in sorted(entries, key=lambda e: (e.grad, order.get(e.site.name, len(order)))):
-        shape, dtype = tuple(entry.value.shape), entry.value.dtype
-        site = dataclasses.replace(entry.site, shape=shape, dtype=dtype, loops=entry.loops)
-        name = site.name
-        into = grads if entry.grad else values
-        if name in into:
-            raise SiteError(
-                f"The site {name!r}, marked at {site.source}, has more than one fold: one of them "
-                "is inside a shard_map, where every device has its own. Give it another name."
-            )
-        if entry.step is not None:
-            raise SiteError(
-                f"`step` was given for the site {name!r}, marked at {site.source}, which is in no "
-                "loop. Leave `step` out."
-            )
-        into[name] = entry.value
-        taken[entry.grad].append(site)
-        # A gradient that was not computed is zero, and so right: its mask is that of the value.
-        if entry.valid is not None and name not in valid and not (entry.grad and name in values):
-            valid[name] = entry.valid
-        sites.setdefault(name, site)
-    walk.plan.verify(walk.sites, taken[0], taken[1], walk.lost)
-    for path, why in walk.lost.items():
-        warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
-    return Taps(values, grads, valid, SiteTable(tuple(sites.values())))
-
-
-def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Puts the cotangents of copies that remat made where they belong.
-
-    JAX's newer remat takes gradients through the copy alone: then they are the gradients. Otherwise
-    the first gradient of a call is that of its own loss; a second one, of a loss made from that, is
-    the sum over the value and its copy.
-    """
-    copies: dict[Any, list[Entry]] = {}
-    direct: dict[Any, list[Entry]] = {}
-    for entry in entries:
-        if entry.grad:
-            (copies if entry.again else direct).setdefault(entry.call, []).append(entry)
-        else:
-            yield entry
-    for call, own in direct.items():
-        if call not in copies:
-            yield from own
-            continue
-        first, *second = own
-        yield first
-        parts = [*second, *copies[call]]
-        if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
-            raise SiteError(
-                f"The site {first.site.name!r}, marked at {first.site.source}, is in a checkpoint "
-                "through which several second derivatives are taken, and which part belongs to "
-                "which cannot be told. Leave it out of `grads`."
-            )
-        yield _pulled_back(parts[0], 1, functools.reduce(jnp.add, [p.value for p in parts]))
-    for call, parts in copies.items():
-        if call not in direct:
-            for number, part in enumerate(parts):
-                yield _pulled_back(part, number, part.value)
-
-
-def _pulled_back(entry: Entry, number: int, value: Any) -> Entry:
-    site = dataclasses.replace(entry.site, pullback=number)
-    return entry._replace(site=site, value=value, again=False)
-
-
 @functools.lru_cache(maxsize=64)
 def _jitted(fn: Any, plan: Plan) -> Any:
     """A jitted function, captured: a jitted function, with the same options.
@@ -277,9 +123,13 @@ def _jitted(fn: Any, plan: Plan) -> Any:
                 filled[i] = x
             return treedef.unflatten(filled)
 
-        arrays = [leaves[i] for i in places]
-        program = _trace(inner, lambda call: inner(*call[0], **call[1]), plan, arrays, join)
-        outs, taps = _walked(plan, program, arrays)
+        def pick(parts: list[Any]) -> list[Any]:
+            return [parts[i] for i in places]
+
+        arrays, arguments = pick(leaves), (args, kwargs)
+        run = lambda call: inner(*call[0], **call[1])  # noqa: E731
+        program = trace(inner, run, plan, arguments, arrays, join, pick)
+        outs, taps = program.walk(plan, arrays)
         return program.join(outs), taps
 
     return jax.jit(captured, **options)
@@ -294,6 +144,7 @@ class _Captured(Generic[P, R]):
         self._plan = plan
         self._programs: dict[Any, Any] = {}
         self._needed: dict[Any, frozenset[int]] = {}
+        self._memory: dict[Any, Any] = {}
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -303,40 +154,44 @@ class _Captured(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
-        with adapters.opened(FunctionCall(self._fn, args, kwargs)) as call:
-            if not _compat.trace_state_clean() or eager():
-                out, taps = self._inline(call)
-            else:
-                out, taps = self._compiled(call)
-            return call.close(out), taps
+        return adapters.on_opened(self._call(args, kwargs), self._run)
+
+    def _call(self, args: Any, kwargs: Any) -> FunctionCall:
+        return FunctionCall(self._fn, args, kwargs, memory=self._memory)
+
+    def _run(self, call: FunctionCall) -> tuple[R, Taps]:
+        inline = not _compat.trace_state_clean() or eager()
+        out, taps = (self._inline if inline else self._compiled)(call)
+        return call.close(out), taps
 
     def survey(self, args: Any, kwargs: Any) -> SiteTable:
         """The sites of the function, for these arguments."""
-        with adapters.opened(FunctionCall(self._fn, args, kwargs)) as call:
-            program, _, arrays = self._program(call)
+        program, _, arrays = adapters.on_opened(self._call(args, kwargs), self._program)
 
         def abstract(*arrays: Any) -> Taps:
-            return _walked(self._plan, program, arrays)[1]
+            return program.walk(self._plan, arrays)[1]
 
         return jax.eval_shape(abstract, *arrays).sites
 
-    def _program(self, call: FunctionCall) -> tuple[_Program, Signature, list[Any]]:
+    def _program(self, call: FunctionCall) -> tuple[Program, Signature, list[Any]]:
         """The traced function; numbers that it needs the values of are made static."""
         structure = jax.tree.structure(call.arguments)
 
-        def trace(needed: frozenset[int]) -> Any:
+        def attempt(needed: frozenset[int]) -> Any:
             signature, arrays = split(self._fn, call.arguments, needed)
-            program = _trace(self._fn, call.run, self._plan, arrays, signature.join)
-            return program, signature, arrays
+            whole = call.arguments, arrays, signature.join, signature.traced
+            return trace(self._fn, call.run, self._plan, *whole), signature, arrays
 
-        known = self._needed.get(structure, frozenset())
-        needed, result = find_needed(trace, numbers(call.arguments), known)
+        known = self._needed.get(structure)
+        if known is None:
+            known = adapters.fixed(call)
+        needed, result = find_needed(attempt, numbers(call.arguments), known)
         self._needed[structure] = needed
         return result
 
     def _inline(self, call: FunctionCall) -> Any:
         program, _, arrays = self._program(call)
-        outs, taps = _walked(self._plan, program, arrays)
+        outs, taps = program.walk(self._plan, arrays)
         return program.join(outs), taps
 
     def _compiled(self, call: FunctionCall) -> Any:
@@ -356,9 +211,9 @@ class _Captured(Generic[P, R]):
         outs, taps = run(*arrays)
         return program.join(outs), taps
 
-    def _compile(self, program: _Program) -> Any:
+    def _compile(self, program: Program) -> Any:
         def captured(*arrays: Any) -> Any:
-            outs, taps = _walked(self._plan, program, arrays)
+            outs, taps = program.walk(self._plan, arrays)
             return outs, taps
 
         captured.__name__ = captured.__qualname__ = name_of(self._fn)

@@ -8,6 +8,7 @@ out when this was written has a fair chance to work.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -140,6 +141,14 @@ def in_context(eqn: Any, fn: Callable[..., Any], *args: Any) -> Any:
 def names_of(eqn: Any) -> Iterator[str]:
     """The names in an equation's name stack, outermost first."""
     return (part.name for part in eqn.source_info.name_stack.stack)
+
+
+def rename_scopes(eqn: Any, rename: Callable[[str], str]) -> Any:
+    """An equation with other names in its name stack."""
+    stack = eqn.source_info.name_stack
+    parts = tuple(part._replace(name=rename(part.name)) for part in stack.stack)
+    info = eqn.source_info.replace(name_stack=dataclasses.replace(stack, stack=parts))
+    return eqn.replace(source_info=info)
 
 
 def no_names() -> contextlib.AbstractContextManager[Any]:

@@ -42,12 +42,39 @@ Policy: TypeAlias = Callable[[Any, str], bool] | Literal[True]
 """Which modules are sites: a filter `(module, method name) -> bool`, or all with public methods."""
 
 
+class Structure:
+    """The structure of the arguments of a captured function; its hash is computed once.
+
+    Where a module is depends on the model, and so what is traced for one model is not for another.
+    """
+
+    __slots__ = ("_hash", "_treedef")
+
+    def __init__(self, treedef: Any):
+        self._treedef = treedef
+        self._hash = hash(treedef)
+
+    @classmethod
+    def of(cls, arguments: Any) -> Structure | None:
+        try:
+            return cls(jax.tree.structure(arguments))
+        except TypeError:  # something in it cannot be hashed
+            return None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Structure) and self._treedef == other._treedef)
+
+
 @dataclasses.dataclass(frozen=True)
 class Marking:
     """What a capture marks: a hashable value, so that equal captures hit the caches of JAX."""
 
     rules: frozenset[Rule] = frozenset()
     modules: frozenset[Policy] = frozenset()
+    structure: Structure | None = None
 
     def admits(self, module: Any, method: str) -> frozenset[Policy]:
         """The policies by which what a method of a module returns is a site."""
@@ -55,7 +82,7 @@ class Marking:
         return frozenset(p for p in self.modules if (public if p is True else p(module, method)))
 
     def __or__(self, other: Marking) -> Marking:
-        return Marking(self.rules | other.rules, self.modules | other.modules)
+        return Marking(self.rules | other.rules, self.modules | other.modules, self.structure)
 
 
 _context = jax.make_user_context(None)

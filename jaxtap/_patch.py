@@ -19,19 +19,20 @@ from jaxtap._modules import Adapter, called
 
 _lock = threading.RLock()
 
-Replacements = Iterable[tuple[type, str, Callable[[Any], Any]]]
+Replacements = Iterable[tuple[Any, str, Callable[[Any], Any]]]
 
 
 class Patch:
     """Replaces attributes of classes; `find` gives the class, the name and what wraps the old one.
 
-    It is asked again whenever a capture begins, for there may be new classes.
+    It is asked again whenever a capture begins, for there may be new classes. A Python module may
+    stand for a class.
     """
 
     def __init__(self, find: Callable[[], Replacements]):
         self._find = find
         self._users = 0
-        self._originals: dict[tuple[type, str], Any] = {}
+        self._originals: dict[tuple[Any, str], Any] = {}
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -43,7 +44,7 @@ class Patch:
                     if (cls, name) not in self._originals:
                         original = cls.__dict__[name]
                         self._originals[cls, name] = original
-                        type.__setattr__(cls, name, wrap(original))
+                        _set(cls, name, wrap(original))
             yield
         finally:
             with _lock:
@@ -51,7 +52,12 @@ class Patch:
                 if not self._users:
                     while self._originals:
                         (cls, name), original = self._originals.popitem()
-                        type.__setattr__(cls, name, original)
+                        _set(cls, name, original)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    # A metaclass may forbid what is plainly possible.
+    (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, value)
 
 
 def subclasses(base: type) -> Iterator[type]:
@@ -87,7 +93,8 @@ def is_method(name: str, value: Any) -> bool:
 
 
 def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
-    plain = inspect.isfunction(original)
+    # What a framework puts around a function takes the module as its first argument, too.
+    plain = inspect.isfunction(original) or adapter.wraps(original)
 
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
@@ -96,12 +103,13 @@ def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
             return original.__get__(self, type(self))(*args, **kwargs)
 
         # What a subclass calls by `super()` is a part of its own method.
-        if marking() is None or not _is_first(owner, name, type(self)):
+        if marking() is None or not is_first(owner, name, type(self)):
             return run()
         return called(adapter, self, name, run)
 
     return functools.update_wrapper(method, original)
 
 
-def _is_first(owner: type, name: str, cls: type) -> bool:
+def is_first(owner: type, name: str, cls: type) -> bool:
+    """Whether the method of a class is that of `owner`, and not that of a class made from it."""
     return next(c for c in cls.__mro__ if name in c.__dict__) is owner

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxtap._mark import Marking, Policy
+from jaxtap._mark import Marking, Policy, Structure
 from jaxtap._sites import (
     At,
     Selection,
@@ -59,11 +59,11 @@ class Plan:
         which, policy = _modules(modules)
         return cls(check(values, "values"), check(grads, "grads"), steps, which, policy)
 
-    @property
-    def marking(self) -> Marking:
-        """What has to be marked for this plan."""
+    def marking(self, structure: Structure | None = None) -> Marking:
+        """What has to be marked for this plan, in a function of arguments of that structure."""
         found = frozenset((*rules(self.values), *rules(self.grads)))
-        return Marking(found, frozenset() if self.policy is None else frozenset({self.policy}))
+        policies = frozenset() if self.policy is None else frozenset({self.policy})
+        return Marking(found, policies, structure)
 
     def sees(self, site: Site, mark: Mark) -> bool:
         """Whether a site is one for this plan: another capture's modules may not be."""

@@ -25,18 +25,38 @@ class ScopeName(str):
 class Place(ScopeName):
     """The path of a module from the module that called it: an attribute, an index, a key.
 
-    `up` is how many modules to leave first: a module may call one that an ancestor owns. `root` is
-    its name where no module is around it.
+    `up` is how many modules to leave first: a module may call one that an ancestor owns, or, if the
+    path is empty, the ancestor itself. `root` is
+    its name where no module is around it. If the path is not known until the program is walked,
+    there is an `anchor`, which tells what goes before `tail`, in the model of the name `model`.
     """
 
-    __slots__ = ("root", "up")
+    __slots__ = ("anchor", "model", "root", "tail", "up")
     root: str
     up: int
+    anchor: int | None
+    model: str
+    tail: str
 
-    def __new__(cls, path: str, root: str, up: int = 0) -> Place:
+    def __new__(
+        cls,
+        path: str,
+        root: str,
+        up: int = 0,
+        *,
+        anchor: int | None = None,
+        model: str = "",
+        tail: str = "",
+    ) -> Place:
         place = super().__new__(cls, path)
         place.root, place.up = root, up
+        place.anchor, place.model, place.tail = anchor, model, tail
         return place
+
+    def moved(self, path: str) -> Place:
+        """The place, now that its path is known."""
+        found = join(path, self.tail)
+        return Place(found, join(self.model, found), self.up)
 
 
 Scopes = tuple[ScopeName, ...]
@@ -49,7 +69,8 @@ def scopes_of(eqn: Any, outer: Scopes = ()) -> Scopes:
         if isinstance(name, Place):
             _leave(scopes, name.up)
             inside = any(isinstance(scope, Place) for scope in scopes)
-            scopes.append(name if inside else Place(name.root, name.root))
+            if name or not inside:
+                scopes.append(name if inside else Place(name.root, name.root))
         elif isinstance(name, ScopeName):
             scopes.append(name)
     return tuple(scopes)
@@ -67,6 +88,11 @@ def path_in(scopes: Scopes, name: str) -> str:
     if not name or name[0] in ".:":
         return around + name
     return f"{around}/{name}" if around else name
+
+
+def join(path: str, name: str) -> str:
+    """Two paths as one, where either may be empty."""
+    return f"{path}/{name}" if path and name else path or name
 
 
 def segment(key: Any) -> str:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from jaxtap._listing import ModuleTable
     from jaxtap._taps import SiteTable, Taps
 
 
@@ -51,6 +52,14 @@ def sites_table(sites: SiteTable) -> str:
             " ".join(site.loops),
             _place(site.source),
         )
+    return _render(table)
+
+
+def modules_table(modules: ModuleTable) -> str:
+    """Every module with its class."""
+    table = Table("module", "class", title=f"{len(modules)} modules")
+    for path, cls in modules:
+        table.add_row(path, f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
     return _render(table)
 
 
