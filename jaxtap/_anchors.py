@@ -74,9 +74,22 @@ def labels(arguments: Any) -> list[str]:
     return [leaf_path(keys) for keys, _ in paths]
 
 
+class PathKey(str):
+    """A key of a dict that is a path itself."""
+
+    __slots__ = ()
+
+
 def leaf_path(keys: Sequence[Any]) -> str:
     """The keys of a leaf as a path."""
-    return "/".join(segment(jax.tree_util.keystr((key,), simple=True)) for key in keys)
+    return "/".join(map(_key_path, keys))
+
+
+def _key_path(key: Any) -> str:
+    inner = getattr(key, "key", None)
+    if isinstance(inner, PathKey):
+        return inner
+    return segment(jax.tree_util.keystr((key,), simple=True))
 
 
 def resolve(jaxpr: Any, origins: Sequence[Any]) -> Any:

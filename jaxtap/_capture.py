@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -135,6 +136,39 @@ def _jitted(fn: Any, plan: Plan) -> Any:
     return jax.jit(captured, **options)
 
 
+class _Learned:
+    """What calls of a captured function have found out, for the calls that come after."""
+
+    def __init__(self) -> None:
+        self.programs: dict[Any, Any] = {}
+        self.needed: dict[Any, frozenset[int]] = {}
+        self.memory: dict[Any, Any] = {}
+        self.lock = threading.RLock()
+
+
+_learned: dict[int, dict[Plan, _Learned]] = {}
+
+
+def _learned_of(fn: Any, plan: Plan) -> _Learned:
+    """What is known of a function, from other captures of it too if it is one that lasts.
+
+    It is forgotten with the function, which it must not keep alive.
+    """
+    if not adapters.lasting(fn):
+        return _Learned()
+    new: dict[Plan, _Learned] = {}
+    found = _learned.setdefault(id(fn), new)
+    if found is new:
+        weakref.finalize(fn, _learned.pop, id(fn), None).atexit = False
+    try:
+        known = found.setdefault(plan, _Learned())
+    except TypeError:  # a predicate that cannot be hashed
+        return _Learned()
+    if len(found) > 64:  # predicates that are written in a loop
+        found.pop(next(iter(found)), None)
+    return known
+
+
 class _Captured(Generic[P, R]):
     """A captured function: traced and compiled once for each kind of call."""
 
@@ -142,10 +176,9 @@ class _Captured(Generic[P, R]):
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._plan = plan
-        self._programs: dict[Any, Any] = {}
-        self._needed: dict[Any, frozenset[int]] = {}
-        self._memory: dict[Any, Any] = {}
-        self._lock = threading.RLock()
+        known = _learned_of(fn, plan)
+        self._programs, self._needed, self._memory = known.programs, known.needed, known.memory
+        self._lock = known.lock
 
     def __repr__(self) -> str:
         return f"capture({name_of(self._fn)})"
@@ -212,9 +245,10 @@ class _Captured(Generic[P, R]):
         return program.join(outs), taps
 
     def _compile(self, program: Program) -> Any:
+        plan = self._plan
+
         def captured(*arrays: Any) -> Any:
-            outs, taps = program.walk(self._plan, arrays)
-            return outs, taps
+            return program.walk(plan, arrays)
 
         captured.__name__ = captured.__qualname__ = name_of(self._fn)
         donated = _donated(program.jaxpr)

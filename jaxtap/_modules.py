@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -90,6 +91,14 @@ class Adapter:
         """Traces a program, and once more in another way if the first fails and may have to."""
         return trace()
 
+    def lasting(self, fn: Any) -> bool:
+        """Whether equal arguments, and equal state, mean equal calls of a function.
+
+        They do if it is a module; or if it is jitted by the framework, and so keeps what it closes
+        over.
+        """
+        return False
+
     def keeps_numbers(self, call: FunctionCall) -> Callable[[Any], bool] | None:
         """Tells the parts of a call's arguments in which Python numbers are static."""
         return None
@@ -133,18 +142,22 @@ class _Running:
     adapter: Adapter
     module: Any
     frame: Any
-    indexes: list[tuple[Any, str, dict[int, str]]] = dataclasses.field(default_factory=list)
+    root: str
 
-    def __post_init__(self) -> None:
-        self.adopt(self.module, "")
+    @functools.cached_property
+    def _indexes(self) -> list[tuple[Any, str, dict[int, str]]]:
+        # Most modules call no other, so that nothing is ever looked for in them.
+        return [(self.module, "", index(self.adapter, self.module))]
 
     def adopt(self, twin: Any, path: str) -> None:
         """Makes the modules in `twin` known, as those at `path`."""
-        self.indexes.append((twin, path, index(self.adapter, twin)))
+        self._indexes.append((twin, path, index(self.adapter, twin)))
 
     def find(self, module: Any) -> str | None:
         """The path to a module from this one; None if it is not in it."""
-        for _, prefix, found in self.indexes:
+        if module is self.module:
+            return ""
+        for _, prefix, found in self._indexes:
             path = found.get(id(module))
             if path is not None:
                 return join(prefix, path)
@@ -157,6 +170,7 @@ class _Tracing(threading.local):
     def __init__(self) -> None:
         self.running: list[_Running] = []
         self.frame: Any = None
+        self.outer: list[_Running] = []  # in the captures around this one
 
 
 _tracing = _Tracing()
@@ -165,12 +179,13 @@ _tracing = _Tracing()
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Within, no module is running yet: a capture begins."""
-    before = _tracing.running, _tracing.frame
-    _tracing.running, _tracing.frame = [], sys._getframe(2)
+    before = _tracing.running, _tracing.frame, _tracing.outer
+    around = [*_tracing.outer, *_tracing.running]
+    _tracing.running, _tracing.frame, _tracing.outer = [], sys._getframe(2), around
     try:
         yield
     finally:
-        _tracing.running, _tracing.frame = before
+        _tracing.running, _tracing.frame, _tracing.outer = before
 
 
 def called(
@@ -189,20 +204,34 @@ def called(
 @contextlib.contextmanager
 def within(adapter: Adapter, module: Any, place: Place | None = None) -> Iterator[None]:
     """The scope of a module; entering the one that is running already changes nothing."""
-    place = locate(adapter, module) if place is None else place
+    place = _rooted(locate(adapter, module) if place is None else place)
     if not place and not place.up:
         yield
         return
     before = _tracing.running
     around = before[: len(before) - place.up]
     # The frame of whoever entered this: two of contextlib's are between.
-    entered = [_Running(adapter, module, sys._getframe(2))] if place else []
+    entered = [_Running(adapter, module, sys._getframe(2), place.root)] if place else []
     _tracing.running = [*around, *entered]
     try:
         with jax.named_scope(place):
             yield
     finally:
         _tracing.running = before
+
+
+def _rooted(place: Place) -> Place:
+    """The place of the first module in a capture within another, of the same model.
+
+    It is named from the root of the model. So the modules that the outer capture sees around it are
+    left, lest it has the root in its name twice.
+    """
+    outer = [] if _tracing.running else _tracing.outer
+    if not outer or place.anchor is not None or place.up:
+        return place
+    model = place.root.partition("/")[0]
+    same = outer[0].root.partition("/")[0] == model
+    return Place(place, place.root, len(outer)) if same else place
 
 
 def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
@@ -312,11 +341,15 @@ def _arrays(adapter: Adapter, module: Any) -> Iterator[tuple[str, Any]]:
 def _owner(adapter: Adapter, module: Any, until: Any) -> tuple[Any, str]:
     """The largest model that holds `module`, in the functions running since `until`; its path."""
     frame = sys._getframe(2)
+    # One model is in the variables of many functions.
+    indexes: dict[int, tuple[Any, dict[int, str]]] = {}
     while frame is not None and frame is not until:
         owners = []
         for value in _variables(frame):
             for model in _models(adapter, value):
-                found = index(adapter, model)
+                if id(model) not in indexes:
+                    indexes[id(model)] = model, index(adapter, model)
+                found = indexes[id(model)][1]
                 path = found.get(id(module))
                 if path:
                     owners.append((len(found), model, path))

@@ -25,12 +25,15 @@ Replacements = Iterable[tuple[Any, str, Callable[[Any], Any]]]
 class Patch:
     """Replaces attributes of classes; `find` gives the class, the name and what wraps the old one.
 
-    It is asked again whenever a capture begins, for there may be new classes. A Python module may
-    stand for a class.
+    It is asked again whenever a capture begins, for there may be new classes; and when the first
+    object of a class made from `base` comes to be, for the class may be defined inside of what is
+    captured. A Python module may stand for a class.
     """
 
-    def __init__(self, find: Callable[[], Replacements]):
+    def __init__(self, find: Callable[[], Replacements], base: type | None = None):
         self._find = find
+        self._base = base
+        self._classes: set[type] = set()
         self._users = 0
         self._originals: dict[tuple[Any, str], Any] = {}
 
@@ -39,12 +42,7 @@ class Patch:
         with _lock:
             self._users += 1
         try:
-            with _lock:
-                for cls, name, wrap in self._find():
-                    if (cls, name) not in self._originals:
-                        original = cls.__dict__[name]
-                        self._originals[cls, name] = original
-                        _set(cls, name, wrap(original))
+            self._put()
             yield
         finally:
             with _lock:
@@ -53,6 +51,31 @@ class Patch:
                     while self._originals:
                         (cls, name), original = self._originals.popitem()
                         _set(cls, name, original)
+                    self._classes.clear()
+
+    def _put(self) -> None:
+        with _lock:
+            for cls, name, wrap in (*self._find(), *self._makers()):
+                if (cls, name) not in self._originals:
+                    original = cls.__dict__[name]
+                    self._originals[cls, name] = original
+                    _set(cls, name, wrap(original))
+
+    def _makers(self) -> Replacements:
+        """What makes the objects of a class: its metaclass, called."""
+        if self._base is not None:
+            self._classes.update(subclasses(self._base))
+            maker = next(meta for meta in type(self._base).__mro__ if "__call__" in meta.__dict__)
+            yield maker, "__call__", self._maker
+
+    def _maker(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def make(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if self._users and cls not in self._classes and issubclass(cls, self._base or ()):
+                self._put()
+            return original(cls, *args, **kwargs)
+
+        return make
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -97,4 +97,6 @@ def join(path: str, name: str) -> str:
 
 def segment(key: Any) -> str:
     """A key as one segment of a path; characters that mean something else are escaped."""
+    if type(key) is str and key.isidentifier():
+        return key
     return re.sub(r"[*?@~:/%]", lambda found: f"%{ord(found.group()):02X}", str(key))

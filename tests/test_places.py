@@ -247,3 +247,35 @@ def test_listing():
     assert "Net/blocks/1" in repr(listed) and "flax.Linear" in repr(listed)
     with pytest.raises(TypeError, match="takes a model of Flax"):
         jt.modules(lambda x: x)
+
+
+def test_a_class_that_is_defined_inside_is_seen():
+    def fn(x):
+        class Net(nnx.Module):
+            def __init__(self):
+                self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+            def __call__(self, x):
+                return 2 * self.linear(x)
+
+        return Net()(x)
+
+    out, taps = jt.capture(fn)(X)
+    np.testing.assert_array_equal(out, 2 * taps.values["Net/linear"])
+    assert set(taps.values) == {"Net", "Net/linear"}
+
+
+def test_a_function_of_a_state():
+    class Deep(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.vmap(lambda r: Block(0, r))(rngs.split(3))
+            self.others = nnx.vmap(lambda r: Block(0, r))(rngs.split(3))
+
+        def __call__(self, x):
+            scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            return scan(self.others, scan(self.layers, x))
+
+    graph, state = nnx.split(Deep(nnx.Rngs(0)))
+    out, taps = jt.capture(lambda state, x: nnx.merge(graph, state)(x))(state, X)
+    assert {"Deep/layers", "Deep/others/fc1"} <= set(taps.values)
+    np.testing.assert_array_equal(taps.values["Deep/others"][-1], out)
