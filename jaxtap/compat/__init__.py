@@ -1,0 +1,1 @@
+"""Drop-ins for the functions of other libraries."""
