@@ -1,9 +1,9 @@
-"""The first three topics at the size of a GPU: 12 layers of width 1024, 8 x 1024 tokens, bfloat16.
+"""The train steps at the size of a GPU: 12 layers of width 1024, 8 x 1024 tokens, bfloat16.
 
     PYTHONPATH=. python -m benchmarks.gpu [--only NAME] [--json PATH]
 
-Needs jax alone: without rich the table is plain text. Results are printed and written after each
-topic, so that a run cut short leaves what it had.
+Needs jax, and flax for the topics of NNX; without rich the table is plain text. Results are printed
+and written after each topic, so that a run cut short leaves what it had.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -23,7 +25,23 @@ from benchmarks.measure import Result
 SIZE = Config(width=1024, heads=16, length=1024, batch=8, vocab=8192, dtype=jnp.bfloat16)
 TINY = Config(layers=2, width=32, length=32, batch=2, vocab=32, dtype=jnp.bfloat16)
 
-TOPICS = {"step": step.unrolled, "remat": step.remat, "idle": step.idle}
+
+def nnx(function: str) -> Callable[[Config, int], list[Result]]:
+    """A topic that needs flax, which is imported when it is its turn."""
+
+    def topic(cfg: Config, rounds: int) -> list[Result]:
+        return getattr(import_module("benchmarks.nnx_step"), function)(cfg, rounds)
+
+    return topic
+
+
+TOPICS = {
+    "step": step.unrolled,
+    "remat": step.remat,
+    "idle": step.idle,
+    "nnx": nnx("unrolled"),
+    "nnx-remat": nnx("remat"),
+}
 
 
 def main() -> None:

@@ -117,6 +117,12 @@ def memory(compiled: jax.stages.Compiled) -> float:
     return taken / MIB
 
 
+def in_all(compiled: jax.stages.Compiled) -> float:
+    """MiB of a program and of its arguments."""
+    stats: Any = compiled.memory_analysis()
+    return memory(compiled) + stats.argument_size_in_bytes / MIB
+
+
 def size(tree: Any) -> float:
     """MiB of the arrays in a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / MIB

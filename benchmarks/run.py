@@ -10,13 +10,21 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from benchmarks import calling, measure, step, tracing
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
 Topic = Callable[[int], list[Result]]
+
+
+def framework(module: str, function: str, *args: Any) -> Topic:
+    """A topic that imports a framework: only when it is its turn, since it weighs on the others."""
+    return lambda rounds: getattr(import_module(f"benchmarks.{module}"), function)(*args, rounds)
+
 
 # Each topic with its number of rounds, and with the number under --quick.
 TOPICS: dict[str, tuple[Topic, int, int]] = {
@@ -26,6 +34,11 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "trace": (lambda rounds: tracing.unrolled(48, rounds), 7, 3),
     "nested": (lambda rounds: tracing.nested(8, rounds), 9, 3),
     "call": (calling.both, 60, 20),
+    "nnx": (framework("nnx_step", "unrolled", Config()), 30, 5),
+    "nnx-remat": (framework("nnx_step", "remat", Config(layers=24, batch=8)), 1, 1),
+    "linen": (framework("linen_step", "unrolled", Config()), 30, 5),
+    "eager": (framework("modules", "eager", 256), 20, 5),
+    "adapters": (framework("modules", "tracing", 12), 9, 3),
 }
 
 
