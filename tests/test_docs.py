@@ -30,7 +30,7 @@ def test_docstrings_have_examples():
     assert {"jaxtap._mark.sow", "jaxtap._capture", "jaxtap._sites", "jaxtap._mark.scope"} <= tested
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/semantics.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/semantics.md", "docs/frameworks.md"])
 def test_documents(document):
     """The Python blocks of a document, run one after the other in one namespace."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
