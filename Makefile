@@ -13,7 +13,7 @@ linters = $(PYTHON) scripts/environment.py --lint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint unit test-matrix bench fuzz format pythons clean
+.PHONY: help demo test lint unit test-matrix bench conformance fuzz format pythons clean
 
 help: ## show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,9 @@ test-matrix: ## the tests on every Python from 3.11 to 3.14 found, with every ja
 
 bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
 	@python=$$($(environment)) && "$$python" -m benchmarks.run $(ARGS)
+
+conformance: ## docs/conformance.md: the same cases through jaxtap, Flax and penzai
+	@python=$$($(environment)) && "$$python" -m conformance.run $(ARGS)
 
 fuzz: ## random programs for MINUTES (10) minutes
 	@python=$$($(environment)) && "$$python" -m tests.fuzz --minutes $(MINUTES) $(ARGS)

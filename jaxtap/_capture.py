@@ -34,8 +34,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxtap import _compat, adapters
+from jaxtap._adapter import FunctionCall
 from jaxtap._arguments import Signature, find_needed, name_of, numbers, split
-from jaxtap._modules import FunctionCall
 from jaxtap._plan import Plan
 from jaxtap._program import Program, trace
 from jaxtap._sites import Selection, SiteError

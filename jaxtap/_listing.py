@@ -14,6 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxtap import adapters
+from jaxtap._capture import sites
+from jaxtap._model import in_order
+from jaxtap._scopes import join
+from jaxtap._taps import SiteTable
 
 
 class ModuleTable(tuple[tuple[str, type], ...]):
@@ -36,11 +40,41 @@ def modules(model: Any, *args: Any, **kwargs: Any) -> ModuleTable:
     you would give to `init`, without the random key. Nothing is computed.
     """
     for adapter in adapters.present():
-        listed = adapter.listing(model, args, kwargs)
-        if listed is not None:
-            return ModuleTable(listed)
+        maker = adapter.maker(model)
+        if maker is not None:
+            if not (args or kwargs):
+                raise TypeError(
+                    f"The modules of a {type(model).__name__} come to be when it is called: give "
+                    "`modules` what you would call it with, jt.modules(model, x)."
+                )
+            return _made(sites(maker)(*args, **kwargs))
+        if adapter.is_module(model):
+            name, parts = adapter.name(model), in_order(adapter, model)
+            return ModuleTable(
+                (join(name, path), type(part)) for path, part in parts if adapter.has_site(part)
+            )
     raise TypeError(
         f"`modules` takes a model of Flax, Equinox, Haiku or brainstate, but was given {model!r} "
         f"of type {type(model).__name__}. What a plain function has are sites: "
         "jt.sites(fn)(*args) lists them."
     )
+
+
+def _made(table: SiteTable) -> ModuleTable:
+    """The modules whose results are sites, each before those in it."""
+    found: dict[str, type] = {}
+    for site in table:
+        if site.module is not None:
+            path = site.path.partition(":")[0]
+            path = path if site.method == "__call__" else path.removesuffix(f".{site.method}")
+            found.setdefault(path, site.module)
+    parts = {path: path.split("/") for path in found}
+    order: dict[str, int] = {}
+    for segments in parts.values():
+        for i in range(len(segments)):
+            order.setdefault("/".join(segments[: i + 1]), len(order))
+
+    def places(path: str) -> list[int]:
+        return [order["/".join(parts[path][: i + 1])] for i in range(len(parts[path]))]
+
+    return ModuleTable((path, found[path]) for path in sorted(found, key=places))

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from jaxtap._adapter import Adapter
 from jaxtap._mark import marking
-from jaxtap._modules import Adapter, called
+from jaxtap._modules import called
 
 _lock = threading.RLock()
 

@@ -27,7 +27,7 @@ from jaxtap import (
 from jaxtap._anchors import is_anchored, labels, resolve
 from jaxtap._arguments import in_order, name_of, order_of
 from jaxtap._mark import Structure, marked, not_the_users
-from jaxtap._modules import tracing
+from jaxtap._places import tracing
 from jaxtap._plan import Plan
 from jaxtap._record import Entry
 from jaxtap._sites import Site, SiteError

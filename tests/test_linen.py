@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import jaxtap as jt
-from jaxtap._modules import running
+from jaxtap._places import running
 from tests import linen_models
 from tests import linen_oracle as oracle
 from tests.linen_models import (

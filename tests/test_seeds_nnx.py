@@ -336,6 +336,7 @@ def test_iter_modules_and_children():
     assert set(children) == {"batch_norm", "dropout", "linear", "submodule"}
     with pytest.warns(DeprecationWarning, match="is deprecated"):
         assert dict(model.iter_modules()).keys() == paths.keys()
+    with pytest.warns(DeprecationWarning, match="is deprecated"):
         assert dict(model.iter_children()).keys() == children.keys()
     # Every module that NNX lists is a site, with its class, under the same path.
     sites = jt.sites(model)(jnp.ones((3, 2)), nnx.Rngs(0))

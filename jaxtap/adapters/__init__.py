@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from jaxtap._adapter import Adapter, FunctionCall, Reopen
 from jaxtap._arguments import places_in
-from jaxtap._modules import Adapter, FunctionCall, Reopen
 
 T = TypeVar("T")
 

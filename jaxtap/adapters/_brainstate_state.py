@@ -40,7 +40,7 @@ from brainstate import (
 )
 from jax.core import Tracer
 
-from jaxtap._modules import FunctionCall, Reopen
+from jaxtap._adapter import FunctionCall, Reopen
 
 # While one thread traces, the states hold its traced values: others wait.
 _lock = threading.RLock()

@@ -24,8 +24,9 @@ import jax
 import numpy as np
 from flax import config, errors, nnx
 
+from jaxtap._adapter import Adapter, Reopen
 from jaxtap._mark import mark, marking
-from jaxtap._modules import Adapter, Reopen, within
+from jaxtap._modules import within
 from jaxtap._scopes import segment
 from jaxtap._sites import SiteError
 from jaxtap.adapters._nnx_objects import is_object

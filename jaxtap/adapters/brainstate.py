@@ -27,9 +27,11 @@ from brainstate import State, graph, nn, transform
 from brainstate.transform import _mapping1, _mapping2, _mapping_core
 from brainunit import Quantity
 
+from jaxtap._adapter import Adapter, FunctionCall
 from jaxtap._mark import marking, unmarked
-from jaxtap._modules import Adapter, FunctionCall, mark_result, running, within
+from jaxtap._modules import mark_result, within
 from jaxtap._patch import Patch, Replacements, is_method, subclasses
+from jaxtap._places import running
 from jaxtap._scopes import segment
 from jaxtap.adapters import _brainstate_state as state
 

@@ -23,9 +23,11 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from jaxtap._adapter import Adapter, FunctionCall
 from jaxtap._mark import marking
-from jaxtap._modules import Adapter, FunctionCall, find, running, within
+from jaxtap._modules import within
 from jaxtap._patch import Patch, Replacements, methods, subclasses
+from jaxtap._places import find, running
 from jaxtap._scopes import join, segment
 
 # Its result is run elsewhere, where the place is another.

@@ -16,10 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import haiku as hk
+import jax
 
+from jaxtap._adapter import Adapter
 from jaxtap._mark import marking
-from jaxtap._modules import Adapter, called, running
+from jaxtap._modules import called
 from jaxtap._patch import is_first
+from jaxtap._places import running
 from jaxtap._scopes import Place, join
 
 # Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
@@ -50,6 +53,11 @@ class Haiku(Adapter):
 
     def name(self, module: Any) -> str:
         return self._path(module)
+
+    def maker(self, model: Any) -> Any:
+        if not isinstance(model, (hk.Transformed, hk.TransformedWithState)):
+            return None
+        return lambda *args, **kwargs: model.init(jax.random.key(0), *args, **kwargs)
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:

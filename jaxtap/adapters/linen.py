@@ -24,9 +24,11 @@ from flax import linen as nn
 from flax.core import axes_scan
 from flax.linen import transforms as _transforms
 
+from jaxtap._adapter import Adapter
 from jaxtap._mark import marking, unmarked
-from jaxtap._modules import Adapter, locate, mark_result, running, within
+from jaxtap._modules import mark_result, within
 from jaxtap._patch import Patch, Replacements
+from jaxtap._places import locate, running
 from jaxtap._scopes import Place, join, segment
 from jaxtap.adapters._linen_marks import perturb, record_result, sow
 
@@ -85,15 +87,10 @@ class Linen(Adapter):
     def name(self, module: Any) -> str:
         return _users_class(module).__name__
 
-    def listing(self, model: Any, args: Any, kwargs: Any) -> list[tuple[str, type]] | None:
-        if not self.is_module(model) or not (args or kwargs):
-            return super().listing(model, args, kwargs)
-        parts = model.module_paths(jax.random.key(0), *args, **kwargs)
-        name = self.name(model)
-        return [
-            (join(name, _text(path.split("/") if path else ())), _users_class(part))
-            for path, part in parts.items()
-        ]
+    def maker(self, model: Any) -> Any:
+        if not self.is_module(model):
+            return None
+        return lambda *args, **kwargs: model.init(jax.random.key(0), *args, **kwargs)
 
     def is_opaque(self, value: Any) -> bool:
         return isinstance(value, (nn.Module, nn.Variable))

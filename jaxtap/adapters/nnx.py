@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtap._modules import Adapter, FunctionCall
+from jaxtap._adapter import Adapter, FunctionCall
 from jaxtap._patch import Patch, Replacements, methods
 from jaxtap._scopes import segment
 from jaxtap.adapters import _nnx_marks

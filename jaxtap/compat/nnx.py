@@ -47,7 +47,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtap._capture import capture as _capture
-from jaxtap._modules import index
+from jaxtap._model import index
 from jaxtap._scopes import segment
 from jaxtap._sites import Site, SiteError
 from jaxtap.adapters._nnx_marks import Recording, Sown, carry, drop, recording, rename
