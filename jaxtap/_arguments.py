@@ -75,6 +75,11 @@ def in_order(tree: Any, order: Any) -> Any:
     return type(tree)(in_order(t, o) for t, o in zip(tree, inner, strict=True))
 
 
+def map_in_order(fn: Callable[..., Any], tree: Any, is_leaf: Any = None) -> Any:
+    """`jax.tree.map` over one structure, whose dicts keep the order of their keys."""
+    return in_order(jax.tree.map(fn, tree, is_leaf=is_leaf), order_of(tree))
+
+
 def split(fn: Any, arguments: Any, needed: frozenset[int]) -> tuple[Signature, list[Any]]:
     """Takes the arguments of `fn` apart into their static half and their arrays.
 

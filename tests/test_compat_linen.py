@@ -78,7 +78,6 @@ MODELS = [MLP(), Methods(), Twice()]
         {"capture_intermediates": lambda m, name: name in ("encode", "_double")},
         {"capture_intermediates": lambda m, name: False},
     ],
-    ids=str,
 )
 def test_as_linen_does(model, options):
     variables = model.init(KEY, X)

@@ -41,6 +41,7 @@ from brainstate import (
 from jax.core import Tracer
 
 from jaxtap._adapter import FunctionCall, Reopen
+from jaxtap._arguments import map_in_order
 
 # While one thread traces, the states hold its traced values: others wait.
 _lock = threading.RLock()
@@ -198,6 +199,9 @@ class _Settings:
     alive: list[Any]
 
 
+_plain: dict[Any, _Settings] = {}
+
+
 def taken_apart(call: FunctionCall) -> FunctionCall:
     """The call, with the values of the states among its arguments and its results."""
     given = [leaf for leaf in jax.tree.leaves(call.arguments) if _is_node(leaf)]
@@ -211,7 +215,9 @@ def taken_apart(call: FunctionCall) -> FunctionCall:
         if walk.states:
             walk.add(random.DEFAULT)
         values = tuple(map(walk.value, walk.states))
-        settings = call.memory.setdefault(tuple(walk.fixed), _Settings(walk.alive))
+        # What a function without states or modules is traced to is good for any other such.
+        memory = call.memory if walk.states or walk.nodes else _plain
+        settings = memory.setdefault(tuple(walk.fixed), _Settings(walk.alive))
     taken = _Taken(call, walk, learned)
     added = values, clock, _Fixed(settings)
     same = call.fn, call.args, call.kwargs, taken.close, call.memory
@@ -256,7 +262,7 @@ class _Taken:
             return before if value is _NO_ARGUMENT else value
 
         stack = StateTraceStack(new_arg=enter)
-        with _lock, catch_new_states() as made, _modules_that_run() as modules:
+        with self._alone(), catch_new_states() as made, _modules_that_run() as modules:
             try:
                 with stack, environ.context(**clock):
                     call = dataclasses.replace(self.call, fn=current(self.call.fn))
@@ -272,6 +278,10 @@ class _Taken:
                 for state in made.get_states():
                     if any(isinstance(x, Tracer) for x in jax.tree.leaves(vars(state)["_value"])):
                         state._invalidate_trace_value()
+
+    def _alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, no other thread uses the states; a function that is known to use none may run."""
+        return _lock if self._walk.states else contextlib.nullcontext()
 
     def _learn(self, unknown: list[State], modules: dict[int, Any]) -> None:
         """Remembers states, and the modules that they are in: those may replace them."""
@@ -301,7 +311,7 @@ class _Taken:
         ]
         effects = _Effects(tuple(numbers[id(s)] for s in written), tuple(made), tuple(owners))
         self._effects.append(effects)
-        out = jax.tree.map(lambda x: _Fixed(_Same(x)) if _is_node(x) else x, out)
+        out = map_in_order(lambda x: _Fixed(_Same(x)) if _is_node(x) else x, out)
         return out, [s.value for s in written], [s.value for s in made], _Fixed(effects)
 
     def close(self, result: Any) -> Any:
@@ -320,7 +330,7 @@ class _Taken:
             for node, name, part in effects.owners:
                 vars(node)[name] = _replaced(part, new)
         is_fixed = lambda x: isinstance(x, _Fixed)  # noqa: E731
-        out = jax.tree.map(lambda x: x.value.value if is_fixed(x) else x, out, is_leaf=is_fixed)
+        out = map_in_order(lambda x: x.value.value if is_fixed(x) else x, out, is_leaf=is_fixed)
         return self.call.close(out)
 
 

@@ -19,6 +19,7 @@ import jax
 from flax import nnx
 
 from jaxtap._anchors import PathKey, leaf_path
+from jaxtap._arguments import in_order, map_in_order, order_of
 from jaxtap._scopes import join
 
 
@@ -38,7 +39,7 @@ class Slot:
 def fill(tree: Any, objects: Any) -> Any:
     """The structure with objects in the place of its slots."""
     is_slot = lambda x: type(x) is Slot  # noqa: E731
-    return jax.tree.map(lambda x: objects[x.number] if is_slot(x) else x, tree, is_leaf=is_slot)
+    return map_in_order(lambda x: objects[x.number] if is_slot(x) else x, tree, is_leaf=is_slot)
 
 
 class Filling:
@@ -102,7 +103,8 @@ class Objects:
 
     def take(self, tree: Any) -> Any:
         """The structure with a slot in the place of each."""
-        return jax.tree_util.tree_map_with_path(self._slot, tree, is_leaf=is_object)
+        taken = jax.tree_util.tree_map_with_path(self._slot, tree, is_leaf=is_object)
+        return in_order(taken, order_of(tree))
 
     def lift(self, value: Any) -> Recipe | None:
         """How to make a value from other objects; None if it holds none."""
