@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from jaxtap import _compat
@@ -62,7 +63,7 @@ anchor_p.multiple_results = True
 def anchor(x: Any, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -> int:
     """Anchors an array; returns what a `Place` refers to it by."""
     # A traced array must not outlive its trace.
-    kept = tuple(None if isinstance(a, jax.core.Tracer) else a for a in arrays)
+    kept = tuple(None if isinstance(a, Tracer) else a for a in arrays)
     made = Anchor(choices, leaf, kept)
     anchor_p.bind(x, anchor=made)
     return made.uid
@@ -151,8 +152,9 @@ def _resolve_param(eqn: Any, value: Any, origins: list[Any]) -> Any:
 
 def _renamed(eqn: Any, chosen: dict[int, str]) -> Any:
     def rename(name: str) -> str:
-        path = chosen.get(name.anchor) if isinstance(name, Place) and name.anchor else None
-        return name if path is None else name.moved(path)
+        if not isinstance(name, Place) or name.anchor not in chosen:
+            return name
+        return name.moved(chosen[name.anchor])
 
     return _compat.rename_scopes(eqn, rename) if chosen else eqn
 

@@ -28,7 +28,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ from jaxtap._sites import CALLS, Rule, SiteError
 from jaxtap._tap import Mark, tap, tap_p
 
 T = TypeVar("T")
-Policy: TypeAlias = Callable[[Any, str], bool] | Literal[True]
+Policy: TypeAlias = Callable[[Any, str], bool] | bool
 """Which modules are sites: a filter `(module, method name) -> bool`, or all with public methods."""
 
 
@@ -76,7 +76,7 @@ class Marking:
     def admits(self, module: Any, method: str) -> frozenset[Policy]:
         """The policies by which what a method of a module returns is a site."""
         public = method == "__call__" or not method.startswith("_")
-        return frozenset(p for p in self.modules if (public if p is True else p(module, method)))
+        return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
 
     def __or__(self, other: Marking) -> Marking:
         return Marking(self.rules | other.rules, self.modules | other.modules, self.structure)

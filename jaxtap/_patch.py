@@ -66,7 +66,9 @@ class Patch:
         """What makes the objects of a class: its metaclass, called."""
         if self._base is not None:
             self._classes.update(subclasses(self._base))
-            maker = next(meta for meta in type(self._base).__mro__ if "__call__" in meta.__dict__)
+            maker = next(
+                meta for meta in inspect.getmro(type(self._base)) if "__call__" in meta.__dict__
+            )
             yield maker, "__call__", self._maker
 
     def _maker(self, original: Any) -> Any:

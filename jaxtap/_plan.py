@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jaxtap._mark import Marking, Policy, Structure
 from jaxtap._sites import (
@@ -155,7 +155,7 @@ def _modules(modules: Any) -> tuple[Selection, Policy | None]:
     if isinstance(modules, bool):
         return "**", modules or None
     if callable(modules) and _takes_two(modules):
-        return "**", modules
+        return "**", cast(Policy, modules)
     return check(modules, "modules"), True
 
 
