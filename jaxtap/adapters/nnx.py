@@ -82,14 +82,14 @@ class NNX(Adapter):
             with nnx.merge_context(_TAG, inner=True) as context:
                 named = context.merge(graphdef, state)
             inner = tuple(named[path] for path in objects.paths)
-            before, variables = _nnx_marks.Attributes(inner), _Variables(inner)
+            before, variables = _nnx_marks.Attributes(inner), _Variables(named)
             args, kwargs = fill((args, kwargs), inner)
             with Filling(inner) as filling:
                 out = (fn(filling) if fn else call.fn)(*args, **kwargs)
             before.restore(inner)
             returned = Objects()
             out = returned.take(out)
-            if not returned.taken and variables.are_all(inner):
+            if not returned.taken and variables.are_all():
                 return out, variables.changed()
             with nnx.split_context(_TAG) as context:
                 return out, *context.split((inner, tuple(returned.taken)))
@@ -98,7 +98,7 @@ class NNX(Adapter):
             out, *rest = result
             returned = ()
             if len(rest) == 1:
-                outer = _variables(tuple(objects.taken)) if rest[0] else []
+                outer = _variables(state) if rest[0] else []
                 for number, value in rest[0].items():
                     outer[number].set_raw_value(value)
             else:
@@ -114,8 +114,12 @@ class NNX(Adapter):
             yield FunctionCall(pure, (graphdef, state, args, kwargs), {}, close, call.memory)
 
 
-def _variables(objects: Any) -> list[Any]:
-    return [x for _, x in nnx.iter_graph(objects, graph=True) if isinstance(x, nnx.Variable)]
+def _variables(state: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(state, is_leaf=_is_variable) if _is_variable(x)]
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
 
 
 class _Variables:
@@ -127,15 +131,16 @@ class _Variables:
     """
 
     def __init__(self, objects: Any):
-        self._graph = nnx.graphdef(objects)
-        self._all = _variables(objects)
+        self._objects = objects
+        self._graph = nnx.graphdef(objects, graph=True)
+        self._all = _variables(nnx.state(objects, graph=True))
         self._before = [jax.tree.flatten(x.get_raw_value()) for x in self._all]
 
-    def are_all(self, objects: Any) -> bool:
+    def are_all(self) -> bool:
         """Whether the objects have no other state, and are put together as they were."""
-        leaves = jax.tree.leaves(nnx.state(objects), is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return all(isinstance(x, nnx.Variable) for x in leaves) and (
-            nnx.graphdef(objects) == self._graph
+        state = nnx.state(self._objects, graph=True)
+        return all(map(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))) and (
+            nnx.graphdef(self._objects, graph=True) == self._graph
         )
 
     def changed(self) -> dict[int, Any]:
