@@ -23,6 +23,7 @@ a transformation, or in another jitted function, it becomes part of that program
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 import weakref
@@ -128,12 +129,22 @@ def _jitted(fn: Any, plan: Plan) -> Any:
             return [parts[i] for i in places]
 
         arrays, arguments = pick(leaves), (args, kwargs)
-        run = lambda call: inner(*call[0], **call[1])  # noqa: E731
+        run = lambda call: _rebound(inner)(*call[0], **call[1])  # noqa: E731
         program = trace(inner, run, plan, arguments, arrays, join, pick)
         outs, taps = program.walk(plan, arrays)
         return program.join(outs), taps
 
     return jax.jit(captured, **options)
+
+
+def _rebound(fn: Any) -> Any:
+    """A method that was bound before, as it is now: its class may have been patched since."""
+    if not inspect.ismethod(fn):
+        return fn
+    now = getattr(fn.__self__, fn.__name__, None)
+    if not inspect.ismethod(now) or inspect.unwrap(now.__func__) is not inspect.unwrap(fn.__func__):
+        return fn
+    return now
 
 
 class _Learned:

@@ -91,6 +91,8 @@ class Plan:
         `values` and `grads` are those captured; `lost` says why some cannot be.
         """
         marked = [s for s in sites if s.kind != "grad"]
+        for part in flatten(self.modules):
+            self._verify_module(part, marked)
         for part in flatten(self.values):
             for one in _plain(part):
                 self._verify_one("values", one, values, marked, lost)
@@ -102,6 +104,15 @@ class Plan:
                     raise SiteError(_no_gradient(found[0], one, reached))
                 self._verify_one("grads", one, grads, marked, lost)
         self._verify_steps(values)
+
+    def _verify_module(self, part: Any, marked: Sequence[Site]) -> None:
+        if callable(part) or part == "**":
+            return
+        if not any(matches(part, s) for s in marked if s.kind == "module"):
+            raise SiteError(
+                f"modules={part!r} was asked for, but no module that was reached when the function "
+                "was traced has such a name. jt.sites(fn)(*args) lists those that there are."
+            )
 
     def _verify_one(
         self,

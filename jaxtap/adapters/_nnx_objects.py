@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxtap._anchors import PathKey, leaf_path
 from jaxtap._arguments import in_order, map_in_order, order_of
 from jaxtap._scopes import join
+
+TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True, False)})
 
 
 def is_object(value: Any) -> bool:
@@ -36,10 +39,37 @@ class Slot:
     number: int
 
 
-def fill(tree: Any, objects: Any) -> Any:
-    """The structure with objects in the place of its slots."""
+class Holder:
+    """An argument that is no structure, and holds objects; its recipe makes it with others.
+
+    What else it holds may change from call to call: no two are equal.
+    """
+
+    def __init__(self, value: Any, recipe: Recipe):
+        self.value = value
+        self.recipe = recipe
+
+
+class Function(Holder):
+    """An argument that is a function, and closes over objects. Equal functions are the same."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Function and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+def fill(tree: Any, objects: Any, filling: Any = None) -> Any:
+    """The structure with objects in the place of its slots; `filling` makes what holds some."""
     is_slot = lambda x: type(x) is Slot  # noqa: E731
-    return map_in_order(lambda x: objects[x.number] if is_slot(x) else x, tree, is_leaf=is_slot)
+
+    def filled(value: Any) -> Any:
+        if is_slot(value):
+            return objects[value.number]
+        return value.recipe(filling) if isinstance(value, Holder) else value
+
+    return map_in_order(filled, tree, is_leaf=is_slot)
 
 
 class Filling:
@@ -62,9 +92,9 @@ class Filling:
         """A copy of an object that is not one of NNX's, with some attributes filled."""
         if id(owner) not in self.made:
             twin = self.made[id(owner)] = object.__new__(type(owner))
-            vars(twin).update(vars(owner))
-            vars(twin).update((name, recipe(self)) for name, recipe in used.items())
-            self._twins.append((owner, twin, dict(vars(twin))))
+            _assign(twin, _attributes(owner))
+            _assign(twin, {name: recipe(self) for name, recipe in used.items()})
+            self._twins.append((owner, twin, _attributes(twin)))
         return self.made[id(owner)]
 
     def __enter__(self) -> Filling:
@@ -74,9 +104,9 @@ class Filling:
         for original, copied, assigned in self._globals.values():
             original.update((name, copied[name]) for name in assigned if name in copied)
         for owner, twin, before in self._twins:
-            now = vars(twin)
+            now = _attributes(twin)
             changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
-            vars(owner).update(changed)
+            _assign(owner, changed)
 
 
 Recipe = Callable[[Filling], Any]
@@ -106,6 +136,17 @@ class Objects:
         taken = jax.tree_util.tree_map_with_path(self._slot, tree, is_leaf=is_object)
         return in_order(taken, order_of(tree))
 
+    def take_arguments(self, tree: Any) -> Any:
+        """As `take`; and those that functions and other arguments hold are taken too."""
+        return map_in_order(self._held, self.take(tree))
+
+    def _held(self, value: Any) -> Any:
+        recipe = None if _is_plain(value) else self.lift(value)
+        if recipe is None:
+            return value
+        is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
+        return (Function if is_function else Holder)(value, recipe)
+
     def lift(self, value: Any) -> Recipe | None:
         """How to make a value from other objects; None if it holds none."""
         if is_object(value):
@@ -119,9 +160,16 @@ class Objects:
             return self._lift_function(value)
         if type(value) in (list, tuple, dict):
             return self._lift_container(value)
-        if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-            return self._lift_attributes(value)
-        return None
+        lifted = self._lift_attributes(value) if _has_attributes(value) else None
+        return lifted or self._lift_structure(value)
+
+    def _lift_structure(self, value: Any) -> Recipe | None:
+        """A structure that JAX knows: a named tuple, say."""
+        parts, treedef = jax.tree.flatten(value, is_leaf=is_object)
+        if jax.tree_util.treedef_is_leaf(treedef):
+            return None
+        made = self._lift_container(parts)
+        return (lambda filling: treedef.unflatten(made(filling))) if made else None
 
     def _lift_container(self, value: Any) -> Recipe | None:
         kind = type(value)
@@ -145,8 +193,12 @@ class Objects:
         return {key: recipe for key, recipe in found if recipe is not None}
 
     def _lift_attributes(self, value: Any) -> Recipe | None:
-        held = {k: v for k, v in vars(value).items() if _holds_object(v)}
+        if id(value) in self._inside:  # it holds another that holds it
+            return lambda filling: filling.made[id(value)]
+        held = {k: v for k, v in _attributes(value).items() if _holds_object(v)}
+        self._inside.add(id(value))
         used = self._lift_all(held)
+        self._inside.discard(id(value))
         return (lambda filling: filling.twin(value, used)) if used else None
 
     def _lift_method(self, value: Any) -> Recipe | None:
@@ -208,10 +260,75 @@ class Objects:
         return make
 
 
+_DEPTH = 4
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, np.ndarray, Slot})
+
+
 def _holds_object(value: Any) -> bool:
-    if type(value) in (list, tuple, dict):
-        return any(map(is_object, value.values() if type(value) is dict else value))
-    return is_object(value)
+    """Whether there is an object in a value, in what it holds, and so on for a few levels."""
+    level, seen = [value], {id(value): value}
+    for _ in range(_DEPTH):
+        if any(map(is_object, level)):
+            return True
+        # There may be very many that are plain, and the other tests are slow.
+        parts = (x for held in level for x in _parts(held) if type(x) not in _PLAIN)
+        new = {id(x): x for x in parts if id(x) not in seen}
+        seen |= new
+        level = list(new.values())
+    return any(map(is_object, level))
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a value holds."""
+    if _is_plain(value):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if inspect.ismethod(value):
+        return [value.__self__]
+    if inspect.isfunction(value):
+        return [_contents(cell) for cell in value.__closure__ or ()]
+    return list(_attributes(value).values()) if _has_attributes(value) else []
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can hold no object."""
+    return type(value) in _PLAIN or isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a value is one that a copy with other attributes can stand for."""
+    # The transformations of NNX know themselves by their identity.
+    kept = (type, types.ModuleType, *TRANSFORMED)
+    if isinstance(value, kept) or inspect.isroutine(value) or not _attributes(value):
+        return False
+    try:
+        object.__new__(type(value))
+    except TypeError:  # it is more than its attributes, as a dict is
+        return False
+    return True
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = (name for cls in type(value).__mro__ for name in _slots(cls))
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})}
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(cls: type) -> tuple[str, ...]:
+    names = cls.__dict__.get("__slots__", ())
+    return tuple(n for n in ((names,) if isinstance(names, str) else names) if n[:2] != "__")
+
+
+def _assign(value: Any, attributes: dict[str, Any]) -> None:
+    """Sets attributes, of frozen objects too."""
+    for name, attribute in attributes.items():
+        object.__setattr__(value, name, attribute)
 
 
 def _is_anothers(value: Any, fn: types.FunctionType) -> bool:

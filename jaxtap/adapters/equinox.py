@@ -14,6 +14,7 @@ Python numbers in a module are static, as they are for `filter_jit`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import types
@@ -33,6 +34,7 @@ from jaxtap._scopes import join, segment
 # Its result is run elsewhere, where the place is another.
 _MAKE_JAXPR = type(eqx.filter_make_jaxpr(lambda: None))
 _JIT: Any = type(eqx.filter_jit(lambda: None))
+_BOUND: Any = type(eqx.nn.Sequential([]).is_stateful)
 
 
 class Equinox(Adapter):
@@ -68,6 +70,13 @@ class Equinox(Adapter):
             fn = _wrapped(fn)
         return lambda value: isinstance(value, eqx.Module)
 
+    def opened(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
+        # `model.__call__` is Python's own bound method, and not Equinox's as others are.
+        if inspect.ismethod(call.fn) and isinstance(call.fn.__self__, eqx.Module):
+            bound = _BOUND(call.fn.__func__, call.fn.__self__)
+            call = dataclasses.replace(call, fn=bound)
+        return contextlib.nullcontext(call)
+
     def seen(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
 
@@ -76,7 +85,7 @@ class Equinox(Adapter):
         for cls, name, wrap in methods(self, eqx.Module, skip=wrappers):
             # The default of a field is an attribute of the class, and may be a function.
             if name not in cls.__dataclass_fields__ and cls is not eqx.nn.Shared:
-                yield cls, name, wrap
+                yield cls, name, functools.partial(_around, wrap)
         yield eqx.nn.Shared, "__call__", functools.partial(_shared, self)
         for cls in wrappers:
             if "__call__" in cls.__dict__ and _is_wrapper(cls) and cls is not _MAKE_JAXPR:
@@ -99,6 +108,16 @@ def _is_wrapper(cls: type) -> bool:
         return True  # as `eqx.module_update_wrapper` asks for
     package, _, rest = cls.__module__.partition(".")
     return package == "equinox" and not rest.startswith("nn.") and _has_call(cls)
+
+
+def _around(wrap: Any, original: Any) -> Any:
+    """What `wrap` makes of a method. Equinox warns of one that is made from numbers.
+
+    There are some in the wrappers that `filter_checkpoint` and `filter_vmap` make.
+    """
+    method = wrap(original)
+    method.__wrapped__ = _innermost(original)
+    return method
 
 
 def _has_call(cls: type) -> bool:
@@ -197,6 +216,6 @@ def _innermost(fn: Any) -> Any:
     return fn
 
 
-_CALLS = {eqx.Partial: _partial, type(eqx.nn.Sequential([]).is_stateful): _bound}
+_CALLS = {eqx.Partial: _partial, _BOUND: _bound}
 
 ADAPTER = Equinox()

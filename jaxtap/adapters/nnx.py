@@ -25,11 +25,10 @@ from jaxtap._adapter import Adapter, FunctionCall
 from jaxtap._patch import Patch, Replacements, methods
 from jaxtap._scopes import segment
 from jaxtap.adapters import _nnx_marks
-from jaxtap.adapters._nnx_objects import Filling, Objects, fill, is_object
+from jaxtap.adapters._nnx_objects import TRANSFORMED, Filling, Objects, fill, is_object
 
 _BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
 _CONTAINERS = [getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name)]
-_JITTED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True, False)})
 _TAG = "jaxtap"
 
 
@@ -64,7 +63,7 @@ class NNX(Adapter):
         yield nnx.Module, "perturb", functools.partial(_nnx_marks.perturb, self)
 
     def lasting(self, fn: Any) -> bool:
-        return isinstance(fn, (nnx.Module, *_JITTED))
+        return isinstance(fn, (nnx.Module, *TRANSFORMED))
 
     def traced(self, trace: Callable[[], Any]) -> Any:
         return _nnx_marks.traced(trace)
@@ -73,7 +72,7 @@ class NNX(Adapter):
     def opened(self, call: FunctionCall) -> Iterator[FunctionCall]:
         objects = Objects()
         fn = objects.lift(call.fn)
-        args, kwargs = objects.take((call.args, call.kwargs))
+        args, kwargs = objects.take_arguments((call.args, call.kwargs))
         if not objects.taken:
             yield call
             return
@@ -83,8 +82,8 @@ class NNX(Adapter):
                 named = context.merge(graphdef, state)
             inner = tuple(named[path] for path in objects.paths)
             before, variables = _nnx_marks.Attributes(inner), _Variables(named)
-            args, kwargs = fill((args, kwargs), inner)
             with Filling(inner) as filling:
+                args, kwargs = fill((args, kwargs), inner, filling)
                 out = (fn(filling) if fn else call.fn)(*args, **kwargs)
             before.restore(inner)
             returned = Objects()
@@ -138,10 +137,10 @@ class _Variables:
 
     def are_all(self) -> bool:
         """Whether the objects have no other state, and are put together as they were."""
-        state = nnx.state(self._objects, graph=True)
-        return all(map(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))) and (
-            nnx.graphdef(self._objects, graph=True) == self._graph
-        )
+        state = jax.tree.leaves(nnx.state(self._objects, graph=True), is_leaf=_is_variable)
+        # A new variable may be in the place of an old one, and the graph be equal all the same.
+        same = len(state) == len(self._all) and all(map(operator.is_, state, self._all))
+        return same and nnx.graphdef(self._objects, graph=True) == self._graph
 
     def changed(self) -> dict[int, Any]:
         """The values of those that have others now."""

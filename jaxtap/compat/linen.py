@@ -85,6 +85,8 @@ def apply(
     frozen = isinstance(state, FrozenDict)
     state = unfreeze(state)
     for sown, path, calls in _sown(taps.sites, ADAPTER.name(module)):
+        if not in_filter(mutable, sown.collection):
+            continue  # perturbations that were given, and are only added
         inner = state.setdefault(sown.collection, {})
         for part in path:
             inner = inner.setdefault(part, {})
