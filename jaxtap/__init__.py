@@ -1,6 +1,9 @@
 """jaxtap: see, differentiate and change what happens inside any JAX program."""
 
 from jaxtap._capture import capture, sites
+from jaxtap._cut import prefix, suffix
+from jaxtap._edit import edit
+from jaxtap._gradients import grad, jacobian, perturbations, perturbed, value_and_grad
 from jaxtap._listing import ModuleTable, modules
 from jaxtap._mark import perturb, scope, sow
 from jaxtap._sites import Site, SiteError, at, lines, named, ops
@@ -16,12 +19,20 @@ __all__ = [
     "Taps",
     "at",
     "capture",
+    "edit",
+    "grad",
+    "jacobian",
     "lines",
     "modules",
     "named",
     "ops",
     "perturb",
+    "perturbations",
+    "perturbed",
+    "prefix",
     "scope",
     "sites",
     "sow",
+    "suffix",
+    "value_and_grad",
 ]

@@ -89,6 +89,8 @@ class FunctionCall:
     close: Callable[[Any], Any] = lambda out: out
     memory: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """What adapters have learned of the function, from one call to the next."""
+    own: Callable[[Any], Any] = lambda out: out
+    """What of the result is the function's own, and no state."""
 
     @property
     def arguments(self) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jaxtap import _compat
+from jaxtap._derivative import change_p
 from jaxtap._scopes import Scopes, scopes_of
 from jaxtap._tap import Mark, tap_effect, tap_p
 
@@ -51,6 +54,9 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
                 marks.append(eqn.params["mark"].within(scopes_of(eqn)))
             renamed[eqn.outvars[0]] = rename(eqn.invars[0])
             continue
+        if eqn.primitive is change_p:
+            eqns += _unchanged(eqn, renamed, rename)
+            continue
         params = {k: strip(v, marks) for k, v in eqn.params.items()}
         effects = frozenset(e for e in eqn.effects if e is not tap_effect)
         invars = [rename(v) for v in eqn.invars]
@@ -61,23 +67,61 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
     return plain if inner is value else value.replace(jaxpr=plain)
 
 
-def quieted(value: Any) -> Any:
-    """A jaxpr, or a structure with some in it, that computes its marked values once more."""
+def _unchanged(eqn: Any, renamed: dict[Any, Any], rename: Any) -> list[Any]:
+    """What is left of the derivative of an edit where there is none: it is the identity."""
+    if eqn.params["order"] < 2:
+        renamed[eqn.outvars[0]] = rename(eqn.invars[-1])
+        return []
+    aval = eqn.outvars[0].aval
+    (zeros,) = _compat.open_jaxpr(jax.make_jaxpr(lambda: _compat.zeros(aval))()).eqns
+    return [zeros.replace(outvars=eqn.outvars)]
+
+
+def quieted(value: Any, again: str | None = "copy") -> Any:
+    """A jaxpr, or a structure with some in it, whose taps are not kept where nothing uses them.
+
+    Marked values are there as values that are computed once `again`.
+    """
     if type(value) is tuple:
-        return tuple(map(quieted, value))
+        return tuple(quieted(v, again) for v in value)
     inner: Any = _compat.open_jaxpr(value)
     if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
         return value
     eqns = []
     for eqn in inner.eqns:
-        params = {k: quieted(v) for k, v in eqn.params.items()}
-        if eqn.primitive is tap_p and params["kind"] == "value":
-            params["kind"] = "copy"
+        params = {k: quieted(v, again) for k, v in eqn.params.items()}
+        if again and eqn.primitive is tap_p and params["kind"] == "value":
+            params["kind"] = again
         effects = frozenset(e for e in eqn.effects if e is not tap_effect)
         eqns.append(eqn.replace(params=params, effects=effects))
     effects = frozenset(e for e in inner.effects if e is not tap_effect)
     quiet = inner.replace(eqns=eqns, effects=effects)
     return quiet if inner is value else value.replace(jaxpr=quiet)
+
+
+def reaching(jaxpr: Any, results: Sequence[int] | None = None) -> frozenset[int]:
+    """The marks of a program whose taps are needed for its results, or for some of them."""
+    return Uids().within(_compat.dce(quieted(jaxpr, again=None), results))
+
+
+class Uids:
+    """The marks in bodies, by which their taps and the changes of those are known."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, frozenset[int]]] = {}
+
+    def within(self, jaxpr: Any) -> frozenset[int]:
+        inner = _compat.open_jaxpr(jaxpr)
+        if id(inner) not in self._known:
+            found: set[int] = set()
+            for eqn in inner.eqns:
+                if eqn.primitive in (tap_p, change_p):
+                    found.add(eqn.params["mark"].uid)
+                for body in bodies(eqn):
+                    found |= self.within(body)
+            # The jaxpr is kept so that its id stays its own.
+            self._known[id(inner)] = inner, frozenset(found)
+        return self._known[id(inner)][1]
 
 
 def first_uid(jaxpr: Any) -> int:

@@ -14,19 +14,15 @@
 >>> jt.sites(step)(jnp.ones((3, 2)), jnp.ones(3)).names
 ['h']
 
-The captured function is compiled, once for each structure, shape and type of its arguments, as a
-function under `jax.jit` is; and like one it keeps the closed-over values it was traced with. Under
-a transformation, or in another jitted function, it becomes part of that program instead. Under
-`jax.disable_jit()` it is evaluated one operation at a time.
+See `_job` for when a captured function is compiled.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-import threading
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -34,12 +30,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxtap import _compat, adapters
-from jaxtap._adapter import FunctionCall
-from jaxtap._arguments import Signature, find_needed, name_of, numbers, split
+from jaxtap import _compat
+from jaxtap._arguments import name_of
+from jaxtap._job import Instrumented, Job, check_function
 from jaxtap._plan import Plan
 from jaxtap._program import Program, trace
-from jaxtap._sites import Selection, SiteError
+from jaxtap._sites import Selection
 from jaxtap._taps import SiteTable, Taps
 from jaxtap._walk import eager
 
@@ -64,7 +60,7 @@ def capture(
     Every result of a module of Flax, Equinox, Haiku or brainstate is a site. `modules=False`, a
     selection, or a filter `(module, method_name) -> bool` narrows that.
     """
-    _check_function(fn, "capture")
+    check_function(fn, "capture")
     plan = Plan.make(values, grads, steps, modules)
     if _compat.jit_options(fn) is None:
         return _Captured(fn, plan)
@@ -76,7 +72,7 @@ def capture(
 
 def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
     """A function that lists every site of `fn` for some arguments. It traces, computes nothing."""
-    _check_function(fn, "sites")
+    check_function(fn, "sites")
     captured = capture(fn)
 
     @functools.wraps(fn)
@@ -86,19 +82,6 @@ def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
         return captured.eval_shape(*args, **kwargs)[1].sites  # pyright: ignore
 
     return listed
-
-
-def _check_function(fn: Any, function: str) -> None:
-    if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered, jax.stages.Traced)):
-        raise TypeError(
-            f"`{function}` was given a {type(fn).__name__}, a function already traced or compiled "
-            "ahead of time: there is nothing left to trace. Give it the function itself, and "
-            "compile the captured function instead: jax.jit(jt.capture(fn)).lower(...).compile()."
-        )
-    if not callable(fn):
-        raise TypeError(
-            f"`{function}` takes a function, but was given {fn!r} of type {type(fn).__name__}."
-        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -147,141 +130,43 @@ def _rebound(fn: Any) -> Any:
     return now
 
 
-class _Learned:
-    """What calls of a captured function have found out, for the calls that come after."""
+@dataclasses.dataclass(frozen=True)
+class _Capturing(Job):
+    """Returns what the plan selects besides the results."""
 
-    def __init__(self) -> None:
-        self.programs: dict[Any, Any] = {}
-        self.needed: dict[Any, frozenset[int]] = {}
-        self.memory: dict[Any, Any] = {}
-        self.lock = threading.RLock()
+    plan: Plan
 
+    def run(
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
+    ) -> Any:
+        return program.walk(self.plan, arrays)
 
-_learned: dict[int, dict[Plan, _Learned]] = {}
-
-
-def _learned_of(fn: Any, plan: Plan) -> _Learned:
-    """What is known of a function, from other captures of it too if it is one that lasts.
-
-    It is forgotten with the function, which it must not keep alive.
-    """
-    if not adapters.lasting(fn):
-        return _Learned()
-    new: dict[Plan, _Learned] = {}
-    found = _learned.setdefault(id(fn), new)
-    if found is new:
-        weakref.finalize(fn, _learned.pop, id(fn), None).atexit = False
-    try:
-        known = found.setdefault(plan, _Learned())
-    except TypeError:  # a predicate that cannot be hashed
-        return _Learned()
-    if len(found) > 64:  # predicates that are written in a loop
-        found.pop(next(iter(found)), None)
-    return known
+    def finish(self, out: Any, extra: Any) -> Any:
+        return out, extra
 
 
 class _Captured(Generic[P, R]):
-    """A captured function: traced and compiled once for each kind of call."""
+    """A captured function."""
 
     def __init__(self, fn: Callable[P, R], plan: Plan):
         functools.update_wrapper(self, fn, updated=())
-        self._fn = fn
         self._plan = plan
-        known = _learned_of(fn, plan)
-        self._programs, self._needed, self._memory = known.programs, known.needed, known.memory
-        self._lock = known.lock
+        self._call = Instrumented(fn, _Capturing(plan))
 
     def __repr__(self) -> str:
-        return f"capture({name_of(self._fn)})"
+        return f"capture({name_of(self._call.fn)})"
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
-        return adapters.on_opened(self._call(args, kwargs), self._run)
-
-    def _call(self, args: Any, kwargs: Any) -> FunctionCall:
-        return FunctionCall(self._fn, args, kwargs, memory=self._memory)
-
-    def _run(self, call: FunctionCall) -> tuple[R, Taps]:
-        inline = not _compat.trace_state_clean() or eager()
-        out, taps = (self._inline if inline else self._compiled)(call)
-        return call.close(out), taps
+        return self._call((), args, kwargs)
 
     def survey(self, args: Any, kwargs: Any) -> SiteTable:
         """The sites of the function, for these arguments."""
-        program, _, arrays = adapters.on_opened(self._call(args, kwargs), self._program)
+        program, arrays = self._call.program(args, kwargs)
 
         def abstract(*arrays: Any) -> Taps:
             return program.walk(self._plan, arrays)[1]
 
         return jax.eval_shape(abstract, *arrays).sites
-
-    def _program(self, call: FunctionCall) -> tuple[Program, Signature, list[Any]]:
-        """The traced function; numbers that it needs the values of are made static."""
-        structure = jax.tree.structure(call.arguments)
-
-        def attempt(needed: frozenset[int]) -> Any:
-            signature, arrays = split(self._fn, call.arguments, needed)
-            whole = call.arguments, arrays, signature.join, signature.traced
-            return trace(self._fn, call.run, self._plan, *whole), signature, arrays
-
-        known = self._needed.get(structure)
-        if known is None:
-            known = adapters.fixed(call)
-        needed, result = find_needed(attempt, numbers(call.arguments), known)
-        self._needed[structure] = needed
-        return result
-
-    def _inline(self, call: FunctionCall) -> Any:
-        program, _, arrays = self._program(call)
-        outs, taps = program.walk(self._plan, arrays)
-        return program.join(outs), taps
-
-    def _compiled(self, call: FunctionCall) -> Any:
-        structure = jax.tree.structure(call.arguments)
-        needed = self._needed.get(structure, frozenset())
-        signature, arrays = split(self._fn, call.arguments, needed)
-        key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()
-        found = self._programs.get(key) if signature.lasting else None
-        if found is None:
-            with self._lock:
-                program, signature, arrays = self._program(call)
-                found = self._compile(program)
-                if signature.lasting:
-                    key = signature, tuple(map(jax.typeof, arrays)), _compat.trace_context()
-                    found = self._programs.setdefault(key, found)
-        program, run = found
-        outs, taps = run(*arrays)
-        return program.join(outs), taps
-
-    def _compile(self, program: Program) -> Any:
-        plan = self._plan
-
-        def captured(*arrays: Any) -> Any:
-            return program.walk(plan, arrays)
-
-        captured.__name__ = captured.__qualname__ = name_of(self._fn)
-        donated = _donated(program.jaxpr)
-        return program, jax.jit(captured, donate_argnums=donated)
-
-
-def _donated(jaxpr: Any) -> tuple[int, ...]:
-    """The inputs of a program that a jitted function in it is given for good."""
-    inner = _compat.open_jaxpr(jaxpr)
-    uses: dict[Any, int] = {}
-    given = set()
-    for eqn in inner.eqns:
-        for i, v in enumerate(eqn.invars):
-            if isinstance(v, _compat.Literal):
-                continue
-            uses[v] = uses.get(v, 0) + 1
-            if eqn.params.get("donated_invars", ()) and eqn.params["donated_invars"][i]:
-                given.add(v)
-    for v in inner.outvars:
-        if not isinstance(v, _compat.Literal):
-            uses[v] = uses.get(v, 0) + 1
-    return tuple(i for i, v in enumerate(inner.invars) if v in given and uses[v] == 1)
-
-
-__all__ = ["SiteError", "capture", "sites"]

@@ -73,6 +73,14 @@ def closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return _partial_eval.convert_constvars_jaxpr(open_jaxpr(jaxpr)), consts
 
 
+def dce(jaxpr: Any, results: Sequence[int] | None = None) -> Any:
+    """A closed jaxpr with some of its results, all if None, and the equations those need."""
+    inner = open_jaxpr(jaxpr)
+    wanted = [results is None or i in results for i in range(len(inner.outvars))]
+    kept, _ = _partial_eval.dce_jaxpr(inner, wanted, instantiate=True)
+    return kept if inner is jaxpr else jaxpr.replace(jaxpr=kept)
+
+
 def hidden_body(value: Any) -> Any:
     """The jaxpr inside a parameter that is no jaxpr: that of a `call_hi_primitive`; or None."""
     for path in (("jaxpr",), ("traced", "jaxpr"), ("solve_jaxpr",)):

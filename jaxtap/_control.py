@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
 
 from jaxtap import _compat
-from jaxtap._bodies import strip
-from jaxtap._mark import unmarked
-from jaxtap._record import Entry, Slots, Token, refuse_folded
+from jaxtap._calls import Token
+from jaxtap._changes import Around
+from jaxtap._record import Entry, Slots, refuse_folded
 from jaxtap._sites import SiteError, StepSlice
 from jaxtap._walk import Walk, eager, handles
 
@@ -33,10 +32,10 @@ def _jit(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         return walk.run(body, args)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
-    folds = walk.folds.arrays(threads)
+    handed = walk.handed(threads)
 
     def inputs(name: str, fill: Any) -> tuple[Any, ...]:
-        return (*(params[name][i] for i in staged.ins.kept), *(fill for _ in folds))
+        return (*(params[name][i] for i in staged.ins.kept), *(fill for _ in handed))
 
     def outputs(name: str, fill: Any) -> tuple[Any, ...]:
         return (*(params[name][i] for i in staged.outs.kept), *(fill for _ in staged.types))
@@ -49,7 +48,7 @@ def _jit(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         out_shardings=outputs("out_shardings", _compat.UNSPECIFIED),
         out_layouts=outputs("out_layouts", None),
     )
-    results = eqn.primitive.bind(*staged.ins.arrays(args), *folds, **params)
+    results = eqn.primitive.bind(*staged.ins.arrays(args), *handed, **params)
     return walk.unstage(staged, results)
 
 
@@ -61,7 +60,7 @@ def _call(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         return walk.run(body, args)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
-    values = [*staged.ins.arrays(args), *walk.folds.arrays(threads)]
+    values = [*staged.ins.arrays(args), *walk.handed(threads)]
     bound = eqn.replace(params={**eqn.params, name: staged.jaxpr})
     return walk.unstage(staged, _compat.bind_equation(bound, values))
 
@@ -81,13 +80,13 @@ def _remat(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         return walk.run(body, args)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads, recomputing=params["differentiated"])
-    folds = walk.folds.arrays(threads)
+    handed = walk.handed(threads)
     jaxpr, consts = _compat.closed(staged.jaxpr)
     if isinstance(params["prevent_cse"], tuple):
         kept = (params["prevent_cse"][i] for i in staged.ins.kept)
-        params["prevent_cse"] = (*(False for _ in consts), *kept, *(False for _ in folds))
+        params["prevent_cse"] = (*(False for _ in consts), *kept, *(False for _ in handed))
     params["jaxpr"] = jaxpr
-    results = eqn.primitive.bind(*consts, *staged.ins.arrays(args), *folds, **params)
+    results = eqn.primitive.bind(*consts, *staged.ins.arrays(args), *handed, **params)
     return walk.unstage(staged, results)
 
 
@@ -101,12 +100,20 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     carried_out = _compat.open_jaxpr(body).outvars[:ncarry]
     threads = walk.enter(body)
     slots = Slots.of(xs)
+    around = Around("scan", length)
+    # What a change needs for each iteration goes in with what is scanned over.
+    depth = len(walk.around)
+    each = walk.changes.at_depth(threads.parts, depth, length)
+    numbers = jnp.arange(length, dtype=jnp.int32) if walk.changes.counts(body) else None
     cell: dict[str, Any] = {}
 
     def step(carry: Any, x: Any) -> Any:
-        state, folds = carry
-        with walk.inside(loop=(f"scan[{length}]", length)):
-            walk.folds.restore(threads, folds)
+        (state, folds), (x, parts, number) = carry, x
+        with walk.inside(around=[around]):
+            walk.folds.restore(threads.folds, folds)
+            walk.changes.hand_down(each, parts, below=depth + 1)
+            if number is not None:
+                walk.changes.count(number)
             outs = walk.run(body, [*consts, *state, *slots.fill(iter(x))])
             carried = walk.materialize(carried_out, outs[:ncarry])
             ys = Slots.of(outs[ncarry:])
@@ -118,9 +125,9 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
                 ys=ys,
                 entries=tuple(e.bare for e in walk.entries),
                 places=[order[id(y)] for y in arrays],
-                certain=walk.folds.certain(threads) if length else (),
+                certain=walk.folds.certain(threads.folds) if length else (),
             )
-            return (carried, walk.folds.arrays(threads)), list(stacked.values())
+            return (carried, walk.folds.arrays(threads.folds)), list(stacked.values())
 
     with walk.replayed() as rewind:
 
@@ -130,14 +137,14 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
 
         (carried, folds), stacked = jax.lax.scan(
             once if eager() else step,
-            (list(init), walk.folds.arrays(threads)),
-            slots.arrays(xs),
+            (list(init), walk.folds.arrays(threads.folds)),
+            (slots.arrays(xs), walk.changes.arrays(each), numbers),
             length=length,
             reverse=params["reverse"],
             unroll=params["unroll"],
             **({"_split_transpose": True} if params.get("_split_transpose") else {}),
         )
-    walk.folds.restore(threads, folds, cell["certain"])
+    walk.folds.restore(threads.folds, folds, cell["certain"])
     flat = (stacked[i] for i in cell["places"])
     ys = cell["ys"].fill(flat)
     for entry in cell["entries"]:
@@ -171,8 +178,8 @@ def _cond(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     order = (1, 0) if walk.of_two else range(len(branches))
     made = {i: walk.stage(branches[i], values, threads, branch=i) for i in order}
     parts = [made[i] for i in range(len(branches))]
-    operands = [*parts[0].ins.arrays(values), *walk.folds.arrays(threads)]
-    nfolds = len(walk.folds.arrays(threads))
+    operands = [*parts[0].ins.arrays(values), *walk.handed(threads)]
+    nfolds = len(walk.folds.arrays(threads.folds))
     # Residuals of one place may be a token in one branch and an empty filling in another.
     merged = Slots(tuple(map(_merged, *(part.outs.tokens for part in parts))))
     held = [part.types[: len(part.types) - nfolds] for part in parts]
@@ -210,7 +217,7 @@ def _cond(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             valid = ran if entry.valid is None else entry.valid
             walk.entries.append(entry._replace(valid=valid))
     certain = [all(seen) for seen in zip(*(part.certain for part in parts), strict=True)]
-    walk.folds.restore(threads, list(flat), certain)
+    walk.folds.restore(threads.folds, list(flat), certain)
     return own
 
 
@@ -220,165 +227,3 @@ def _merged(*tokens: Token | None) -> Token | None:
     if not some:
         return None
     return Token(frozenset().union(*(t.calls for t in some)), any(t.array for t in some))
-
-
-@handles("custom_jvp_call", "CustomJVPTraced", "RematTraced")
-def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
-    """The values come from the body; the derivative of its results is that of the custom rule."""
-    body = _compat.call_body(eqn)
-    threads = walk.enter(body)
-    staged = walk.stage(body, args, threads)
-    inner = jaxpr_as_fun(staged.jaxpr)
-    count, n = staged.count, len(staged.ins.kept)
-
-    @jax.custom_jvp
-    def call(*flat: Any) -> list[Any]:
-        return inner(*flat)
-
-    @call.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
-        def plain(*flat: Any) -> Any:
-            with unmarked():
-                return _compat.bind_equation(eqn, flat)
-
-        _, out = jax.jvp(plain, primals[:n], tangents[:n])
-        results, inside = jax.jvp(inner, primals, tangents)
-        return results, [*out, *inside[count:]]
-
-    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.folds.arrays(threads)))
-
-
-@handles("custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced")
-def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
-    """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
-    body = _compat.call_body(eqn)
-    threads = walk.enter(body)
-    staged = walk.stage(body, args, threads)
-    inner = jaxpr_as_fun(staged.jaxpr)
-    count, n = staged.count, len(staged.ins.kept)
-
-    def plain(*flat: Any) -> Any:
-        with unmarked():
-            return _compat.bind_equation(eqn, flat)
-
-    @jax.custom_vjp
-    def call(*flat: Any) -> list[Any]:
-        return inner(*flat)
-
-    def forward(*flat: Any) -> Any:
-        out, back = jax.vjp(plain, *flat[:n])
-        inside, back_inside = jax.vjp(lambda *flat: inner(*flat)[count:], *flat)
-        return [*out, *inside], (back, back_inside)
-
-    def backward(residuals: Any, cts: Any) -> Any:
-        back, back_inside = residuals
-        through, inside = back(list(cts[:count])), back_inside(list(cts[count:]))
-        return (*(_add(a, b) for a, b in zip(through, inside, strict=False)), *inside[n:])
-
-    call.defvjp(forward, backward)
-    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.folds.arrays(threads)))
-
-
-def _add(a: Any, b: Any) -> Any:
-    return a if a.dtype == jax.dtypes.float0 else a + b
-
-
-@handles("custom_linear_solve", "linear_solve")
-def _linear_solve(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
-    """What the solver marks comes out as the auxiliary result that solvers may have."""
-    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    args = walk.materialize(eqn.invars, args)
-    consts, at = {}, 0
-    for name, length in zip(lengths._fields, lengths, strict=True):
-        consts[name], at = args[at : at + length], at + length
-    b = args[at:]
-    threads = walk.enter(jaxprs.solve)
-    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads)
-    nested = walk.folds.arrays(threads)
-
-    def apply(name: str) -> Any:
-        jaxpr = getattr(jaxprs, name)
-        return lambda x: jaxpr_as_fun(strip(jaxpr))(*consts[name], *x)
-
-    def solve(_: Any, b: Any) -> Any:
-        results = jaxpr_as_fun(staged.jaxpr)(*consts["solve"], *b, *nested)
-        return results[: len(b)], results[len(b) :]
-
-    def transposed(_: Any, b: Any) -> Any:
-        results = apply("transpose_solve")(b)
-        rest = _compat.open_jaxpr(staged.jaxpr).outvars[len(b) :]
-        return results[: len(b)], [_compat.zeros(v.aval) for v in rest]
-
-    x, aux = jax.lax.custom_linear_solve(
-        apply("matvec"),
-        list(b),
-        solve,
-        transposed if jaxprs.transpose_solve is not None else None,
-        has_aux=True,
-    )
-    return walk.unstage(staged, [*x, *aux])
-
-
-@handles("shard_map")
-def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
-    """Each device's part comes along a new leading axis for each mesh axis that it varies over."""
-    params = eqn.params
-    body, mesh = params["jaxpr"], params["mesh"]
-    order = [a for a in mesh.axis_names if a in params["newly_manual_axes"]]
-    ins = Slots.of(args)
-    cell: dict[str, Any] = {}
-
-    def local(*flat: Any) -> list[Any]:
-        with walk.inside():
-            walk.folds.items = {}
-            outs = walk.run(body, ins.fill(iter(flat)))
-            entries = [*walk.entries, *walk.fold_entries()]
-            cell.update(outs=Slots.of(outs), entries=tuple(e.bare for e in entries))
-            return [*cell["outs"].arrays(outs), *(a for e in entries for a in e.arrays)]
-
-    def trace(*flat: Any) -> tuple[()]:
-        cell["jaxpr"] = jax.make_jaxpr(local)(*flat)
-        return ()
-
-    # What leaves the body, and over which axes it varies, is known once the body was walked; and
-    # that can be done only where its axes have a meaning.
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "in_specs": tuple(params["in_specs"][i] for i in ins.kept),
-        "axis_names": frozenset(order),
-        "check_vma": params["check_vma"],
-    }
-    operands = ins.arrays(args)
-    jax.eval_shape(jax.shard_map(trace, out_specs=(), **options), *operands)
-    outs, entries = cell["outs"], cell["entries"]
-    own = len(outs.kept)
-    avals = [v.aval for v in _compat.open_jaxpr(cell["jaxpr"]).outvars[own:]]
-
-    def axes_of(aval: Any) -> tuple[str, ...]:
-        varying = _compat.varying_axes(aval) if params["check_vma"] else frozenset(order)
-        return tuple(a for a in order if a in varying)
-
-    over = [axes_of(aval) for aval in avals]
-
-    def spread(*flat: Any) -> list[Any]:
-        results = jaxpr_as_fun(cell["jaxpr"])(*flat)
-        extra = [
-            x.reshape((1,) * len(axes) + x.shape)
-            for x, axes in zip(results[own:], over, strict=True)
-        ]
-        return [*results[:own], *extra]
-
-    specs = [params["out_specs"][i] for i in outs.kept]
-    out_specs = [*specs, *(PartitionSpec(*axes) for axes in over)]
-    flat = iter(jax.shard_map(spread, out_specs=out_specs, **options)(*operands))
-    results = outs.fill(flat)
-    axes = iter(over)
-    for entry in entries:
-        first, *_ = [next(axes) for _ in entry.arrays]
-        walk.entries.append(
-            entry.with_arrays(flat)._replace(
-                lead=entry.lead + len(first),
-                loops=(*(f"{a}[{mesh.shape[a]}]" for a in first), *entry.loops),
-            )
-        )
-    return results

@@ -67,11 +67,15 @@ class Structure:
 
 @dataclasses.dataclass(frozen=True)
 class Marking:
-    """What a capture marks: a hashable value, so that equal captures hit the caches of JAX."""
+    """What a capture marks: a hashable value, so that equal captures hit the caches of JAX.
+
+    `changing` if what is marked may be edited.
+    """
 
     rules: frozenset[Rule] = frozenset()
     modules: frozenset[Policy] = frozenset()
     structure: Structure | None = None
+    changing: bool = False
 
     def admits(self, module: Any, method: str) -> frozenset[Policy]:
         """The policies by which what a method of a module returns is a site."""
@@ -79,7 +83,9 @@ class Marking:
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
 
     def __or__(self, other: Marking) -> Marking:
-        return Marking(self.rules | other.rules, self.modules | other.modules, self.structure)
+        changing = self.changing or other.changing
+        rules, modules = self.rules | other.rules, self.modules | other.modules
+        return Marking(rules, modules, self.structure, changing)
 
 
 _context = jax.make_user_context(None)
@@ -184,7 +190,8 @@ def _check_name(name: Any, function: str) -> None:
 def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
     """Marks the arrays in `value`, from the line that called the caller; returns it."""
     _check_name(name, kind)
-    if marking() is None:
+    here = marking()
+    if here is None:
         return value
     frame = sys._getframe(2)
     source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -193,7 +200,7 @@ def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
         if not _is_array(x):
             return x
         path = name + (f":{leaf_name(keys)}" if keys else "")
-        tapped = tap(x, Mark(path, kind, source, **fields))
+        tapped = tap(x, Mark(path, kind, source, changing=here.changing, **fields))
         # A Python number stays one: the program may need its value.
         return tapped if isinstance(x, (jax.Array, np.ndarray, np.generic)) else x
 
@@ -254,7 +261,7 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     for i, x in enumerate(results):
         if isinstance(x, jax.Array):
             name = f"{path}:{i}" if several else path
-            results[i] = tap(x, Mark(name, kind, source, op=op))
+            results[i] = tap(x, Mark(name, kind, source, op=op, changing=here.changing))
     return results if primitive.multiple_results else results[0]
 
 

@@ -52,7 +52,7 @@ def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
     """Makes what a method of a module returned a site, if a capture admits it; returns it."""
     here = marking()
     admitted = here.admits(module, method) if here is not None else frozenset()
-    if not admitted:
+    if here is None or not admitted:
         return out
     source = _user_line(adapter)
     suffix = "" if method == "__call__" else f".{method}"
@@ -61,7 +61,8 @@ def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
         if not isinstance(x, (jax.Array, np.ndarray)):
             return x
         path = suffix + (f":{leaf_name(keys)}" if keys else "")
-        fields = {"module": type(module), "method": method, "admitted": admitted}
+        fields: dict[str, Any] = {"module": type(module), "method": method, "admitted": admitted}
+        fields["changing"] = here.changing
         return tap(x, Mark(path, "module", source, **fields))
 
     return jax.tree_util.tree_map_with_path(leaf, out, is_leaf=adapter.is_opaque)

@@ -14,12 +14,15 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+from jax.core import Tracer
+
 from jaxtap._mark import Marking, Policy, Structure
 from jaxtap._sites import (
     At,
     Selection,
     Site,
     SiteError,
+    StepSlice,
     check,
     flatten,
     is_exact,
@@ -39,16 +42,31 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which values and which gradients to capture, and how many iterations of a while loop."""
+    """Which values and which gradients to capture, and how many iterations of a while loop.
+
+    Or, if it is `changing`, which ones to edit.
+    """
 
     values: Selection
     grads: Selection
     steps: int | None = None
     modules: Selection = "**"
     policy: Policy | None = True
+    changing: bool = False
+    names: tuple[str, str] = ("values", "grads")
+    """What the arguments are called that the selections came from."""
 
     @classmethod
-    def make(cls, values: Any, grads: Any, steps: Any = None, modules: Any = True) -> Plan:
+    def make(
+        cls,
+        values: Any,
+        grads: Any,
+        steps: Any = None,
+        modules: Any = True,
+        *,
+        changing: bool = False,
+        names: tuple[str, str] = ("values", "grads"),
+    ) -> Plan:
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
             raise TypeError(
                 f"`steps` must be a number of iterations, but is {steps!r} of type "
@@ -57,13 +75,15 @@ class Plan:
         if steps is not None and steps < 1:
             raise SiteError(f"`steps` must be at least 1, but is {steps}.")
         which, policy = _modules(modules)
-        return cls(check(values, "values"), check(grads, "grads"), steps, which, policy)
+        both = zip((values, grads), names, strict=True)
+        sites = [_fixed(check(selection, name)) for selection, name in both]
+        return cls(sites[0], sites[1], steps, which, policy, changing, names)
 
     def marking(self, structure: Structure | None = None) -> Marking:
         """What has to be marked for this plan, in a function of arguments of that structure."""
         found = frozenset((*rules(self.values), *rules(self.grads)))
         policies = frozenset() if self.policy is None else frozenset({self.policy})
-        return Marking(found, policies, structure)
+        return Marking(found, policies, structure, self.changing)
 
     def sees(self, site: Site, mark: Mark) -> bool:
         """Whether a site is one for this plan: another capture's modules may not be."""
@@ -95,14 +115,14 @@ class Plan:
             self._verify_module(part, marked)
         for part in flatten(self.values):
             for one in _plain(part):
-                self._verify_one("values", one, values, marked, lost)
+                self._verify_one(self.names[0], one, values, marked, lost)
         reached = any(s.kind == "grad" for s in sites)
         for part in flatten(self.grads):
             for one in _plain(part):
                 found = [s for s in marked if matches(one, s)]
                 if is_exact(one) and found and not any(matches(one, s) for s in grads):
                     raise SiteError(_no_gradient(found[0], one, reached))
-                self._verify_one("grads", one, grads, marked, lost)
+                self._verify_one(self.names[1], one, grads, marked, lost)
         self._verify_steps(values)
 
     def _verify_module(self, part: Any, marked: Sequence[Site]) -> None:
@@ -159,6 +179,20 @@ class Plan:
                 f"steps={self.steps} was asked for, but no value is captured: `steps` is how many "
                 "iterations of a while loop to keep."
             )
+
+
+def _fixed(selection: Selection) -> Selection:
+    """A selection whose iterations are numbers: which ones to capture must be known."""
+    if isinstance(selection, tuple):
+        return tuple(map(_fixed, selection))
+    if not isinstance(selection, At) or isinstance(selection.step, (int, StepSlice)):
+        return selection
+    if isinstance(selection.step, Tracer):
+        raise SiteError(
+            f"`step` is traced in {selection}, but which iteration to capture must be known when "
+            "the function is traced. Capture them all, and index what is returned."
+        )
+    return At(selection.selection, int(selection.step))
 
 
 def _modules(modules: Any) -> tuple[Selection, Policy | None]:

@@ -20,12 +20,15 @@ import numpy as np
 from jaxtap import (
     _compat,
     _control,  # noqa: F401  (rows of the walk's table)
+    _custom,  # noqa: F401
     _guard,  # noqa: F401
+    _mesh,  # noqa: F401
     _while,  # noqa: F401
     adapters,
 )
 from jaxtap._anchors import is_anchored, labels, resolve
 from jaxtap._arguments import in_order, name_of, order_of
+from jaxtap._changes import Changes
 from jaxtap._mark import Structure, marked, not_the_users
 from jaxtap._places import tracing
 from jaxtap._plan import Plan
@@ -33,6 +36,13 @@ from jaxtap._record import Entry
 from jaxtap._sites import Site, SiteError
 from jaxtap._taps import SiteTable, Taps
 from jaxtap._walk import Walk
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """Stands for a result of a program."""
+
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +60,29 @@ class Program:
             leaves.insert(i, leaf)
         return in_order(self.treedef.unflatten(leaves), self.order)
 
-    def walk(self, plan: Plan, arrays: Sequence[Any]) -> tuple[list[Any], Taps]:
+    def only(self, pick: Callable[[Any], Any]) -> Program:
+        """The program with a part of its results."""
+        count = len(_compat.open_jaxpr(self.jaxpr).outvars)
+        picked = pick(self.join([_Result(i) for i in range(count)]))
+        leaves, treedef = jax.tree.flatten(picked)
+        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _Result))
+        kept = [x.number for x in leaves if isinstance(x, _Result)]
+        return Program(_compat.dce(self.jaxpr, kept), treedef, statics, order_of(picked))
+
+    def walk(
+        self, plan: Plan, arrays: Sequence[Any], changes: Changes | None = None
+    ) -> tuple[list[Any], Taps]:
         """Evaluates the program; its results as arrays, and what the plan selects."""
-        walk = Walk(plan)
+        walk = Walk(plan, changes)
+        outs = self.run(walk, arrays)
+        with not_the_users():
+            return outs, _collect(walk)
+
+    def run(self, walk: Walk, arrays: Sequence[Any]) -> list[Any]:
+        """Evaluates the program; its results as arrays."""
         with not_the_users():
             outs = walk.run(self.jaxpr, arrays)
-            outs = walk.materialize(_compat.open_jaxpr(self.jaxpr).outvars, outs)
-            return outs, _collect(walk)
+            return walk.materialize(_compat.open_jaxpr(self.jaxpr).outvars, outs)
 
 
 def trace(

@@ -1,34 +1,17 @@
-"""What a walk writes down: entries, and the tokens that say which call a gradient is of."""
+"""What a walk writes down: entries; and what goes in and out of the bodies that it walks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxtap import _compat
+from jaxtap._calls import Call, Token
 from jaxtap._fold import Thread
 from jaxtap._sites import Site, SiteError
-from jaxtap._tap import Mark
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """One execution of a mark in the program: the `number`th of its path, in some branch."""
-
-    mark: Mark
-    number: int
-    branches: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """Which calls a residual without elements may have come from."""
-
-    calls: frozenset[Call]
-    array: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +82,13 @@ class Entry(NamedTuple):
         return self._replace(value=value, valid=valid)
 
 
+class Threads(NamedTuple):
+    """What goes through a body besides its operands: folds, and the parts of changes."""
+
+    folds: tuple[Thread, ...]
+    parts: tuple[Hashable, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Staged:
     """A body after the walk: what it takes, what it gives, and what it recorded."""
@@ -107,7 +97,7 @@ class Staged:
     ins: Slots
     outs: Slots
     entries: tuple[Entry, ...]
-    threads: tuple[Thread, ...]
+    threads: Threads
     certain: tuple[bool, ...]
 
     @property
@@ -117,7 +107,7 @@ class Staged:
 
     @property
     def types(self) -> list[Any]:
-        """The types of what it gives besides: entries, then threads."""
+        """The types of what it gives besides: entries, then folds."""
         return [v.aval for v in _compat.open_jaxpr(self.jaxpr).outvars[self.count :]]
 
 

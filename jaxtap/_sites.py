@@ -30,6 +30,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
+import jax
 import numpy as np
 
 CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
@@ -126,12 +127,23 @@ class Named:
         return f"named({', '.join(map(repr, self.names))})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class At:
     """Some iterations of the innermost loop around the sites of a selection. See `at`."""
 
     selection: Any
     step: Any
+
+    def _identity(self) -> Any:
+        # An array is what it is, and not equal to another.
+        fixed = isinstance(self.step, (int, StepSlice))
+        return self.selection, self.step if fixed else id(self.step)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, At) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
 
     def matches(self, site: Site) -> bool:
         return matches(self.selection, site)
@@ -168,17 +180,27 @@ def named(*names: str) -> Named:
     return Named(_strings("named", names))
 
 
-def at(selection: Selection, *, step: int | slice) -> At:
+def at(selection: Selection, *, step: Any) -> At:
     """The iterations `step` of the innermost loop around the selected sites.
 
-    An integer gives the value of that one iteration, a slice gives them stacked.
+    An integer gives the value of that one iteration, a slice gives them stacked. In an edit, `step`
+    may be an array with one integer, which may be traced.
     """
-    if not isinstance(step, (int, slice)) or isinstance(step, bool):
-        raise TypeError(
-            f"`at` takes an integer or a slice of iterations as `step`, "
-            f"but was given {step!r} of type {type(step).__name__}."
+    if isinstance(step, slice):
+        return At(selection, StepSlice.of(step))
+    if isinstance(step, (int, np.integer)) and not isinstance(step, bool):
+        return At(selection, int(step))
+    if isinstance(step, (jax.Array, np.ndarray)) and np.issubdtype(step.dtype, np.integer):
+        if step.ndim == 0:
+            return At(selection, step)
+        raise SiteError(
+            f"`at` takes one iteration as `step`, but was given an array of shape "
+            f"{list(step.shape)}. Use jax.vmap for several."
         )
-    return At(selection, step if isinstance(step, int) else StepSlice.of(step))
+    raise TypeError(
+        f"`at` takes an integer or a slice of iterations as `step`, "
+        f"but was given {step!r} of type {type(step).__name__}."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,9 @@ call is off, where branches run in another order than they were written in.
 left as it lies, so that a marked program has the operations of the plain one.
 
 `value` and `grad` carry an effect, which keeps them alive where nothing uses their result.
+
+Where an edit may change what a tap carries, the tangent goes through a `change` as well: see
+`_derivative`.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from jaxtap import _compat
+from jaxtap._derivative import change_p
 from jaxtap._scopes import Scopes, path_in
 
 
@@ -57,7 +61,8 @@ class Mark:
 
     `path` is without the scopes around the mark until the walk adds them. `uid` is new for every
     mark that is traced; bodies that JAX traces once and uses several times share it. `admitted` are
-    the policies of the captures by which a module's result is a site.
+    the policies of the captures by which a module's result is a site. `changing` if the value, or
+    its gradient, may be edited: then its derivatives are those of an edit that is not known yet.
     """
 
     path: str
@@ -71,6 +76,7 @@ class Mark:
     method: str = ""
     collection: Any = None
     admitted: frozenset[Any] = frozenset()
+    changing: bool = False
 
     def within(self, scopes: Scopes) -> Mark:
         """The mark with the names of the scopes around it."""
@@ -97,24 +103,24 @@ def tap(x: Any, mark: Mark) -> Any:
     return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=(), shift=0)[0]
 
 
-_MAKES_TOKEN = ("value", "copy")
+MAKES_TOKEN = ("value", "copy")
 
 
 def _impl(x: Any, *rest: Any, kind: str, **params: Any) -> list[Any]:
     del rest, params
-    return [x, jnp.zeros((0,), bool)] if kind in _MAKES_TOKEN else [x]
+    return [x, jnp.zeros((0,), bool)] if kind in MAKES_TOKEN else [x]
 
 
 def _abstract_eval(x: Any, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
-    token = [ShapedArray((0,), jnp.dtype(bool))] if kind in _MAKES_TOKEN else []
+    token = [ShapedArray((0,), jnp.dtype(bool))] if kind in MAKES_TOKEN else []
     kept = kind == "value" or kind.startswith("grad")
     return [x, *token], ({tap_effect} if kept else set())
 
 
 def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
-    if kind not in _MAKES_TOKEN:
+    if kind not in MAKES_TOKEN:
         return [x]
     empty = mlir.lower_fun(lambda: jnp.zeros((0,), bool), multiple_results=False)
     return [x, *empty(ctx.replace(avals_in=(), avals_out=ctx.avals_out[1:]))]
@@ -122,7 +128,7 @@ def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
 
 def operands(kind: str) -> int:
     """How many operands a tap has before `live`: a plain value has no token."""
-    return 1 if kind in _MAKES_TOKEN else 2
+    return 1 if kind in MAKES_TOKEN else 2
 
 
 def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, **params: Any) -> Any:
@@ -161,12 +167,27 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
     if type(t) is ad.Zero:
         t_out = _zero(out[0])
     elif kind in _TANGENTS:
-        token = out[1:] if kind in _MAKES_TOKEN else []
+        token = out[1:] if kind in MAKES_TOKEN else []
+        t = _slope([*token, *rest][0], x, t, "value", **params)
         (t_out,) = tap_p.bind(t, *token, *rest, kind=_TANGENTS[kind], **params)
+    elif kind.startswith("grad"):
+        t_out = _slope(rest[0], x, t, "grad", **params)
     else:
-        # The derivative of a cotangent, or of a tangent, is no cotangent of the marked value.
+        # The derivative of a tangent is no tangent of the marked value.
         t_out = t
     return out, [t_out, *(_zero(o) for o in out[1:])]
+
+
+def _slope(
+    token: Any, x: Any, t: Any, of: str, *, mark: Mark, axes: Any, branches: Any, **rest: Any
+) -> Any:
+    """The tangent of what an edit makes of `x`."""
+    del rest
+    if not mark.changing:
+        return t
+    fixed = {"mark": mark, "of": of, "branches": branches, "axes": axes}
+    own = (True,) * len(axes)
+    return change_p.bind(token, x, t, order=1, transposed=False, own=own, **fixed)
 
 
 def _transpose(cts: Any, t: Any, *rest: Any, kind: str, **params: Any) -> Any:
@@ -223,7 +244,7 @@ def _hoist(stage: Any, tracers: Any, params: Any) -> Any:
 
     The token stays with it: one for each iteration is none too many, as it has no bytes.
     """
-    if params["kind"] != "value":
+    if params["kind"] != "value" or params["mark"].changing:
         return stage()
     _, token = stage()
     return [tracers[0], token]

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,33 +29,34 @@ import jax.numpy as jnp
 
 from jaxtap import _compat
 from jaxtap._bodies import bodies, is_of_two, strip
-from jaxtap._fold import Folds, Thread, same_fold
+from jaxtap._calls import Call, Calls, Token
+from jaxtap._changes import Around, Change, Changes, Key
+from jaxtap._derivative import change_p, identity
+from jaxtap._fold import Folds
 from jaxtap._mark import leaf_name, marking
-from jaxtap._plan import Plan
-from jaxtap._record import Call, Entry, Slots, Staged, Token, where
+from jaxtap._plan import Choice, Plan
+from jaxtap._record import Entry, Slots, Staged, Threads, where
 from jaxtap._scopes import Scopes, scopes_of
 from jaxtap._sites import Site, SiteError
-from jaxtap._tap import Mark, operands, tap_effect, tap_p
+from jaxtap._tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 
 
 class Walk:
     """One walk over one program, under one plan."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, changes: Changes | None = None):
         self.plan = plan
+        self.changes = changes or Changes({}, {}, {})
         self.entries: list[Entry] = []
         self.folds = Folds(plan)
         self.sites: list[Site] = []
         self.lost: dict[str, str] = {}
         self.scopes: Scopes = ()
-        self.loops: tuple[tuple[str, int | None], ...] = ()
+        self.around: tuple[Around, ...] = ()
+        self.mesh: Any = None
         self.nested = marking() is not None
         self.of_two = False
-        self._calls: Counter[str] = Counter()
-        self._pullbacks: Counter[Any] = Counter()
-        self._known: dict[tuple[str, int], Call] = {}
-        self._by_uid: dict[int, list[Call]] = {}
-        self._marks: dict[str, Mark] = {}
+        self._calls = Calls()
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
 
@@ -81,11 +81,13 @@ class Walk:
     def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
         if eqn.primitive is tap_p:
             return self._tap(eqn, args)
+        if eqn.primitive is change_p:
+            return [self._derivative(eqn, args)]
         tokens = [a for a in args if type(a) is Token]
         tapped = tap_effect in eqn.effects
         if not tokens and not tapped:
             # Some equations keep the effects of their bodies to themselves.
-            tapped = any(tap_effect in _compat.open_jaxpr(body).effects for body in bodies(eqn))
+            tapped = any(self._holds_taps(body) for body in bodies(eqn))
             if not tapped:
                 return _compat.bind_equation(eqn, args)
         handler = HANDLERS.get(_compat.kind_of(eqn))
@@ -106,6 +108,10 @@ class Walk:
         outs = _compat.bind_equation(eqn, self.materialize(eqn.invars, args))
         return [Token(calls, x) for x in outs]
 
+    def _holds_taps(self, jaxpr: Any) -> bool:
+        """Whether a body has to be walked: what is only computed once more may be edited too."""
+        return tap_effect in _compat.open_jaxpr(jaxpr).effects or self.changes.has_any(jaxpr)
+
     @staticmethod
     def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The operands with tokens made into the empty arrays that they stand for."""
@@ -122,55 +128,69 @@ class Walk:
         (x, *rest), live = args[:own], args[own] if len(args) > own else None
         if isinstance(eqn.invars[0], _compat.Literal):
             x = jnp.asarray(x, eqn.invars[0].aval.dtype)
-        token = rest[0] if rest else None
+        grad = kind.startswith("grad")
+        new = kind == "value" and not (self._recomputing and self._calls.of(mark))
+        if new:
+            here = mark.within(scopes_of(eqn, self.scopes))
+            calls = [self._calls.new(here, eqn, self._branches)]
+        elif grad:
+            owner = self._owner(eqn, rest[0])
+            calls = [] if owner is None else [owner]
+        else:
+            calls = self._calls.standing_for(rest[0] if rest else None, eqn)
+        if not kind.startswith("tangent"):
+            change = self._change("grad" if grad else "value", calls, eqn)
+            x = self.changes.apply(change, [x], eqn.params["axes"]) if change else x
         array = None
         if self.nested:
             bound = tap_p.bind(x, *self.materialize(eqn.invars[1:], args[1:]), **eqn.params)
             x, array = bound[0], bound[1] if len(bound) > 1 else None
-        if kind == "value":
-            again = self._by_uid.get(mark.uid) if self._recomputing else None
-            if again:
-                return [x, Token(frozenset(again), array)]
-            call = self._call(mark.within(scopes_of(eqn, self.scopes)), eqn)
-            self._record(eqn, x, live, call, grad=False)
-            return [x, Token(frozenset({call}), array)]
-        if kind == "copy":
-            return [x, Token(frozenset(self._by_uid.get(mark.uid, ())), array)]
-        if kind.startswith("grad"):
-            call = self._owner(eqn, mark, token)
-            if call is not None:
-                self._record(eqn, x, live, call, grad=True)
-        return [x]
+        if new or grad:
+            for call in calls:
+                self._record(eqn, x, live, call, grad=grad)
+        return [x, Token(frozenset(calls), array)] if kind in MAKES_TOKEN else [x]
 
-    def _call(self, mark: Mark, eqn: Any) -> Call:
-        first = self._marks.setdefault(mark.path, mark)
-        if not same_fold(first, mark):
+    def _change(self, of: str, calls: Sequence[Call], eqn: Any) -> Change | None:
+        """How one of some calls is changed; raises if it depends on which one it is."""
+        calls = self._calls.narrowed(calls, eqn, self._branches)
+        found = {self.changes.find(Key(of, call.name)) for call in calls}
+        if len(found) > 1:
             raise SiteError(
-                f"The site {mark.path!r} is sown at {first.source} and at {mark.source} with "
-                "reducers that differ, so its calls cannot be folded into one. Give both the same "
-                "`reduce` and `init`, or another name to one of them."
+                f"The site {calls[0].name!r}, marked at {calls[0].mark.source}, is one of "
+                f"{len(calls)} calls that share one traced function, and they are not edited "
+                "alike: which of them it is cannot be told where its value is computed once more. "
+                "Edit all of them alike, or give each a jit or a checkpoint of its own."
             )
-        number = self._calls[mark.path] + eqn.params["shift"]
-        self._calls[mark.path] += 1
-        branches = (*self._branches, *eqn.params["branches"])
-        known = self._known.get((mark.path, number))
-        if known is not None and known.branches == branches:
-            return known  # another iteration of a loop that is evaluated
-        call = self._known[mark.path, number] = Call(mark, number, branches)
-        self._by_uid.setdefault(mark.uid, []).append(call)
-        return call
+        return found.pop() if found else None
 
-    def _owner(self, eqn: Any, mark: Mark, token: Any) -> Call | None:
+    def _derivative(self, eqn: Any, args: list[Any]) -> Any:
+        """The derivative of what an edit does to a site."""
+        params = eqn.params
+        token, *operands = args
+        calls = self._calls.standing_for(token, eqn, self._branches)
+        change = self._change(params["of"], calls, eqn)
+        if change is None and not self.nested:
+            return identity(*operands, order=params["order"])
+        (array,) = self.materialize(eqn.invars[:1], args[:1])
+        if change is None:
+            return change_p.bind(array, *operands, **params)
+
+        def then(x: Any) -> Any:
+            if not self.nested:
+                return x
+            fixed = {k: params[k] for k in ("mark", "of", "branches")}
+            here: Any = {"order": 0, "transposed": False, "axes": (), "own": ()}
+            return change_p.bind(array, x, **fixed, **here)
+
+        asked = {k: params[k] for k in ("order", "transposed")}
+        return self.changes.apply(change, operands, params["axes"], params["own"], then, **asked)
+
+    def _owner(self, eqn: Any, token: Any) -> Call | None:
         """The call that a gradient belongs to; None if it is nobody's, and not asked for."""
-        calls = token.calls if type(token) is Token else self._by_uid.get(mark.uid, ())
-        calls = [c for c in calls if c.mark.uid == mark.uid]
-        if len(calls) > 1:
-            # Residuals of branches share their places: this one is read in a branch of its own.
-            branches = (*self._branches, *eqn.params["branches"])
-            calls = [c for c in calls if c.branches == branches] or calls
+        mark, calls = eqn.params["mark"], self._calls.standing_for(token, eqn, self._branches)
         if len(calls) == 1:
             return calls[0]
-        asked = [c for c in calls if self.plan.choose(self._site(c, eqn, grad=True), grad=True)]
+        asked = [c for c in calls if self._asks_for_gradient(c, eqn)]
         if not asked and calls:
             return None
         raise SiteError(
@@ -180,6 +200,11 @@ class Walk:
             "`grads`."
         )
 
+    def _asks_for_gradient(self, call: Call, eqn: Any) -> bool:
+        site = self._site(call, eqn, grad=True)
+        changed = self.changes.find(Key("grad", call.name))
+        return changed is not None or self.plan.choose(site, grad=True) is not None
+
     def _site(self, call: Call, eqn: Any, *, grad: bool, pullback: int = 0) -> Site:
         """The site as a predicate sees it: with the loops that it is known to be in."""
         mark, aval = call.mark, eqn.invars[0].aval
@@ -187,14 +212,15 @@ class Walk:
         front = [aval.shape[a] for a in axes]
         own = [n for i, n in enumerate(aval.shape) if i not in axes]
         folded = mark.reduce is not None and not grad
-        lengths = [] if folded else [n for _, n in self.loops if n is not None]
+        loops = [] if folded else [a for a in self.around if a.is_loop]
+        lengths = [a.size for a in loops if a.size is not None]
         return Site(
             mark.path,
             mark.kind,
             (*lengths, *front, *own),
             aval.dtype,
             mark.source,
-            () if folded else tuple(name for name, _ in self.loops),
+            tuple(map(str, loops)),
             call=0 if folded else call.number,
             pullback=pullback,
             op=mark.op,
@@ -203,18 +229,22 @@ class Walk:
             collection=mark.collection,
         )
 
-    def _record(self, eqn: Any, x: Any, live: Any, call: Call, *, grad: bool) -> None:
+    def chosen(self, eqn: Any, call: Call, *, grad: bool) -> tuple[Site, Choice] | None:
+        """Notes a site; how the plan chooses it, if it does."""
         again = eqn.params["kind"] == "grad again"
-        number = self._pullbacks[call] if grad else 0
-        if grad and not again:
-            self._pullbacks[call] += 1
+        number = self._calls.pullback(call, again=again) if grad else 0
         site = self._site(call, eqn, grad=grad, pullback=number)
         if not self.plan.sees(site, call.mark):
-            return
+            return None
         self.sites.append(dataclasses.replace(site, kind="grad") if grad else site)
-        chosen = self.plan.choose(site, grad)
+        choice = self.plan.choose(site, grad)
+        return None if choice is None else (site, choice)
+
+    def _record(self, eqn: Any, x: Any, live: Any, call: Call, *, grad: bool) -> None:
+        chosen = self.chosen(eqn, call, grad=grad)
         if chosen is None:
             return
+        site, choice = chosen
         axes = eqn.params["axes"]
         order = tuple(range(len(axes)))
         x = x if axes == order else jnp.moveaxis(x, axes, order)
@@ -225,7 +255,8 @@ class Walk:
             return
         if live is not None:
             x = where(live, x, _compat.zeros(jax.typeof(x)))
-        self.entries.append(Entry(site, call, grad, x, live, step=chosen.step, again=again))
+        again = eqn.params["kind"] == "grad again"
+        self.entries.append(Entry(site, call, grad, x, live, step=choice.step, again=again))
 
     def fold_entries(self) -> list[Entry]:
         """The folds as entries; a structured one has one for each leaf."""
@@ -237,7 +268,7 @@ class Walk:
                 entries.append(
                     Entry(
                         dataclasses.replace(site, path=name),
-                        self._known[path, 0],
+                        self._calls.first(path),
                         False,
                         jnp.asarray(leaf),
                         None if fold.seen is True else fold.seen,
@@ -248,9 +279,19 @@ class Walk:
 
     # --- bodies -------------------------------------------------------------------------------
 
-    def enter(self, *jaxprs: Any) -> tuple[Thread, ...]:
+    def enter(self, *jaxprs: Any) -> Threads:
         """What must be threaded through some bodies."""
-        return self.folds.enter(jaxprs, self.scopes)
+        return Threads(self.folds.enter(jaxprs, self.scopes), self.changes.needed(jaxprs))
+
+    def handed(self, threads: Threads) -> list[Any]:
+        """The arrays that bodies are given besides their operands: folds, and parts of changes."""
+        return [*self.folds.arrays(threads.folds), *self.changes.arrays(threads.parts)]
+
+    def take(self, threads: Threads, arrays: Sequence[Any]) -> None:
+        """Has a body go on with what it was handed."""
+        count = len(arrays) - len(threads.parts)
+        self.folds.restore(threads.folds, arrays[:count])
+        self.changes.hand_down(threads.parts, arrays[count:])
 
     @contextlib.contextmanager
     def inside(
@@ -258,20 +299,21 @@ class Walk:
         *,
         recomputing: bool = False,
         branch: int | None = None,
-        loop: tuple[str, int | None] | None = None,
+        around: Sequence[Around] = (),
     ) -> Iterator[None]:
         """Within, what is recorded and folded is a body's own."""
-        before = self.entries, self.folds.items, self._recomputing, self._branches, self.loops
+        before = self.entries, self.folds.items, self._recomputing, self._branches, self.around
+        parts = self.changes.parts
         self.entries = []
         self._recomputing |= recomputing
         if branch is not None:
             self._branches = (*self._branches, branch)
-        if loop is not None:
-            self.loops = (*self.loops, loop)
+        self.around = (*self.around, *around)
         try:
             yield
         finally:
-            self.entries, self.folds.items, self._recomputing, self._branches, self.loops = before
+            self.entries, self.folds.items, self._recomputing, self._branches, self.around = before
+            self.changes.parts = parts
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[Callable[[], None]]:
@@ -279,10 +321,10 @@ class Walk:
 
         A loop that is evaluated, under `jax.disable_jit()`, has one body and not many calls.
         """
-        calls, pullbacks, sites = Counter(self._calls), Counter(self._pullbacks), len(self.sites)
+        calls, sites = self._calls.numbers(), len(self.sites)
 
         def rewind() -> None:
-            self._calls, self._pullbacks = Counter(calls), Counter(pullbacks)
+            self._calls.rewind(calls)
             del self.sites[sites:]
 
         yield rewind
@@ -291,10 +333,10 @@ class Walk:
         self,
         jaxpr: Any,
         args: Sequence[Any],
-        threads: tuple[Thread, ...],
+        threads: Threads,
         **where: Any,
     ) -> Staged:
-        """Walks a body into a jaxpr: operands and threads in; results, entries and threads out."""
+        """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
         ins = Slots.of(args)
         cell: dict[str, Any] = {}
 
@@ -302,20 +344,20 @@ class Walk:
             arrays = iter(flat)
             values = ins.fill(arrays)
             with self.inside(**where):
-                self.folds.restore(threads, list(arrays))
+                self.take(threads, list(arrays))
                 outs = self.run(jaxpr, values)
                 cell.update(
                     outs=Slots.of(outs),
                     entries=tuple(e.bare for e in self.entries),
-                    certain=self.folds.certain(threads),
+                    certain=self.folds.certain(threads.folds),
                 )
                 return [
                     *cell["outs"].arrays(outs),
                     *(a for e in self.entries for a in e.arrays),
-                    *self.folds.arrays(threads),
+                    *self.folds.arrays(threads.folds),
                 ]
 
-        made = jax.make_jaxpr(body)(*ins.arrays(args), *self.folds.arrays(threads))
+        made = jax.make_jaxpr(body)(*ins.arrays(args), *self.handed(threads))
         return Staged(made, ins, threads=threads, **cell)
 
     def unstage(self, staged: Staged, results: Sequence[Any]) -> list[Any]:
@@ -323,7 +365,7 @@ class Walk:
         flat = iter(results)
         outs = staged.outs.fill(flat)
         self.entries += [e.with_arrays(flat) for e in staged.entries]
-        self.folds.restore(staged.threads, list(flat), staged.certain)
+        self.folds.restore(staged.threads.folds, list(flat), staged.certain)
         return outs
 
     def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:

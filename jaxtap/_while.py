@@ -17,9 +17,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxtap import _compat
 from jaxtap._bodies import strip
+from jaxtap._changes import COUNTER, Around
 from jaxtap._record import Entry, Staged, refuse_folded, where
 from jaxtap._sites import SiteError, StepSlice
-from jaxtap._tap import tap_effect
+from jaxtap._tap import Mark, tap_effect
 from jaxtap._walk import Walk, eager, handles
 
 
@@ -32,9 +33,15 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     tconsts, bconsts, init = args[:ntest], args[ntest : ntest + nbody], args[ntest + nbody :]
     mapped = bool(_compat.open_jaxpr(test).outvars[0].aval.shape)
     plain_test = test if walk.nested else strip(test)
-    threads = walk.enter(body)
-    folds = walk.folds.arrays(threads)
-    staged = walk.stage(body, [*bconsts, *init], threads, loop=("while", None))
+    _refuse_changes(walk, test)
+    with walk.inside():
+        if walk.changes.counts(body):
+            walk.changes.count(jnp.zeros((), jnp.int32))
+        threads = walk.enter(body)
+        folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
+        staged = walk.stage(body, [*bconsts, *init], threads, around=[Around("while", None)])
+        items = walk.folds.items
+    walk.folds.items = items
     buffers = [_Buffer.of(walk, entry, types) for entry, types in _typed(staged)]
 
     def goes_on(tconsts: Any, state: Any) -> Any:
@@ -45,10 +52,13 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         return [jnp.any(go) if mapped else go]
 
     def step(*flat: Any) -> list[Any]:
-        consts, flat = flat[: ntest + nbody], flat[ntest + nbody :]
+        consts, parts = flat[: ntest + nbody], flat[ntest + nbody :][: len(threads.parts)]
+        flat = flat[ntest + nbody + len(parts) :]
         state, carried = flat[: len(init)], flat[len(init) : len(init) + len(folds)]
         count, *held = flat[len(init) + len(folds) :]
-        results = iter(jaxpr_as_fun(staged.jaxpr)(*consts[ntest:], *state, *carried))
+        keys = zip(threads.parts, parts, strict=True)
+        given = [count if key == COUNTER else part for key, part in keys]
+        results = iter(jaxpr_as_fun(staged.jaxpr)(*consts[ntest:], *state, *carried, *given))
         new = [next(results) for _ in init]
         if mapped:
             # An example that is done keeps its state: so JAX itself lowers such a loop.
@@ -65,10 +75,10 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
 
     start = [x for buffer in buffers for x in buffer.start()]
     carry = [*init, *folds, jnp.zeros((), jnp.int32), *start]
-    results = _loop(eqn, check, step, tconsts, [*tconsts, *bconsts], carry)
+    results = _loop(eqn, check, step, tconsts, [*tconsts, *bconsts, *parts], carry)
     flat = iter(results)
     own = [next(flat) for _ in init]
-    walk.folds.restore(threads, [next(flat) for _ in folds])
+    walk.folds.restore(threads.folds, [next(flat) for _ in folds])
     count = next(flat)
     for buffer in buffers:
         walk.entries.append(buffer.finish(next(flat), next(flat)))
@@ -77,10 +87,20 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     return own
 
 
+def _refuse_changes(walk: Walk, test: Any) -> None:
+    if walk.changes.has_any(test):
+        marks: list[Mark] = []
+        strip(test, marks)
+        raise SiteError(
+            f"The site {marks[0].path!r}, marked at {marks[0].source}, is in the predicate of a "
+            "while loop, where it cannot be edited or perturbed. Mark the value in the body."
+        )
+
+
 def _last_test(walk: Walk, test: Any, args: list[Any], count: Any) -> None:
     """Records what the predicate of a loop marks: it ran last on what the loop ended with."""
     nested, walk.nested = walk.nested, False  # the tap in the loop is there for the other capture
-    with walk.inside(loop=("while", None)):
+    with walk.inside(around=[Around("while", None)]):
         walk.run(test, args)
         entries = walk.entries
     walk.nested = nested

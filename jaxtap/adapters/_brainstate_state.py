@@ -221,7 +221,8 @@ def taken_apart(call: FunctionCall) -> FunctionCall:
     taken = _Taken(call, walk, learned)
     added = values, clock, _Fixed(settings)
     same = call.fn, call.args, call.kwargs, taken.close, call.memory
-    return _Call(*same, taken=taken, added=added)
+    own = lambda result: call.own(result[0])  # noqa: E731
+    return _Call(*same, own, taken=taken, added=added)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,9 @@ class NNX(Adapter):
                 # The keys say where each was, by which the arrays inside are known.
                 named = dict(zip(objects.paths, objects.taken, strict=True))
                 graphdef, state = context.split(named)
-            yield FunctionCall(pure, (graphdef, state, args, kwargs), {}, close, call.memory)
+            inner = graphdef, state, args, kwargs
+            own = lambda result: call.own(result[0])  # noqa: E731
+            yield FunctionCall(pure, inner, {}, close, call.memory, own)
 
 
 def _variables(state: Any) -> list[Any]:

@@ -46,10 +46,12 @@ from flax.core import FrozenDict, freeze, unfreeze
 from flax.core.scope import in_filter, union_filters
 
 from jaxtap._capture import capture
+from jaxtap._gradients import Adding
+from jaxtap._job import Instrumented
+from jaxtap._plan import Plan
 from jaxtap._sites import Site, SiteError
 from jaxtap.adapters._linen_marks import Recording, Sown, recording
 from jaxtap.adapters.linen import ADAPTER
-from jaxtap.compat._adding import add
 
 
 def apply(
@@ -140,9 +142,11 @@ def _captured(module: Any, method: Any, mutable: Any, outputs: Any) -> Any:
 
     def perturbed(given: _Arguments) -> Any:
         def choose(sites: Any) -> Mapping[str, Any]:
-            return dict(_perturbations(given.variables, sites, ADAPTER.name(module), is_mutable))
+            found = _perturbations(given.variables, sites, ADAPTER.name(module), is_mutable)
+            return {name: jnp.asarray(x, sites[name].dtype) for name, x in found}
 
-        return add(run, given, choose)
+        adding = Adding(Plan.make("**", None, modules=False), choose)
+        return Instrumented(run, adding)((), (given,), {})
 
     def call(given: _Arguments) -> Any:
         others = set(given.variables) - {"params", "batch_stats", "intermediates"}

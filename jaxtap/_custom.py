@@ -1,0 +1,147 @@
+"""Handlers of the calls that have a derivative rule of their own: see `_control`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.dtypes import float0
+from jax.extend.core import jaxpr_as_fun
+
+from jaxtap import _compat
+from jaxtap._bodies import strip
+from jaxtap._changes import COUNTER, part_name
+from jaxtap._mark import unmarked
+from jaxtap._record import Threads
+from jaxtap._sites import SiteError
+from jaxtap._walk import Walk, handles
+
+
+@handles("custom_jvp_call", "CustomJVPTraced", "RematTraced")
+def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+    """The values come from the body; the derivative of its results is that of the custom rule."""
+    body = _compat.call_body(eqn)
+    threads = walk.enter(body)
+    staged = walk.stage(body, args, threads)
+    inner = jaxpr_as_fun(staged.jaxpr)
+    count, n = staged.count, len(staged.ins.kept)
+
+    @jax.custom_jvp
+    def call(*flat: Any) -> list[Any]:
+        return inner(*flat)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        def plain(*flat: Any) -> Any:
+            with unmarked():
+                return _compat.bind_equation(eqn, flat)
+
+        _refuse_derivatives(threads, [type(t) is not SymbolicZero for t in tangents])
+        tangents = tuple(map(_instantiated, tangents))
+        _, out = jax.jvp(plain, primals[:n], tangents[:n])
+        results, inside = jax.jvp(inner, primals, tangents)
+        return results, [*out, *inside[count:]]
+
+    call.defjvp(rule, symbolic_zeros=bool(threads.parts))
+    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
+
+
+@handles("custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced")
+def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+    """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
+    body = _compat.call_body(eqn)
+    threads = walk.enter(body)
+    staged = walk.stage(body, args, threads)
+    inner = jaxpr_as_fun(staged.jaxpr)
+    count, n = staged.count, len(staged.ins.kept)
+
+    def plain(*flat: Any) -> Any:
+        with unmarked():
+            return _compat.bind_equation(eqn, flat)
+
+    @jax.custom_vjp
+    def call(*flat: Any) -> list[Any]:
+        return inner(*flat)
+
+    def forward(*given: Any) -> Any:
+        _refuse_derivatives(threads, [getattr(x, "perturbed", False) for x in given])
+        flat = [x.value if threads.parts else x for x in given]
+        out, back = jax.vjp(plain, *flat[:n])
+        inside, back_inside = jax.vjp(lambda *flat: inner(*flat)[count:], *flat)
+        return [*out, *inside], (back, back_inside)
+
+    def backward(residuals: Any, cts: Any) -> Any:
+        back, back_inside = residuals
+        cts = [_instantiated(ct) for ct in cts]
+        through, inside = back(list(cts[:count])), back_inside(list(cts[count:]))
+        return (*(_add(a, b) for a, b in zip(through, inside, strict=False)), *inside[n:])
+
+    call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
+    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
+
+
+def _instantiated(t: Any) -> Any:
+    """A tangent or cotangent as an array, also where JAX knows that it is zero."""
+    if not isinstance(t, SymbolicZero):
+        return t
+    aval: Any = t.aval
+    return np.zeros(aval.shape, aval.dtype) if aval.dtype == float0 else _compat.zeros(aval)
+
+
+def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
+    """The derivative of a call is its own rule's, which knows nothing of what an edit is given."""
+    count = len(threads.parts)
+    for key, moved in zip(threads.parts, moves[len(moves) - count :], strict=True):
+        if moved and key != COUNTER:
+            raise SiteError(
+                f"The site {part_name(key)!r} is inside a function with a derivative rule of its "
+                "own (jax.custom_jvp or jax.custom_vjp), so there is no derivative by what it is "
+                "perturbed or replaced with. Mark a value outside of that function."
+            )
+
+
+def _add(a: Any, b: Any) -> Any:
+    return a if a.dtype == float0 else a + b
+
+
+@handles("custom_linear_solve", "linear_solve")
+def _linear_solve(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+    """What the solver marks comes out as the auxiliary result that solvers may have."""
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    args = walk.materialize(eqn.invars, args)
+    consts, at = {}, 0
+    for name, length in zip(lengths._fields, lengths, strict=True):
+        consts[name], at = args[at : at + length], at + length
+    b = args[at:]
+    threads = walk.enter(jaxprs.solve)
+    if threads.parts or walk.changes.has_any(jaxprs.solve):
+        raise SiteError(
+            "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed: the "
+            "derivative of a solve is that of the equation it solves. Mark what goes into it."
+        )
+    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads)
+    handed = walk.handed(threads)
+
+    def apply(name: str) -> Any:
+        jaxpr = getattr(jaxprs, name)
+        return lambda x: jaxpr_as_fun(strip(jaxpr))(*consts[name], *x)
+
+    def solve(_: Any, b: Any) -> Any:
+        results = jaxpr_as_fun(staged.jaxpr)(*consts["solve"], *b, *handed)
+        return results[: len(b)], results[len(b) :]
+
+    def transposed(_: Any, b: Any) -> Any:
+        results = apply("transpose_solve")(b)
+        rest = _compat.open_jaxpr(staged.jaxpr).outvars[len(b) :]
+        return results[: len(b)], [_compat.zeros(v.aval) for v in rest]
+
+    x, aux = jax.lax.custom_linear_solve(
+        apply("matvec"),
+        list(b),
+        solve,
+        transposed if jaxprs.transpose_solve is not None else None,
+        has_aux=True,
+    )
+    return walk.unstage(staged, [*x, *aux])

@@ -1,0 +1,170 @@
+"""`edit`: a function with other values, or other gradients, at some of its sites.
+
+>>> import jax, jax.numpy as jnp, jaxtap as jt
+>>> def f(x):
+...     h = jt.sow(jnp.sin(x), "h")
+...     return jnp.sum(h * 2)
+>>> float(jt.edit(f, values={"h": 0.0})(1.0))
+0.0
+>>> float(jt.edit(f, values={"h": lambda h: h + 1})(0.0))
+2.0
+>>> @jax.jit
+... def step(w, x):
+...     return w - jax.grad(lambda w: f(w * x))(w)
+>>> clipped = jt.edit(step, grads={"h": lambda g: jnp.clip(g, -1.0, 1.0)})
+>>> float(step(0.0, 1.0)), float(clipped(0.0, 1.0))
+(-2.0, -1.0)
+
+An edit is a function `f(x)` or `f(x, site)` of the value as it was marked: of one call, one
+iteration, one example of a `vmap`; or it is an array in its place. An array may have the shape of
+that value, or of everything that a capture of the site returns, with an axis for each loop and map,
+or anything between: missing axes are the outermost. A number fills the value.
+
+Where several edits pick one site, they are done in the order that they are given in. What a capture
+shows of an edited site, value and gradient, is what goes on from there.
+
+`jt.at(selection, step=i)` edits one iteration of the innermost loop. What an edit is given may be
+traced: `i`, an array, whatever a function closes over. So a sweep over layers, positions and
+strengths is one program, under `jax.vmap`:
+
+>>> def deep(x):
+...     layer = lambda x, w: (jt.sow(jnp.tanh(w * x), "h"), None)
+...     return jax.lax.scan(layer, x, jnp.ones(3))[0]
+>>> ablate = lambda i: jt.edit(deep, values={jt.at("h", step=i): 0.0})(1.0)
+>>> jax.vmap(ablate)(jnp.arange(3)).tolist()
+[0.0, 0.0, 0.0]
+
+A step that is out of range raises, where its value is known; where it is traced, the edited values
+are not a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jaxtap._job import Instrumented, Job, check_function
+from jaxtap._plan import Plan
+from jaxtap._program import Program
+from jaxtap._replace import Making, Rule, check_step
+from jaxtap._sites import At, SiteError, StepSlice, check, flatten
+from jaxtap._survey import Spot, survey
+from jaxtap._walk import Walk
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def edit(
+    fn: Callable[P, R],
+    values: Mapping[Any, Any] | Sequence[tuple[Any, Any]] | None = None,
+    grads: Mapping[Any, Any] | Sequence[tuple[Any, Any]] | None = None,
+    *,
+    modules: Any = True,
+) -> Callable[P, R]:
+    """A function like `fn`, with the values and the gradients of some of its sites changed.
+
+    Both map selections to edits, or are pairs of these. Gradients are those that `fn` itself takes;
+    a changed one goes on to what lies before the site.
+    """
+    check_function(fn, "edit")
+    rules, operands = [], []
+    for rule, operand in (*_rules(values, "values"), *_rules(grads, "grads")):
+        rules.append(rule)
+        operands.append(operand)
+    picked = [tuple(r.selection for r in rules if r.of == of) for of in ("value", "grad")]
+    plan = Plan.make(*picked, modules=modules, changing=True)
+    call = Instrumented(fn, _Editing(plan, tuple(rules)))
+
+    @functools.wraps(fn, updated=())
+    def edited(*args: P.args, **kwargs: P.kwargs) -> R:
+        return call(tuple(operands), args, kwargs)
+
+    return edited
+
+
+def _rules(edits: Any, argument: str) -> Iterator[tuple[Rule, tuple[Any, Any]]]:
+    """Each edit as a rule, and what it is given: an array, the number of an iteration."""
+    pairs = edits.items() if isinstance(edits, Mapping) else edits or ()
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(
+                f"`{argument}` maps selections of sites to edits, or is a sequence of pairs of "
+                f"these. There is {pair!r} in it, of type {type(pair).__name__}."
+            )
+        selection, what = pair
+        fn = what if callable(what) else None
+        array = None if fn else _as_array(what, argument, selection)
+        for part in flatten(check(selection, argument)):
+            of = "value" if argument == "values" else "grad"
+            if not isinstance(part, At):
+                yield Rule(of, part, fn), (array, None)
+            elif isinstance(part.step, StepSlice):
+                yield Rule(of, part.selection, fn, part.step), (array, None)
+            else:
+                yield Rule(of, part.selection, fn, True), (array, jnp.asarray(part.step))
+
+
+def _as_array(what: Any, argument: str, selection: Any) -> Any:
+    try:
+        return what if isinstance(what, (bool, int, float, complex)) else jnp.asarray(what)
+    except TypeError:
+        raise TypeError(
+            f"{argument}[{selection!r}] must be an array, a number, or a function of the value, "
+            f"but is {what!r} of type {type(what).__name__}."
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Editing(Job):
+    """Does some edits."""
+
+    plan: Plan
+    rules: tuple[Rule, ...]
+
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        spots = survey(program, self.plan, arrays)
+        for rule in self.rules:
+            _check_reached(rule, spots)
+        return spots
+
+    def check(self, prepared: Any, operands: Any) -> None:
+        for spot in prepared:
+            for rule, (_, step) in zip(self.rules, operands, strict=True):
+                if rule.picks(spot) and rule.step is True and not isinstance(step, Tracer):
+                    check_step(spot, int(step))
+
+    def run(
+        self,
+        program: Program,
+        prepared: Any,
+        operands: Any,
+        arrays: Sequence[Any],
+        checked: bool,
+    ) -> Any:
+        making = Making(checked)
+        for spot in prepared:
+            for rule, (array, step) in zip(self.rules, operands, strict=True):
+                if rule.picks(spot):
+                    making.add(rule, spot, array, step)
+        return program.run(Walk(Plan(None, None), making.changes()), arrays), ()
+
+
+def _check_reached(rule: Rule, spots: Sequence[Spot]) -> None:
+    """Raises for an edit that would do nothing."""
+    picked = [spot for spot in spots if rule.picks(spot)]
+    if not picked and not callable(rule.selection):
+        raise SiteError(f"{rule} is edited, but it matches no site.")
+    if picked and not any(spot.reaches for spot in picked):
+        site = picked[0].site
+        what = "value" if rule.of == "value" else "gradient"
+        raise SiteError(
+            f"The {what} of the site {site.name!r}, marked at {site.source}, is edited, but never "
+            "reaches a result of the function, so the edit would do nothing. Use what jt.sow "
+            "returned in the place of the value that it was given."
+        )
