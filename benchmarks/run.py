@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calling, measure, step, tracing
+from benchmarks import calling, changes, measure, step, tracing
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
@@ -34,6 +34,9 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "trace": (lambda rounds: tracing.unrolled(48, rounds), 7, 3),
     "nested": (lambda rounds: tracing.nested(8, rounds), 9, 3),
     "call": (calling.both, 60, 20),
+    "edit": (lambda rounds: changes.edited(Config(), rounds), 60, 8),
+    "grad": (lambda rounds: changes.gradient(Config(), rounds), 60, 8),
+    "prefix": (lambda rounds: changes.prefix(Config(), rounds), 60, 8),
     "nnx": (framework("nnx_step", "unrolled", Config()), 30, 5),
     "nnx-remat": (framework("nnx_step", "remat", Config(layers=24, batch=8)), 1, 1),
     "linen": (framework("linen_step", "unrolled", Config()), 30, 5),

@@ -3,9 +3,10 @@
 from jaxtap._capture import capture, sites
 from jaxtap._cut import prefix, suffix
 from jaxtap._edit import edit
-from jaxtap._gradients import grad, jacobian, perturbations, perturbed, value_and_grad
+from jaxtap._gradients import grad, jacobian, value_and_grad
 from jaxtap._listing import ModuleTable, modules
 from jaxtap._mark import perturb, scope, sow
+from jaxtap._perturbations import perturbations, perturbed
 from jaxtap._sites import Site, SiteError, at, lines, named, ops
 from jaxtap._taps import SiteTable, Taps
 

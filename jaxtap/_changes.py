@@ -64,13 +64,14 @@ class Change:
     """`fn(x, counter, *parts)` is what a value `x` is replaced by, of the same type.
 
     `parts` are the keys of those it needs; `counter` is None if it is not `counted`. Changes that
-    do the `same` are equal.
+    do the `same` are equal. A `late` one comes after those of the functions around.
     """
 
     same: Hashable
     fn: Callable[..., Any] = dataclasses.field(compare=False)
     parts: tuple[Hashable, ...] = dataclasses.field(default=(), compare=False)
     counted: bool = False
+    late: bool = False
 
 
 class Key(NamedTuple):

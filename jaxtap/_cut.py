@@ -119,8 +119,8 @@ class _Cut(Job):
         more = " and more" if len(spots) > 5 else ""
         raise SiteError(
             f"A cut is at one site, but {self.plan.values!r} picks {len(spots)}, so the program "
-            f"crosses it more than once: {names}{more}. Name one of them: {f'{site.path}@{site.call}'!r} "
-            f"is the first, marked at {site.source}."
+            f"crosses it more than once: {names}{more}. Name one of them: the first, marked at "
+            f"{site.source}, is {f'{site.path}@{site.call}'!r}."
         )
 
 

@@ -34,8 +34,8 @@ strengths is one program, under `jax.vmap`:
 >>> jax.vmap(ablate)(jnp.arange(3)).tolist()
 [0.0, 0.0, 0.0]
 
-A step that is out of range raises, where its value is known; where it is traced, the edited values
-are not a number.
+A step that is out of range raises, where its value is known; where it is traced, the values of the
+site are not a number (or, if they are integers, unchanged).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jaxtap._job import Instrumented, Job, check_function
@@ -102,18 +103,25 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[Rule, tuple[Any, Any]]]:
         array = None if fn else _as_array(what, argument, selection)
         for part in flatten(check(selection, argument)):
             of = "value" if argument == "values" else "grad"
+            if isinstance(part, str) and "~" in part:
+                raise SiteError(
+                    f"{argument}={part!r} was given, but a gradient cannot be edited apart from "
+                    "the others of its call: a second derivative goes through all of them. Leave "
+                    f"{part[part.index('~') :]!r} out."
+                )
             if not isinstance(part, At):
                 yield Rule(of, part, fn), (array, None)
             elif isinstance(part.step, StepSlice):
                 yield Rule(of, part.selection, fn, part.step), (array, None)
             else:
-                yield Rule(of, part.selection, fn, True), (array, jnp.asarray(part.step))
+                step = np.int32(part.step) if isinstance(part.step, int) else part.step
+                yield Rule(of, part.selection, fn, True), (array, step)
 
 
 def _as_array(what: Any, argument: str, selection: Any) -> Any:
     try:
         return what if isinstance(what, (bool, int, float, complex)) else jnp.asarray(what)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(
             f"{argument}[{selection!r}] must be an array, a number, or a function of the value, "
             f"but is {what!r} of type {type(what).__name__}."

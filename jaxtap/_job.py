@@ -173,8 +173,8 @@ class Instrumented:
             return job.run(program, prepared, operands, arrays, True)
 
         captured.__name__ = captured.__qualname__ = name_of(self.fn)
-        donated = tuple(i + 1 for i in _donated(program.jaxpr))
-        return program, prepared, jax.jit(captured, donate_argnums=donated)
+        donated = () if job.stateless else (i + 1 for i in _donated(program.jaxpr))
+        return program, prepared, jax.jit(captured, donate_argnums=tuple(donated))
 
 
 def _key(signature: Signature, operands: Any, arrays: Sequence[Any]) -> Any:

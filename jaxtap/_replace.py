@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer, eval_jaxpr
 
 from jaxtap import _compat
@@ -81,6 +82,7 @@ class Making:
         *,
         same: Hashable = None,
         counted: bool = False,
+        late: bool = False,
     ) -> None:
         """Has the value of a site changed into `fn(x, counter, *parts)`, after other changes.
 
@@ -92,7 +94,7 @@ class Making:
         for part in parts:
             keys.append(PartKey(spot.key, len(self._parts)))
             self._parts[keys[-1]] = part
-        self._changes.setdefault(spot.key, []).append(Change(same, fn, tuple(keys), counted))
+        self._changes.setdefault(spot.key, []).append(Change(same, fn, tuple(keys), counted, late))
         self._sites.setdefault(spot.uid, set()).add(spot.key)
 
     def add(self, rule: Rule, spot: Spot, array: Any, step: Any) -> None:
@@ -141,14 +143,15 @@ Replacing = tuple[Callable[..., Any], list[Part]]
 
 def _by_function(rule: Rule, spot: Spot) -> Replacing:
     def replace(x: Any) -> Any:
-        return rule.replace(x, spot.site)
+        out = rule.replace(x, spot.site)
+        if not isinstance(out, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+            raise SiteError(
+                f"The edit of {_where(spot)} returns {type(out).__name__}, but must return one "
+                f"array like the value, of type {_type(spot.own)}."
+            )
+        return out
 
     made, shape = jax.make_jaxpr(replace, return_shape=True)(spot.own)
-    if not isinstance(shape, jax.ShapeDtypeStruct):
-        raise SiteError(
-            f"The edit of {_where(spot)} returns {type(shape).__name__}, but must return one array "
-            f"like the value, of type {_type(spot.own)}."
-        )
     if shape.shape != spot.own.shape or shape.dtype != spot.own.dtype:
         raise SiteError(
             f"The edit of {_where(spot)} returns {_type(shape)}, but the value is "
@@ -198,7 +201,7 @@ def _by_array(rule: Rule, spot: Spot, array: Any) -> Replacing:
 def _due(rule: Rule, spot: Spot, traced: bool) -> Callable[..., tuple[Any, Any]]:
     """Tells whether an iteration is to be edited; and whether its number is a number at all."""
     if spot.loop is None:
-        raise SiteError(f"`step` was given for {_where(spot)}, which is in no loop. Leave it out.")
+        raise SiteError(f"`step` was given for {_where(spot)} which is in no loop. Leave it out.")
     length = spot.around[spot.loop].size
 
     def one(counter: Any, step: Any) -> tuple[Any, Any]:
@@ -215,14 +218,14 @@ def _due(rule: Rule, spot: Spot, traced: bool) -> Callable[..., tuple[Any, Any]]
             (step.start or 0) < 0 or (step.stop or 0) < 0 or (step.stride or 1) < 1
         ):
             raise SiteError(
-                f"step={step} was given for {_where(spot)}, which is in a while loop: how often "
+                f"step={step} was given for {_where(spot)} which is in a while loop: how often "
                 "that runs is not known beforehand, so `step` must count from the start."
             )
         if length is not None:
             numbers = range(*step.slice.indices(length))
             if not numbers:
                 raise SiteError(
-                    f"step={step} was given for {_where(spot)}, but that is none of the {length} "
+                    f"step={step} was given for {_where(spot)} but that is none of the {length} "
                     "iterations of its loop."
                 )
             first, last, stride = min(numbers), max(numbers), abs(numbers.step)
@@ -243,7 +246,7 @@ def check_step(spot: Spot, step: int) -> None:
     low = 0 if length is None else -length
     if step < low or (length is not None and step >= length):
         has = f"has {length} iterations" if length is not None else "counts from 0"
-        raise SiteError(f"step={step} was given for {_where(spot)}, but its loop {has}.")
+        raise SiteError(f"step={step} was given for {_where(spot)} but its loop {has}.")
 
 
 def _unless(valid: Any, x: Any) -> Any:
@@ -254,7 +257,7 @@ def _unless(valid: Any, x: Any) -> Any:
 
 
 def _where(spot: Spot) -> str:
-    return f"the site {spot.site.name!r}, marked at {spot.site.source}"
+    return f"the site {spot.site.name!r}, marked at {spot.site.source},"
 
 
 def _type(like: Any) -> str:

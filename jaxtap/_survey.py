@@ -23,7 +23,8 @@ class Spot:
     """A site, where it is: what is `around` it, and the type of the value as it was marked.
 
     `site` has the shape of what a capture returns of it. `mapped` are the sizes of its mapped axes,
-    `mesh` is that of the shard_map that it is in. `reaches` if results of the program depend on it.
+    `mesh` is that of the shard_map that it is in, `step` what is asked for of the innermost loop.
+    `reaches` if results of the program depend on it.
     """
 
     key: Key
@@ -33,6 +34,7 @@ class Spot:
     mapped: tuple[int, ...]
     own: Any
     mesh: Any
+    step: Any
     branches: bool
     reaches: bool
 
@@ -78,7 +80,7 @@ class _Surveying(Walk):
         reaches = call.mark.uid in self._reached
         branches = bool(call.branches)
         own = jax.ShapeDtypeStruct(own, x.dtype)
-        where = around, mapped, own, self.mesh, branches, reaches
+        where = around, mapped, own, self.mesh, chosen[1].step, branches, reaches
         self.spots.setdefault(key, Spot(key, site, call.mark.uid, *where))
 
 

@@ -46,8 +46,8 @@ from flax.core import FrozenDict, freeze, unfreeze
 from flax.core.scope import in_filter, union_filters
 
 from jaxtap._capture import capture
-from jaxtap._gradients import Adding
 from jaxtap._job import Instrumented
+from jaxtap._perturbations import Adding
 from jaxtap._plan import Plan
 from jaxtap._sites import Site, SiteError
 from jaxtap.adapters._linen_marks import Recording, Sown, recording
