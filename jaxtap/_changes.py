@@ -64,7 +64,8 @@ class Change:
     """`fn(x, counter, *parts)` is what a value `x` is replaced by, of the same type.
 
     `parts` are the keys of those it needs; `counter` is None if it is not `counted`. Changes that
-    do the `same` are equal. A `late` one comes after those of the functions around.
+    do the `same` are equal. A `late` one comes after those of the functions around. That of a
+    gradient has the `level` of the derivative that it is of.
     """
 
     same: Hashable
@@ -72,6 +73,7 @@ class Change:
     parts: tuple[Hashable, ...] = dataclasses.field(default=(), compare=False)
     counted: bool = False
     late: bool = False
+    level: int | None = None
 
 
 class Key(NamedTuple):
@@ -107,8 +109,13 @@ class Changes:
         self._uids = Uids()
         self.parts: dict[Hashable, Part] = dict(parts)
 
-    def find(self, key: Key) -> Change | None:
-        return self._changes.get(key)
+    def find(self, key: Key, level: int | None = None) -> Change | None:
+        """How a site is changed; a gradient is if it is of the innermost derivative there is.
+
+        One of a derivative around that is taken of the changed gradient, as of any function.
+        """
+        change = self._changes.get(key)
+        return change if change is None or change.level == level else None
 
     def needed(self, jaxprs: Sequence[Any]) -> tuple[Hashable, ...]:
         """The keys of the parts that some bodies may need."""

@@ -94,7 +94,8 @@ class Making:
         for part in parts:
             keys.append(PartKey(spot.key, len(self._parts)))
             self._parts[keys[-1]] = part
-        self._changes.setdefault(spot.key, []).append(Change(same, fn, tuple(keys), counted, late))
+        change = Change(same, fn, tuple(keys), counted, late, spot.level)
+        self._changes.setdefault(spot.key, []).append(change)
         self._sites.setdefault(spot.uid, set()).add(spot.key)
 
     def add(self, rule: Rule, spot: Spot, array: Any, step: Any) -> None:
@@ -135,7 +136,8 @@ def _composed(changes: Sequence[Change]) -> Change:
 
     keys = tuple(key for change in changes for key in change.parts)
     same = tuple(change.same for change in changes)
-    return Change(same, fn, keys, any(change.counted for change in changes))
+    counted = any(change.counted for change in changes)
+    return Change(same, fn, keys, counted, changes[0].late, changes[0].level)
 
 
 Replacing = tuple[Callable[..., Any], list[Part]]

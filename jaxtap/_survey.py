@@ -24,7 +24,8 @@ class Spot:
 
     `site` has the shape of what a capture returns of it. `mapped` are the sizes of its mapped axes,
     `mesh` is that of the shard_map that it is in, `step` what is asked for of the innermost loop.
-    `reaches` if results of the program depend on it.
+    `level` is that of the innermost derivative, if it is a gradient. `reaches` if results of the
+    program depend on it.
     """
 
     key: Key
@@ -35,6 +36,7 @@ class Spot:
     own: Any
     mesh: Any
     step: Any
+    level: int | None
     branches: bool
     reaches: bool
 
@@ -80,8 +82,12 @@ class _Surveying(Walk):
         reaches = call.mark.uid in self._reached
         branches = bool(call.branches)
         own = jax.ShapeDtypeStruct(own, x.dtype)
-        where = around, mapped, own, self.mesh, chosen[1].step, branches, reaches
-        self.spots.setdefault(key, Spot(key, site, call.mark.uid, *where))
+        level = eqn.params["level"] if grad else None
+        where = around, mapped, own, self.mesh, chosen[1].step, level, branches, reaches
+        spot = Spot(key, site, call.mark.uid, *where)
+        known = self.spots.setdefault(key, spot)
+        if level is not None and known.level is not None and level < known.level:
+            self.spots[key] = spot
 
 
 def survey(

@@ -29,6 +29,9 @@ run for examples that they do not count for. It says for which they do: see `_gu
 says which branches of such conditionals the tap was in, and `shift` by how much the number of its
 call is off, where branches run in another order than they were written in.
 
+`level` says how many times the value had been differentiated before: a tangent and a gradient have
+that of the derivative that they belong to, from the innermost on.
+
 `axes` are the positions of the mapped axes in the operand, outermost first. The operand itself is
 left as it lies, so that a marked program has the operations of the plain one.
 
@@ -100,7 +103,7 @@ tap_p.multiple_results = True
 
 def tap(x: Any, mark: Mark) -> Any:
     """Marks an array; returns it."""
-    return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=(), shift=0)[0]
+    return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=(), shift=0, level=0)[0]
 
 
 MAKES_TOKEN = ("value", "copy")
@@ -163,7 +166,8 @@ _TANGENTS = {"value": "tangent", "again": "tangent again", "copy": "tangent agai
 def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
     x, *rest = primals
     t = tangents[0]
-    out = tap_p.bind(x, *rest, kind=kind, **params)
+    deeper = params["level"] + (kind in _TANGENTS)
+    out = tap_p.bind(x, *rest, kind=kind, **(params | {"level": deeper}))
     if type(t) is ad.Zero:
         t_out = _zero(out[0])
     elif kind in _TANGENTS:
@@ -179,15 +183,24 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
 
 
 def _slope(
-    token: Any, x: Any, t: Any, of: str, *, mark: Mark, axes: Any, branches: Any, **rest: Any
+    token: Any,
+    x: Any,
+    t: Any,
+    of: str,
+    *,
+    mark: Mark,
+    axes: tuple[int, ...],
+    branches: tuple[int, ...],
+    level: int,
+    **rest: Any,
 ) -> Any:
     """The tangent of what an edit makes of `x`."""
     del rest
     if not mark.changing:
         return t
-    fixed = {"mark": mark, "of": of, "branches": branches, "axes": axes}
-    own = (True,) * len(axes)
-    return change_p.bind(token, x, t, order=1, transposed=False, own=own, **fixed)
+    fixed = {"mark": mark, "of": of, "branches": branches, "level": level}
+    lie = {"axes": axes, "own": (True,) * len(axes)}
+    return change_p.bind(token, x, t, order=1, transposed=False, **fixed, **lie)
 
 
 def _transpose(cts: Any, t: Any, *rest: Any, kind: str, **params: Any) -> Any:

@@ -157,7 +157,8 @@ class Walk:
     def _change(self, of: str, calls: Sequence[Call], eqn: Any) -> Change | None:
         """How one of some calls is changed; raises if it depends on which one it is."""
         calls = self._calls.narrowed(calls, eqn, self._branches)
-        found = {self.changes.find(Key(of, call.name)) for call in calls}
+        level = eqn.params["level"] if of == "grad" else None
+        found = {self.changes.find(Key(of, call.name), level) for call in calls}
         if len(found) > 1:
             raise SiteError(
                 f"The site {calls[0].name!r}, marked at {calls[0].mark.source}, is one of "
@@ -182,7 +183,7 @@ class Walk:
         def then(x: Any) -> Any:
             if not self.nested:
                 return x
-            fixed = {k: params[k] for k in ("mark", "of", "branches")}
+            fixed = {k: params[k] for k in ("mark", "of", "branches", "level")}
             here: Any = {"order": 0, "transposed": False, "axes": (), "own": ()}
             return change_p.bind(array, x, **fixed, **here)
 
@@ -206,7 +207,7 @@ class Walk:
 
     def _asks_for_gradient(self, call: Call, eqn: Any) -> bool:
         site = self._site(call, eqn, grad=True)
-        changed = self.changes.find(Key("grad", call.name))
+        changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
         return changed is not None or self.plan.choose(site, grad=True) is not None
 
     def _site(self, call: Call, eqn: Any, *, grad: bool, pullback: int = 0) -> Site:

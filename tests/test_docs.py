@@ -9,10 +9,16 @@ from pathlib import Path
 import jax
 import pytest
 
-import jaxtap
-
 ROOT = Path(__file__).parent.parent
-MODULES = ["jaxtap", *(f"jaxtap.{m.name}" for m in pkgutil.iter_modules(jaxtap.__path__))]
+PACKAGES = ("jaxtap", "jaxtap.attribute", "jaxtap.compat")
+MODULES = [
+    name
+    for package in PACKAGES
+    for path in [importlib.import_module(package).__path__]
+    for name in (package, *(f"{package}.{module.name}" for module in pkgutil.iter_modules(path)))
+]
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("semantics", "changing", "frameworks"))]
+NOTEBOOKS = ["docs/gradients.md", "docs/patching.md"]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -30,12 +36,16 @@ def test_docstrings_have_examples():
     assert {"jaxtap._mark.sow", "jaxtap._capture", "jaxtap._sites", "jaxtap._mark.scope"} <= tested
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/semantics.md", "docs/frameworks.md"])
-def test_documents(document):
-    """The Python blocks of a document, run one after the other in one namespace."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])
+def test_documents(document, tmp_path, monkeypatch):
+    """The cells of a document, run one after the other in one namespace."""
+    cell = r"```(?:python|\{code-cell\})\n(.*?)```"
+    blocks = re.findall(cell, (ROOT / document).read_text(), re.DOTALL)
     assert blocks
+    monkeypatch.chdir(tmp_path)  # where pictures are saved
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     space = {}
     for block in blocks:
         exec(compile(block, document, "exec"), space)
     jax.effects_barrier()
+    assert len(list(tmp_path.glob("*.png"))) >= (document in NOTEBOOKS)
