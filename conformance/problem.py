@@ -20,12 +20,12 @@ from jax.core import Tracer
 WIDTH = 3
 LENGTH = 4
 KEYS = jax.random.split(jax.random.key(0), 4)
-WEIGHTS = {"lin": jax.random.normal(KEYS[0], (WIDTH, WIDTH))}
-WEIGHTS["head"] = jax.random.normal(KEYS[1], (WIDTH, WIDTH))
-STACK = jax.random.normal(KEYS[2], (LENGTH, WIDTH, WIDTH))
-ONE = jnp.array([0.3, -0.7, 1.1])
-MANY = jax.random.normal(KEYS[3], (LENGTH, WIDTH))
-LONG = jnp.linspace(-1.0, 1.5, 2 * WIDTH)
+WEIGHTS = {"lin": jax.random.normal(KEYS[0], (WIDTH, WIDTH), "float32")}
+WEIGHTS["head"] = jax.random.normal(KEYS[1], (WIDTH, WIDTH), "float32")
+STACK = jax.random.normal(KEYS[2], (LENGTH, WIDTH, WIDTH), "float32")
+ONE = jnp.array([0.3, -0.7, 1.1], jnp.float32)
+MANY = jax.random.normal(KEYS[3], (LENGTH, WIDTH), "float32")
+LONG = jnp.linspace(-1.0, 1.5, 2 * WIDTH, dtype=jnp.float32)
 
 
 def loss_of(out: Any) -> Any:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -33,6 +32,7 @@ from jax.core import Tracer
 from jaxtap import _compat
 from jaxtap._arguments import name_of
 from jaxtap._job import Instrumented, Job, check_function
+from jaxtap._patch import current
 from jaxtap._plan import Plan
 from jaxtap._program import Program, trace
 from jaxtap._sites import Selection
@@ -112,22 +112,12 @@ def _jitted(fn: Any, plan: Plan) -> Any:
             return [parts[i] for i in places]
 
         arrays, arguments = pick(leaves), (args, kwargs)
-        run = lambda call: _rebound(inner)(*call[0], **call[1])  # noqa: E731
+        run = lambda call: current(inner)(*call[0], **call[1])  # noqa: E731
         program = trace(inner, run, plan, arguments, arrays, join, pick)
         outs, taps = program.walk(plan, arrays)
         return program.join(outs), taps
 
     return jax.jit(captured, **options)
-
-
-def _rebound(fn: Any) -> Any:
-    """A method that was bound before, as it is now: its class may have been patched since."""
-    if not inspect.ismethod(fn):
-        return fn
-    now = getattr(fn.__self__, fn.__name__, None)
-    if not inspect.ismethod(now) or inspect.unwrap(now.__func__) is not inspect.unwrap(fn.__func__):
-        return fn
-    return now
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,6 +179,11 @@ def trace_state_clean() -> bool:
     return _core.trace_state_clean()
 
 
+def is_traced_here(tracer: Any) -> bool:
+    """Whether a traced value belongs to the innermost transformation under way."""
+    return tracer._trace is _core.trace_ctx.trace
+
+
 def trace_context() -> Any:
     """Everything besides arguments that decides what a trace looks like; hashable."""
     return _config.trace_context()

@@ -197,7 +197,7 @@ def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
     source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def leaf(keys: tuple[Any, ...], x: Any) -> Any:
-        if not _is_array(x):
+        if not is_array(x):
             return x
         path = name + (f":{leaf_name(keys)}" if keys else "")
         tapped = tap(x, Mark(path, kind, source, changing=here.changing, **fields))
@@ -207,7 +207,8 @@ def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, value)
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
+    """Whether `mark` marks a leaf: an array, or a number."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 

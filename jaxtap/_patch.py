@@ -136,6 +136,18 @@ def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
     return functools.update_wrapper(method, original)
 
 
+def current(fn: Any) -> Any:
+    """A method that was taken earlier, as it would be taken now: its class may be patched."""
+    if isinstance(fn, functools.partial):
+        func = current(fn.func)
+        return fn if func is fn.func else functools.partial(func, *fn.args, **fn.keywords)
+    if not inspect.ismethod(fn):
+        return fn
+    now: Any = getattr(type(fn.__self__), fn.__name__, None)
+    same = callable(now) and inspect.unwrap(now) is inspect.unwrap(fn.__func__)
+    return now.__get__(fn.__self__) if same else fn
+
+
 def is_first(owner: type, name: str, cls: type) -> bool:
     """Whether the method of a class is that of `owner`, and not that of a class made from it."""
     return next(c for c in cls.__mro__ if name in c.__dict__) is owner

@@ -44,7 +44,7 @@ def make(cls=Net, *args, batch=2):
 
 
 def data(steps=3, batch=2, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(steps, batch, 3)), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(steps, batch, 3)), float)
 
 
 def values_of(model):
@@ -127,7 +127,7 @@ class Counter(nn.Module):
     def __init__(self):
         super().__init__()
         self.lin = nn.Linear(3, 3)
-        self.calls = bs.ShortTermState(jnp.float32(0))
+        self.calls = bs.ShortTermState(jnp.zeros(()))
 
     def update(self, x):
         self.calls.value = self.calls.value + x.sum()

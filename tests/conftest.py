@@ -11,16 +11,10 @@ import pytest
 
 from jaxtap._mark import marking
 
-# Layers of Flax and brainstate are of 32 bits. Given inputs of 64, some fail by themselves: a
-# BatchNorm casts with a warning, the carry of a recurrent cell changes its type.
-_OF_32_BITS = ("_nnx", "linen", "brainstate", "test_conformance", "frameworks.md", "real_models")
-
 
 def pytest_collection_modifyitems(items):
     """Leaves out what a framework cannot do under a setting of JAX's, with or without jaxtap."""
     for item in items:
-        if jax.config.jax_enable_x64 and any(name in item.nodeid for name in _OF_32_BITS):
-            item.add_marker(pytest.mark.skip(reason="layers of 32 bits with inputs of 64"))
         if jax.config.jax_enable_checks and (
             "brainstate" in item.nodeid or "frameworks.md" in item.nodeid
         ):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-X = jax.random.normal(jax.random.key(7), (2, 4))
+X = jax.random.normal(jax.random.key(7), (2, 4), "float32")
 KEY = jax.random.key(0)
 
 

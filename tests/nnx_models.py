@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-X = jnp.sin(jnp.arange(12.0)).reshape(4, 3)
+X = jnp.sin(jnp.arange(12, dtype=jnp.float32)).reshape(4, 3)
 
 
 class Block(nnx.Module):

@@ -10,7 +10,7 @@ from jax import lax
 import jaxtap as jt
 from jaxtap.compat.nnx import capture
 
-X = jnp.arange(12.0).reshape(4, 3) / 10
+X = jnp.arange(12, dtype=jnp.float32).reshape(4, 3) / 10
 CAPTURES = {"flax": nnx.capture, "jaxtap": capture}
 both = pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
 

@@ -144,7 +144,7 @@ def test_a_scan_whose_body_holds_what_does_not_change():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            offset = nn.Dense(4, name="constant")(jnp.ones((1, 4)))
+            offset = nn.Dense(4, name="constant")(jnp.ones((1, 4), x.dtype))
             return nn.tanh(nn.Dense(4, name="own")(x)) + offset, None
 
     class Net(nn.Module):

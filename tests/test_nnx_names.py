@@ -114,7 +114,7 @@ def test_what_is_closed_over_is_not_kept_as_it_was(where):
         net.head.bias[...] = bias
     if where == "trainer":
         assert int(trainer.count[...]) == 3
-        assert trainer.calls == 1  # as for every Python number of a traced function
+        assert type(trainer.calls) is int and trainer.calls == 3
 
 
 def test_assignments_of_a_function_with_a_model():
@@ -242,7 +242,7 @@ def test_recurrent_networks():
     plain = model(x)
     _, taps = jt.capture(nnx.jit(nnx.grad(loss)))(model, x)
     close(taps.values["Recurrent"], plain)
-    cell, carry, hidden = model.rnn.cell, jnp.zeros((2, 5)), []
+    cell, carry, hidden = model.rnn.cell, jnp.zeros((2, 5), x.dtype), []
     for t in range(4):
         carry, _ = cell(carry, x[:, t])
         hidden.append(carry)
@@ -261,7 +261,7 @@ def test_attention_with_a_cache():
         model.init_cache((2, 5, 4))
     captured = jt.capture(lambda m, x: m(x))
     for i in range(3):
-        x = jnp.sin(jnp.arange(8.0) + i).reshape(2, 1, 4)
+        x = jnp.sin(jnp.arange(8, dtype=jnp.float32) + i).reshape(2, 1, 4)
         out, taps = captured(ours, x)
         close(out, plain(x))
         for a, b in zip(arrays(plain), arrays(ours), strict=True):
@@ -305,7 +305,7 @@ def test_metrics_and_streams():
 
     @nnx.jit
     def step(model, metrics, rngs, x):
-        out = model(x) + rngs.dropout.normal((2,))
+        out = model(x) + rngs.dropout.normal((2,), jnp.float32)
         metrics.update(loss=jnp.sum(out))
         return out
 

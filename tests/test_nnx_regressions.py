@@ -16,7 +16,7 @@ from flax import nnx
 
 import jaxtap as jt
 
-X = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+X = jnp.linspace(-1.0, 1.0, 32, dtype=jnp.float32).reshape(8, 4)
 
 
 class Net(nnx.Module):

@@ -262,7 +262,7 @@ def test_train_and_eval():
 
 def test_train_and_eval_under_capture():
     """The captured function sees the mode, may change it, and what it changed stays."""
-    model, x = block()(2, 10, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    model, x = block()(2, 10, rngs=nnx.Rngs(0)), jnp.ones((4, 2), jnp.float32)
     captured = jt.capture(lambda m, x: m(x, nnx.Rngs(1)))
     _, taps = captured(model, x)
     assert np.any(np.asarray(taps.values["Block/dropout"]) == 0)
@@ -339,6 +339,6 @@ def test_iter_modules_and_children():
     with pytest.warns(DeprecationWarning, match="is deprecated"):
         assert dict(model.iter_children()).keys() == children.keys()
     # Every module that NNX lists is a site, with its class, under the same path.
-    sites = jt.sites(model)(jnp.ones((3, 2)), nnx.Rngs(0))
+    sites = jt.sites(model)(jnp.ones((3, 2), jnp.float32), nnx.Rngs(0))
     found = {tuple(site.path.split("/")[1:]): site.module.__name__ for site in sites}
     assert found == paths

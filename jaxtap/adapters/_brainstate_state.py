@@ -42,6 +42,8 @@ from jax.core import Tracer
 
 from jaxtap._adapter import FunctionCall, Reopen
 from jaxtap._arguments import map_in_order
+from jaxtap._mark import is_array
+from jaxtap._patch import current
 
 # While one thread traces, the states hold its traced values: others wait.
 _lock = threading.RLock()
@@ -110,10 +112,6 @@ class _Effects:
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, (graph.Node, State))
-
-
-def _may_be_traced(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 
 @functools.cache
@@ -186,7 +184,7 @@ class _Walk:
             value = state.value
         except TraceContextError:  # it was made within a transform, and has none
             return _NO_ARGUMENT
-        if all(map(_may_be_traced, jax.tree.leaves(value))):
+        if all(map(is_array, jax.tree.leaves(value))):
             return value
         self.add(value)
         return _NO_ARGUMENT
@@ -333,17 +331,6 @@ class _Taken:
         is_fixed = lambda x: isinstance(x, _Fixed)  # noqa: E731
         out = map_in_order(lambda x: x.value.value if is_fixed(x) else x, out, is_leaf=is_fixed)
         return self.call.close(out)
-
-
-def current(fn: Any) -> Any:
-    """A method that was taken from its module earlier, as it would be taken from it now."""
-    if isinstance(fn, functools.partial):
-        func = current(fn.func)
-        return fn if func is fn.func else functools.partial(func, *fn.args, **fn.keywords)
-    if not inspect.ismethod(fn) or not isinstance(fn.__self__, graph.Node):
-        return fn
-    now: Any = getattr(type(fn.__self__), fn.__name__, None)
-    return now.__get__(fn.__self__) if getattr(now, "__wrapped__", None) is fn.__func__ else fn
 
 
 def _replaced(value: Any, new: dict[int, Any]) -> Any:

@@ -25,16 +25,19 @@ import numpy as np
 from flax import config, errors, nnx
 
 from jaxtap._adapter import Adapter, Reopen
-from jaxtap._mark import mark, marking
+from jaxtap._mark import is_array, mark, marking
 from jaxtap._modules import within
+from jaxtap._patch import is_first
 from jaxtap._scopes import segment
 from jaxtap._sites import SiteError
-from jaxtap.adapters._nnx_objects import is_object
+from jaxtap.adapters._nnx_holders import is_object
 
 # Both are part of the key of every `jit` cache, as what is traced depends on them.
 _storing = jax.make_user_context(True)
 _recording = jax.make_user_context(None)
 _thread = threading.local()
+# What marks have stored, ever: a function that NNX jitted has what it stored in the structure that
+# it was traced to, and stores it again without a mark being run.
 _stored: set[tuple[type, str]] = set()
 _PREFIX = "_perturbation_"
 _NAME = "_jaxtap_name"
@@ -165,8 +168,7 @@ def _fields(
 
 def _arrays(value: Any) -> Any:
     """The structure of what `mark` marks: its arrays."""
-    known = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-    return jax.tree.map(lambda x: x if isinstance(x, known) else None, value)
+    return jax.tree.map(lambda x: x if is_array(x) else None, value)
 
 
 def _appends(reduce: Any, init: Any) -> type | None:
@@ -245,8 +247,8 @@ def outputs(adapter: Adapter, owner: type, name: str, method: Any) -> Any:
         out = method(self, *args, **kwargs)
         what = _recording.value
         if public and what is not None and what.outputs is not None and marking() is not None:
-            first = next(c for c in type(self).__mro__ if name in c.__dict__)
-            if first is owner and not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object))):
+            first = is_first(owner, name, type(self))
+            if first and not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object))):
                 given = {"variable_type": what.outputs, "value": out, "name": name}
                 with within(adapter, self):
                     mark(out, name, "sow", **_fields(given, _append, tuple))

@@ -3,32 +3,45 @@
 They are taken out of the arguments, and out of the function: out of what it closes over, the
 globals that it uses, the functions that it calls by either, a partial's arguments, the object whose
 method it is. `Objects` leaves slots, or a recipe of the function, to be filled with others.
+
+An object that is none of NNX's and holds some, as a trainer does, has state of its own: its arrays,
+and the numbers, flags and strings that are assigned. They are read anew for every call, and written
+after it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import numpy as np
-from flax import nnx
+from jax.core import Tracer
 
 from jaxtap._anchors import PathKey, leaf_path
 from jaxtap._arguments import in_order, map_in_order, order_of
 from jaxtap._scopes import join
-
-TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True, False)})
-
-
-def is_object(value: Any) -> bool:
-    """Whether a value is an object of NNX that has state, or holds some that have."""
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
+from jaxtap.adapters._nnx_holders import (
+    assigned_by_methods,
+    assigned_globals,
+    attributes,
+    contents,
+    has_attributes,
+    holds_object,
+    identity,
+    is_anothers,
+    is_number,
+    is_object,
+    is_plain,
+    is_result,
+    is_state,
+    names_in,
+    refilled,
+    set_attributes,
+)
 
 
 @jax.tree_util.register_static
@@ -75,52 +88,92 @@ def fill(tree: Any, objects: Any, filling: Any = None) -> Any:
 class Filling:
     """Objects with which functions are made; what these assign is handed on when they are done."""
 
-    def __init__(self, objects: Any):
+    def __init__(self, objects: Any, values: Any = ()):
         self.objects = objects
+        self.values = map_in_order(lambda x: x, values)  # containers may be changed in place
         self.made: dict[int, Any] = {}
+        self.assigned: dict[tuple[int, str, bool], Any] = {}
+        self.changed: set[str] = set()
+        self.missed = False  # whether something changed that was not known to
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any], set[str]]] = {}
-        self._twins: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._twins: list[_Twin] = []
 
     def namespace(self, fn: types.FunctionType) -> dict[str, Any]:
         """A copy of the globals of a function, one for all functions of a file."""
         new = fn.__globals__, dict(fn.__globals__), set()
         _, copied, assigned = self._globals.setdefault(id(fn.__globals__), new)
-        assigned |= _assigned(fn.__code__)
+        assigned |= assigned_globals(fn.__code__)
         return copied
 
-    def twin(self, owner: Any, used: dict[str, Recipe]) -> Any:
+    def twin(self, number: int, owner: Any, used: dict[str, Recipe], state: dict[str, int]) -> Any:
         """A copy of an object that is not one of NNX's, with some attributes filled."""
         if id(owner) not in self.made:
-            twin = self.made[id(owner)] = object.__new__(type(owner))
-            _assign(twin, _attributes(owner))
-            _assign(twin, {name: recipe(self) for name, recipe in used.items()})
-            self._twins.append((owner, twin, _attributes(twin)))
+            made = self.made[id(owner)] = object.__new__(type(owner))
+            set_attributes(made, attributes(owner))
+            set_attributes(made, {name: self.values[i] for name, i in state.items()})
+            set_attributes(made, {name: recipe(self) for name, recipe in used.items()})
+            before = {name: identity(self.values[i]) for name, i in state.items()}
+            self._twins.append(_Twin(number, owner, made, attributes(made), before))
         return self.made[id(owner)]
 
     def __enter__(self) -> Filling:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         for original, copied, assigned in self._globals.values():
             original.update((name, copied[name]) for name in assigned if name in copied)
-        for owner, twin, before in self._twins:
-            now = _attributes(twin)
-            changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
-            _assign(owner, changed)
+        for twin in self._twins:
+            for name, value in attributes(twin.made).items():
+                same = name in twin.before and twin.before[name] is value
+                if same and (name not in twin.state or twin.state[name] == identity(value)):
+                    continue
+                self.changed.add(name)
+                if name in twin.before and name not in twin.state:
+                    self.missed |= is_state(twin.before[name], True)
+                if is_result(value):
+                    self.assigned[twin.number, name, same] = value
+                    continue
+                if error is None and is_number(value) and any(map(_is_traced, self.values)):
+                    # Numbers are not traced any more when this has been raised, and it is one.
+                    raise TypeError(
+                        f"`{name}` of {type(twin.owner).__name__} is assigned in a transformation, "
+                        "so that nothing traced can come out by it. Return it instead."
+                    )
+                old = attributes(twin.owner).get(name) if same else None
+                set_attributes(twin.owner, {name: refilled(old, value)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Twin:
+    number: int
+    owner: Any
+    made: Any
+    before: dict[str, Any]
+    state: dict[str, Any]
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, Tracer) and is_number(value)
 
 
 Recipe = Callable[[Filling], Any]
 
 
 class Objects:
-    """Objects taken out of structures and functions; each is there once."""
+    """Objects taken out of structures and functions; each is there once.
 
-    def __init__(self) -> None:
+    `changing` are names of attributes that are known to be assigned.
+    """
+
+    def __init__(self, changing: Iterable[str] = ()) -> None:
         self.taken: list[Any] = []
         self.paths: list[PathKey] = []
+        self.values: list[Any] = []
+        self.owners: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._functions: dict[int, Recipe] = {}
         self._inside: set[int] = set()
+        self._changing = frozenset(changing)
 
     def _slot(self, keys: Any, value: Any) -> Any:
         if not is_object(value):
@@ -141,7 +194,7 @@ class Objects:
         return map_in_order(self._held, self.take(tree))
 
     def _held(self, value: Any) -> Any:
-        recipe = None if _is_plain(value) else self.lift(value)
+        recipe = None if is_plain(value) else self.lift(value)
         if recipe is None:
             return value
         is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
@@ -160,7 +213,7 @@ class Objects:
             return self._lift_function(value)
         if type(value) in (list, tuple, dict):
             return self._lift_container(value)
-        lifted = self._lift_attributes(value) if _has_attributes(value) else None
+        lifted = self._lift_attributes(value) if has_attributes(value) else None
         return lifted or self._lift_structure(value)
 
     def _lift_structure(self, value: Any) -> Recipe | None:
@@ -195,11 +248,31 @@ class Objects:
     def _lift_attributes(self, value: Any) -> Recipe | None:
         if id(value) in self._inside:  # it holds another that holds it
             return lambda filling: filling.made[id(value)]
-        held = {k: v for k, v in _attributes(value).items() if _holds_object(v)}
+        held = {k: v for k, v in attributes(value).items() if holds_object(v)}
         self._inside.add(id(value))
         used = self._lift_all(held)
         self._inside.discard(id(value))
-        return (lambda filling: filling.twin(value, used)) if used else None
+        if not used:
+            return None
+        state, changing = {}, assigned_by_methods(type(value)) | self._changing
+        for name, attribute in attributes(value).items():
+            if name not in used and is_state(attribute, name in changing):
+                state[name] = len(self.values)
+                self.values.append(attribute)
+        number = len(self.owners)
+        self.owners.append(value)
+        return lambda filling: filling.twin(number, value, used, state)
+
+    def assign(self, assigned: dict[tuple[int, str, bool], Any]) -> None:
+        """Gives the attributes of objects that hold some of NNX's what a call has made of them."""
+        for (number, name, in_place), value in assigned.items():
+            owner = self.owners[number]
+            before = getattr(owner, name, None)
+            if in_place:
+                value = refilled(before, value)
+            elif is_number(value) and not isinstance(before, jax.Array):
+                value = value.item()
+            set_attributes(owner, {name: value})
 
     def _lift_method(self, value: Any) -> Recipe | None:
         owner = self.lift(value.__self__)
@@ -229,11 +302,11 @@ class Objects:
             return self._functions[id(fn)]
         # A function may refer to itself.
         self._functions[id(fn)] = lambda filling: filling.made[id(fn)]
-        names = (name for name in _names(fn.__code__) if name in fn.__globals__)
+        names = (name for name in names_in(fn.__code__) if name in fn.__globals__)
         used = {name: fn.__globals__[name] for name in names}
-        mine = {k: v for k, v in used.items() if not _is_anothers(v, fn)}
+        mine = {k: v for k, v in used.items() if not is_anothers(v, fn)}
         lifted = self._lift_all(mine)
-        cells = self._lift_all(dict(enumerate(map(_contents, fn.__closure__ or ()))))
+        cells = self._lift_all(dict(enumerate(map(contents, fn.__closure__ or ()))))
         defaults = self._lift_container(fn.__defaults__ or ())
         named = self._lift_container(fn.__kwdefaults__ or {})
         if not (lifted or cells or defaults or named):
@@ -258,110 +331,3 @@ class Objects:
 
         self._functions[id(fn)] = make
         return make
-
-
-_DEPTH = 4
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, np.ndarray, Slot})
-
-
-def _holds_object(value: Any) -> bool:
-    """Whether there is an object in a value, in what it holds, and so on for a few levels."""
-    level, seen = [value], {id(value): value}
-    for _ in range(_DEPTH):
-        if any(map(is_object, level)):
-            return True
-        # There may be very many that are plain, and the other tests are slow.
-        parts = (x for held in level for x in _parts(held) if type(x) not in _PLAIN)
-        new = {id(x): x for x in parts if id(x) not in seen}
-        seen |= new
-        level = list(new.values())
-    return any(map(is_object, level))
-
-
-def _parts(value: Any) -> list[Any]:
-    """What a value holds."""
-    if _is_plain(value):
-        return []
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if inspect.ismethod(value):
-        return [value.__self__]
-    if inspect.isfunction(value):
-        return [_contents(cell) for cell in value.__closure__ or ()]
-    return list(_attributes(value).values()) if _has_attributes(value) else []
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value can hold no object."""
-    return type(value) in _PLAIN or isinstance(value, (jax.Array, np.ndarray, np.generic))
-
-
-def _has_attributes(value: Any) -> bool:
-    """Whether a value is one that a copy with other attributes can stand for."""
-    # The transformations of NNX know themselves by their identity.
-    kept = (type, types.ModuleType, *TRANSFORMED)
-    if isinstance(value, kept) or inspect.isroutine(value) or not _attributes(value):
-        return False
-    try:
-        object.__new__(type(value))
-    except TypeError:  # it is more than its attributes, as a dict is
-        return False
-    return True
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    slots = (name for cls in type(value).__mro__ for name in _slots(cls))
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**held, **getattr(value, "__dict__", {})}
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots(cls: type) -> tuple[str, ...]:
-    names = cls.__dict__.get("__slots__", ())
-    return tuple(n for n in ((names,) if isinstance(names, str) else names) if n[:2] != "__")
-
-
-def _assign(value: Any, attributes: dict[str, Any]) -> None:
-    """Sets attributes, of frozen objects too."""
-    for name, attribute in attributes.items():
-        object.__setattr__(value, name, attribute)
-
-
-def _is_anothers(value: Any, fn: types.FunctionType) -> bool:
-    """Whether a global is a function of another file, which is not looked into."""
-    return inspect.isfunction(value) and value.__globals__ is not fn.__globals__
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of those defined in it."""
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _codes(const)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
-    return frozenset(name for inner in _codes(code) for name in inner.co_names)
-
-
-@functools.lru_cache(maxsize=4096)
-def _assigned(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function assigns."""
-    return frozenset(
-        step.argval
-        for inner in _codes(code)
-        for step in dis.get_instructions(inner)
-        if step.opname == "STORE_GLOBAL"
-    )

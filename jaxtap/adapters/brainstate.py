@@ -30,7 +30,7 @@ from brainunit import Quantity
 from jaxtap._adapter import Adapter, FunctionCall
 from jaxtap._mark import marking, unmarked
 from jaxtap._modules import mark_result, within
-from jaxtap._patch import Patch, Replacements, is_method, subclasses
+from jaxtap._patch import Patch, Replacements, current, is_method, subclasses
 from jaxtap._places import running
 from jaxtap._scopes import segment
 from jaxtap.adapters import _brainstate_state as state
@@ -117,7 +117,7 @@ def _of_the_current(original: Any) -> Any:
     def make_jaxpr(self: Any, *args: Any, **kwargs: Any) -> Any:
         if marking() is None:
             return original(self, *args, **kwargs)
-        before, self.fun = self.fun, state.current(self.fun)
+        before, self.fun = self.fun, current(self.fun)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -21,11 +21,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtap._adapter import Adapter, FunctionCall
+from jaxtap import _compat
+from jaxtap._adapter import Adapter, FunctionCall, Reopen
 from jaxtap._patch import Patch, Replacements, methods
 from jaxtap._scopes import segment
 from jaxtap.adapters import _nnx_marks
-from jaxtap.adapters._nnx_objects import TRANSFORMED, Filling, Objects, fill, is_object
+from jaxtap.adapters._nnx_holders import TRANSFORMED, is_object
+from jaxtap.adapters._nnx_objects import Filling, Objects, fill
 
 _BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
 _CONTAINERS = [getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name)]
@@ -70,31 +72,37 @@ class NNX(Adapter):
 
     @contextlib.contextmanager
     def opened(self, call: FunctionCall) -> Iterator[FunctionCall]:
-        objects = Objects()
+        changing: set[str] = call.memory.setdefault(__name__, set())
+        objects = Objects(changing)
         fn = objects.lift(call.fn)
         args, kwargs = objects.take_arguments((call.args, call.kwargs))
         if not objects.taken:
             yield call
             return
+        # In a transformation it is traced for every call, and numbers stay what they are.
+        inline = not _compat.trace_state_clean()
 
-        def pure(graphdef: Any, state: Any, args: Any, kwargs: Any) -> Any:
+        def pure(graphdef: Any, state: Any, args: Any, kwargs: Any, values: Any) -> Any:
             with nnx.merge_context(_TAG, inner=True) as context:
                 named = context.merge(graphdef, state)
             inner = tuple(named[path] for path in objects.paths)
             before, variables = _nnx_marks.Attributes(inner), _Variables(named)
-            with Filling(inner) as filling:
+            with Filling(inner, objects.values if inline else values) as filling:
                 args, kwargs = fill((args, kwargs), inner, filling)
                 out = (fn(filling) if fn else call.fn)(*args, **kwargs)
+            changing.update(filling.changed)
+            if filling.missed:
+                raise Reopen
             before.restore(inner)
             returned = Objects()
-            out = returned.take(out)
+            out, assigned = returned.take((out, filling.assigned))
             if not returned.taken and variables.are_all():
-                return out, variables.changed()
+                return out, assigned, variables.changed()
             with nnx.split_context(_TAG) as context:
-                return out, *context.split((inner, tuple(returned.taken)))
+                return out, assigned, *context.split((inner, tuple(returned.taken)))
 
         def close(result: Any) -> Any:
-            out, *rest = result
+            out, assigned, *rest = result
             returned = ()
             if len(rest) == 1:
                 outer = _variables(state) if rest[0] else []
@@ -103,16 +111,18 @@ class NNX(Adapter):
             else:
                 with nnx.merge_context(_TAG, inner=False) as context:
                     _, returned = context.merge(*rest)
-            return call.close(fill(out, returned))
+            out, assigned = fill((out, assigned), returned)
+            objects.assign(assigned)
+            return call.close(out)
 
         with nnx.update_context(_TAG):
             with nnx.split_context(_TAG) as context:
                 # The keys say where each was, by which the arrays inside are known.
                 named = dict(zip(objects.paths, objects.taken, strict=True))
                 graphdef, state = context.split(named)
-            inner = graphdef, state, args, kwargs
+            taken = graphdef, state, args, kwargs, None if inline else objects.values
             own = lambda result: call.own(result[0])  # noqa: E731
-            yield FunctionCall(pure, inner, {}, close, call.memory, own)
+            yield FunctionCall(pure, taken, {}, close, call.memory, own)
 
 
 def _variables(state: Any) -> list[Any]:
