@@ -37,6 +37,8 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "edit": (lambda rounds: changes.edited(Config(), rounds), 60, 8),
     "grad": (lambda rounds: changes.gradient(Config(), rounds), 60, 8),
     "prefix": (lambda rounds: changes.prefix(Config(), rounds), 60, 8),
+    "patching": (framework("patching", "raced", 64, 10, 60), 5, 2),
+    "patching-768": (framework("patching", "raced", 768, 2, 60), 3, 1),
     "nnx": (framework("nnx_step", "unrolled", Config()), 30, 5),
     "nnx-remat": (framework("nnx_step", "remat", Config(layers=24, batch=8)), 1, 1),
     "linen": (framework("linen_step", "unrolled", Config()), 30, 5),

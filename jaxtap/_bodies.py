@@ -53,6 +53,7 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
             if eqn.params["kind"] == "value":
                 marks.append(eqn.params["mark"].within(scopes_of(eqn)))
             renamed[eqn.outvars[0]] = rename(eqn.invars[0])
+            eqns += [_zeros(token) for token in eqn.outvars[1:]]
             continue
         if eqn.primitive is change_p:
             eqns += _unchanged(eqn, renamed, rename)
@@ -72,9 +73,14 @@ def _unchanged(eqn: Any, renamed: dict[Any, Any], rename: Any) -> list[Any]:
     if eqn.params["order"] < 2:
         renamed[eqn.outvars[0]] = rename(eqn.invars[-1])
         return []
-    aval = eqn.outvars[0].aval
-    (zeros,) = _compat.open_jaxpr(jax.make_jaxpr(lambda: _compat.zeros(aval))()).eqns
-    return [zeros.replace(outvars=eqn.outvars)]
+    return [_zeros(eqn.outvars[0])]
+
+
+def _zeros(variable: Any) -> Any:
+    """An equation that gives zeros."""
+    made = jax.make_jaxpr(lambda: _compat.zeros(variable.aval))()
+    (eqn,) = _compat.open_jaxpr(made).eqns
+    return eqn.replace(outvars=[variable])
 
 
 def quieted(value: Any, again: str | None = "copy") -> Any:

@@ -64,15 +64,13 @@ class Change:
     """`fn(x, counter, *parts)` is what a value `x` is replaced by, of the same type.
 
     `parts` are the keys of those it needs; `counter` is None if it is not `counted`. Changes that
-    do the `same` are equal. A `late` one comes after those of the functions around. That of a
-    gradient has the `level` of the derivative that it is of.
+    do the `same` are equal. That of a gradient has the `level` of the derivative that it is of.
     """
 
     same: Hashable
     fn: Callable[..., Any] = dataclasses.field(compare=False)
     parts: tuple[Hashable, ...] = dataclasses.field(default=(), compare=False)
     counted: bool = False
-    late: bool = False
     level: int | None = None
 
 

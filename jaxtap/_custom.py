@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,10 +57,17 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     staged = walk.stage(body, args, threads)
     inner = jaxpr_as_fun(staged.jaxpr)
     count, n = staged.count, len(staged.ins.kept)
+    edited = walk.changes.has_any(body)
+    # By what the function closed over, which JAX puts first, it has no derivative.
+    fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
 
     def plain(*flat: Any) -> Any:
         with unmarked():
             return _compat.bind_equation(eqn, flat)
+
+    def split(*flat: Any) -> Any:
+        results = inner(*flat)
+        return results[count:], results[:count]
 
     @jax.custom_vjp
     def call(*flat: Any) -> list[Any]:
@@ -68,15 +76,16 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     def forward(*given: Any) -> Any:
         _refuse_derivatives(threads, [getattr(x, "perturbed", False) for x in given])
         flat = [x.value if threads.parts else x for x in given]
-        out, back = jax.vjp(plain, *flat[:n])
-        inside, back_inside = jax.vjp(lambda *flat: inner(*flat)[count:], *flat)
-        return [*out, *inside], (back, back_inside)
+        out, back = jax.vjp(functools.partial(plain, *flat[:fixed]), *flat[fixed:n])
+        inside, back_inside, own = jax.vjp(split, *flat, has_aux=True)
+        return [*(own if edited else out), *inside], (back, back_inside)
 
     def backward(residuals: Any, cts: Any) -> Any:
         back, back_inside = residuals
         cts = [_instantiated(ct) for ct in cts]
         through, inside = back(list(cts[:count])), back_inside(list(cts[count:]))
-        return (*(_add(a, b) for a, b in zip(through, inside, strict=False)), *inside[n:])
+        summed = (_add(a, b) for a, b in zip(through, inside[fixed:n], strict=True))
+        return (*inside[:fixed], *summed, *inside[n:])
 
     call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
     return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))

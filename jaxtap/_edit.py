@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax.numpy as jnp
@@ -91,8 +91,8 @@ def edit(
 
 def _rules(edits: Any, argument: str) -> Iterator[tuple[Rule, tuple[Any, Any]]]:
     """Each edit as a rule, and what it is given: an array, the number of an iteration."""
-    pairs = edits.items() if isinstance(edits, Mapping) else edits or ()
-    for pair in pairs:
+    pairs = edits.items() if isinstance(edits, Mapping) else () if edits is None else edits
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise TypeError(
                 f"`{argument}` maps selections of sites to edits, or is a sequence of pairs of "

@@ -101,7 +101,14 @@ class Folds:
         threads: dict[str, Thread] = {}
         for jaxpr in jaxprs:
             for path, held in self.held(jaxpr, scopes).items():
-                fold = self.items.get(path) or _fresh(held.mark, held.aval, held.mapped)
+                fresh = _fresh(held.mark, held.aval, held.mapped)
+                fold = self.items.get(path, fresh)
+                if _types(fold.state) != _types(fresh.state):
+                    raise SiteError(
+                        f"The site {path!r}, marked at {held.mark.source}, is folded in a loop or "
+                        "a branch, where its result must keep its type, but it has another type "
+                        "before. Give the values there another name."
+                    )
                 self._put(dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state)))
                 threads[path] = Thread(path, fold.seen is not True)
         return tuple(threads.values())

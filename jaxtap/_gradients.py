@@ -119,7 +119,7 @@ class _Differentiating(Job):
         self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
     ) -> Any:
         def loss(zeros: list[Any]) -> Any:
-            changes = adding(prepared, zeros, _inject, late=True)
+            changes = adding(prepared, zeros, _inject)
             outs = program.run(Walk(Plan(None, None), changes), arrays)
             return outs[0], outs
 

@@ -126,13 +126,12 @@ class Adding(Job):
         return program.run(Walk(Plan(None, None), changes), arrays), ()
 
 
-def adding(
-    spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any], *, late: bool = False
-) -> Changes:
+def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]) -> Changes:
+    """The changes that add an array, by a function, to the value of each site."""
     making = Making()
     for spot, array in zip(spots, arrays, strict=True):
         part = Part(array, spot.depths, len(spot.mapped))
-        making.change(spot, lambda x, counter, part: add(x, part), [part], late=late)
+        making.change(spot, lambda x, counter, part: add(x, part), [part])
     return making.changes()
 
 

@@ -82,7 +82,6 @@ class Making:
         *,
         same: Hashable = None,
         counted: bool = False,
-        late: bool = False,
     ) -> None:
         """Has the value of a site changed into `fn(x, counter, *parts)`, after other changes.
 
@@ -94,7 +93,7 @@ class Making:
         for part in parts:
             keys.append(PartKey(spot.key, len(self._parts)))
             self._parts[keys[-1]] = part
-        change = Change(same, fn, tuple(keys), counted, late, spot.level)
+        change = Change(same, fn, tuple(keys), counted, spot.level)
         self._changes.setdefault(spot.key, []).append(change)
         self._sites.setdefault(spot.uid, set()).add(spot.key)
 
@@ -137,7 +136,7 @@ def _composed(changes: Sequence[Change]) -> Change:
     keys = tuple(key for change in changes for key in change.parts)
     same = tuple(change.same for change in changes)
     counted = any(change.counted for change in changes)
-    return Change(same, fn, keys, counted, changes[0].late, changes[0].level)
+    return Change(same, fn, keys, counted, changes[0].level)
 
 
 Replacing = tuple[Callable[..., Any], list[Part]]
@@ -161,11 +160,11 @@ def _by_function(rule: Rule, spot: Spot) -> Replacing:
         )
     consts = _compat.jaxpr_consts(made)
     if not any(isinstance(c, Tracer) for c in consts):
-        return (lambda x: jax.lax.convert_element_type(replace(x), x.dtype)), []
+        return (lambda x: _cast(jnp.asarray(replace(x)), x)), []
 
     def with_traced(x: Any, *consts: Any) -> Any:
         (out,) = eval_jaxpr(_compat.open_jaxpr(made), consts, x)
-        return jax.lax.convert_element_type(out, x.dtype)
+        return _cast(out, x)
 
     return with_traced, [Part(c) for c in consts]
 
@@ -183,7 +182,7 @@ def _by_array(rule: Rule, spot: Spot, array: Any) -> Replacing:
     if not isinstance(array, jax.Array):
         return (lambda x: jnp.full_like(x, array)), []
     if array.ndim == 0:
-        return (lambda x, a: jnp.broadcast_to(a.astype(x.dtype), x.shape)), [Part(array)]
+        return (lambda x, a: jnp.broadcast_to(_cast(a, x), x.shape)), [Part(array)]
     depths = [d for d in spot.depths if not (rule.step is not False and d == spot.loop)]
     sizes = [spot.around[d].size for d in depths]
     whole = (*sizes, *spot.mapped, *own.shape)
@@ -197,7 +196,13 @@ def _by_array(rule: Rule, spot: Spot, array: Any) -> Replacing:
         )
     mapped = len(spot.mapped) if missing <= len(depths) else 0
     part = Part(array, tuple(depths[missing:]), mapped)
-    return (lambda x, a: a.astype(x.dtype)), [part]
+    return (lambda x, a: _cast(a, x)), [part]
+
+
+def _cast(a: Any, like: Any) -> Any:
+    # A weak type becomes a strong one; a random key has neither, and cannot be cast.
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return a if is_key else jax.lax.convert_element_type(a, like.dtype)
 
 
 def _due(rule: Rule, spot: Spot, traced: bool) -> Callable[..., tuple[Any, Any]]:

@@ -138,17 +138,13 @@ class Walk:
             calls = [] if owner is None else [owner]
         else:
             calls = self._calls.standing_for(rest[0] if rest else None, eqn)
-        change = None
         if not kind.startswith("tangent"):
             change = self._change("grad" if grad else "value", calls, eqn)
-        if change and not change.late:
-            x = self.changes.apply(change, [x], eqn.params["axes"])
+            x = self.changes.apply(change, [x], eqn.params["axes"]) if change else x
         array = None
         if self.nested:
             bound = tap_p.bind(x, *self.materialize(eqn.invars[1:], args[1:]), **eqn.params)
             x, array = bound[0], bound[1] if len(bound) > 1 else None
-        if change and change.late:
-            x = self.changes.apply(change, [x], eqn.params["axes"])
         if new or grad:
             for call in calls:
                 self._record(eqn, x, live, call, grad=grad)

@@ -43,6 +43,9 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         items = walk.folds.items
     walk.folds.items = items
     buffers = [_Buffer.of(walk, entry, types) for entry, types in _typed(staged)]
+    tested = tap_effect in _compat.open_jaxpr(test).effects
+    # Whoever asks for nothing in the loop finds it as it was, without a count.
+    counts = [jnp.zeros((), jnp.int32)] if buffers or COUNTER in threads.parts or tested else []
 
     def goes_on(tconsts: Any, state: Any) -> Any:
         return jaxpr_as_fun(plain_test)(*tconsts, *state)[0]
@@ -55,7 +58,8 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         consts, parts = flat[: ntest + nbody], flat[ntest + nbody :][: len(threads.parts)]
         flat = flat[ntest + nbody + len(parts) :]
         state, carried = flat[: len(init)], flat[len(init) : len(init) + len(folds)]
-        count, *held = flat[len(init) + len(folds) :]
+        held = flat[len(init) + len(folds) + len(counts) :]
+        count = flat[len(init) + len(folds)] if counts else None
         keys = zip(threads.parts, parts, strict=True)
         given = [count if key == COUNTER else part for key, part in keys]
         results = iter(jaxpr_as_fun(staged.jaxpr)(*consts[ntest:], *state, *carried, *given))
@@ -71,19 +75,19 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             for buffer, entry in zip(buffers, entries, strict=True)
             for x in buffer.update([next(kept), next(kept)], entry, count)
         ]
-        return [*new, *results, count + 1, *updated]
+        return [*new, *results, *([] if count is None else [count + 1]), *updated]
 
     start = [x for buffer in buffers for x in buffer.start()]
-    carry = [*init, *folds, jnp.zeros((), jnp.int32), *start]
+    carry = [*init, *folds, *counts, *start]
     results = _loop(eqn, check, step, tconsts, [*tconsts, *bconsts, *parts], carry)
     flat = iter(results)
     own = [next(flat) for _ in init]
     walk.folds.restore(threads.folds, [next(flat) for _ in folds])
-    count = next(flat)
+    last = [next(flat) for _ in counts]
     for buffer in buffers:
         walk.entries.append(buffer.finish(next(flat), next(flat)))
-    if tap_effect in _compat.open_jaxpr(test).effects:
-        _last_test(walk, test, [*tconsts, *own], count + 1)
+    if tested:
+        _last_test(walk, test, [*tconsts, *own], last[0] + 1)
     return own
 
 
@@ -101,8 +105,14 @@ def _last_test(walk: Walk, test: Any, args: list[Any], count: Any) -> None:
     """Records what the predicate of a loop marks: it ran last on what the loop ended with."""
     nested, walk.nested = walk.nested, False  # the tap in the loop is there for the other capture
     with walk.inside(around=[Around("while", None)]):
+        before = walk.folds.items
         walk.run(test, args)
-        entries = walk.entries
+        entries, folded = walk.entries, set(walk.folds.items) - set(before)
+    if folded:
+        raise SiteError(
+            f"The site {folded.pop()!r} folds its values, but is in the predicate of a while loop, "
+            "where only the last value can be captured. Sow it without `reduce`, or in the body."
+        )
     walk.nested = nested
     for entry in entries:
         if walk.plan.steps is not None or entry.step is not None:

@@ -2,11 +2,13 @@
 
     python scripts/environment.py [--python 3.13] [--jax 0.12.0.1]
     python scripts/environment.py --lint
+    python scripts/environment.py --peers
 
 An environment is a directory `.venv/<python>-<jax>`: jaxtap, editable, with the `test` dependency
 group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is the Python that runs
 this script, or the newest one found if that one is not supported, with the newest jax for it.
-`.venv/lint` holds the linters alone, which are large and the same for all.
+`.venv/lint` holds the linters alone, which are large and the same for all; `.venv/peers` the
+libraries of PyTorch that a benchmark races against.
 
 An environment is built again, from nothing, when its Python, the constraints or the part of
 `pyproject.toml` that says what to install has changed since; one whose building was interrupted
@@ -73,6 +75,11 @@ def make_lint() -> Path:
     return _make("lint", default_python(), CONSTRAINTS / "common.txt", ["--group", "lint"])
 
 
+def make_peers() -> Path:
+    """The Python of the environment with the libraries of PyTorch that benchmarks race against."""
+    return _make("peers", default_python(), CONSTRAINTS / "peers.txt", ["--group", "peers"])
+
+
 def _make(name: str, python: Python, constraints: Path, what: list[str]) -> Path:
     folder = ROOT / ".venv" / name
     inner = folder / "bin" / "python"
@@ -118,10 +125,11 @@ def main() -> int:
     parser.add_argument("--python", metavar="3.N", help="minor version; else the default Python")
     parser.add_argument("--jax", metavar="VERSION", help="else the newest for that Python")
     parser.add_argument("--lint", action="store_true", help="the environment of the linters")
+    parser.add_argument("--peers", action="store_true", help="the environment of the peers")
     chosen = parser.parse_args()
     try:
-        if chosen.lint:
-            print(make_lint())
+        if chosen.lint or chosen.peers:
+            print(make_lint() if chosen.lint else make_peers())
             return 0
         if chosen.python:
             found = {python.name: python for python in find().values()}

@@ -478,3 +478,34 @@ def test_partial_of_a_jitted_function_keeps_its_options():
     fn = jax.jit(lambda x, n: [jt.sow(x, f"h{i}") for i in range(n)], static_argnums=1)
     _, taps = jt.capture(functools.partial(fn, n=2))(X)
     assert set(taps.values) == {"h0", "h1"}
+
+
+def test_differentiating_by_an_array_that_a_custom_vjp_closes_over():
+    w = np.array([1.0, 2.0, 3.0], np.float32)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return jt.sow(jnp.sin(x * w), "h")
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, ct: (0.75 * jnp.cos(x) * ct,))
+    grad = jax.grad(lambda x: jt.capture(lambda x: jnp.sum(scaled(x)))(x)[0])(X)
+    np.testing.assert_allclose(grad, 0.75 * jnp.cos(X), rtol=1e-6)
+
+
+LAST = {"reduce": lambda a, b: b, "init": lambda: 0.0}
+
+
+def test_fold_in_a_predicate_was_lost():
+    f = lambda x: lax.while_loop(lambda c: jt.sow(c, "p", **LAST) < 5, lambda c: c + 1, x)
+    with pytest.raises(jt.SiteError, match="'p' folds its values, but is in the predicate"):
+        jt.capture(f)(0.0)
+
+
+def test_fold_that_has_another_type_before_a_loop():
+    def f(x):
+        jt.sow(jnp.ones(3) * x, "c", **LAST)
+        body = lambda c, t: (jt.sow(c + t, "c", **LAST), None)
+        return lax.scan(body, x, jnp.arange(3.0))[0]
+
+    with pytest.raises(jt.SiteError, match="'c', marked at .* has another type before"):
+        jt.capture(f)(1.0)
