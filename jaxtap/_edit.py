@@ -20,6 +20,9 @@ iteration, one example of a `vmap`; or it is an array in its place. An array may
 that value, or of everything that a capture of the site returns, with an axis for each loop and map,
 or anything between: missing axes are the outermost. A number fills the value.
 
+Of a call that has several gradients, one around the other, the innermost is edited: the one around
+is that of the edited function.
+
 Where several edits pick one site, they are done in the order that they are given in. What a capture
 shows of an edited site, value and gradient, is what goes on from there.
 
@@ -105,9 +108,9 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[Rule, tuple[Any, Any]]]:
             of = "value" if argument == "values" else "grad"
             if isinstance(part, str) and "~" in part:
                 raise SiteError(
-                    f"{argument}={part!r} was given, but a gradient cannot be edited apart from "
-                    "the others of its call: a second derivative goes through all of them. Leave "
-                    f"{part[part.index('~') :]!r} out."
+                    f"{argument}={part!r} was given, but which gradient of a call is edited is not "
+                    "to be chosen: it is the innermost, and those around are derivatives of what "
+                    f"is edited. Leave {part[part.index('~') :]!r} out."
                 )
             if not isinstance(part, At):
                 yield Rule(of, part, fn), (array, None)

@@ -103,13 +103,14 @@ class Folds:
             for path, held in self.held(jaxpr, scopes).items():
                 fresh = _fresh(held.mark, held.aval, held.mapped)
                 fold = self.items.get(path, fresh)
+                fold = dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state))
                 if _types(fold.state) != _types(fresh.state):
                     raise SiteError(
                         f"The site {path!r}, marked at {held.mark.source}, is folded in a loop or "
                         "a branch, where its result must keep its type, but it has another type "
                         "before. Give the values there another name."
                     )
-                self._put(dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state)))
+                self._put(fold)
                 threads[path] = Thread(path, fold.seen is not True)
         return tuple(threads.values())
 
