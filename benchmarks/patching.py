@@ -43,6 +43,7 @@ def raced(width: int, bar: float, limit: float, rounds: int) -> list[Result]:
     clean, corrupt = rng.integers(cfg.vocab, size=(2, LENGTH))
     right, wrong = rng.integers(cfg.vocab, size=2)
 
+    @jax.jit
     def metric(params: gpt2.Params, tokens: jax.Array) -> jax.Array:
         last = gpt2.stream(params, tokens[None], cfg)[:, -1]
         logits = gpt2.unembed(params, last)[0]
@@ -78,7 +79,8 @@ def raced(width: int, bar: float, limit: float, rounds: int) -> list[Result]:
     for name in peers.ways:
         limit_of = 1 / bar if name == better else None
         results.append(Result.timed(topic, f"time over {name}", times, "jaxtap", name, limit_of))
-    compiling = Result(topic, "first sweep, compiled, over the next", first, results[0].top, "s")
+    later = float(np.median(times["jaxtap"]))
+    compiling = Result(topic, "first sweep, compiled, over the next", first, later, "s")
     return [*results, compiling]
 
 

@@ -23,27 +23,37 @@ from jaxtap._walk import Walk, handles
 
 @handles("custom_jvp_call", "CustomJVPTraced", "RematTraced")
 def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
-    """The values come from the body; the derivative of its results is that of the custom rule."""
+    """The values come from the body; the derivative of its results is that of the custom rule.
+
+    Where a derivative is taken, the values of the results are the rule's too, which may have code
+    of its own for them; but not if the body is edited.
+    """
     body = _compat.call_body(eqn)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
     inner = jaxpr_as_fun(staged.jaxpr)
     count, n = staged.count, len(staged.ins.kept)
+    edited = walk.changes.has_any(body)
+
+    def plain(*flat: Any) -> Any:
+        with unmarked():
+            return _compat.bind_equation(eqn, flat)
 
     @jax.custom_jvp
     def call(*flat: Any) -> list[Any]:
         return inner(*flat)
 
     def rule(primals: Any, tangents: Any) -> Any:
-        def plain(*flat: Any) -> Any:
-            with unmarked():
-                return _compat.bind_equation(eqn, flat)
-
         _refuse_derivatives(threads, [type(t) is not SymbolicZero for t in tangents])
         tangents = tuple(map(_instantiated, tangents))
-        _, out = jax.jvp(plain, primals[:n], tangents[:n])
-        results, inside = jax.jvp(inner, primals, tangents)
-        return results, [*out, *inside[count:]]
+        values, out = jax.jvp(plain, primals[:n], tangents[:n])
+        moving = len(primals) - len(threads.parts)
+        parts = primals[moving:]
+        results, inside = jax.jvp(
+            lambda *flat: inner(*flat, *parts), primals[:moving], tangents[:moving]
+        )
+        own = results[:count] if edited else values
+        return [*own, *results[count:]], [*out, *inside[count:]]
 
     call.defjvp(rule, symbolic_zeros=bool(threads.parts))
     return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
@@ -65,10 +75,6 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         with unmarked():
             return _compat.bind_equation(eqn, flat)
 
-    def split(*flat: Any) -> Any:
-        results = inner(*flat)
-        return results[count:], results[:count]
-
     @jax.custom_vjp
     def call(*flat: Any) -> list[Any]:
         return inner(*flat)
@@ -76,8 +82,14 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     def forward(*given: Any) -> Any:
         _refuse_derivatives(threads, [getattr(x, "perturbed", False) for x in given])
         flat = [x.value if threads.parts else x for x in given]
+        moving = len(flat) - len(threads.parts)
+
+        def split(*moved: Any) -> Any:
+            results = inner(*moved, *flat[moving:])
+            return results[count:], results[:count]
+
         out, back = jax.vjp(functools.partial(plain, *flat[:fixed]), *flat[fixed:n])
-        inside, back_inside, own = jax.vjp(split, *flat, has_aux=True)
+        inside, back_inside, own = jax.vjp(split, *flat[:moving], has_aux=True)
         return [*(own if edited else out), *inside], (back, back_inside)
 
     def backward(residuals: Any, cts: Any) -> Any:
@@ -85,7 +97,7 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         cts = [_instantiated(ct) for ct in cts]
         through, inside = back(list(cts[:count])), back_inside(list(cts[count:]))
         summed = (_add(a, b) for a, b in zip(through, inside[fixed:n], strict=True))
-        return (*inside[:fixed], *summed, *inside[n:])
+        return (*inside[:fixed], *summed, *inside[n:], *(None for _ in threads.parts))
 
     call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
     return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -137,6 +138,11 @@ class _Editing(Job):
 
     plan: Plan
     rules: tuple[Rule, ...]
+
+    @property
+    def lasting(self) -> bool:
+        functions = (types.FunctionType, types.BuiltinFunctionType)
+        return all(rule.fn is None or isinstance(rule.fn, functions) for rule in self.rules)
 
     def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         spots = survey(program, self.plan, arrays)

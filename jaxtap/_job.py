@@ -36,6 +36,11 @@ class Job:
     stateless = False
     """Whether objects that the function changes stay as they are."""
 
+    @property
+    def lasting(self) -> bool:
+        """Whether equal jobs do the same at any time: objects in them may have changed since."""
+        return True
+
     def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         """What it has to know about the program. Only the types of the arrays may be looked at."""
         return None
@@ -80,7 +85,7 @@ def _learned_of(fn: Any, job: Job) -> _Learned:
 
     It is forgotten with the function, which it must not keep alive.
     """
-    if not adapters.lasting(fn) and _compat.jit_options(fn) is None:
+    if not job.lasting or (not adapters.lasting(fn) and _compat.jit_options(fn) is None):
         return _Learned()
     new: dict[Job, _Learned] = {}
     found = _learned.setdefault(id(fn), new)

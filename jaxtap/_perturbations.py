@@ -46,7 +46,7 @@ def perturbations(
     """A function that returns zeros to be added to the sites of `fn`, by name.
 
     Each has the shape of what a capture returns: one for every iteration, example and device. Sites
-    that are no floating-point numbers, or in a while loop, have none.
+    that are no floating-point numbers, in a while loop, or dropped by `fn`, have none.
     """
     check_function(fn, "perturbations")
     _refuse_steps(at)
@@ -56,7 +56,7 @@ def perturbations(
     @functools.wraps(fn, updated=())
     def zeros(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         program, arrays = call.program(args, kwargs)
-        spots = differentiable(survey(program, plan, arrays), plan)
+        spots = differentiable(survey(program, plan, arrays), plan, reaching=True)
         return {spot.site.name: _zeros(spot) for spot in spots}
 
     return zeros
@@ -94,7 +94,7 @@ class _Perturbing(Job):
     plan: Plan
 
     def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        return _perturbed_spots(survey(program, self.plan, arrays), operands)
+        return _perturbed_spots(survey(program, self.plan, arrays), operands, reaching=True)
 
     def check(self, prepared: Any, operands: Any) -> None:
         for spot, array in zip(prepared, operands.values(), strict=True):
@@ -161,8 +161,8 @@ def _why_not(spot: Spot, reaching: bool) -> str | None:
         )
     if reaching and not spot.reaches:
         return (
-            "the loss does not depend on it. Use what jt.sow returned in the place of the value "
-            "that it was given"
+            "what is returned does not depend on it. Use what jt.sow returned in the place of the "
+            "value that it was given"
         )
     return None
 
@@ -200,7 +200,9 @@ def _as_array(name: str, x: Any) -> Any:
         ) from None
 
 
-def _perturbed_spots(spots: Sequence[Spot], perturbations: Mapping[str, Any]) -> list[Spot]:
+def _perturbed_spots(
+    spots: Sequence[Spot], perturbations: Mapping[str, Any], *, reaching: bool = False
+) -> list[Spot]:
     """The sites that perturbations are for; raises for one that does not fit."""
     known = {spot.site.name: spot for spot in spots}
     for name, array in perturbations.items():
@@ -209,14 +211,14 @@ def _perturbed_spots(spots: Sequence[Spot], perturbations: Mapping[str, Any]) ->
                 f"There is a perturbation of {name!r}, but no such site was reached when the "
                 f"function was traced. {nearest(name, known)}"
             )
-        _check_perturbation(known[name], array)
+        _check_perturbation(known[name], array, reaching)
     return [known[name] for name in perturbations]
 
 
-def _check_perturbation(spot: Spot, array: Any) -> None:
+def _check_perturbation(spot: Spot, array: Any, reaching: bool) -> None:
     site = spot.site
     where = f"The perturbation of the site {site.name!r}, marked at {site.source},"
-    why_not = _why_not(spot, reaching=False)
+    why_not = _why_not(spot, reaching)
     if why_not is not None:
         raise SiteError(f"{where} cannot be added: {why_not}.")
     if array.shape != site.shape:

@@ -152,19 +152,26 @@ def _by_function(rule: Rule, spot: Spot) -> Replacing:
             )
         return out
 
-    made, shape = jax.make_jaxpr(replace, return_shape=True)(spot.own)
-    if shape.shape != spot.own.shape or shape.dtype != spot.own.dtype:
-        raise SiteError(
-            f"The edit of {_where(spot)} returns {_type(shape)}, but the value is "
-            f"{_type(spot.own)}. An edit keeps shape and dtype."
-        )
+    def checked(x: Any) -> Any:
+        out = jnp.asarray(replace(x))
+        if out.shape != spot.own.shape or out.dtype != spot.own.dtype:
+            raise SiteError(
+                f"The edit of {_where(spot)} returns {_type(out)}, but the value is "
+                f"{_type(spot.own)}. An edit keeps shape and dtype."
+            )
+        return _cast(out, x)
+
+    try:
+        made = jax.make_jaxpr(checked)(spot.own)
+    except NameError:  # it uses the name of an axis, which has a meaning where the site is
+        return checked, []
     consts = _compat.jaxpr_consts(made)
     if not any(isinstance(c, Tracer) for c in consts):
-        return (lambda x: _cast(jnp.asarray(replace(x)), x)), []
+        return checked, []
 
     def with_traced(x: Any, *consts: Any) -> Any:
         (out,) = eval_jaxpr(_compat.open_jaxpr(made), consts, x)
-        return _cast(out, x)
+        return out
 
     return with_traced, [Part(c) for c in consts]
 

@@ -416,7 +416,8 @@ def test_a_perturbation_in_a_scan_that_runs_backwards():
             return lax.scan(body, x[0], x, reverse=True)[0]
 
     def by_hand(p):
-        return lax.scan(lambda c, x: (jnp.sin(c + x[0]) + x[1], None), X[0], (X, p), reverse=True)[0]
+        body = lambda c, x: (jnp.sin(c + x[0]) + x[1], None)
+        return lax.scan(body, X[0], (X, p), reverse=True)[0]
 
     loss = lambda f: jax.grad(lambda p: jnp.sum(f(p) ** 2))(0.1 * X)
     ours = lambda p: apply(Net(), {"perturbations": {"h": p}}, X)

@@ -1,4 +1,7 @@
-"""Random programs: what `capture` returns, against a reference that shares no code with the engine.
+"""Random programs, against a reference that shares no code with the engine.
+
+What `capture` returns; what `edit` and `perturbed` do, against the same change made by hand in the
+source; and cuts, which put together again are the function.
 
 The seeds are fixed, so a run is the same everywhere; `python -m tests.fuzz` looks further. The
 work is cut into parts for the workers of xdist.
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtap as jt
 from tests.fuzz.compare import (
     Mismatch,
     check,
@@ -23,9 +27,12 @@ from tests.fuzz.compare import (
     compare,
     expected,
 )
+from tests.fuzz.cuts import check_cuts
 from tests.fuzz.drive import Failure, sweep
-from tests.fuzz.generate import losses, programs
-from tests.fuzz.program import Cond, Do, Grad, Program, Scan, Twice, Vmap, While
+from tests.fuzz.edits import check_edits, check_no_edit
+from tests.fuzz.generate import edited, losses, programs
+from tests.fuzz.perturb import check_perturbed
+from tests.fuzz.program import Cond, Do, Edit, Grad, Program, Scan, Twice, Vmap, While
 from tests.fuzz.reference import run
 from tests.fuzz.shrink import well_formed
 from tests.fuzz.sites import sites
@@ -50,6 +57,65 @@ def test_reference_agrees_with_jax(part: int) -> None:
 def test_reference_gradients_agree_with_perturbations(part: int) -> None:
     strategy = losses(devices=jax.device_count())
     sweep(check_perturbations, strategy, examples=20, seed=200 + part)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_edits_agree_with_the_source_changed_by_hand(part: int) -> None:
+    sweep(check_edits, edited(devices=jax.device_count()), examples=8, seed=300 + part)
+
+
+def test_edits_of_nothing_change_nothing() -> None:
+    sweep(check_no_edit, programs(devices=jax.device_count()), examples=8, seed=400)
+
+
+def test_perturbations_agree_with_additions_by_hand() -> None:
+    sweep(check_perturbed, losses(devices=jax.device_count()), examples=8, seed=500)
+
+
+def test_a_cut_function_put_together_is_the_function() -> None:
+    sweep(check_cuts, programs(devices=jax.device_count()), examples=8, seed=600)
+
+
+EDITED = Program(
+    (
+        Scan((Do("sin", "a"),), length=3),
+        Vmap((Do("tanh", "c"), Do("mix"), Do("sin")), outer=0),
+        Grad((Do("sin", "b"), Do("tanh", "b"))),
+    ),
+    how="jit inside",
+    edits=(Edit("a", "sin", step=1), Edit("b@1", "turn", "grad"), Edit("c", "array", axes=True)),
+)
+
+
+def _other(change: Callable[..., Any]) -> Callable[..., Any]:
+    """`jt.edit` with the pairs that it is given changed."""
+    right = jt.edit
+    return lambda fn, values, grads: right(fn, *map(list, change(values, grads)))
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "nothing is edited": lambda values, grads: ((), ()),
+    "a lost edit of a gradient": lambda values, grads: (values, ()),
+    "an edit of every iteration": lambda values, grads: (
+        [(getattr(name, "selection", name), what) for name, what in values],
+        grads,
+    ),
+    "another iteration": lambda values, grads: ([(jt.at("a", step=2), jnp.sin), values[1]], grads),
+    "another call": lambda values, grads: (values, [("b@0", grads[0][1])]),
+    "every call": lambda values, grads: (values, [("b", grads[0][1])]),
+    "examples swapped": lambda values, grads: ([values[0], ("c", values[1][1][::-1])], grads),
+}
+
+
+def test_edits_by_hand_agree() -> None:
+    check_edits(EDITED)
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_comparison_refuses_edits(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jt, "edit", _other(WRONG[fault]))
+    with pytest.raises(Mismatch):
+        check_edits(EDITED)
 
 
 def taps(program: Program) -> SimpleNamespace:
@@ -125,6 +191,7 @@ def test_programs_are_well_formed() -> None:
         assert well_formed(program)
 
     sweep(check_form, programs(devices=4), examples=200, seed=0)
+    sweep(check_form, edited(devices=4), examples=200, seed=0)
 
 
 def test_a_failure_is_reported_as_a_program_that_runs() -> None:
@@ -135,7 +202,7 @@ def test_a_failure_is_reported_as_a_program_that_runs() -> None:
         sweep(refuses_scans, programs(), examples=200, seed=0)
     small = failure.value.program
     assert small == Program((Scan((Do("sin"),)),))
-    text = failure.value.report().replace("from tests.fuzz.compare import refuses_scans", "")
+    text = failure.value.report().replace("from tests.test_fuzz import refuses_scans", "")
     scope: dict[str, Any] = {"refuses_scans": lambda p: None}
     exec(text[text.index("from tests.fuzz.program") :], scope)
     assert scope["program"] == small

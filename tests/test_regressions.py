@@ -507,5 +507,5 @@ def test_fold_that_has_another_type_before_a_loop():
         body = lambda c, t: (jt.sow(c + t, "c", **LAST), None)
         return lax.scan(body, x, jnp.arange(3.0))[0]
 
-    with pytest.raises(jt.SiteError, match="'c', marked at .* has another type before"):
+    with pytest.raises(jt.SiteError, match=r"'c', marked at .* has another type before"):
         jt.capture(f)(1.0)

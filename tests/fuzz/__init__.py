@@ -1,12 +1,15 @@
 """Random programs, an oracle that shares no code with the engine, and their comparison.
 
     program.py    the language: frozen nodes, each from a vector to a vector
-    generate.py   programs(): the hypothesis strategy
-    build.py      build(program, sow): the program in JAX
+    generate.py   programs(), edited(), losses(): the hypothesis strategies
+    build.py      build(program, sow): the program in JAX; by_hand(program, mark): and changed
     sites.py      sites(program): names, order and axes of its marks, from its text
     tape.py       reverse-mode differentiation in numpy
     reference.py  run(program): the program in Python loops, every execution of every mark recorded
     compare.py    check(program): capture, compare, or Mismatch
+    edits.py      check_edits(program): edits, against the same changes made in the source
+    perturb.py    check_perturbed(program): perturbations and gradients by them, likewise
+    cuts.py       check_cuts(program): a function up to a site, and from there on
     shrink.py     shrink(program, fails): a smaller program that fails
     drive.py      sweep(check, strategy): many programs, or Failure
 

@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz --minutes 10 [--seed 0]`: random programs for as long as asked.
+"""`python -m tests.fuzz --minutes 10 [--seed 0] [--only edits cuts]`: random programs for long.
 
-Exit status 0 if every program agreed; 1 with the smallest program that did not, as Python that
-rebuilds it.
+The checks take turns. Exit status 0 if every program agreed; 1 with the smallest program that did
+not, as Python that rebuilds it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,25 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .compare import check
+from .cuts import check_cuts
 from .drive import Failure, sweep
-from .generate import programs
+from .edits import check_edits, check_no_edit
+from .generate import edited, losses, programs
+from .perturb import check_perturbed
 
 FLAG = "--xla_force_host_platform_device_count"
 
 ROUND = 50
 """Programs per hypothesis run. Each run starts afresh from a seed of its own."""
+
+CHECKS = {
+    "captures": (check, programs),
+    "edits": (check_edits, edited),
+    "nothing": (check_no_edit, programs),
+    "perturbations": (check_perturbed, losses),
+    "cuts": (check_cuts, programs),
+}
+"""What is checked, and on which programs."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to run (1)")
     parser.add_argument("--seed", type=int, default=None, help="the first seed (by the clock)")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="what")
     options = parser.parse_args(argv)
     if FLAG not in (flags := os.environ.get("XLA_FLAGS", "")):
         # shard_map needs devices to map over. JAX reads this when it is first asked for them.
@@ -39,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"jax {jax.__version__}, {jax.device_count()} devices, seed {seed}")
     begin = time.monotonic()
     end = begin + 60 * options.minutes
-    done = 0
+    done, name = 0, ""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=end - begin)
@@ -52,17 +65,19 @@ def main(argv: list[str] | None = None) -> int:
             progress.update(
                 task,
                 completed=now - begin,
-                description=f"{done} programs, {rate:.1f}/s, seed {seed}",
+                description=f"{name}: {done} programs, {rate:.1f}/s, seed {seed}",
             )
 
         try:
             while time.monotonic() < end:
-                strategy = programs(devices=jax.device_count())
-                sweep(check, strategy, examples=ROUND, seed=seed, tick=tick, end=end)
+                name = options.only[seed % len(options.only)]
+                checked, strategy = CHECKS[name]
+                drawn = strategy(devices=jax.device_count())
+                sweep(checked, drawn, examples=ROUND, seed=seed, tick=tick, end=end)
                 seed += 1
         except Failure as failure:
             progress.stop()
-            console.print(f"mismatch after {done} programs, seed {seed}", style="bold red")
+            console.print(f"{name}: mismatch after {done} programs, seed {seed}", style="bold red")
             print(failure.report())
             return 1
     elapsed = time.monotonic() - begin

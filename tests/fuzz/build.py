@@ -2,11 +2,17 @@
 
 `sow(value, name)` is called at every mark. With `jaxtap.sow` it is the program under test, with
 `plain` the program without marks.
+
+`by_hand(program, mark)(given, x, n)` is the program for changes that are written into its source.
+It calls `mark(value, path, given, at)`, so each call of a function that is called twice is told
+from the other, and the number of every iteration, example and device around the mark is at hand,
+counted by the loops themselves. `given` is whatever the changes need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -37,8 +43,9 @@ from .program import (
     Vmap,
     While,
 )
-from .sites import MESHES
+from .sites import MESHES, Path
 
+Mark = Callable[[Any, Path, Any, tuple[Any, ...]], Any]
 Run = Callable[[jax.Array, Env], jax.Array]
 
 CUSTOM_N = np.array([1, 2, 3], np.int32)
@@ -116,88 +123,177 @@ def _const(y: Any, like: Any) -> Any:
 
 def build(program: Program, sow: Sow = plain) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The program as a function of its two arguments."""
-    body = _block(program.body, sow)
-
-    def fn(x: jax.Array, n: jax.Array) -> jax.Array:
-        return body(x, Env(x, n))
-
-    return fn
+    body = _Builder(sow, None).block(program.body, ())
+    return lambda x, n: body(x, Env(x, n))
 
 
-def _block(block: Block, sow: Sow) -> Run:
-    # Built once, before any call: a body that runs twice is then one function to JAX's caches.
-    runs = [_node(node, sow) for node in block]
-
-    def run(x: jax.Array, env: Env) -> jax.Array:
-        for r in runs:
-            x = r(x, env)
-        return x
-
-    return run
+def by_hand(program: Program, mark: Mark) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
+    """The program with a change at each of its marks."""
+    body = _Builder(plain, mark).block(program.body, ())
+    return lambda given, x, n: body(x, Env(x, n, (given,)))
 
 
-def _node(node: Node, sow: Sow) -> Run:
-    match node:
-        case Do():
-            return lambda x, env: do(XP, node, x, env, sow)
-        case Jit(body, inline):
-            return jax.jit(_block(body, sow), inline=inline)
-        case Twice(body):
-            inner = _block(body, sow)
-            return lambda x, env: inner(inner(x, env), env)
-        case Remat(body, policy):
-            inner = _block(body, sow)
-            return lambda x, env: jax.checkpoint(
-                lambda v: inner(v, Env(x, env.n)), policy=POLICIES[policy]
-            )(x)
-        case Scan() | Map() | Fori() | While():
-            return _loop(node, _block(node.body, sow))
-        case Cond(true, false, test):
-            yes, no = _block(true, sow), _block(false, sow)
+def _inside(env: Env, outer: jax.Array, *at: Any, n: Any = None) -> Env:
+    """What a body in a construct sees, with its numbers if they are counted."""
+    return Env(outer, env.n if n is None else n, None if env.at is None else (*env.at, *at))
 
-            def cond(x: jax.Array, env: Env) -> jax.Array:
-                pred = env.n[0] % 2 == 0 if test == "int" else jnp.sum(x) > 0.1
-                inner = Env(x, env.n)
-                return lax.cond(pred, lambda v: yes(v, inner), lambda v: no(v, inner), 0.9 * x)
 
-            return cond
-        case Switch(branches, test):
-            bodies = [_block(b, sow) for b in branches]
+@dataclass(frozen=True)
+class _Builder:
+    sow: Sow
+    mark: Mark | None
 
-            def switch(x: jax.Array, env: Env) -> jax.Array:
-                k = (
-                    env.n[1] % len(bodies)
-                    if test == "int"
-                    else jnp.sum(x > 0.1).astype(jnp.int32) % len(bodies)
+    def block(self, block: Block, path: Path) -> Run:
+        # Built once, before any call: a body that runs twice is then one function to JAX's caches.
+        runs = [self.node(node, (*path, i)) for i, node in enumerate(block)]
+
+        def run(x: jax.Array, env: Env) -> jax.Array:
+            for r in runs:
+                x = r(x, env)
+            return x
+
+        return run
+
+    def marked(self, value: Any, name: str, path: Path, env: Env) -> Any:
+        if self.mark is None:
+            return self.sow(value, name)
+        assert env.at is not None
+        return self.mark(value, path, env.at[0], env.at[1:])
+
+    def node(self, node: Node, path: Path) -> Run:
+        match node:
+            case Do():
+                return lambda x, env: do(
+                    XP, node, x, env, lambda v, name: self.marked(v, name, path, env)
                 )
-                inner = Env(x, env.n)
-                return lax.switch(k, [lambda v, b=b: b(v, inner) for b in bodies], 0.9 * x)
+            case Jit(body, inline):
+                return jax.jit(self.block(body, path), inline=inline)
+            case Twice(body):
+                one = self.block(body, (*path, "first"))
+                two = one if self.mark is None else self.block(body, (*path, "second"))
+                return lambda x, env: two(one(x, env), env)
+            case Remat(body, policy):
+                inner = self.block(body, path)
+                return lambda x, env: jax.checkpoint(
+                    lambda v: inner(v, _inside(env, x)), policy=POLICIES[policy]
+                )(x)
+            case Scan() | Map() | Fori() | While():
+                return _loop(node, self.block(node.body, path))
+            case Cond(true, false, test):
+                return _cond(
+                    test, self.block(true, (*path, "true")), self.block(false, (*path, "false"))
+                )
+            case Switch(branches, test):
+                return _switch(test, [self.block(b, (*path, k)) for k, b in enumerate(branches)])
+            case Vmap():
+                return _vmap(node, self.block(node.body, path))
+            case Grad(body, kind):
+                return _grad(kind, self.block(body, path))
+            case Jvp(body, kind):
+                return _jvp(kind, self.block(body, path))
+            case Custom():
+                return self.custom(node, path)
+            case Shard():
+                return self.shard(node, path)
+        raise AssertionError(node)
 
-            return switch
-        case Vmap():
-            return _vmap(node, _block(node.body, sow))
-        case Grad(body, kind):
-            return _grad(kind, _block(body, sow))
-        case Jvp(body, kind):
-            return _jvp(kind, _block(body, sow))
-        case Custom():
-            return _custom(node, sow)
-        case Shard():
-            return _shard(node, sow)
-    raise AssertionError(node)
+    def custom(self, node: Custom, path: Path) -> Run:
+        body = self.block(node.body, (*path, "body"))
+        own = None if node.own is None else self.block(node.own, (*path, "own"))
+
+        def env(x: jax.Array, at: Any) -> Env:
+            # Traced as x is: a loop over a known number would be a scan.
+            return Env(x, CUSTOM_N + (0 * x).astype(jnp.int32), at)
+
+        def primal(x: jax.Array, at: Any) -> jax.Array:
+            return body(x, env(x, at))
+
+        def forward(x: jax.Array, at: Any) -> jax.Array:
+            return f(x, at) if own is None else own(x, env(x, at))
+
+        def bwd(kept: Any, ct: jax.Array) -> tuple[jax.Array, None]:
+            x, at = kept
+            if node.bwd is not None:
+                ct = self.marked(ct, node.bwd, (*path, "bwd"), Env(x, None, at))
+            return node.scale * jnp.cos(x) * ct, None
+
+        def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+            return forward(*primals), node.scale * jnp.cos(primals[0]) * tangents[0]
+
+        if node.kind == "vjp":
+            f = jax.custom_vjp(primal)
+            f.defvjp(lambda x, at: (forward(x, at), (x, at)), bwd)
+        else:
+            f = jax.custom_jvp(primal)
+            f.defjvp(rule)
+        return lambda x, env: f(x, env.at)
+
+    def shard(self, node: Shard, path: Path) -> Run:
+        names, shape, split = MESHES[node.mesh]
+        pre, post = self.block(node.pre, (*path, "pre")), self.block(node.post, (*path, "post"))
+        spec = P(split, None)
+
+        def run(x: jax.Array, env: Env) -> jax.Array:
+            def local(x: jax.Array, outer: jax.Array, n: jax.Array) -> jax.Array:
+                at = () if env.at is None else map(lax.axis_index, split)
+                inner = _inside(env, outer, *at, n=n)
+                v = pre(x[0], inner)
+                if node.mean:
+                    m = lax.pmean(v, "d")
+                    if node.name is not None:
+                        m = self.marked(m, node.name, (*path, "mean"), inner)
+                    v = mix(XP, v, m)
+                return post(v, inner)[None]
+
+            devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+            mesh = jax.sharding.Mesh(devices, names)
+            size = int(np.prod([s for a, s in zip(names, shape, strict=True) if a in split]))
+            ys = jax.shard_map(local, mesh=mesh, in_specs=(spec, P(), P()), out_specs=spec)(
+                x * _const(weights(size), x), x, env.n
+            )
+            return ys.mean(0)
+
+        return run
+
+
+def _cond(test: str, yes: Run, no: Run) -> Run:
+    def cond(x: jax.Array, env: Env) -> jax.Array:
+        pred = env.n[0] % 2 == 0 if test == "int" else jnp.sum(x) > 0.1
+        inner = _inside(env, x)
+        return lax.cond(pred, lambda v: yes(v, inner), lambda v: no(v, inner), 0.9 * x)
+
+    return cond
+
+
+def _switch(test: str, bodies: list[Run]) -> Run:
+    def switch(x: jax.Array, env: Env) -> jax.Array:
+        k = (
+            env.n[1] % len(bodies)
+            if test == "int"
+            else jnp.sum(x > 0.1).astype(jnp.int32) % len(bodies)
+        )
+        inner = _inside(env, x)
+        return lax.switch(k, [lambda v, b=b: b(v, inner) for b in bodies], 0.9 * x)
+
+    return switch
+
+
+def _numbers(size: int) -> jax.Array:
+    return jnp.arange(size, dtype=jnp.int32)
 
 
 def _loop(node: Scan | Map | Fori | While, body: Run) -> Run:
     def scan(x: jax.Array, env: Env, node: Scan) -> jax.Array:
         def step(c: jax.Array, per: Any) -> tuple[jax.Array, jax.Array]:
+            row, t = per
             n = env.n
-            if per is not None:
-                c, n = mix(XP, c, per[0]), n + per[1]
-            c = body(c, Env(x, n))
+            if row is not None:
+                c, n = mix(XP, c, row), n + t
+            c = body(c, _inside(env, x, t, n=n))
             return c, c
 
-        rows = _const(weights(node.length), x)
-        xs = (x * rows, jnp.arange(node.length, dtype=jnp.int32)) if node.xs else None
+        rows = x * _const(weights(node.length), x) if node.xs else None
+        xs = rows, _numbers(node.length) if node.xs or env.at is not None else None
         c, ys = lax.scan(step, x, xs, length=node.length, reverse=node.reverse, unroll=node.unroll)
         return mix(XP, c, ys.mean(0))
 
@@ -206,14 +302,15 @@ def _loop(node: Scan | Map | Fori | While, body: Run) -> Run:
             case Scan():
                 return scan(x, env, node)
             case Map(length=length):
-                ys = lax.map(lambda v: body(v, Env(x, env.n)), x * _const(weights(length), x))
-                return ys.mean(0)
+                step = lambda per: body(per[0], _inside(env, x, per[1]))
+                count = None if env.at is None else _numbers(length)
+                return lax.map(step, (x * _const(weights(length), x), count)).mean(0)
             case Fori(trips=trips, lower=lower):
-                step = lambda i, v: body(v, Env(x, env.n + jnp.int32(i)))
+                step = lambda i, v: body(v, _inside(env, x, i - lower, n=env.n + jnp.int32(i)))
                 return lax.fori_loop(lower, lower + trips, step, x)
             case While(limit=limit, test="fori"):
                 trips = env.n[0] % (limit + 1)
-                step = lambda i, v: body(v, Env(x, env.n + i.astype(jnp.int32)))
+                step = lambda i, v: body(v, _inside(env, x, i, n=env.n + i.astype(jnp.int32)))
                 return lax.fori_loop(0, trips, step, x)
             case While(limit=limit, test=test):
                 trips = env.n[0] % (limit + 1) if test == "int" else jnp.int32(limit)
@@ -222,7 +319,7 @@ def _loop(node: Scan | Map | Fori | While, body: Run) -> Run:
                     i, v = state
                     return (i < trips) if test == "int" else (i < trips) & (jnp.sum(v) > -0.2)
 
-                step = lambda s: (s[0] + 1, body(s[1], Env(x, env.n + s[0])))
+                step = lambda s: (s[0] + 1, body(s[1], _inside(env, x, s[0], n=env.n + s[0])))
                 return lax.while_loop(go, step, (jnp.int32(0), x))[1]
 
     return run
@@ -236,11 +333,11 @@ def _vmap(node: Vmap, body: Run) -> Run:
             if node.outer is None
             else jnp.moveaxis(x * _const(weights(node.size, 2), x), 0, node.outer)
         )
-        n = env.n + jnp.arange(node.size, dtype=jnp.int32)[:, None] if node.map_n else env.n
-        axes = (node.in_axis, node.outer, 0 if node.map_n else None)
-        ys = jax.vmap(lambda v, o, k: body(v, Env(o, k)), in_axes=axes, out_axes=node.out_axis)(
-            xs, outer, n
-        )
+        n = env.n + _numbers(node.size)[:, None] if node.map_n else env.n
+        axes = (node.in_axis, node.outer, 0 if node.map_n else None, 0)
+        one = lambda v, o, k, e: body(v, _inside(env, o, e, n=k))
+        count = None if env.at is None else _numbers(node.size)
+        ys = jax.vmap(one, in_axes=axes, out_axes=node.out_axis)(xs, outer, n, count)
         return ys.mean(node.out_axis)
 
     return run
@@ -248,7 +345,7 @@ def _vmap(node: Vmap, body: Run) -> Run:
 
 def _grad(kind: str, body: Run) -> Run:
     def run(x: jax.Array, env: Env) -> jax.Array:
-        f = lambda v: body(v, Env(x, env.n))
+        f = lambda v: body(v, _inside(env, x))
         loss = lambda v: jnp.sum(jnp.sin(f(v)))
         match kind:
             case "grad":
@@ -265,7 +362,7 @@ def _grad(kind: str, body: Run) -> Run:
 
 def _jvp(kind: str, body: Run) -> Run:
     def run(x: jax.Array, env: Env) -> jax.Array:
-        f = lambda v: body(v, Env(x, env.n))
+        f = lambda v: body(v, _inside(env, x))
         tangent = x * _const(weights(1, 3)[0], x)
         if kind == "jvp":
             y, t = jax.jvp(f, (x,), (tangent,))
@@ -273,61 +370,5 @@ def _jvp(kind: str, body: Run) -> Run:
             y, push = jax.linearize(f, x)
             t = push(tangent)
         return mix(XP, y, t)
-
-    return run
-
-
-def _custom(node: Custom, sow: Sow) -> Run:
-    body = _block(node.body, sow)
-    own = None if node.own is None else _block(node.own, sow)
-
-    def env(x: jax.Array) -> Env:
-        # Traced as x is: a loop over a known number would be a scan.
-        return Env(x, CUSTOM_N + (0 * x).astype(jnp.int32))
-
-    def primal(x: jax.Array) -> jax.Array:
-        return body(x, env(x))
-
-    def forward(x: jax.Array) -> jax.Array:
-        return f(x) if own is None else own(x, env(x))
-
-    def bwd(x: jax.Array, ct: jax.Array) -> tuple[jax.Array]:
-        if node.bwd is not None:
-            ct = sow(ct, node.bwd)
-        return (node.scale * jnp.cos(x) * ct,)
-
-    def rule(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return forward(primals[0]), node.scale * jnp.cos(primals[0]) * tangents[0]
-
-    if node.kind == "vjp":
-        f = jax.custom_vjp(primal)
-        f.defvjp(lambda x: (forward(x), x), bwd)
-    else:
-        f = jax.custom_jvp(primal)
-        f.defjvp(rule)
-    return lambda x, _: f(x)
-
-
-def _shard(node: Shard, sow: Sow) -> Run:
-    names, shape, split = MESHES[node.mesh]
-    pre, post = _block(node.pre, sow), _block(node.post, sow)
-    spec = P(split, None)
-
-    def local(x: jax.Array, outer: jax.Array, n: jax.Array) -> jax.Array:
-        env = Env(outer, n)
-        v = pre(x[0], env)
-        if node.mean:
-            m = lax.pmean(v, "d")
-            v = mix(XP, v, m if node.name is None else sow(m, node.name))
-        return post(v, env)[None]
-
-    def run(x: jax.Array, env: Env) -> jax.Array:
-        devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-        mesh = jax.sharding.Mesh(devices, names)
-        size = int(np.prod([s for a, s in zip(names, shape, strict=True) if a in split]))
-        ys = jax.shard_map(local, mesh=mesh, in_specs=(spec, P(), P()), out_specs=spec)(
-            x * _const(weights(size), x), x, env.n
-        )
-        return ys.mean(0)
 
     return run

@@ -57,9 +57,7 @@ class Expected:
 
 def expected(site: Site, records: list[Record], steps: int | None) -> Expected:
     """Lays the executions of a site out along its axes."""
-    rank = {"shard": 0, "loop": 1, "while": 1, "map": 2}
-    kept = [i for i, a in enumerate(site.axes) if a.kind != "while" or steps is not None]
-    kept.sort(key=lambda i: rank[site.axes[i].kind])
+    kept = [i for i in site.lead if site.axes[i].kind != "while" or steps is not None]
     sizes = tuple(steps or 0 if site.axes[i].kind == "while" else site.axes[i].size for i in kept)
     placed = [(tuple(r.index[i] for i in kept), r) for r in records]
     placed = [(at, r) for at, r in placed if all(i < s for i, s in zip(at, sizes, strict=True))]
@@ -98,7 +96,7 @@ def close(got: Any, want: Laid) -> bool:
     return bool(np.all(np.abs(got - want.array) <= bound))
 
 
-def _missing(got: Any, want: Laid, lead: int) -> list[tuple[int, ...]]:
+def missing_axes(got: Any, want: Laid, lead: int) -> list[tuple[int, ...]]:
     """The sets of leading axes without which `want` is `got`; it must not change along them."""
     found = []
     for k in range(lead + 1):
@@ -110,7 +108,8 @@ def _missing(got: Any, want: Laid, lead: int) -> list[tuple[int, ...]]:
     return found
 
 
-def _wrong(what: str, got: Any, want: Laid) -> Mismatch:
+def wrong(what: str, got: Any, want: Laid) -> Mismatch:
+    """The error for two arrays that differ."""
     expected = f"expected, shape {want.array.shape}:\n{want.array}"
     return Mismatch(f"{what} is wrong.\n{expected}\ngot, shape {np.shape(got)}:\n{got}")
 
@@ -139,9 +138,9 @@ def _compare_site(site: Site, want: Expected, taps: Any) -> None:
     dtypes = {"float": jnp.result_type(float), "bfloat16": jnp.bfloat16, "int": np.int32}
     dtype = jnp.dtype(dtypes[site.dtype])
     got = taps.values[label]
-    missing = _missing(got, want.value, want.lead)
+    missing = missing_axes(got, want.value, want.lead)
     if not missing:
-        raise _wrong(f"values[{label!r}]", got, want.value)
+        raise wrong(f"values[{label!r}]", got, want.value)
     keys = sorted(
         (k for k in taps.grads if k.split("~")[0] == label),
         key=lambda k: int(k.partition("~")[2] or 0),
@@ -152,8 +151,8 @@ def _compare_site(site: Site, want: Expected, taps: Any) -> None:
     for key in {label, *keys} if site.conditional else ():
         valid = taps.valid[key]
         kind = np.bool_ if want.valid.array.dtype == bool else np.integer
-        if not np.issubdtype(valid.dtype, kind) or not _missing(valid, want.valid, want.lead):
-            raise _wrong(f"valid[{key!r}], of type {valid.dtype},", valid, want.valid)
+        if not np.issubdtype(valid.dtype, kind) or not missing_axes(valid, want.valid, want.lead):
+            raise wrong(f"valid[{key!r}], of type {valid.dtype},", valid, want.valid)
     _compare_gradients(label, [taps.grads[k] for k in keys], want.grads, missing)
 
 
@@ -169,10 +168,10 @@ def _compare_gradients(
             if any(close(grad, s) for s in sums):
                 break
             if needed:
-                raise _wrong(f"a gradient of {label!r}", grad, laid)
+                raise wrong(f"a gradient of {label!r}", grad, laid)
         else:
             if want:
-                raise _wrong(f"a gradient of {label!r}", grad, want[-1][0])
+                raise wrong(f"a gradient of {label!r}", grad, want[-1][0])
             raise Mismatch(f"{label!r} has a gradient, but none was taken there:\n{grad}")
     for laid, needed in pending:
         if needed:
@@ -206,7 +205,7 @@ def check(program: Program) -> None:
     plainly = jax.jit(build(program, plain))(*args)
     want = Laid(np.asarray(plainly, np.float64), reference.coarse)
     if not close(out, want):
-        raise _wrong("the result", out, want)
+        raise wrong("the result", out, want)
     compare(reference, jax.device_get(taps), program.steps)
 
 
@@ -216,7 +215,7 @@ def check_reference(program: Program) -> None:
     out = jax.jit(build(program, plain))(*arguments(program))
     want = Laid(reference.out, reference.coarse)
     if not close(out, want):
-        raise _wrong("the result", out, want)
+        raise wrong("the result", out, want)
 
 
 def check_perturbations(program: Program) -> None:
@@ -247,4 +246,4 @@ def check_perturbations(program: Program) -> None:
     got = jax.jit(jax.grad(loss))(zeros, x, n)
     for name, want in total.items():
         if not close(got[name], want):
-            raise _wrong(f"the total gradient of {name!r}", got[name], want)
+            raise wrong(f"the total gradient of {name!r}", got[name], want)

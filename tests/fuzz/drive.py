@@ -32,7 +32,8 @@ class Failure(Exception):
         name = self.check.__name__
         text = pprint.pformat(self.program, width=100)
         trace = "".join(traceback.format_exception(self.cause))
-        imports = "from tests.fuzz.program import *\n" + f"from tests.fuzz.compare import {name}\n"
+        module = self.check.__module__
+        imports = f"from tests.fuzz.program import *\nfrom {module} import {name}\n"
         return f"{trace}\n{imports}\nprogram = {text}\n{name}(program)\n"
 
     def __str__(self) -> str:

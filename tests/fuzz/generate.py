@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, get_args
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from .leaf import VECTORS
@@ -23,12 +24,15 @@ from .program import (
     Cond,
     Custom,
     Do,
+    Edit,
     Fori,
     Grad,
+    How,
     Jit,
     Jvp,
     Map,
     Node,
+    Of,
     Program,
     Remat,
     Scan,
@@ -36,9 +40,10 @@ from .program import (
     Switch,
     Twice,
     Vmap,
+    What,
     While,
 )
-from .sites import sites
+from .sites import Site, picked, sites
 
 DEPTH = 4
 EXECUTIONS = 48
@@ -188,8 +193,40 @@ def programs(draw: st.DrawFn, *, devices: int = 1, second_order: bool = True) ->
     steps = None
     if any(site.counted for site in sites(program)):
         steps = draw(st.sampled_from([None, 1, 2, 4]))
-    how = draw(st.sampled_from(["plain", "jit outside", "jit inside"]))
+    how = draw(st.sampled_from(get_args(How)))
     return replace(program, seed=draw(st.integers(0, 99)), how=how, steps=steps)
+
+
+@st.composite
+def edited(draw: st.DrawFn, *, devices: int = 1) -> Program:
+    """Programs with up to three edits of their sites."""
+    program = draw(programs(devices=devices))
+    found = sites(program)
+    assume(found)
+    edits = tuple(_edit(draw, found) for _ in range(draw(st.integers(1, 3))))
+    return replace(program, steps=None, edits=edits)
+
+
+def _edit(draw: st.DrawFn, found: list[Site]) -> Edit:
+    # More often than others those that have a gradient, and those in loops.
+    differentiated, looped = [s for s in found if s.grads], [s for s in found if s.loop is not None]
+    site = draw(st.sampled_from([*found, *differentiated, *looped]))
+    name = draw(st.sampled_from([site.name, f"{site.name}@{site.call}"]))
+    of: Of = "value"
+    if site.grads and site.dtype != "int":
+        of = draw(st.sampled_from(get_args(Of)))
+    what = draw(st.sampled_from(get_args(What)))
+    whole = Edit(name, what, of, traced=draw(st.booleans()), axes=draw(st.booleans()))
+    step, stop = None, None
+    if site.loop is not None and draw(st.booleans()):
+        axis = site.axes[site.loop]
+        low, high = (0, 2) if axis.kind == "while" else (-axis.size, axis.size - 1)
+        step = draw(st.integers(low, high))
+        if step >= 0 and draw(st.booleans()):
+            stop = step + draw(st.integers(1, 2))
+    tries = (replace(whole, step=step, stop=stop), replace(whole, step=step, stop=stop, axes=False))
+    fitting = [edit for edit in tries if picked(edit, found)]
+    return fitting[0] if fitting else Edit(name, what, of)
 
 
 @st.composite
@@ -197,4 +234,5 @@ def losses(draw: st.DrawFn, *, devices: int = 1) -> Program:
     """Programs that are one gradient, with nothing in it that hides a mark from it."""
     context = _Context(depth=DEPTH - 1, grads=1, devices=devices, custom=False)
     body = _Draw(draw, second_order=False).block(context)
-    return Program((Grad(body),), draw(st.integers(0, 99)))
+    how = draw(st.sampled_from(get_args(How)))
+    return Program((Grad(body),), draw(st.integers(0, 99)), how)

@@ -17,10 +17,15 @@ from .program import DIM, Do
 
 
 class Env(NamedTuple):
-    """What a body closes over."""
+    """What a body closes over.
+
+    `at`, where changes are made by hand: what they are given, and the numbers of the iterations,
+    examples and devices around it.
+    """
 
     outer: Any
     n: Any
+    at: tuple[Any, ...] | None = None
 
 
 class Namespace(Protocol):

@@ -35,6 +35,10 @@ Use = Literal["through", "side", "drop", "stop"]
 Policy = Literal["default", "everything", "nothing", "dots", "names"]
 Mesh = Literal["line", "grid", "row"]
 How = Literal["plain", "jit outside", "jit inside"]
+Of = Literal["value", "grad"]
+What = Literal[
+    "scale", "sin", "square", "turn", "clip", "stop", "site", "closed", "number", "array"
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,13 +193,33 @@ class Shard(Node):
 
 
 @dataclass(frozen=True, repr=False)
+class Edit(Node):
+    """A change of the values, or of the gradients, that the selection `name` picks.
+
+    `what` is a function of `edits.FUNCTIONS`, or a number or an array in the value's place. `step`
+    and `stop` pick iterations of the innermost loop: one, or those from `step` up to `stop`.
+    `traced`: what can be traced is. `axes`: an array has one value for every iteration, example
+    and device.
+    """
+
+    name: str
+    what: What = "scale"
+    of: Of = "value"
+    step: int | None = None
+    stop: int | None = None
+    traced: bool = False
+    axes: bool = False
+
+
+@dataclass(frozen=True, repr=False)
 class Program(Node):
-    """A body, the seed of its arguments, and the way it is captured."""
+    """A body, the seed of its arguments, the way it is captured, and what is edited in it."""
 
     body: Block
     seed: int = 0
     how: How = "plain"
     steps: int | None = None
+    edits: tuple[Edit, ...] = ()
 
     def arguments(self) -> tuple[np.ndarray, np.ndarray]:
         """A float vector within [-1, 1] and a vector of small integers."""
@@ -216,7 +240,7 @@ def blocks(node: Node) -> Iterator[Block]:
                 yield own
         case Shard(pre, post):
             yield from (pre, post)
-        case Do():
+        case Do() | Edit():
             return
         case _:
             yield node.body  # pyright: ignore[reportAttributeAccessIssue]

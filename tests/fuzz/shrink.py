@@ -12,9 +12,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from .program import Block, Custom, Do, Grad, Jit, Jvp, Node, Program, Remat, Shard, Twice, While
+from .program import (
+    Block,
+    Custom,
+    Do,
+    Edit,
+    Grad,
+    Jit,
+    Jvp,
+    Node,
+    Program,
+    Remat,
+    Shard,
+    Twice,
+    While,
+)
 from .program import blocks as blocks_of
-from .sites import sites
+from .sites import picked, sites
 
 
 @dataclass(frozen=True)
@@ -26,7 +40,8 @@ class _Around:
 
 def well_formed(program: Program) -> bool:
     """Whether JAX accepts the program and the reference is defined for it: see `generate.py`."""
-    return _fine(program.body, _Around())
+    found = sites(program)
+    return _fine(program.body, _Around()) and all(picked(e, found) for e in program.edits)
 
 
 def _fine(block: Block, around: _Around) -> bool:
@@ -100,6 +115,9 @@ def _cuts(node: Any) -> Iterator[Any]:
         yield Do(node.op)
     if isinstance(node, Do) and node.op != "sin":
         yield replace(node, op="sin")
+    if isinstance(node, Edit) and "@" in node.name:
+        yield replace(node, name=node.name.partition("@")[0])
+        yield replace(node, name=f"{node.name.partition('@')[0]}@0")
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], *, seconds: float = 60) -> Program:

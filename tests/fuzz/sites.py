@@ -23,6 +23,7 @@ from .program import (
     Cond,
     Custom,
     Do,
+    Edit,
     Fori,
     Grad,
     Jit,
@@ -83,6 +84,23 @@ class Site:
         """Whether a while loop is around it."""
         return any(a.kind == "while" for a in self.axes)
 
+    @property
+    def call(self) -> int:
+        """Which call of its name it is."""
+        return int(self.label.partition("@")[2] or 0)
+
+    @property
+    def loop(self) -> int | None:
+        """Which of its axes is that of the innermost loop."""
+        loops = [i for i, a in enumerate(self.axes) if a.kind in ("loop", "while")]
+        return loops[-1] if loops else None
+
+    @property
+    def lead(self) -> list[int]:
+        """Its axes in the order in which a capture has them: devices, loops, maps."""
+        rank = {"shard": 0, "loop": 1, "while": 1, "map": 2}
+        return sorted(range(len(self.axes)), key=lambda i: rank[self.axes[i].kind])
+
 
 @dataclass(frozen=True)
 class _Where:
@@ -114,6 +132,27 @@ def sites(program: Program) -> list[Site]:
         seen[site.name] += 1
         out.append(replace(site, label=f"{site.name}@{k}" if k else site.name))
     return out
+
+
+def picked(edit: Edit, found: list[Site]) -> list[Site]:
+    """The sites that an edit is for: all calls of a name, or one. None if it does not fit."""
+    name, _, call = edit.name.partition("@")
+    out = [s for s in found if s.name == name and (not call or s.call == int(call))]
+    if edit.of == "grad":
+        out = [s for s in out if s.grads and s.dtype != "int"]
+    fits = not edit.axes or (edit.what == "array" and len(out) == 1)
+    return out if fits and all(_has_steps(edit, site) for site in out) else []
+
+
+def _has_steps(edit: Edit, site: Site) -> bool:
+    if edit.step is None:
+        return edit.stop is None
+    if site.loop is None or (edit.stop is not None and not 0 <= edit.step < edit.stop):
+        return False
+    axis = site.axes[site.loop]
+    if axis.kind == "while":
+        return edit.step >= 0
+    return -axis.size <= edit.step < axis.size
 
 
 def _block(block: Block, where: _Where, late: list[Site]) -> Iterator[Site]:

@@ -1,0 +1,358 @@
+"""Edits, against the same changes made by hand in the source of the program.
+
+`by_hand(program, given)` is the program with the program's `edits` written where its marks are: for
+each call of a function, for each iteration with the loop's own counter, for each example. A changed
+gradient is an identity with a derivative rule of its own. No code is shared with the engine but the
+functions that are applied.
+
+- The edited function gives what the hand-edited one does, outputs and, from outside, derivatives.
+- An edit of nothing, and the identity everywhere, change nothing.
+- An edit that cannot be done raises `SiteError`, and then would do nothing by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxtap as jt
+
+from . import build
+from .compare import Laid, arguments, close, wrong
+from .leaf import weights
+from .program import Custom, Do, Edit, Of, Program, nodes
+from .reference import Undecided
+from .sites import Path, Site, picked, sites
+
+NUMBER = 0.25
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda x: x * -0.5,
+    "sin": jnp.sin,
+    "square": lambda x: 0.3 * x * x + 0.1,
+    "turn": lambda x: 0.9 * jnp.roll(x, 1),
+    "clip": lambda x: jnp.clip(x, -0.2, 0.2),
+    "stop": lambda x: x - 0.5 * lax.stop_gradient(x),
+}
+
+Given = tuple[dict[str, Any], ...]
+"""What edits are given besides functions: a step, a strength, an array."""
+
+Edited = Callable[[Given, jax.Array, jax.Array], jax.Array]
+
+
+def _apply(what: str, x: Any, call: int, strength: Any) -> Any:
+    """What a function of an edit gives: never far from the value, so that errors do not grow."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        more = jnp.asarray(strength > 0.55, x.dtype) if what == "closed" else 1
+        return (2 * x + (call if what == "site" else more)) % 5
+    if what == "site":
+        return x * (0.5 + 0.25 * min(call, 2))
+    return x * strength.astype(x.dtype) if what == "closed" else FUNCTIONS[what](x)
+
+
+def given(program: Program, shapes: dict[str, tuple[int, ...]]) -> Given:
+    """What the edits of a program are given; `shapes` are those of its captured sites."""
+    found, out = sites(program), []
+    for i, edit in enumerate(program.edits):
+        one = {"strength": jnp.asarray(0.5 + 0.1 * i), "step": jnp.int32(edit.step or 0)}
+        if edit.what == "array":
+            site = picked(edit, found)[0]
+            shape = site.shape
+            if edit.axes:
+                held = [site.axes[k].size for k in _held(edit, site, shapes[site.label])]
+                shape = (*held, *site.shape)
+            rng = np.random.default_rng(i)
+            dtypes = {"float": jnp.result_type(float), "bfloat16": jnp.bfloat16}
+            array = (
+                rng.integers(0, 5, shape).astype(np.int32)
+                if site.dtype == "int"
+                else rng.uniform(-1, 1, shape).astype(dtypes[site.dtype])
+            )
+            one["array"] = jnp.asarray(array)
+        out.append(one)
+    return tuple(out)
+
+
+def axes(site: Site, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Which of its axes a captured site has, in their order.
+
+    One is missing where the value does not depend on it.
+    """
+    sizes = shape[: len(shape) - len(site.shape)]
+    kept = [i for i in site.lead if site.axes[i].kind != "while"]
+    fits = [
+        c for c in combinations(kept, len(sizes)) if sizes == tuple(site.axes[i].size for i in c)
+    ]
+    if len(fits) != 1:
+        raise Undecided(f"{site.label} has the shape {shape}: which axes are these?")
+    return fits[0]
+
+
+def _held(edit: Edit, site: Site, shape: tuple[int, ...]) -> list[int]:
+    """Which axes of a site the array of an edit has."""
+    return [i for i in axes(site, shape) if edit.step is None or i != site.loop]
+
+
+def by_hand(program: Program, shapes: dict[str, tuple[int, ...]]) -> Edited:
+    """The program with its edits in its source, as a function of what they are given too."""
+    found = sites(program)
+    todo: dict[Path, list[tuple[int, Edit, Site]]] = {}
+    for i, edit in enumerate(program.edits):
+        for site in picked(edit, found):
+            todo.setdefault(site.path, []).append((i, edit, site))
+
+    def changed(x: Any, edit: Edit, site: Site, at: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        if edit.what == "number":
+            out = jnp.full_like(x, _number(site))
+        elif edit.what == "array":
+            places = _held(edit, site, shapes[site.label]) if edit.axes else ()
+            out = given["array"][tuple(at[i] for i in places)]
+        else:
+            out = _apply(edit.what, x, site.call, given["strength"])
+        if edit.step is None:
+            return out
+        assert site.loop is not None
+        now, first = at[site.loop], given["step"]
+        if site.axes[site.loop].kind == "loop":
+            first = first % site.axes[site.loop].size
+        due = now == first if edit.stop is None else (edit.step <= now) & (now < edit.stop)
+        return jnp.where(due, out, x)
+
+    def mark(value: Any, path: Path, given: Given, at: tuple[Any, ...]) -> Any:
+        edits = todo.get(path, [])
+        for i, edit, site in edits:
+            if edit.of == "value":
+                value = changed(value, edit, site, at, given[i])
+        backward = [(i, edit, site) for i, edit, site in edits if edit.of == "grad"]
+
+        def pull(ct: Any, given: Given, at: Any) -> Any:
+            for i, edit, site in backward:
+                ct = changed(ct, edit, site, at, given[i])
+            return ct
+
+        return _with_gradient(pull)(value, given, at) if backward else value
+
+    return build.by_hand(program, mark)
+
+
+def _with_gradient(pull: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """The identity, through which a gradient `ct` goes back as `pull(ct, given, at)`."""
+
+    @jax.custom_vjp
+    def identity(x: Any, given: Any, at: Any) -> Any:
+        del given, at
+        return x
+
+    # As it is written everywhere: of several gradients around it, it changes the innermost.
+    identity.defvjp(
+        lambda x, given, at: (x, (given, at)),
+        lambda kept, ct: (pull(ct, *kept), None, None),
+    )
+    return identity
+
+
+def _number(site: Site) -> Any:
+    return 3 if site.dtype == "int" else NUMBER
+
+
+def by_engine(program: Program, fn: Callable[..., Any], constant: Given) -> Edited:
+    """The program edited by `jt.edit`: what edits that are not traced are given is a constant."""
+    found = sites(program)
+
+    def pair(edit: Edit, given: dict[str, Any]) -> tuple[Any, Any]:
+        name = edit.name
+        if edit.stop is not None:
+            name = jt.at(name, step=slice(edit.step, edit.stop))
+        elif edit.step is not None:
+            name = jt.at(name, step=given["step"] if edit.traced else edit.step)
+        if edit.what == "array":
+            return name, given["array"]
+        if edit.what == "number":
+            return name, _number(picked(edit, found)[0])
+        if edit.what == "site":
+            return name, lambda x, site: _apply("site", x, site.call, None)
+        return name, lambda x: _apply(edit.what, x, 0, given["strength"])
+
+    def run(given: Given, x: jax.Array, n: jax.Array) -> jax.Array:
+        pairs: dict[str, list[Any]] = {"value": [], "grad": []}
+        for edit, traced, known in zip(program.edits, given, constant, strict=True):
+            pairs[edit.of].append(pair(edit, traced if edit.traced else known))
+        return jt.edit(fn, values=pairs["value"], grads=pairs["grad"])(x, n)
+
+    return jax.jit(run) if program.how == "jit outside" else run
+
+
+def check_edits(program: Program) -> None:
+    """Edits the program with `jaxtap` and by hand, and compares."""
+    decide(program)
+    fn = marked(program)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if any(edit.axes for edit in program.edits):
+        shapes = {site.name: site.shape for site in jt.sites(fn)(*arguments(program))}
+    while program.edits:
+        known = given(program, shapes)
+        way, want = _expected(program, by_hand(program, shapes), known)
+        try:
+            got = way(program, by_engine(program, fn, known), known)
+        except jt.SiteError as error:
+            program = _without_idle(program, shapes, error)
+            continue
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            same(program, f"the result of {way.__name__}", g, w)
+        return
+
+
+def check_no_edit(program: Program) -> None:
+    """Edits nothing, and everything by the identity."""
+    fn, args = marked(program), arguments(program)
+    decide(program)
+    want = jax.jit(build.build(program))(*args)
+    same(program, "an edit of nothing", jt.edit(fn, values={}, grads={})(*args), want)
+    found = sites(program)
+    for of in get_args(Of):
+        edited = jt.edit(fn, **{f"{of}s": {lambda site: True: lambda x: x}})
+        edited = jax.jit(edited) if program.how == "jit outside" else edited
+        every = (Edit(name, "number", of) for name in dict.fromkeys(s.name for s in found))
+        numbers = replace(program, edits=tuple(e for e in every if picked(e, found)))
+        try:
+            same(program, f"an edit of every {of} by the identity", edited(*args), want)
+        except jt.SiteError:
+            if not is_idle(numbers, {}, want):
+                raise
+
+
+def decide(program: Program) -> None:
+    """Raises `Undecided` if rounding to bfloat16 may decide a branch."""
+    tests = [getattr(n, "test", "") for n in nodes(program.body)]
+    if coarse(program) and "value" in tests:
+        raise Undecided("bfloat16 and branches")
+
+
+def coarse(program: Program) -> bool:
+    """Whether bfloat16 has a part in it."""
+    return any(isinstance(n, Do) and n.op == "half" for n in nodes(program.body))
+
+
+def marked(program: Program) -> Callable[..., Any]:
+    """The program under test."""
+    fn = build.build(program, jt.sow)
+    return jax.jit(fn) if program.how == "jit inside" else fn
+
+
+def same(program: Program, what: str, got: Any, want: Any) -> None:
+    """Raises `Mismatch` unless arrays agree."""
+    laid = Laid(np.asarray(want, np.float64), coarse(program))
+    if not close(got, laid):
+        raise wrong(what, got, laid)
+
+
+Way = Callable[[Program, Edited, Given], Any]
+
+
+def _expected(program: Program, hand: Edited, known: Given) -> tuple[Way, Any]:
+    """How the edited program is called, the first way that JAX allows; what it gives by hand."""
+    ways: list[Way] = [call]
+    if program.how == "plain" and any(edit.traced for edit in program.edits):
+        ways = [sweep, call]
+    elif program.how != "plain" and _differentiable(program):
+        ways = [gradient, tangent, call]
+    for way in ways[:-1]:
+        try:
+            return way, way(program, hand, known)
+        except (TypeError, ValueError):  # a while loop backward, a custom_vjp forward
+            pass
+    return ways[-1], jax.jit(hand)(known, *arguments(program))
+
+
+def _differentiable(program: Program) -> bool:
+    """Whether a gradient from outside is by hand what it is for an edited function.
+
+    Edits of gradients are of those that the function takes itself. A rule that computes the value
+    of a custom function by code of its own passes by what is edited in its body.
+    """
+    found = sites(program)
+    inside = any(_in_custom(site) for edit in program.edits for site in picked(edit, found))
+    own = any(isinstance(n, Custom) and n.own is not None for n in nodes(program.body))
+    return not (inside and own) and all(edit.of == "value" for edit in program.edits)
+
+
+def call(program: Program, fn: Edited, known: Given) -> Any:
+    """What the function returns."""
+    return fn(known, *arguments(program))
+
+
+def sweep(program: Program, fn: Edited, known: Given) -> Any:
+    """What it returns for two strengths and steps, under vmap."""
+    other = jax.tree.map(lambda v: v // 2 if v.dtype == jnp.int32 else v / 2, known)
+    both = tuple(
+        jax.tree.map(lambda a, b, e=edit: jnp.stack([a, b if e.traced else a]), one, more)
+        for edit, one, more in zip(program.edits, known, other, strict=True)
+    )
+    return jax.jit(jax.vmap(fn, (0, None, None)))(both, *arguments(program))
+
+
+def _numbers(program: Program, known: Given) -> Any:
+    """What is differentiated by, of what edits are given: not in custom functions, which raises."""
+    found, out = sites(program), []
+    for edit, one in zip(program.edits, known, strict=True):
+        shielded = any(_in_custom(site) for site in picked(edit, found))
+        floats = {k: v for k, v in one.items() if jnp.issubdtype(v.dtype, jnp.inexact)}
+        out.append(floats if edit.traced and not shielded else {})
+    return out
+
+
+def _in_custom(site: Site) -> bool:
+    return bool({"body", "own", "bwd"} & set(site.path))
+
+
+def _outside(program: Program, fn: Edited, known: Given) -> Callable[..., Any]:
+    def run(x: jax.Array, numbers: Any) -> Any:
+        given = tuple({**one, **more} for one, more in zip(known, numbers, strict=True))
+        out = fn(given, x, arguments(program)[1])
+        return jnp.vdot(weights(1, 3)[0].astype(x.dtype), out), out
+
+    return run
+
+
+def gradient(program: Program, fn: Edited, known: Given) -> Any:
+    """What it returns, and its gradient from outside: by its argument, and by what is traced."""
+    run = jax.value_and_grad(_outside(program, fn, known), argnums=(0, 1), has_aux=True)
+    return jax.jit(run)(arguments(program)[0], _numbers(program, known))
+
+
+def tangent(program: Program, fn: Edited, known: Given) -> Any:
+    """What it returns, and its derivative from outside, forward."""
+    primals = arguments(program)[0], _numbers(program, known)
+    ones = jax.tree.map(jnp.ones_like, primals)
+    run = lambda *primals: jax.jvp(_outside(program, fn, known), primals, ones)
+    return jax.jit(run)(*primals)
+
+
+def _without_idle(
+    program: Program, shapes: dict[str, tuple[int, ...]], error: jt.SiteError
+) -> Program:
+    """The program without an edit that an error is about, and that does nothing by hand."""
+    found = sites(program)
+    plainly = jax.jit(build.build(program))(*arguments(program))
+    for i, edit in enumerate(program.edits):
+        names = {edit.name, *(site.label for site in picked(edit, found))}
+        if any(repr(name) in str(error) for name in names) and is_idle(
+            replace(program, edits=(edit,)), shapes, plainly
+        ):
+            return replace(program, edits=program.edits[:i] + program.edits[i + 1 :])
+    raise error
+
+
+def is_idle(program: Program, shapes: dict[str, tuple[int, ...]], plainly: Any) -> bool:
+    """Whether the edits of a program do nothing by hand."""
+    hand = jax.jit(by_hand(program, shapes))
+    out = hand(given(program, shapes), *arguments(program))
+    return close(out, Laid(np.asarray(plainly, np.float64), coarse(program)))

@@ -1,0 +1,99 @@
+"""Perturbations and gradients by values inside, against additions written into the source.
+
+For a program that is one `Grad`, of which the loss is taken: `check_perturbed`.
+
+- `perturbations` has every site of floating-point numbers, and no other.
+- `perturbed` gives what the loss does with the same numbers added by hand, and so do its gradients
+  by them.
+- `grad` gives the cotangents of the reference, and what a capture of `jax.grad` of the loss shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxtap as jt
+
+from . import build
+from .compare import Laid, Mismatch, arguments, close, expected, wrong
+from .edits import axes, decide, same
+from .program import Grad, Program
+from .reference import run
+from .sites import Path, sites
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_perturbed(program: Program) -> None:
+    """Perturbs the loss with `jaxtap` and by hand, and compares."""
+    (node,) = program.body
+    assert isinstance(node, Grad)
+    decide(program)
+    inner, args = replace(program, body=node.body), arguments(program)
+    loss = _loss(build.build(inner, jt.sow))
+    loss = jax.jit(loss) if program.how == "jit inside" else loss
+    zeros = jt.perturbations(loss)(*args)
+    floats = {site.label for site in sites(inner) if site.dtype != "int"}
+    if set(zeros) != floats:
+        raise Mismatch(f"perturbations are for {sorted(zeros)}, expected {sorted(floats)}")
+    _compare_gradients(program, loss, {name: zero.shape for name, zero in zeros.items()})
+    if zeros:
+        hand = _loss(_by_hand(inner, {name: zero.shape for name, zero in zeros.items()}))
+        some = {name: _some(i, zero) for i, (name, zero) in enumerate(zeros.items())}
+        both = jax.jit(jax.value_and_grad(hand))(some, *args)
+        engine = jax.value_and_grad(jt.perturbed(loss))
+        engine = jax.jit(engine) if program.how == "jit outside" else engine
+        got = engine(some, *args)
+        same(program, "the perturbed loss", got[0], both[0])
+        for name, want in both[1].items():
+            same(program, f"the gradient by the perturbation of {name!r}", got[1][name], want)
+
+
+def _loss(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: jnp.sum(jnp.sin(fn(*args)))
+
+
+def _some(seed: int, zero: jax.Array) -> jax.Array:
+    return zero + np.random.default_rng(seed).uniform(-0.3, 0.3, zero.shape).astype(zero.dtype)
+
+
+def _by_hand(program: Program, shapes: Shapes) -> Callable[..., Any]:
+    """The program with perturbations added in its source."""
+    places = {site.path: site for site in sites(program) if site.label in shapes}
+    held = {path: axes(site, shapes[site.label]) for path, site in places.items()}
+
+    def mark(value: Any, path: Path, given: Any, at: tuple[Any, ...]) -> Any:
+        if path not in places:
+            return value
+        return value + given[places[path].label][tuple(at[i] for i in held[path])]
+
+    return build.by_hand(program, mark)
+
+
+def _compare_gradients(program: Program, loss: Callable[..., Any], shapes: Shapes) -> None:
+    args = arguments(program)
+    way = jax.jit if program.how == "jit outside" else lambda fn: fn
+    grads = jax.device_get(way(jt.grad(loss))(*args))
+    _, taps = way(jt.capture(jax.grad(loss), values=None))(*args)
+    reference = run(program)
+    for site in reference.sites:
+        if site.label not in shapes:
+            continue
+        (laid, _), *_ = expected(site, reference.records.get(site.path, []), None).grads
+        present = axes(site, shapes[site.label])
+        # A perturbation is shared along an axis that it does not have.
+        total = tuple(k for k, i in enumerate(site.lead) if i not in present)
+        want = Laid(laid.array.sum(total), laid.coarse)
+        got = grads.get(site.label, np.zeros(want.array.shape))
+        if not close(got, want):
+            raise wrong(f"the gradient by {site.label!r}", got, want)
+        if site.label in taps.grads:
+            seen = jax.device_get(taps.grads[site.label])
+            if not close(seen, want):
+                raise wrong(f"the captured gradient of {site.label!r}", seen, want)
