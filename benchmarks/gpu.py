@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks import measure, step
+from benchmarks import changes, measure, step
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
@@ -39,6 +39,9 @@ TOPICS = {
     "step": step.unrolled,
     "remat": step.remat,
     "idle": step.idle,
+    "edit": changes.edited,
+    "grad": changes.gradient,
+    "prefix": changes.prefix,
     "nnx": nnx("unrolled"),
     "nnx-remat": nnx("remat"),
 }

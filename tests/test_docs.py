@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import jax
+import matplotlib
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +44,7 @@ def test_documents(document, tmp_path, monkeypatch):
     blocks = re.findall(cell, (ROOT / document).read_text(), re.DOTALL)
     assert blocks
     monkeypatch.chdir(tmp_path)  # where pictures are saved
-    monkeypatch.setenv("MPLBACKEND", "Agg")
+    matplotlib.use("Agg")
     space = {}
     for block in blocks:
         exec(compile(block, document, "exec"), space)
