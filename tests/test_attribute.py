@@ -1,9 +1,6 @@
 """Patching, against the same model with hooks written into it by hand."""
 
-import doctest
 import functools
-import importlib
-import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +9,8 @@ import pytest
 
 import jaxtap as jt
 from jaxtap import attribute
+
+pytestmark = pytest.mark.once
 
 LAYERS, LENGTH, WIDTH, VOCAB = 3, 4, 4, 7
 
@@ -383,9 +382,3 @@ def test_bad_input(method, case):
 def test_a_sender_that_receives():
     with pytest.raises(jt.SiteError, match="both a sender and a receiver"):
         attribute.path_patching(*SWEEP, "0/mlp", "*/mlp")
-
-
-@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(attribute.__path__)])
-def test_docstrings(name):
-    module = importlib.import_module(f"jaxtap.attribute.{name}")
-    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0

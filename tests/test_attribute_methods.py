@@ -28,6 +28,8 @@ from tests.test_attribute import (
     values_of,
 )
 
+pytestmark = pytest.mark.once
+
 RESIDS = [f"{i}/resid" for i in range(LAYERS)]
 TOKENS = jnp.array([[1, 2, 3, 4], [6, 5, 4, 0], [0, 0, 2, 1]])
 

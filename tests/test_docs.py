@@ -37,6 +37,7 @@ def test_docstrings_have_examples():
     assert {"jaxtap._mark.sow", "jaxtap._capture", "jaxtap._sites", "jaxtap._mark.scope"} <= tested
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])
 def test_documents(document, tmp_path, monkeypatch):
     """The cells of a document, run one after the other in one namespace."""

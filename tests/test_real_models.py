@@ -14,6 +14,8 @@ import pytest
 import jaxtap as jt
 from tests import hooks
 
+pytestmark = pytest.mark.once
+
 KEY = jax.random.key(0)
 TOKENS = jnp.arange(12).reshape(2, 6) % 11
 
