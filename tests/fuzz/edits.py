@@ -205,6 +205,12 @@ def check_edits(program: Program) -> None:
         except jt.SiteError as error:
             program = _without_idle(program, shapes, error)
             continue
+        except ValueError as error:
+            # An edit that makes a gradient zero leaves the program that computes it, and with it
+            # the way to a while loop; by hand, JAX would have seen the zero and stopped.
+            if way is gradient and "Reverse-mode differentiation does not work" in str(error):
+                return
+            raise
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             same(program, f"the result of {way.__name__}", g, w)
         return
