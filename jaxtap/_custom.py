@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,10 +35,6 @@ def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     count, n = staged.count, len(staged.ins.kept)
     edited = walk.changes.has_any(body)
 
-    def plain(*flat: Any) -> Any:
-        with unmarked():
-            return _compat.bind_equation(eqn, flat)
-
     @jax.custom_jvp
     def call(*flat: Any) -> list[Any]:
         return inner(*flat)
@@ -46,7 +42,7 @@ def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     def rule(primals: Any, tangents: Any) -> Any:
         _refuse_derivatives(threads, [type(t) is not SymbolicZero for t in tangents])
         tangents = tuple(map(_instantiated, tangents))
-        values, out = jax.jvp(plain, primals[:n], tangents[:n])
+        values, out = jax.jvp(_plain(eqn), primals[:n], tangents[:n])
         moving = len(primals) - len(threads.parts)
         parts = primals[moving:]
         results, inside = jax.jvp(
@@ -71,10 +67,6 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     # By what the function closed over, which JAX puts first, it has no derivative.
     fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
 
-    def plain(*flat: Any) -> Any:
-        with unmarked():
-            return _compat.bind_equation(eqn, flat)
-
     @jax.custom_vjp
     def call(*flat: Any) -> list[Any]:
         return inner(*flat)
@@ -88,7 +80,7 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             results = inner(*moved, *flat[moving:])
             return results[count:], results[:count]
 
-        out, back = jax.vjp(functools.partial(plain, *flat[:fixed]), *flat[fixed:n])
+        out, back = jax.vjp(functools.partial(_plain(eqn), *flat[:fixed]), *flat[fixed:n])
         inside, back_inside, own = jax.vjp(split, *flat[:moving], has_aux=True)
         return [*(own if edited else out), *inside], (back, back_inside)
 
@@ -101,6 +93,16 @@ def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
 
     call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
     return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
+
+
+def _plain(eqn: Any) -> Callable[..., Any]:
+    """A call as it stands, with its own rule and without marks."""
+
+    def call(*flat: Any) -> Any:
+        with unmarked():
+            return _compat.bind_equation(eqn, flat)
+
+    return call
 
 
 def _instantiated(t: Any) -> Any:
