@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _NUMBERS = (int, float, complex, np.generic)
@@ -168,6 +169,16 @@ def find_needed(
             continue
         needed -= {place}
     return needed, result
+
+
+def as_array(x: Any, what: str) -> Any:
+    """`x` as an array; `what` it is, should it be none."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{what} must be an array, but is {x!r} of type {type(x).__name__}."
+        ) from None
 
 
 def name_of(fn: Any) -> str:

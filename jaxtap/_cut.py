@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jaxtap import _compat
+from jaxtap._arguments import as_array
 from jaxtap._bodies import Uids, strip
 from jaxtap._changes import Part
 from jaxtap._job import Instrumented, Job, check_function
@@ -65,7 +66,7 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
 
     @functools.wraps(fn, updated=())
     def after(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(jnp.asarray(value), args, kwargs)
+        return call(as_array(value, f"What {site!r} is to start with"), args, kwargs)
 
     return after
 

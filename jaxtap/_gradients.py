@@ -135,7 +135,10 @@ class _Differentiating(Job):
         pair = isinstance(out, tuple) and len(out) == 2
         if pair != self.has_aux or not (pair or isinstance(out, jax.Array)):
             expected = "(loss, aux), as has_aux=True says" if self.has_aux else "the loss alone"
-            raise TypeError(f"The function must return {expected}, but returns {type(out)}.")
+            raise TypeError(
+                f"The function must return {expected}, but returns {type(out).__name__}. With "
+                "has_aux=True it returns (loss, aux)."
+            )
         return out, extra
 
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtap._arguments import as_array
 from jaxtap._changes import Changes, Part
 from jaxtap._job import Instrumented, Job, check_function
 from jaxtap._plan import Plan
@@ -81,7 +82,10 @@ def perturbed(
                 "The first argument of a perturbed function is a dict of perturbations by the "
                 f"names of sites, but it is of type {type(perturbations).__name__}."
             )
-        given = {name: _as_array(name, x) for name, x in perturbations.items()}
+        given = {
+            name: as_array(x, f"The perturbation of the site {name!r}")
+            for name, x in perturbations.items()
+        }
         return call(given, args, kwargs)
 
     return added
@@ -188,16 +192,6 @@ def _refuse_steps(at: Selection) -> None:
                 f"jt.{part} was given, but a perturbation has a part for every iteration of a "
                 "loop. Give the selection without `step`, and leave the other parts zero."
             )
-
-
-def _as_array(name: str, x: Any) -> Any:
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"The perturbation of the site {name!r} must be an array, but is {x!r} of type "
-            f"{type(x).__name__}."
-        ) from None
 
 
 def _perturbed_spots(
