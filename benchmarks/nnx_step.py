@@ -117,8 +117,16 @@ class Sides:
         def zeros_inside(state: Any, tokens: jax.Array) -> Any:
             return written(state, jax.tree.map(jnp.zeros_like, self.zeros), tokens)
 
+        def norms(state: Any, zeros: nnx.State, tokens: jax.Array) -> Any:
+            (value, found), state = gradients(state, zeros, tokens)
+            return (value, jax.tree.map(jnp.linalg.norm, found)), state
+
+        rms = {"**": jt.reduce.rms}
         bare, marked = (plain_state, self.tokens), (state, self.zeros, self.tokens)
         return {
+            "plain": (plain, bare),
+            "captured rms": (jt.capture(plain, values=rms, grads=rms), bare),
+            "flax norms": (norms, marked),
             "captured": (jt.capture(plain), bare),
             "flax": (written, marked),
             "flax, zeros inside": (zeros_inside, (state, self.tokens)),
@@ -173,6 +181,8 @@ def remat(cfg: Config, rounds: int) -> list[Result]:
         return Result(topic, what, mib[top], mib[base], "MiB", bar=bar)
 
     return [
+        over("rms of values and gradients: memory over plain", "captured rms", "plain", bar=1.02),
+        over("perturb, norms of gradients: memory over plain", "flax norms", "plain"),
         over(f"memory over {FLAX}", "captured", "flax", bar=0.7),
         over("gradients: memory over perturb", "captured gradients", "flax gradients", bar=0.7),
         over(f"memory over {FLAX}, zeros made inside", "captured", "flax, zeros inside"),

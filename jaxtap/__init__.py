@@ -1,5 +1,6 @@
 """jaxtap: see, differentiate and change what happens inside any JAX program."""
 
+from jaxtap import reduce
 from jaxtap._capture import capture, sites
 from jaxtap._cut import prefix, suffix
 from jaxtap._edit import edit
@@ -31,6 +32,7 @@ __all__ = [
     "perturbations",
     "perturbed",
     "prefix",
+    "reduce",
     "scope",
     "sites",
     "sow",

@@ -55,13 +55,14 @@ def capture(
 
     `values` and `grads` select the sites whose values and whose gradients to return; gradients are
     those that `fn` itself takes. A site that is named exactly is returned, or the call raises
-    `SiteError`. `steps` keeps the first iterations of while loops instead of the last.
+    `SiteError`. A mapping such as `{"**/mlp": jt.reduce.rms}` returns statistics instead, taken
+    inside the program. `steps` keeps the first iterations of while loops instead of the last.
 
     Every result of a module of Flax, Equinox, Haiku or brainstate is a site. `modules=False`, a
     selection, or a filter `(module, method_name) -> bool` narrows that.
     """
     check_function(fn, "capture")
-    plan = Plan.make(values, grads, steps, modules)
+    plan = Plan.make(values, grads, steps, modules, reducing=True)
     if _compat.jit_options(fn) is None:
         return _Captured(fn, plan)
     try:

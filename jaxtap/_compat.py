@@ -119,6 +119,11 @@ def stacked(aval: Any, length: int) -> Any:
     return unmapped_aval(length, 0, aval)
 
 
+def unstacked(aval: Any) -> Any:
+    """The type of what lies along the first axis."""
+    return mapped_aval(aval.shape[0], 0, aval)
+
+
 def operation(primitive: Primitive, params: dict[str, Any]) -> tuple[str, str | None]:
     """The name of an operation, and the name it gives its operand, if it is `checkpoint_name`."""
     if primitive.name == "call_hi_primitive":

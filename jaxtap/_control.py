@@ -21,6 +21,7 @@ from jaxtap._calls import Token
 from jaxtap._changes import Around
 from jaxtap._record import Entry, Slots, refuse_folded
 from jaxtap._sites import SiteError, StepSlice
+from jaxtap._totals import scan_totals, selected
 from jaxtap._walk import Walk, eager, handles
 
 
@@ -117,17 +118,21 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             outs = walk.run(body, [*consts, *state, *slots.fill(iter(x))])
             carried = walk.materialize(carried_out, outs[:ncarry])
             ys = Slots.of(outs[ncarry:])
-            arrays = [*ys.arrays(outs[ncarry:]), *(a for e in walk.entries for a in e.arrays)]
+            totals = [e for e in walk.entries if e.is_total]
+            entries = [e for e in walk.entries if not e.is_total]
+            arrays = [*ys.arrays(outs[ncarry:]), *(a for e in entries for a in e.arrays)]
             # A value that the backward pass keeps anyway is stacked once.
             stacked = {id(y): y for y in arrays}
             order = {key: i for i, key in enumerate(stacked)}
             cell.update(
                 ys=ys,
-                entries=tuple(e.bare for e in walk.entries),
+                entries=tuple(e.bare for e in entries),
+                totals=tuple(e.bare for e in totals),
                 places=[order[id(y)] for y in arrays],
                 certain=walk.folds.certain(threads.folds) if length else (),
             )
-            return (carried, walk.folds.arrays(threads.folds)), list(stacked.values())
+            carry = carried, walk.folds.arrays(threads.folds)
+            return carry, (list(stacked.values()), [a for e in totals for a in e.arrays])
 
     with walk.replayed() as rewind:
 
@@ -135,15 +140,18 @@ def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             rewind()
             return step(carry, x)
 
-        (carried, folds), stacked = jax.lax.scan(
-            once if eager() else step,
-            (list(init), walk.folds.arrays(threads.folds)),
-            (slots.arrays(xs), walk.changes.arrays(each), numbers),
-            length=length,
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-            **({"_split_transpose": True} if params.get("_split_transpose") else {}),
-        )
+        start = (list(init), walk.folds.arrays(threads.folds))
+        over = (slots.arrays(xs), walk.changes.arrays(each), numbers)
+        options = {"length": length, "reverse": params["reverse"], "unroll": params["unroll"]}
+        if params.get("_split_transpose"):
+            options["_split_transpose"] = True
+        if walk.plan.over_loops:
+            (carried, folds), stacked, totals = scan_totals(step, start, over, cell, **options)
+            walk.entries += totals
+        else:
+            (carried, folds), (stacked, _) = jax.lax.scan(
+                once if eager() else step, start, over, **options
+            )
     walk.folds.restore(threads.folds, folds, cell["certain"])
     flat = (stacked[i] for i in cell["places"])
     ys = cell["ys"].fill(flat)
@@ -158,7 +166,7 @@ def _stacked(entry: Entry, loop: str) -> Entry:
     lead, step = entry.lead + 1, entry.step
     if step is not None:
         index = step.slice if isinstance(step, StepSlice) else step
-        length = entry.value.shape[0]
+        length = entry.state[0].shape[0]
         if isinstance(index, int) and not -length <= index < length:
             raise SiteError(
                 f"step={index} was asked for of the site {entry.site.name!r}, marked at "
@@ -166,7 +174,8 @@ def _stacked(entry: Entry, loop: str) -> Entry:
             )
         lead -= isinstance(index, int)
         entry = entry.with_arrays(a[index] for a in entry.arrays)
-    return entry._replace(lead=lead, step=None, loops=(loop, *entry.loops))
+    met = entry._replace(lead=lead, step=None, loops=(loop, *entry.loops))
+    return selected(met) if met.is_total and not isinstance(step, int) else met
 
 
 @handles("cond")

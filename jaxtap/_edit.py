@@ -56,6 +56,7 @@ from jax.core import Tracer
 from jaxtap._job import Instrumented, Job, check_function
 from jaxtap._plan import Plan
 from jaxtap._program import Program
+from jaxtap._reducer import Reducer
 from jaxtap._replace import Making, Rule, check_step
 from jaxtap._sites import At, SiteError, StepSlice, check, flatten
 from jaxtap._survey import Spot, survey
@@ -103,6 +104,12 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[Rule, tuple[Any, Any]]]:
                 f"these. There is {pair!r} in it, of type {type(pair).__name__}."
             )
         selection, what = pair
+        if isinstance(what, Reducer):
+            raise TypeError(
+                f"{argument}[{selection!r}] is the reducer {what}, which is no edit: an edit is an "
+                "array, a number, or a function of the value. Reducers are for jt.capture and "
+                "jt.monitor."
+            )
         fn = what if callable(what) else None
         array = None if fn else _as_array(what, argument, selection)
         for part in flatten(check(selection, argument)):

@@ -84,7 +84,7 @@ class _Guard(Walk):
         )
 
     def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
-        own = operands(eqn.params["kind"])
+        own = operands(eqn.params["kind"], eqn.params["mark"])
         live = self.folds.items
         if len(args) > own:
             inner = args[own]

@@ -69,13 +69,14 @@ class Structure:
 class Marking:
     """What a capture marks: a hashable value, so that equal captures hit the caches of JAX.
 
-    `changing` if what is marked may be edited.
+    `changing` if what is marked may be edited, `pairs` if gradients meet their values.
     """
 
     rules: frozenset[Rule] = frozenset()
     modules: frozenset[Policy] = frozenset()
     structure: Structure | None = None
     changing: bool = False
+    pairs: bool = False
 
     def admits(self, module: Any, method: str) -> frozenset[Policy]:
         """The policies by which what a method of a module returns is a site."""
@@ -85,7 +86,12 @@ class Marking:
     def __or__(self, other: Marking) -> Marking:
         changing = self.changing or other.changing
         rules, modules = self.rules | other.rules, self.modules | other.modules
-        return Marking(rules, modules, self.structure, changing)
+        return Marking(rules, modules, self.structure, changing, self.pairs or other.pairs)
+
+    @property
+    def on_marks(self) -> dict[str, Any]:
+        """What every mark is told."""
+        return {"changing": self.changing, "pairs": self.pairs}
 
 
 _context = jax.make_user_context(None)
@@ -200,7 +206,7 @@ def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
         if not is_array(x):
             return x
         path = name + (f":{leaf_name(keys)}" if keys else "")
-        tapped = tap(x, Mark(path, kind, source, changing=here.changing, **fields))
+        tapped = tap(x, Mark(path, kind, source, **here.on_marks, **fields))
         # A Python number stays one: the program may need its value.
         return tapped if isinstance(x, (jax.Array, np.ndarray, np.generic)) else x
 
@@ -262,7 +268,7 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     for i, x in enumerate(results):
         if isinstance(x, jax.Array):
             name = f"{path}:{i}" if several else path
-            results[i] = tap(x, Mark(name, kind, source, op=op, changing=here.changing))
+            results[i] = tap(x, Mark(name, kind, source, op=op, **here.on_marks))
     return results if primitive.multiple_results else results[0]
 
 

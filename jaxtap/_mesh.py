@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtap import _compat
 from jaxtap._changes import Around, Part
-from jaxtap._record import Slots
+from jaxtap._record import Entry, Slots
 from jaxtap._walk import Walk, handles
 
 
@@ -34,7 +34,8 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             parts = [x.reshape(x.shape[len(a) :]) for x, a in zip(given, own_axes, strict=True)]
             walk.changes.hand_down(keys, parts, below=depth + len(order))
             outs = walk.run(body, ins.fill(iter(flat)))
-            entries = [*walk.entries, *walk.fold_entries()]
+            found = [*walk.entries, *walk.fold_entries()]
+            entries = [e if e.reduction is None else e.even for e in found]
             cell.update(outs=Slots.of(outs), entries=tuple(e.bare for e in entries))
             return [*cell["outs"].arrays(outs), *(a for e in entries for a in e.arrays)]
 
@@ -80,13 +81,30 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     axes = iter(over)
     for entry in entries:
         first, *_ = [next(axes) for _ in entry.arrays]
+        entry = entry.with_arrays(flat)
+        if entry.reduction is not None and entry.reduction.reducer.over_maps:
+            walk.entries.append(_combined(entry, len(first)))
+            continue
         walk.entries.append(
-            entry.with_arrays(flat)._replace(
+            entry._replace(
                 lead=entry.lead + len(first),
                 loops=(*(f"{a}[{mesh.shape[a]}]" for a in first), *entry.loops),
             )
         )
     return results
+
+
+def _combined(entry: Entry, axes: int) -> Entry:
+    """The entry of all devices, whose states lie along the first few axes."""
+    if not axes:
+        return entry
+    assert entry.reduction is not None
+    state = [x.reshape(-1, *x.shape[axes:]) for x in entry.state]
+    valid = entry.valid
+    if valid is not None:
+        valid = valid.reshape(-1, *valid.shape[axes:])
+        state, valid = entry.reduction.masked(state, valid), valid.max(0)
+    return entry._replace(value=tuple(entry.reduction.merge(state, entry.lead)), valid=valid)
 
 
 def _of_devices(part: Part, order: Sequence[str], depth: int) -> list[str]:

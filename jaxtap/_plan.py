@@ -2,7 +2,7 @@
 
 >>> plan = Plan.make(values="**", grads=None)
 >>> plan.choose(Site("h"), grad=False)
-Choice(step=None)
+Choice(step=None, whole=True, reducers=())
 >>> plan.choose(Site("h"), grad=True) is None
 True
 """
@@ -17,8 +17,10 @@ from typing import Any, cast
 from jax.core import Tracer
 
 from jaxtap._mark import Marking, Policy, Structure
+from jaxtap._reducer import Reducer
 from jaxtap._sites import (
     At,
+    Reduced,
     Selection,
     Site,
     SiteError,
@@ -35,9 +37,14 @@ from jaxtap._tap import Mark
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A site was selected, perhaps for some iterations alone."""
+    """A site was selected, perhaps for some iterations alone, perhaps to be reduced.
+
+    `reducers` are those for its value, each with the iterations that it is for.
+    """
 
     step: Any = None
+    whole: bool = True
+    reducers: tuple[tuple[Reducer, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Plan:
         modules: Any = True,
         *,
         changing: bool = False,
+        reducing: bool = False,
         names: tuple[str, str] = ("values", "grads"),
     ) -> Plan:
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
@@ -76,14 +84,28 @@ class Plan:
             raise SiteError(f"`steps` must be at least 1, but is {steps}.")
         which, policy = _modules(modules)
         both = zip((values, grads), names, strict=True)
-        sites = [_fixed(check(selection, name)) for selection, name in both]
+        sites = [_fixed(check(part, name, reducing=reducing)) for part, name in both]
         return cls(sites[0], sites[1], steps, which, policy, changing, names)
 
     def marking(self, structure: Structure | None = None) -> Marking:
         """What has to be marked for this plan, in a function of arguments of that structure."""
         found = frozenset((*rules(self.values), *rules(self.grads)))
         policies = frozenset() if self.policy is None else frozenset({self.policy})
-        return Marking(found, policies, structure, self.changing)
+        pairs = any(r.paired for _, r in self.reducers)
+        return Marking(found, policies, structure, self.changing, pairs)
+
+    @property
+    def over_loops(self) -> bool:
+        """Whether there are reducers over loops."""
+        return any(reducer.over_loops for _, reducer in self.reducers)
+
+    @property
+    def reducers(self) -> Iterator[tuple[Any, Reducer]]:
+        """Every reducer, with the selection that it is for."""
+        for selection in (self.values, self.grads):
+            for part in flatten(selection):
+                if isinstance(part, Reduced):
+                    yield from ((part.selection, reducer) for reducer in part.reducers)
 
     def sees(self, site: Site, mark: Mark) -> bool:
         """Whether a site is one for this plan: another capture's modules may not be."""
@@ -93,10 +115,19 @@ class Plan:
 
     def choose(self, site: Site, grad: bool) -> Choice | None:
         """Whether, and how, to capture a site."""
+        whole: list[Any] = []
+        reducers: dict[tuple[Reducer, Any], None] = {}
         for part in flatten(self.grads if grad else self.values):
-            if matches(part, site):
-                return Choice(part.step if isinstance(part, At) else None)
-        return None
+            if not matches(part, site):
+                continue
+            if isinstance(part, Reduced):
+                step = _step(part.selection, site)
+                reducers.update(dict.fromkeys((reducer, step) for reducer in part.reducers))
+            elif not whole:
+                whole.append(_step(part, site))
+        if not whole and not reducers:
+            return None
+        return Choice(whole[0] if whole else None, bool(whole), tuple(reducers))
 
     def verify(
         self,
@@ -161,11 +192,30 @@ class Plan:
             f"reached when the function was traced. {nearest(part, names)}"
         )
 
+    def verify_reduced(
+        self, reduced: Sequence[tuple[Site, Reducer]], refused: Sequence[tuple[Site, Reducer]]
+    ) -> None:
+        """Raises for reducers that are not for the values they were asked for of.
+
+        A selection may match sites of other types too, which are left out; but not all of them.
+        """
+        asked = [(p, r) for s, r in self.reducers for part in flatten(s) for p in _plain(part)]
+        for site, reducer in refused:
+            for part, wanted in asked:
+                others = any(r == reducer and matches(part, s) for s, r in reduced)
+                if wanted == reducer and matches(part, site) and not others:
+                    raise SiteError(
+                        f"jt.reduce.{reducer} needs {reducer.needs}, but the site {site.name!r}, "
+                        f"marked at {site.source}, has values of the type {site.dtype}. Take a "
+                        "reducer that is for them, or leave the site out."
+                    )
+
     def _verify_steps(self, values: Sequence[Site]) -> None:
         if self.steps is None:
             return
+        values = [s for s in values if s.reducer is None or not s.reducer.over_loops]
         loops = [s for s in values if any(name.startswith("while") for name in s.loops)]
-        exact = [p for p in flatten(self.values) if is_exact(p)]
+        exact = [p for part in flatten(self.values) for p in _plain(part) if is_exact(p)]
         for site in values:
             if not loops or (site not in loops and any(matches(p, site) for p in exact)):
                 where = f"in the loops {', '.join(site.loops)}" if site.loops else "in no loop"
@@ -185,6 +235,8 @@ def _fixed(selection: Selection) -> Selection:
     """A selection whose iterations are numbers: which ones to capture must be known."""
     if isinstance(selection, tuple):
         return tuple(map(_fixed, selection))
+    if isinstance(selection, Reduced):
+        return Reduced(_fixed(selection.selection), selection.reducers)
     if not isinstance(selection, At) or isinstance(selection.step, (int, StepSlice)):
         return selection
     if isinstance(selection.step, Tracer):
@@ -212,9 +264,15 @@ def _takes_two(fn: Any) -> bool:
     return True
 
 
+def _step(selection: Any, site: Site) -> Any:
+    """The iterations asked for of a site by a selection that it matches."""
+    found = next(part for part in flatten(selection) if matches(part, site))
+    return found.step if isinstance(found, At) else None
+
+
 def _plain(part: Any) -> Iterator[Any]:
-    """The selections in one, without the iterations asked for of them."""
-    if isinstance(part, At):
+    """The selections in one, without the iterations asked for of them, and without reducers."""
+    if isinstance(part, (At, Reduced)):
         for inner in flatten(part.selection):
             yield from _plain(inner)
     else:

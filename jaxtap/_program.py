@@ -29,7 +29,7 @@ from jaxtap import (
 from jaxtap._anchors import is_anchored, labels, resolve
 from jaxtap._arguments import in_order, name_of, order_of
 from jaxtap._changes import Changes
-from jaxtap._mark import Structure, marked, not_the_users
+from jaxtap._mark import Structure, leaf_name, marked, not_the_users
 from jaxtap._places import tracing
 from jaxtap._plan import Plan
 from jaxtap._record import Entry
@@ -148,7 +148,10 @@ def _collect(walk: Walk) -> Taps:
     marked = [site.name for site in walk.sites if site.kind != "grad"]
     order = {name: i for i, name in enumerate(marked)}
     taken: tuple[list[Site], list[Site]] = ([], [])
-    for entry in sorted(entries, key=lambda e: (e.grad, order.get(e.site.name, len(order)))):
+    ordered = sorted(entries, key=lambda e: (e.grad, order.get(e.site.name, len(order))))
+    reduced = [(e.site, e.reduction.reducer) for e in entries if e.reduction is not None]
+    walk.plan.verify_reduced(reduced, walk.refused)
+    for entry in (one for e in ordered for one in _results(e)):
         shape, dtype = tuple(entry.value.shape), entry.value.dtype
         site = dataclasses.replace(entry.site, shape=shape, dtype=dtype, loops=entry.loops)
         name = site.name
@@ -157,6 +160,9 @@ def _collect(walk: Walk) -> Taps:
             raise SiteError(
                 f"The site {name!r}, marked at {site.source}, has more than one fold: one of them "
                 "is inside a shard_map, where every device has its own. Give it another name."
+                if entry.folded
+                else f"Two reducers with the same name were asked for: {name!r}, marked at "
+                f"{site.source}, would be two arrays. Give one another name: reducer.named(...)."
             )
         if entry.step is not None:
             raise SiteError(
@@ -168,11 +174,30 @@ def _collect(walk: Walk) -> Taps:
         # A gradient that was not computed is zero, and so right: its mask is that of the value.
         if entry.valid is not None and name not in valid and not (entry.grad and name in values):
             valid[name] = entry.valid
-        sites.setdefault(name, site)
+        known = sites.setdefault(name, site)
+        sites[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
     walk.plan.verify(walk.sites, taken[0], taken[1], walk.lost)
     for path, why in walk.lost.items():
         warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
     return Taps(values, grads, valid, SiteTable(tuple(sites.values())))
+
+
+def _results(entry: Entry) -> Iterator[Entry]:
+    """An entry with a result in the place of its state; a structured one has several."""
+    reduction = entry.reduction
+    if reduction is None:
+        yield entry
+        return
+    result = reduction.finish(entry.state, entry.valid, entry.lead)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(result):
+        name = leaf_name(keys)
+        if name:
+            name = f"{reduction.label}.{name}" if reduction.label else f":{name}"
+        else:
+            name = reduction.label
+        by: dict[str, Any] = {"grad_reducer" if entry.grad else "reducer": reduction.reducer}
+        site = dataclasses.replace(entry.site, path=entry.site.path + name, **by)
+        yield entry._replace(site=site, value=leaf, reduction=None)
 
 
 def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
@@ -186,7 +211,9 @@ def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
     direct: dict[Any, list[Entry]] = {}
     for entry in entries:
         if entry.grad:
-            (copies if entry.again else direct).setdefault(entry.call, []).append(entry)
+            # The gradient of a call may be captured whole, and by several reducers.
+            which = entry.call, entry.reduction and entry.reduction.reducer
+            (copies if entry.again else direct).setdefault(which, []).append(entry)
         else:
             yield entry
     for call, own in direct.items():
@@ -196,6 +223,12 @@ def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
         first, *second = own
         yield first
         parts = [*second, *copies[call]]
+        if first.reduction is not None:
+            raise SiteError(
+                f"The site {first.site.name!r}, marked at {first.site.source}, is in a checkpoint "
+                "through which a second derivative is taken: its gradient is the sum of several "
+                "parts, and cannot be reduced in the program. Capture it whole."
+            )
         if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
             raise SiteError(
                 f"The site {first.site.name!r}, marked at {first.site.source}, is in a checkpoint "

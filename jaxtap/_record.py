@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxtap import _compat
 from jaxtap._calls import Call, Token
 from jaxtap._fold import Thread
+from jaxtap._reduction import Reduction
 from jaxtap._sites import Site, SiteError
 
 
@@ -54,6 +56,7 @@ class Entry(NamedTuple):
 
     `again` if it is the cotangent of a copy that remat computed: a part of a gradient. `folded` if
     it is the fold of a mesh. `step` is what is asked for of the innermost loop, until it is met.
+    If there is a `reduction`, `value` is a tuple of arrays: its state.
     """
 
     site: Site
@@ -66,18 +69,39 @@ class Entry(NamedTuple):
     step: Any = None
     again: bool = False
     folded: bool = False
+    reduction: Reduction | None = None
+
+    @property
+    def state(self) -> list[Any]:
+        """The arrays of the value, or of what it is reduced to."""
+        return [self.value] if self.reduction is None else list(self.value)
+
+    @property
+    def is_total(self) -> bool:
+        """Whether loops carry it, instead of stacking it."""
+        return self.reduction is not None and self.step is None and self.reduction.over_loops
 
     @property
     def arrays(self) -> list[Any]:
-        return [self.value] if self.valid is None else [self.value, self.valid]
+        return self.state if self.valid is None else [*self.state, self.valid]
+
+    @property
+    def even(self) -> Entry:
+        """The entry with arrays that vary over the same axes of a mesh, as one state's do."""
+        axes = frozenset().union(*(_compat.varying_axes(jax.typeof(x)) for x in self.arrays))
+        return self.with_arrays(iter([_compat.with_varying(x, axes) for x in self.arrays]))
 
     @property
     def bare(self) -> Entry:
         """The entry without its arrays, which must not outlive the trace they belong to."""
-        return self._replace(value=None, valid=None if self.valid is None else True)
+        nothing = None if self.reduction is None else (None,) * self.reduction.arrays
+        return self._replace(value=nothing, valid=None if self.valid is None else True)
 
     def with_arrays(self, arrays: Iterator[Any]) -> Entry:
-        value = next(arrays)
+        if self.reduction is None:
+            value = next(arrays)
+        else:
+            value = tuple(next(arrays) for _ in range(self.reduction.arrays))
         valid = None if self.valid is None else next(arrays)
         return self._replace(value=value, valid=valid)
 

@@ -13,6 +13,8 @@ from jax.core import Tracer
 from rich.console import Console
 from rich.table import Table
 
+from jaxtap._sites import Site
+
 if TYPE_CHECKING:
     from jaxtap._listing import ModuleTable
     from jaxtap._taps import SiteTable, Taps
@@ -63,9 +65,14 @@ def modules_table(modules: ModuleTable) -> str:
     return _render(table)
 
 
-def _rms(x: Any) -> str:
+def _number(x: Any, reducer: Any) -> str:
+    """The root mean square of what was captured; what it was reduced to, if it was."""
     if isinstance(x, Tracer):
         return "traced"
+    if reducer is not None:
+        x = np.asarray(x)
+        ends = dict.fromkeys(f"{end:.3g}" for end in (x.min(), x.max())) if x.size else {}
+        return f"{reducer}: {' to '.join(ends)}"
     if not jax.numpy.issubdtype(x.dtype, np.inexact):
         return ""
     x = np.abs(np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64))
@@ -78,16 +85,16 @@ def taps_table(taps: Taps) -> str:
     names = [name for name in dict.fromkeys([*taps.sites.names, *found]) if name in found]
     title = f"{len(taps.values)} values, {len(taps.grads)} gradients"
     table = Table("site", "type", "value rms", "grad rms", "valid", "source", title=title)
-    sources = {s.name: s.source for s in taps.sites}
+    sites = {s.name: s for s in taps.sites}
     for name in names:
-        x, g = taps.values.get(name), taps.grads.get(name)
+        x, g, site = taps.values.get(name), taps.grads.get(name), sites.get(name, Site(name))
         table.add_row(
             name,
             _type(x if x is not None else g),
-            "" if x is None else _rms(x),
-            "" if g is None else _rms(g),
+            "" if x is None else _number(x, site.reducer),
+            "" if g is None else _number(g, site.grad_reducer),
             _valid(taps.valid.get(name)),
-            _place(sources.get(name, "")),
+            _place(site.source),
         )
     return _render(table)
 

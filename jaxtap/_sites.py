@@ -16,6 +16,7 @@ A *selection* picks sites:
 - a sequence of selections: any of them.
 - a predicate on `Site`.
 - a rule: `ops`, `lines` and `named` mark values that nobody marked; `at` picks iterations.
+- a mapping from selections to a reducer, or to several: their values are reduced. See `reduce`.
 
 `None` and an empty sequence pick nothing.
 """
@@ -27,11 +28,13 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
+
+from jaxtap._reducer import Reducer
 
 CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
@@ -46,9 +49,10 @@ class Site:
 
     `shape` and `dtype` are those of the captured array, the axes of loops and maps included;
     `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`.
-    `kind` is how the site came about: `sow`, `perturb`, `module`, `op` or `name`. `module` is the
-    class whose `method` returned the value; `collection` is what a framework's own mark says: a
-    Variable type of NNX, the name of a collection of Linen.
+    `reducer` is what the value was reduced by, if it was, and `grad_reducer` the gradient. `kind`
+    is how the site came about: `sow`, `perturb`, `module`, `op` or `name`. `module` is the class
+    whose `method` returned the value; `collection` is what a framework's own mark says: a Variable
+    type of NNX, the name of a collection of Linen.
     """
 
     path: str
@@ -63,6 +67,8 @@ class Site:
     module: type | None = None
     method: str = ""
     collection: Any = None
+    reducer: Reducer | None = None
+    grad_reducer: Reducer | None = None
 
     @property
     def name(self) -> str:
@@ -152,8 +158,25 @@ class At:
         return f"at({self.selection!r}, step={self.step})"
 
 
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """The sites of a selection, whose values are reduced: what a mapping says."""
+
+    selection: Any
+    reducers: tuple[Reducer, ...]
+
+    def matches(self, site: Site) -> bool:
+        return matches(self.selection, site)
+
+    def __str__(self) -> str:
+        return str(self.selection)
+
+
 Rule = Ops | Lines | Named
-Selection: TypeAlias = "str | Rule | At | Callable[[Site], bool] | Sequence[Selection] | None"
+Reductions: TypeAlias = "Mapping[Any, Reducer | Sequence[Reducer]]"
+Selection: TypeAlias = (
+    "str | Rule | At | Reduced | Callable[[Site], bool] | Sequence[Selection] | Reductions | None"
+)
 
 
 def ops(*names: str) -> Ops:
@@ -241,7 +264,7 @@ def matches(selection: Selection, site: Site) -> bool:
         return site.kind not in ("op", "name") and bool(
             _pattern(selection).fullmatch(_subject(selection, site))
         )
-    if isinstance(selection, (Ops, Lines, Named, At)):
+    if isinstance(selection, (Ops, Lines, Named, At, Reduced)):
         return selection.matches(site)
     if callable(selection):
         return bool(selection(site))
@@ -272,23 +295,57 @@ def is_exact(selection: Any) -> bool:
     return isinstance(selection, str) and not re.search(r"[*?]", selection)
 
 
-def check(selection: Any, argument: str) -> Selection:
-    """Refuses, in words, what is no selection; a list becomes a tuple, so that it can be hashed."""
+def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection:
+    """Refuses, in words, what is no selection; a list becomes a tuple, so that it can be hashed.
+
+    A mapping to reducers is one where values can be reduced.
+    """
     if selection is None or isinstance(selection, (str, Ops, Lines, Named)):
         if selection == "":
             raise SiteError(f"`{argument}` is an empty string, which can match no site.")
         return selection
     if isinstance(selection, At):
         return At(check(selection.selection, argument), selection.step)
+    if isinstance(selection, Reducer):
+        raise TypeError(
+            f"`{argument}` is the reducer {selection}, but which sites is it for? Write "
+            f"{argument}={{'**': jt.reduce.{selection}}} for all of them."
+        )
     if callable(selection):
         return cast(Selection, selection)
     if isinstance(selection, (list, tuple, set, frozenset)):
-        return tuple(check(part, argument) for part in selection)
+        return tuple(check(part, argument, reducing=reducing) for part in selection)
+    if isinstance(selection, Mapping) and reducing:
+        return tuple(
+            Reduced(check(key, argument), _reducers(reducers, argument))
+            for key, reducers in selection.items()
+        )
     raise TypeError(
         f"`{argument}` must be a selection of sites: a glob such as '**/attn', a predicate on "
         f"Site, a rule such as jt.ops('dot_general'), or a sequence of these. It is {selection!r}, "
         f"of type {type(selection).__name__}."
     )
+
+
+def _reducers(reducers: Any, argument: str) -> tuple[Reducer, ...]:
+    several = tuple(reducers) if isinstance(reducers, (list, tuple)) else (reducers,)
+    if not several:
+        raise TypeError(
+            f"`{argument}` maps a selection to no reducer at all: give one, or several."
+        )
+    for reducer in several:
+        if not isinstance(reducer, Reducer):
+            raise TypeError(
+                f"`{argument}` maps a selection to {reducer!r} of type {type(reducer).__name__}, "
+                "which is no reducer: take one of jt.reduce, such as jt.reduce.rms or "
+                "jt.reduce.histogram(edges), or several in a list."
+            )
+        if reducer.paired and argument != "grads":
+            raise TypeError(
+                f"`{argument}` maps a selection to jt.reduce.{reducer}, which compares a gradient "
+                "with its value: give it in `grads`."
+            )
+    return several
 
 
 def flatten(selection: Selection) -> Iterator[Any]:
@@ -303,7 +360,7 @@ def flatten(selection: Selection) -> Iterator[Any]:
 def rules(selection: Selection) -> Iterator[Rule]:
     """The rules in a selection that mark values nobody marked."""
     for part in flatten(selection):
-        if isinstance(part, At):
+        if isinstance(part, (At, Reduced)):
             yield from rules(part.selection)
         elif isinstance(part, (Ops, Lines, Named)):
             yield part

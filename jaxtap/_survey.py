@@ -59,8 +59,9 @@ class Surveying(Walk):
         self.spots: dict[Key, Spot] = {}
         self._reached = reached
 
-    def _record(self, eqn: Any, x: Any, live: Any, call: Call, *, grad: bool) -> None:
+    def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
         del live
+        x = xs[0]
         chosen = self.chosen(eqn, call, grad=grad)
         if chosen is None:
             return

@@ -23,6 +23,10 @@ the derivative needs from the forward pass; JAX carries it as it carries every r
 jit, scan, cond, remat and shard_map, however often one traced body is used. Following it from the
 `value` to the `grad` pairs the two by data flow. It costs nothing: it has no bytes.
 
+A gradient that is to be compared with its value has that as an operand too, after the token, if the
+mark says that it `pairs` them. JAX keeps it for the backward pass, or computes it once more, as it
+does with everything that a derivative needs.
+
 *Live* is a boolean with the outermost mapped axes of the value. It is there where `vmap` made the
 predicate of a conditional or of a loop differ from example to example, so that branches and bodies
 run for examples that they do not count for. It says for which they do: see `_guard`. `branches`
@@ -66,6 +70,7 @@ class Mark:
     mark that is traced; bodies that JAX traces once and uses several times share it. `admitted` are
     the policies of the captures by which a module's result is a site. `changing` if the value, or
     its gradient, may be edited: then its derivatives are those of an edit that is not known yet.
+    It `pairs` the gradient with the value if a reducer compares them.
     """
 
     path: str
@@ -80,6 +85,7 @@ class Mark:
     collection: Any = None
     admitted: frozenset[Any] = frozenset()
     changing: bool = False
+    pairs: bool = False
 
     def within(self, scopes: Scopes) -> Mark:
         """The mark with the names of the scopes around it."""
@@ -129,23 +135,30 @@ def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
     return [x, *empty(ctx.replace(avals_in=(), avals_out=ctx.avals_out[1:]))]
 
 
-def operands(kind: str) -> int:
+def operands(kind: str, mark: Mark) -> int:
     """How many operands a tap has before `live`: a plain value has no token."""
-    return 1 if kind in MAKES_TOKEN else 2
+    if kind in MAKES_TOKEN:
+        return 1
+    return 3 if mark.pairs and kind != "again" else 2
 
 
 def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, **params: Any) -> Any:
-    own = operands(params["kind"])
+    own = operands(params["kind"], params["mark"])
     (x, *token), live = args[:own], args[own:]
-    dim, live_dims = dims[0], dims[own:]
+    live_dims = dims[own:]
+    # A gradient and its value have their axes in the same places.
+    pair, pair_dim = (token.pop(), dims[2]) if own == 3 else (None, None)
+    dim = pair_dim if dims[0] is None else dims[0]
     if live and live_dims[0] is None and live[0].ndim == 0:
         # The predicate is the same for all examples: the branch runs only where it counts.
         live, live_dims = [], []
     if dim is None and not any(d is not None for d in live_dims):
-        out = tap_p.bind(x, *token, *live, axes=axes, **params)
+        out = tap_p.bind(*args[:own], *live, axes=axes, **params)
         return out, [None] * len(out)
-    if dim is None:
-        x, dim = batching.bdim_at_front(x, None, axis_data.size), 0
+    dim = 0 if dim is None else dim
+    x = _with_axis(x, dims[0], dim, axis_data.size)
+    if own == 3:
+        token.append(_with_axis(pair, pair_dim, dim, axis_data.size))
     # `live` leads with the mapped axes, outermost first, and this one is the outermost yet. What
     # axis a token was given means nothing.
     live = [
@@ -154,6 +167,11 @@ def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, **params: Any) ->
     axes = (dim, *(a + (a >= dim) for a in axes))
     out = tap_p.bind(x, *token, *live, axes=axes, **params)
     return out, [dim, None][: len(out)]
+
+
+def _with_axis(x: Any, now: int | None, then: int, size: int) -> Any:
+    """An operand with its mapped axis in another place."""
+    return x if now == then else jnp.moveaxis(batching.bdim_at_front(x, now, size), 0, then)
 
 
 def _zero(primal: Any) -> ad.Zero:
@@ -171,9 +189,10 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
     if type(t) is ad.Zero:
         t_out = _zero(out[0])
     elif kind in _TANGENTS:
-        token = out[1:] if kind in MAKES_TOKEN else []
-        t = _slope([*token, *rest][0], x, t, "value", **params)
-        (t_out,) = tap_p.bind(t, *token, *rest, kind=_TANGENTS[kind], **params)
+        token, *live = [*out[1:], *rest]
+        t = _slope(token, x, t, "value", **params)
+        value = [out[0]] if params["mark"].pairs else []
+        (t_out,) = tap_p.bind(t, token, *value, *live, kind=_TANGENTS[kind], **params)
     elif kind.startswith("grad"):
         t_out = _slope(rest[0], x, t, "grad", **params)
     else:

@@ -20,7 +20,6 @@ left in the program, and a token has its array too.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,34 +28,29 @@ import jax.numpy as jnp
 
 from jaxtap import _compat
 from jaxtap._bodies import bodies, is_of_two, strip
-from jaxtap._calls import Call, Calls, Token
+from jaxtap._calls import Call, Token
 from jaxtap._changes import Around, Change, Changes, Key
 from jaxtap._derivative import change_p, identity
-from jaxtap._fold import Folds
-from jaxtap._mark import leaf_name, marking
-from jaxtap._plan import Choice, Plan
-from jaxtap._record import Entry, Slots, Staged, Threads, where
+from jaxtap._mark import marking
+from jaxtap._plan import Plan
+from jaxtap._record import Slots, Staged, Threads
+from jaxtap._recorder import Recorder
 from jaxtap._scopes import Scopes, scopes_of
-from jaxtap._sites import Site, SiteError
+from jaxtap._sites import SiteError
 from jaxtap._tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 
 
-class Walk:
+class Walk(Recorder):
     """One walk over one program, under one plan."""
 
     def __init__(self, plan: Plan, changes: Changes | None = None):
-        self.plan = plan
+        super().__init__(plan)
         self.changes = changes or Changes({}, {}, {})
-        self.entries: list[Entry] = []
-        self.folds = Folds(plan)
-        self.sites: list[Site] = []
         self.lost: dict[str, str] = {}
         self.scopes: Scopes = ()
-        self.around: tuple[Around, ...] = ()
         self.mesh: Any = None
         self.nested = marking() is not None
         self.of_two = False
-        self._calls = Calls()
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
 
@@ -124,7 +118,7 @@ class Walk:
 
     def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
         mark, kind = eqn.params["mark"], eqn.params["kind"]
-        own = operands(kind)
+        own = operands(kind, mark)
         (x, *rest), live = args[:own], args[own] if len(args) > own else None
         if isinstance(eqn.invars[0], _compat.Literal):
             x = jnp.asarray(x, eqn.invars[0].aval.dtype)
@@ -147,7 +141,7 @@ class Walk:
             x, array = bound[0], bound[1] if len(bound) > 1 else None
         if new or grad:
             for call in calls:
-                self._record(eqn, x, live, call, grad=grad)
+                self._record(eqn, [x, *rest[1:]], live, call, grad=grad)
         return [x, Token(frozenset(calls), array)] if kind in MAKES_TOKEN else [x]
 
     def _change(self, of: str, calls: Sequence[Call], eqn: Any) -> Change | None:
@@ -205,78 +199,6 @@ class Walk:
         site = self._site(call, eqn, grad=True)
         changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
         return changed is not None or self.plan.choose(site, grad=True) is not None
-
-    def _site(self, call: Call, eqn: Any, *, grad: bool, pullback: int = 0) -> Site:
-        """The site as a predicate sees it: with the loops that it is known to be in."""
-        mark, aval = call.mark, eqn.invars[0].aval
-        axes = eqn.params["axes"]
-        front = [aval.shape[a] for a in axes]
-        own = [n for i, n in enumerate(aval.shape) if i not in axes]
-        folded = mark.reduce is not None and not grad
-        loops = [] if folded else [a for a in self.around if a.is_loop]
-        lengths = [a.size for a in loops if a.size is not None]
-        return Site(
-            mark.path,
-            mark.kind,
-            (*lengths, *front, *own),
-            aval.dtype,
-            mark.source,
-            tuple(map(str, loops)),
-            call=0 if folded else call.number,
-            pullback=pullback,
-            op=mark.op,
-            module=mark.module,
-            method=mark.method,
-            collection=mark.collection,
-        )
-
-    def chosen(self, eqn: Any, call: Call, *, grad: bool) -> tuple[Site, Choice] | None:
-        """Notes a site; how the plan chooses it, if it does."""
-        again = eqn.params["kind"] == "grad again"
-        number = self._calls.pullback(call, again=again) if grad else 0
-        site = self._site(call, eqn, grad=grad, pullback=number)
-        if not self.plan.sees(site, call.mark):
-            return None
-        self.sites.append(dataclasses.replace(site, kind="grad") if grad else site)
-        choice = self.plan.choose(site, grad)
-        return None if choice is None else (site, choice)
-
-    def _record(self, eqn: Any, x: Any, live: Any, call: Call, *, grad: bool) -> None:
-        chosen = self.chosen(eqn, call, grad=grad)
-        if chosen is None:
-            return
-        site, choice = chosen
-        axes = eqn.params["axes"]
-        order = tuple(range(len(axes)))
-        x = x if axes == order else jnp.moveaxis(x, axes, order)
-        if getattr(x, "weak_type", False):
-            x = jax.lax.convert_element_type(x, x.dtype)
-        if call.mark.reduce is not None and not grad:
-            self.folds.add(call.mark, x, len(axes), live)
-            return
-        if live is not None:
-            x = where(live, x, _compat.zeros(jax.typeof(x)))
-        again = eqn.params["kind"] == "grad again"
-        self.entries.append(Entry(site, call, grad, x, live, step=choice.step, again=again))
-
-    def fold_entries(self) -> list[Entry]:
-        """The folds as entries; a structured one has one for each leaf."""
-        entries = []
-        for path, fold in self.folds.items.items():
-            site = next(s for s in self.sites if s.path == path)
-            for keys, leaf in jax.tree_util.tree_leaves_with_path(fold.state):
-                name = path + (f":{leaf_name(keys)}" if keys else "")
-                entries.append(
-                    Entry(
-                        dataclasses.replace(site, path=name),
-                        self._calls.first(path),
-                        False,
-                        jnp.asarray(leaf),
-                        None if fold.seen is True else fold.seen,
-                        folded=True,
-                    )
-                )
-        return entries
 
     # --- bodies -------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from jaxtap._changes import COUNTER, Around
 from jaxtap._record import Entry, Staged, refuse_folded, where
 from jaxtap._sites import SiteError, StepSlice
 from jaxtap._tap import Mark, tap_effect
+from jaxtap._totals import joined, nothing_yet, selected
 from jaxtap._walk import Walk, eager, handles
 
 
@@ -44,6 +45,8 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     walk.folds.items = items
     buffers = [_Buffer.of(walk, entry, types) for entry, types in _typed(staged)]
     tested = tap_effect in _compat.open_jaxpr(test).effects
+    # If the loop ends on one device before it does on another, so does what is recorded in it.
+    over = _compat.varying_axes(_compat.open_jaxpr(test).outvars[0].aval)
     # Whoever asks for nothing in the loop finds it as it was, without a count.
     counts = [jnp.zeros((), jnp.int32)] if buffers or COUNTER in threads.parts or tested else []
 
@@ -73,19 +76,20 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         updated = [
             x
             for buffer, entry in zip(buffers, entries, strict=True)
-            for x in buffer.update([next(kept), next(kept)], entry, count)
+            for x in buffer.update([next(kept) for _ in range(buffer.count)], entry, count)
         ]
-        return [*new, *results, *([] if count is None else [count + 1]), *updated]
+        recorded = [*([] if count is None else [count + 1]), *updated]
+        return [*new, *results, *(_compat.with_varying(x, over) for x in recorded)]
 
-    start = [x for buffer in buffers for x in buffer.start()]
-    carry = [*init, *folds, *counts, *start]
+    start = [*counts, *(x for buffer in buffers for x in buffer.start())]
+    carry = [*init, *folds, *(_compat.with_varying(x, over) for x in start)]
     results = _loop(eqn, check, step, tconsts, [*tconsts, *bconsts, *parts], carry)
     flat = iter(results)
     own = [next(flat) for _ in init]
     walk.folds.restore(threads.folds, [next(flat) for _ in folds])
     last = [next(flat) for _ in counts]
     for buffer in buffers:
-        walk.entries.append(buffer.finish(next(flat), next(flat)))
+        walk.entries.append(buffer.finish([next(flat) for _ in range(buffer.count)]))
     if tested:
         _last_test(walk, test, [*tconsts, *own], last[0] + 1)
     return own
@@ -115,6 +119,12 @@ def _last_test(walk: Walk, test: Any, args: list[Any], count: Any) -> None:
         )
     walk.nested = nested
     for entry in entries:
+        if entry.reduction is not None:
+            raise SiteError(
+                f"The site {entry.site.name!r}, marked at {entry.site.source}, is in the predicate "
+                "of a while loop, where only its last value can be captured, and no reducer can "
+                "see the others. Capture it whole, or mark the value in the body."
+            )
         if walk.plan.steps is not None or entry.step is not None:
             raise SiteError(
                 f"The site {entry.site.name!r}, marked at {entry.site.source}, is in the predicate "
@@ -161,45 +171,58 @@ class _Buffer:
         window, single = None, False
         if entry.step is not None:
             window, single = _window(entry), not isinstance(entry.step, StepSlice)
-        elif walk.plan.steps is not None:
+        elif walk.plan.steps is not None and not entry.is_total:
             window = (0, walk.plan.steps, 1)
         return cls(entry, types, window, single)
+
+    @property
+    def count(self) -> int:
+        """How many arrays it has: those of a value, and one that says when there was one."""
+        return len(self.entry.state) + 1
 
     def _ran(self, valid: Any) -> Any:
         """How often an entry was recorded in one iteration."""
         return jnp.ones((), jnp.int32) if valid is None else valid.astype(jnp.int32)
 
     def start(self) -> list[Any]:
-        value, *valid = (_compat.zeros(t) for t in self.types)
-        ran = self._ran(valid[0] if valid else None) * 0
+        if self.window is None and self.entry.reduction is not None:
+            return nothing_yet(self.entry, self.types)
+        own = self.types[: self.count - 1]
+        valid = None if self.entry.valid is None else _compat.zeros(self.types[-1])
+        ran = self._ran(valid) * 0
         if self.window is None:
-            return [value, ran]
-        length = self.window[1]
+            return [*map(_compat.zeros, own), ran]
         mask = jax.typeof(ran > 0)
-        return [_compat.zeros(_compat.stacked(t, length)) for t in (self.types[0], mask)]
+        return [_compat.zeros(_compat.stacked(t, self.window[1])) for t in (*own, mask)]
 
     def update(self, held: list[Any], entry: Entry, iteration: Any) -> list[Any]:
-        value, counted = held
-        new, ran = entry.value, self._ran(entry.valid)
+        if self.window is None and entry.reduction is not None:
+            return joined(self.entry, held, entry)
+        *values, counted = held
+        ran = self._ran(entry.valid)
         if self.window is None:
-            value = new if entry.valid is None else where(ran, new, value)
-            return [value, counted + ran]
+            new = entry.state
+            if entry.valid is not None:
+                new = [where(ran, x, y) for x, y in zip(new, values, strict=True)]
+            return [*new, counted + ran]
         start, length, stride = self.window
         offset = iteration - start
         place = jnp.where((offset >= 0) & (offset % stride == 0), offset // stride, length)
+        new = entry.state
         if entry.valid is not None:
-            new = where(ran, new, _compat.zeros(self.types[0]))
-        return [
-            value.at[place].set(new, mode="drop"),
-            counted.at[place].set(ran > 0, mode="drop"),
-        ]
+            new = [where(ran, x, _compat.zeros(jax.typeof(x))) for x in new]
+        both = zip(held, [*new, ran > 0], strict=True)
+        return [old.at[place].set(x, mode="drop") for old, x in both]
 
-    def finish(self, value: Any, valid: Any) -> Entry:
+    def finish(self, held: list[Any]) -> Entry:
         lead = self.entry.lead + (self.window is not None)
         if self.single:
-            value, valid, lead = value[0], valid[0], lead - 1
-        loops = ("while", *self.entry.loops)
-        return self.entry._replace(value=value, valid=valid, lead=lead, step=None, loops=loops)
+            held, lead = [x[0] for x in held], lead - 1
+        entry = self.entry._replace(valid=True).with_arrays(iter(held))
+        entry = entry._replace(lead=lead, step=None, loops=("while", *self.entry.loops))
+        if not entry.is_total or self.single:
+            return entry
+        return selected(entry) if self.window else entry._replace(loops=self.entry.loops)
 
 
 def _window(entry: Entry) -> tuple[int, int, int]:

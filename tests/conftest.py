@@ -1,9 +1,9 @@
-"""Four CPU devices for the tests of meshes; and an end to what one test leaves for the next."""
+"""Eight CPU devices for the tests of meshes; and an end to what one test leaves for the next."""
 
 import os
 
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 
 import jax

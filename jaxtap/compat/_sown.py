@@ -81,7 +81,7 @@ def mark(value: Any, sown: Sown, source: str = "") -> Any:
     for i, x in enumerate(arrays):
         leaf = dataclasses.replace(sown, name=name, index=i, treedef=treedef)
         where = leaf.path, "sow", source or caller()
-        arrays[i] = tap(x, _Mark(*where, collection=leaf, changing=here.changing, **fold))
+        arrays[i] = tap(x, _Mark(*where, collection=leaf, **here.on_marks, **fold))
     return treedef.unflatten(arrays[: len(leaves)])
 
 
@@ -149,13 +149,13 @@ class Placed(Walk):
         finally:
             self._frames = before
 
-    def _record(self, eqn: Any, x: Any, live: Any, call: Call, *, grad: bool) -> None:
+    def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
         if not grad and isinstance(call.mark.collection, Sown):
             # Conditionals that `vmap` made selections are to be seen no more.
             numbers = eqn.params["branches"]
             selected = (Frame("cond", "vmap", numbers),) if numbers else ()
             self.placed[call] = (*self._frames, *selected)
-        super()._record(eqn, x, live, call, grad=grad)
+        super()._record(eqn, xs, live, call, grad=grad)
 
 
 class PlacedSurvey(Placed, Surveying):
