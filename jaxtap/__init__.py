@@ -10,15 +10,20 @@ from jaxtap._mark import perturb, scope, sow
 from jaxtap._perturbations import perturbations, perturbed
 from jaxtap._sites import Site, SiteError, at, lines, named, ops
 from jaxtap._taps import SiteTable, Taps
+from jaxtap.watching import Histogram, Log, Monitor, alert, monitor, open, sink
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Histogram",
+    "Log",
     "ModuleTable",
+    "Monitor",
     "Site",
     "SiteError",
     "SiteTable",
     "Taps",
+    "alert",
     "at",
     "capture",
     "edit",
@@ -26,7 +31,9 @@ __all__ = [
     "jacobian",
     "lines",
     "modules",
+    "monitor",
     "named",
+    "open",
     "ops",
     "perturb",
     "perturbations",
@@ -34,6 +41,7 @@ __all__ = [
     "prefix",
     "reduce",
     "scope",
+    "sink",
     "sites",
     "sow",
     "suffix",

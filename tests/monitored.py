@@ -1,0 +1,55 @@
+"""Steps to monitor, and what is recorded of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jaxtap as jt
+from jaxtap.watching._log import Log
+from jaxtap.watching._monitor import monitor
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (6, 4), jnp.float32)
+
+
+def batch(i):
+    return X * (1 + i % 7)
+
+
+def watched(step, *calls, **options):
+    """What is recorded of some calls, all of them watched."""
+    log = Log()
+    with monitor(step, every=1, to=log, **options) as m:
+        for args in calls:
+            m(*args)
+    return log, m.alarms
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def scanned(w, momentum, x):
+    """Layers in a scan, trained by hand; parameters and momentum are donated."""
+
+    def loss(w):
+        h, _ = lax.scan(lambda h, w: (jt.sow(jnp.tanh(h @ w), "h"), None), x, w)
+        return jnp.mean((jt.sow(h, "out") - 1) ** 2)
+
+    momentum = 0.9 * momentum + jax.grad(loss)(w)
+    return w - 0.05 * momentum, momentum
+
+
+W = 0.5 * jax.random.normal(KEY, (3, 4, 4), jnp.float32)
+
+
+@jax.jit
+def layers(x, scale):
+    def loss(x):
+        a = jt.sow(jax.nn.relu(x), "Net/a")
+        b = jt.sow(scale * a, "Net/b")
+        return jnp.sum(jt.sow(jnp.log(b), "Net/c"))
+
+    return jax.grad(loss)(x)
+
+
+ONES = jnp.ones((2, 4), jnp.float32)
