@@ -1,6 +1,6 @@
 """jaxtap: see, differentiate and change what happens inside any JAX program."""
 
-from jaxtap import reduce
+from jaxtap import plot, reduce
 from jaxtap._capture import capture, sites
 from jaxtap._cut import prefix, suffix
 from jaxtap._edit import edit
@@ -38,6 +38,7 @@ __all__ = [
     "perturb",
     "perturbations",
     "perturbed",
+    "plot",
     "prefix",
     "reduce",
     "scope",

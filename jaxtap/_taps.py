@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import jax
 
-from jaxtap._sites import Site, nearest
+from jaxtap._sites import Selection, Site, nearest
 
 
 class SiteTable(Sequence[Site]):
@@ -93,6 +93,12 @@ class Taps:
         from jaxtap._show import taps_table
 
         return taps_table(self)
+
+    def plot(self, at: Selection = "**", stats: str | Sequence[str] | None = None) -> Any:
+        """The scale of values and gradients by depth, as a figure: see `jt.plot.taps`."""
+        from jaxtap import plot
+
+        return plot.taps(self, at, stats)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         from treescope import repr_lib
