@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks import changes, measure, step
+from benchmarks import changes, measure, step, watching
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
@@ -42,6 +42,9 @@ TOPICS = {
     "edit": changes.edited,
     "grad": changes.gradient,
     "prefix": changes.prefix,
+    "reduce": lambda cfg, rounds: watching.reduced(cfg, rounds, bar=1.02),
+    "monitor": lambda cfg, rounds: watching.monitored(cfg, max(rounds // 10, 1)),
+    "nonfinite": watching.searched,
     "nnx": nnx("unrolled"),
     "nnx-remat": nnx("remat"),
 }

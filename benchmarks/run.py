@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calling, changes, measure, step, tracing
+from benchmarks import calling, changes, measure, step, tracing, watching
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
@@ -37,6 +37,9 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "edit": (lambda rounds: changes.edited(Config(), rounds), 60, 8),
     "grad": (lambda rounds: changes.gradient(Config(), rounds), 60, 8),
     "prefix": (lambda rounds: changes.prefix(Config(), rounds), 60, 8),
+    "reduce": (lambda rounds: watching.reduced(Config(), rounds), 40, 5),
+    "monitor": (lambda rounds: watching.monitored(Config(), rounds), 5, 1),
+    "nonfinite": (lambda rounds: watching.searched(Config(), rounds), 30, 5),
     "patching": (framework("patching", "raced", 64, 10, 30), 3, 1),
     "patching-768": (framework("patching", "raced", 768, 2, 30), 2, 1),
     "nnx": (framework("nnx_step", "unrolled", Config()), 30, 5),

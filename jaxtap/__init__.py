@@ -10,11 +10,13 @@ from jaxtap._mark import perturb, scope, sow
 from jaxtap._perturbations import perturbations, perturbed
 from jaxtap._sites import Site, SiteError, at, lines, named, ops
 from jaxtap._taps import SiteTable, Taps
+from jaxtap.nonfinite import Finding, find_nonfinite
 from jaxtap.watching import Histogram, Log, Monitor, alert, monitor, open, sink
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Finding",
     "Histogram",
     "Log",
     "ModuleTable",
@@ -27,6 +29,7 @@ __all__ = [
     "at",
     "capture",
     "edit",
+    "find_nonfinite",
     "grad",
     "jacobian",
     "lines",

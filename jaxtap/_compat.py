@@ -144,6 +144,13 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
 # --- equations --------------------------------------------------------------------------------
 
 
+def map_results(fn: Callable[[Any], Any], out: Any, primitive: Primitive) -> Any:
+    """What binding a primitive gave, with every result made another; a shard_map's are no list."""
+    if not primitive.multiple_results:
+        return fn(out)
+    return [fn(x) for x in out] if isinstance(out, (list, tuple)) else out.map(fn)
+
+
 def in_context(eqn: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """Calls `fn` under the name stack, the source line and the settings of an equation."""
     names = _source_info.current_name_stack() + eqn.source_info.name_stack
@@ -154,6 +161,24 @@ def in_context(eqn: Any, fn: Callable[..., Any], *args: Any) -> Any:
 def names_of(eqn: Any) -> Iterator[str]:
     """The names in an equation's name stack, outermost first."""
     return (part.name for part in eqn.source_info.name_stack.stack)
+
+
+def transforms_of(eqn: Any) -> set[str]:
+    """The transformations that made an equation: `jvp`, `transpose`, `vmap`."""
+    parts = eqn.source_info.name_stack.stack
+    return {part.name for part in parts if type(part).__name__ == "Transform"}
+
+
+def lines_of(eqn: Any) -> Iterator[tuple[str, int]]:
+    """The files and lines that an equation was traced from, innermost first."""
+    traceback = eqn.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        yield frame.file_name, frame.line_num
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether a value is a reference to an array, which is read and written."""
+    return hasattr(aval, "inner_aval")
 
 
 def rename_scopes(eqn: Any, rename: Callable[[str], str]) -> Any:

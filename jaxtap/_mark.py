@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import sys
@@ -263,13 +264,16 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     if not any(rule.marks(op, source, label) for rule in here.rules):
         return out
     path, kind = (label, "name") if label else (op, "op")
-    several = primitive.multiple_results and len(out) > 1
-    results = list(out) if primitive.multiple_results else [out]
-    for i, x in enumerate(results):
-        if isinstance(x, jax.Array):
-            name = f"{path}:{i}" if several else path
-            results[i] = tap(x, Mark(name, kind, source, op=op, **here.on_marks))
-    return results if primitive.multiple_results else results[0]
+    several = primitive.multiple_results and len(list(out)) > 1
+    numbers = itertools.count()
+
+    def marked(x: Any) -> Any:
+        name = f"{path}:{next(numbers)}" if several else path
+        if not isinstance(x, jax.Array):
+            return x
+        return tap(x, Mark(name, kind, source, op=op, **here.on_marks))
+
+    return _compat.map_results(marked, out, primitive)
 
 
 def _user_line() -> str | None:

@@ -11,7 +11,7 @@ import matplotlib
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("jaxtap", "jaxtap.attribute", "jaxtap.compat")
+PACKAGES = ("jaxtap", "jaxtap.attribute", "jaxtap.compat", "jaxtap.plot", "jaxtap.watching")
 MODULES = [
     name
     for package in PACKAGES
@@ -19,7 +19,7 @@ MODULES = [
     for name in (package, *(f"{package}.{module.name}" for module in pkgutil.iter_modules(path)))
 ]
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("semantics", "changing", "frameworks"))]
-NOTEBOOKS = ["docs/gradients.md", "docs/patching.md"]
+NOTEBOOKS = ["docs/gradients.md", "docs/patching.md", "docs/watching.md"]
 
 
 @pytest.mark.parametrize("name", MODULES)

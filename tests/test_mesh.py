@@ -158,3 +158,15 @@ def test_explicit_sharding():
         _, taps = jt.capture(jax.jit(jax.value_and_grad(loss)))(x)
         equal(taps.values["h"], np.stack([x, 2 * x]))
         equal(taps.grads["h"], np.stack([np.full((4, 2), 2.0), np.ones((4, 2))]))
+
+
+def test_results_of_a_shard_map_by_its_operation(mesh):
+    def f(x):
+        specs = {"in_specs": P("a"), "out_specs": (P("a"), P("a"))}
+        return jax.shard_map(lambda x: (jnp.sin(x), 2 * x), mesh=mesh, **specs)(x)
+
+    x = jnp.arange(4.0)
+    out, taps = jt.capture(f, values=jt.ops("shard_map"))(x)
+    np.testing.assert_array_equal(taps.values["shard_map:0"], jnp.sin(x))
+    np.testing.assert_array_equal(taps.values["shard_map:1"], 2 * x)
+    np.testing.assert_array_equal(out[1], 2 * x)

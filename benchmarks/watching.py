@@ -1,0 +1,95 @@
+"""Statistics inside the program, a monitor around a train step, and the search for a NaN.
+
+`reduced`: the root mean square of every value and every gradient of scanned, recomputed layers,
+over the plain step. `monitored`: a step that is watched on every hundredth call, over the step.
+`searched`: the first pass of `find_nonfinite`, which is all there is if nothing is found, and
+`checkify`, over the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import checkify
+
+import jaxtap as jt
+from benchmarks import gpt
+from benchmarks.gpt import Config
+from benchmarks.measure import Result, build, memory, race, require_equal
+
+RMS = {"**": jt.reduce.rms}
+
+
+def _rms(x: Any) -> np.ndarray:
+    axes = tuple(range(1, x.ndim))
+    return np.sqrt(np.mean(np.square(np.asarray(x, np.float64)), axes))
+
+
+def reduced(cfg: Config, rounds: int, bar: float = 1.05) -> list[Result]:
+    args = cfg.arguments(stacked=True)
+    plain = gpt.train_step(gpt.scanned(cfg, gpt.Bare()))
+    marked = gpt.train_step(gpt.scanned(cfg, jt))
+    steps = {"plain": plain, "rms": jt.capture(marked, values=RMS, grads=RMS)}
+    built = {name: build(step, *args) for name, step in steps.items()}
+    taps = built["rms"](*args)[1]
+    whole = build(jt.capture(marked), *args)(*args)[1]
+    for found, kept in ((taps.values, whole.values), (taps.grads, whole.grads)):
+        expected = {name: _rms(x) for name, x in kept.items()}
+        require_equal("rms", dict(found), expected, 0.02 if cfg.dtype != np.float32 else 1e-4)
+    times = race({name: lambda f=f: f(*args) for name, f in built.items()}, rounds)
+    donated = {name: memory(build(step, *args, donate=(0,))) for name, step in steps.items()}
+    topic = f"{cfg.layers} blocks, scan, remat, rms"
+    return [
+        Result(topic, "memory over plain", donated["rms"], donated["plain"], "MiB", bar=1.02),
+        Result.timed(topic, "time over plain", times, "rms", "plain", bar=bar),
+    ]
+
+
+STEPS = 300
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two runs ended alike. A GPU may add numbers up in another order each time."""
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+
+
+def monitored(cfg: Config, rounds: int) -> list[Result]:
+    params, tokens = cfg.arguments()
+    plain = jax.jit(gpt.train_step(gpt.unrolled(cfg, jt)))
+    log = jt.Log()
+
+    def run(step: Any) -> Any:
+        state = params
+        for _ in range(STEPS):
+            state, _ = step(state, tokens)
+        return state
+
+    with jt.monitor(plain, every=100, to=log) as watched:
+        watched(params, tokens)
+        first = run(plain)
+        if not _equal(first, run(watched)) and _equal(first, run(plain)):
+            raise SystemExit("The monitored run ended with other parameters than the plain one.")
+        entrants = {"monitored": lambda: run(watched), "plain": lambda: run(plain)}
+        times = race(entrants, rounds, warmup=0)
+    if len(log) != 1 + (rounds + 1) * STEPS // 100:
+        raise SystemExit(f"The log has {len(log)} records.")
+    topic = f"{cfg.layers} blocks, monitor(every=100)"
+    return [Result.timed(topic, f"{STEPS} steps over plain", times, "monitored", "plain", bar=1.02)]
+
+
+def searched(cfg: Config, rounds: int) -> list[Result]:
+    args = cfg.arguments(stacked=True)
+    step = jax.jit(gpt.train_step(gpt.scanned(cfg, gpt.Bare())))
+    search = jt.find_nonfinite(step)
+    if search(*args) is not None:
+        raise SystemExit("A clean step was found to have a NaN.")
+    checked = jax.jit(checkify.checkify(step, errors=checkify.float_checks))
+    entrants = {"search": lambda: search(*args), "plain": lambda: step(*args)}
+    times = race({**entrants, "checkify": lambda: checked(*args)}, rounds)
+    topic = f"{cfg.layers} blocks, scan, remat, find_nonfinite"
+    return [
+        Result.timed(topic, "first pass over plain", times, "search", "plain", bar=1.3),
+        Result.timed(topic, "checkify over plain", times, "checkify", "plain"),
+    ]
