@@ -41,8 +41,9 @@ bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
 conformance: ## docs/conformance.md: the same cases through jaxtap, Flax and penzai
 	@python=$$($(environment)) && "$$python" -m conformance.run $(ARGS)
 
-fuzz: ## random programs for MINUTES (10) minutes
-	@python=$$($(environment)) && "$$python" -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+fuzz: ## many planted NaNs, then random programs for MINUTES (10) minutes
+	@python=$$($(environment)) && "$$python" -m pytest -q -n 2 -m many && \
+	"$$python" -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 format: ## apply ruff's format and its safe fixes
 	@lint=$$($(linters)) && { "$$lint" -m ruff check --fix .; "$$lint" -m ruff format .; }

@@ -15,6 +15,8 @@ from jaxtap.watching._log import Log
 from jaxtap.watching._monitor import monitor
 from tests.monitored import ONES, layers, watched
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(
     ("made", "calls", "sentences"),

@@ -12,6 +12,8 @@ from jaxtap import sink
 from jaxtap.watching._log import Alarm, Histogram, Log
 from jaxtap.watching._log import open as open_log
 
+pytestmark = pytest.mark.once
+
 HISTOGRAM = Histogram(np.array([1.0, 2.0, 0.0]), np.array([0.0, 1.0, 2.0, math.inf]))
 
 

@@ -17,6 +17,8 @@ from jaxtap import plot
 from jaxtap import reduce as R
 from jaxtap.watching._log import Alarm, Histogram, Log
 
+pytestmark = pytest.mark.once
+
 X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
 
 

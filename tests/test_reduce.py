@@ -14,6 +14,8 @@ from jax import lax
 
 import jaxtap as jt
 
+pytestmark = pytest.mark.once
+
 R = jt.reduce
 EDGES = (-2.0, -0.5, 0.0, 0.1, 0.7, 3.0)
 RNG = np.random.default_rng(0)

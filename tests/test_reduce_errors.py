@@ -11,6 +11,8 @@ from jax import lax
 
 import jaxtap as jt
 
+pytestmark = pytest.mark.once
+
 R = jt.reduce
 X = jnp.arange(6.0).reshape(2, 3)
 HERE = r".*test_reduce_errors\.py:\d+"

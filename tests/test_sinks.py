@@ -24,6 +24,8 @@ from jaxtap.watching._delivery import Delivery
 from jaxtap.watching._log import Alarm, Histogram, Log
 from jaxtap.watching._log import open as open_log
 
+pytestmark = pytest.mark.once
+
 ALARM = Alarm(7, "Net/h", "grad_rms", math.inf, "step 7: the gradient of Net/h has rms inf.")
 RECORD = {
     "Net/h[1]/value_rms": 0.5,
