@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +110,9 @@ class Searching(Instrumented):
     def find(self, args: Any, kwargs: Any) -> Finding | None:
         """What is found for a call."""
         place = self((), args, kwargs)
+        if isinstance(place, _Given):
+            name = _argument_name(self.fn, args, kwargs, place)
+            return _of_value("argument", name, place.now)
         if place is None or isinstance(place, Finding):
             return place
         return place.told(self.fn, args, kwargs)
@@ -140,8 +143,8 @@ class Searching(Instrumented):
         signature, arrays = split(self.fn, call.arguments, needed)
         paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(call.arguments)]
         keys = signature.traced(paths)[found.place]
-        arrays = arrays if self.given is None else self.given
-        return _of_value("argument", _argument_name(call, keys), arrays[found.place])
+        now = arrays if self.given is None else self.given
+        return _Given(keys, arrays[found.place], now[found.place])
 
     def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         passes = _Passes(program, self._job.masked)  # pyright: ignore[reportAttributeAccessIssue]
@@ -244,12 +247,26 @@ class _Passes:
         return [np.asarray(x) for x in self._probes[target](*arrays)]
 
 
-def _argument_name(call: FunctionCall, keys: Any) -> str:
+class _Given(NamedTuple):
+    """An array among the arguments: its place in the call as it was taken apart, and itself.
+
+    `now` is what was looked at in its place.
+    """
+
+    keys: Any
+    array: Any
+    now: Any
+
+
+def _argument_name(fn: Any, args: Any, kwargs: Any, given: _Given) -> str:
     """An argument by the name of the parameter, and its place in there."""
-    which, *rest = keys
-    if which.idx == 0 and rest:
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    # What an object holds that was taken apart may not be among them.
+    known = next((keys for keys, x in leaves if x is given.array), None)
+    which, *rest = known or given.keys
+    if known and which.idx == 0:
         try:
-            names = list(inspect.signature(call.fn).parameters)
+            names = list(inspect.signature(fn).parameters)
             rest[0] = jax.tree_util.GetAttrKey(names[rest[0].idx])
         except (TypeError, ValueError, IndexError, AttributeError):
             pass
