@@ -14,12 +14,12 @@ import jaxtap as jt
 pytestmark = pytest.mark.once
 
 R = jt.reduce
-X = jnp.arange(6.0).reshape(2, 3)
+X = jnp.arange(6.0, dtype="float32").reshape(2, 3)
 HERE = r".*test_reduce_errors\.py:\d+"
 
 
 def f(x):
-    n = jt.sow(jnp.arange(3), "n")
+    n = jt.sow(jnp.arange(3, dtype="int32"), "n")
     return jnp.sum(jt.sow(jnp.sin(x), "h")) + jt.sow(x, "k").sum() + n[1]
 
 
@@ -223,7 +223,7 @@ def test_axes_that_are_not_there():
 
 CHANGES = {
     "shape of update": (
-        lambda: jnp.zeros(2),
+        lambda: jnp.zeros(2, jnp.float32),
         lambda s, x: x.sum(),
         lambda a, b: a + b,
         "`init` gives float32[2] and `update` gives float32[]",
@@ -235,19 +235,19 @@ CHANGES = {
         "`init` gives int32[] and `update` gives float32[]",
     ),
     "structure of update": (
-        lambda: (jnp.zeros(()), jnp.zeros(())),
+        lambda: (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)),
         lambda s, x: {"a": s[0]},
         lambda a, b: a,
         "`init` gives (float32[], float32[]) and `update` gives {a: float32[]}",
     ),
     "shape of combine": (
-        lambda: jnp.zeros(2),
+        lambda: jnp.zeros(2, jnp.float32),
         lambda s, x: s + x.sum(),
         lambda a, b: jnp.concatenate([a, b]),
         "`update` gives float32[2] and `combine` gives float32[4]",
     ),
     "dtype of combine": (
-        lambda: jnp.zeros(()),
+        lambda: jnp.zeros((), jnp.float32),
         lambda s, x: s + x.sum(),
         lambda a, b: a > b,
         "`update` gives float32[] and `combine` gives bool[]",

@@ -785,7 +785,8 @@ def test_order_where_some_iterations_do_not_count():
 
 def test_what_init_may_return():
     """A state of Python numbers has the types of one that has seen something."""
-    total = lambda init: R.Reducer(init, lambda s, x: s + x.sum(), lambda a, b: a + b)
+    add = lambda state, x: state + x.sum(dtype=x.dtype)
+    total = lambda init: R.Reducer(init, add, lambda a, b: a + b)
     for init in (lambda: 0, lambda: 0.0, lambda x: jnp.zeros((), x.dtype), lambda x: 0):
         for dtype in ("float32", "bfloat16", "int32"):
             x = jnp.asarray([1, 2, 3], dtype)
@@ -991,7 +992,7 @@ def test_no_value_is_stored(which, remat):
             for f in (step, watched)
         ]
         # No more than one value beside it, however many layers and sites there are.
-        assert memory[1] <= memory[0] + 4 * BATCH * WIDTH + 8192
+        assert memory[1] <= memory[0] + args[1].nbytes + 8192
 
 
 # --- frameworks ---------------------------------------------------------------------------------
@@ -1046,9 +1047,9 @@ def test_modules_of_frameworks(name):
     for n, value in whole.values.items():
         lead = sum(loop.startswith("scan") for loop in whole.sites[n].loops)
         axes = tuple(range(lead, value.ndim))
-        close(taps.values[n], np.sqrt((exact(value) ** 2).mean(axes)))
+        close(taps.values[n], np.sqrt((exact(value) ** 2).mean(axes)), 1e-5)
     for n, value in whole.grads.items():
         axes = tuple(range(taps.grads[f"{n}:rms"].ndim, value.ndim))
-        close(taps.grads[f"{n}:rms"], np.sqrt((exact(value) ** 2).mean(axes)))
+        close(taps.grads[f"{n}:rms"], np.sqrt((exact(value) ** 2).mean(axes)), 1e-5)
         expected = np.stack([exact(value).min(axes), exact(value).max(axes)], -1)
         close(taps.grads[f"{n}:minmax"], expected)
