@@ -193,22 +193,18 @@ class Plan:
         )
 
     def verify_reduced(
-        self, reduced: Sequence[tuple[Site, Reducer]], refused: Sequence[tuple[Site, Reducer]]
+        self, reduced: Sequence[tuple[Site, Reducer]], refused: Sequence[tuple[Site, Reducer, str]]
     ) -> None:
         """Raises for reducers that are not for the values they were asked for of.
 
         A selection may match sites of other types too, which are left out; but not all of them.
         """
         asked = [(p, r) for s, r in self.reducers for part in flatten(s) for p in _plain(part)]
-        for site, reducer in refused:
+        for site, reducer, why in refused:
             for part, wanted in asked:
                 others = any(r == reducer and matches(part, s) for s, r in reduced)
                 if wanted == reducer and matches(part, site) and not others:
-                    raise SiteError(
-                        f"jt.reduce.{reducer} needs {reducer.needs}, but the site {site.name!r}, "
-                        f"marked at {site.source}, has values of the type {site.dtype}. Take a "
-                        "reducer that is for them, or leave the site out."
-                    )
+                    raise SiteError(why)
 
     def _verify_steps(self, values: Sequence[Site]) -> None:
         if self.steps is None:

@@ -17,7 +17,7 @@ from jaxtap._mark import leaf_name
 from jaxtap._plan import Choice, Plan
 from jaxtap._record import Entry, where
 from jaxtap._reducer import Reducer
-from jaxtap._reduction import reduce
+from jaxtap._reduction import reduce, refusal
 from jaxtap._sites import Site
 
 
@@ -29,7 +29,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.folds = Folds(plan)
         self.sites: list[Site] = []
-        self.refused: list[tuple[Site, Reducer]] = []
+        self.refused: list[tuple[Site, Reducer, str]] = []
         self.around: tuple[Around, ...] = ()
         self._calls = Calls()
 
@@ -89,8 +89,9 @@ class Recorder:
         (site, choice), x = chosen, xs[0]
         several = choice.whole + len(choice.reducers) > 1
         for reducer, step in choice.reducers:
-            if not reducer.takes(x.dtype):
-                self.refused.append((site, reducer))
+            why = refusal(site, reducer, jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype))
+            if why is not None:
+                self.refused.append((site, reducer, why))
                 continue
             label = f":{reducer.label}" if several else ""
             operands = xs if reducer.paired else xs[:1]

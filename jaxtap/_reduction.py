@@ -139,16 +139,26 @@ def _given(reducer: Reducer, own: Any) -> list[Any]:
     return [own] * (2 if reducer.paired else 1)
 
 
-def _checked(site: Site, reducer: Reducer, own: Any) -> Any:
-    """The structure of the state of a reducer; raises if it does not keep its types."""
+def refusal(site: Site, reducer: Reducer, own: Any) -> str | None:
+    """Why a reducer is not for values of a type, in a sentence; None if it is."""
+    if not reducer.takes(own.dtype):
+        return (
+            f"jt.reduce.{reducer} needs {reducer.needs}, but the site {site.name!r}, marked at "
+            f"{site.source}, has values of the type {own.dtype}. Take a reducer that is for them, "
+            "or leave the site out."
+        )
     axes = () if reducer.axis is None else reducer.axis
     rank = len(own.shape)
-    for axis in axes if isinstance(axes, tuple) else (axes,):
-        if not -rank <= axis < rank:
-            raise SiteError(
-                f"The site {site.name!r}, marked at {site.source}, is reduced by "
-                f"jt.reduce.{reducer}, but its values have {rank} axes: {list(own.shape)}."
-            )
+    if all(-rank <= axis < rank for axis in (axes if isinstance(axes, tuple) else (axes,))):
+        return None
+    return (
+        f"The site {site.name!r}, marked at {site.source}, is reduced by jt.reduce.{reducer}, but "
+        f"its values have {rank} axes: {list(own.shape)}."
+    )
+
+
+def _checked(site: Site, reducer: Reducer, own: Any) -> Any:
+    """The structure of the state of a reducer; raises if it does not keep its types."""
     wrong = _instability(reducer, own, _compat.trace_context())
     if wrong is not None:
         raise SiteError(

@@ -380,3 +380,15 @@ def test_second_derivatives_through_a_checkpoint():
     assert set(found) in ({*whole.grads}, set())
     for name in found:
         np.testing.assert_allclose(found[name], np.sum(whole.grads[name]), rtol=1e-5)
+
+
+def test_a_site_without_the_axis_among_others_that_have_it():
+    def fn(x):
+        return jt.sow(jt.sow(jnp.sin(x), "h").sum(), "s")
+
+    _, taps = jt.capture(fn, values={"**": R.rms(axis=-1)})(X)
+    expected = np.sqrt(np.mean(np.sin(np.asarray(X, np.float64)) ** 2, 0))
+    np.testing.assert_allclose(taps.values["h"], expected, rtol=1e-5)
+    assert set(taps.values) == {"h"}
+    with pytest.raises(jt.SiteError, match=r"'s', marked at .* but its values have 0 axes: \[\]"):
+        jt.capture(fn, values={"s": R.rms(axis=-1)})(X)
