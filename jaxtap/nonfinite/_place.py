@@ -1,4 +1,4 @@
-"""Where a found equation is, in the user's words: file and line, pass, mapped axes.
+"""Where a found equation is, in the user's words: file and line, pass, mapped axes, arguments.
 
 What a jaxpr does not say, the taps of the same program say, traced with every operation marked: a
 value of the forward pass has a tap, which knows the mapped axes of what it carries; what only
@@ -8,9 +8,10 @@ derivatives compute has none.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -137,3 +138,29 @@ def mapped_axes(step: Step, result: int, hops: int = 8) -> tuple[int, ...]:
 
 
 _MOVING = frozenset({"transpose", "reshape", "dot_general", "rev", "gather", "scatter"})
+
+
+class Given(NamedTuple):
+    """An array among the arguments: its place in the call as it was taken apart, and itself.
+
+    `now` is what was looked at in its place.
+    """
+
+    keys: Any
+    array: Any
+    now: Any
+
+
+def argument_name(fn: Any, args: Any, kwargs: Any, given: Given) -> str:
+    """An argument by the name of the parameter, and its place in there."""
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    # What an object holds that was taken apart may not be among them.
+    known = next((keys for keys, x in leaves if x is given.array), None)
+    which, *rest = known or given.keys
+    if known and which.idx == 0:
+        try:
+            names = list(inspect.signature(fn).parameters)
+            rest[0] = jax.tree_util.GetAttrKey(names[rest[0].idx])
+        except (TypeError, ValueError, IndexError, AttributeError):
+            pass
+    return jax.tree_util.keystr(tuple(rest), simple=True, separator="/")

@@ -29,9 +29,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +53,8 @@ from jaxtap.nonfinite._layout import Layout, Step, checked, frame_body
 from jaxtap.nonfinite._origins import Search
 from jaxtap.nonfinite._place import (
     Every,
+    Given,
+    argument_name,
     counterpart,
     is_marked,
     line_of,
@@ -110,8 +111,8 @@ class Searching(Instrumented):
     def find(self, args: Any, kwargs: Any) -> Finding | None:
         """What is found for a call."""
         place = self((), args, kwargs)
-        if isinstance(place, _Given):
-            name = _argument_name(self.fn, args, kwargs, place)
+        if isinstance(place, Given):
+            name = argument_name(self.fn, args, kwargs, place)
             return _of_value("argument", name, place.now)
         if place is None or isinstance(place, Finding):
             return place
@@ -144,7 +145,7 @@ class Searching(Instrumented):
         paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(call.arguments)]
         keys = signature.traced(paths)[found.place]
         now = arrays if self.given is None else self.given
-        return _Given(keys, arrays[found.place], now[found.place])
+        return Given(keys, arrays[found.place], now[found.place])
 
     def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         passes = _Passes(program, self._job.masked)  # pyright: ignore[reportAttributeAccessIssue]
@@ -245,32 +246,6 @@ class _Passes:
 
             self._probes[target] = jax.jit(run)
         return [np.asarray(x) for x in self._probes[target](*arrays)]
-
-
-class _Given(NamedTuple):
-    """An array among the arguments: its place in the call as it was taken apart, and itself.
-
-    `now` is what was looked at in its place.
-    """
-
-    keys: Any
-    array: Any
-    now: Any
-
-
-def _argument_name(fn: Any, args: Any, kwargs: Any, given: _Given) -> str:
-    """An argument by the name of the parameter, and its place in there."""
-    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    # What an object holds that was taken apart may not be among them.
-    known = next((keys for keys, x in leaves if x is given.array), None)
-    which, *rest = known or given.keys
-    if known and which.idx == 0:
-        try:
-            names = list(inspect.signature(fn).parameters)
-            rest[0] = jax.tree_util.GetAttrKey(names[rest[0].idx])
-        except (TypeError, ValueError, IndexError, AttributeError):
-            pass
-    return jax.tree_util.keystr(tuple(rest), simple=True, separator="/")
 
 
 def _of_value(operation: str, path: str, x: Any) -> Finding:
