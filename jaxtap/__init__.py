@@ -1,6 +1,9 @@
 """jaxtap: see, differentiate and change what happens inside any JAX program."""
 
-from jaxtap import plot, reduce
+import importlib
+from typing import Any
+
+from jaxtap import hidden, plot, reduce
 from jaxtap._capture import capture, sites
 from jaxtap._cut import prefix, suffix
 from jaxtap._edit import edit
@@ -10,6 +13,11 @@ from jaxtap._mark import perturb, scope, sow
 from jaxtap._perturbations import perturbations, perturbed
 from jaxtap._sites import Site, SiteError, at, lines, named, ops
 from jaxtap._taps import SiteTable, Taps
+from jaxtap.hidden import (
+    HiddenPerturbation,
+    add_hidden_perturbation,
+    add_hidden_perturbation_in_module,
+)
 from jaxtap.nonfinite import Finding, find_nonfinite
 from jaxtap.watching import Histogram, Log, Monitor, alert, monitor, open, sink
 
@@ -17,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Finding",
+    "HiddenPerturbation",
     "Histogram",
     "Log",
     "ModuleTable",
@@ -25,12 +34,15 @@ __all__ = [
     "SiteError",
     "SiteTable",
     "Taps",
+    "add_hidden_perturbation",
+    "add_hidden_perturbation_in_module",
     "alert",
     "at",
     "capture",
     "edit",
     "find_nonfinite",
     "grad",
+    "hidden",
     "jacobian",
     "lines",
     "modules",
@@ -51,3 +63,10 @@ __all__ = [
     "suffix",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Its layers are modules of Flax, which is imported only where it is used.
+    if name == "nn":
+        return importlib.import_module("jaxtap.nn")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -62,6 +62,7 @@ def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
             return x
         path = suffix + (f":{leaf_name(keys)}" if keys else "")
         fields: dict[str, Any] = {"module": type(module), "method": method, "admitted": admitted}
+        fields["members"] = getattr(module, "__tap_members__", None)
         return tap(x, Mark(path, "module", source, **fields, **here.on_marks))
 
     return jax.tree_util.tree_map_with_path(leaf, out, is_leaf=adapter.is_opaque)

@@ -54,6 +54,7 @@ class Recorder:
             op=mark.op,
             module=mark.module,
             method=mark.method,
+            members=mark.members,
             collection=mark.collection,
         )
 

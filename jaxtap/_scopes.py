@@ -59,6 +59,18 @@ class Place(ScopeName):
         return Place(found, join(self.model, found), self.up)
 
 
+class Ground(ScopeName):
+    """A scope without a name: those entered above it do not count for what is `Grounded`."""
+
+    __slots__ = ()
+
+
+class Grounded(ScopeName):
+    """The scope, without a name, of a mark that is named as if it were made on the ground."""
+
+    __slots__ = ()
+
+
 Scopes = tuple[ScopeName, ...]
 
 
@@ -71,6 +83,9 @@ def scopes_of(eqn: Any, outer: Scopes = ()) -> Scopes:
             inside = any(isinstance(scope, Place) for scope in scopes)
             if name or not inside:
                 scopes.append(name if inside else Place(name.root, name.root))
+        elif isinstance(name, Grounded):
+            while scopes and not isinstance(scopes[-1], Ground):
+                scopes.pop()
         elif isinstance(name, ScopeName):
             scopes.append(name)
     return tuple(scopes)
@@ -84,7 +99,7 @@ def _leave(scopes: list[ScopeName], modules: int) -> None:
 
 def path_in(scopes: Scopes, name: str) -> str:
     """The path of a mark within some scopes; that of a module's own result has no name."""
-    around = "/".join(scopes)
+    around = "/".join(scope for scope in scopes if scope)
     if not name or name[0] in ".:":
         return around + name
     return f"{around}/{name}" if around else name

@@ -51,7 +51,8 @@ class Site:
     `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`.
     `reducer` is what the value was reduced by, if it was, and `grad_reducer` the gradient. `kind`
     is how the site came about: `sow`, `perturb`, `module`, `op` or `name`. `module` is the class
-    whose `method` returned the value; `collection` is what a framework's own mark says: a Variable
+    whose `method` returned the value; `members` is how many members of an ensemble share the batch
+    of that module, see `jaxtap.nn`. `collection` is what a framework's own mark says: a Variable
     type of NNX, the name of a collection of Linen.
     """
 
@@ -66,6 +67,7 @@ class Site:
     op: str = ""
     module: type | None = None
     method: str = ""
+    members: int | None = None
     collection: Any = None
     reducer: Reducer | None = None
     grad_reducer: Reducer | None = None

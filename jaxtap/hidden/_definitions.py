@@ -1,0 +1,286 @@
+"""Where a step defines its new hidden states; and evaluating it with those written anew.
+
+The program of a step returns its new states, but what it returns beside them may be computed from
+them: a read-out is. So a state is written anew where it is *defined*, and everything computed from
+it afterwards sees that. `find` looks for the definitions, `evaluate` runs the program and gives
+what is defined to a function that says what to go on with:
+
+>>> import jax, jax.numpy as jnp
+>>> def step(h, x):
+...     h = jnp.sin(h) + x
+...     return h, 3 * h
+>>> program = jax.make_jaxpr(step)(0.0, 1.0)
+>>> found = find(program, {0: "h"})
+>>> h, out = evaluate(program, [0.0, 1.0], found, lambda key, value: value + 10)
+>>> float(h), float(out)
+(11.0, 33.0)
+
+A definition may be in the body of a jit, and in that of a remat or of a branch if other results of
+that are computed from it; it is written anew in there. What leaves a loop, or a call with a custom
+derivative, is defined where it leaves.
+
+Copies are not definitions, nor is a value that only lies otherwise, reshaped or transposed: such a
+state is defined where the value is. Several states that are the same value have it for their
+definition, but only the first is what is computed from it: each of the others is written anew where
+it is returned, on its own. A value that is rounded to another type is a new one.
+
+A program may say itself that a value is written as a state, by an equation that copies it. What is
+read from a state afterwards is that copy, so that a state which is written with what was read from
+another depends on the other, and one which is written several times has as many definitions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtap import _compat
+
+Write = Callable[[str, Any], Any]
+"""What a definition becomes: from its key and its value."""
+
+JIT = frozenset({"jit", "pjit"})
+REMAT = frozenset({"remat", "remat2", "checkpoint"})
+_COPIES = frozenset({"copy", "copy_p", "name", "CheckpointName", "sharding_constraint"})
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "slice", "squeeze"})
+"""Operations that may leave all elements in their order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """What defines a state: a variable, `root`, of the body, or else a result or a write itself.
+
+    `moves` lead from the root to the result, and what is `beyond` from that to the state, outside
+    of the body. If it is `shared`, the root is what defines another state.
+    """
+
+    key: str
+    root: Any
+    moves: tuple[Any, ...]
+    beyond: tuple[Any, ...]
+    shared: bool
+
+    @property
+    def path(self) -> tuple[Any, ...]:
+        return (*self.moves, *self.beyond)
+
+
+@dataclasses.dataclass(frozen=True)
+class Definitions:
+    """Where states are defined in a body: at variables, as results, and in bodies of equations."""
+
+    at: Mapping[Any, Definition]
+    results: Mapping[int, Definition]
+    within: Mapping[int, tuple[Definitions, ...]]
+
+
+def find(
+    jaxpr: Any, wanted: Mapping[int, str], writes: Mapping[Any, str] | None = None
+) -> Definitions:
+    """The definitions of some results of a program, by number, and of the copies that `writes`."""
+    return _find(jaxpr, {i: (key, ()) for i, key in wanted.items()}, writes or {})
+
+
+def _find(
+    jaxpr: Any, wanted: Mapping[int, tuple[str, tuple[Any, ...]]], writes: Mapping[Any, str]
+) -> Definitions:
+    inner = _compat.open_jaxpr(jaxpr)
+    made = _made(inner)
+    at: dict[Any, Definition] = {}
+    results: dict[int, Definition] = {}
+    opened: dict[int, dict[int, tuple[str, tuple[Any, ...]]]] = defaultdict(dict)
+    claimed: set[Any] = set()
+
+    def define(key: str, atom: Any, beyond: tuple[Any, ...]) -> Definition:
+        root, moves = origin(inner, made, atom, writes)
+        if root is None or root in writes:
+            return Definition(key, None, (), beyond, False)
+        found = Definition(key, root, moves, beyond, root in claimed)
+        if not found.shared:
+            claimed.add(root)
+            number, result = made[root]
+            if _opens(inner.eqns[number], result):
+                opened[number][result] = key, found.path
+            else:
+                at[root] = found
+        return found
+
+    for copy, key in writes.items():
+        found = define(key, inner.eqns[made[copy][0]].invars[0], ())
+        if found.root is None or found.shared:
+            at[copy] = found
+    for index, (key, beyond) in wanted.items():
+        results[index] = define(key, inner.outvars[index], beyond)
+    within = {
+        number: tuple(_find(body, inside, {}) for body in _openable(inner.eqns[number]))
+        for number, inside in opened.items()
+    }
+    return Definitions(at, results, within)
+
+
+def _made(inner: Any) -> dict[Any, tuple[int, int]]:
+    """Which equation makes a variable, as which of its results."""
+    return {v: (i, j) for i, eqn in enumerate(inner.eqns) for j, v in enumerate(eqn.outvars)}
+
+
+def origin(
+    inner: Any, made: Mapping[Any, tuple[int, int]], atom: Any, writes: Container[Any] = ()
+) -> tuple[Any, tuple[Any, ...]]:
+    """The variable that a value is a copy of, or the write, and the equations that move it.
+
+    The variable is None if the body computes neither.
+    """
+    moves: list[Any] = []
+    while not isinstance(atom, _compat.Literal) and atom in made:
+        eqn = inner.eqns[made[atom][0]]
+        if atom in writes or not (is_copy(eqn) or _is_move(eqn)):
+            return atom, tuple(reversed(moves))
+        if not is_copy(eqn):
+            moves.append(eqn)
+        atom = eqn.invars[0]
+    return None, ()
+
+
+def is_copy(eqn: Any) -> bool:
+    """Whether an equation gives what it was given."""
+    if eqn.primitive.name == "convert_element_type":
+        before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+        return before.dtype == after.dtype
+    return _compat.operation(eqn.primitive, eqn.params)[0] in _COPIES
+
+
+def _is_move(eqn: Any) -> bool:
+    """Whether an equation gives the elements that it was given, all of them and once."""
+    if eqn.primitive.name == "transpose":
+        return True
+    same = len(eqn.invars) == 1 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return eqn.primitive.name in _MOVES and same
+
+
+def _there(moves: Sequence[Any], value: Any) -> Any:
+    for eqn in moves:
+        (value,) = _compat.bind_equation(eqn, [value])
+    return value
+
+
+def _back(moves: Sequence[Any], value: Any) -> Any:
+    for eqn in reversed(moves):
+        if eqn.primitive.name == "transpose":
+            value = jnp.transpose(value, np.argsort(eqn.params["permutation"]))
+        else:
+            value = jnp.reshape(value, eqn.invars[0].aval.shape)
+    return value
+
+
+def _openable(eqn: Any) -> list[Any]:
+    kind = _compat.kind_of(eqn)
+    if kind in JIT or (kind in REMAT and "jaxpr" in eqn.params):
+        return [eqn.params["jaxpr"]]
+    return list(eqn.params["branches"]) if kind == "cond" else []
+
+
+def _opens(eqn: Any, place: int) -> bool:
+    """Whether a result has to be defined in the body, for the sake of the other results."""
+    if _compat.kind_of(eqn) in JIT:
+        return True
+    return any(_has_others(_compat.open_jaxpr(body), place) for body in _openable(eqn))
+
+
+def _has_others(inner: Any, place: int) -> bool:
+    """Whether other results of a body are computed from one."""
+    made = _made(inner)
+    root, _ = origin(inner, made, inner.outvars[place])
+    if root is None:
+        return False
+    number, at = made[root]
+    reached = {root}
+    # What is beside it in the equation that makes it may be computed from it in there.
+    if _opens(inner.eqns[number], at):
+        reached.update(inner.eqns[number].outvars)
+    for eqn in inner.eqns[number + 1 :]:
+        if any(v in reached for v in eqn.invars if not isinstance(v, _compat.Literal)):
+            reached.update(eqn.outvars)
+    others = (v for i, v in enumerate(inner.outvars) if i != place)
+    return any(v in reached for v in others if not isinstance(v, _compat.Literal))
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write) -> list[Any]:
+    """Evaluates a program whose definitions become what `write` makes of them."""
+    return _evaluate(jaxpr, args, found, write)[0]
+
+
+def _evaluate(
+    jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write
+) -> tuple[list[Any], list[Any]]:
+    """The results; and those that are states, as they were before they were written anew."""
+    inner = _compat.open_jaxpr(jaxpr)
+    env = dict(_compat.jaxpr_inputs(jaxpr, args))
+    plain: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return _compat.literal_value(atom) if isinstance(atom, _compat.Literal) else env[atom]
+
+    def anew(definition: Definition, moves: Sequence[Any], value: Any) -> Any:
+        return _back(moves, write(definition.key, _there(moves, value)))
+
+    for number, eqn in enumerate(inner.eqns):
+        values = [read(v) for v in eqn.invars]
+        inside = found.within.get(number)
+        if inside is None:
+            outs = _compat.in_context(eqn, _compat.bind_equation, eqn, values)
+        else:
+            outs, before = _compat.in_context(eqn, _open, eqn, values, inside, write)
+            defined = (eqn.outvars[i] for i in inside[0].results)
+            plain.update(zip(defined, before, strict=True))
+        for variable, value in zip(eqn.outvars, outs, strict=True):
+            definition = found.at.get(variable)
+            if definition is not None:
+                plain[variable] = value
+                if definition.shared:
+                    value = _there(definition.moves, plain[definition.root])
+                    value = write(definition.key, value)
+                else:
+                    value = anew(definition, definition.path, value)
+            env[variable] = value
+    results = [read(v) for v in inner.outvars]
+    before = []
+    for index, definition in found.results.items():
+        value = results[index]
+        if definition.root is not None:
+            value = _there(definition.moves, plain[definition.root])
+        before.append(value)
+        if definition.root is None or definition.shared:
+            results[index] = anew(definition, definition.beyond, value)
+    return results, before
+
+
+def _open(
+    eqn: Any, args: list[Any], found: tuple[Definitions, ...], write: Write
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates an equation whose body has definitions."""
+    kind = _compat.kind_of(eqn)
+    if kind in JIT:
+        return _evaluate(eqn.params["jaxpr"], args, found[0], write)
+
+    def run(body: Any, inside: Definitions) -> Callable[..., tuple[list[Any], list[Any]]]:
+        return lambda *args: _evaluate(body, args, inside, write)
+
+    if kind == "cond":
+        index, *operands = args
+        branches = [
+            run(body, inside) for body, inside in zip(eqn.params["branches"], found, strict=True)
+        ]
+        return jax.lax.switch(index, branches, *operands)
+    cse = eqn.params["prevent_cse"]
+    again = jax.checkpoint(
+        run(eqn.params["jaxpr"], found[0]),
+        policy=eqn.params["policy"],
+        prevent_cse=any(cse) if isinstance(cse, tuple) else cse,
+    )
+    return again(*args)
