@@ -41,13 +41,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtap import _compat
+from jaxtap._tap import tap_p
 
 Write = Callable[[str, Any], Any]
 """What a definition becomes: from its key and its value."""
 
 JIT = frozenset({"jit", "pjit"})
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
-_COPIES = frozenset({"copy", "copy_p", "name", "CheckpointName", "sharding_constraint"})
+_COPIES = frozenset(
+    {"copy", "copy_p", "name", "CheckpointName", "optimization_barrier", "sharding_constraint"}
+)
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "slice", "squeeze"})
 """Operations that may leave all elements in their order."""
 
@@ -138,21 +141,25 @@ def origin(
     """
     moves: list[Any] = []
     while not isinstance(atom, _compat.Literal) and atom in made:
-        eqn = inner.eqns[made[atom][0]]
-        if atom in writes or not (is_copy(eqn) or _is_move(eqn)):
+        number, place = made[atom]
+        eqn = inner.eqns[number]
+        if atom in writes or not (is_copy(eqn, place) or _is_move(eqn)):
             return atom, tuple(reversed(moves))
-        if not is_copy(eqn):
+        if not is_copy(eqn, place):
             moves.append(eqn)
-        atom = eqn.invars[0]
+        atom = eqn.invars[place]
     return None, ()
 
 
-def is_copy(eqn: Any) -> bool:
-    """Whether an equation gives what it was given."""
-    if eqn.primitive.name == "convert_element_type":
+def is_copy(eqn: Any, place: int = 0) -> bool:
+    """Whether a result of an equation is what it was given in the same place."""
+    kind = _compat.operation(eqn.primitive, eqn.params)[0]
+    if kind == "convert_element_type":
         before, after = eqn.invars[0].aval, eqn.outvars[0].aval
         return before.dtype == after.dtype
-    return _compat.operation(eqn.primitive, eqn.params)[0] in _COPIES
+    if eqn.primitive is tap_p:
+        return place == 0
+    return kind in _COPIES
 
 
 def _is_move(eqn: Any) -> bool:

@@ -144,7 +144,8 @@ def _nnx(nnx: Any, model: Any, inputs: Sequence[Any]) -> _Cell | None:
     graph, params = nnx.split(model)
 
     def call(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
-        return nnx.merge(graph, params)(state, *inputs)
+        # Variables of this trace: those that were split off may not be updated in it.
+        return nnx.merge(graph, jax.tree.map(lambda x: x, params))(state, *inputs)
 
     if not isinstance(model, nnx.RNNCellBase):
         return _Cell(call, params, None)

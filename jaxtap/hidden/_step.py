@@ -45,6 +45,10 @@ class HiddenState:
         return "/".join(self.path)
 
     @property
+    def is_float(self) -> bool:
+        return self.dtype is not None and bool(jnp.issubdtype(self.dtype, jnp.inexact))
+
+    @property
     def varshape(self) -> tuple[int, ...]:
         """The shape of the units."""
         return self.shape[:-1] if self.num_state > 1 else self.shape
@@ -97,14 +101,20 @@ class Step:
 
 
 def trace(
-    step: Callable[..., Any], state: Any, inputs: Sequence[Any], *, paths: Any = None
+    step: Callable[..., Any],
+    state: Any,
+    inputs: Sequence[Any],
+    *,
+    paths: Any = None,
+    counts: bool = False,
 ) -> Step:
     """Traces a step for arguments like these; raises if it is no step.
 
-    `paths` are those of the leaves of the state, where its own keys do not say what they are.
+    `paths` are those of the leaves of the state, where its own keys do not say what they are. With
+    `counts`, integers and keys may be beside the hidden states, and are none.
     """
     leaves, state_tree = jax.tree.flatten(state)
-    states = hidden_states(state, paths)
+    states = hidden_states(state, paths, counts)
     cell: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
@@ -122,11 +132,13 @@ def trace(
 
     arrays, in_tree = jax.tree.flatten((state, *inputs))
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    found = find(jaxpr, {i: s.name for i, s in enumerate(states)})
+    found = find(jaxpr, {i: s.name for i, s in enumerate(states) if s.is_float})
     return Step(step, jaxpr, states, state_tree, in_tree, cell["out_tree"], found)
 
 
-def hidden_states(state: Any, paths: Sequence[Path] | None = None) -> tuple[HiddenState, ...]:
+def hidden_states(
+    state: Any, paths: Sequence[Path] | None = None, counts: bool = False
+) -> tuple[HiddenState, ...]:
     """The hidden states that a state consists of; raises if one is no floating-point array."""
     keyed = jax.tree_util.tree_leaves_with_path(state)
     if not keyed:
@@ -139,7 +151,7 @@ def hidden_states(state: Any, paths: Sequence[Path] | None = None) -> tuple[Hidd
         for path, (_, leaf) in zip(paths or own, keyed, strict=True)
     )
     for one in made:
-        if one.dtype is None or not jnp.issubdtype(one.dtype, jnp.inexact):
+        if not one.is_float and not (counts and any(other.is_float for other in made)):
             raise HiddenError(
                 f"The hidden state {one.name!r} is of type {one.dtype or 'no array'}, but a hidden "
                 "state has to be of a floating-point type, for there is no derivative by another. "

@@ -34,8 +34,9 @@ from jaxtap.hidden._step import trace
 def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step like `step` whose new hidden states are sites, by their names.
 
-    Outside of a capture it is `step` itself. A state that is defined in branches of a conditional
-    together with what is put out is a site in every branch: `h`, `h@1`.
+    Outside of a capture it is `step` itself. Integers and keys in the state are no hidden states. A
+    state that is defined in branches of a conditional together with what is put out is a site in
+    every branch: `h`, `h@1`.
     """
     if not callable(step):
         raise TypeError(
@@ -56,7 +57,7 @@ def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
                 return tap(value, Mark(name, "hidden", source, **here.on_marks))
 
         with jax.named_scope(Ground("")):
-            traced = trace(step, state, inputs)
+            traced = trace(step, state, inputs, counts=True)
             return traced.join(traced.run(traced.flat(state, inputs), write))
 
     return marked
