@@ -23,12 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtap import _compat
 from jaxtap._bodies import bodies
 from jaxtap._scopes import segment
-from jaxtap.hidden._definitions import JIT, find, is_copy
+from jaxtap.hidden._definitions import JIT, WRITE, find, is_copy, written_by
 from jaxtap.hidden._groups import HiddenGroup, groups_of
 from jaxtap.hidden._perturbation import HiddenPerturbation, Layout, Written, perturbed
 from jaxtap.hidden._step import HiddenError, Path, check_names, trace
-
-_WRITE = "jaxtap.hidden: "
 
 
 class _Traced:
@@ -136,7 +134,7 @@ def perturbation(model: Any, inputs: Sequence[Any], state: Any) -> HiddenPerturb
         return key
 
     for eqn in inner.eqns:
-        name = _written_by(eqn)
+        name = written_by(eqn)
         # What a transform of brainstate hands out is written once more, with the same value.
         if name is not None and name not in _names_of(made, eqn.invars[0]):
             writes[eqn.outvars[0]] = note(name)
@@ -189,21 +187,16 @@ def _naming(name: str) -> Callable[[Any], None]:
     def hook(context: Any) -> None:
         value = context.transformed_value
         value = context.value if value is None else value
-        context.transformed_value = jax.tree.map(lambda x: checkpoint_name(x, _WRITE + name), value)
+        context.transformed_value = jax.tree.map(lambda x: checkpoint_name(x, WRITE + name), value)
 
     return hook
-
-
-def _written_by(eqn: Any) -> str | None:
-    label = _compat.operation(eqn.primitive, eqn.params)[1]
-    return label.removeprefix(_WRITE) if label is not None and label.startswith(_WRITE) else None
 
 
 def _names_of(made: Any, atom: Any) -> set[str]:
     """The writes that a value is of, with copies in between."""
     names = set()
     while not isinstance(atom, _compat.Literal) and atom in made and is_copy(made[atom]):
-        names.add(_written_by(made[atom]))
+        names.add(written_by(made[atom]))
         atom = made[atom].invars[0]
     return names
 
@@ -212,7 +205,7 @@ def _names_in_calls(jaxpr: Any) -> bool:
     calls = [e for e in _compat.open_jaxpr(jaxpr).eqns if _compat.kind_of(e) in JIT]
     inner = [body for eqn in calls for body in bodies(eqn)]
     return any(
-        any(_written_by(e) for e in _compat.open_jaxpr(body).eqns) or _names_in_calls(body)
+        any(written_by(e) for e in _compat.open_jaxpr(body).eqns) or _names_in_calls(body)
         for body in inner
     )
 

@@ -46,6 +46,9 @@ from jaxtap._tap import tap_p
 Write = Callable[[str, Any], Any]
 """What a definition becomes: from its key and its value."""
 
+WRITE = "jaxtap.hidden: "
+"""What the name of a value begins with that is written as a hidden state."""
+
 JIT = frozenset({"jit", "pjit"})
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _COPIES = frozenset(
@@ -160,6 +163,12 @@ def is_copy(eqn: Any, place: int = 0) -> bool:
     if eqn.primitive is tap_p:
         return place == 0
     return kind in _COPIES
+
+
+def written_by(eqn: Any) -> str | None:
+    """The name of the hidden state that an equation says a value is written as."""
+    label = _compat.operation(eqn.primitive, eqn.params)[1]
+    return label.removeprefix(WRITE) if label is not None and label.startswith(WRITE) else None
 
 
 def _is_move(eqn: Any) -> bool:
