@@ -158,3 +158,38 @@ def test_vmap_of_a_closure_kept_old_parameters():
     for _ in range(2):
         _same(look(X)[0], mapped(X))
         linear.kernel[...] *= 2
+
+
+class Jitted(nnx.Module):
+    """A model whose own call is jitted by NNX."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.one, self.two = nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
+
+    @nnx.jit
+    def __call__(self, x):
+        return self.two(jnp.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.grad(lambda x: f(x).sum()),
+        lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
+        lambda f: jax.vmap(jax.grad(lambda x: f(x).sum())),
+        lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum()),
+    ],
+)
+def test_a_model_jitted_by_nnx_in_a_transformation_of_jax(transform):
+    """NNX itself raises TraceContextError, and leaves the model broken."""
+    model, x = Jitted(), jnp.array([[0.3, -0.4], [1.0, 0.5]])
+    grad, taps = jt.capture(transform(lambda x: model(x)))(x)
+    pre = x @ model.one.kernel[...] + model.one.bias[...]
+    by_pre = (1 - jnp.tanh(pre) ** 2) * model.two.kernel[...][:, 0]
+    np.testing.assert_allclose(taps.values["Jitted/one"], pre, atol=1e-6)
+    np.testing.assert_allclose(taps.grads["Jitted/one"], by_pre, atol=1e-6)
+    np.testing.assert_allclose(grad, by_pre @ model.one.kernel[...].T, atol=1e-6)
+    np.testing.assert_allclose(
+        model(x), jnp.tanh(pre) @ model.two.kernel[...] + model.two.bias[...], atol=1e-6
+    )

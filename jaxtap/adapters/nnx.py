@@ -23,6 +23,7 @@ from flax import nnx
 
 from jaxtap import _compat
 from jaxtap._adapter import Adapter, FunctionCall, Reopen
+from jaxtap._mark import marking
 from jaxtap._patch import Patch, Replacements, methods
 from jaxtap._scopes import segment
 from jaxtap.adapters import _nnx_marks
@@ -61,6 +62,8 @@ class NNX(Adapter):
     def _replacements(self) -> Replacements:
         for cls, name, wrap in methods(self, nnx.Module, skip=[*_BASES, *_CONTAINERS]):
             yield cls, name, functools.partial(_with_outputs, self, cls, name, wrap)
+        for cls in TRANSFORMED:
+            yield cls, "__call__", _of_foreign_objects
         yield nnx.Module, "sow", functools.partial(_nnx_marks.sow, self)
         yield nnx.Module, "perturb", functools.partial(_nnx_marks.perturb, self)
 
@@ -163,6 +166,28 @@ class _Variables:
             if not same:
                 found[number] = variable.get_raw_value()
         return found
+
+
+def _of_foreign_objects(original: Any) -> Any:
+    """The call of a function that `nnx.jit` made, on objects of an outer transformation too.
+
+    `nnx.jit` updates all objects that it is called on, be they changed or not, and those may not be
+    updated: it raises, and leaves them broken. So it is left out, and what it does is traced alone.
+    """
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None or not _is_foreign((args, kwargs)):
+            return original(self, *args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    return call
+
+
+def _is_foreign(arguments: Any) -> bool:
+    """Whether there are variables in some arguments that may not be updated here."""
+    objects = [x for x in jax.tree.leaves(arguments, is_leaf=is_object) if is_object(x)]
+    return any(not x._can_update for x in _variables(nnx.state(objects, graph=True)))
 
 
 def _with_outputs(adapter: NNX, cls: type, name: str, wrap: Any, original: Any) -> Any:
