@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calling, changes, hidden, measure, step, tracing, watching
+from benchmarks import calling, changes, hidden, jax_peers, measure, step, tracing, watching
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
@@ -41,6 +41,7 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "monitor": (lambda rounds: watching.monitored(Config(), rounds), 5, 1),
     "nonfinite": (lambda rounds: watching.searched(Config(), rounds), 30, 5),
     "hidden": (hidden.unrolled, 30, 5),
+    "braintrace": (lambda rounds: jax_peers.raced("recurrent", rounds), 40, 5),
     "patching": (framework("patching", "raced", 64, 10, 30), 3, 1),
     "patching-768": (framework("patching", "raced", 768, 2, 30), 2, 1),
     "nnx": (framework("nnx_step", "unrolled", Config()), 30, 5),

@@ -3,12 +3,13 @@
     python scripts/environment.py [--python 3.13] [--jax 0.12.0.1]
     python scripts/environment.py --lint
     python scripts/environment.py --peers
+    python scripts/environment.py --jax-peers
 
 An environment is a directory `.venv/<python>-<jax>`: jaxtap, editable, with the `test` dependency
 group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is the Python that runs
 this script, or the newest one found if that one is not supported, with the newest jax for it.
 `.venv/lint` holds the linters alone, which are large and the same for all; `.venv/peers` the
-libraries of PyTorch that a benchmark races against.
+libraries of PyTorch that a benchmark races against, `.venv/jax-peers` jaxtap beside those of JAX.
 
 An environment is built again, from nothing, when its Python, the constraints or the part of
 `pyproject.toml` that says what to install has changed since; one whose building was interrupted
@@ -40,7 +41,7 @@ class EnvironmentFailed(Exception):
 def jax_versions(python: Python) -> list[str]:
     """The versions of jax tested on this Python, oldest first."""
     versions = []
-    for path in CONSTRAINTS.glob("jax-*.txt"):
+    for path in CONSTRAINTS.glob("jax-[0-9]*.txt"):
         floor = re.search(r"^# python >= (\d+)\.(\d+)$", path.read_text(), re.MULTILINE)
         if floor is None:
             raise EnvironmentFailed(f"{path.name} has no line '# python >= ...'.")
@@ -78,6 +79,14 @@ def make_lint() -> Path:
 def make_peers() -> Path:
     """The Python of the environment with the libraries of PyTorch that benchmarks race against."""
     return _make("peers", default_python(), CONSTRAINTS / "peers.txt", ["--group", "peers"])
+
+
+def make_jax_peers() -> Path:
+    """The Python of the environment with jaxtap and the libraries of JAX that it races against."""
+    python = max(find().items())[1]
+    constraints = CONSTRAINTS / "jax-peers.txt"
+    what = ["--build-constraint", str(constraints), "--editable", ".", "--group", "jax-peers"]
+    return _make("jax-peers", python, constraints, what)
 
 
 def _make(name: str, python: Python, constraints: Path, what: list[str]) -> Path:
@@ -125,12 +134,15 @@ def main() -> int:
     parser.add_argument("--python", metavar="3.N", help="minor version; else the default Python")
     parser.add_argument("--jax", metavar="VERSION", help="else the newest for that Python")
     parser.add_argument("--lint", action="store_true", help="the environment of the linters")
-    parser.add_argument("--peers", action="store_true", help="the environment of the peers")
+    parser.add_argument("--peers", action="store_true", help="that of the peers of PyTorch")
+    parser.add_argument("--jax-peers", action="store_true", help="that of the peers of JAX")
     chosen = parser.parse_args()
     try:
-        if chosen.lint or chosen.peers:
-            print(make_lint() if chosen.lint else make_peers())
-            return 0
+        named = {"lint": make_lint, "peers": make_peers, "jax_peers": make_jax_peers}
+        for name, made in named.items():
+            if getattr(chosen, name):
+                print(made())
+                return 0
         if chosen.python:
             found = {python.name: python for python in find().values()}
             if chosen.python not in found:

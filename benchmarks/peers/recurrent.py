@@ -2,13 +2,12 @@
 
 python -m benchmarks.peers.recurrent ROUNDS
 
-Prints, as JSON, the seconds of each round. Before a time counts, the results of both and the
-gradients by their perturbations must agree to 1e-6.
+Before a time counts, the results of both and the gradients by their perturbations must agree to
+1e-6.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -19,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtap as jt
-from benchmarks.measure import race
+from benchmarks.jax_peers import tell
+from benchmarks.measure import Result, race
 
 CELLS = {"GRU": braintrace.nn.GRUCell, "LSTM": braintrace.nn.LSTMCell}
 INPUTS, WIDTH = 64, 128
@@ -41,44 +41,42 @@ def _gradients(perturbation: Any, inputs: list[jax.Array]) -> dict[tuple[str, ..
     return dict(zip(map(tuple, perturbation.perturb_hidden_paths), grads, strict=True))
 
 
+def raced(name: str, rounds: int) -> list[Result]:
+    cell = CELLS[name](INPUTS, WIDTH)
+    brainstate.nn.init_all_states(cell)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=INPUTS), jnp.float32)
+    makers = {
+        "jaxtap": lambda: jt.add_hidden_perturbation_in_module(cell, x),
+        "braintrace": lambda: braintrace.add_hidden_perturbation_in_module(cell, x),
+    }
+    made: dict[str, Any] = {who: make() for who, make in makers.items()}
+    inputs = _inputs(cell, x)
+    mine, theirs = (_gradients(made[who], inputs) for who in makers)
+    if mine.keys() != theirs.keys():
+        raise AssertionError(f"jaxtap perturbs {list(mine)}, braintrace {list(theirs)}.")
+    for path in mine:
+        np.testing.assert_allclose(mine[path], theirs[path], atol=1e-6)
+    results = [made[who].eval_jaxpr(inputs, made[who].init_perturb_data()) for who in makers]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+    zeros = made["jaxtap"].init_perturb_data()
+    evaluating = {who: lambda p=p: p.eval_jaxpr(inputs, zeros) for who, p in made.items()}
+    both = {who: lambda make=make: make().eval_jaxpr(inputs, zeros) for who, make in makers.items()}
+    topic = f"perturbation of a {name}"
+    return [
+        Result.timed(topic, f"{what} over braintrace", times, "jaxtap", "braintrace", 1.0)
+        for what, times in (
+            ("building", race(makers, rounds, calls=5)),
+            ("evaluating", race(evaluating, rounds, calls=20)),
+            ("both", race(both, rounds, calls=5)),
+        )
+    ]
+
+
 def main() -> None:
     rounds = int(sys.argv[1])
-    found: dict[str, Any] = {}
-    for name, cls in CELLS.items():
-        cell = cls(INPUTS, WIDTH)
-        brainstate.nn.init_all_states(cell)
-        x = jnp.asarray(np.random.default_rng(0).normal(size=INPUTS), jnp.float32)
-        makers = {
-            "jaxtap": lambda cell=cell, x=x: jt.add_hidden_perturbation_in_module(cell, x),
-            "braintrace": lambda cell=cell, x=x: braintrace.add_hidden_perturbation_in_module(
-                cell, x
-            ),
-        }
-        made: dict[str, Any] = {who: make() for who, make in makers.items()}
-        inputs = _inputs(cell, x)
-        mine, theirs = (_gradients(made[who], inputs) for who in makers)
-        assert mine.keys() == theirs.keys()
-        for path in mine:
-            np.testing.assert_allclose(mine[path], theirs[path], atol=1e-6)
-        run = {
-            who: lambda p=p, inputs=inputs: p.eval_jaxpr(inputs, p.init_perturb_data())
-            for who, p in made.items()
-        }
-        a, b = (run[who]() for who in makers)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), list(a), list(b))
-
-        def both(who: str, inputs: list[jax.Array], makers: Any) -> Any:
-            p = makers[who]()
-            return p.eval_jaxpr(inputs, p.init_perturb_data())
-
-        found[name] = {
-            "building": race(makers, rounds),
-            "evaluating": race(run, rounds, calls=20),
-            "building and evaluating once": race(
-                {who: lambda who=who, m=makers, i=inputs: both(who, i, m) for who in makers}, rounds
-            ),
-        }
-    print(json.dumps(found))
+    tell([result for name in CELLS for result in raced(name, rounds)])
 
 
 if __name__ == "__main__":

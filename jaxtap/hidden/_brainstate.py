@@ -51,8 +51,10 @@ class _Traced:
                 stack.enter_context(state.temporary_hook("write_before", hook))
             self.function = transform.StatefulFunction(model, return_only_write=False)
             self.function.make_jaxpr(*inputs)
-        self.jaxpr = self.function.get_jaxpr(*inputs)
-        self.states = list(self.function.get_states(*inputs))
+        key = self.function.get_arg_cache_key(*inputs)
+        self.jaxpr = self.function.get_jaxpr_by_cache(key)
+        self.states = list(self.function.get_states_by_cache(key))
+        self.out_tree = self.function.get_out_treedef_by_cache(key)
         self.values = [s.value for s in self.states]
         self.types = [_leaf(s, self.path(s)) for s in self.states if isinstance(s, HiddenState)]
         self.names = ["/".join(self.path(s)) for s in self.states]
@@ -155,10 +157,9 @@ def perturbation(model: Any, inputs: Sequence[Any], state: Any) -> HiddenPerturb
             )
         return [*leaves, *jax.tree.leaves(traced.values_with(state))]
 
-    out_tree = traced.function.get_out_treedef(*inputs)
 
     def join(results: Sequence[Any]) -> tuple[Any, Any]:
-        out, new = out_tree.unflatten(results)
+        out, new = traced.out_tree.unflatten(results)
         return traced.split(new)[0], out
 
     if state:
