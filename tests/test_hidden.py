@@ -189,6 +189,70 @@ def test_states_that_are_kept_in_another_shape(there, back, wrap):
     np.testing.assert_allclose(out, h**2)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_a_state_that_a_scan_puts_out_with_what_is_read_from_it(length, reverse):
+    """The state is that of the last iteration, and what is read from it in there sees it."""
+    ws = np.linspace(0.5, 1.5, length)
+
+    def body(carry, w):
+        h, c = carry
+        c = 0.5 * c + w * h
+        h = jnp.tanh(c + X)
+        return (h, c), h**2
+
+    def step(state, x):
+        (h, c), ys = lax.scan(body, (state["h"], state["c"]), ws, reverse=reverse)
+        return {"c": c, "h": h}, (ys, x)
+
+    def by_hand(p):
+        (h, c), ys = (STATE["h"], STATE["c"]), []
+        for i, w in enumerate(ws[::-1] if reverse else ws):
+            last = i == length - 1
+            c = 0.5 * c + w * h + (p["c"] if last else 0)
+            h = jnp.tanh(c + X) + (p["h"] if last else 0)
+            ys.append(h**2)
+        return {"c": c, "h": h}, (jnp.stack(ys[::-1] if reverse else ys), X)
+
+    p = add_hidden_perturbation(step, STATE, X)
+    q = {"c": X + 0.3, "h": 0.2 - X}
+    close = functools.partial(np.testing.assert_allclose, atol=1e-12)
+    jax.tree.map(close, p(q, STATE, X), by_hand(q))
+    total = lambda f: lambda q: sum(jnp.sum(v**3) for v in jax.tree.leaves(f(q)))
+    jax.tree.map(close, jax.grad(total(lambda q: p(q, STATE, X)))(q), jax.grad(total(by_hand))(q))
+
+
+def test_what_a_derivative_cannot_reach_is_said():
+    @jax.custom_vjp
+    def both(h):
+        v = jnp.tanh(h)
+        return v, v * 3
+
+    both.defvjp(lambda h: (both(h), h), lambda h, ct: (ct[0] + ct[1],))
+
+    def waiting(h, x):
+        body = lambda c: (c[0] + 1, jnp.tanh(c[1] + x), jnp.tanh(c[1] + x) * 2)
+        _, h, out = lax.while_loop(lambda c: c[0] < 3, body, (0, h, h))
+        return h, out
+
+    with pytest.warns(
+        UserWarning, match="'h' leaves a custom_vjp_call together with other results"
+    ):
+        add_hidden_perturbation(lambda h, x: both(h + x), X, X)
+
+    def reading(h, x):
+        def body(c):
+            h = jnp.tanh(c[1] + x)
+            return c[0] + 1, h, h * 2
+
+        _, h, out = lax.while_loop(lambda c: c[0] < 3, body, (0, h, h))
+        return h, out
+
+    with pytest.warns(UserWarning, match="'h' leaves a while together with other results"):
+        add_hidden_perturbation(reading, X, X)
+    add_hidden_perturbation(waiting, X, X)  # computed from the state before, not from the new one
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_perturbations_are_added(name):
     p = add_hidden_perturbation(STEPS[name], STATE, X)

@@ -157,7 +157,6 @@ def perturbation(model: Any, inputs: Sequence[Any], state: Any) -> HiddenPerturb
             )
         return [*leaves, *jax.tree.leaves(traced.values_with(state))]
 
-
     def join(results: Sequence[Any]) -> tuple[Any, Any]:
         out, new = traced.out_tree.unflatten(results)
         return traced.split(new)[0], out

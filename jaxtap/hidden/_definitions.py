@@ -15,9 +15,10 @@ what is defined to a function that says what to go on with:
 >>> float(h), float(out)
 (11.0, 33.0)
 
-A definition may be in the body of a jit, and in that of a remat or of a branch if other results of
-that are computed from it; it is written anew in there. What leaves a loop, or a call with a custom
-derivative, is defined where it leaves.
+A definition may be in the body of a jit, and in that of a remat, of a branch or of a scan if other
+results of that are computed from it; it is written anew in there, of a scan in the last iteration,
+which is taken out of the loop for it. What leaves a while loop, or a call with a custom derivative,
+is defined where it leaves; a warning tells if other results of that are computed from it.
 
 Copies are not definitions, nor is a value that only lies otherwise, reshaped or transposed: such a
 state is defined where the value is. Several states that are the same value have it for their
@@ -32,6 +33,7 @@ another depends on the other, and one which is written several times has as many
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -39,8 +41,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from jaxtap import _compat
+from jaxtap._bodies import bodies
 from jaxtap._tap import tap_p
 
 Write = Callable[[str, Any], Any]
@@ -87,14 +91,25 @@ class Definitions:
 
 
 def find(
-    jaxpr: Any, wanted: Mapping[int, str], writes: Mapping[Any, str] | None = None
+    jaxpr: Any,
+    wanted: Mapping[int, str],
+    writes: Mapping[Any, str] | None = None,
+    *,
+    in_loops: bool = True,
 ) -> Definitions:
-    """The definitions of some results of a program, by number, and of the copies that `writes`."""
-    return _find(jaxpr, {i: (key, ()) for i, key in wanted.items()}, writes or {})
+    """The definitions of some results of a program, by number, and of the copies that `writes`.
+
+    Unless `in_loops`, scans are left whole.
+    """
+    keyed = {i: (key, ()) for i, key in wanted.items()}
+    return _find(jaxpr, keyed, writes or {}, in_loops)
 
 
 def _find(
-    jaxpr: Any, wanted: Mapping[int, tuple[str, tuple[Any, ...]]], writes: Mapping[Any, str]
+    jaxpr: Any,
+    wanted: Mapping[int, tuple[str, tuple[Any, ...]]],
+    writes: Mapping[Any, str],
+    in_loops: bool,
 ) -> Definitions:
     inner = _compat.open_jaxpr(jaxpr)
     made = _made(inner)
@@ -111,10 +126,11 @@ def _find(
         if not found.shared:
             claimed.add(root)
             number, result = made[root]
-            if _opens(inner.eqns[number], result):
+            if _opens(inner.eqns[number], result, in_loops):
                 opened[number][result] = key, found.path
             else:
                 at[root] = found
+                _warn_of_others(inner.eqns[number], result, key)
         return found
 
     for copy, key in writes.items():
@@ -124,7 +140,7 @@ def _find(
     for index, (key, beyond) in wanted.items():
         results[index] = define(key, inner.outvars[index], beyond)
     within = {
-        number: tuple(_find(body, inside, {}) for body in _openable(inner.eqns[number]))
+        number: tuple(_find(body, inside, {}, in_loops) for body in _openable(inner.eqns[number]))
         for number, inside in opened.items()
     }
     return Definitions(at, results, within)
@@ -194,18 +210,39 @@ def _back(moves: Sequence[Any], value: Any) -> Any:
     return value
 
 
-def _openable(eqn: Any) -> list[Any]:
+def _openable(eqn: Any, in_loops: bool = True) -> list[Any]:
     kind = _compat.kind_of(eqn)
     if kind in JIT or (kind in REMAT and "jaxpr" in eqn.params):
+        return [eqn.params["jaxpr"]]
+    if kind == "scan" and in_loops and eqn.params["length"]:
         return [eqn.params["jaxpr"]]
     return list(eqn.params["branches"]) if kind == "cond" else []
 
 
-def _opens(eqn: Any, place: int) -> bool:
+def _opens(eqn: Any, place: int, in_loops: bool = True) -> bool:
     """Whether a result has to be defined in the body, for the sake of the other results."""
-    if _compat.kind_of(eqn) in JIT:
+    kind = _compat.kind_of(eqn)
+    if kind in JIT:
         return True
-    return any(_has_others(_compat.open_jaxpr(body), place) for body in _openable(eqn))
+    if kind == "scan" and place >= _compat.scan_split(eqn.params)[1]:
+        return False
+    found = _openable(eqn, in_loops)
+    return any(_has_others(_compat.open_jaxpr(body), place) for body in found)
+
+
+def _warn_of_others(eqn: Any, place: int, key: str) -> None:
+    kind = _compat.kind_of(eqn)
+    if len(eqn.outvars) < 2 or (kind == "scan" and place >= _compat.scan_split(eqn.params)[1]):
+        return
+    for body in bodies(eqn):
+        inner = _compat.open_jaxpr(body)
+        if len(inner.outvars) == len(eqn.outvars) and _has_others(inner, place):
+            warnings.warn(
+                f"The hidden state {key!r} leaves a {kind} together with other results that are "
+                "computed from it in there: a derivative by it does not go through those.",
+                stacklevel=2,
+            )
+            return
 
 
 def _has_others(inner: Any, place: int) -> bool:
@@ -293,6 +330,8 @@ def _open(
             run(body, inside) for body, inside in zip(eqn.params["branches"], found, strict=True)
         ]
         return jax.lax.switch(index, branches, *operands)
+    if kind == "scan":
+        return _open_scan(eqn, args, found[0], write)
     cse = eqn.params["prevent_cse"]
     again = jax.checkpoint(
         run(eqn.params["jaxpr"], found[0]),
@@ -300,3 +339,26 @@ def _open(
         prevent_cse=any(cse) if isinstance(cse, tuple) else cse,
     )
     return again(*args)
+
+
+def _open_scan(
+    eqn: Any, args: list[Any], found: Definitions, write: Write
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates a scan whose last iteration has definitions."""
+    body, length, reverse = (eqn.params[k] for k in ("jaxpr", "length", "reverse"))
+    consts, carried = _compat.scan_split(eqn.params)
+    fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        outs = jaxpr_as_fun(body)(*fixed, *carry, *x)
+        return outs[:carried], outs[carried:]
+
+    before, last = (slice(1, None), 0) if reverse else (slice(None, -1), -1)
+    rest = [x[before] for x in xs]
+    carry, ys = jax.lax.scan(step, carry, rest, length - 1, reverse, eqn.params["unroll"])
+    results, plain = _evaluate(body, [*fixed, *carry, *(x[last] for x in xs)], found, write)
+    stacked = [
+        jnp.concatenate([y[None], rows] if reverse else [rows, y[None]])
+        for rows, y in zip(ys, results[carried:], strict=True)
+    ]
+    return [*results[:carried], *stacked], plain

@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from jaxtap.hidden._connections import How, connections, primitives
 from jaxtap.hidden._step import HiddenError, HiddenState, Path, Step, trace
@@ -61,7 +62,7 @@ class HiddenGroup:
 
     def transition(self, state: Any, *inputs: Any) -> list[jax.Array]:
         """The new values of the group's states, by the whole step."""
-        results = self.step.run(self.step.flat(state, inputs), lambda key, value: value)
+        results = jaxpr_as_fun(self.step.jaxpr)(*self.step.flat(state, inputs))
         return [results[i] for i in self.places]
 
     def diagonal_jacobian(self, state: Any, *inputs: Any) -> jax.Array:
@@ -77,7 +78,7 @@ class HiddenGroup:
             given = list(flat)
             for i, value in zip(self.places, self.split_hidden(joined), strict=True):
                 given[i] = value.astype(given[i].dtype)
-            results = self.step.run(given, lambda key, value: value)
+            results = jaxpr_as_fun(self.step.jaxpr)(*given)
             return self.concat_hidden([results[i] for i in self.places])
 
         old = self.concat_hidden([flat[i] for i in self.places])

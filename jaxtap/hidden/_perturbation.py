@@ -206,7 +206,7 @@ def perturbation_of(step: Step) -> HiddenPerturbation:
     """A traced step with a perturbation of each of its hidden states."""
     written = [Written(s.name, s.path, s, s) for s in step.states]
     layout = Layout(tuple(w.name for w in written), step.flat, step.join)
-    return perturbed(step.jaxpr, step.found, written, layout)
+    return perturbed(step.jaxpr, step.definitions(), written, layout)
 
 
 def perturbed(

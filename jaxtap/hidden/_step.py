@@ -19,7 +19,7 @@ from jaxtap import _compat
 from jaxtap._arguments import name_of
 from jaxtap._scopes import segment
 from jaxtap._sites import SiteError, nearest
-from jaxtap.hidden._definitions import Definitions, Write, evaluate, find
+from jaxtap.hidden._definitions import Definitions, find
 
 Path = tuple[str, ...]
 
@@ -58,8 +58,6 @@ class HiddenState:
 class Step:
     """A traced step: `jaxpr` takes the leaves of the state and of the inputs, and returns those of
     the new state and of what is put out.
-
-    `found` says where the new states are defined.
     """
 
     fn: Any
@@ -68,7 +66,6 @@ class Step:
     state_tree: Any
     in_tree: Any
     out_tree: Any
-    found: Definitions
 
     def flat(self, state: Any, inputs: Sequence[Any]) -> list[Any]:
         """The arrays that the program takes; raises if they are not such as it was traced for."""
@@ -90,9 +87,10 @@ class Step:
             for variable, leaf in zip(_compat.open_jaxpr(self.jaxpr).invars, leaves, strict=True)
         ]
 
-    def run(self, flat: Sequence[Any], write: Write) -> list[Any]:
-        """Evaluates the step; its new states become what `write` makes of each."""
-        return evaluate(self.jaxpr, flat, self.found, write)
+    def definitions(self, *, in_loops: bool = True) -> Definitions:
+        """Where the new states are defined: see `find`."""
+        wanted = {i: s.name for i, s in enumerate(self.states) if s.is_float}
+        return find(self.jaxpr, wanted, in_loops=in_loops)
 
     def join(self, results: Sequence[Any]) -> tuple[Any, Any]:
         """The new state and what is put out, from the results of the program."""
@@ -132,8 +130,7 @@ def trace(
 
     arrays, in_tree = jax.tree.flatten((state, *inputs))
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    found = find(jaxpr, {i: s.name for i, s in enumerate(states) if s.is_float})
-    return Step(step, jaxpr, states, state_tree, in_tree, cell["out_tree"], found)
+    return Step(step, jaxpr, states, state_tree, in_tree, cell["out_tree"])
 
 
 def hidden_states(
@@ -200,7 +197,8 @@ def _key(key: Any) -> str:
 
 def _dtype(leaf: Any) -> Any:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-        return leaf.dtype
+        extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
     is_number = isinstance(leaf, (bool, int, float, complex))
     return jax.dtypes.canonicalize_dtype(type(leaf)) if is_number else None
 

@@ -28,6 +28,7 @@ import jax
 from jaxtap._mark import marking
 from jaxtap._scopes import Ground, Grounded
 from jaxtap._tap import Mark, tap
+from jaxtap.hidden._definitions import evaluate
 from jaxtap.hidden._step import trace
 
 
@@ -58,6 +59,9 @@ def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
 
         with jax.named_scope(Ground("")):
             traced = trace(step, state, inputs, counts=True)
-            return traced.join(traced.run(traced.flat(state, inputs), write))
+            # A loop stays one, with the sites in it.
+            found = traced.definitions(in_loops=False)
+            flat = traced.flat(state, inputs)
+            return traced.join(evaluate(traced.jaxpr, flat, found, write))
 
     return marked
