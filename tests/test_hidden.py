@@ -250,6 +250,13 @@ def test_what_a_derivative_cannot_reach_is_said():
 
     with pytest.warns(UserWarning, match="'h' leaves a while together with other results"):
         add_hidden_perturbation(reading, X, X)
+
+    def rounding(h, x):
+        v = jnp.tanh(h.astype(jnp.float64) + x)
+        return v.astype(jnp.float32), v
+
+    with pytest.warns(UserWarning, match="'h' is rounded from float64 to float32, and something"):
+        add_hidden_perturbation(rounding, X.astype(np.float32), X)
     add_hidden_perturbation(waiting, X, X)  # computed from the state before, not from the new one
 
 

@@ -130,7 +130,7 @@ def _find(
                 opened[number][result] = key, found.path
             else:
                 at[root] = found
-                _warn_of_others(inner.eqns[number], result, key)
+                _warn_of_others(inner, number, result, key)
         return found
 
     for copy, key in writes.items():
@@ -204,7 +204,7 @@ def _there(moves: Sequence[Any], value: Any) -> Any:
 def _back(moves: Sequence[Any], value: Any) -> Any:
     for eqn in reversed(moves):
         if eqn.primitive.name == "transpose":
-            value = jnp.transpose(value, np.argsort(eqn.params["permutation"]))
+            value = jnp.transpose(value, np.argsort(eqn.params["permutation"]).tolist())
         else:
             value = jnp.reshape(value, eqn.invars[0].aval.shape)
     return value
@@ -230,8 +230,21 @@ def _opens(eqn: Any, place: int, in_loops: bool = True) -> bool:
     return any(_has_others(_compat.open_jaxpr(body), place) for body in found)
 
 
-def _warn_of_others(eqn: Any, place: int, key: str) -> None:
+def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
+    """Warns of what is computed from a state's value in a way that a definition does not reach."""
+    eqn = inner.eqns[number]
     kind = _compat.kind_of(eqn)
+    if kind == "convert_element_type":
+        (before,) = eqn.invars
+        users = [e for e in inner.eqns if e is not eqn and any(v is before for v in e.invars)]
+        if users or any(v is before for v in inner.outvars):
+            types = f"{before.aval.dtype} to {eqn.outvars[0].aval.dtype}"
+            warnings.warn(
+                f"The hidden state {key!r} is rounded from {types}, and something else is computed "
+                "from the value before: a derivative by the state does not go through that.",
+                stacklevel=2,
+            )
+        return
     if len(eqn.outvars) < 2 or (kind == "scan" and place >= _compat.scan_split(eqn.params)[1]):
         return
     for body in bodies(eqn):
