@@ -49,6 +49,7 @@ class Recorder:
             aval.dtype,
             mark.source,
             tuple(map(str, loops)),
+            rank=len(own),
             call=0 if folded else call.number,
             pullback=pullback,
             op=mark.op,

@@ -48,9 +48,10 @@ class Site:
     """A named value in a program.
 
     `shape` and `dtype` are those of the captured array, the axes of loops and maps included;
-    `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`.
-    `reducer` is what the value was reduced by, if it was, and `grad_reducer` the gradient. `kind`
-    is how the site came about: `sow`, `perturb`, `module`, `op` or `name`. `module` is the class
+    `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`, and
+    `rank` how many axes the value itself has, behind those of loops, maps and meshes. `reducer` is
+    what the value was reduced by, if it was, and `grad_reducer` the gradient. `kind` is how the
+    site came about: `sow`, `perturb`, `module`, `hidden`, `op` or `name`. `module` is the class
     whose `method` returned the value; `members` is how many members of an ensemble share the batch
     of that module, see `jaxtap.nn`. `collection` is what a framework's own mark says: a Variable
     type of NNX, the name of a collection of Linen.
@@ -62,6 +63,7 @@ class Site:
     dtype: Any = None
     source: str = ""
     loops: tuple[str, ...] = ()
+    rank: int = 0
     call: int = 0
     pullback: int = 0
     op: str = ""
