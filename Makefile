@@ -13,13 +13,19 @@ linters = $(PYTHON) scripts/environment.py --lint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint unit test-matrix bench conformance fuzz format pythons clean
+.PHONY: help demo structure-factor delayed-match test lint unit test-matrix bench conformance fuzz format pythons clean
 
 help: ## show the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 demo: ## train a small GPT, print its sites, save a plot of gradient flow
 	@python=$$($(environment)) && "$$python" examples/gradient_flow.py
+
+structure-factor: ## solve plasmas, train a network on them, look inside it; ARGS="--species CH"
+	@python=$$($(environment)) && "$$python" -m examples.structure_factor $(ARGS)
+
+delayed-match: ## learn a task online, and compare with backpropagation through time
+	@python=$$($(environment)) && "$$python" examples/delayed_match.py
 
 test: lint unit ## lint, types, and tests on the default Python and the newest one found
 

@@ -11,7 +11,10 @@ import matplotlib
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("jaxtap", "jaxtap.attribute", "jaxtap.compat", "jaxtap.plot", "jaxtap.watching")
+PACKAGES = (
+    "jaxtap", "jaxtap.attribute", "jaxtap.compat", "jaxtap.hidden", "jaxtap.hidden.online",
+    "jaxtap.nn", "jaxtap.plot", "jaxtap.watching",
+)  # fmt: skip
 MODULES = [
     name
     for package in PACKAGES
@@ -19,7 +22,12 @@ MODULES = [
     for name in (package, *(f"{package}.{module.name}" for module in pkgutil.iter_modules(path)))
 ]
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("semantics", "changing", "frameworks"))]
-NOTEBOOKS = ["docs/gradients.md", "docs/patching.md", "docs/watching.md"]
+NOTEBOOKS = [
+    f"docs/{name}.md"
+    for name in (
+        "gradients", "patching", "watching", "hidden", "online", "ensembles", "structure_factor",
+    )
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)

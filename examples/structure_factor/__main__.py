@@ -1,0 +1,85 @@
+"""Makes the data, trains the network, says how good it is, and looks inside.
+
+    python -m examples.structure_factor [--species C|CH] [--quick] [--to FOLDER]
+
+Writes the trained model to FOLDER/model and the pictures beside it; FOLDER must be new.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from .explain import (
+    in_training,
+    layers_table,
+    names_of,
+    network_sensitivity,
+    plot,
+    rows_of,
+    sensitivity_tables,
+    solver_sensitivity,
+    under_jax_grad,
+    under_nnx_grad,
+)
+from .plasma import CARBON, POLYSTYRENE
+from .train import RANGE, errors, make_data, split, train
+
+MIXTURES = {"C": CARBON, "CH": POLYSTYRENE}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m examples.structure_factor",
+        description="Learns structure factors of plasmas from a hypernetted-chain solver.",
+    )
+    parser.add_argument("--species", choices=MIXTURES, default="C", help="carbon, or C and H")
+    parser.add_argument("--states", type=int, default=4096, help="states that are solved")
+    parser.add_argument("--steps", type=int, default=20000, help="steps of the training")
+    parser.add_argument(
+        "--quick", action="store_true", help="seconds instead of minutes, for tests"
+    )
+    parser.add_argument("--to", type=Path, default=Path("structure_factor"), help="a new folder")
+    asked = parser.parse_args(arguments)
+    if asked.to.exists():
+        parser.error(f"--to is {asked.to}, which exists; the model is saved to a new folder.")
+    states, steps = (256, 200) if asked.quick else (asked.states, asked.steps)
+    if states < 20 or steps < 20:
+        parser.error(f"--states is {states} and --steps {steps}; both must be at least 20.")
+
+    console, mixture = Console(), MIXTURES[asked.species]
+    data, held_out = split(make_data(mixture, states))
+    model, optimizer = train(data, steps)
+    root, worst = errors(model, held_out)
+    console.print(
+        f"On {len(held_out.x)} points of {len(held_out.x) // held_out.points} states it has not "
+        f"seen, S is off by {root:.1e} (root mean square), {worst:.1e} at most."
+    )
+    model.save(asked.to / "model")
+
+    state = [10.0, 3.5, 4.0, 1.0][: 2 + len(mixture.names)]
+    k = np.linspace(*RANGE.k, 161)[10:]
+    x = rows_of(state, k).astype(np.float32)
+    network = np.asarray(network_sensitivity(model, x))
+    solver = solver_sensitivity(mixture, state, k)
+    off = np.sqrt(np.mean(((network - solver) * x[:, None]) ** 2, (0, 1)))
+    console.print(*sensitivity_tables(mixture, state, k, network, solver))
+    told = ", ".join(f"{name} {o:.1e}" for name, o in zip(names_of(mixture)[0], off, strict=True))
+    console.print(f"Root mean square difference of x dS/dx over all k: {told}.")
+    looks = {
+        "jax.grad": under_jax_grad(model, x)[1],
+        "nnx.grad": under_nnx_grad(model, x)[1],
+        "training": in_training(model, optimizer, data)[1],
+    }
+    console.print(layers_table(looks))
+    looks["training"].plot().savefig(asked.to / "layers.png", dpi=100)
+    shown = [[T, *state[1:]] for T in (2.0, 5.0, 10.0, 30.0, 100.0)]
+    figure = plot(mixture, model, shown, state, k, network, solver)
+    figure.savefig(asked.to / "structure_factor.png", dpi=90)
+    console.print(f"The model and the pictures are in {asked.to.resolve()}.", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
