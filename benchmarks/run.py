@@ -42,6 +42,8 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "nonfinite": (lambda rounds: watching.searched(Config(), rounds), 30, 5),
     "hidden": (hidden.unrolled, 30, 5),
     "braintrace": (lambda rounds: jax_peers.raced("recurrent", rounds), 40, 5),
+    "probly": (lambda rounds: jax_peers.raced("batch_ensemble", rounds), 60, 8),
+    "ensembles": (framework("ensembles", "separate"), 40, 5),
     "patching": (framework("patching", "raced", 64, 10, 30), 3, 1),
     "patching-768": (framework("patching", "raced", 768, 2, 30), 2, 1),
     "nnx": (framework("nnx_step", "unrolled", Config()), 30, 5),

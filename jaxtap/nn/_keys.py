@@ -1,0 +1,61 @@
+"""Random keys from whatever `rngs` is: a source of Flax, a seed, a key."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+def keys(rngs: Any, model: nnx.Module) -> nnx.RngStream:
+    """What gives another key on every call, for a layer or for all layers of a model.
+
+    A seed or a key is joined with the weights of the model, so that several layers made with one
+    seed have factors of their own, and each has the same ones whenever it is made; and so that new
+    weights are not those of a model that was made with the same seed.
+    """
+    if isinstance(rngs, nnx.RngStream):
+        return rngs
+    if not isinstance(rngs, nnx.Rngs):
+        weights = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
+        own = [w for w in weights if jnp.issubdtype(w.dtype, jnp.number)]
+        rngs = nnx.Rngs(jax.random.fold_in(_key(rngs), _fingerprint(own)))
+    return rngs.params
+
+
+def _key(rngs: Any) -> jax.Array:
+    if isinstance(rngs, numbers.Integral) and not isinstance(rngs, bool):
+        return jax.random.key(int(rngs))
+    if isinstance(rngs, (jax.Array, np.ndarray)):
+        if jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key) and rngs.shape == ():
+            return jnp.asarray(rngs)
+        if jnp.issubdtype(rngs.dtype, jnp.integer) and rngs.shape == ():
+            return jax.random.key(rngs)
+        if rngs.dtype == jnp.uint32 and rngs.ndim == 1:
+            return jax.random.wrap_key_data(jnp.asarray(rngs))
+    raise TypeError(
+        "`rngs` must be an nnx.Rngs, an nnx.RngStream, an integer or one random key, but is "
+        f"{rngs!r} of type {type(rngs).__name__}."
+    )
+
+
+@jax.jit
+def _fingerprint(weights: list[Any]) -> jax.Array:
+    """A number made of every bit of some arrays and of where it is."""
+    total = jnp.uint32(0)
+    for leaf in weights:
+        x = jnp.stack([leaf.real, leaf.imag]) if jnp.iscomplexobj(leaf) else jnp.asarray(leaf)
+        bits = jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).astype(jnp.uint32).ravel()
+        # Odd factors, which lose no bit of what they multiply.
+        place = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1
+        mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x2C1B3C6D) * place
+        total = (total * jnp.uint32(31)) ^ jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+    return total
+
+
+def _unsigned(dtype: Any) -> Any:
+    return {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, jnp.uint32)
