@@ -68,10 +68,10 @@ class Mark:
 
     `path` is without the scopes around the mark until the walk adds them. `uid` is new for every
     mark that is traced; bodies that JAX traces once and uses several times share it. `admitted` are
-    the policies of the captures by which a module's result is a site, `members` those of an ensemble
-    that share its batch. `changing` if the value, or
-    its gradient, may be edited: then its derivatives are those of an edit that is not known yet.
-    It `pairs` the gradient with the value if a reducer compares them.
+    the policies of the captures by which a module's result is a site, `members` those of an
+    ensemble that share its batch. `changing` if the value, or its gradient, may be edited: then its
+    derivatives are those of an edit that is not known yet. It `pairs` the gradient with the value
+    if a reducer compares them.
     """
 
     path: str

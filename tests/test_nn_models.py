@@ -10,6 +10,8 @@ from flax import nnx
 import jaxtap as jt
 from jaxtap import nn
 
+pytestmark = pytest.mark.once
+
 E, B = 4, 3
 
 
@@ -323,7 +325,6 @@ def test_a_stack_along_another_axis():
 # --- training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("kind", ["resnet", "gpt"])
 def test_training(kind):
     """The loss falls, and members that began with the same weights become different models."""

@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtap import nn
 from tests.test_nn_models import GPT, ResNet, no_places, normal
 
+pytestmark = pytest.mark.once
+
 E, B = 4, 3
 
 

@@ -26,6 +26,8 @@ from tests.test_online import (
     wide,  # noqa: F401
 )
 
+pytestmark = pytest.mark.once
+
 
 def gru(p, h, x):
     r, z = jnp.split(jax.nn.sigmoid(x @ p["i"] + h @ p["h"] + p["b"]), 2, -1)

@@ -29,6 +29,8 @@ from tests.test_online import (
 )
 from tests.test_online_estimates import DENSE, GRU, gru
 
+pytestmark = pytest.mark.once
+
 RULES = {
     "rtrl": online.rtrl,
     "d_rtrl": online.d_rtrl,
@@ -39,7 +41,6 @@ RULES = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("rule", RULES)
 def test_transformations(rule):
     """Eager, compiled, in a scan and in a vmap it is the same; and the first two twice."""

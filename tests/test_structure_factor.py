@@ -23,6 +23,8 @@ import pytest
 from examples.structure_factor.hnc import Grid, solve
 from examples.structure_factor.plasma import CARBON, POLYSTYRENE, Mixture
 
+pytestmark = pytest.mark.once
+
 GAMMAS = np.array([1.0, 10.0, 50.0, 100.0])
 SMALL = {"points": 511, "length": 25.0}
 WIDE = {"points": 4095, "length": 160.0}  # for screening lengths of many radii
@@ -164,7 +166,6 @@ def test_published_two_component_structure_factors():
         np.testing.assert_allclose(ours.at(k)[:, i, j], S, atol=0.015)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "case", [{}, {"kappa": 1.0}, {"charges": [1.0, 3.0], "fractions": [0.7, 0.3]}]
 )
@@ -181,7 +182,6 @@ def test_interpolation_is_the_solution_on_the_grid(ocp):
     np.testing.assert_allclose(only(ocp, ocp.k[::50]), ocp.S[:, 0, 0, ::50], atol=1e-10)
 
 
-@pytest.mark.once
 def test_coarse_grid_at_strong_coupling():
     k = np.linspace(0, 8, 60)
     assert np.abs(solve(100.0, **SMALL).at(k) - solve(100.0).at(k)).max() < 5e-4
@@ -206,7 +206,6 @@ def test_species_are_exchanged_and_symmetric():
     np.testing.assert_allclose(ba.at(k), ab.at(k)[:, ::-1, ::-1], atol=1e-8)
 
 
-@pytest.mark.once
 def test_three_species():
     k = np.linspace(0, 8, 20)
     three = solve(3.0, charges=[1.0, 1.0, 4.0], fractions=[0.2, 0.3, 0.5], kappa=0.5, **SMALL)
@@ -259,7 +258,6 @@ def test_what_does_not_converge_says_so():
         assert np.isnan(x[1]).all() and np.isfinite(x[0]).all()
 
 
-@pytest.mark.once
 def test_many_states_at_once():
     gamma, kappa = np.linspace(1, 350, 60), np.array([[0.0], [1.0], [4.0]])
     many = solve(gamma, kappa=kappa, **SMALL)
@@ -354,7 +352,6 @@ def test_bad_grid():
     assert Grid._fields[:2] == ("points", "length")
 
 
-@pytest.mark.once
 def test_derivatives_of_a_mixture():
     """Forwards, backwards, and by differences, in every parameter and in k."""
 
@@ -373,7 +370,6 @@ def test_derivatives_of_a_mixture():
     np.testing.assert_allclose(forwards, differences @ t, atol=1e-6)
 
 
-@pytest.mark.once
 def test_derivatives_of_many_states():
     """dS/dGamma, integrated back."""
     with jax.enable_x64(True):

@@ -16,6 +16,8 @@ from examples.structure_factor import explain, train
 from examples.structure_factor.model import Maxima, NNModel
 from examples.structure_factor.plasma import CARBON
 
+pytestmark = pytest.mark.once
+
 MAXIMA = [100.0, 10.0, 4.0, 8.0]
 LAYERS = [f"NNModel/layers/{i}" for i in range(5)]
 
@@ -255,7 +257,6 @@ def test_states_that_do_not_converge_are_an_error(monkeypatch):
         train.make_data(CARBON, 20, 8, quiet=True)
 
 
-@pytest.mark.once
 def test_training_learns_the_solver_and_its_derivatives():
     data, held_out = train.split(train.make_data(CARBON, 512, 32, quiet=True))
     model, _ = train.train(data, 1500, quiet=True)
@@ -268,7 +269,6 @@ def test_training_learns_the_solver_and_its_derivatives():
     assert np.corrcoef(network.ravel(), solver.ravel())[0, 1] > 0.95
 
 
-@pytest.mark.once
 def test_command(tmp_path, capsys):
     folder = tmp_path / "out"
     command.main(["--quick", "--species", "CH", "--to", str(folder)])

@@ -41,13 +41,16 @@ MIXING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos",
-    "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
-    "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "pow", "real",
-    "reduce_precision", "rem", "round", "rsqrt", "select_n", "sharding_constraint", "sign", "sin",
-    "sinh", "sqrt", "square", "sub", "tan", "tanh", "tap", "xor", "CheckpointName",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "CheckpointName", "clamp", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
+    "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "pow", "real",
+    "reduce_precision", "regularized_incomplete", "rem", "round", "rsqrt", "select_n",
+    "sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "tap",
+    "xor", "zeta",
 })  # fmt: skip
+"""Operations whose results depend, element by element, on their operands there."""
 
 NOTHING: Found = frozenset()
 

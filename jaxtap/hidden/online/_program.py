@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jaxtap import _compat
 from jaxtap._arguments import name_of
 from jaxtap._mark import unmarked
+from jaxtap.hidden._connections import ELEMENTWISE
 from jaxtap.hidden._definitions import is_copy
 from jaxtap.hidden._step import HiddenError, HiddenState, check_new_state, hidden_states
 
@@ -27,16 +28,6 @@ _CALLS = {
     **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint", "eval_jaxpr"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call", "call", "core_closed_call"), "call_jaxpr"),
 }
-
-
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max
-    min mul name ne neg nextafter not or polygamma pow real reduce_precision regularized_incomplete
-    rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square sub tan tanh xor zeta
-    CheckpointName complex""".split()  # noqa: SIM905
-)
 
 
 def call_of(eqn: Any) -> Any:

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtap import _compat
-from jaxtap.hidden.online._program import ELEMENTWISE, call_of, is_variable
+from jaxtap.hidden._connections import ELEMENTWISE
+from jaxtap.hidden.online._program import call_of, is_variable
 
 _NEVER = np.iinfo(np.int64).max
 
