@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import Result, build, fastest, race, require_equal
+from benchmarks.measure import Result, fastest, flat, race, require_equal
 from jaxtap import nn
 
 MEMBERS = 4
@@ -58,7 +58,7 @@ def _separate(rounds: int, rows: int, width: int, depth: int, bar: float | None)
         return jax.vmap(lambda state: nnx.merge(plain, state)(x))(stacked)
 
     programs = {"ensemble": (together, state), "loop": (looped, states), "map": (mapped, stacked)}
-    runs = {name: _flat(f, given, x) for name, (f, given) in programs.items()}
+    runs = {name: flat(f, given, x) for name, (f, given) in programs.items()}
     # On a GPU products are not in full precision.
     tolerance = 1e-5 if jax.default_backend() == "cpu" else 2e-3
     require_equal("models", runs["loop"](), runs["map"](), tolerance)
@@ -78,13 +78,6 @@ def _separate(rounds: int, rows: int, width: int, depth: int, bar: float | None)
         Result.timed(topic, f"time over {MEMBERS} models", times, "ensemble", best, bar=bar),
         Result(topic, f"parameters over {MEMBERS} models", *counts, "M", bar=bar),
     ]
-
-
-def _flat(f: Any, state: Any, x: jax.Array) -> Any:
-    """A compiled call of a function on a list of arrays: structures take time to be taken apart."""
-    leaves, treedef = jax.tree.flatten(state)
-    compiled = build(lambda leaves, x: f(treedef.unflatten(leaves), x), leaves, x)
-    return lambda: compiled(leaves, x)
 
 
 def _count(tree: Any) -> int:

@@ -110,6 +110,13 @@ def build(
     return jax.jit(step, donate_argnums=donate).lower(*args).compile()
 
 
+def flat(f: Callable[..., Any], state: Any, x: jax.Array) -> Callable[[], Any]:
+    """A compiled call of a function on a list of arrays: structures take time to be taken apart."""
+    leaves, treedef = jax.tree.flatten(state)
+    compiled = build(lambda leaves, x: f(treedef.unflatten(leaves), x), leaves, x)
+    return lambda: compiled(leaves, x)
+
+
 def memory(compiled: jax.stages.Compiled) -> float:
     """MiB of temporaries and of outputs, less those that lie in donated arguments."""
     stats: Any = compiled.memory_analysis()

@@ -12,6 +12,8 @@ import pytest
 
 from jaxtap.cli import load_inputs, save_inputs
 
+pytestmark = pytest.mark.once
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 PLAIN = """

@@ -10,6 +10,8 @@ import jax
 import matplotlib
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "jaxtap", "jaxtap.attribute", "jaxtap.compat", "jaxtap.hidden", "jaxtap.hidden.online",
@@ -45,7 +47,6 @@ def test_docstrings_have_examples():
     assert {"jaxtap._mark.sow", "jaxtap._capture", "jaxtap._sites", "jaxtap._mark.scope"} <= tested
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])
 def test_documents(document, tmp_path, monkeypatch):
     """The cells of a document, run one after the other in one namespace."""

@@ -42,7 +42,12 @@ PROGRAMS = 364
 
 
 @pytest.mark.parametrize(
-    "part", [*range(4), *(pytest.param(i, marks=pytest.mark.once) for i in range(4, PARTS))]
+    "part",
+    [
+        *range(4),
+        *(pytest.param(i, marks=pytest.mark.once) for i in range(4, 8)),
+        *(pytest.param(i, marks=pytest.mark.many) for i in range(8, PARTS)),
+    ],
 )
 def test_random_programs(part: int) -> None:
     strategy = programs(devices=jax.device_count())

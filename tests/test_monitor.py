@@ -26,6 +26,8 @@ from jaxtap.watching._log import open as open_log
 from jaxtap.watching._monitor import Monitor, monitor
 from tests.monitored import KEY, W, X, batch, scanned
 
+pytestmark = pytest.mark.once
+
 
 def plain(wrap, steps):
     step = wrap(scanned)

@@ -13,6 +13,8 @@ import jaxtap as jt
 from jaxtap import nn
 from tests.test_nn_models import member, normal, vary
 
+pytestmark = pytest.mark.once
+
 E, B = 4, 3
 
 

@@ -13,6 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxtap.nonfinite._search import find_nonfinite
 
+pytestmark = pytest.mark.once
+
 WIDTH = 8
 
 
@@ -258,7 +260,6 @@ def test_planted_fault_is_found(seed):
     check(seed)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("seed", range(10, 40))
 def test_each_of_some_planted_faults_is_found(seed):
     check(seed)

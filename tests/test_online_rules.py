@@ -9,6 +9,8 @@ import pytest
 
 from jaxtap.hidden import HiddenError, online
 
+pytestmark = pytest.mark.once
+
 I, H, O, T = 3, 5, 2, 12
 ALPHA, RHO, BETA, KAPPA = 0.9, 0.95, 0.3, 0.8
 

@@ -145,7 +145,7 @@ def unet():
     return net, lambda net: net(jax.random.normal(KEY, (3, 16, 16)))
 
 
-@pytest.mark.parametrize("make", [vit, unet])
+@pytest.mark.parametrize("make", [vit, pytest.param(unet, marks=pytest.mark.many)])
 def test_equinox(make):
     import equinox as eqx
 
@@ -225,7 +225,7 @@ def alphazero():
     return forward, (jax.random.normal(KEY, (2, 5, 5, 4)),)
 
 
-@pytest.mark.parametrize("make", [tracr, alphazero])
+@pytest.mark.parametrize("make", [tracr, pytest.param(alphazero, marks=pytest.mark.many)])
 def test_haiku(make):
     import haiku as hk
 

@@ -13,6 +13,8 @@ from flax import linen as nn
 import jaxtap as jt
 from jaxtap.compat import linen as compat
 
+pytestmark = pytest.mark.once
+
 batch = jnp.ones((1, 28, 28, 1))
 
 

@@ -257,6 +257,7 @@ def test_states_that_do_not_converge_are_an_error(monkeypatch):
         train.make_data(CARBON, 20, 8, quiet=True)
 
 
+@pytest.mark.many
 def test_training_learns_the_solver_and_its_derivatives():
     data, held_out = train.split(train.make_data(CARBON, 512, 32, quiet=True))
     model, _ = train.train(data, 1500, quiet=True)

@@ -27,8 +27,8 @@ TOLERANCE = 1e-6
 
 # Name, the base layer for a dtype, and the inputs of all members.
 CASES: list[tuple[str, Callable[[Any], nnx.Module], tuple[int, ...]]] = [
-    ("Linear", lambda d: nnx.Linear(512, 512, dtype=d, rngs=nnx.Rngs(0)), (4 * 32, 512)),
-    ("Conv", lambda d: nnx.Conv(32, 32, (3, 3), dtype=d, rngs=nnx.Rngs(0)), (4 * 4, 16, 16, 32)),
+    ("Linear", lambda d: nnx.Linear(1024, 1024, dtype=d, rngs=nnx.Rngs(0)), (4 * 64, 1024)),
+    ("Conv", lambda d: nnx.Conv(64, 64, (3, 3), dtype=d, rngs=nnx.Rngs(0)), (4 * 4, 16, 16, 64)),
 ]
 
 
@@ -52,7 +52,7 @@ def layers(rounds: int) -> list[Result]:
             topic = f"{cls} {list(shape)} {jnp.dtype(dtype).name}"
             out = {name: run() for name, run in runs.items()}
             require_equal(topic, out["jaxtap"], out["probly"], TOLERANCE if exact else 0.01)
-            times = race(runs, rounds, calls=10)
+            times = race(runs, rounds, calls=4)
             if exact:
                 flops, moved = (_cost(built, key) for key in ("flops", "bytes accessed"))
                 results.append(Result(topic, "operations over probly", *flops, "MFLOP", bar=1.0))
