@@ -129,6 +129,12 @@ def call_body(eqn: Any) -> Any:
     return hidden_body(eqn.params["_prim"]) if body is None else body
 
 
+def remat_parts(eqn: Any) -> tuple[Any, Any, Any]:
+    """The body of a remat, its policy, and whether common subexpressions are kept."""
+    params = eqn.params if "jaxpr" in eqn.params else vars(eqn.params["_prim"])
+    return params["jaxpr"], params["policy"], params["prevent_cse"]
+
+
 def with_shape(aval: Any, shape: tuple[int, ...]) -> Any:
     """A type like another, strong, of another shape, on as many devices."""
     return ShapedArray(shape, aval.dtype, manual_axis_type=aval.manual_axis_type)

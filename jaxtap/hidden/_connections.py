@@ -52,6 +52,9 @@ ELEMENTWISE = frozenset({
 })  # fmt: skip
 """Operations whose results depend, element by element, on their operands there."""
 
+CUSTOM_VJP = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced"})
+_CALLS = CALLS | REMAT | CUSTOM_VJP | {"closed_call", "core_call", "CustomJVPTraced"}
+
 NOTHING: Found = frozenset()
 
 
@@ -80,7 +83,7 @@ def _through(jaxpr: Any, args: Sequence[Found]) -> list[Found]:
 
 def _equation(eqn: Any, args: list[Found]) -> list[Found]:
     kind = _compat.kind_of(eqn)
-    if kind in CALLS | REMAT | {"closed_call", "core_call"}:
+    if kind in _CALLS:
         body = next(bodies(eqn), None)
         if body is not None:
             return _through(body, args)

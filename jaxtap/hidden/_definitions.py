@@ -54,7 +54,7 @@ WRITE = "jaxtap.hidden: "
 """What the name of a value begins with that is written as a hidden state."""
 
 JIT = frozenset({"jit", "pjit"})
-REMAT = frozenset({"remat", "remat2", "checkpoint"})
+REMAT = frozenset({"remat", "remat2", "checkpoint", "RematTraced"})
 _COPIES = frozenset(
     {"copy", "copy_p", "name", "CheckpointName", "optimization_barrier", "sharding_constraint"}
 )
@@ -212,8 +212,10 @@ def _back(moves: Sequence[Any], value: Any) -> Any:
 
 def _openable(eqn: Any, in_loops: bool = True) -> list[Any]:
     kind = _compat.kind_of(eqn)
-    if kind in JIT or (kind in REMAT and "jaxpr" in eqn.params):
+    if kind in JIT:
         return [eqn.params["jaxpr"]]
+    if kind in REMAT:
+        return [_compat.remat_parts(eqn)[0]]
     if kind == "scan" and in_loops and eqn.params["length"]:
         return [eqn.params["jaxpr"]]
     return list(eqn.params["branches"]) if kind == "cond" else []
@@ -345,13 +347,9 @@ def _open(
         return jax.lax.switch(index, branches, *operands)
     if kind == "scan":
         return _open_scan(eqn, args, found[0], write)
-    cse = eqn.params["prevent_cse"]
-    again = jax.checkpoint(
-        run(eqn.params["jaxpr"], found[0]),
-        policy=eqn.params["policy"],
-        prevent_cse=any(cse) if isinstance(cse, tuple) else cse,
-    )
-    return again(*args)
+    body, policy, cse = _compat.remat_parts(eqn)
+    cse = any(cse) if isinstance(cse, tuple) else cse
+    return jax.checkpoint(run(body, found[0]), policy=policy, prevent_cse=cse)(*args)
 
 
 def _open_scan(

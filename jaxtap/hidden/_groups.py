@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from jaxtap.hidden._connections import How, connections, primitives
+from jaxtap.hidden._connections import CUSTOM_VJP, How, connections, primitives
 from jaxtap.hidden._step import HiddenError, HiddenState, Path, Step, trace
 
 
@@ -84,7 +84,7 @@ class HiddenGroup:
         old = self.concat_hidden([flat[i] for i in self.places])
         # A derivative that is given for the way back alone cannot be taken forward; that of a while
         # loop cannot be taken back.
-        backward = "custom_vjp_call" in set(primitives(self.step.jaxpr))
+        backward = not CUSTOM_VJP.isdisjoint(primitives(self.step.jaxpr))
         return _blocks(transition, old, self.diagonal, backward)
 
     def concat_hidden(self, values: Sequence[Any]) -> jax.Array:
