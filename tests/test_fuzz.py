@@ -45,8 +45,8 @@ PROGRAMS = 364
     "part",
     [
         *range(4),
-        *(pytest.param(i, marks=pytest.mark.once) for i in range(4, 8)),
-        *(pytest.param(i, marks=pytest.mark.many) for i in range(8, PARTS)),
+        *(pytest.param(i, marks=pytest.mark.once) for i in range(4, 6)),
+        *(pytest.param(i, marks=pytest.mark.many) for i in range(6, PARTS)),
     ],
 )
 def test_random_programs(part: int) -> None:

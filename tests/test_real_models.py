@@ -113,7 +113,7 @@ def resnet():
     return model, variables, lambda v: model.apply(v, x)
 
 
-@pytest.mark.parametrize("make", [moe, resnet])
+@pytest.mark.parametrize("make", [moe, pytest.param(resnet, marks=pytest.mark.many)])
 def test_linen(make):
     model, variables, run = make()
     loss = lambda params: jnp.mean(run({**variables, "params": params}) ** 2)
