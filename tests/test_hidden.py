@@ -428,6 +428,13 @@ def test_perturbations_that_do_not_fit_are_refused():
     assert refusal(lambda: p.eval_jaxpr([X], p.init_perturb_data())) == (
         "`inputs` has 1 arrays, but the program of the step takes 3."
     )
+    assert refusal(lambda: p.eval_jaxpr([X, X[:1], X], p.init_perturb_data())) == (
+        "`inputs[1]` has shape [1], but the program of the step takes one of shape [3]."
+    )
+    for fn in (add_hidden_perturbation, jt.hidden.hidden_groups):
+        assert refusal(lambda fn=fn: fn(3, X, X)) == (
+            "`step` must be a function step(state, *inputs) -> (state, out), but is 3 of type int."
+        )
     assert "was traced for an argument of shape [3]" in refusal(
         lambda: p({}, jax.tree.map(lambda v: v[:2], STATE), X)
     )

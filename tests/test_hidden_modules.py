@@ -228,3 +228,7 @@ def test_what_is_refused():
     assert "but expected is a recurrent module" in refusal(lambda s, x: (s, x), X)
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
     assert "has to be of a floating-point type" in refusal(cell, X, state=jnp.arange(4))
+    assert refusal(cell).startswith("`inputs` is empty, but GRUCell is traced for what it is")
+    (group,) = hidden_groups_in_module(cell, X)
+    with pytest.raises(HiddenError, match=r"^GRUCell was traced for an argument of shape \[4\]"):
+        group.transition(jnp.zeros(5), X)

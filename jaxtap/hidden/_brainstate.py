@@ -26,7 +26,7 @@ from jaxtap._scopes import segment
 from jaxtap.hidden._definitions import JIT, WRITE, find, is_copy, written_by
 from jaxtap.hidden._groups import HiddenGroup, groups_of
 from jaxtap.hidden._perturbation import HiddenPerturbation, Layout, Written, perturbed
-from jaxtap.hidden._step import HiddenError, Path, check_names, trace
+from jaxtap.hidden._step import HiddenError, Path, bound, check_names, trace
 
 
 class _Traced:
@@ -112,7 +112,7 @@ def groups(model: Any, inputs: Sequence[Any], state: Any) -> list[HiddenGroup]:
     """The hidden states of a module in groups."""
     step, params, own = functional(model, inputs, state)
     objects = _states(model)
-    traced = trace(functools.partial(step, params), own, inputs)
+    traced = trace(bound(step, params, type(model).__name__), own, inputs)
     return groups_of(traced, [objects[s.path] for s in traced.states])
 
 

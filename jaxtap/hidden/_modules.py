@@ -15,7 +15,6 @@ brainstate has its hidden states in it. Another module that is called like a ste
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 
 from jaxtap.hidden._groups import HiddenGroup, groups_of
 from jaxtap.hidden._perturbation import HiddenPerturbation, perturbation_of
-from jaxtap.hidden._step import HiddenError, Path, Step, trace
+from jaxtap.hidden._step import HiddenError, Path, Step, bound, trace
 
 
 class Functional(NamedTuple):
@@ -89,7 +88,7 @@ def hidden_groups_in_module(model: Any, *inputs: Any, state: Any = None) -> list
 
 def _traced(model: Any, inputs: Sequence[Any], state: Any) -> Step:
     cell = _cell(model, inputs)
-    step = functools.partial(cell.call, cell.params)
+    step = bound(cell.call, cell.params, type(model).__name__)
     paths = cell.paths if state is None else None
     return trace(step, _state(model, cell, state), inputs, paths=paths)
 
@@ -112,6 +111,11 @@ def _state(model: Any, cell: _Cell, state: Any) -> Any:
 
 
 def _cell(model: Any, inputs: Sequence[Any]) -> _Cell:
+    if not inputs:
+        raise HiddenError(
+            f"`inputs` is empty, but {type(model).__name__} is traced for what it is called on: "
+            "give an example of its input."
+        )
     for package, make in _FRAMEWORKS.items():
         if package in sys.modules:
             made = make(sys.modules[package], model, inputs)

@@ -81,11 +81,18 @@ class HiddenPerturbation(_Fields):
         """The results of the program, given its inputs and one array for every variable."""
         inputs = list(inputs)
         perturb_data = self._checked(perturb_data)
-        expected = len(_compat.open_jaxpr(self.perturb_jaxpr).invars) - len(perturb_data)
-        if len(inputs) != expected:
+        expected = _compat.open_jaxpr(self.perturb_jaxpr).invars[: -len(perturb_data)]
+        if len(inputs) != len(expected):
             raise HiddenError(
-                f"`inputs` has {len(inputs)} arrays, but the program of the step takes {expected}."
+                f"`inputs` has {len(inputs)} arrays, but the program of the step takes "
+                f"{len(expected)}."
             )
+        for i, (x, variable) in enumerate(zip(inputs, expected, strict=True)):
+            if jnp.shape(x) != variable.aval.shape:
+                raise HiddenError(
+                    f"`inputs[{i}]` has shape {list(jnp.shape(x))}, but the program of the step "
+                    f"takes one of shape {list(variable.aval.shape)}."
+                )
         return self._run(*inputs, *perturb_data)
 
     def init_perturb_data(self) -> list[jax.Array]:

@@ -111,6 +111,11 @@ def trace(
     `paths` are those of the leaves of the state, where its own keys do not say what they are. With
     `counts`, integers and keys may be beside the hidden states, and are none.
     """
+    if not callable(step):
+        raise HiddenError(
+            f"`step` must be a function step(state, *inputs) -> (state, out), but is {step!r} of "
+            f"type {type(step).__name__}."
+        )
     leaves, state_tree = jax.tree.flatten(state)
     states = hidden_states(state, paths, counts)
     cell: dict[str, Any] = {}
@@ -131,6 +136,16 @@ def trace(
     arrays, in_tree = jax.tree.flatten((state, *inputs))
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     return Step(step, jaxpr, states, state_tree, in_tree, cell["out_tree"])
+
+
+def bound(step: Callable[..., Any], params: Any, name: str) -> Callable[..., Any]:
+    """A step of parameters, a state and inputs with its parameters; named in messages."""
+
+    def run(state: Any, *inputs: Any) -> Any:
+        return step(params, state, *inputs)
+
+    run.__qualname__ = name
+    return run
 
 
 def hidden_states(
