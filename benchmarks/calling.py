@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxtap as jt
+import tapax
 from benchmarks import hand
 from benchmarks.measure import Result, race, require_equal
 
@@ -25,7 +25,7 @@ def functions(width: int):
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
         for i in range(SITES):
-            x = jt.sow(jnp.tanh(x @ weights[i]), f"layer{i}")
+            x = tapax.sow(jnp.tanh(x @ weights[i]), f"layer{i}")
         return (x * x).mean()
 
     def loss_by_hand(weights: jax.Array, slots: dict[str, jax.Array], x: jax.Array):
@@ -46,7 +46,7 @@ def functions(width: int):
 
 def calling(what: str, width: int, rounds: int, calls: int) -> Result:
     marked, by_hand, args = functions(width)
-    captured = jt.capture(marked)
+    captured = tapax.capture(marked)
     out, taps = captured(*args)
     found = (out, dict(taps.values), dict(taps.grads))
     require_equal("captured", found, by_hand(*args), 1e-5)

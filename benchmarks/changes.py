@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-import jaxtap as jt
+import tapax
 from benchmarks import gpt
 from benchmarks.gpt import Config
 from benchmarks.measure import Result, build, memory, race, require_equal
@@ -20,7 +20,7 @@ def edited(cfg: Config, rounds: int) -> list[Result]:
     site = f"block{middle}/out"
     functions = {
         "plain": gpt.unrolled(cfg, gpt.Bare()),
-        "edited": jt.edit(gpt.unrolled(cfg, jt), values={site: _scaled}),
+        "edited": tapax.edit(gpt.unrolled(cfg, tapax), values={site: _scaled}),
         "hand": _by_hand(cfg, middle),
     }
     built = {name: build(f, *args) for name, f in functions.items()}
@@ -44,13 +44,13 @@ def gradient(cfg: Config, rounds: int) -> list[Result]:
         )
         return value, back(jax.numpy.ones_like(value))[0]
 
-    loss, site = gpt.unrolled(cfg, jt), f"block{middle}/out"
+    loss, site = gpt.unrolled(cfg, tapax), f"block{middle}/out"
 
     def perturbed(params: gpt.Params, tokens: jax.Array) -> Any:
-        zeros = jt.perturbations(loss, site)(params, tokens)
-        return jax.value_and_grad(jt.perturbed(loss, site))(zeros, params, tokens)
+        zeros = tapax.perturbations(loss, site)(params, tokens)
+        return jax.value_and_grad(tapax.perturbed(loss, site))(zeros, params, tokens)
 
-    functions = {"grad": jt.value_and_grad(loss, site), "hand": hand, "perturbed": perturbed}
+    functions = {"grad": tapax.value_and_grad(loss, site), "hand": hand, "perturbed": perturbed}
     built = {name: build(f, *args) for name, f in functions.items()}
     expected = built["hand"](*args)
     for name in ("grad", "perturbed"):
@@ -71,11 +71,11 @@ def gradient(cfg: Config, rounds: int) -> list[Result]:
 def prefix(cfg: Config, rounds: int) -> list[Result]:
     """The function up to the end of the first quarter of its blocks, over all of it."""
     args = cfg.arguments()
-    loss = gpt.unrolled(cfg, jt)
+    loss = gpt.unrolled(cfg, tapax)
     last = max(cfg.layers // 4 - 1, 0)
     built = {
         "plain": build(gpt.unrolled(cfg, gpt.Bare()), *args),
-        "prefix": build(jt.prefix(loss, f"block{last}/out"), *args),
+        "prefix": build(tapax.prefix(loss, f"block{last}/out"), *args),
     }
     expected = _before(cfg, last, *args)
     require_equal("prefix", built["prefix"](*args), expected, tolerance(cfg))

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.measure import Result, fastest, flat, race, require_equal
-from jaxtap import nn
+from tapax import nn
 
 MEMBERS = 4
 

@@ -1,4 +1,4 @@
-"""The GPT of `gpt` in Flax NNX and in Flax Linen, as one writes it who never heard of jaxtap.
+"""The GPT of `gpt` in Flax NNX and in Flax Linen, as one writes it who never heard of tapax.
 
 Every layer is a module, nine to a block, and nothing in them records anything. `Kinds` makes of
 each NNX class one that does: marks written into its `__call__`.

@@ -1,8 +1,8 @@
 """A GPT in plain JAX, and its train step: bare, marked, and written by hand to return its sites.
 
 Each block has three sites: `attn`, `mlp` (what they add to the stream) and `out` (the stream after
-them). The model takes its marks as an argument: `jaxtap` itself, or `Bare`, under which the program
-is the one somebody who never heard of jaxtap would have written.
+them). The model takes its marks as an argument: `tapax` itself, or `Bare`, under which the program
+is the one somebody who never heard of tapax would have written.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Config:
 
 
 class Marks(Protocol):
-    """What the model needs in order to be marked; the module `jaxtap` is one."""
+    """What the model needs in order to be marked; the module `tapax` is one."""
 
     def sow(self, value: jax.Array, name: str, /) -> jax.Array: ...
     def scope(self, name: str, /) -> AbstractContextManager[Any]: ...

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxtap as jt
+import tapax
 
 Params = dict[str, Any]
 EPSILON = 1e-5
@@ -100,9 +100,9 @@ def mlp(p: Params, x: jax.Array) -> jax.Array:
 
 
 def block(p: Params, x: jax.Array, heads: int) -> jax.Array:
-    x = x + jt.sow(attention(p, x, heads), "attn")
-    x = x + jt.sow(mlp(p, x), "mlp")
-    return jt.sow(x, "resid")
+    x = x + tapax.sow(attention(p, x, heads), "attn")
+    x = x + tapax.sow(mlp(p, x), "mlp")
+    return tapax.sow(x, "resid")
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def stream(params: Params, tokens: jax.Array, cfg: Config) -> jax.Array:
     """The stream after the last block."""
     x = embed(params, tokens)
     for i, p in enumerate(params["blocks"]):
-        with jt.scope(f"blocks/{i}"):
+        with tapax.scope(f"blocks/{i}"):
             x = block(p, x, cfg.heads)
     return x
 

@@ -52,7 +52,7 @@ TOPICS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description="Speed and memory of jaxtap."
+        prog="python -m benchmarks.gpu", description="Speed and memory of tapax."
     )
     parser.add_argument("--only", action="append", choices=TOPICS, help="this topic; repeatable")
     parser.add_argument("--rounds", type=int, default=40)

@@ -1,7 +1,7 @@
 """The same train step, written by hand to return the values and gradients of its sites.
 
 Three ways people do it, all returning `((params, loss), values, grads)`. None is best everywhere,
-so jaxtap is held against whichever takes the least on the machine at hand.
+so tapax is held against whichever takes the least on the machine at hand.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxtap as jt
+import tapax
 from benchmarks.measure import Result, build, memory, race, size
 
 LENGTH, BATCH, WIDTH = 100, 32, 256
@@ -42,10 +42,12 @@ def unrolled(rounds: int) -> list[Result]:
             return {"one": one, "two": two}, jnp.mean(two**2)
 
         zeros = jnp.zeros((BATCH, WIDTH), jnp.float32)
-        return jnp.sum(jax.lax.scan(jt.hidden.unrolled(step), {"one": zeros, "two": zeros}, xs)[1])
+        return jnp.sum(
+            jax.lax.scan(tapax.hidden.unrolled(step), {"one": zeros, "two": zeros}, xs)[1]
+        )
 
     plain = build(jax.grad(loss), params, xs)
-    captured = build(jt.capture(jax.grad(loss), values=None, grads=("one", "two")), params, xs)
+    captured = build(tapax.capture(jax.grad(loss), values=None, grads=("one", "two")), params, xs)
     times = race(
         {"captured": lambda: captured(params, xs), "plain": lambda: plain(params, xs)}, rounds
     )

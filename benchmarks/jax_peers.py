@@ -1,4 +1,4 @@
-"""Races against libraries of JAX, in the environment that has them and jaxtap."""
+"""Races against libraries of JAX, in the environment that has them and tapax."""
 
 from __future__ import annotations
 

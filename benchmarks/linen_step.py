@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-import jaxtap as jt
+import tapax
 from benchmarks.flax_gpt import LinenGPT, cross_entropy
 from benchmarks.gpt import Config
 from benchmarks.measure import Result, build, in_all, race, require_equal
@@ -68,7 +68,7 @@ class Steps:
 
 
 def named(tree: Tree) -> dict[str, jax.Array]:
-    """What Flax returns, by the names of jaxtap."""
+    """What Flax returns, by the names of tapax."""
     found = {}
     for keys, x in jax.tree.leaves_with_path(tree):
         # The last is that of the method, or of the perturbation; before an index, in a tuple.
@@ -82,7 +82,7 @@ def unrolled(cfg: Config, rounds: int) -> list[Result]:
     bare = steps.params, steps.state, steps.tokens
     marked = steps.params, steps.state, steps.zeros, steps.tokens
     plain, written = jax.jit(steps.plain), jax.jit(steps.written)
-    captured = jt.capture(plain)
+    captured = tapax.capture(plain)
     out, taps = captured(*bare)
     expected, kept, found = written(*marked)
     actual = out, dict(taps.values), dict(taps.grads)

@@ -177,7 +177,7 @@ def show(results: Iterable[Result]) -> None:
     lines = rows(results)
     widths = [max(map(len, column)) for column in zip(HEADS, *lines, strict=True)]
     device = jax.devices()[0]
-    title = f"jaxtap on {device.device_kind} ({device.platform}), jax {jax.__version__}"
+    title = f"tapax on {device.device_kind} ({device.platform}), jax {jax.__version__}"
     try:
         from rich.console import Console
         from rich.table import Table

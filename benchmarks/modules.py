@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import jaxtap as jt
+import tapax
 from benchmarks.flax_gpt import GPT, Kinds
 from benchmarks.gpt import Config
 from benchmarks.measure import Result, race, require_equal
 from benchmarks.nnx_step import plain_step
-from jaxtap import adapters
+from tapax import adapters
 
 
 class Net(nnx.Module):
@@ -37,13 +37,13 @@ class Net(nnx.Module):
 def eager(layers: int, rounds: int) -> list[Result]:
     """A captured model is compiled, where the plain call runs one operation after the other."""
     model, x = Net(layers, 8), jnp.ones((4, 8))
-    captured = jt.capture(model)
+    captured = tapax.capture(model)
     out, taps = captured(x)
     assert len(taps.values) == layers + 1
     require_equal("captured", out, model(x), 1e-4)
     entrants = {
         "captured": lambda: captured(x),
-        "captured anew": lambda: jt.capture(model)(x),
+        "captured anew": lambda: tapax.capture(model)(x),
         "plain": lambda: model(x),
     }
     times = race(entrants, rounds)
@@ -51,14 +51,14 @@ def eager(layers: int, rounds: int) -> list[Result]:
     return [
         Result.timed(topic, "second call, over plain", times, "captured", "plain", bar=1.0),
         Result.timed(
-            topic, "jt.capture(model)(x), over plain", times, "captured anew", "plain", bar=1.0
+            topic, "tapax.capture(model)(x), over plain", times, "captured anew", "plain", bar=1.0
         ),
     ]
 
 
 def mark_by_hand(module: Any, run: Callable[[], Any]) -> Any:
-    with jt.scope(module.label):
-        return jt.sow(run(), "out")
+    with tapax.scope(module.label):
+        return tapax.sow(run(), "out")
 
 
 def tracing(blocks: int, rounds: int) -> list[Result]:
@@ -72,14 +72,14 @@ def tracing(blocks: int, rounds: int) -> list[Result]:
         module.label = "/".join(map(str, own)) or "GPT"
     _, tokens = cfg.arguments()
 
-    def trace(name: str) -> jt.SiteTable:
+    def trace(name: str) -> tapax.SiteTable:
         model = models[name]
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         unseen = mock.patch.object(adapters, "seen", nullcontext)
         with unseen if name == "by hand" else nullcontext():
             # A function of its own each time, of which nothing is known yet.
             step: Any = nnx.jit(functools.partial(plain_step))
-            return jt.sites(step)(model, optimizer, tokens)
+            return tapax.sites(step)(model, optimizer, tokens)
 
     names = [site.removesuffix("/out") for site in trace("by hand").names]
     assert sorted(names) == sorted(trace("adapters").names)

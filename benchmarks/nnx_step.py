@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-import jaxtap as jt
+import tapax
 from benchmarks.flax_gpt import GPT, Kinds, cross_entropy
 from benchmarks.gpt import Config
 from benchmarks.measure import Result, build, in_all, race, require_equal
@@ -57,7 +57,7 @@ def written_step(model: GPT, optimizer: nnx.Optimizer, zeros: nnx.State, tokens:
 
 
 def named(state: nnx.State) -> Named:
-    """What Flax returns, by the names of jaxtap."""
+    """What Flax returns, by the names of tapax."""
     found = {}
     for path, variable in nnx.to_flat_state(state):
         value = variable.get_value()
@@ -88,7 +88,7 @@ class Sides:
         self.zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
         plain, written = nnx.jit(plain_step), nnx.jit(written_step)
-        captured: Any = jt.capture(plain)
+        captured: Any = tapax.capture(plain)
         self.calls: dict[str, Callable[[], Any]] = {
             "captured": lambda: captured(*self.plain_state, self.tokens),
             "flax": lambda: written(*self.written_state, self.zeros, self.tokens),
@@ -121,16 +121,16 @@ class Sides:
             (value, found), state = gradients(state, zeros, tokens)
             return (value, jax.tree.map(jnp.linalg.norm, found)), state
 
-        rms = {"**": jt.reduce.rms}
+        rms = {"**": tapax.reduce.rms}
         bare, marked = (plain_state, self.tokens), (state, self.zeros, self.tokens)
         return {
             "plain": (plain, bare),
-            "captured rms": (jt.capture(plain, values=rms, grads=rms), bare),
+            "captured rms": (tapax.capture(plain, values=rms, grads=rms), bare),
             "flax norms": (norms, marked),
-            "captured": (jt.capture(plain), bare),
+            "captured": (tapax.capture(plain), bare),
             "flax": (written, marked),
             "flax, zeros inside": (zeros_inside, (state, self.tokens)),
-            "captured gradients": (jt.capture(plain, values=()), bare),
+            "captured gradients": (tapax.capture(plain, values=()), bare),
             "flax gradients": (gradients, marked),
         }
 

@@ -3,11 +3,11 @@
 The same sweep on the same weights: for every layer and position, the corrupt prompt with the stream
 after that block at that position taken from the clean prompt, and the difference of two logits at
 the last position. The peers run in a process of their own, with PyTorch, and take turns with
-jaxtap. Before a time counts, logits and sweeps must agree to 1e-4.
+tapax. Before a time counts, logits and sweeps must agree to 1e-4.
 
 `by pair` is how the peers' own guides write it: one run for each layer and position. `lean` is that
 without the logits of other positions. `by layer` puts all positions into one batch; `skipping`
-leaves out the blocks before the patch, as jaxtap does by itself.
+leaves out the blocks before the patch, as tapax does by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks import gpt2
 from benchmarks.measure import Result
-from jaxtap.attribute import activation_patching
+from tapax.attribute import activation_patching
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH = 64
@@ -36,7 +36,7 @@ TOLERANCE = 1e-4
 
 
 def raced(width: int, bar: float, limit: float, rounds: int) -> list[Result]:
-    """The peers' times over that of jaxtap; `limit` is how long one sweep of a peer may take."""
+    """The peers' times over that of tapax; `limit` is how long one sweep of a peer may take."""
     cfg = gpt2.Config(width=width, heads=max(4, width // 64))
     params = gpt2.init(0, cfg)
     rng = np.random.default_rng(1)
@@ -58,11 +58,11 @@ def raced(width: int, bar: float, limit: float, rounds: int) -> list[Result]:
     expected = np.asarray(sweep())
     first = time.perf_counter() - start
     with _peers(params, cfg, limit, clean=clean, corrupt=corrupt, answers=[right, wrong]) as peers:
-        times: dict[str, list[float]] = {"jaxtap": [], **{name: [] for name in peers.ways}}
+        times: dict[str, list[float]] = {"tapax": [], **{name: [] for name in peers.ways}}
         for _ in range(rounds):
             for name, seconds in times.items():
                 start = time.perf_counter()
-                if name == "jaxtap":
+                if name == "tapax":
                     jax.block_until_ready(sweep())
                     seconds.append(time.perf_counter() - start)
                 else:
@@ -78,8 +78,8 @@ def raced(width: int, bar: float, limit: float, rounds: int) -> list[Result]:
     results = []
     for name in peers.ways:
         limit_of = 1 / bar if name == better else None
-        results.append(Result.timed(topic, f"time over {name}", times, "jaxtap", name, limit_of))
-    later = float(np.median(times["jaxtap"]))
+        results.append(Result.timed(topic, f"time over {name}", times, "tapax", name, limit_of))
+    later = float(np.median(times["tapax"]))
     compiling = Result(topic, "first sweep, compiled, over the next", first, later, "s")
     return [*results, compiling]
 

@@ -56,7 +56,7 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run", description="Speed and memory of jaxtap."
+        prog="python -m benchmarks.run", description="Speed and memory of tapax."
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a rough look")
     parser.add_argument("--only", action="append", choices=TOPICS, help="this topic; repeatable")

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-import jaxtap as jt
+import tapax
 from benchmarks import gpt, hand
 from benchmarks.gpt import Config
 from benchmarks.measure import Result, build, fastest, memory, race, require_equal, size
@@ -23,7 +23,7 @@ def tolerance(cfg: Config) -> float:
     return max(1e-5, 4 * float(jax.numpy.finfo(cfg.dtype).eps) * cfg.layers**0.5)
 
 
-def as_hand(out: Any, taps: jt.Taps) -> hand.Hand:
+def as_hand(out: Any, taps: tapax.Taps) -> hand.Hand:
     return out, dict(taps.values), dict(taps.grads)
 
 
@@ -31,7 +31,7 @@ def unrolled(cfg: Config, rounds: int) -> list[Result]:
     args = cfg.arguments()
     written = {name: build(step, *args) for name, step in hand.unrolled(cfg).items()}
     plain = build(gpt.train_step(gpt.unrolled(cfg, gpt.Bare())), *args)
-    captured = build(jt.capture(gpt.train_step(gpt.unrolled(cfg, jt))), *args)
+    captured = build(tapax.capture(gpt.train_step(gpt.unrolled(cfg, tapax))), *args)
     expected = written["vjp by block"](*args)
     require_equal("captured", as_hand(*captured(*args)), expected, tolerance(cfg))
 
@@ -69,7 +69,7 @@ def remat(cfg: Config, rounds: int) -> list[Result]:
     steps = {
         "plain": gpt.train_step(gpt.scanned(cfg, gpt.Bare())),
         "hand": hand.by_vjp_scanned(cfg),
-        "captured": jt.capture(gpt.train_step(gpt.scanned(cfg, jt))),
+        "captured": tapax.capture(gpt.train_step(gpt.scanned(cfg, tapax))),
     }
     built = {name: build(step, *args) for name, step in steps.items()}
     expected = built["hand"](*args)
@@ -109,11 +109,11 @@ def remat(cfg: Config, rounds: int) -> list[Result]:
 def idle(cfg: Config, rounds: int) -> list[Result]:
     args = cfg.arguments()
     steps = {
-        "marked": gpt.train_step(gpt.unrolled(cfg, jt)),
+        "marked": gpt.train_step(gpt.unrolled(cfg, tapax)),
         "bare": gpt.train_step(gpt.unrolled(cfg, gpt.Bare())),
     }
     # A capture that came before must leave nothing behind.
-    jax.eval_shape(jt.capture(steps["marked"]), *args)
+    jax.eval_shape(tapax.capture(steps["marked"]), *args)
     jaxprs = {name: jax.make_jaxpr(step)(*args) for name, step in steps.items()}
     identical = str(jaxprs["marked"]) == str(jaxprs["bare"])
     lines = {name: float(str(jaxpr).count("\n") + 1) for name, jaxpr in jaxprs.items()}

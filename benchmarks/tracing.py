@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxtap as jt
+import tapax
 from benchmarks import gpt
 from benchmarks.gpt import Config
 from benchmarks.measure import Result, race
@@ -38,7 +38,7 @@ def tracers(make: Make, args: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
         jax.make_jaxpr(make())(*args)
 
     def captured() -> None:
-        jax.make_jaxpr(jt.capture(make()))(*args)
+        jax.make_jaxpr(tapax.capture(make()))(*args)
 
     return {"captured": captured, "plain": plain}
 
@@ -48,7 +48,7 @@ def unrolled(blocks: int, rounds: int) -> list[Result]:
     args = cfg.arguments()
     results = []
     for what, wrap in (("step", lambda f: f), ("jitted step", jax.jit)):
-        entrants = tracers(lambda wrap=wrap: wrap(gpt.train_step(gpt.unrolled(cfg, jt))), args)
+        entrants = tracers(lambda wrap=wrap: wrap(gpt.train_step(gpt.unrolled(cfg, tapax))), args)
         times = race(entrants, rounds, warmup=1, before=jax.clear_caches)
         topic = f"tracing {blocks} blocks"
         results += [Result.timed(topic, f"{what}, over plain", times, "captured", "plain", bar=2.0)]
@@ -64,7 +64,7 @@ def nest(depth: int, products: int = 32) -> Callable[[jax.Array], jax.Array]:
     def level(n: int, x: jax.Array) -> jax.Array:
         def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
             for i in range(products):
-                x = jt.sow(jnp.sin(x) * x, f"depth{n}/product{i}")
+                x = tapax.sow(jnp.sin(x) * x, f"depth{n}/product{i}")
             return (level(n + 1, x) if n < depth else x), None
 
         return lax.scan(body, x, None, length=2)[0]

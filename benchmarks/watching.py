@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.experimental import checkify
 
-import jaxtap as jt
+import tapax
 from benchmarks import gpt
 from benchmarks.gpt import Config
 from benchmarks.measure import Result, build, memory, race, require_equal
 
-RMS = {"**": jt.reduce.rms}
+RMS = {"**": tapax.reduce.rms}
 
 
 def _rms(x: Any) -> np.ndarray:
@@ -30,11 +30,11 @@ def _rms(x: Any) -> np.ndarray:
 def reduced(cfg: Config, rounds: int, bar: float = 1.05) -> list[Result]:
     args = cfg.arguments(stacked=True)
     plain = gpt.train_step(gpt.scanned(cfg, gpt.Bare()))
-    marked = gpt.train_step(gpt.scanned(cfg, jt))
-    steps = {"plain": plain, "rms": jt.capture(marked, values=RMS, grads=RMS)}
+    marked = gpt.train_step(gpt.scanned(cfg, tapax))
+    steps = {"plain": plain, "rms": tapax.capture(marked, values=RMS, grads=RMS)}
     built = {name: build(step, *args) for name, step in steps.items()}
     taps = built["rms"](*args)[1]
-    whole = build(jt.capture(marked), *args)(*args)[1]
+    whole = build(tapax.capture(marked), *args)(*args)[1]
     for found, kept in ((taps.values, whole.values), (taps.grads, whole.grads)):
         expected = {name: _rms(x) for name, x in kept.items()}
         require_equal("rms", dict(found), expected, 0.02 if cfg.dtype != np.float32 else 1e-4)
@@ -57,8 +57,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 def monitored(cfg: Config, rounds: int) -> list[Result]:
     params, tokens = cfg.arguments()
-    plain = jax.jit(gpt.train_step(gpt.unrolled(cfg, jt)))
-    log = jt.Log()
+    plain = jax.jit(gpt.train_step(gpt.unrolled(cfg, tapax)))
+    log = tapax.Log()
 
     def run(step: Any) -> Any:
         state = params
@@ -66,7 +66,7 @@ def monitored(cfg: Config, rounds: int) -> list[Result]:
             state, _ = step(state, tokens)
         return state
 
-    with jt.monitor(plain, every=100, to=log) as watched:
+    with tapax.monitor(plain, every=100, to=log) as watched:
         watched(params, tokens)
         first = run(plain)
         if not _equal(first, run(watched)) and _equal(first, run(plain)):
@@ -82,7 +82,7 @@ def monitored(cfg: Config, rounds: int) -> list[Result]:
 def searched(cfg: Config, rounds: int) -> list[Result]:
     args = cfg.arguments(stacked=True)
     step = jax.jit(gpt.train_step(gpt.scanned(cfg, gpt.Bare())))
-    search = jt.find_nonfinite(step)
+    search = tapax.find_nonfinite(step)
     if search(*args) is not None:
         raise SystemExit("A clean step was found to have a NaN.")
     checked = jax.jit(checkify.checkify(step, errors=checkify.float_checks))

@@ -48,7 +48,7 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:110]}{'…' if len(text) > 110 else ''}"
 
 
-def _jaxtap(name: str, case: Case) -> tuple[Verdict, Verdict]:
+def _tapax(name: str, case: Case) -> tuple[Verdict, Verdict]:
     models = importlib.import_module(f"conformance.models_{name}").FRAMEWORK
     if not models.has(case):
         return NONE, NONE
@@ -81,11 +81,11 @@ def _own(name: str, case: Case) -> tuple[Verdict, Verdict]:
 
 
 COLUMNS: dict[str, Column] = {
-    "jaxtap, NNX": functools.partial(_jaxtap, "nnx"),
-    "jaxtap, Linen": functools.partial(_jaxtap, "linen"),
-    "jaxtap, Equinox": functools.partial(_jaxtap, "equinox"),
-    "jaxtap, Haiku": functools.partial(_jaxtap, "haiku"),
-    "jaxtap, brainstate": functools.partial(_jaxtap, "brainstate"),
+    "tapax, NNX": functools.partial(_tapax, "nnx"),
+    "tapax, Linen": functools.partial(_tapax, "linen"),
+    "tapax, Equinox": functools.partial(_tapax, "equinox"),
+    "tapax, Haiku": functools.partial(_tapax, "haiku"),
+    "tapax, brainstate": functools.partial(_tapax, "brainstate"),
     "Flax NNX": functools.partial(_own, "nnx"),
     "Flax Linen": functools.partial(_own, "linen"),
     "penzai": functools.partial(_own, "penzai"),

@@ -1,4 +1,4 @@
-"""The cases as programs of a framework, unedited, and what jaxtap captures of them."""
+"""The cases as programs of a framework, unedited, and what tapax captures of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxtap as jt
+import tapax
 from conformance import problem, transforms
 from conformance.problem import STACK, WEIGHTS, Case, Found, Reference, loss_of
 
@@ -138,7 +138,7 @@ class Framework:
 
 def _nested(layer: str) -> Body:
     def body(net: Any, x: Any) -> Any:
-        h, inner = jt.capture(lambda x: net.lin(x))(x)  # noqa: PLW0108
+        h, inner = tapax.capture(lambda x: net.lin(x))(x)  # noqa: PLW0108
         (caught,) = (v for name, v in inner.values.items() if name.split("/")[-1] == layer)
         return jnp.tanh(h) + caught
 
@@ -158,7 +158,7 @@ def failing() -> tuple[Body, Callable[[], None]]:
 
 
 def measure(framework: Framework, case: Case) -> tuple[Found, Found]:
-    """The values and the gradients that jaxtap captures."""
+    """The values and the gradients that tapax captures."""
     plain = framework.build(case)
     if plain.mend:
         plain.mend()
@@ -169,7 +169,7 @@ def measure(framework: Framework, case: Case) -> tuple[Found, Found]:
     if case.refused:
         return _refused(program)
     options = {"values": program.sites["lin"], "steps": 8} if case.last else {}
-    captured = jt.capture(program.step, **options)
+    captured = tapax.capture(program.step, **options)
     if program.mend:
         with contextlib.suppress(Broken):
             captured(*program.args, **program.kwargs)
@@ -192,9 +192,9 @@ def _refused(program: Program) -> tuple[Found, Found]:
     found = []
     for options in ({"values": "Net/absent"}, {"grads": "Net/absent"}):
         try:
-            jt.capture(program.step, **options)(*program.args)
+            tapax.capture(program.step, **options)(*program.args)
             found.append(Found(None, {}, "no error"))
-        except jt.SiteError:
+        except tapax.SiteError:
             found.append(Found(None, {}))
     return found[0], found[1]
 

@@ -8,7 +8,7 @@ import brainstate as bs
 import jax
 import jax.numpy as jnp
 
-import jaxtap as jt
+import tapax
 from conformance.framework import Body, Framework, Program
 from conformance.problem import WEIGHTS, WIDTH, Case, loss_of, straight
 
@@ -68,7 +68,7 @@ class Recurrent(bs.nn.Module):
 
 
 class Totals(bs.nn.Module):
-    """A sum over a scan, by jaxtap's `sow`: brainstate has none."""
+    """A sum over a scan, by tapax's `sow`: brainstate has none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Totals(bs.nn.Module):
     def __call__(self, x: Any) -> Any:
         def step(state: Any, row: Any) -> Any:
             h = self.lin(state + row)
-            jt.sow(h, "total", reduce=jnp.add, init=lambda: jnp.zeros(WIDTH))
+            tapax.sow(h, "total", reduce=jnp.add, init=lambda: jnp.zeros(WIDTH))
             return jnp.tanh(h), jnp.tanh(h)
 
         return bs.transform.scan(step, jnp.zeros(WIDTH), x)[1]
@@ -90,7 +90,7 @@ class Pair(bs.nn.Module):
 
     def __call__(self, x: Any) -> Any:
         h = self.lin(x)
-        a, b = jt.perturb((h, 2.0 * h), "pair")
+        a, b = tapax.perturb((h, 2.0 * h), "pair")
         return a * b
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-import jaxtap as jt
+import tapax
 from conformance.framework import Body, Framework, Program
 from conformance.problem import WEIGHTS, WIDTH, Case, Tape, loss_of, straight
 
@@ -90,14 +90,14 @@ def _gated(tape: Tape, x: Any) -> Any:
 
 
 class Totals(eqx.Module):
-    """A sum over a scan, by jaxtap's `sow`: Equinox has none."""
+    """A sum over a scan, by tapax's `sow`: Equinox has none."""
 
     lin: Dense
 
     def __call__(self, x: Any) -> Any:
         def step(state: Any, row: Any) -> Any:
             h = self.lin(state + row)
-            jt.sow(h, "total", reduce=jnp.add, init=lambda: jnp.zeros(WIDTH))
+            tapax.sow(h, "total", reduce=jnp.add, init=lambda: jnp.zeros(WIDTH))
             return jnp.tanh(h), jnp.tanh(h)
 
         return lax.scan(step, jnp.zeros(WIDTH), x)[1]
@@ -108,7 +108,7 @@ class Pair(eqx.Module):
 
     def __call__(self, x: Any) -> Any:
         h = self.lin(x)
-        a, b = jt.perturb((h, 2.0 * h), "pair")
+        a, b = tapax.perturb((h, 2.0 * h), "pair")
         return a * b
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jaxtap as jt
+import tapax
 from conformance.framework import Body, Framework, Program
 from conformance.problem import (
     LENGTH,
@@ -72,14 +72,14 @@ class Recurrent(hk.Module):
 
 
 class Totals(hk.Module):
-    """A sum over a scan, by jaxtap's `sow`: Haiku has none."""
+    """A sum over a scan, by tapax's `sow`: Haiku has none."""
 
     def __call__(self, x: Any) -> Any:
         lin = linear("lin")
 
         def step(state: Any, row: Any) -> Any:
             h = lin(state + row)
-            jt.sow(h, "total", reduce=jnp.add, init=lambda: jnp.zeros(WIDTH))
+            tapax.sow(h, "total", reduce=jnp.add, init=lambda: jnp.zeros(WIDTH))
             return jnp.tanh(h), jnp.tanh(h)
 
         return hk.scan(step, jnp.zeros(WIDTH), x)[1]
@@ -88,7 +88,7 @@ class Totals(hk.Module):
 class Pair(hk.Module):
     def __call__(self, x: Any) -> Any:
         h = linear("lin")(x)
-        a, b = jt.perturb((h, 2.0 * h), "pair")
+        a, b = tapax.perturb((h, 2.0 * h), "pair")
         return a * b
 
 

@@ -29,7 +29,7 @@ the state of the model afterwards.
 does not agree; a tracer that leaks counts as that, for nothing is raised until it is used. *none*:
 there is no such thing in that library or framework. –: JAX has no gradient of it.
 
-jaxtap captures the unedited step. The others are used as their documentation says: `nnx.capture`
+tapax captures the unedited step. The others are used as their documentation says: `nnx.capture`
 with `sow` and `perturb` in the layer; Linen's `capture_intermediates`, `perturb` and, for layers
 that nobody edits, `intercept_methods`; penzai's `SaveIntermediate`, and a layer that adds a zero,
 put in by `pz.select`. If a transformation is *around the model*, they are called inside of it, and

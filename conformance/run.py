@@ -33,7 +33,7 @@ def main() -> int:
         prog="python -m conformance.run", description="One table of what works where."
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 unless all of jaxtap works"
+        "--check", action="store_true", help="write nothing; exit with 1 unless all of tapax works"
     )
     parser.add_argument("--only", action="append", choices=COLUMNS, help="this column; repeatable")
     parser.add_argument("--case", action="append", help="this case; repeatable")
@@ -42,7 +42,7 @@ def main() -> int:
 
     columns = options.only or list(COLUMNS)
     if options.check and not options.only:
-        columns = [name for name in COLUMNS if name.startswith("jaxtap")]
+        columns = [name for name in COLUMNS if name.startswith("tapax")]
     cases = [case for case in CASES if not options.case or case.name in options.case]
     console = Console(stderr=True)
     results: dict[tuple[str, str, str], Verdict] = {}
@@ -53,9 +53,9 @@ def main() -> int:
                 verdicts = COLUMNS[name](case)
             for what, verdict in zip(("value", "gradient"), verdicts, strict=True):
                 results[name, case.name, what] = verdict
-                if name.startswith("jaxtap") and verdict.bad:
+                if name.startswith("tapax") and verdict.bad:
                     console.print(f"{name}: {case.name}, {what}: {verdict.mark}: {verdict.why}")
-    bad = [key for key, verdict in results.items() if key[0].startswith("jaxtap") and verdict.bad]
+    bad = [key for key, verdict in results.items() if key[0].startswith("tapax") and verdict.bad]
     whole = len(columns) == len(COLUMNS) and len(cases) == len(CASES)
     if whole and not options.check:
         options.output.write_text(report.document(results))

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from jaxtap.hidden import online
+from tapax.hidden import online
 
 UNITS, BATCH, LENGTH, BATCHES, EVERY = 48, 64, 20, 600, 20
 

@@ -1,7 +1,7 @@
 """Gradient flow in a small GPT, read from its own jitted train step.
 
 A six-layer character model in Flax NNX learns a nursery rhyme. Nothing in the model or in its
-train step knows of jaxtap. `jt.capture(train_step)` then returns, from the very step that trained
+train step knows of tapax. `tapax.capture(train_step)` then returns, from the very step that trained
 the model, what every layer returned and the gradient that flowed back into it; and the model and
 its optimizer are updated as by the plain step.
 
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
 
-import jaxtap as jt
+import tapax
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 6, 64, 4, 48, 8, 150
 
@@ -97,7 +97,7 @@ def rms(x: Any) -> float:
     return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
 
 
-def statistics(taps: jt.Taps) -> Table:
+def statistics(taps: tapax.Taps) -> Table:
     """Each module with what it returned, and with the gradient that came back."""
     table = Table(title="Inside one nnx.jit train step", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("module", style="bold", no_wrap=True)
@@ -115,7 +115,7 @@ def statistics(taps: jt.Taps) -> Table:
     return table
 
 
-def plot(first: jt.Taps, last: jt.Taps, path: str) -> None:
+def plot(first: tapax.Taps, last: tapax.Taps, path: str) -> None:
     """Root mean square of values and of gradients by layer, before and after training."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -163,7 +163,7 @@ def main(picture: str = "gradient_flow.png") -> None:
 
     model = GPT(len(alphabet), nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
-    look, tokens = jt.capture(train_step), batch()
+    look, tokens = tapax.capture(train_step), batch()
     _, first = look(model, optimizer, tokens)  # a step like any other
 
     shown = ("training", BarColumn(), MofNCompleteColumn(), "loss {task.fields[loss]:.3f}")

@@ -5,11 +5,11 @@
     python scripts/environment.py --peers
     python scripts/environment.py --jax-peers
 
-An environment is a directory `.venv/<python>-<jax>`: jaxtap, editable, with the `test` dependency
+An environment is a directory `.venv/<python>-<jax>`: tapax, editable, with the `test` dependency
 group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is the Python that runs
 this script, or the newest one found if that one is not supported, with the newest jax for it.
 `.venv/lint` holds the linters alone, which are large and the same for all; `.venv/peers` the
-libraries of PyTorch that a benchmark races against, `.venv/jax-peers` jaxtap beside those of JAX.
+libraries of PyTorch that a benchmark races against, `.venv/jax-peers` tapax beside those of JAX.
 
 An environment is built again, from nothing, when its Python, the constraints or the part of
 `pyproject.toml` that says what to install has changed since; one whose building was interrupted
@@ -58,7 +58,7 @@ def default_python() -> Python:
         if not found:
             wanted = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
             raise EnvironmentFailed(
-                f"No usable Python was found; jaxtap needs one of {wanted}, with its venv module."
+                f"No usable Python was found; tapax needs one of {wanted}, with its venv module."
             )
         python = found[max(found)]
     return python
@@ -82,7 +82,7 @@ def make_peers() -> Path:
 
 
 def make_jax_peers() -> Path:
-    """The Python of the environment with jaxtap and the libraries of JAX that it races against."""
+    """The Python of the environment with tapax and the libraries of JAX that it races against."""
     python = max(find().items())[1]
     constraints = CONSTRAINTS / "jax-peers.txt"
     what = ["--build-constraint", str(constraints), "--editable", ".", "--group", "jax-peers"]
@@ -92,7 +92,7 @@ def make_jax_peers() -> Path:
 def _make(name: str, python: Python, constraints: Path, what: list[str]) -> Path:
     folder = ROOT / ".venv" / name
     inner = folder / "bin" / "python"
-    stamp = folder / "jaxtap-stamp"
+    stamp = folder / "tapax-stamp"
     state = _state(python, constraints, what)
     folder.parent.mkdir(exist_ok=True)
     # Two commands at once must not both build it.

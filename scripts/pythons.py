@@ -1,4 +1,4 @@
-"""Finds the Pythons of this machine that can build an environment for jaxtap.
+"""Finds the Pythons of this machine that can build an environment for tapax.
 
 `python scripts/pythons.py` prints one line for each supported minor version, with the interpreter
 found for it or "not found". A candidate counts only if it runs, is a CPython with the GIL, and has

@@ -9,11 +9,11 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import pytest
 
-from jaxtap._mark import marking
+from tapax._mark import marking
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves out what a framework cannot do under a setting of JAX's, with or without jaxtap."""
+    """Leaves out what a framework cannot do under a setting of JAX's, with or without tapax."""
     for item in items:
         if "brainstate" not in item.nodeid and "frameworks.md" not in item.nodeid:
             continue

@@ -1,4 +1,4 @@
-"""The calls of modules, seen without jaxtap: the oracle for models that nobody wrote by hand.
+"""The calls of modules, seen without tapax: the oracle for models that nobody wrote by hand.
 
 A hook is what a framework has for that, or a method of a class replaced by hand. `Hook.run` runs a
 loss once, and notes what every module returned; `Hook.grads` runs it again with a zero added to

@@ -1,4 +1,4 @@
-"""What the modules of a Linen program return, and the gradients of that, with no jaxtap in it.
+"""What the modules of a Linen program return, and the gradients of that, with no tapax in it.
 
 Under `jax.disable_jit()` loops and branches are Python's; a program without (`plain`) is compiled,
 which is faster. An interceptor of Linen's own writes down

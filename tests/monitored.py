@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import jaxtap as jt
-from jaxtap.watching._log import Log
-from jaxtap.watching._monitor import monitor
+import tapax
+from tapax.watching._log import Log
+from tapax.watching._monitor import monitor
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 4), jnp.float32)
@@ -32,8 +32,8 @@ def scanned(w, momentum, x):
     """Layers in a scan, trained by hand; parameters and momentum are donated."""
 
     def loss(w):
-        h, _ = lax.scan(lambda h, w: (jt.sow(jnp.tanh(h @ w), "h"), None), x, w)
-        return jnp.mean((jt.sow(h, "out") - 1) ** 2)
+        h, _ = lax.scan(lambda h, w: (tapax.sow(jnp.tanh(h @ w), "h"), None), x, w)
+        return jnp.mean((tapax.sow(h, "out") - 1) ** 2)
 
     momentum = 0.9 * momentum + jax.grad(loss)(w)
     return w - 0.05 * momentum, momentum
@@ -45,9 +45,9 @@ W = 0.5 * jax.random.normal(KEY, (3, 4, 4), jnp.float32)
 @jax.jit
 def layers(x, scale):
     def loss(x):
-        a = jt.sow(jax.nn.relu(x), "Net/a")
-        b = jt.sow(scale * a, "Net/b")
-        return jnp.sum(jt.sow(jnp.log(b), "Net/c"))
+        a = tapax.sow(jax.nn.relu(x), "Net/a")
+        b = tapax.sow(scale * a, "Net/b")
+        return jnp.sum(tapax.sow(jnp.log(b), "Net/c"))
 
     return jax.grad(loss)(x)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtap as jt
-from jaxtap import alert, reduce
-from jaxtap.watching._log import Log
-from jaxtap.watching._monitor import monitor
+import tapax
+from tapax import alert, reduce
+from tapax.watching._log import Log
+from tapax.watching._monitor import monitor
 from tests.monitored import ONES, layers, watched
 
 pytestmark = pytest.mark.once
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.once
         (alert.dead(0.6, at="Net/a"), [(jnp.array([[1.0, 0, -2, 0], [0, 1, 0, 0]]), 1.0)], {}),
     ],
 )
-@pytest.mark.filterwarnings("ignore::jaxtap.watching.alert.AlertWarning")
+@pytest.mark.filterwarnings("ignore::tapax.watching.alert.AlertWarning")
 def test_alerts_name_the_layer(made, calls, sentences):
     log, alarms = watched(layers, *calls, alerts=[made], values=None, grads="Net/a")
     assert {a.message for a in alarms} == set(sentences)
@@ -82,7 +82,7 @@ def test_an_alert_warns_once_for_a_layer():
 
 
 def test_what_many_layers_have_is_one_warning():
-    step = lambda x: [jt.sow(x * jnp.nan, f"h{i}") for i in range(9)]
+    step = lambda x: [tapax.sow(x * jnp.nan, f"h{i}") for i in range(9)]
     with pytest.warns(alert.AlertWarning) as caught:
         watched(step, (1.0,), alerts=[alert.nonfinite(), alert.nonfinite("h8")])
     assert [str(w.message) for w in caught] == [
@@ -94,8 +94,8 @@ def test_what_many_layers_have_is_one_warning():
 
 def test_alerts_see_each_iteration_and_every_statistic():
     def step(x):
-        x = lax.scan(lambda c, _: (jt.sow(c * 10, "h"), None), x, length=4)[0]
-        return jt.sow(jnp.zeros(()), "scalar") + jnp.sum(x)
+        x = lax.scan(lambda c, _: (tapax.sow(c * 10, "h"), None), x, length=4)[0]
+        return tapax.sow(jnp.zeros(()), "scalar") + jnp.sum(x)
 
     limits = dict.fromkeys(["value_sum", "value_mean", "value_norm", "value_rms", "value_max"], 500)
     with pytest.warns(alert.AlertWarning):
@@ -107,7 +107,7 @@ def test_alerts_see_each_iteration_and_every_statistic():
     assert {(a.site, a.stat) for a in alarms} == {
         (f"h[{i}]", stat) for i in (2, 3) for stat in limits
     }
-    step = jax.grad(lambda x: jnp.sum(-2 * jt.sow(x, "h")))
+    step = jax.grad(lambda x: jnp.sum(-2 * tapax.sow(x, "h")))
     with pytest.warns(alert.AlertWarning):
         _, alarms = watched(
             step, (jnp.ones(4),), alerts=alert.below("h", grad_cosine=0, grad_update_ratio=3)
@@ -143,9 +143,13 @@ def test_alerts_see_each_iteration_and_every_statistic():
         (lambda: monitor(layers, grads=reduce.rms), TypeError, "but which sites is it for"),
         (lambda: monitor(layers, values={"h": 3}), TypeError, "which is no reducer"),
         (lambda: monitor(layers, values={"h": reduce.cosine}), TypeError, "give it in `grads`"),
-        (lambda: monitor(layers, values=""), jt.SiteError, "`values` is an empty string"),
+        (lambda: monitor(layers, values=""), tapax.SiteError, "`values` is an empty string"),
         (lambda: monitor(layers, values=None, grads=None), ValueError, "is nothing to monitor"),
-        (lambda: monitor(layers, alerts=["nan"]), TypeError, "`alerts` must be alerts of jt.alert"),
+        (
+            lambda: monitor(layers, alerts=["nan"]),
+            TypeError,
+            "`alerts` must be alerts of tapax.alert",
+        ),
         (lambda: monitor(layers, to="run.txt"), ValueError, "to='run.txt' was asked for"),
         (lambda: monitor(layers, to="/dev/null/run.jsonl"), OSError, "cannot be written"),
     ],
@@ -168,7 +172,9 @@ def test_two_reducers_of_one_name_need_two_names():
 def test_a_site_that_is_not_there_is_told_at_the_first_call():
     for options in ({"values": "Net/d"}, {"alerts": alert.above("Net/d", value_rms=1)}):
         m = monitor(layers, **options)
-        with pytest.raises(jt.SiteError, match=r"no site has that name.*nearest names are 'Net/"):
+        with pytest.raises(
+            tapax.SiteError, match=r"no site has that name.*nearest names are 'Net/"
+        ):
             m(ONES, 1.0)
         m.close()
 
@@ -183,7 +189,7 @@ def test_a_step_that_cannot_be_traced_says_what_to_do():
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.make_jaxpr])
 def test_a_monitor_is_not_traced(transform):
-    m = monitor(lambda x: jt.sow(x, "h") ** 2, every=10)
+    m = monitor(lambda x: tapax.sow(x, "h") ** 2, every=10)
     if transform is jax.jit:
         m(1.0)  # nor later
     with pytest.raises(RuntimeError, match="was called while a function is traced"):
@@ -195,8 +201,8 @@ def test_a_failure_later_turns_the_monitor_off_and_the_training_goes_on():
     @jax.jit
     def step(x):
         if x.shape == (3,):
-            jt.sow(x, "late")
-        return jt.sow(2 * x, "h")
+            tapax.sow(x, "late")
+        return tapax.sow(2 * x, "h")
 
     def at_most_two(site):
         if site.path == "late":

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxtap as jt
-from jaxtap import attribute
+import tapax
+from tapax import attribute
 
 pytestmark = pytest.mark.once
 
@@ -54,7 +54,7 @@ def scanned(p, tokens):
 
 
 def sow(name, value):
-    return jt.sow(value, name)
+    return tapax.sow(value, name)
 
 
 def difference(logits):
@@ -75,7 +75,7 @@ def two_numbers(p, tokens):
 
 @jax.jit
 def values_of(p, tokens):
-    """The values inside, without jaxtap."""
+    """The values inside, without tapax."""
     kept = {}
     logits(p, tokens, lambda name, value: kept.setdefault(name, value))
     return kept
@@ -83,7 +83,7 @@ def values_of(p, tokens):
 
 @functools.partial(jax.jit, static_argnames=("name", "reduce"))
 def patched(p, clean, corrupt, name, position=None, reduce=difference):
-    """The metric with a value replaced, without jaxtap."""
+    """The metric with a value replaced, without tapax."""
     new = values_of(p, clean)[name]
 
     def hook(here, value):
@@ -151,10 +151,10 @@ def test_iterations_of_a_scan(method):
     both = (P, CLEAN), (P, CORRUPT)
     loop = method(marked, *both, [f"{i}/mlp" for i in range(LAYERS)], range(LENGTH))
     close(method(scanned, *both, "mlp", range(LENGTH)), loop)
-    picked = [jt.at("mlp", step=2), jt.at("mlp", step=0)]
+    picked = [tapax.at("mlp", step=2), tapax.at("mlp", step=0)]
     close(method(scanned, *both, picked, range(LENGTH)), loop[jnp.array([2, 0])])
-    close(method(scanned, *both, jt.at("mlp", step=slice(1, None)), [3]), loop[1:, 3:4])
-    close(method(scanned, *both, jt.at("mlp", step=-1)), method(marked, *both, "2/mlp"))
+    close(method(scanned, *both, tapax.at("mlp", step=slice(1, None)), [3]), loop[1:, 3:4])
+    close(method(scanned, *both, tapax.at("mlp", step=-1)), method(marked, *both, "2/mlp"))
 
 
 def test_another_axis():
@@ -170,7 +170,7 @@ def test_another_axis():
 
 
 def test_calls_of_one_name_are_rows():
-    f = lambda x: jt.sow(2 * jt.sow(x + 1, "h"), "h").sum()
+    f = lambda x: tapax.sow(2 * tapax.sow(x + 1, "h"), "h").sum()
     got = attribute.activation_patching(f, jnp.ones((2, 1)), jnp.zeros((2, 1)), "h", [0, 1])
     close(got, [[6.0, 6.0], [6.0, 6.0]])
     got = attribute.activation_patching(f, jnp.ones((2, 1)), jnp.zeros((2, 1)), "h@1", [0])
@@ -179,7 +179,9 @@ def test_calls_of_one_name_are_rows():
 
 def test_values_that_no_one_marked():
     f = lambda x: jnp.sum(jnp.sin(x) ** 2)
-    got = attribute.activation_patching(f, jnp.ones((2, 1)), jnp.zeros((2, 1)), jt.ops("sin"), [0])
+    got = attribute.activation_patching(
+        f, jnp.ones((2, 1)), jnp.zeros((2, 1)), tapax.ops("sin"), [0]
+    )
     close(got, [[np.sin(1.0) ** 2]])
 
 
@@ -220,7 +222,7 @@ def test_what_lies_before_is_computed_once():
 
 def test_a_plain_function_is_seen_as_it_is_now():
     scale = [1.0]
-    f = lambda x: jt.sow(x, "h").sum() * scale[0]
+    f = lambda x: tapax.sow(x, "h").sum() * scale[0]
     sweep = lambda: attribute.activation_patching(f, jnp.ones((1, 1)), jnp.zeros((1, 1)), "h")
     assert sweep().tolist() == [1.0]
     scale[0] = 2.0
@@ -321,7 +323,12 @@ def test_paths_in_a_scan():
         marked, *both, "0/mlp", "2/attn", [1], frozen=("*/attn", "*/mlp")
     )
     got = attribute.path_patching(
-        scanned, *both, jt.at("mlp", step=0), jt.at("attn", step=2), [1], frozen=("attn", "mlp")
+        scanned,
+        *both,
+        tapax.at("mlp", step=0),
+        tapax.at("attn", step=2),
+        [1],
+        frozen=("attn", "mlp"),
     )
     close(got, want)
 
@@ -333,16 +340,17 @@ def test_no_path_is_no_effect():
 
 SWEEP = (marked, (P, CLEAN), (P, CORRUPT))
 WRONG = {
-    "an unknown site": (SWEEP, {"sites": ["0/mpl"]}, jt.SiteError, "nearest names are '0/mlp'"),
-    "a glob of nothing": (SWEEP, {"sites": "nothing/*"}, jt.SiteError, "nothing"),
-    "no sites": (SWEEP, {"sites": []}, jt.SiteError, "picks no site"),
+    "an unknown site": (SWEEP, {"sites": ["0/mpl"]}, tapax.SiteError, "nearest names are '0/mlp'"),
+    "a glob of nothing": (SWEEP, {"sites": "nothing/*"}, tapax.SiteError, "nothing"),
+    "no sites": (SWEEP, {"sites": []}, tapax.SiteError, "picks no site"),
     "a position out of range": (
-        SWEEP, {"sites": ["0/mlp"], "positions": [LENGTH]}, jt.SiteError,
+        SWEEP, {"sites": ["0/mlp"], "positions": [LENGTH]}, tapax.SiteError,
         r"The position 4 is out of range: the site '0/mlp', marked at .*test_attribute.py:\d+, has "
         r"values of shape \[1, 4, 4\], so 4 positions along axis -2",
     ),
     "an axis there is not": (
-        SWEEP, {"sites": ["0/mlp"], "positions": [0], "axis": 3}, jt.SiteError, "have no such axis"
+        SWEEP, {"sites": ["0/mlp"], "positions": [0], "axis": 3}, tapax.SiteError,
+        "have no such axis",
     ),
     "positions that are no integers": (
         SWEEP, {"sites": ["0/mlp"], "positions": [0.5]}, TypeError, "one or more integers"
@@ -360,13 +368,15 @@ WRONG = {
         TypeError, "one array, but returns dict",
     ),
     "a step out of range": (
-        (scanned, (P, CLEAN), (P, CORRUPT)), {"sites": jt.at("mlp", step=3)}, jt.SiteError,
+        (scanned, (P, CLEAN), (P, CORRUPT)), {"sites": tapax.at("mlp", step=3)}, tapax.SiteError,
         "loop of 3 iterations",
     ),
-    "a step without a loop": (SWEEP, {"sites": jt.at("0/mlp", step=0)}, jt.SiteError, "no loop"),
+    "a step without a loop": (
+        SWEEP, {"sites": tapax.at("0/mlp", step=0)}, tapax.SiteError, "no loop"
+    ),
     "a value that is not used": (
-        (lambda x: (jt.sow(x, "h"), x.sum())[1], P["embed"], P["embed"]), {"sites": ["h"]},
-        jt.SiteError, "Use what jt.sow returned",
+        (lambda x: (tapax.sow(x, "h"), x.sum())[1], P["embed"], P["embed"]), {"sites": ["h"]},
+        tapax.SiteError, "Use what tapax.sow returned",
     ),
 }  # fmt: skip
 
@@ -380,5 +390,5 @@ def test_bad_input(method, case):
 
 
 def test_a_sender_that_receives():
-    with pytest.raises(jt.SiteError, match="both a sender and a receiver"):
+    with pytest.raises(tapax.SiteError, match="both a sender and a receiver"):
         attribute.path_patching(*SWEEP, "0/mlp", "*/mlp")

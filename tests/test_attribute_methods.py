@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxtap as jt
-from jaxtap import attribute
+import tapax
+from tapax import attribute
 from tests.test_attribute import (
     CLEAN,
     CORRUPT,
@@ -36,7 +36,7 @@ TOKENS = jnp.array([[1, 2, 3, 4], [6, 5, 4, 0], [0, 0, 2, 1]])
 
 @functools.partial(jax.jit, static_argnums=0)
 def replaced(name, value, tokens=CLEAN):
-    """The metric with another value at a site, without jaxtap."""
+    """The metric with another value at a site, without tapax."""
     return difference(logits(P, tokens, lambda n, v: value if n == name else v))
 
 
@@ -49,7 +49,7 @@ def test_saliency():
     for n in RESIDS:
         close(several[n], want[n] * here[n])
     close(attribute.saliency(scanned, "resid")(P, CLEAN), jnp.stack(list(want.values())))
-    one = attribute.saliency(scanned, jt.at("resid", step=1), times_value=True)(P, CLEAN)
+    one = attribute.saliency(scanned, tapax.at("resid", step=1), times_value=True)(P, CLEAN)
     close(one, several["1/resid"])
 
 
@@ -81,7 +81,7 @@ def test_integrated_gradients_of_an_argument_and_an_iteration():
     close(attribute.integrated_gradients(f)(jnp.array([1.0, 2.0])), [1.0, 8.0])
     got = attribute.integrated_gradients(f, baseline=jnp.array([1.0, 1.0]))(jnp.array([1.0, 2.0]))
     close(got, [0.0, 7.0])
-    got = attribute.integrated_gradients(scanned, jt.at("mlp", step=1))(P, CLEAN)
+    got = attribute.integrated_gradients(scanned, tapax.at("mlp", step=1))(P, CLEAN)
     close(got, attribute.integrated_gradients(marked, "1/mlp")(P, CLEAN))
 
 
@@ -117,7 +117,7 @@ def test_grad_cam():
     close(attribute.grad_cam(score, "conv")(IMAGES), cam_by_hand([2, 2]))
 
     def channels_first(x):
-        hook = lambda n, v: jnp.moveaxis(jt.sow(jnp.moveaxis(v, -1, 1), n), 1, -1)
+        hook = lambda n, v: jnp.moveaxis(tapax.sow(jnp.moveaxis(v, -1, 1), n), 1, -1)
         return image_net(x, hook)
 
     got = attribute.grad_cam(channels_first, "conv", 1, axis=(-2, -1), channel=-3)(IMAGES)
@@ -149,7 +149,9 @@ def test_direct_logit_attribution():
     last = here[RESIDS[-1]]
     scale = jax.lax.rsqrt(jnp.var(last, -1, keepdims=True) + 1e-3)
     want = [(here[n] - here[n].mean(-1, keepdims=True)) * scale @ P["embed"].T for n in parts]
-    share = attribute.direct_logit_attribution(logits_of, parts, RESIDS[-1], frozen=jt.ops("rsqrt"))
+    share = attribute.direct_logit_attribution(
+        logits_of, parts, RESIDS[-1], frozen=tapax.ops("rsqrt")
+    )
     got = share(P, CLEAN)
     close(got, want)
     close(got.sum(0), logits(P, CLEAN))
@@ -167,7 +169,7 @@ def test_steer():
     strengths = jnp.array([-1.0, 0.0, 3.0])
     sweep = jax.jit(jax.vmap(lambda s: attribute.steer(marked, {"1/resid": vector}, s)(P, CLEAN)))
     close(sweep(strengths), [hand(s) for s in strengths])
-    at = lambda s: attribute.steer(scanned, {jt.at("resid", step=1): vector}, s)(P, CLEAN)
+    at = lambda s: attribute.steer(scanned, {tapax.at("resid", step=1): vector}, s)(P, CLEAN)
     close(jax.vmap(at)(strengths), [hand(s) for s in strengths])
     close(jax.grad(at)(1.0), jax.grad(hand)(1.0))
 
@@ -197,7 +199,7 @@ def test_ablate():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_resampled_examples_are_others(seed):
-    f = lambda x: jt.sow(x, "h")
+    f = lambda x: tapax.sow(x, "h")
     x = jnp.arange(5.0)
     got = attribute.ablate(f, "h", "resample", key=jax.random.key(seed))(x)
     assert sorted(got.tolist()) == x.tolist() and not (got == x).any()
@@ -206,7 +208,7 @@ def test_resampled_examples_are_others(seed):
 
 
 def features(x):
-    return jt.sow(jnp.stack([x[:, 0], x[:, 1], x[:, 0] * x[:, 1]], -1), "h").sum()
+    return tapax.sow(jnp.stack([x[:, 0], x[:, 1], x[:, 0] * x[:, 1]], -1), "h").sum()
 
 
 def test_ridge_probe():
@@ -249,7 +251,7 @@ def test_separable_classes():
 
 
 def test_probe_at_every_position_and_traced():
-    f = lambda x: jt.sow(x, "h").sum()
+    f = lambda x: tapax.sow(x, "h").sum()
     x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 5, 3)), jnp.float32)
     y = x @ jnp.array([1.0, 2.0, 3.0])
     fit = jax.jit(lambda x, y: attribute.linear_probe(f, "h", x, y, ridge=1e-3).weights)
@@ -393,7 +395,10 @@ def test_a_mapped_equinox_model():
 
 WRONG = {
     "site": (lambda: attribute.saliency(marked, "1/mpl")(P, CLEAN), "nearest names are '1/mlp'"),
-    "several": (lambda: attribute.saliency(lambda x: jt.sow(jt.sow(x, "h"), "h"), "h")(1.0), "h@1"),
+    "several": (
+        lambda: attribute.saliency(lambda x: tapax.sow(tapax.sow(x, "h"), "h"), "h")(1.0),
+        "h@1",
+    ),
     "array": (lambda: attribute.saliency(logits_of, "1/mlp")(P, CLEAN), "one real number"),
     "steps": (lambda: attribute.integrated_gradients(marked, "1/mlp", steps=0), "at least 1"),
     "baseline": (
@@ -406,7 +411,7 @@ WRONG = {
     ),
     "a loop": (
         lambda: attribute.integrated_gradients(scanned, "mlp")(P, CLEAN),
-        r"picks 3: jt.at\(",
+        r"picks 3: tapax.at\(",
     ),
     "axes": (lambda: attribute.grad_cam(image_net, "conv", 1, axis=(1, 4))(IMAGES), "no such axis"),
     "channel": (
@@ -414,14 +419,14 @@ WRONG = {
         "spatial axes",
     ),
     "lens": (
-        lambda: attribute.logit_lens(lambda x: jt.sow(jt.sow(x, "a").sum(), "b"), ["a", "b"])(
+        lambda: attribute.logit_lens(lambda x: tapax.sow(tapax.sow(x, "a").sum(), "b"), ["a", "b"])(
             IMAGES
         ),
         "values of one shape",
     ),
     "stream": (
         lambda: attribute.direct_logit_attribution(
-            lambda x: jt.sow(jt.sow(x, "a").sum(), "b"), "a", "b"
+            lambda x: tapax.sow(tapax.sow(x, "a").sum(), "b"), "a", "b"
         )(IMAGES),
         "has its shape",
     ),

@@ -12,7 +12,7 @@ import pytest
 from brainstate import nn
 from brainstate import transform as tf
 
-import jaxtap as jt
+import tapax
 from tests.brainstate_models import (
     Counter,
     Net,
@@ -32,7 +32,7 @@ from tests.brainstate_models import (
 
 def test_every_module_is_a_site():
     model, twin, x = make(), make(), data()[0]
-    out, taps = jt.capture(model)(x)
+    out, taps = tapax.capture(model)(x)
     expected, seen = seen_by_hand(twin, lambda m: m(x))
     inner = {"Net/cell/Wrz", "Net/cell/Wh"}
     assert set(taps.values) == {"Net", *(f"Net/{name}" for name in seen)} | inner
@@ -58,18 +58,18 @@ def test_every_module_is_a_site():
 )
 def test_update_is_the_call(run):
     model, x = make(), data()[0]
-    _, taps = jt.capture(functools.partial(run, model))(x)
+    _, taps = tapax.capture(functools.partial(run, model))(x)
     assert [n for n in taps.values if n.startswith("Net") and "/" not in n] == ["Net"]
     assert "Net/cell" in taps.values and "Net/cell.update" not in taps.values
 
 
 def test_a_bound_method_and_other_methods():
     model, x = make(), data()[0]
-    assert set(jt.capture(model.encode)(x)[1].values) == {"Net/layers/0", "Net.encode"}
+    assert set(tapax.capture(model.encode)(x)[1].values) == {"Net/layers/0", "Net.encode"}
     for fn in (model.update, functools.partial(model.update), tf.jit(model.update)):
-        assert {"Net", "Net/head"} < set(jt.capture(fn)(x)[1].values)
-    assert "Linear" in jt.capture(nn.Linear(3, 2))(x)[1].values
-    assert "Net/layers/0" in jt.capture(lambda x: model.layers[0](x))(x)[1].values
+        assert {"Net", "Net/head"} < set(tapax.capture(fn)(x)[1].values)
+    assert "Linear" in tapax.capture(nn.Linear(3, 2))(x)[1].values
+    assert "Net/layers/0" in tapax.capture(lambda x: model.layers[0](x))(x)[1].values
 
 
 def test_a_class_with_a_call_of_its_own_and_super():
@@ -92,9 +92,9 @@ def test_a_class_with_a_call_of_its_own_and_super():
             return self(self.update(x))
 
     model, x = Own(), jnp.float32(3)
-    out, taps = jt.capture(model)(x)
+    out, taps = tapax.capture(model)(x)
     assert {k: float(v) for k, v in taps.values.items()} == {"Own/inner": 5, "Own": 10}
-    out, taps = jt.capture(model.twice)(x)
+    out, taps = tapax.capture(model.twice)(x)
     found = {k: float(v) for k, v in taps.values.items()}
     inner = {"Own/inner": 5.0, "Own/inner@1": 7.0}
     assert found == {**inner, "Own": 5, "Own@1": 14, "Own.twice": 14} and out == 14
@@ -112,7 +112,7 @@ def test_a_dynamics_with_updates_before_and_after():
     model = make(Cell)
     model.add_after_update("tanh", nn.Tanh())
     x = jnp.ones((1, 2))
-    _, taps = jt.capture(model)(x)
+    _, taps = tapax.capture(model)(x)
     assert {"Cell", "Cell/lin"} < set(taps.values)
     np.testing.assert_allclose(taps.values["Cell"], model(x), 1e-6)
 
@@ -128,17 +128,17 @@ def test_a_dynamics_with_updates_before_and_after():
 )
 def test_narrowed(modules, names):
     model, x = make(), data()[0]
-    _, taps = jt.capture(model, modules=modules)(x)
+    _, taps = tapax.capture(model, modules=modules)(x)
     assert len(names) <= len(taps.values) <= len(names) + 1
     assert all(any(n in path for path in taps.values) for n in names)
 
 
 def test_selected_by_name():
     model, xs = make(), data()
-    _, taps = jt.capture(train_step, "Net/head", "**/cell")(model, xs)
+    _, taps = tapax.capture(train_step, "Net/head", "**/cell")(model, xs)
     assert list(taps.values) == ["Net/head"] and list(taps.grads) == ["Net/cell"]
-    with pytest.raises(jt.SiteError, match="Net/tail"):
-        jt.capture(train_step, "Net/tail")(model, xs)
+    with pytest.raises(tapax.SiteError, match="Net/tail"):
+        tapax.capture(train_step, "Net/tail")(model, xs)
 
 
 def test_sow_in_a_module():
@@ -148,10 +148,10 @@ def test_sow_in_a_module():
             self.lin = nn.Linear(3, 2)
 
         def update(self, x):
-            return jt.sow(self.lin(x), "h") * 2
+            return tapax.sow(self.lin(x), "h") * 2
 
     model, xs = make(Sower), data()
-    _, taps = jt.capture(lambda xs: tf.for_loop(model, xs))(xs)
+    _, taps = tapax.capture(lambda xs: tf.for_loop(model, xs))(xs)
     assert set(taps.values) == {"Sower/lin", "Sower/h", "Sower"}
     np.testing.assert_array_equal(taps.values["Sower/h"] * 2, taps.values["Sower"])
 
@@ -167,7 +167,7 @@ def test_shared_modules_and_calls():
             return self.b(self.a(x))
 
     model, x = make(Tied), data()[0]
-    _, taps = jt.capture(model)(x)
+    _, taps = tapax.capture(model)(x)
     assert set(taps.values) == {"Tied/a", "Tied/a@1", "Tied"}
     np.testing.assert_allclose(taps.values["Tied/a"], model.a(x), 1e-6)
 
@@ -176,7 +176,7 @@ def test_bfloat16_stays():
     model = make(nn.Sequential, nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     for state in model.states().values():
         state.value = jax.tree.map(lambda v: v.astype(jnp.bfloat16), state.value)
-    _, taps = jt.capture(train_step)(model, data().astype(jnp.bfloat16))
+    _, taps = tapax.capture(train_step)(model, data().astype(jnp.bfloat16))
     assert taps.values["Sequential/layers/0"].dtype == jnp.bfloat16
     assert taps.grads["Sequential/layers/0"].dtype == jnp.bfloat16
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(model.states().to_dict_values()))
@@ -188,7 +188,7 @@ def test_quantities_are_tapped_by_their_mantissa():
             return x * 2.0
 
     model, x = Volts(), jnp.ones(3) * u.mV
-    out, taps = jt.capture(lambda x: {"v": model(x), "n": model(x / u.mV)})(x)
+    out, taps = tapax.capture(lambda x: {"v": model(x), "n": model(x / u.mV)})(x)
     assert set(taps.values) == {"Volts", "Volts@1"}
     np.testing.assert_array_equal(taps.values["Volts"], 2 * np.ones(3))
     assert u.get_unit(out["v"]) == u.mV
@@ -196,7 +196,7 @@ def test_quantities_are_tapped_by_their_mantissa():
     def loss(x):
         return u.get_mantissa(model(x * u.mV) ** 2).sum()
 
-    np.testing.assert_allclose(jt.capture(jax.grad(loss))(jnp.ones(3))[1].grads["Volts"], 4.0)
+    np.testing.assert_allclose(tapax.capture(jax.grad(loss))(jnp.ones(3))[1].grads["Volts"], 4.0)
 
 
 # --- transforms ------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_transforms(name, grad):
             return run(model, x)
         return sgd(model, lambda x: sum(v.sum() for v in jax.tree.leaves(run(model, x))), x)
 
-    captured = jt.capture(step)
+    captured = tapax.capture(step)
     for i in range(2):
         x = data(seed=i)
         out, taps = captured(model, x)
@@ -290,14 +290,14 @@ def test_an_exception_halfway(wrap):
         model.cell.h.value = model.cell.h.value + 1
         raise RuntimeError("halfway")
 
-    captured = jt.capture(wrap(broken))
+    captured = tapax.capture(wrap(broken))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="halfway"):
             captured(xs)
         same(values_of(model), before)
         assert classes() == methods
     model.cell.init_state(2)
-    jt.capture(rollout)(model, xs)
+    tapax.capture(rollout)(model, xs)
     assert classes() == methods
 
 
@@ -309,21 +309,21 @@ def test_an_exception_after_states_are_made():
         raise RuntimeError("halfway")
 
     with pytest.raises(RuntimeError, match="halfway"):
-        jt.capture(broken)(xs)
+        tapax.capture(broken)(xs)
     with pytest.raises(bs.TraceContextError):  # as brainstate has it: no tracer is left
         _ = model.cell.h.value
     nn.init_all_states(model, 2)
-    assert "Net/cell" in jt.capture(rollout)(model, xs)[1].values
+    assert "Net/cell" in tapax.capture(rollout)(model, xs)[1].values
 
 
 def test_what_was_captured_is_not_run_without():
     model, xs = make(), data()
     step = tf.jit(functools.partial(train_step, model))
-    jt.capture(step)(xs)
+    tapax.capture(step)(xs)
     jaxpr, _ = tf.make_jaxpr(step)(xs)
     assert "tap[" not in str(jaxpr)
     assert "tap[" not in str(step.stateful_fun.get_jaxpr(xs))
-    assert "Net/cell" in jt.capture(step)(xs)[1].grads
+    assert "Net/cell" in tapax.capture(step)(xs)[1].grads
 
 
 def test_capture_in_a_transform_of_brainstates():
@@ -331,7 +331,7 @@ def test_capture_in_a_transform_of_brainstates():
 
     @tf.jit
     def step(xs):
-        return jt.capture(lambda xs: train_step(model, xs))(xs)
+        return tapax.capture(lambda xs: train_step(model, xs))(xs)
 
     for i in range(2):
         out, taps = step(data(seed=i))
@@ -340,7 +340,7 @@ def test_capture_in_a_transform_of_brainstates():
         same(values_of(model), values_of(twin), 1e-5)
 
     def body(x):
-        return jt.capture(model)(x)[1].values["Net/head"]
+        return tapax.capture(model)(x)[1].values["Net/head"]
 
     expected = rollout(twin, xs)
     np.testing.assert_allclose(tf.for_loop(body, xs), expected, 1e-5, 1e-6)
@@ -351,10 +351,10 @@ def test_nested():
     model, twin, xs = make(), make(), data()
 
     def outer(xs):
-        out, taps = jt.capture(lambda xs: rollout(model, xs), "Net/cell")(xs)
+        out, taps = tapax.capture(lambda xs: rollout(model, xs), "Net/cell")(xs)
         return out, taps.values["Net/cell"]
 
-    (out, inner), taps = jt.capture(outer)(xs)
+    (out, inner), taps = tapax.capture(outer)(xs)
     np.testing.assert_allclose(out, rollout(twin, xs), 1e-5, 1e-6)
     np.testing.assert_array_equal(inner, taps.values["Net/cell"])
     same(values_of(model), values_of(twin), 1e-5)
@@ -363,7 +363,7 @@ def test_nested():
 def test_threads():
     xs, failed, methods = data(), [], classes()
     expected, shared = rollout(make(), xs), make()
-    captured, another = jt.capture(rollout), jt.capture(lambda xs: rollout(shared, xs))
+    captured, another = tapax.capture(rollout), tapax.capture(lambda xs: rollout(shared, xs))
     models = [make() for _ in range(3)]
 
     def work(model):

@@ -11,7 +11,7 @@ import pytest
 from brainstate import nn
 from brainstate import transform as tf
 
-import jaxtap as jt
+import tapax
 from tests.brainstate_models import (
     Net,
     data,
@@ -81,7 +81,7 @@ def test_training_is_the_same(way, cached):
     steps = trajectory()
     model = make()
     fn, args = ways(model)[way]()
-    captured = jt.capture(fn)
+    captured = tapax.capture(fn)
     for i, (xs, expected, grads, left) in enumerate(steps):
         if cached and i == 0:
             fn(*args, xs)
@@ -103,7 +103,7 @@ def test_bit_for_bit_one_operation_at_a_time():
             state.value = jax.tree.map(lambda p: p - 0.1 * out.sum() * p, state.value)
         return out
 
-    captured = jt.capture(step)
+    captured = tapax.capture(step)
     with jax.disable_jit():
         for i in range(3):
             bs.random.seed(i)
@@ -117,7 +117,7 @@ def test_bit_for_bit_one_operation_at_a_time():
 @pytest.mark.parametrize("cell", CELLS)
 def test_recurrent_cells(cell):
     model, twin, xs = make(Net, cell), make(Net, cell), data()
-    out, taps = jt.capture(rollout)(model, xs)
+    out, taps = tapax.capture(rollout)(model, xs)
     expected, seen = seen_by_hand(twin, lambda m: rollout(m, xs))
     np.testing.assert_allclose(out, expected, 1e-5)
     for name, value in seen.items():
@@ -134,7 +134,7 @@ def test_values_are_read_anew_and_traced_once():
         count.value += 1
         return x * scale.value
 
-    captured = jt.capture(f)
+    captured = tapax.capture(f)
     assert captured(2.0)[0] == 2
     first = len(traces)
     for i in range(3):
@@ -152,7 +152,7 @@ def test_hidden_states_cost_one_more_trace():
         box[0][0].value += x
         return box[0][0].value
 
-    captured = jt.capture(f)
+    captured = tapax.capture(f)
     assert [float(captured(1.0)[0]) for _ in range(3)] == [2, 3, 4]
     assert len(traces) == 2 and box[0][0].value == 4
 
@@ -167,7 +167,7 @@ def test_states_of_another_branch():
             which.value += x
         return x
 
-    captured = jt.capture(f)
+    captured = tapax.capture(f)
     for n in (1, 2, 1, 3):
         captured(n, 1.0)
     assert a[0].value == 2 and b[0].value == 5
@@ -183,7 +183,7 @@ def test_any_value_of_a_state(start):
         )
         return x
 
-    captured = jt.capture(f)
+    captured = tapax.capture(f)
     captured(jnp.float32(2))
     got = state.value
     state.value = start
@@ -194,7 +194,7 @@ def test_any_value_of_a_state(start):
 def test_a_number_in_a_state_that_decides():
     state = bs.State(3)
     f = lambda x: sum(x for _ in range(state.value))
-    captured = jt.capture(f)
+    captured = tapax.capture(f)
     assert captured(2.0)[0] == 6
     state.value = 4
     assert captured(2.0)[0] == 8
@@ -202,7 +202,7 @@ def test_a_number_in_a_state_that_decides():
 
 def test_a_string_in_a_state():
     state, x = bs.State("sin"), jnp.float32(1)
-    captured = jt.capture(lambda x: getattr(jnp, state.value)(x))
+    captured = tapax.capture(lambda x: getattr(jnp, state.value)(x))
     assert np.isclose(captured(x)[0], np.sin(1))
     state.value = "cos"
     assert np.isclose(captured(x)[0], np.cos(1))
@@ -210,7 +210,7 @@ def test_a_string_in_a_state():
 
 def test_states_and_modules_as_results():
     model, state = make(), bs.State(jnp.float32(1))
-    out, _ = jt.capture(lambda x: (x, {"m": model, "s": state}))(1.0)
+    out, _ = tapax.capture(lambda x: (x, {"m": model, "s": state}))(1.0)
     assert out[1]["m"] is model and out[1]["s"] is state
 
 
@@ -219,7 +219,7 @@ def test_states_as_arguments():
         state.value = state.value + x
         return state.value * 2
 
-    captured = jt.capture(f)
+    captured = tapax.capture(f)
     for state in (bs.State(jnp.float32(1)), bs.State(jnp.float32(5))):
         start = float(state.value)
         for i in range(1, 3):
@@ -229,7 +229,7 @@ def test_states_as_arguments():
 def test_hooks_see_the_value():
     state, seen = bs.State(jnp.float32(1)), []
     state.register_hook("write_after", lambda ctx: seen.append(ctx.value))
-    captured = jt.capture(lambda x: setattr(state, "value", state.value + x))
+    captured = tapax.capture(lambda x: setattr(state, "value", state.value + x))
     captured(1.0)
     captured(1.0)
     assert [float(v) for v in seen if not isinstance(v, jax.core.Tracer)] == [2, 3]
@@ -238,7 +238,7 @@ def test_hooks_see_the_value():
 def test_sites_leaves_everything_as_it_was():
     model, xs = make(), data()
     before = values_of(model)
-    names = jt.sites(train_step)(model, xs).names
+    names = tapax.sites(train_step)(model, xs).names
     assert "Net/cell" in names
     same(values_of(model), before)
 
@@ -249,7 +249,7 @@ def test_sites_leaves_everything_as_it_was():
 @pytest.mark.parametrize("jit", [False, True])
 def test_states_made_by_the_function(jit):
     model, twin = make(), make()
-    captured = jt.capture(from_the_start)
+    captured = tapax.capture(from_the_start)
     for batch in (2, 3, 2, 3, 2):
         xs = data(batch=batch, seed=batch)
         before = model.cell.h
@@ -271,7 +271,7 @@ def test_states_made_in_a_jit_that_takes_gradients():
     def step(model, xs):
         return sgd(model, lambda xs: (from_the_start(model, xs) ** 2).mean(), xs)
 
-    captured, plain = jt.capture(tf.jit(step, static_argnums=0)), tf.jit(step, static_argnums=0)
+    captured, plain = tapax.capture(tf.jit(step, static_argnums=0)), tf.jit(step, static_argnums=0)
     for i in range(3):
         xs = data(seed=i)
         out, taps = captured(model, xs)
@@ -288,7 +288,7 @@ def test_states_made_between_calls():
         traces.append(1)
         return rollout(model, xs)
 
-    captured = jt.capture(run)
+    captured = tapax.capture(run)
     for i in range(3):
         xs = data(seed=i)
         for m in (model, twin):
@@ -302,7 +302,7 @@ def test_states_made_between_calls_of_a_hidden_model():
     model, twin = make(), make()
     hidden["model"] = model
     run = lambda xs: (lambda xs: rollout(hidden["model"], xs))(xs)
-    captured = jt.capture(run)
+    captured = tapax.capture(run)
     for i in range(3):
         xs = data(seed=i)
         for m in (model, twin):
@@ -318,7 +318,7 @@ def test_states_made_under_vmap():
         return tf.vmap(model, in_states=states, out_states=states)(x)
 
     model, twin, x = make(), make(), data()[0]
-    captured = jt.capture(run)
+    captured = tapax.capture(run)
     for _ in range(2):
         out, taps = captured(model, x)
         np.testing.assert_allclose(out, run(twin, x), 1e-5, 1e-6)
@@ -332,7 +332,7 @@ def test_a_model_made_by_the_function():
         return nn.Linear(3, 2)(x)
 
     x = data()[0]
-    out, taps = jt.capture(f)(x)
+    out, taps = tapax.capture(f)(x)
     np.testing.assert_allclose(out, f(x), 1e-6)
     assert list(taps.values) == ["Linear"]
 
@@ -358,7 +358,7 @@ def test_dropout_and_the_random_state():
             outs.append(f(x))
         return outs, jax.random.key_data(bs.random.DEFAULT.value)
 
-    captured = jt.capture(model)
+    captured = tapax.capture(model)
     expected, key = steps(model)
     got, found = steps(lambda x: captured(x)[0])
     same(got, expected, 1e-6)
@@ -370,7 +370,7 @@ def test_the_random_state_in_a_loop_of_a_hidden_function():
     def noise(x):
         return tf.for_loop(lambda x: x + bs.random.normal(), x)
 
-    captured = jt.capture(noise)
+    captured = tapax.capture(noise)
     for seed in (1, 2):
         bs.random.seed(seed)
         expected, key = noise(jnp.ones(3)), bs.random.DEFAULT.value
@@ -388,7 +388,7 @@ def test_batch_norm():
         def update(self, x):
             return self.norm(x)
 
-    model, twin, captured = make(Normed), make(Normed), jt.capture(lambda m, x: m(x))
+    model, twin, captured = make(Normed), make(Normed), tapax.capture(lambda m, x: m(x))
     for fit in (True, True, False):
         x = data()[:, 0] + fit
         with bs.environ.context(fit=fit):
@@ -405,7 +405,7 @@ def test_the_clock_is_an_argument_and_other_settings_are_not():
         traces.append(1)
         return x + bs.environ.get("t") * bs.environ.get("dt") + bs.environ.get("i")
 
-    captured = jt.capture(f)
+    captured = tapax.capture(f)
     for i in range(3):
         with bs.environ.context(i=i, t=i * 0.5, dt=0.1):
             np.testing.assert_allclose(captured(1.0)[0], 1 + i * 0.05 + i, 1e-6)
@@ -429,7 +429,7 @@ def test_attributes_that_change():
             return self.sub[0](x) * self.scale
 
     model = Scaled()
-    captured = jt.capture(lambda x: model(x))
+    captured = tapax.capture(lambda x: model(x))
     assert captured(1.0)[0] == 2
     model.scale = 3.0
     assert captured(1.0)[0] == 3

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxtap as jt
+import tapax
 
 X = jnp.array([1.0, 2.0])
 equal = np.testing.assert_allclose
@@ -30,7 +30,7 @@ class Counted:
 
 
 def sown(x, scale=2.0):
-    return jt.sow(x * scale, "h") + 1
+    return tapax.sow(x * scale, "h") + 1
 
 
 def compilations(call):
@@ -50,9 +50,9 @@ def compilations(call):
 
 
 FORMS = {
-    "plain": lambda f: jt.capture(f),
-    "capture of jit": lambda f: jt.capture(jax.jit(f)),
-    "jit of capture": lambda f: jax.jit(jt.capture(f)),
+    "plain": lambda f: tapax.capture(f),
+    "capture of jit": lambda f: tapax.capture(jax.jit(f)),
+    "jit of capture": lambda f: jax.jit(tapax.capture(f)),
 }
 
 
@@ -79,20 +79,20 @@ def test_a_function_that_was_jitted_and_called_before_shows_its_sites():
     step = jax.jit(sown)
     for _ in range(2):
         step(X)
-    _, taps = jt.capture(step)(X)
+    _, taps = tapax.capture(step)(X)
     equal(taps.values["h"], 2 * X)
-    _, taps = jt.capture(lambda x: step(x))(X)
+    _, taps = tapax.capture(lambda x: step(x))(X)
     equal(taps.values["h"], 2 * X)
     assert step(X).shape == (2,)
 
 
 def test_a_capture_written_in_a_loop_compiles_once():
     step = jax.jit(sown)
-    jt.capture(step, values="h")(X)
+    tapax.capture(step, values="h")(X)
 
     def loop():
         for i in range(3):
-            equal(jt.capture(step, values="h")(X + i)[1].values["h"], 2 * (X + i))
+            equal(tapax.capture(step, values="h")(X + i)[1].values["h"], 2 * (X + i))
 
     jax.block_until_ready([X + i for i in range(3)])
     [2 * (X + i) for i in range(3)]
@@ -102,9 +102,9 @@ def test_a_capture_written_in_a_loop_compiles_once():
 def test_equal_captures_share_what_was_traced():
     fn = Counted(sown)
     step = jax.jit(fn)
-    jt.capture(lambda x: step(x))(X)
+    tapax.capture(lambda x: step(x))(X)
     traces = fn.traces
-    jt.capture(lambda x: step(x), values="h")(X)
+    tapax.capture(lambda x: step(x), values="h")(X)
     assert fn.traces == traces
 
 
@@ -120,14 +120,14 @@ def test_equal_captures_share_what_was_traced():
 )
 def test_what_wraps_a_jitted_function_is_not_taken_for_it(transform):
     step = transform(sown)
-    out, taps = jt.capture(step)(X)
+    out, taps = tapax.capture(step)(X)
     jax.tree.map(equal, out, step(X))
     assert "h" in taps.values
 
 
 def test_a_number_that_changes_causes_no_compilation():
-    fn = Counted(lambda x, step: jt.sow(x * step, "h"))
-    captured = jt.capture(fn)
+    fn = Counted(lambda x, step: tapax.sow(x * step, "h"))
+    captured = tapax.capture(fn)
     captured(X, 0)
     traces = fn.traces
     assert compilations(lambda: [captured(X, i) for i in range(1, 5)]) == 0
@@ -138,13 +138,13 @@ def test_a_number_that_changes_causes_no_compilation():
 def test_a_number_that_is_needed_is_static_and_others_are_not():
     def fn(x, layers, step, *, flag):
         for _ in range(layers):
-            x = jt.sow(x * step, "h") if flag else x
+            x = tapax.sow(x * step, "h") if flag else x
         if layers > 2:
             x = x + 1
         return x
 
     counted = Counted(fn)
-    captured = jt.capture(counted)
+    captured = tapax.capture(counted)
     _, taps = captured(X, 2, 3.0, flag=True)
     assert set(taps.values) == {"h", "h@1"}
     traces = counted.traces
@@ -161,19 +161,19 @@ def test_a_number_that_is_needed_is_static_and_others_are_not():
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x, n: jt.sow(jnp.zeros((n,)), "h"),
-        lambda x, n: jt.sow(x, f"h{n}"),
-        lambda x, n: jt.sow(x[:n], "h"),
-        lambda x, n: jt.sow({1: x, 2: 2 * x}[n], "h"),
-        lambda x, n: jt.sow(jnp.reshape(x, (n, -1)), "h"),
-        lambda x, n: jt.sow([x, x][n - 1], "h"),
-        lambda x, n: jt.sow(jnp.arange(n), "h"),
+        lambda x, n: tapax.sow(jnp.zeros((n,)), "h"),
+        lambda x, n: tapax.sow(x, f"h{n}"),
+        lambda x, n: tapax.sow(x[:n], "h"),
+        lambda x, n: tapax.sow({1: x, 2: 2 * x}[n], "h"),
+        lambda x, n: tapax.sow(jnp.reshape(x, (n, -1)), "h"),
+        lambda x, n: tapax.sow([x, x][n - 1], "h"),
+        lambda x, n: tapax.sow(jnp.arange(n), "h"),
     ],
 )
 def test_every_need_of_a_value_is_seen(fn):
-    out, _ = jt.capture(fn)(X, 2)
+    out, _ = tapax.capture(fn)(X, 2)
     equal(out, fn(X, 2))
-    out, _ = jt.capture(fn)(X, 1)
+    out, _ = tapax.capture(fn)(X, 1)
     equal(out, fn(X, 1))
 
 
@@ -182,7 +182,7 @@ def test_an_error_of_the_functions_own_is_raised_as_it_is():
         raise ValueError("its own")
 
     with pytest.raises(ValueError, match="its own"):
-        jt.capture(fn)(X, 2)
+        tapax.capture(fn)(X, 2)
 
 
 class Mode(enum.Enum):
@@ -196,19 +196,19 @@ def test_flags_strings_functions_and_other_objects_are_static(mode):
         y = config["fn"](x) if config["on"] else x
         assert isinstance(config["name"], str)
         y = jnp.sin(y) if config["mode"] is Mode.SIN else jnp.cos(y)
-        return {"y": jt.sow(y, config["name"]), "text": config["name"], "none": None}
+        return {"y": tapax.sow(y, config["name"]), "text": config["name"], "none": None}
 
     config = {"on": True, "name": "h", "fn": jnp.tanh, "mode": mode}
-    out, taps = jt.capture(fn)(X, config)
+    out, taps = tapax.capture(fn)(X, config)
     equal(out["y"], fn(X, config)["y"], rtol=1e-6)
     assert out["text"] == "h"
     assert out["none"] is None
-    out, taps = jt.capture(fn)(X, {**config, "on": False, "name": "g"})
+    out, taps = tapax.capture(fn)(X, {**config, "on": False, "name": "g"})
     assert set(taps.values) == {"g"}
 
 
 def test_true_and_one_are_not_the_same_argument():
-    captured = jt.capture(lambda x, k: jt.sow(x, "bool" if k is True else "number"))
+    captured = tapax.capture(lambda x, k: tapax.sow(x, "bool" if k is True else "number"))
     assert set(captured(X, True)[1].values) == {"bool"}
     assert set(captured(X, 1)[1].values) == {"number"}
     assert set(captured(X, True)[1].values) == {"bool"}
@@ -216,32 +216,32 @@ def test_true_and_one_are_not_the_same_argument():
 
 def test_an_argument_that_can_be_neither_traced_nor_kept_is_refused():
     with pytest.raises(TypeError, match="neither an array or a number, to be traced, nor hashable"):
-        jt.capture(lambda x, s: jt.sow(x, "h"))(X, {1, 2})
+        tapax.capture(lambda x, s: tapax.sow(x, "h"))(X, {1, 2})
 
 
 def test_static_arguments_of_jitted_functions_stay_static():
     @functools.partial(jax.jit, static_argnums=1, static_argnames="mode")
     def fn(x, n, *, mode="a"):
         for _ in range(n):
-            x = jt.sow(x, f"h{mode}")
+            x = tapax.sow(x, f"h{mode}")
         return x
 
-    _, taps = jt.capture(fn)(X, 2, mode="b")
+    _, taps = tapax.capture(fn)(X, 2, mode="b")
     assert set(taps.values) == {"hb", "hb@1"}
-    _, taps = jt.capture(fn)(X, 1)
+    _, taps = tapax.capture(fn)(X, 1)
     assert set(taps.values) == {"ha"}
-    named = jax.jit(lambda x, n: [jt.sow(x, f"h{i}") for i in range(n)], static_argnames="n")
-    for taps in (jt.capture(named)(X, n=2)[1], jt.capture(named)(X, 2)[1]):
+    named = jax.jit(lambda x, n: [tapax.sow(x, f"h{i}") for i in range(n)], static_argnames="n")
+    for taps in (tapax.capture(named)(X, n=2)[1], tapax.capture(named)(X, 2)[1]):
         assert set(taps.values) == {"h0", "h1"}
-    _, taps = jt.capture(lambda x: fn(x, 2))(X)
+    _, taps = tapax.capture(lambda x: fn(x, 2))(X)
     assert set(taps.values) == {"ha", "ha@1"}
 
 
 @pytest.mark.parametrize("around", [lambda f: f, lambda f: lambda x, y: f(x, y)])
 def test_donated_arguments_are_given_away(around):
-    fn = jax.jit(lambda x, y: jt.sow(x + y, "h") * 2, donate_argnums=0)
+    fn = jax.jit(lambda x, y: tapax.sow(x + y, "h") * 2, donate_argnums=0)
     x, y = jnp.ones((8, 8)), jnp.ones((8, 8))
-    out, taps = jt.capture(around(fn))(x, y)
+    out, taps = tapax.capture(around(fn))(x, y)
     assert x.is_deleted()
     assert not y.is_deleted()
     equal(out, 4 * jnp.ones((8, 8)))
@@ -249,14 +249,14 @@ def test_donated_arguments_are_given_away(around):
 
 
 def test_an_argument_used_after_it_was_donated_is_kept():
-    fn = jax.jit(lambda x: jt.sow(x + 1, "h"), donate_argnums=0)
+    fn = jax.jit(lambda x: tapax.sow(x + 1, "h"), donate_argnums=0)
     x = jnp.ones((8, 8))
-    out, _ = jt.capture(lambda x: jnp.sum(x) + jnp.sum(fn(x)))(x)
+    out, _ = tapax.capture(lambda x: jnp.sum(x) + jnp.sum(fn(x)))(x)
     equal(out, 64 * 3)
 
 
 def test_keywords_defaults_and_numpy():
-    captured = jt.capture(sown)
+    captured = tapax.capture(sown)
     equal(captured(np.ones(2), scale=3.0)[1].values["h"], [3.0, 3.0])
     equal(captured(x=np.ones(2))[1].values["h"], [2.0, 2.0])
     equal(captured(2)[0], 5)
@@ -268,18 +268,18 @@ def test_methods_and_callable_objects():
             self.w = w
 
         def __call__(self, x):
-            return jt.sow(x * self.w, "h")
+            return tapax.sow(x * self.w, "h")
 
         def method(self, x):
             return self(x) + 1
 
     model = Model(3.0)
-    equal(jt.capture(model)(X)[0], 3 * X)
-    equal(jt.capture(model.method)(X)[1].values["h"], 3 * X)
+    equal(tapax.capture(model)(X)[0], 3 * X)
+    equal(tapax.capture(model.method)(X)[1].values["h"], 3 * X)
 
 
 def test_settings_of_jax_are_part_of_the_key():
-    captured = jt.capture(lambda x: jt.sow(x * 1.5, "h"))
+    captured = tapax.capture(lambda x: tapax.sow(x * 1.5, "h"))
     x = np.ones(2)
     low = captured(x)[1].values["h"].dtype
     with jax.enable_x64(not jax.config.jax_enable_x64):
@@ -289,36 +289,36 @@ def test_settings_of_jax_are_part_of_the_key():
 
 def test_nested_captures_each_see_the_sites():
     def inner(x):
-        with jt.scope("inner"):
+        with tapax.scope("inner"):
             return jax.jit(sown)(x)
 
     def outer(x):
-        with jt.scope("outer"):
-            y, taps = jt.capture(inner)(jt.sow(x, "x"))
+        with tapax.scope("outer"):
+            y, taps = tapax.capture(inner)(tapax.sow(x, "x"))
         assert set(taps.values) == {"inner/h"}
         return y + jnp.sum(taps.values["inner/h"])
 
-    out, taps = jt.capture(outer)(X)
+    out, taps = tapax.capture(outer)(X)
     assert set(taps.values) == {"outer/x", "outer/inner/h"}
     equal(out, 2 * X + 1 + 6)
     step = jax.grad(lambda x: jnp.sum(outer(x)))
-    out, taps = jt.capture(step)(X)
+    out, taps = tapax.capture(step)(X)
     equal(out, step(X))
     equal(taps.grads["outer/inner/h"], [3.0, 3.0])
 
 
 def test_capture_composes_with_transformations():
-    captured = jt.capture(lambda x: jnp.sum(jt.sow(jnp.sin(x), "h") ** 2))
+    captured = tapax.capture(lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2))
     equal(jax.grad(lambda x: captured(x)[0])(X), 2 * jnp.sin(X) * jnp.cos(X), rtol=1e-6)
     equal(jax.grad(lambda x: jnp.sum(captured(x)[1].values["h"]))(X), jnp.cos(X), rtol=1e-6)
     _, (out, taps) = jax.lax.scan(lambda c, x: (c, captured(x)), 0, jnp.stack([X, 2 * X]))
     equal(taps.values["h"], jnp.sin(jnp.stack([X, 2 * X])), rtol=1e-6)
-    assert isinstance(taps, jt.Taps)
+    assert isinstance(taps, tapax.Taps)
 
 
 def test_ahead_of_time():
-    captured = jt.capture(jax.jit(sown))
-    compiled = jax.jit(jt.capture(sown)).lower(X).compile()
+    captured = tapax.capture(jax.jit(sown))
+    compiled = jax.jit(tapax.capture(sown)).lower(X).compile()
     equal(compiled(X)[1].values["h"], 2 * X)
     assert captured.lower(X).compile()(X)[1].sites.names == ["h"]
 
@@ -326,13 +326,13 @@ def test_ahead_of_time():
 def test_threads_capture_at_the_same_time():
     def work(i):
         def fn(x):
-            with jt.scope(f"thread{i}"):
+            with tapax.scope(f"thread{i}"):
                 for k in range(5):
-                    x = jt.sow(jnp.sin(x) + i, f"h{k}")
+                    x = tapax.sow(jnp.sin(x) + i, f"h{k}")
             return jnp.sum(x)
 
-        rules = jt.ops("sin") if i % 2 else None
-        out, taps = jt.capture(jax.grad(fn), values=["**", rules])(X + i)
+        rules = tapax.ops("sin") if i % 2 else None
+        out, taps = tapax.capture(jax.grad(fn), values=["**", rules])(X + i)
         names = {n for n in taps.values if "sin" not in n}
         assert names == {f"thread{i}/h{k}" for k in range(5)}
         assert any("sin" in n for n in taps.values) == bool(i % 2)
@@ -344,7 +344,7 @@ def test_threads_capture_at_the_same_time():
 
 
 def test_one_captured_function_in_many_threads():
-    captured = jt.capture(sown)
+    captured = tapax.capture(sown)
     barrier = threading.Barrier(6)
 
     def work(i):
@@ -363,9 +363,9 @@ def test_a_thread_that_does_not_capture_sees_no_marks():
         thread = threading.Thread(target=lambda: seen.append(str(jax.make_jaxpr(sown)(1.0))))
         thread.start()
         thread.join()
-        return jt.sow(x, "h")
+        return tapax.sow(x, "h")
 
-    jt.capture(fn)(X)
+    tapax.capture(fn)(X)
     assert "tap" not in seen[0]
 
 
@@ -373,13 +373,13 @@ def test_an_exception_leaves_nothing_behind():
     fail = True
 
     def fn(x):
-        with jt.scope("s"):
+        with tapax.scope("s"):
             y = jax.jit(sown)(x)
             if fail:
                 raise RuntimeError("on purpose")
         return y
 
-    captured = jt.capture(fn, values=["**", jt.ops("mul")])
+    captured = tapax.capture(fn, values=["**", tapax.ops("mul")])
     before = str(jax.make_jaxpr(sown)(X))
     with pytest.raises(RuntimeError, match="on purpose"):
         captured(X)
@@ -396,10 +396,10 @@ def test_sites_computes_nothing():
 
     def fn(x):
         jax.debug.callback(lambda: ran.append(1))
-        return jax.lax.scan(lambda c, _: (jt.sow(c, "h"), None), x, None, length=5)[0]
+        return jax.lax.scan(lambda c, _: (tapax.sow(c, "h"), None), x, None, length=5)[0]
 
     for form in (fn, jax.jit(fn)):
-        table = jt.sites(form)(X)
+        table = tapax.sites(form)(X)
         assert table.names == ["h"]
         assert table["h"].shape == (5, 2)
         assert table["h"].nbytes == 5 * 2 * X.dtype.itemsize
@@ -410,6 +410,6 @@ def test_sites_computes_nothing():
 
 
 def test_weakly_typed_values_keep_their_type_in_the_program():
-    fn = lambda x: jt.sow(2.0, "two") * x
-    out, _ = jt.capture(fn)(X.astype(jnp.bfloat16))
+    fn = lambda x: tapax.sow(2.0, "two") * x
+    out, _ = tapax.capture(fn)(X.astype(jnp.bfloat16))
     assert out.dtype == jnp.bfloat16

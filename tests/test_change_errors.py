@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtap as jt
+import tapax
 
 X = jnp.array([1.0, 2.0, 3.0], jnp.float32)
 
@@ -19,32 +19,32 @@ def of_32_bits():
 
 
 def loss(x):
-    return jnp.sum(jt.sow(jnp.sin(x), "h") * 2)
+    return jnp.sum(tapax.sow(jnp.sin(x), "h") * 2)
 
 
 def chain(x):
-    return lax.scan(lambda c, t: (jt.sow(jnp.sin(c * t), "h"), None), x, X)[0]
+    return lax.scan(lambda c, t: (tapax.sow(jnp.sin(c * t), "h"), None), x, X)[0]
 
 
 def loop(x):
-    return lax.while_loop(lambda c: jnp.sum(c) < 50, lambda c: jt.sow(2 * c, "h"), x)
+    return lax.while_loop(lambda c: jnp.sum(c) < 50, lambda c: tapax.sow(2 * c, "h"), x)
 
 
 def branch(x):
-    return lax.cond(x[0] > 0, lambda x: jt.sow(2 * x, "h"), lambda x: x, x)
+    return lax.cond(x[0] > 0, lambda x: tapax.sow(2 * x, "h"), lambda x: x, x)
 
 
 def dropped(x):
-    jt.sow(2 * x, "d")
-    return jnp.sum(jt.sow(x, "h"))
+    tapax.sow(2 * x, "d")
+    return jnp.sum(tapax.sow(x, "h"))
 
 
 def mapped(x):
-    return jnp.sum(jax.vmap(lambda x: jt.sow(jnp.sin(x), "h"))(jnp.stack([x, x])))
+    return jnp.sum(jax.vmap(lambda x: tapax.sow(jnp.sin(x), "h"))(jnp.stack([x, x])))
 
 
 def twice(x):
-    layer = jax.jit(lambda x: jt.sow(jnp.sin(x), "h"))
+    layer = jax.jit(lambda x: tapax.sow(jnp.sin(x), "h"))
     return layer(layer(x))
 
 
@@ -53,7 +53,7 @@ LINES |= {f: f"{__file__}:{f.__code__.co_firstlineno + 1}" for f in (dropped, ma
 AT = {f: f"marked at {line}," for f, line in LINES.items()}
 
 
-def message(call, *args, kind=jt.SiteError):
+def message(call, *args, kind=tapax.SiteError):
     with pytest.raises(kind) as error:
         call(*args)
     return str(error.value)
@@ -75,15 +75,15 @@ def test_an_edit_of_another_type(edit, type_):
         "An edit keeps shape and dtype."
     )
     for f in (loss, jax.jit(loss)):
-        assert message(jt.edit(f, {"h": edit}), X) == expected
-        assert message(jax.jit(jt.edit(f, {"h": edit})), X) == expected
-    assert "returns" in message(jt.edit(jax.grad(loss), grads={"h": edit}), X)
-    assert "returns" in message(jt.edit(mapped, {"h": edit}), X)
+        assert message(tapax.edit(f, {"h": edit}), X) == expected
+        assert message(jax.jit(tapax.edit(f, {"h": edit})), X) == expected
+    assert "returns" in message(tapax.edit(jax.grad(loss), grads={"h": edit}), X)
+    assert "returns" in message(tapax.edit(mapped, {"h": edit}), X)
 
 
 @pytest.mark.parametrize("made", [None, (X,), {"h": X}, "text"])
 def test_an_edit_that_returns_no_array(made):
-    assert message(jt.edit(loss, {"h": lambda h: made}), X) == (
+    assert message(tapax.edit(loss, {"h": lambda h: made}), X) == (
         f"The edit of the site 'h', {AT[loss]} returns {type(made).__name__}, but must return one "
         "array like the value, of type float32[3]."
     )
@@ -91,29 +91,29 @@ def test_an_edit_that_returns_no_array(made):
 
 def test_an_array_of_another_type():
     begin = f"values='h' replaces the site 'h', {AT[loss]} by an array of"
-    assert message(jt.edit(loss, {"h": jnp.zeros(4)}), X) == (
+    assert message(tapax.edit(loss, {"h": jnp.zeros(4)}), X) == (
         f"{begin} shape [4], but the value has shape [3]."
     )
-    assert message(jt.edit(loss, {"h": jnp.arange(3)}), X) == (
+    assert message(tapax.edit(loss, {"h": jnp.arange(3)}), X) == (
         f"{begin} type int32, but the value is float32[3]. An edit keeps the dtype: cast the array."
     )
     for new in (jnp.zeros(1), jnp.zeros((1, 3)), jnp.zeros((3, 1)), jnp.zeros(0)):
-        assert "the value has shape [3]" in message(jt.edit(loss, {"h": new}), X)
-    counted = lambda x: jt.sow(x * 2, "i")
-    assert "type float32" in message(jt.edit(counted, {"i": 1.5}), jnp.arange(3))
-    assert "type complex64" in message(jt.edit(loss, {"h": 1j}), X)
-    text = message(jt.edit(chain, {"h": jnp.zeros((4, 3))}), X)
+        assert "the value has shape [3]" in message(tapax.edit(loss, {"h": new}), X)
+    counted = lambda x: tapax.sow(x * 2, "i")
+    assert "type float32" in message(tapax.edit(counted, {"i": 1.5}), jnp.arange(3))
+    assert "type complex64" in message(tapax.edit(loss, {"h": 1j}), X)
+    text = message(tapax.edit(chain, {"h": jnp.zeros((4, 3))}), X)
     assert text.endswith("but the value has shape [3], or [3, 3] with its loops and maps.")
     for new in (jnp.zeros((3, 3)), jnp.zeros((2, 4))):
-        text = message(jt.edit(mapped, {"h": new}), X)
+        text = message(tapax.edit(mapped, {"h": new}), X)
         assert text.endswith("but the value has shape [3], or [2, 3] with its loops and maps.")
-    one = {jt.at("h", step=0): jnp.zeros((3, 3))}
-    assert message(jt.edit(chain, one), X).endswith("but the value has shape [3].")
+    one = {tapax.at("h", step=0): jnp.zeros((3, 3))}
+    assert message(tapax.edit(chain, one), X).endswith("but the value has shape [3].")
 
 
 @pytest.mark.parametrize("new", ["text", None, {"a": 1}, object()])
 def test_an_edit_that_is_none(new):
-    assert message(jt.edit, loss, {"h": new}, kind=TypeError) == (
+    assert message(tapax.edit, loss, {"h": new}, kind=TypeError) == (
         "values['h'] must be an array, a number, or a function of the value, but is "
         f"{new!r} of type {type(new).__name__}."
     )
@@ -122,90 +122,90 @@ def test_an_edit_that_is_none(new):
 @pytest.mark.parametrize("edits", ["h", ["h"], [("h",)], [("h", 0.0, 1)], 3.0])
 def test_edits_that_are_no_pairs(edits):
     with pytest.raises(TypeError, match="`values` maps selections of sites to edits"):
-        jt.edit(loss, edits)
+        tapax.edit(loss, edits)
 
 
 def test_sites_that_are_not_there():
     begin = "was asked for, but no site has that name: no marked value of that name was reached"
     for name in ("hh", "h@1", "H"):
-        assert f"values={name!r} {begin}" in message(jt.edit(loss, {name: 0.0}), X)
-        assert f"at={name!r} {begin}" in message(jt.grad(loss, name), X)
-        assert f"at={name!r} {begin}" in message(jt.perturbations(loss, name), X)
-        assert name in message(jt.prefix(loss, name), X)
-        assert name in message(jt.suffix(loss, name), X, X)
-        assert name in message(jt.jacobian(loss, of=None, wrt=name), X)
-        assert name in message(jt.jacobian(loss, of=name, wrt="h"), X)
-    assert "The nearest names are 'h'." in message(jt.edit(loss, {"hh": 0.0}), X)
+        assert f"values={name!r} {begin}" in message(tapax.edit(loss, {name: 0.0}), X)
+        assert f"at={name!r} {begin}" in message(tapax.grad(loss, name), X)
+        assert f"at={name!r} {begin}" in message(tapax.perturbations(loss, name), X)
+        assert name in message(tapax.prefix(loss, name), X)
+        assert name in message(tapax.suffix(loss, name), X, X)
+        assert name in message(tapax.jacobian(loss, of=None, wrt=name), X)
+        assert name in message(tapax.jacobian(loss, of=name, wrt="h"), X)
+    assert "The nearest names are 'h'." in message(tapax.edit(loss, {"hh": 0.0}), X)
     for call in (
-        lambda: jt.edit(loss, {"q*": 0.0})(X),
-        lambda: jt.edit(loss, {"h": 0.0, "q*": 0.0})(X),
-        lambda: jt.edit(loss, {jt.ops("cos"): 0.0})(X),
-        lambda: jt.edit(loss, {jt.lines("no_file.py:3"): 0.0})(X),
-        lambda: jt.edit(jax.grad(loss), grads={"q*": 0.0})(X),
-        lambda: jt.grad(loss, "q*")(X),
-        lambda: jt.grad(loss, jt.ops("cos"))(X),
-        lambda: jt.perturbations(loss, "q*")(X),
-        lambda: jt.prefix(loss, "q*")(X),
-        lambda: jt.prefix(loss, jt.ops("cos"))(X),
-        lambda: jt.prefix(loss, lambda site: False)(X),
-        lambda: jt.suffix(loss, "q*")(X, X),
-        lambda: jt.jacobian(loss, of=None, wrt="q*")(X),
+        lambda: tapax.edit(loss, {"q*": 0.0})(X),
+        lambda: tapax.edit(loss, {"h": 0.0, "q*": 0.0})(X),
+        lambda: tapax.edit(loss, {tapax.ops("cos"): 0.0})(X),
+        lambda: tapax.edit(loss, {tapax.lines("no_file.py:3"): 0.0})(X),
+        lambda: tapax.edit(jax.grad(loss), grads={"q*": 0.0})(X),
+        lambda: tapax.grad(loss, "q*")(X),
+        lambda: tapax.grad(loss, tapax.ops("cos"))(X),
+        lambda: tapax.perturbations(loss, "q*")(X),
+        lambda: tapax.prefix(loss, "q*")(X),
+        lambda: tapax.prefix(loss, tapax.ops("cos"))(X),
+        lambda: tapax.prefix(loss, lambda site: False)(X),
+        lambda: tapax.suffix(loss, "q*")(X, X),
+        lambda: tapax.jacobian(loss, of=None, wrt="q*")(X),
     ):
         message(call)
 
 
 def test_gradients_that_are_not_taken():
-    assert message(jt.edit(loss, grads={"h": 0.0}), X) == (
+    assert message(tapax.edit(loss, grads={"h": 0.0}), X) == (
         f"grads='h' was asked for, but the site 'h', {AT[loss]} has no gradient: the program takes "
         "no gradient, or none that reaches a marked value. Take it inside the captured function, "
         "as a train step does."
     )
     # The gradient is taken around the edited function, which has none itself.
-    assert "has no gradient" in message(jax.grad(jt.edit(loss, grads={"h": 0.0})), X)
-    message(jt.edit(loss, grads={"**": 0.0}), X)
-    cut = lambda x: jnp.sum(x * lax.stop_gradient(jt.sow(jnp.sin(x), "h")))
-    assert "has no gradient" in message(jt.edit(jax.grad(cut), grads={"h": 0.0}), X)
+    assert "has no gradient" in message(jax.grad(tapax.edit(loss, grads={"h": 0.0})), X)
+    message(tapax.edit(loss, grads={"**": 0.0}), X)
+    cut = lambda x: jnp.sum(x * lax.stop_gradient(tapax.sow(jnp.sin(x), "h")))
+    assert "has no gradient" in message(tapax.edit(jax.grad(cut), grads={"h": 0.0}), X)
 
 
 def test_values_that_reach_no_result():
     expected = (
         f"The value of the site 'd', {AT[dropped]} is edited, but never reaches a result of the "
-        "function, so the edit would do nothing. Use what jt.sow returned in the place of the "
+        "function, so the edit would do nothing. Use what tapax.sow returned in the place of the "
         "value that it was given."
     )
     for f in (dropped, jax.jit(dropped), jax.checkpoint(dropped), jax.grad(dropped)):
-        assert message(jt.edit(f, {"d": 0.0}), X) == expected
-    assert message(jt.edit(dropped, {"h": 0.0, "d*": 0.0}), X) == expected
-    in_a_scan = lambda x: lax.scan(lambda c, t: (jt.sow(c, "d") * 0 + t, c), x, X)[0]
-    jt.edit(in_a_scan, {"d": 0.0})(X)  # that reaches, through a product with zero
-    aside = lambda x: lax.scan(lambda c, t: (c * t, jt.sow(c, "d")), x, X)[0]
-    assert "never reaches" in message(jt.edit(aside, {"d": 0.0}), X)
-    assert "never reaches" in message(jt.suffix(dropped, "d"), X, X)
-    assert "what is returned does not depend on it" in message(jt.grad(dropped, "d"), X)
-    np.testing.assert_allclose(jt.prefix(dropped, "d")(X), 2 * X)
+        assert message(tapax.edit(f, {"d": 0.0}), X) == expected
+    assert message(tapax.edit(dropped, {"h": 0.0, "d*": 0.0}), X) == expected
+    in_a_scan = lambda x: lax.scan(lambda c, t: (tapax.sow(c, "d") * 0 + t, c), x, X)[0]
+    tapax.edit(in_a_scan, {"d": 0.0})(X)  # that reaches, through a product with zero
+    aside = lambda x: lax.scan(lambda c, t: (c * t, tapax.sow(c, "d")), x, X)[0]
+    assert "never reaches" in message(tapax.edit(aside, {"d": 0.0}), X)
+    assert "never reaches" in message(tapax.suffix(dropped, "d"), X, X)
+    assert "what is returned does not depend on it" in message(tapax.grad(dropped, "d"), X)
+    np.testing.assert_allclose(tapax.prefix(dropped, "d")(X), 2 * X)
 
 
 @pytest.mark.parametrize("step", [3, -4, 100, np.int64(3), np.array(3), jnp.array(-4)])
 def test_an_iteration_that_there_is_not(step):
     expected = f"step={step} was given for the site 'h', {AT[chain]} but its loop has 3 iterations."
     for edit in (0.0, lambda h: h):
-        edited = jt.edit(chain, {jt.at("h", step=step): edit})
+        edited = tapax.edit(chain, {tapax.at("h", step=step): edit})
         assert message(edited, X) == expected
         assert message(edited, X) == expected
-    known = {jt.at("h", step=step): 0.0}
+    known = {tapax.at("h", step=step): 0.0}
     if not isinstance(step, jax.Array):
-        assert message(jax.jit(lambda x: jt.edit(chain, known)(x)), X) == expected
+        assert message(jax.jit(lambda x: tapax.edit(chain, known)(x)), X) == expected
     with jax.disable_jit():
-        assert message(jt.edit(chain, known), X) == expected
-    text = message(jt.prefix(chain, jt.at("h", step=int(step))), X)
+        assert message(tapax.edit(chain, known), X) == expected
+    text = message(tapax.prefix(chain, tapax.at("h", step=int(step))), X)
     assert "its loop has 3 iterations" in text
-    assert text == message(jt.suffix(chain, jt.at("h", step=int(step))), X, X)
+    assert text == message(tapax.suffix(chain, tapax.at("h", step=int(step))), X, X)
 
 
 def test_a_good_iteration_and_then_a_bad_one():
     # One program is compiled for both: the number is checked on every call.
     f = jax.jit(chain)
-    sweep = lambda i: jt.edit(f, {jt.at("h", step=i): 0.5})(X)
+    sweep = lambda i: tapax.edit(f, {tapax.at("h", step=i): 0.5})(X)
     assert np.isfinite(sweep(2)).all()
     message(sweep, 3)
     message(sweep, -4)
@@ -214,38 +214,38 @@ def test_a_good_iteration_and_then_a_bad_one():
 
 @pytest.mark.parametrize("edit", [0.5, lambda h: h])
 def test_a_traced_iteration_that_there_is_not(edit):
-    sweep = lambda i: jt.edit(chain, {jt.at("h", step=i): edit})(X)
+    sweep = lambda i: tapax.edit(chain, {tapax.at("h", step=i): edit})(X)
     for transformed in (jax.vmap(sweep), jax.jit(jax.vmap(sweep)), lambda i: lax.map(sweep, i)):
         bad = np.isnan(transformed(jnp.array([-4, -3, 0, 2, 3, 100]))).all(axis=1)
         assert bad.tolist() == [True, False, False, False, True, True]
     assert np.isnan(jax.jit(sweep)(jnp.uint8(255))).all()
     assert np.isnan(jax.jit(sweep)(jnp.int8(-128))).all()
     step = jax.grad(lambda x: jnp.sum(chain(x)))
-    sweep = lambda i: jt.edit(step, grads={jt.at("h", step=i): edit})(X)
+    sweep = lambda i: tapax.edit(step, grads={tapax.at("h", step=i): edit})(X)
     assert np.isnan(jax.jit(sweep)(3)).all() and not np.isnan(jax.jit(sweep)(2)).any()
 
 
 def test_iterations_where_there_are_none():
     expected = f"`step` was given for the site 'h', {AT[loss]} which is in no loop. Leave it out."
     for step in (0, jnp.array(0), slice(0, 1)):
-        assert message(jt.edit(loss, {jt.at("h", step=step): 0.0}), X) == expected
-    assert message(jt.prefix(loss, jt.at("h", step=0)), X) == (
+        assert message(tapax.edit(loss, {tapax.at("h", step=step): 0.0}), X) == expected
+    assert message(tapax.prefix(loss, tapax.at("h", step=0)), X) == (
         f"The site 'h', {AT[loss]} is in no loop. Leave `step` out."
     )
-    assert message(jt.edit(chain, {jt.at("h", step=slice(3, 9)): 0.0}), X) == (
+    assert message(tapax.edit(chain, {tapax.at("h", step=slice(3, 9)): 0.0}), X) == (
         f"step=slice(3, 9, None) was given for the site 'h', {AT[chain]} but that is none of the 3 "
         "iterations of its loop."
     )
-    message(lambda: jt.edit(chain, {jt.at("h", step=jnp.array([0, 1])): 0.0}))
-    message(lambda: jt.edit(chain, {jt.at("h", step=1.0): 0.0}), kind=TypeError)
-    message(lambda: jt.edit(chain, {jt.at("h", step=True): 0.0}), kind=TypeError)
+    message(lambda: tapax.edit(chain, {tapax.at("h", step=jnp.array([0, 1])): 0.0}))
+    message(lambda: tapax.edit(chain, {tapax.at("h", step=1.0): 0.0}), kind=TypeError)
+    message(lambda: tapax.edit(chain, {tapax.at("h", step=True): 0.0}), kind=TypeError)
 
 
 def test_iterations_of_a_while_loop():
     for step in (-1, slice(-1, None), slice(None, -1)):
-        text = message(jt.edit(loop, {jt.at("h", step=step): 0.0}), X)
+        text = message(tapax.edit(loop, {tapax.at("h", step=step): 0.0}), X)
         assert AT[loop] in text
-    assert "while loop" in message(jt.prefix(loop, jt.at("h", step=1)), X)
+    assert "while loop" in message(tapax.prefix(loop, tapax.at("h", step=1)), X)
 
 
 def test_perturbations_of_another_type():
@@ -254,7 +254,7 @@ def test_perturbations_of_another_type():
         f"{begin} has shape {n}, but its values have shape [3]. Make perturbations with the "
         "arguments that they are for."
     )
-    add = jt.perturbed(loss)
+    add = tapax.perturbed(loss)
     assert message(add, {"h": jnp.zeros(4)}, X) == shape([4])
     assert message(add, {"h": jnp.zeros((2, 3))}, X) == shape([2, 3])
     assert message(add, {"h": 0.0}, X) == shape([])
@@ -265,68 +265,70 @@ def test_perturbations_of_another_type():
         )
     # A batch of another size than the perturbations were made with.
     batch = lambda xs: jnp.sum(jax.vmap(loss)(xs))
-    zeros = jt.perturbations(batch)(jnp.ones((4, 3)))
-    text = message(jt.perturbed(batch), zeros, jnp.ones((2, 3)))
+    zeros = tapax.perturbations(batch)(jnp.ones((4, 3)))
+    text = message(tapax.perturbed(batch), zeros, jnp.ones((2, 3)))
     assert "has shape [4, 3], but its values have shape [2, 3]" in text
-    assert text == message(jax.jit(jt.perturbed(batch)), zeros, jnp.ones((2, 3)))
-    message(jt.perturbed(chain), {"h": jnp.zeros(3)}, X)
+    assert text == message(jax.jit(tapax.perturbed(batch)), zeros, jnp.ones((2, 3)))
+    message(tapax.perturbed(chain), {"h": jnp.zeros(3)}, X)
 
 
 def test_perturbations_of_sites_that_have_none():
-    assert message(jt.perturbed(loss), {"q": X}, X) == (
+    assert message(tapax.perturbed(loss), {"q": X}, X) == (
         "There is a perturbation of 'q', but no such site was reached when the function was "
         "traced. The sites are 'h'."
     )
-    assert "'h@2'" in message(jt.perturbed(twice), {"h@2": X}, X)
-    counted = lambda x: jnp.sum(x) * jt.sow(jnp.arange(3), "i")[1]
+    assert "'h@2'" in message(tapax.perturbed(twice), {"h@2": X}, X)
+    counted = lambda x: jnp.sum(x) * tapax.sow(jnp.arange(3), "i")[1]
     reason = "its values are of type int32, which cannot be differentiated"
-    assert reason in message(jt.grad(counted, "i"), X)
-    assert reason in message(jt.perturbations(counted, "i"), X)
-    assert reason in message(jt.perturbed(counted), {"i": jnp.arange(3)}, X)
-    assert reason in message(jt.jacobian(counted, of=None, wrt="i"), X)
+    assert reason in message(tapax.grad(counted, "i"), X)
+    assert reason in message(tapax.perturbations(counted, "i"), X)
+    assert reason in message(tapax.perturbed(counted), {"i": jnp.arange(3)}, X)
+    assert reason in message(tapax.jacobian(counted, of=None, wrt="i"), X)
     total = lambda x: jnp.sum(loop(x))
     for call in (
-        lambda: jt.grad(total, "h")(X),
-        lambda: jt.perturbations(total, "h")(X),
-        lambda: jt.perturbed(total)({"h": X}, X),
-        lambda: jt.jacobian(loop, of=None, wrt="h")(X),
+        lambda: tapax.grad(total, "h")(X),
+        lambda: tapax.perturbations(total, "h")(X),
+        lambda: tapax.perturbed(total)({"h": X}, X),
+        lambda: tapax.jacobian(loop, of=None, wrt="h")(X),
     ):
         assert "it is in a while loop, which may reach it any number of times" in message(call)
     for given in ([X], X, None):
-        text = message(jt.perturbed(loss), given, X, kind=TypeError)
+        text = message(tapax.perturbed(loss), given, X, kind=TypeError)
         assert text.startswith("The first argument of a perturbed function is a dict")
-    assert "'h'" in message(jt.perturbed(loss), {"h": None}, X, kind=(TypeError, jt.SiteError))
+    assert "'h'" in message(
+        tapax.perturbed(loss), {"h": None}, X, kind=(TypeError, tapax.SiteError)
+    )
 
 
 @pytest.mark.parametrize("wrap", [jax.custom_jvp, jax.custom_vjp])
 def test_inside_of_a_function_with_a_rule(wrap):
-    inner = wrap(lambda x: jt.sow(jnp.sin(x), "h") * 2)
+    inner = wrap(lambda x: tapax.sow(jnp.sin(x), "h") * 2)
     if wrap is jax.custom_jvp:
         inner.defjvps(lambda t, out, x: t)
     else:
         inner.defvjp(lambda x: (inner(x), None), lambda _, ct: (ct,))
     f = lambda x: jnp.sum(inner(x))
     expected = "'h' is inside a function with a derivative rule of its own"
-    assert expected in message(jt.grad(f), X)
-    assert expected in message(jax.grad(jt.perturbed(f)), {"h": X}, X)
-    replaced = lambda s: jt.edit(f, {"h": lambda h: h * s})(X)
+    assert expected in message(tapax.grad(f), X)
+    assert expected in message(jax.grad(tapax.perturbed(f)), {"h": X}, X)
+    replaced = lambda s: tapax.edit(f, {"h": lambda h: h * s})(X)
     assert expected in message(jax.grad(replaced), 2.0)
-    np.testing.assert_allclose(jt.perturbed(f)({"h": X}, X), 2 * jnp.sum(jnp.sin(X) + X), 1e-6)
+    np.testing.assert_allclose(tapax.perturbed(f)({"h": X}, X), 2 * jnp.sum(jnp.sin(X) + X), 1e-6)
 
 
 def test_losses():
     first = "A gradient is that of a loss, one real number, but the function returns"
     for f, what in (
-        (lambda x: jt.sow(x, "h"), "float32[3]"),
-        (lambda x: jnp.sum(jt.sow(x, "h")).astype(int), "int32[]"),
-        (lambda x: jnp.sum(jt.sow(x, "h")) * 1j, "complex64[]"),
+        (lambda x: tapax.sow(x, "h"), "float32[3]"),
+        (lambda x: jnp.sum(tapax.sow(x, "h")).astype(int), "int32[]"),
+        (lambda x: jnp.sum(tapax.sow(x, "h")) * 1j, "complex64[]"),
         (lambda x: None, "no array"),
     ):
-        for take in (jt.grad, jt.value_and_grad):
+        for take in (tapax.grad, tapax.value_and_grad):
             assert message(take(f), X, kind=TypeError).startswith(f"{first} {what} first.")
-    pair = lambda x: (jnp.sum(jt.sow(x, "h")), x)
-    assert "must return the loss alone" in message(jt.grad(pair), X, kind=TypeError)
-    text = message(jt.grad(loss, has_aux=True), X, kind=TypeError)
+    pair = lambda x: (jnp.sum(tapax.sow(x, "h")), x)
+    assert "must return the loss alone" in message(tapax.grad(pair), X, kind=TypeError)
+    text = message(tapax.grad(loss, has_aux=True), X, kind=TypeError)
     assert "must return (loss, aux), as has_aux=True says" in text
 
 
@@ -335,60 +337,60 @@ def test_cuts_that_are_crossed_more_than_once():
         "A cut is at one site, but 'h' picks 2, so the program crosses it more than once: 'h', "
         f"'h@1'. Name one of them: the first, {AT[twice]} is 'h@0'."
     )
-    for call in (lambda: jt.prefix(twice, "h")(X), lambda: jt.suffix(twice, "h")(X, X)):
+    for call in (lambda: tapax.prefix(twice, "h")(X), lambda: tapax.suffix(twice, "h")(X, X)):
         assert message(call) == expected
-    for call in (lambda: jt.prefix(chain, "h")(X), lambda: jt.suffix(chain, "h")(X, X)):
+    for call in (lambda: tapax.prefix(chain, "h")(X), lambda: tapax.suffix(chain, "h")(X, X)):
         assert message(call) == (
             f"The site 'h', {AT[chain]} is in the loops scan[3], so the program crosses it more "
-            "than once. Cut at one iteration of a scan: jt.at('h', step=0)."
+            "than once. Cut at one iteration of a scan: tapax.at('h', step=0)."
         )
-    for call in (lambda: jt.prefix(branch, "h")(X), lambda: jt.suffix(branch, "h")(X, X)):
+    for call in (lambda: tapax.prefix(branch, "h")(X), lambda: tapax.suffix(branch, "h")(X, X)):
         assert message(call) == (
             f"The site 'h', {AT[branch]} is in a branch, which may not run, so the function cannot "
             "be cut there. Mark a value outside of the conditional."
         )
-    assert "is in the loops while" in message(jt.prefix(loop, "h"), X)
+    assert "is in the loops while" in message(tapax.prefix(loop, "h"), X)
     inner = lambda c, t: (chain(c * t), None)
-    text = message(jt.prefix(lambda x: lax.scan(inner, x, X)[0], jt.at("h", step=0)), X)
+    text = message(tapax.prefix(lambda x: lax.scan(inner, x, X)[0], tapax.at("h", step=0)), X)
     assert "is in the loops scan[3]" in text
     for step in (jnp.array(1), slice(0, 2)):
-        text = message(jt.prefix, chain, jt.at("h", step=step))
+        text = message(tapax.prefix, chain, tapax.at("h", step=step))
         assert text.startswith("A cut is at one iteration, whose number is known")
 
 
 def test_a_start_of_another_type():
     for value, type_ in ((X[:2], "float32[2]"), (jnp.arange(3), "int32[3]"), (0.0, "float32[]")):
-        assert message(jt.suffix(loss, "h"), value, X) == (
+        assert message(tapax.suffix(loss, "h"), value, X) == (
             f"The site 'h', {AT[loss]} was given a value of type {type_}, but its values are of "
             "type float32[3]."
         )
 
 
 def test_jacobians_of_several_sites():
-    assert message(jt.jacobian(twice, of=None, wrt="h"), X) == (
+    assert message(tapax.jacobian(twice, of=None, wrt="h"), X) == (
         "wrt='h' picks 2 sites, but a Jacobian is that of one, with all of its iterations: 'h@0', "
         "'h@1'."
     )
 
 
 def test_predicates_of_while_loops():
-    test = lambda c: jt.sow(jnp.sum(c), "p") < 10
+    test = lambda c: tapax.sow(jnp.sum(c), "p") < 10
     f = lambda x: lax.while_loop(test, lambda c: c + 1, x)
-    text = message(jt.edit(f, {"p": 0.0}), X)
+    text = message(tapax.edit(f, {"p": 0.0}), X)
     assert "is in the predicate of a while loop, where it cannot be edited" in text
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda f: jt.edit(f, {"h": 0.0}),
-        jt.grad,
-        jt.value_and_grad,
-        jt.perturbations,
-        jt.perturbed,
-        lambda f: jt.jacobian(f, of=None, wrt="h"),
-        lambda f: jt.prefix(f, "h"),
-        lambda f: jt.suffix(f, "h"),
+        lambda f: tapax.edit(f, {"h": 0.0}),
+        tapax.grad,
+        tapax.value_and_grad,
+        tapax.perturbations,
+        tapax.perturbed,
+        lambda f: tapax.jacobian(f, of=None, wrt="h"),
+        lambda f: tapax.prefix(f, "h"),
+        lambda f: tapax.suffix(f, "h"),
     ],
 )
 def test_what_is_no_function(make):
@@ -402,11 +404,11 @@ def test_an_error_leaves_nothing_behind():
     f = jax.jit(loss)
     expected = f(X)
     for call in (
-        lambda: jt.edit(f, {"h": jnp.zeros(4)})(X),
-        lambda: jt.grad(f, "q")(X),
-        lambda: jt.perturbed(f)({"h": jnp.zeros(4)}, X),
-        lambda: jt.prefix(f, "q")(X),
+        lambda: tapax.edit(f, {"h": jnp.zeros(4)})(X),
+        lambda: tapax.grad(f, "q")(X),
+        lambda: tapax.perturbed(f)({"h": jnp.zeros(4)}, X),
+        lambda: tapax.prefix(f, "q")(X),
     ):
         message(call)
         np.testing.assert_allclose(f(X), expected)
-    np.testing.assert_allclose(jt.edit(f, {"h": 0.0})(X), 0)
+    np.testing.assert_allclose(tapax.edit(f, {"h": 0.0})(X), 0)

@@ -11,7 +11,7 @@ import pytest
 from brainstate import transform
 from flax import linen, nnx
 
-import jaxtap as jt
+import tapax
 
 X = jnp.sin(jnp.arange(12.0, dtype=jnp.float32)).reshape(4, 3)
 KEY = jax.random.key(0)
@@ -292,19 +292,19 @@ def ran(framework, change, hook=same, of="step"):
 @every
 @pytest.mark.parametrize("of", ["loss", "step"])
 def test_edited_values(framework, of):
-    got = ran(framework, lambda one, f: jt.edit(f, {one.site: EDIT}), of=of)
+    got = ran(framework, lambda one, f: tapax.edit(f, {one.site: EDIT}), of=of)
     close(got, ran(framework, lambda one, f: f, EDIT, of))
 
 
 @every
 def test_an_edit_of_nothing(framework):
-    got = ran(framework, lambda one, f: jt.edit(f, {one.site: lambda h: h}))
+    got = ran(framework, lambda one, f: tapax.edit(f, {one.site: lambda h: h}))
     close(got, ran(framework, lambda one, f: f), 1e-6)
 
 
 @every
 def test_clipped_gradients_in_an_unmodified_train_step(framework):
-    got = ran(framework, lambda one, f: jt.edit(f, grads={one.site: CLIP}))
+    got = ran(framework, lambda one, f: tapax.edit(f, grads={one.site: CLIP}))
     close(got, ran(framework, lambda one, f: f, clipped))
 
 
@@ -315,7 +315,7 @@ def test_edited_for_one_example(framework):
     row = lambda h: new if h.shape == (4, 5) else new[0]
     if framework is Equinox:
         new = jnp.broadcast_to(new[0], (4, 5))
-    got = ran(framework, lambda one, f: jt.edit(f, {one.site: new}))
+    got = ran(framework, lambda one, f: tapax.edit(f, {one.site: new}))
     close(got, ran(framework, lambda one, f: f, row))
 
 
@@ -341,15 +341,15 @@ def test_gradients_and_perturbations(framework):
     has_aux = framework in (Linen, Equinox, Haiku)
     one = framework()
     f, args = one.loss()
-    (value, grads) = jt.value_and_grad(f, one.site, has_aux)(*args)
+    (value, grads) = tapax.value_and_grad(f, one.site, has_aux)(*args)
     close(grads, {one.site: expected})
     close(one.value(value), hand(jnp.zeros((4, 5))))
     close(one.held(value, args), plain)
     one = framework()
     f, args = one.loss()
-    zeros = jt.perturbations(f, one.site)(*args)
+    zeros = tapax.perturbations(f, one.site)(*args)
     assert zeros[one.site].shape == (4, 5)
-    out = jt.perturbed(f)({one.site: jnp.full((4, 5), 0.3)}, *args)
+    out = tapax.perturbed(f)({one.site: jnp.full((4, 5), 0.3)}, *args)
     close(one.value(out), hand(jnp.full((4, 5), 0.3)))
     other = framework()
     g, given = other.loss(lambda h: h + 0.3)
@@ -362,10 +362,10 @@ def test_cuts_leave_state_as_it_is(framework):
     f, args = one.loss()
     before = held(one, args)
     fresh, given = framework().loss()
-    _, taps = jt.capture(fresh, one.site)(*given)
-    value = jt.prefix(f, one.site)(*args)
+    _, taps = tapax.capture(fresh, one.site)(*given)
+    value = tapax.prefix(f, one.site)(*args)
     close(value, taps.values[one.site])
-    out = jt.suffix(f, one.site)(value + 0.3, *args)
+    out = tapax.suffix(f, one.site)(value + 0.3, *args)
     close(held(one, args), before)
     other = framework()
     g, given = other.loss(lambda h: h + 0.3)
@@ -386,7 +386,7 @@ def test_jacobians(framework):
     f, args = one.loss()
     before = held(one, args)
     wrt, of = one.site, one.site.replace("first", "second")
-    made = jt.jacobian(f, of=of, wrt=wrt)(*args)
+    made = tapax.jacobian(f, of=of, wrt=wrt)(*args)
     assert made.shape == (4, 2, 4, 5)
     close(held(one, args), before)
     direction = jnp.cos(jnp.arange(20.0)).reshape(4, 5)
@@ -394,7 +394,7 @@ def test_jacobians(framework):
     def shifted(s):
         other = framework()
         g, given = other.loss(added(framework, s * direction))
-        return jt.capture(g, of)(*given)[1].values[of]
+        return tapax.capture(g, of)(*given)[1].values[of]
 
     slope = jax.jvp(shifted, (0.0,), (1.0,))[1]
     close(jnp.einsum("abcd,cd->ab", made, direction), slope)
@@ -424,11 +424,11 @@ def test_a_scanned_model_and_one_of_its_layers():
 
     f = jax.jit(model.apply)
     site = "Deep/layers/dense"
-    ablate = lambda i: jt.edit(f, {jt.at(site, step=i): 0.0})(variables, X)
+    ablate = lambda i: tapax.edit(f, {tapax.at(site, step=i): 0.0})(variables, X)
     close(jax.vmap(ablate)(jnp.arange(4)), jnp.stack([hand(i, X) for i in range(4)]))
-    at = jt.at(site, step=2)
-    close(jt.suffix(f, at)(jt.prefix(f, at)(variables, X), variables, X), f(variables, X))
-    close(jt.suffix(f, at)(jnp.zeros((4, 3)), variables, X), hand(2, X))
+    at = tapax.at(site, step=2)
+    close(tapax.suffix(f, at)(tapax.prefix(f, at)(variables, X), variables, X), f(variables, X))
+    close(tapax.suffix(f, at)(jnp.zeros((4, 3)), variables, X), hand(2, X))
 
 
 def test_calls_of_one_nnx_layer():
@@ -441,9 +441,9 @@ def test_calls_of_one_nnx_layer():
 
     model = Tied()
     expected = model.lin(model.lin(X) * 0 + 1)
-    close(jt.edit(nnx.jit(model), {"Tied/lin@0": 1.0})(X), expected)
-    close(jt.edit(model, {"Tied/lin@1": 1.0})(X), jnp.ones((4, 3)))
-    close(jt.prefix(lambda m, x: m(x), "Tied/lin@0")(model, X), model.lin(X))
+    close(tapax.edit(nnx.jit(model), {"Tied/lin@0": 1.0})(X), expected)
+    close(tapax.edit(model, {"Tied/lin@1": 1.0})(X), jnp.ones((4, 3)))
+    close(tapax.prefix(lambda m, x: m(x), "Tied/lin@0")(model, X), model.lin(X))
 
 
 def test_dropout_draws_as_the_plain_call_does():
@@ -457,8 +457,8 @@ def test_dropout_draws_as_the_plain_call_does():
             return self.drop(self.lin(x))
 
     plain, edited, other = Net(), Net(), Net()
-    f = jt.edit(lambda m, x: m(x), {"Net/lin": lambda h: 2 * h})
+    f = tapax.edit(lambda m, x: m(x), {"Net/lin": lambda h: 2 * h})
     for _ in range(2):
         close(f(edited, X), 2 * plain(X))
-        jt.prefix(lambda m, x: m(x), "Net/drop")(other, X)
-    close(jt.prefix(lambda m, x: m(x), "Net/drop")(other, X), Net()(X))
+        tapax.prefix(lambda m, x: m(x), "Net/drop")(other, X)
+    close(tapax.prefix(lambda m, x: m(x), "Net/drop")(other, X), Net()(X))

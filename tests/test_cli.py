@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtap.cli import load_inputs, save_inputs
+from tapax.cli import load_inputs, save_inputs
 
 pytestmark = pytest.mark.once
 
@@ -84,7 +84,7 @@ print("ended")
 def run(tmp_path, text, *arguments, options=()):
     script = tmp_path / "train.py"
     script.write_text(text)
-    command = [sys.executable, "-m", "jaxtap", "nonfinite", *options, "train.py", *arguments]
+    command = [sys.executable, "-m", "tapax", "nonfinite", *options, "train.py", *arguments]
     env = {**os.environ, "PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
@@ -136,7 +136,7 @@ def test_script_that_fails_or_exits_by_itself(tmp_path):
     lines = done.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert "train.py" in lines[1] and "KeyError: 'mine'" in done.stderr
-    assert "jaxtap/cli.py" not in done.stderr
+    assert "tapax/cli.py" not in done.stderr
     assert lines[-1] == (
         "The script failed. No non-finite value was seen in 1 checked calls of jitted functions."
     )
@@ -150,7 +150,7 @@ def test_bad_input(tmp_path):
     assert done.returncode == 2 and "--every must be at least 1, but is 0." in done.stderr
     done = run(tmp_path, "", options=["--replay", "nowhere"])
     assert done.returncode == 2 and "'nowhere' has no saved inputs" in done.stderr
-    command = [sys.executable, "-m", "jaxtap", "nonfinite", "none.py"]
+    command = [sys.executable, "-m", "tapax", "nonfinite", "none.py"]
     env = {**os.environ, "PYTHONPATH": ROOT}
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""`jaxtap.compat.linen.apply` does what Linen's `apply` does, and what it should do."""
+"""`tapax.compat.linen.apply` does what Linen's `apply` does, and what it should do."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from flax import linen as nn
 from flax.core import FrozenDict, freeze
 from jax import lax
 
-import jaxtap as jt
-from jaxtap.compat.linen import apply
+import tapax
+from tapax.compat.linen import apply
 
 X = jax.random.normal(jax.random.key(7), (2, 4))
 KEY = jax.random.key(0)
@@ -371,7 +371,7 @@ def test_an_apply_within_is_its_own():
 def test_inside_a_capture():
     variables = {"params": MLP().init(KEY, X)["params"]}
     run = lambda v, x: apply(MLP(), v, x, capture_intermediates=True)
-    (out, state), taps = jt.capture(run)(variables, X)
+    (out, state), taps = tapax.capture(run)(variables, X)
     same((out, state), MLP().apply(variables, X, capture_intermediates=True))
     np.testing.assert_array_equal(taps.values["MLP/Dense_0"].shape, (2, 4))
 
@@ -382,7 +382,7 @@ def test_inside_a_capture():
 def test_one_perturbation_for_several_calls():
     params = {"params": Loop("twice").init(KEY, X)["params"]}
     given = {**params, "perturbations": {"layers": {"p": jnp.zeros_like(X)}}}
-    with pytest.raises(jt.SiteError) as error:
+    with pytest.raises(tapax.SiteError) as error:
         apply(Loop("twice"), given, X)
     assert str(error.value) == (
         "perturb('p') is called 2 times in the module at 'Loop/layers', so there must be a tuple "
@@ -393,7 +393,9 @@ def test_one_perturbation_for_several_calls():
 
 def test_a_perturbation_of_another_shape():
     variables = Compact().init(KEY, X[:1])
-    with pytest.raises(jt.SiteError, match=r"shape \[1, 10\], but its values have shape \[2, 10\]"):
+    with pytest.raises(
+        tapax.SiteError, match=r"shape \[1, 10\], but its values have shape \[2, 10\]"
+    ):
         apply(Compact(), variables, X)
 
 
@@ -404,7 +406,7 @@ def test_a_perturbation_in_a_while_loop():
             body = lambda c: (c[0] + 1, self.perturb("h", jnp.sin(c[1])))
             return lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
 
-    with pytest.raises(jt.SiteError, match="is in a while loop, which may reach it any number"):
+    with pytest.raises(tapax.SiteError, match="is in a while loop, which may reach it any number"):
         apply(Net(), {"perturbations": {"h": X}}, X)
 
 

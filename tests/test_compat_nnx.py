@@ -1,4 +1,4 @@
-"""`jaxtap.compat.nnx.capture`: as `nnx.capture` where that is right, and right where it is not."""
+"""`tapax.compat.nnx.capture`: as `nnx.capture` where that is right, and right where it is not."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 from jax import lax
 
-import jaxtap as jt
-from jaxtap.compat.nnx import capture
+import tapax
+from tapax.compat.nnx import capture
 
 X = jnp.arange(12, dtype=jnp.float32).reshape(4, 3) / 10
-CAPTURES = {"flax": nnx.capture, "jaxtap": capture}
+CAPTURES = {"flax": nnx.capture, "tapax": capture}
 both = pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
 
 
@@ -194,9 +194,9 @@ def test_a_reducer_of_structures(capture):
     same(state, {"d": {"a": 2 * X + 1, "b": 4 * X + 2}})
     if capture is not nnx.capture:
         loop = lambda m, x: lax.scan(lambda c, _: (m(c), None), x, length=2)[0]
-        with pytest.raises(jt.SiteError, match="'d' is a structure, and its reducer cannot be"):
+        with pytest.raises(tapax.SiteError, match="'d' is a structure, and its reducer cannot be"):
             capture(loop, nnx.Intermediate)(Net(), X)
-        _, taps = jt.capture(loop)(Net(), X)
+        _, taps = tapax.capture(loop)(Net(), X)
         same(taps.values["Net/d:b@1"], jnp.stack([2 * X + 2] * 2))
 
 
@@ -424,7 +424,9 @@ def test_broadcastable_calls_leave_the_value_alone():
 def test_init_of_another_batch_size():
     model = Foo()
     _, zeros = capture(model, nnx.Perturbation)(X[:1])
-    with pytest.raises(jt.SiteError, match=r"shape \[1, 3\] .*perturb\('p'\) of a Foo.*\[4, 3\]"):
+    with pytest.raises(
+        tapax.SiteError, match=r"shape \[1, 3\] .*perturb\('p'\) of a Foo.*\[4, 3\]"
+    ):
         capture(model, init=zeros)(X)
 
 
@@ -443,7 +445,7 @@ def test_init_that_does_not_fit(init, message):
     }
     model = Stack()
     before = nnx.graphdef(model)
-    with pytest.raises(jt.SiteError, match=message):
+    with pytest.raises(tapax.SiteError, match=message):
         capture(model, init=nnx.State(wrap(init)))(X)
     assert nnx.graphdef(model) == before
 
@@ -454,11 +456,11 @@ def test_a_perturbation_shared_by_calls_is_refused():
     twice = lambda m, x: layer(m, layer(m, x))
     model = Foo()
     _, zeros = capture(twice, nnx.Perturbation)(model, X)
-    with pytest.raises(jt.SiteError, match="The perturbation at 'p' was added to more than one"):
+    with pytest.raises(tapax.SiteError, match="The perturbation at 'p' was added to more than one"):
         capture(twice, init=zeros)(model, X)
     loop = lambda m, x: lax.scan(lambda c, _: (m(c), None), x, length=3)[0]
     whole = nnx.State({"p": nnx.Perturbation(jnp.zeros((4, 3)))})
-    with pytest.raises(jt.SiteError, match="The perturbation at 'p' was added to more than one"):
+    with pytest.raises(tapax.SiteError, match="The perturbation at 'p' was added to more than one"):
         capture(loop, init=whole)(model, X)
 
 
@@ -543,7 +545,7 @@ def test_second_module(wrap, cls):
     if cls is Stack:
         nested = {"layers": {i: {"h": (h,)} for i, h in enumerate(other)}}
     same(state, {"h": tuple(hand(student, X)), "teacher": nested})
-    assert not any("jaxtap" in name for name in vars(teacher))
+    assert not any("tapax" in name for name in vars(teacher))
 
 
 def test_perturbations_and_derived_types_have_their_own_state():
@@ -592,7 +594,7 @@ def test_bfloat16_stays():
 def test_gradients_of_layers_nobody_edited():
     model = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jnp.tanh)
     step = nnx.jit(nnx.grad(lambda m, x: jnp.sum(m(x) ** 2)))
-    _, taps = jt.capture(step)(model, X)
+    _, taps = tapax.capture(step)(model, X)
     h = model.layers[0](X)
     same(taps.grads["Sequential/layers/0"], jax.grad(lambda h: jnp.sum(jnp.tanh(h) ** 2))(h), 1e-5)
 

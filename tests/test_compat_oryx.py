@@ -1,4 +1,4 @@
-"""`jaxtap.compat.oryx`: what oryx documents of `harvest`, against numbers worked out by hand."""
+"""`tapax.compat.oryx`: what oryx documents of `harvest`, against numbers worked out by hand."""
 
 import enum
 import functools
@@ -10,9 +10,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import jaxtap as jt
-from jaxtap.compat import oryx
-from jaxtap.compat.oryx import call_and_reap, harvest, nest, plant, reap, sow, sow_cond
+import tapax
+from tapax.compat import oryx
+from tapax.compat.oryx import call_and_reap, harvest, nest, plant, reap, sow, sow_cond
 
 var = functools.partial(sow, tag="var")
 reap_var = functools.partial(reap, tag="var")
@@ -109,9 +109,9 @@ def test_a_second_harvest_of_the_tag_finds_nothing():
     same(harvest_var(harvest_var(f))({}, {}, 1.0), ((3.0, {"y": 2.0}), {}))
     same(reap_var(reap_var(f))(1.0), {})
     same(reap_var(reap_var(f, blocklist=["y"]))(1.0), {})
-    with pytest.raises(jt.SiteError, match="nothing is sown"):
+    with pytest.raises(tapax.SiteError, match="nothing is sown"):
         harvest_var(harvest_var(f))({"y": 1.0}, {}, 1.0)
-    _, taps = jt.capture(reap_var(f))(1.0)
+    _, taps = tapax.capture(reap_var(f))(1.0)
     assert not taps.values
 
 
@@ -191,14 +191,14 @@ def test_a_harvest_in_a_scope_knows_nothing_of_it():
 
 def test_jt_scopes_and_names_do_not_get_into_each_others_way():
     def g(x):
-        with jt.scope("outer"):
+        with tapax.scope("outer"):
             x = var(x + 1, name="a/b", mode="clobber")
-        return jt.sow(var(2 * x, name="a/b", mode="clobber"), "mine")
+        return tapax.sow(var(2 * x, name="a/b", mode="clobber"), "mine")
 
     same(reap_var(g)(1.0), {"a/b": 4.0})
-    _, taps = jt.capture(call_var(g))(1.0)
+    _, taps = tapax.capture(call_var(g))(1.0)
     same(taps.values, {"mine": 4.0})
-    assert "var/h" in jt.capture(lambda x: var(x, name="h"))(1.0)[1].values
+    assert "var/h" in tapax.capture(lambda x: var(x, name="h"))(1.0)[1].values
 
 
 # --- modes --------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_clobber_keeps_the_last_and_plants_all():
 
 def test_append_stacks_in_the_order_of_the_program():
     same(reap_var(twice("append"))(1.0), {"x": np.array([1.0, 2.0])})
-    with pytest.raises(jt.SiteError, match="in mode 'append' it can be planted but once"):
+    with pytest.raises(tapax.SiteError, match="in mode 'append' it can be planted but once"):
         plant_var(twice("append"))({"x": jnp.zeros(2)}, 1.0)
 
     def g(x):
@@ -256,7 +256,7 @@ def test_append_twice_in_one_body():
 @pytest.mark.parametrize("modes", [("strict", "clobber"), ("append", "strict")])
 def test_a_name_has_one_mode(modes):
     g = lambda x: [var(x, name="x", mode=m) for m in modes]
-    with pytest.raises(jt.SiteError, match=f"in mode '{modes[0]}', and at .* '{modes[1]}'"):
+    with pytest.raises(tapax.SiteError, match=f"in mode '{modes[0]}', and at .* '{modes[1]}'"):
         reap_var(g)(1.0)
     same(reap(g, tag="other")(1.0), {})
 
@@ -423,7 +423,7 @@ def test_two_conditionals_are_two_sows():
         x = lax.cond(p, lambda x: var(x, name="x"), lambda x: x, x)
         return lax.cond(p, lambda x: x, lambda x: var(x, name="x"), x)
 
-    with pytest.raises(jt.SiteError, match="and again at"):
+    with pytest.raises(tapax.SiteError, match="and again at"):
         reap_var(g)(jnp.array(True), 1.0)
     # `vmap` has made both a selection, and one: it is seen only where both ran.
     apart = lambda p, q, x: (
@@ -551,7 +551,7 @@ def test_custom_derivatives(kind):
     same(jax.grad(lambda x: call_var(g)(x)[0])(2.0), 5.0)
     same(call_var(jax.grad(g))(2.0)[0], 5.0)
     same(jax.grad(plant_var(g), argnums=1)({"y": 1.0}, 2.0), 5.0)
-    with pytest.raises(jt.SiteError, match="no derivative by what it is"):
+    with pytest.raises(tapax.SiteError, match="no derivative by what it is"):
         jax.grad(plant_var(g))({"y": 1.0}, 2.0)
     rule = custom(kind, "rule")
     same(reap_var(jax.value_and_grad(rule))(2.0), {"y": 4.0})
@@ -605,7 +605,7 @@ def test_linear_solve():
 
     g = lambda b: lax.custom_linear_solve(lambda x: 2 * x, b, solve)
     same(call_var(g)(4.0), (2.0, {"x": 2.0}))
-    with pytest.raises(jt.SiteError, match="cannot be edited or perturbed"):
+    with pytest.raises(tapax.SiteError, match="cannot be edited or perturbed"):
         plant_var(g)({"x": 1.0}, 4.0)
 
 
@@ -740,7 +740,7 @@ def test_a_random_program(seed):
     try:
         reaps = nested(reaps)
     except ValueError:  # what is appended is of different lengths
-        with pytest.raises(jt.SiteError, match="has values of different types"):
+        with pytest.raises(tapax.SiteError, match="has values of different types"):
             reap_var(program)(0.8)
         return
     close(call_var(program)(0.8), (out, reaps))
@@ -758,7 +758,7 @@ def test_plants_in_a_random_program(seed):
         value = rng.uniform(0.5, 1.5, np.shape(value))
         plants = {name: jnp.asarray(value)}
         if name[0] == "a" and count(ops, name) > 1:
-            with pytest.raises(jt.SiteError, match="planted but once"):
+            with pytest.raises(tapax.SiteError, match="planted but once"):
                 program(plants, 0.8)
             continue
         due = list(value.reshape(-1)) if name[0] == "a" else [value] * 1000
@@ -846,7 +846,9 @@ def test_an_error_leaves_nothing_behind():
 
 def test_what_is_opaque_raises_unless_it_is_left_out():
     g = lambda x: lax.reduce(x, 0.0, lambda a, b: var(a, name="a") + b, (0,))
-    with pytest.raises(jt.SiteError, match=r"'a', sown at .*:\d+, is in a call of 'reduce', which"):
+    with pytest.raises(
+        tapax.SiteError, match=r"'a', sown at .*:\d+, is in a call of 'reduce', which"
+    ):
         reap_var(g)(jnp.arange(3.0))
     same(call_var(g, blocklist=["a"])(jnp.arange(3.0)), (3.0, {}))
 

@@ -1,4 +1,4 @@
-"""The table of `docs/conformance.md` has every case, and jaxtap is right in each of some."""
+"""The table of `docs/conformance.md` has every case, and tapax is right in each of some."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,14 @@ from conformance.columns import COLUMNS, NONE
 from conformance.problem import CASES
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "conformance.md"
-OURS = [name for name in COLUMNS if name.startswith("jaxtap")]
+OURS = [name for name in COLUMNS if name.startswith("tapax")]
 SOME = ["train", "jit/ran", "vmap/own", "scan/closed", "remat/argument", "stack/raw"]
 SOME += ["while_loop/closed", "twice", "nested", "exception", "unknown"]
 
 
 @pytest.mark.parametrize("column", OURS)
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in SOME], ids=lambda case: case.name)
-def test_jaxtap_is_right(case, column):
+def test_tapax_is_right(case, column):
     value, gradient = COLUMNS[column](case)
     assert not value.bad, value.why
     assert not gradient.bad, gradient.why
@@ -44,7 +44,7 @@ def test_the_document_lists_the_cases_there_are():
         assert list(rows) == [case.title for case in CASES]
 
 
-def test_the_document_says_that_jaxtap_is_right():
+def test_the_document_says_that_tapax_is_right():
     for _, rows in tables():
         marks = {cell for row in rows.values() for cell in row[: len(OURS)]}
         assert marks <= {"works", "none", "–"}

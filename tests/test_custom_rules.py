@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-import jaxtap as jt
+import tapax
 
 X = jnp.array([0.3, -0.7, 1.2])
 equal = np.testing.assert_allclose
@@ -15,33 +15,35 @@ equal = np.testing.assert_allclose
 
 @jax.custom_vjp
 def tripled(x):
-    return jt.sow(2 * x, "primal")
+    return tapax.sow(2 * x, "primal")
 
 
-tripled.defvjp(lambda x: (jt.sow(2 * x, "forward"), x), lambda x, ct: (jt.sow(3 * ct, "backward"),))
+tripled.defvjp(
+    lambda x: (tapax.sow(2 * x, "forward"), x), lambda x, ct: (tapax.sow(3 * ct, "backward"),)
+)
 
 
 @jax.custom_jvp
 def scaled(x):
-    return jt.sow(2 * x, "primal")
+    return tapax.sow(2 * x, "primal")
 
 
-scaled.defjvp(lambda p, t: (jt.sow(2 * p[0], "rule"), 3 * t[0]))
+scaled.defjvp(lambda p, t: (tapax.sow(2 * p[0], "rule"), 3 * t[0]))
 
 
 @pytest.mark.parametrize("fn", [tripled, scaled])
 def test_what_ran_is_what_comes_back(fn):
-    _, taps = jt.capture(fn)(X)
+    _, taps = tapax.capture(fn)(X)
     assert set(taps.values) == {"primal"}
     equal(taps.values["primal"], 2 * X)
 
 
 def test_rules_run_under_a_gradient():
-    _, taps = jt.capture(jax.grad(lambda x: jnp.sum(tripled(x))))(X)
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(tripled(x))))(X)
     assert set(taps.values) == {"forward", "backward"}
     equal(taps.values["forward"], 2 * X)
     equal(taps.values["backward"], 3 * jnp.ones(3))
-    _, taps = jt.capture(jax.grad(lambda x: jnp.sum(scaled(x))))(X)
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(scaled(x))))(X)
     assert set(taps.values) == {"rule"}
 
 
@@ -49,20 +51,20 @@ def test_rules_run_under_a_gradient():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_the_custom_rule_governs_the_derivative_of_the_captured_program(fn, wrap):
     inner = lambda x: jnp.sum(fn(x) ** 2)
-    captured = wrap(lambda x: jt.capture(inner)(x)[0])
+    captured = wrap(lambda x: tapax.capture(inner)(x)[0])
     # d/dx (2x)^2 with the rule's 3 in the place of 2.
     equal(jax.grad(captured)(X), 2 * 2 * X * 3, rtol=1e-6)
     # What was captured has its own derivative.
-    inside = wrap(lambda x: jnp.sum(jt.capture(inner)(x)[1].values["primal"]))
+    inside = wrap(lambda x: jnp.sum(tapax.capture(inner)(x)[1].values["primal"]))
     equal(jax.grad(inside)(X), jnp.full(3, 2.0))
 
 
 def test_gradients_around_a_custom_rule():
     def loss(x):
-        h = jt.sow(jnp.sin(x), "before")
-        return jnp.sum(jt.sow(tripled(h), "after") ** 2)
+        h = tapax.sow(jnp.sin(x), "before")
+        return jnp.sum(tapax.sow(tripled(h), "after") ** 2)
 
-    _, taps = jt.capture(jax.grad(loss))(X)
+    _, taps = tapax.capture(jax.grad(loss))(X)
     equal(taps.grads["after"], 4 * jnp.sin(X), rtol=1e-6)
     equal(taps.grads["before"], 12 * jnp.sin(X), rtol=1e-6)
 
@@ -72,7 +74,7 @@ def test_custom_rules_in_a_scan_with_remat():
         body = lambda c, _: (jax.checkpoint(tripled)(c), None)
         return jnp.sum(lax.scan(body, x, None, length=2)[0])
 
-    out, taps = jt.capture(jax.grad(loss))(X)
+    out, taps = tapax.capture(jax.grad(loss))(X)
     equal(out, jnp.full(3, 9.0))
     equal(taps.values["backward"], [[9.0] * 3, [3.0] * 3])
 
@@ -84,19 +86,19 @@ def test_linear_solve():
         return lax.custom_linear_solve(
             lambda x: matrix @ x,
             b,
-            lambda matvec, b: jt.sow(b / jnp.arange(1.0, 4.0), "solution"),
+            lambda matvec, b: tapax.sow(b / jnp.arange(1.0, 4.0), "solution"),
             symmetric=True,
         )
 
-    out, taps = jt.capture(solve)(X)
+    out, taps = tapax.capture(solve)(X)
     equal(out, X / jnp.arange(1.0, 4.0), rtol=1e-6)
     equal(taps.values["solution"], out)
     step = jax.grad(lambda b: jnp.sum(solve(b) ** 2))
-    out, taps = jt.capture(step)(X)
+    out, taps = tapax.capture(step)(X)
     equal(out, step(X), rtol=1e-6)
     # The backward pass solves once more.
     assert set(taps.values) == {"solution", "solution@1"}
-    captured = lambda b: jnp.sum(jt.capture(solve)(b)[0] ** 2)
+    captured = lambda b: jnp.sum(tapax.capture(solve)(b)[0] ** 2)
     equal(jax.grad(captured)(X), step(X), rtol=1e-6)
 
 
@@ -104,43 +106,45 @@ def test_conjugate_gradients():
     matrix = jnp.diag(jnp.arange(1.0, 4.0))
 
     def solve(b):
-        return jax.scipy.sparse.linalg.cg(lambda v: jt.sow(matrix @ v, "product"), b, maxiter=9)[0]
+        return jax.scipy.sparse.linalg.cg(lambda v: tapax.sow(matrix @ v, "product"), b, maxiter=9)[
+            0
+        ]
 
-    out, taps = jt.capture(jax.jit(solve))(X)
+    out, taps = tapax.capture(jax.jit(solve))(X)
     equal(out, X / jnp.arange(1.0, 4.0), rtol=1e-4)
     assert int(taps.valid["product@1"]) == 3
 
 
 def kernel(x_ref, o_ref):
-    o_ref[...] = jt.sow(2 * x_ref[...], "inside")
+    o_ref[...] = tapax.sow(2 * x_ref[...], "inside")
 
 
 def doubled(x):
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jt.sow(pl.pallas_call(kernel, out_shape=shape, interpret=True)(x), "outside")
+    return tapax.sow(pl.pallas_call(kernel, out_shape=shape, interpret=True)(x), "outside")
 
 
 def test_a_kernel_is_opaque():
     with pytest.warns(UserWarning, match="'inside' is not captured: it is marked at .*opaque"):
-        out, taps = jt.capture(doubled)(X)
+        out, taps = tapax.capture(doubled)(X)
     equal(out, 2 * X)
     assert set(taps.values) == {"outside"}
-    with pytest.raises(jt.SiteError, match="'inside' cannot be captured: it is marked at"):
-        jt.capture(doubled, values="inside")(X)
+    with pytest.raises(tapax.SiteError, match="'inside' cannot be captured: it is marked at"):
+        tapax.capture(doubled, values="inside")(X)
 
 
 def test_callbacks_are_opaque():
     def f(x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        y = jax.pure_callback(lambda x: np.asarray(jt.sow(2 * x, "inside")), shape, x)
-        return jt.sow(y, "outside")
+        y = jax.pure_callback(lambda x: np.asarray(tapax.sow(2 * x, "inside")), shape, x)
+        return tapax.sow(y, "outside")
 
-    out, taps = jt.capture(f)(X)
+    out, taps = tapax.capture(f)(X)
     equal(out, 2 * X)
     assert set(taps.values) == {"outside"}
-    with pytest.raises(jt.SiteError, match="values='inside' was asked for, but no site"):
-        jt.capture(f, values="inside")(X)
-    _, taps = jt.capture(f, values=jt.ops("pure_callback"))(X)
+    with pytest.raises(tapax.SiteError, match="values='inside' was asked for, but no site"):
+        tapax.capture(f, values="inside")(X)
+    _, taps = tapax.capture(f, values=tapax.ops("pure_callback"))(X)
     equal(taps.values["pure_callback"], 2 * X)
 
 
@@ -149,8 +153,8 @@ def test_debug_callbacks_still_fire_once():
 
     def f(x):
         jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(x))
-        return jt.sow(x, "h")
+        return tapax.sow(x, "h")
 
-    jt.capture(f)(X)
+    tapax.capture(f)(X)
     jax.effects_barrier()
     assert len(seen) == 1

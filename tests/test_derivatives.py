@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxtap as jt
+import tapax
 
 X = jnp.array([0.3, -0.7, 1.2])
 equal = np.testing.assert_allclose
 
 
 def loss(x):
-    return jnp.sum(jt.sow(jnp.sin(x), "h") ** 2)
+    return jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2)
 
 
 def test_program_without_a_gradient_has_none():
-    _, taps = jt.capture(loss)(X)
+    _, taps = tapax.capture(loss)(X)
     assert taps.grads == {}
     equal(taps.values["h"], jnp.sin(X), rtol=1e-6)
 
@@ -33,7 +33,7 @@ def test_program_without_a_gradient_has_none():
     ],
 )
 def test_reverse_mode(step):
-    _, taps = jt.capture(step)(X)
+    _, taps = tapax.capture(step)(X)
     assert set(taps.values) == set(taps.grads) == {"h"}
     equal(taps.grads["h"], 2 * jnp.sin(X), rtol=1e-6)
 
@@ -47,13 +47,13 @@ def test_reverse_mode(step):
     ],
 )
 def test_forward_mode_has_values_and_no_gradients(step):
-    _, taps = jt.capture(step)(X)
+    _, taps = tapax.capture(step)(X)
     assert taps.grads == {}
     equal(taps.values["h"], jnp.sin(X), rtol=1e-6)
 
 
 def test_hessian():
-    out, taps = jt.capture(jax.hessian(loss))(X)
+    out, taps = tapax.capture(jax.hessian(loss))(X)
     equal(out, jax.hessian(loss)(X), rtol=1e-6)
     equal(taps.values["h"], jnp.sin(X), rtol=1e-6)
     # jacrev maps over the one output of the loss: an axis of length one.
@@ -61,14 +61,14 @@ def test_hessian():
 
 
 def test_jacrev_maps_over_the_outputs():
-    _, taps = jt.capture(jax.jacrev(lambda x: 3 * jt.sow(jnp.sin(x), "h")))(X)
+    _, taps = tapax.capture(jax.jacrev(lambda x: 3 * tapax.sow(jnp.sin(x), "h")))(X)
     equal(taps.grads["h"], 3 * jnp.eye(3), rtol=1e-6)
 
 
 def test_reverse_over_reverse_gives_both_gradients():
     # L = sum(h^2), h = sin x: dL/dx = 2 sin x cos x. M = sum(dL/dx). h is in M through h^2 alone,
     # as cos x does not go through h: dM/dh = 2 cos x.
-    _, taps = jt.capture(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))))(X)
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))))(X)
     equal(taps.grads["h"], 2 * jnp.sin(X), rtol=1e-6)
     equal(taps.grads["h~1"], 2 * jnp.cos(X), rtol=1e-6)
 
@@ -78,7 +78,7 @@ def test_two_pullbacks_of_one_call():
         _, pull = jax.vjp(loss, x)
         return pull(1.0), pull(5.0)
 
-    _, taps = jt.capture(step)(X)
+    _, taps = tapax.capture(step)(X)
     equal(taps.grads["h"], 2 * jnp.sin(X), rtol=1e-6)
     equal(taps.grads["h~1"], 10 * jnp.sin(X), rtol=1e-6)
 
@@ -87,13 +87,13 @@ def test_two_pullbacks_of_one_call():
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (2, 1), (0, 1, 2)])
 def test_a_gradient_belongs_to_its_call(wrap, used):
     # One traced body, called three times, of which some never influence the loss.
-    scale = wrap(lambda x, c: jt.sow(x * c, "h"))
+    scale = wrap(lambda x, c: tapax.sow(x * c, "h"))
 
     def total(x):
         parts = [scale(x, c) for c in (2.0, 3.0, 5.0)]
         return sum(jnp.sum(parts[i] ** (i + 1)) for i in used)
 
-    _, taps = jt.capture(jax.grad(total))(X)
+    _, taps = tapax.capture(jax.grad(total))(X)
     names = ["h", "h@1", "h@2"]
     assert set(taps.values) == set(names)
     for i, (name, c) in enumerate(zip(names, (2.0, 3.0, 5.0), strict=True)):
@@ -106,7 +106,7 @@ def test_a_gradient_belongs_to_its_call(wrap, used):
 
 def test_a_gradient_belongs_to_its_call_in_scans_that_share_a_body():
     def body(c, t):
-        return jt.sow(c * t, "h"), None
+        return tapax.sow(c * t, "h"), None
 
     ts = jnp.array([2.0, 3.0])
 
@@ -116,7 +116,7 @@ def test_a_gradient_belongs_to_its_call_in_scans_that_share_a_body():
         y, _ = jax.lax.scan(body, x, 10 * ts)
         return jnp.sum(y)
 
-    _, taps = jt.capture(jax.grad(total))(X)
+    _, taps = tapax.capture(jax.grad(total))(X)
     equal(taps.values["h@1"], jnp.stack([20 * X, 600 * X]), rtol=1e-6)
     assert set(taps.grads) == {"h@1"}
     equal(taps.grads["h@1"], jnp.stack([jnp.full(3, 30.0), jnp.ones(3)]), rtol=1e-6)
@@ -124,11 +124,11 @@ def test_a_gradient_belongs_to_its_call_in_scans_that_share_a_body():
 
 def test_gradient_in_a_scan_of_train_steps():
     def step(w, x):
-        g = jax.grad(lambda w: jnp.sum(jt.sow(w * x, "h") ** 2))(w)
+        g = jax.grad(lambda w: jnp.sum(tapax.sow(w * x, "h") ** 2))(w)
         return w - 0.1 * g, None
 
     xs = jnp.array([1.0, 2.0, 3.0])
-    (w, _), taps = jt.capture(lambda w: jax.lax.scan(step, w, xs))(0.5)
+    (w, _), taps = tapax.capture(lambda w: jax.lax.scan(step, w, xs))(0.5)
     expected_w, h = 0.5, []
     for x in (1.0, 2.0, 3.0):
         h.append(expected_w * x)
@@ -141,12 +141,12 @@ def test_gradient_in_a_scan_of_train_steps():
 def test_inner_loop_and_outer_gradient():
     # One step of MAML: the mark is reached twice, and its first call has two gradients.
     def inner(w):
-        return jnp.sum(jt.sow(w * X, "h") ** 2)
+        return jnp.sum(tapax.sow(w * X, "h") ** 2)
 
     def outer(w):
         return inner(w - 0.1 * jax.grad(inner)(w))
 
-    value, taps = jt.capture(jax.value_and_grad(outer))(0.5)
+    value, taps = tapax.capture(jax.value_and_grad(outer))(0.5)
     s = float(jnp.sum(X**2))
     w1 = 0.5 - 0.1 * 2 * 0.5 * s
     equal(value[1], 2 * w1 * s * (1 - 0.2 * s), rtol=1e-5)
@@ -158,17 +158,17 @@ def test_inner_loop_and_outer_gradient():
 
 def test_low_precision_stays_low():
     def step(x):
-        return jax.grad(lambda x: jnp.sum(jt.sow(jnp.sin(x), "h")).astype(jnp.float32))(x)
+        return jax.grad(lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h")).astype(jnp.float32))(x)
 
-    out, taps = jt.capture(step)(X.astype(jnp.bfloat16))
+    out, taps = tapax.capture(step)(X.astype(jnp.bfloat16))
     assert out.dtype == taps.values["h"].dtype == taps.grads["h"].dtype == jnp.bfloat16
 
 
 def test_stop_gradient_cuts():
     def step(x):
-        return jax.grad(lambda x: jnp.sum(x * jax.lax.stop_gradient(jt.sow(jnp.sin(x), "h"))))(x)
+        return jax.grad(lambda x: jnp.sum(x * jax.lax.stop_gradient(tapax.sow(jnp.sin(x), "h"))))(x)
 
-    _, taps = jt.capture(step)(X)
+    _, taps = tapax.capture(step)(X)
     assert taps.grads == {}
-    with pytest.raises(jt.SiteError, match="takes no gradient, or none that reaches"):
-        jt.capture(step, grads="h")(X)
+    with pytest.raises(tapax.SiteError, match="takes no gradient, or none that reaches"):
+        tapax.capture(step, grads="h")(X)

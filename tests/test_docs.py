@@ -14,8 +14,8 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
-    "jaxtap", "jaxtap.attribute", "jaxtap.compat", "jaxtap.hidden", "jaxtap.hidden.online",
-    "jaxtap.nn", "jaxtap.plot", "jaxtap.watching",
+    "tapax", "tapax.attribute", "tapax.compat", "tapax.hidden", "tapax.hidden.online",
+    "tapax.nn", "tapax.plot", "tapax.watching",
 )  # fmt: skip
 MODULES = [
     name
@@ -44,7 +44,7 @@ def test_docstrings_have_examples():
     tested = {
         t.name for m in MODULES for t in finder.find(importlib.import_module(m)) if t.examples
     }
-    assert {"jaxtap._mark.sow", "jaxtap._capture", "jaxtap._sites", "jaxtap._mark.scope"} <= tested
+    assert {"tapax._mark.sow", "tapax._capture", "tapax._sites", "tapax._mark.scope"} <= tested
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])

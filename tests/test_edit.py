@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import jaxtap as jt
+import tapax
 
 X = jnp.array([0.3, -0.7, 1.2])
 T = jnp.array([0.5, 1.1, -0.8])
@@ -22,11 +22,11 @@ def close(a, b, tol=2e-5):
 
 
 def loss(x):
-    return jnp.sum(jt.sow(jnp.sin(x), "h") * 2)
+    return jnp.sum(tapax.sow(jnp.sin(x), "h") * 2)
 
 
 def chain(x):
-    return lax.scan(lambda c, t: (jt.sow(jnp.sin(c * t), "h"), None), x, T)[0]
+    return lax.scan(lambda c, t: (tapax.sow(jnp.sin(c * t), "h"), None), x, T)[0]
 
 
 def by_hand(x, edits):
@@ -126,23 +126,23 @@ PROGRAMS += [mapped, mapped_branch, mapped_loop, mapped_scan, not_mapped, custom
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_agrees_with_the_edited_source(program):
-    f, edit = program(jt.sow), lambda h: h**2 + 0.3 * h
+    f, edit = program(tapax.sow), lambda h: h**2 + 0.3 * h
     expected = program(lambda x, name: edit(x))(X)
-    close(jt.edit(f, {"h": edit})(X), expected)
-    close(jax.jit(jt.edit(jax.jit(f), {"h": edit}))(X), expected)
-    close(jt.edit(f, {"h": 9.0})(X), program(lambda x, name: jnp.full_like(x, 9.0))(X))
+    close(tapax.edit(f, {"h": edit})(X), expected)
+    close(jax.jit(tapax.edit(jax.jit(f), {"h": edit}))(X), expected)
+    close(tapax.edit(f, {"h": 9.0})(X), program(lambda x, name: jnp.full_like(x, 9.0))(X))
     rows = jnp.stack([X, 2 * X])
-    close(jax.vmap(jt.edit(f, {"h": edit}))(rows), jax.vmap(program(lambda x, _: edit(x)))(rows))
+    close(jax.vmap(tapax.edit(f, {"h": edit}))(rows), jax.vmap(program(lambda x, _: edit(x)))(rows))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_edit_of_nothing_changes_nothing(program):
-    f = program(jt.sow)
+    f = program(tapax.sow)
     cost = lambda f: jax.jit(f).lower(X).compile().cost_analysis().get("flops")
-    for edited in (jt.edit(f), jt.edit(f, {}, {}), jt.edit(f, {lambda site: False: 0.0})):
+    for edited in (tapax.edit(f), tapax.edit(f, {}, {}), tapax.edit(f, {lambda site: False: 0.0})):
         close(edited(X), f(X), 1e-6)
     assert cost(edited) == cost(f)
-    same = jt.edit(f, {"h": lambda h: h})
+    same = tapax.edit(f, {"h": lambda h: h})
     close(same(X), f(X), 1e-6)
     assert cost(same) == cost(f)
 
@@ -151,76 +151,76 @@ def test_an_edit_of_nothing_changes_nothing(program):
 def test_one_operation_at_a_time(program):
     edit = lambda h: h**2 + 0.3 * h
     with jax.disable_jit():
-        got = jt.edit(program(jt.sow), {"h": edit})(X)
+        got = tapax.edit(program(tapax.sow), {"h": edit})(X)
         close(got, program(lambda x, name: edit(x))(X))
 
 
 def test_what_was_compiled_before():
     f = jax.jit(loss)
     before = f(X)
-    equal(jt.edit(f, {"h": 0.0})(X), 0)
+    equal(tapax.edit(f, {"h": 0.0})(X), 0)
     equal(f(X), before)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_one_call_of_a_shared_function(wrap):
-    layer = wrap(lambda x: jt.sow(jnp.sin(x), "h"))
+    layer = wrap(lambda x: tapax.sow(jnp.sin(x), "h"))
     twice = lambda x: layer(layer(x))
-    close(jt.edit(twice, {"h@1": lambda h: h + 1})(X), jnp.sin(jnp.sin(X)) + 1)
-    close(jt.edit(twice, {"h@0": lambda h: h + 1})(X), jnp.sin(jnp.sin(X) + 1))
+    close(tapax.edit(twice, {"h@1": lambda h: h + 1})(X), jnp.sin(jnp.sin(X)) + 1)
+    close(tapax.edit(twice, {"h@0": lambda h: h + 1})(X), jnp.sin(jnp.sin(X) + 1))
     both = {"h@0": lambda h: h + 1, "h@1": lambda h: h * 2}
-    close(jt.edit(jax.jit(twice), both)(X), 2 * jnp.sin(jnp.sin(X) + 1))
+    close(tapax.edit(jax.jit(twice), both)(X), 2 * jnp.sin(jnp.sin(X) + 1))
 
 
 def test_calls_of_a_shared_function_in_loops_of_several_lengths():
-    layer = jax.jit(lambda c, t: jt.sow(c * t, "h"))
+    layer = jax.jit(lambda c, t: tapax.sow(c * t, "h"))
     body = lambda c, t: (layer(c, t), None)
     f = lambda x: lax.scan(body, lax.scan(body, layer(x, 2.0), T)[0], jnp.arange(1.0, 6.0))[0]
     new = jnp.arange(15.0).reshape(5, 3)
-    close(jt.edit(f, {"h@0": X})(X), X * jnp.prod(T) * 120)
-    close(jt.edit(f, {"h@1": new[:3]})(X), new[2] * 120)
-    close(jt.edit(f, {"h@2": new})(X), new[4])
-    close(jt.edit(f, {jt.at("h@2", step=-2): 0.5})(X), jnp.full(3, 2.5))
+    close(tapax.edit(f, {"h@0": X})(X), X * jnp.prod(T) * 120)
+    close(tapax.edit(f, {"h@1": new[:3]})(X), new[2] * 120)
+    close(tapax.edit(f, {"h@2": new})(X), new[4])
+    close(tapax.edit(f, {tapax.at("h@2", step=-2): 0.5})(X), jnp.full(3, 2.5))
     point = {"h": X, "h@1": new[:3], "h@2": new}
     c = 2 * X + X
     for t, p in zip([*T, *range(1, 6)], [*new[:3], *new], strict=True):
         c = c * t + p
-    close(jt.perturbed(f)(point, X), c)
+    close(tapax.perturbed(f)(point, X), c)
 
 
 def test_edits_by_site():
-    f = lambda x: jt.sow(jnp.sin(jt.sow(x * 2, "ab")), "abc")
+    f = lambda x: tapax.sow(jnp.sin(tapax.sow(x * 2, "ab")), "abc")
     seen = {}
 
     def edit(x, site):
         seen[site.name] = site.shape, site.dtype
         return x + len(site.name)
 
-    close(jt.edit(f, {"*": edit})(X), jnp.sin(2 * X + 2) + 3)
+    close(tapax.edit(f, {"*": edit})(X), jnp.sin(2 * X + 2) + 3)
     assert seen == {"ab": ((3,), X.dtype), "abc": ((3,), X.dtype)}
-    close(jt.edit(f, {lambda site: site.path == "ab": 0.0})(X), jnp.zeros(3))
-    close(jt.edit(f, {("ab", "abc"): lambda h: h + 1})(X), jnp.sin(2 * X + 1) + 1)
-    close(jt.edit(f, {jt.ops("sin"): lambda h: 2 * h})(X), 2 * jnp.sin(2 * X))
+    close(tapax.edit(f, {lambda site: site.path == "ab": 0.0})(X), jnp.zeros(3))
+    close(tapax.edit(f, {("ab", "abc"): lambda h: h + 1})(X), jnp.sin(2 * X + 1) + 1)
+    close(tapax.edit(f, {tapax.ops("sin"): lambda h: 2 * h})(X), 2 * jnp.sin(2 * X))
 
 
 def test_several_edits_of_one_site_are_done_in_order():
     expected = 20 * jnp.sum(jnp.sin(X) + 1)
-    close(jt.edit(loss, [("h", lambda h: h + 1), ("*", lambda h: h * 10)])(X), expected)
-    inner = jt.edit(loss, {"h": lambda h: h + 1})
-    close(jt.edit(inner, {"h": lambda h: h * 10})(X), expected)
-    close(jt.edit(jax.jit(inner), {"h": lambda h: h * 10})(X), expected)
+    close(tapax.edit(loss, [("h", lambda h: h + 1), ("*", lambda h: h * 10)])(X), expected)
+    inner = tapax.edit(loss, {"h": lambda h: h + 1})
+    close(tapax.edit(inner, {"h": lambda h: h * 10})(X), expected)
+    close(tapax.edit(jax.jit(inner), {"h": lambda h: h * 10})(X), expected)
 
 
 @pytest.mark.parametrize("axes", [(), (3,), (2, 3), (3, 2, 3)])
 def test_an_array_may_have_the_axes_of_loops_and_maps(axes):
     # The site has a scan of three around a map of two, and three elements.
     def f(x):
-        body = lambda c, t: jax.vmap(lambda c: (jt.sow(c * t, "h"),) * 2)(c)
+        body = lambda c, t: jax.vmap(lambda c: (tapax.sow(c * t, "h"),) * 2)(c)
         return lax.scan(body, jnp.stack([x, x]), T)[1]
 
     new = np.random.default_rng(0).normal(size=axes).astype(X.dtype)
-    close(jt.edit(f, {"h": new})(X), jnp.broadcast_to(new, (3, 2, 3)))
-    close(jax.jit(lambda new: jt.edit(f, {"h": new})(X))(new), jnp.broadcast_to(new, (3, 2, 3)))
+    close(tapax.edit(f, {"h": new})(X), jnp.broadcast_to(new, (3, 2, 3)))
+    close(jax.jit(lambda new: tapax.edit(f, {"h": new})(X))(new), jnp.broadcast_to(new, (3, 2, 3)))
 
 
 STEPS = [0, 1, 2, -1, -3]
@@ -229,7 +229,7 @@ STEPS = [0, 1, 2, -1, -3]
 @pytest.mark.parametrize("edit", [0.5, X, lambda h: h**2])
 def test_one_iteration(edit):
     new = edit if callable(edit) else lambda h: jnp.broadcast_to(edit, h.shape)
-    sweep = lambda i: jt.edit(chain, {jt.at("h", step=i): edit})(X)
+    sweep = lambda i: tapax.edit(chain, {tapax.at("h", step=i): edit})(X)
     expected = jnp.stack([by_hand(X, {i % 3: new}) for i in STEPS])
     close(jnp.stack([sweep(i) for i in STEPS]), expected)
     close(jax.vmap(sweep)(jnp.array(STEPS)), expected)
@@ -243,16 +243,16 @@ def test_one_iteration(edit):
 @pytest.mark.parametrize("step", [slice(1, 3), slice(None, None, 2), slice(-1, None), slice(2)])
 def test_some_iterations(step):
     new = lambda h: h + 1
-    got = jt.edit(chain, {jt.at("h", step=step): new})(X)
+    got = tapax.edit(chain, {tapax.at("h", step=step): new})(X)
     close(got, by_hand(X, dict.fromkeys(range(3)[step], new)))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_an_iteration_is_where_its_value_lies(reverse):
-    f = lambda x: lax.scan(lambda c, t: (jt.sow(c * t, "h"),) * 2, x, T, reverse=reverse)[1]
-    edited = jt.edit(f, {jt.at("h", step=0): 7.0})(X)
+    f = lambda x: lax.scan(lambda c, t: (tapax.sow(c * t, "h"),) * 2, x, T, reverse=reverse)[1]
+    edited = tapax.edit(f, {tapax.at("h", step=0): 7.0})(X)
     equal(edited[0], 7.0)
-    _, taps = jt.capture(jt.edit(f, {jt.at("h", step=0): 7.0}))(X)
+    _, taps = tapax.capture(tapax.edit(f, {tapax.at("h", step=0): 7.0}))(X)
     close(taps.values["h"], edited)
 
 
@@ -264,7 +264,8 @@ def test_an_iteration_of_the_innermost_loop():
     new = lambda h: h * 10
     expected = f(X, lambda h, t: jnp.where(t == 2, new(h), h))
     close(
-        jt.edit(lambda x: f(x, lambda h, t: jt.sow(h, "h")), {jt.at("h", step=2): new})(X), expected
+        tapax.edit(lambda x: f(x, lambda h, t: tapax.sow(h, "h")), {tapax.at("h", step=2): new})(X),
+        expected,
     )
 
 
@@ -273,8 +274,8 @@ def test_iterations_of_a_while_loop():
         body = lambda c: (c[0] + 1, sow(c[1] * 2, c[0]))
         return lax.while_loop(lambda c: jnp.sum(c[1]) < 100, body, (0, x))
 
-    marked = lambda x: f(x, lambda h, i: jt.sow(h, "h"))
-    more = lambda step: jt.edit(marked, {jt.at("h", step=step): lambda h: h + 30})(X)
+    marked = lambda x: f(x, lambda h, i: tapax.sow(h, "h"))
+    more = lambda step: tapax.edit(marked, {tapax.at("h", step=step): lambda h: h + 30})(X)
     for step in (0, 2):
         expected = f(X, lambda h, i, step=step: jnp.where(i == step, h + 30, h))
         close(more(step), expected)
@@ -291,9 +292,9 @@ def test_iterations_of_a_while_loop_that_differ_by_example():
             i += 1
         return x
 
-    body = lambda c: jt.sow(jnp.exp(0.3 * c) + 1.1 * jnp.abs(c), "h")
+    body = lambda c: tapax.sow(jnp.exp(0.3 * c) + 1.1 * jnp.abs(c), "h")
     f = lambda x: lax.while_loop(lambda c: c < 5, body, x)
-    more = lambda f, step: jt.edit(f, {jt.at("h", step=step): lambda h: h + 1.5})
+    more = lambda f, step: tapax.edit(f, {tapax.at("h", step=step): lambda h: h + 1.5})
     expected = jnp.array([[hand(float(x), i) for x in X] for i in range(3)])
     close(more(jax.vmap(f), 1)(X), expected[1], 1e-4)
     close(jax.vmap(lambda i: more(jax.vmap(f), i)(X))(jnp.arange(3)), expected, 1e-4)
@@ -306,7 +307,7 @@ def test_layers_positions_and_strengths_in_one_program():
     def one(layer, position, strength):
         traces.append(1)
         edit = lambda h: h.at[position].multiply(strength)
-        return jt.edit(chain, {jt.at("h", step=layer): edit})(X)
+        return tapax.edit(chain, {tapax.at("h", step=layer): edit})(X)
 
     sweep = one
     for axis in (2, 1, 0):
@@ -329,13 +330,14 @@ def test_other_arrays_and_steps_compile_nothing():
 
     for step in range(3):
         for value in (1.0, 2.0):
-            edits = {jt.at("h", step=step): jnp.full(3, value)}
+            edits = {tapax.at("h", step=step): jnp.full(3, value)}
             close(
-                jt.edit(f, edits)(X), by_hand(X, {step: lambda h, value=value: jnp.full(3, value)})
+                tapax.edit(f, edits)(X),
+                by_hand(X, {step: lambda h, value=value: jnp.full(3, value)}),
             )
     assert len(traces) == 1
     seen = []
-    edited = jt.edit(f, {"h": lambda h: seen.append(1) or h + 1})
+    edited = tapax.edit(f, {"h": lambda h: seen.append(1) or h + 1})
     edited(X)
     first = len(seen)
     for scale in range(4):
@@ -344,7 +346,7 @@ def test_other_arrays_and_steps_compile_nothing():
 
 
 def test_closed_over_tracers():
-    f = lambda s: jt.edit(chain, {"h": lambda h: h * s})(X)
+    f = lambda s: tapax.edit(chain, {"h": lambda h: h * s})(X)
     hand = lambda s: by_hand(X, dict.fromkeys(range(3), lambda h: h * s))
     close(jax.jit(f)(2.0), hand(2.0))
     close(jax.grad(lambda s: jnp.sum(f(s)))(2.0), jax.grad(lambda s: jnp.sum(hand(s)))(2.0))
@@ -362,7 +364,7 @@ def test_derivatives_of_an_edited_function(program):
     )
     hand, edited = (
         scalar(program(lambda x, _: edit(x))),
-        scalar(jt.edit(program(jt.sow), {"h": edit})),
+        scalar(tapax.edit(program(tapax.sow), {"h": edit})),
     )
     close(jax.grad(edited)(X), jax.grad(hand)(X))
     close(jax.jvp(edited, (X,), (X,)), jax.jvp(hand, (X,), (X,)))
@@ -371,8 +373,8 @@ def test_derivatives_of_an_edited_function(program):
 
 
 def test_an_edit_in_a_loop_by_what_it_carries():
-    inner = lambda x: jt.sow(jnp.sin(x), "h") * 2
-    body = lambda c, _: (jt.edit(inner, {"h": lambda h: h * jnp.sum(c)})(c), None)
+    inner = lambda x: tapax.sow(jnp.sin(x), "h") * 2
+    body = lambda c, _: (tapax.edit(inner, {"h": lambda h: h * jnp.sum(c)})(c), None)
     scan = lambda x: jnp.sum(lax.scan(body, x, None, length=3)[0])
 
     def hand(x):
@@ -382,105 +384,105 @@ def test_an_edit_in_a_loop_by_what_it_carries():
 
     close(scan(X), hand(X))
     close(jax.grad(scan)(X), jax.grad(hand)(X))
-    close(jt.capture(jax.grad(scan))(X)[0], jax.grad(hand)(X))
+    close(tapax.capture(jax.grad(scan))(X)[0], jax.grad(hand)(X))
 
 
 def test_derivatives_by_what_is_put_in():
-    replaced = lambda new: jnp.sum(jt.edit(chain, {jt.at("h", step=1): new})(X) ** 2)
+    replaced = lambda new: jnp.sum(tapax.edit(chain, {tapax.at("h", step=1): new})(X) ** 2)
     hand = lambda new: jnp.sum(by_hand(X, {1: lambda h: new}) ** 2)
     close(jax.grad(replaced)(X), jax.grad(hand)(X))
     close(jax.hessian(replaced)(X), jax.hessian(hand)(X))
-    whole = lambda new: jnp.sum(jt.edit(chain, {"h": new})(X) ** 2)
+    whole = lambda new: jnp.sum(tapax.edit(chain, {"h": new})(X) ** 2)
     close(jax.grad(whole)(jnp.ones((3, 3))), jnp.zeros((3, 3)).at[2].set(2.0))
 
 
 def test_captures_show_what_goes_on():
-    out, taps = jt.capture(jt.edit(chain, {"h": lambda h: h + 1}))(X)
+    out, taps = tapax.capture(tapax.edit(chain, {"h": lambda h: h + 1}))(X)
     h, x = [], X
     for t in T:
         x = jnp.sin(x * t) + 1
         h.append(x)
     close(out, x)
     close(taps.values["h"], jnp.stack(h))
-    inside = jt.edit(lambda x: jt.capture(chain)(x)[1].values["h"], {"h": lambda h: h + 1})
+    inside = tapax.edit(lambda x: tapax.capture(chain)(x)[1].values["h"], {"h": lambda h: h + 1})
     close(inside(X), jnp.stack(h))
-    _, taps = jt.capture(jt.edit(loss, {"h": lambda h: jt.sow(h * 3, "new") * 2}))(X)
+    _, taps = tapax.capture(tapax.edit(loss, {"h": lambda h: tapax.sow(h * 3, "new") * 2}))(X)
     close(taps.values, {"new": 3 * jnp.sin(X), "h": 6 * jnp.sin(X)})
 
 
 def test_an_edit_that_edits_and_captures():
-    program = lambda y: jt.sow(y * 3, "h")
-    close(jt.edit(program, {"h": jt.edit(program, {"h": lambda h: h + 1})})(X), 9 * X + 1)
-    close(jt.edit(program, {"h": lambda h: jt.capture(program)(h)[1].values["h"]})(X), 9 * X)
+    program = lambda y: tapax.sow(y * 3, "h")
+    close(tapax.edit(program, {"h": tapax.edit(program, {"h": lambda h: h + 1})})(X), 9 * X + 1)
+    close(tapax.edit(program, {"h": lambda h: tapax.capture(program)(h)[1].values["h"]})(X), 9 * X)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint32", "bool", "complex64"])
 def test_types_are_kept(dtype):
     x = jnp.ones(3, dtype)
-    f = lambda x: jt.sow(x, "h")
+    f = lambda x: tapax.sow(x, "h")
     flip = jnp.logical_not if dtype == "bool" else lambda h: -h
     for edit in (flip, x, 1 if dtype != "bool" else True, [True] * 3 if dtype == "bool" else x):
-        out = jt.edit(f, {"h": edit})(x)
+        out = tapax.edit(f, {"h": edit})(x)
         assert out.dtype == x.dtype
         close(out, flip(x) if callable(edit) else x)
 
 
 def test_weak_types_stay_weak():
-    f = lambda x: jt.sow(x * 2, "h") + jnp.ones((), jnp.bfloat16)
+    f = lambda x: tapax.sow(x * 2, "h") + jnp.ones((), jnp.bfloat16)
     for edit in (lambda h: h + 1, 3.0, jnp.array(3.0)):
-        assert jt.edit(f, {"h": edit})(1.0).dtype == f(1.0).dtype == jnp.bfloat16
+        assert tapax.edit(f, {"h": edit})(1.0).dtype == f(1.0).dtype == jnp.bfloat16
 
 
 def test_64_bits():
     with jax.enable_x64(True):
         x = jnp.array([1.0, 2.0])
-        out = jt.edit(lambda x: jt.sow(x, "h"), {"h": lambda h: h + 1e-12})(x)
+        out = tapax.edit(lambda x: tapax.sow(x, "h"), {"h": lambda h: h + 1e-12})(x)
         assert out.dtype == jnp.float64
         equal(out, x + 1e-12, rtol=0, atol=1e-15)
-        scan = lambda x: lax.scan(lambda c, t: (jt.sow(c + t, "h"), None), x, jnp.arange(3))[0]
-        assert jt.edit(scan, {jt.at("h", step=1): 10})(jnp.int64(0)) == 12
+        scan = lambda x: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), x, jnp.arange(3))[0]
+        assert tapax.edit(scan, {tapax.at("h", step=1): 10})(jnp.int64(0)) == 12
 
 
 def test_keys_are_values():
     key, other = jax.random.key(0), jax.random.key(5)
-    f = lambda k: jax.random.normal(jt.sow(k, "k"), (3,))
+    f = lambda k: jax.random.normal(tapax.sow(k, "k"), (3,))
     fold = lambda k: jax.random.fold_in(k, 1)
-    close(jt.edit(f, {"k": fold})(key), f(fold(key)))
-    close(jt.edit(f, {"k": other})(key), f(other))
+    close(tapax.edit(f, {"k": fold})(key), f(fold(key)))
+    close(tapax.edit(f, {"k": other})(key), f(other))
     scan = lambda ks: lax.scan(lambda c, k: (c, f(k)), 0, ks)[1]
     keys = jax.random.split(key, 3)
     for i in (1, jnp.array(1)):
-        got = jax.jit(jt.edit(scan, {jt.at("k", step=i): other}))(keys)
+        got = jax.jit(tapax.edit(scan, {tapax.at("k", step=i): other}))(keys)
         close(got, jnp.stack([f(keys[0]), f(other), f(keys[2])]))
     weighted = lambda w, k: w * jnp.sum(f(k))
-    close(jt.edit(jax.grad(weighted), {"k": other})(1.0, key), jnp.sum(f(other)))
+    close(tapax.edit(jax.grad(weighted), {"k": other})(1.0, key), jnp.sum(f(other)))
 
 
 def test_without_elements():
     x = jnp.zeros((0, 3))
-    f = lambda x: jt.sow(x * 2, "h")
+    f = lambda x: tapax.sow(x * 2, "h")
     for edit in (lambda h: h + 1, 5.0, x):
-        assert jt.edit(f, {"h": edit})(x).shape == (0, 3)
-    empty = lambda x: lax.scan(lambda c, t: (jt.sow(c * t, "h"), None), x, jnp.zeros(0))[0]
-    close(jt.edit(empty, {"h": 0.0})(X), X)
+        assert tapax.edit(f, {"h": edit})(x).shape == (0, 3)
+    empty = lambda x: lax.scan(lambda c, t: (tapax.sow(c * t, "h"), None), x, jnp.zeros(0))[0]
+    close(tapax.edit(empty, {"h": 0.0})(X), X)
 
 
 def test_arguments_are_the_functions_own():
-    f = jax.jit(lambda x, n, *, how: jt.sow(x * n, how), static_argnums=1, static_argnames="how")
-    close(jt.edit(f, {"h": lambda h: h + 1})(X, 3, how="h"), 3 * X + 1)
-    given = jax.jit(lambda x: jt.sow(x * 2, "h"), donate_argnums=0)
+    f = jax.jit(lambda x, n, *, how: tapax.sow(x * n, how), static_argnums=1, static_argnames="how")
+    close(tapax.edit(f, {"h": lambda h: h + 1})(X, 3, how="h"), 3 * X + 1)
+    given = jax.jit(lambda x: tapax.sow(x * 2, "h"), donate_argnums=0)
     x = jnp.ones(1000)
-    equal(jt.edit(given, {"h": lambda h: h + 1})(x), 3.0)
+    equal(tapax.edit(given, {"h": lambda h: h + 1})(x), 3.0)
     assert x.is_deleted()
-    tree = lambda a, *, b: {"out": jt.sow(a["x"] + b, "h")}
-    close(jt.edit(tree, {"h": lambda h: -h})({"x": X}, b=1.0), {"out": -(X + 1)})
+    tree = lambda a, *, b: {"out": tapax.sow(a["x"] + b, "h")}
+    close(tapax.edit(tree, {"h": lambda h: -h})({"x": X}, b=1.0), {"out": -(X + 1)})
 
 
 def test_threads():
-    edited, got = jt.edit(loss, {"h": lambda h: h * 2}), {}
+    edited, got = tapax.edit(loss, {"h": lambda h: h * 2}), {}
 
     def work(i):
-        got[i] = edited(X * i), jt.edit(loss, {"h": float(i)})(X)
+        got[i] = edited(X * i), tapax.edit(loss, {"h": float(i)})(X)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -500,10 +502,10 @@ def test_an_edit_with_state():
             return h * self.by
 
     f, scale = jax.jit(loss), Scale()
-    close(jt.edit(f, {"h": scale})(X), 2 * jnp.sum(jnp.sin(X)))
+    close(tapax.edit(f, {"h": scale})(X), 2 * jnp.sum(jnp.sin(X)))
     scale.by = 5.0
-    close(jt.edit(f, {"h": scale})(X), 10 * jnp.sum(jnp.sin(X)))
-    close(jt.edit(f, {"h": scale.__call__})(X), 10 * jnp.sum(jnp.sin(X)))
+    close(tapax.edit(f, {"h": scale})(X), 10 * jnp.sum(jnp.sin(X)))
+    close(tapax.edit(f, {"h": scale.__call__})(X), 10 * jnp.sum(jnp.sin(X)))
 
 
 def test_an_edit_that_fails_leaves_nothing_behind():
@@ -513,9 +515,9 @@ def test_an_edit_that_fails_leaves_nothing_behind():
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        jt.edit(f, {"h": fails})(X)
+        tapax.edit(f, {"h": fails})(X)
     close(f(X), 2 * jnp.sum(jnp.sin(X)))
-    equal(jt.edit(f, {"h": 0.0})(X), 0)
+    equal(tapax.edit(f, {"h": 0.0})(X), 0)
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -532,12 +534,12 @@ def test_on_a_mesh(mesh, checked, wrap):
         return wrap(jax.shard_map(local, mesh=mesh, check_vma=checked, **specs))
 
     edit = lambda h: h**2 + 0.1
-    close(jt.edit(program(jt.sow), {"h": edit})(x), program(lambda h, _: edit(h))(x))
+    close(tapax.edit(program(tapax.sow), {"h": edit})(x), program(lambda h, _: edit(h))(x))
     for new in (0.5, jnp.full((2, 2), 0.5)):
-        _, out = jt.edit(program(jt.sow), {jt.at("h", step=2): new})(x)
+        _, out = tapax.edit(program(tapax.sow), {tapax.at("h", step=2): new})(x)
         equal(out, 0.5)
     parts = jnp.arange(2 * 2 * 3 * 2 * 2.0).reshape(2, 2, 3, 2, 2)
-    _, out = jt.edit(program(jt.sow), {"h": parts})(x)
+    _, out = tapax.edit(program(tapax.sow), {"h": parts})(x)
     equal(out, parts[:, :, 2].transpose(0, 2, 1, 3).reshape(4, 4))
-    traced = jax.vmap(lambda i: jt.edit(program(jt.sow), {jt.at("h", step=i): 0.5})(x)[1])
+    traced = jax.vmap(lambda i: tapax.edit(program(tapax.sow), {tapax.at("h", step=i): 0.5})(x)[1])
     equal(traced(jnp.array([2, 2])), 0.5)

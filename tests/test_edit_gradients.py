@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import jaxtap as jt
+import tapax
 
 X = jnp.array([0.3, -0.7, 1.2])
 T = jnp.array([0.5, 1.1, -0.8])
@@ -166,27 +166,27 @@ def test_edited_values(loss, step):
         return  # no forward derivative of a custom_vjp
     step = {**STEPS, **FORWARD}[step]
     expected = step(loss(by_hand(VALUE)))(X)
-    close(jt.edit(step(loss(jt.sow)), {"h": VALUE})(X), expected)
+    close(tapax.edit(step(loss(tapax.sow)), {"h": VALUE})(X), expected)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("step", STEPS)
 def test_edited_gradients(loss, step):
     step = STEPS[step]
-    got = jt.edit(step(loss(jt.sow)), grads={"h": GRAD})(X)
+    got = tapax.edit(step(loss(tapax.sow)), grads={"h": GRAD})(X)
     close(got, step(loss(by_hand(grad=GRAD)))(X))
 
 
 @pytest.mark.parametrize("loss", [straight, shared, scanned_remat, recomputed, mapped_scan])
 def test_edited_values_and_gradients(loss):
-    got = jt.edit(jax.grad(loss(jt.sow)), {"h": VALUE}, {"h": GRAD})(X)
+    got = tapax.edit(jax.grad(loss(tapax.sow)), {"h": VALUE}, {"h": GRAD})(X)
     close(got, jax.grad(loss(by_hand(VALUE, GRAD)))(X))
 
 
 @pytest.mark.parametrize("loss", [straight, scanned, recomputed])
 def test_third_derivatives(loss):
     third = lambda f: jax.grad(lambda x: jnp.sum(jax.hessian(f)(x) ** 2))
-    close(jt.edit(third(loss(jt.sow)), {"h": VALUE})(X), third(loss(by_hand(VALUE)))(X), 1e-3)
+    close(tapax.edit(third(loss(tapax.sow)), {"h": VALUE})(X), third(loss(by_hand(VALUE)))(X), 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -195,20 +195,20 @@ def test_third_derivatives(loss):
 def test_clip_zero_scale_reverse(edit):
     @jax.jit
     def step(w):
-        return w - 0.1 * jax.grad(straight(jt.sow))(w)
+        return w - 0.1 * jax.grad(straight(tapax.sow))(w)
 
     expected = X - 0.1 * jax.grad(straight(by_hand(grad=edit)))(X)
-    close(jt.edit(step, grads={"h": edit})(X), expected)
-    close(jt.edit(step, grads={"h": lambda g, site: edit(g)})(X), expected)
+    close(tapax.edit(step, grads={"h": edit})(X), expected)
+    close(tapax.edit(step, grads={"h": lambda g, site: edit(g)})(X), expected)
 
 
 def test_replaced_gradients():
-    f = jax.grad(lambda x: jnp.sum(jt.sow(jnp.sin(x), "h") ** 2))
-    close(jt.edit(f, grads={"h": 2.0})(X), 2 * jnp.cos(X))
-    close(jt.edit(f, grads={"h": X})(X), X * jnp.cos(X))
-    close(jax.vmap(lambda g: jt.edit(f, grads={"h": g})(X))(T), T[:, None] * jnp.cos(X))
+    f = jax.grad(lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2))
+    close(tapax.edit(f, grads={"h": 2.0})(X), 2 * jnp.cos(X))
+    close(tapax.edit(f, grads={"h": X})(X), X * jnp.cos(X))
+    close(jax.vmap(lambda g: tapax.edit(f, grads={"h": g})(X))(T), T[:, None] * jnp.cos(X))
     many = jax.vmap(f)
-    close(jt.edit(many, grads={"h": T[:, None]})(X[:, None])[:, 0], T * jnp.cos(X))
+    close(tapax.edit(many, grads={"h": T[:, None]})(X[:, None])[:, 0], T * jnp.cos(X))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
@@ -217,14 +217,14 @@ def test_one_call_of_a_shared_function(wrap):
         layers = [wrap(lambda x, s=s: s(jnp.sin(x), "h")) for s in (first, second)]
         return jax.grad(lambda x: jnp.sum(layers[1](layers[0](x)) ** 2))
 
-    layer = wrap(lambda x: jt.sow(jnp.sin(x), "h"))
+    layer = wrap(lambda x: tapax.sow(jnp.sin(x), "h"))
     f = jax.grad(lambda x: jnp.sum(layer(layer(x)) ** 2))
     plain = by_hand()
-    close(jt.edit(f, {"h@1": VALUE})(X), program(plain, by_hand(VALUE))(X))
-    close(jt.edit(f, {"h@0": VALUE})(X), program(by_hand(VALUE), plain)(X))
-    close(jt.edit(f, grads={"h@1": GRAD})(X), program(plain, by_hand(grad=GRAD))(X))
-    close(jt.edit(f, grads={"h@0": GRAD})(X), program(by_hand(grad=GRAD), plain)(X))
-    both = jt.edit(f, {"h@0": VALUE}, {"h@1": GRAD})(X)
+    close(tapax.edit(f, {"h@1": VALUE})(X), program(plain, by_hand(VALUE))(X))
+    close(tapax.edit(f, {"h@0": VALUE})(X), program(by_hand(VALUE), plain)(X))
+    close(tapax.edit(f, grads={"h@1": GRAD})(X), program(plain, by_hand(grad=GRAD))(X))
+    close(tapax.edit(f, grads={"h@0": GRAD})(X), program(by_hand(grad=GRAD), plain)(X))
+    both = tapax.edit(f, {"h@0": VALUE}, {"h@1": GRAD})(X)
     close(both, program(by_hand(VALUE), by_hand(grad=GRAD))(X))
 
 
@@ -234,11 +234,11 @@ def test_one_of_two_scans_that_share_a_body():
         scan = lambda sow, x: lax.scan(body(sow), x, T)[0]
         return jax.grad(lambda x: jnp.sum(scan(second, scan(first, x))))
 
-    body = lambda c, t: (jt.sow(jnp.sin(c * t), "h"), None)
+    body = lambda c, t: (tapax.sow(jnp.sin(c * t), "h"), None)
     scan = lambda x: lax.scan(body, x, T)[0]
     f = jax.grad(lambda x: jnp.sum(scan(scan(x))))
-    close(jt.edit(f, {"h@1": VALUE})(X), total(by_hand(), by_hand(VALUE))(X))
-    close(jt.edit(f, grads={"h@0": GRAD})(X), total(by_hand(grad=GRAD), by_hand())(X))
+    close(tapax.edit(f, {"h@1": VALUE})(X), total(by_hand(), by_hand(VALUE))(X))
+    close(tapax.edit(f, grads={"h@0": GRAD})(X), total(by_hand(grad=GRAD), by_hand())(X))
 
 
 @pytest.mark.parametrize("step", [0, 2, -2])
@@ -251,10 +251,10 @@ def test_one_iteration(step, remat):
     def only(edit):
         return lambda h, t: jnp.where(t == T[step], edit(h, ""), h)
 
-    f = jax.grad(lambda x: loss(x, lambda h, t: jt.sow(h, "h")))
+    f = jax.grad(lambda x: loss(x, lambda h, t: tapax.sow(h, "h")))
     values = jax.grad(lambda x: loss(x, only(by_hand(VALUE))))(X)
     gradients = jax.grad(lambda x: loss(x, only(by_hand(grad=lambda g: -g))))(X)
-    edit = lambda of, what: lambda i: jt.edit(f, **{of: {jt.at("h", step=i): what}})(X)
+    edit = lambda of, what: lambda i: tapax.edit(f, **{of: {tapax.at("h", step=i): what}})(X)
     close(edit("values", VALUE)(step), values)
     close(edit("grads", lambda g: -g)(step), gradients)
     close(jax.jit(edit("values", VALUE))(step), values)
@@ -263,41 +263,41 @@ def test_one_iteration(step, remat):
 
 def test_every_pullback_of_a_call():
     def step(x):
-        _, pull = jax.vjp(lambda x: jt.sow(jnp.sin(x), "h"), x)
+        _, pull = jax.vjp(lambda x: tapax.sow(jnp.sin(x), "h"), x)
         return *pull(jnp.ones(3)), *pull(jnp.full(3, 5.0))
 
     c = jnp.cos(X)
-    close(jt.edit(step, grads={"h": lambda g: g + 1})(X), (2 * c, 6 * c))
-    two = jax.jacrev(lambda x: 3 * jt.sow(jnp.sin(x), "h"))
-    close(jt.edit(two, grads={"h": lambda g: jnp.clip(g, 0, 1)})(X), jnp.diag(c))
+    close(tapax.edit(step, grads={"h": lambda g: g + 1})(X), (2 * c, 6 * c))
+    two = jax.jacrev(lambda x: 3 * tapax.sow(jnp.sin(x), "h"))
+    close(tapax.edit(two, grads={"h": lambda g: jnp.clip(g, 0, 1)})(X), jnp.diag(c))
     for name in ("h~0", "h~1"):
         with pytest.raises(
-            jt.SiteError, match=f"grads='{name}' was given, but which gradient of a"
+            tapax.SiteError, match=f"grads='{name}' was given, but which gradient of a"
         ):
-            jt.edit(step, grads={name: lambda g: g + 1})(X)
+            tapax.edit(step, grads={name: lambda g: g + 1})(X)
 
 
 def test_derivatives_of_edited_steps():
-    edited = lambda s: jt.edit(jax.grad(straight(jt.sow)), {"h": lambda h: h * s})(X)
+    edited = lambda s: tapax.edit(jax.grad(straight(tapax.sow)), {"h": lambda h: h * s})(X)
     hand = lambda s: jax.grad(straight(by_hand(lambda h: h * s)))(X)
     close(jax.jacfwd(edited)(2.0), jax.jacfwd(hand)(2.0))
     close(jax.jacrev(edited)(2.0), jax.jacrev(hand)(2.0))
-    edited = lambda s: jt.edit(jax.grad(scanned(jt.sow)), grads={"h": lambda g: g * s})(X)
+    edited = lambda s: tapax.edit(jax.grad(scanned(tapax.sow)), grads={"h": lambda g: g * s})(X)
     hand = lambda s: jax.grad(scanned(by_hand(grad=lambda g: g * s)))(X)
     close(jax.jit(edited)(2.0), hand(2.0))
     close(jax.vmap(edited)(T), jnp.stack([hand(s) for s in T]))
 
 
 def test_edits_of_edits():
-    f = jax.grad(jax.jit(jt.edit(straight(jt.sow), {"h": lambda h: h**2})))
-    f = jt.edit(f, {"h": jnp.sin}, {"h": lambda g: 3 * g})
+    f = jax.grad(jax.jit(tapax.edit(straight(tapax.sow), {"h": lambda h: h**2})))
+    f = tapax.edit(f, {"h": jnp.sin}, {"h": lambda g: 3 * g})
     both = by_hand(lambda h: jnp.sin(h**2), lambda g: 3 * g)
     close(f(X), jax.grad(straight(both))(X))
-    out, taps = jt.capture(f)(X)
+    out, taps = tapax.capture(f)(X)
     close(out, f(X))
     close(taps.values["h"], jnp.sin(jnp.sin(X) ** 2))
     close(taps.grads["h"], -3 * jnp.sin(taps.values["h"]) * X)
-    twice = jt.edit(jt.edit(jax.grad(scanned(jt.sow)), grads={"h": GRAD}), {"h": VALUE})
+    twice = tapax.edit(tapax.edit(jax.grad(scanned(tapax.sow)), grads={"h": GRAD}), {"h": VALUE})
     close(twice(X), jax.grad(scanned(by_hand(VALUE, GRAD)))(X))
 
 
@@ -305,27 +305,28 @@ def test_gradients_of_intermediates_of_an_edited_loss():
     # By what goes on from the edited site; or, if the edit is around, by what comes to it.
     slope = -jnp.sin(2 * jnp.sin(X)) * X
     edit = {"h": lambda h: 2 * h}
-    close(jt.grad(jt.edit(straight(jt.sow), edit))(X), {"h": slope})
-    close(jt.capture(jt.edit(jax.grad(straight(jt.sow)), edit))(X)[1].grads, {"h": slope})
-    close(jt.edit(jt.grad(straight(jt.sow)), edit)(X), {"h": 2 * slope})
-    close(jt.edit(jt.grad(straight(jt.sow)), {"h": 0.5})(X), {"h": jnp.zeros(3)})
+    close(tapax.grad(tapax.edit(straight(tapax.sow), edit))(X), {"h": slope})
+    close(tapax.capture(tapax.edit(jax.grad(straight(tapax.sow)), edit))(X)[1].grads, {"h": slope})
+    close(tapax.edit(tapax.grad(straight(tapax.sow)), edit)(X), {"h": 2 * slope})
+    close(tapax.edit(tapax.grad(straight(tapax.sow)), {"h": 0.5})(X), {"h": jnp.zeros(3)})
 
 
 def test_one_operation_at_a_time():
     with jax.disable_jit():
         for loss in (scanned, branched, recomputed):
             close(
-                jt.edit(jax.grad(loss(jt.sow)), {"h": VALUE})(X), jax.grad(loss(by_hand(VALUE)))(X)
+                tapax.edit(jax.grad(loss(tapax.sow)), {"h": VALUE})(X),
+                jax.grad(loss(by_hand(VALUE)))(X),
             )
             close(
-                jt.edit(jax.grad(loss(jt.sow)), grads={"h": GRAD})(X),
+                tapax.edit(jax.grad(loss(tapax.sow)), grads={"h": GRAD})(X),
                 jax.grad(loss(by_hand(grad=GRAD)))(X),
             )
 
 
 def test_low_precision_stays_low():
     x = X.astype(jnp.bfloat16)
-    out = jt.edit(jax.grad(straight(jt.sow)), {"h": VALUE}, {"h": GRAD})(x)
+    out = tapax.edit(jax.grad(straight(tapax.sow)), {"h": VALUE}, {"h": GRAD})(x)
     assert out.dtype == jnp.bfloat16
     expected = jax.grad(straight(by_hand(VALUE, GRAD)))(x)
     close(out.astype(float), expected.astype(float), 2e-2)
@@ -338,7 +339,7 @@ def test_integers_in_a_gradient():
 
     shift = lambda i: (i + 1) % 3
     expected = jax.grad(lambda w: loss(w, lambda i, _: shift(i)))(X)
-    close(jt.edit(jax.grad(lambda w: loss(w, jt.sow)), {"i": shift})(X), expected)
+    close(tapax.edit(jax.grad(lambda w: loss(w, tapax.sow)), {"i": shift})(X), expected)
 
 
 def test_memory_of_a_recomputed_scan_stays_low():
@@ -352,10 +353,10 @@ def test_memory_of_a_recomputed_scan_stays_low():
         return jax.jit(f).lower(x).compile().memory_analysis().temp_size_in_bytes
 
     hand = temporary(jax.grad(lambda x: loss(x, by_hand(VALUE))))
-    edited = temporary(jt.edit(jax.grad(lambda x: loss(x, jt.sow)), {"h": VALUE}))
+    edited = temporary(tapax.edit(jax.grad(lambda x: loss(x, tapax.sow)), {"h": VALUE}))
     assert edited <= 1.05 * hand + 1024
     hand = temporary(jax.grad(lambda x: loss(x, by_hand(grad=GRAD))))
-    edited = temporary(jt.edit(jax.grad(lambda x: loss(x, jt.sow)), grads={"h": GRAD}))
+    edited = temporary(tapax.edit(jax.grad(lambda x: loss(x, tapax.sow)), grads={"h": GRAD}))
     assert edited <= 1.05 * hand + 1024
 
 
@@ -372,5 +373,5 @@ def test_on_a_mesh(mesh, checked):
             local, mesh=mesh, in_specs=P("a", "b"), out_specs=P(), check_vma=checked
         )))  # fmt: skip
 
-    close(jt.edit(step(jt.sow), {"h": VALUE})(x), step(by_hand(VALUE))(x))
-    close(jt.edit(step(jt.sow), grads={"h": GRAD})(x), step(by_hand(grad=GRAD))(x))
+    close(tapax.edit(step(tapax.sow), {"h": VALUE})(x), step(by_hand(VALUE))(x))
+    close(tapax.edit(step(tapax.sow), grads={"h": GRAD})(x), step(by_hand(grad=GRAD))(x))

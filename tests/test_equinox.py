@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import pytest
 
-import jaxtap as jt
-from jaxtap import SiteError
-from jaxtap._patch import subclasses
+import tapax
+from tapax import SiteError
+from tapax._patch import subclasses
 
 B, D = 3, 4
 X = jax.random.normal(jax.random.key(7), (B, D))
@@ -149,7 +149,7 @@ def test_train_step(how, jit):
     state = optimizer.init(eqx.filter(model, eqx.is_array))
     train = jit(step)
     plain = train(model, state, X)
-    out, taps = jt.capture(train)(model, state, X)
+    out, taps = tapax.capture(train)(model, state, X)
     values, grads = expected(model, X)
     close(taps.values, values)
     close(taps.grads, grads)
@@ -164,7 +164,7 @@ def test_train_step(how, jit):
 @pytest.mark.parametrize("how", HOW)
 def test_model_closed_over(how):
     model = Net(how)
-    _, taps = jt.capture(lambda x: jax.vmap(model)(x))(X)
+    _, taps = tapax.capture(lambda x: jax.vmap(model)(x))(X)
     close(taps.values, expected(model, X)[0])
 
 
@@ -181,7 +181,7 @@ def test_model_closed_over(how):
 )
 def test_module_as_function(fn):
     model = Net()
-    out, taps = jt.capture(fn(model))(X[0])
+    out, taps = tapax.capture(fn(model))(X[0])
     close(taps.values, expected(model, X[0])[0])
     np.testing.assert_allclose(out, model(X[0]), rtol=1e-6)
 
@@ -191,14 +191,14 @@ def test_arrays_of_the_captured_module_are_no_constants():
     traces = []
     HOW["counted"] = lambda block, x: traces.append(0) or block(x)
     model = eqx.tree_at(lambda m: m.how, model, "counted")
-    captured = jt.capture(lambda m, x: m(x))
+    captured = tapax.capture(lambda m, x: m(x))
     captured(model, X[0])
     changed = eqx.tree_at(lambda m: m.ends["head"].bias, model, jnp.ones(D))
     _, taps = captured(changed, X[0])
     close(taps.values, expected(changed, X[0])[0])
     assert len(traces) == 3  # blocks, in one trace
     # Another module is another function, and never that of the first one's weights.
-    _, taps = jt.capture(changed)(X[0])
+    _, taps = tapax.capture(changed)(X[0])
     close(taps.values, expected(changed, X[0])[0])
 
 
@@ -214,7 +214,7 @@ def test_arrays_of_the_captured_module_are_no_constants():
 )
 def test_methods(fn, method):
     net = Net()
-    out, taps = jt.capture(fn(net))(X[0])
+    out, taps = tapax.capture(fn(net))(X[0])
     values = expected(net, X[0])[0]
     wanted = {f"Net.{method}": values["Net/blocks/0"]}
     wanted |= {name: v for name, v in values.items() if name.startswith("Net/blocks/0")}
@@ -227,7 +227,7 @@ def test_method_under_vmap():
     net = Net()
     bound = net.encode  # before anything is captured
     for fn in (jax.vmap(bound), eqx.filter_vmap(bound), lambda x: jax.vmap(net.encode)(x)):
-        _, taps = jt.capture(fn)(X)
+        _, taps = tapax.capture(fn)(X)
         assert taps.values["Net.encode"].shape == (B, D)
 
 
@@ -240,7 +240,7 @@ def test_method_of_blocks():
                 x = eqx.filter_jit(block.encode)(x)
             return x
 
-    _, taps = jt.capture(Encoders((Block(0), Block(1))))(X[0])
+    _, taps = tapax.capture(Encoders((Block(0), Block(1))))(X[0])
     names = ["", ".encode", "/drop", "/linear"]
     assert set(taps.values) == {"Encoders"} | {
         f"Encoders/blocks/{i}{name}" for i in range(2) for name in names
@@ -274,7 +274,7 @@ def wrapped():
 @pytest.mark.parametrize("outer", [lambda f: f, eqx.filter_jit])
 def test_wrapped_attributes(wrapped, outer):
     fn = outer(eqx.filter_value_and_grad(lambda m, x: jnp.sum(m(x))))
-    _, taps = jt.capture(fn)(wrapped, X[0])
+    _, taps = tapax.capture(fn)(wrapped, X[0])
     x, values = X[0], {}
     for i in range(5):
         x = values[f"Wrapped/parts/{i}"] = linear(i)(x)
@@ -282,7 +282,7 @@ def test_wrapped_attributes(wrapped, outer):
     values["Wrapped"] = jax.nn.relu(x)
     close(taps.values, values)
     assert set(taps.grads) == set(values)
-    _, taps = jt.capture(wrapped.jitted)(X[0])
+    _, taps = tapax.capture(wrapped.jitted)(X[0])
     close(taps.values, {name: linear()(X[0]) for name in ("Wrapped.jitted", "Wrapped/parts/0")})
 
 
@@ -301,7 +301,7 @@ class Stacked(eqx.Module):
 
 
 def test_scan_over_stacked_layers():
-    _, taps = jt.capture(eqx.filter_jit(eqx.filter_value_and_grad(mean_square)))(Stacked(), X)
+    _, taps = tapax.capture(eqx.filter_jit(eqx.filter_value_and_grad(mean_square)))(Stacked(), X)
     values, grads = expected(Net(), X)
     assert set(taps.values) == {"Stacked", "Stacked/head"} | {
         f"Stacked/layers{name}" for name in ("", "/linear", "/drop")
@@ -334,7 +334,7 @@ def test_state_is_no_result():
     model, state = eqx.nn.make_with_state(Normed)()
     out, new = over_batch(model, state, X)
     _, state = eqx.nn.make_with_state(Normed)()
-    (found, found_state), taps = jt.capture(eqx.filter_jit(over_batch))(model, state, X)
+    (found, found_state), taps = tapax.capture(eqx.filter_jit(over_batch))(model, state, X)
     assert set(taps.values) == {"Normed:0", "Normed/norm:0", "Normed/linear"}
     np.testing.assert_allclose(taps.values["Normed/norm:0"], out, rtol=1e-5, atol=1e-6)
     for a, b in zip(*map(jax.tree.leaves, (new, found_state)), strict=True):
@@ -356,7 +356,7 @@ def test_stateful_sequential():
         axes = {"axis_name": "batch", "in_axes": (0, None, 0), "out_axes": (0, None)}
         return jax.vmap(one, **axes)(x, state, keys)
 
-    (out, _), taps = jt.capture(run)(model, state, X, keys)
+    (out, _), taps = tapax.capture(run)(model, state, X, keys)
     names = ["0", "1:0", "2", "3"]
     assert set(taps.values) == {"Sequential:0", *(f"Sequential/layers/{name}" for name in names)}
     hidden = taps.values["Sequential/layers/2"]
@@ -385,7 +385,7 @@ class Tied(eqx.Module):
 def test_shared():
     model = Tied()
     loss = lambda model, token: jnp.sum(model(token) ** 2)
-    _, taps = jt.capture(eqx.filter_jit(eqx.filter_value_and_grad(loss)))(model, jnp.array(2))
+    _, taps = tapax.capture(eqx.filter_jit(eqx.filter_value_and_grad(loss)))(model, jnp.array(2))
     embed, _, last = model.shared.pytree
     values = {"Tied/shared/pytree/0": embed.weight[2]}
     values["Tied/shared/pytree/1"] = embed.weight @ embed.weight[2]
@@ -401,7 +401,7 @@ def test_shared():
 
 def test_attention():
     attention = eqx.nn.MultiheadAttention(2, D, key=jax.random.key(0))
-    out, taps = jt.capture(attention)(X, X, X)
+    out, taps = tapax.capture(attention)(X, X, X)
     parts = ["query_proj", "key_proj", "value_proj", "output_proj", "dropout"]
     assert set(taps.values) == {"MultiheadAttention"} | {f"MultiheadAttention/{p}" for p in parts}
     query = X @ attention.query_proj.weight.T
@@ -419,7 +419,7 @@ class Recurrent(eqx.Module):
 def test_recurrent_cell_in_a_scan():
     model = Recurrent(eqx.nn.GRUCell(D, D, key=jax.random.key(0)))
     loss = eqx.filter_jit(eqx.filter_grad(lambda m, x: jnp.sum(m(x) ** 2)))
-    _, taps = jt.capture(loss)(model, X)
+    _, taps = tapax.capture(loss)(model, X)
 
     def run(eps):
         h, seen = jnp.zeros(D), []
@@ -444,14 +444,14 @@ def test_recurrent_cell_in_a_scan():
 )
 def test_other_transformations(fn):
     net = Net()
-    _, taps = jt.capture(fn)(net, X[0])
+    _, taps = tapax.capture(fn)(net, X[0])
     close(taps.values, expected(net, X[0])[0])
 
 
 def test_ensemble():
     models = eqx.filter_vmap(Block)(jnp.arange(3))
     run = eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))
-    _, taps = jt.capture(run)(models, X[0])
+    _, taps = tapax.capture(run)(models, X[0])
     each = jnp.stack([Block(i).linear(X[0]) for i in range(3)])
     np.testing.assert_allclose(taps.values["Block/linear"], each, rtol=1e-5)
 
@@ -467,7 +467,7 @@ def test_a_module_that_is_a_record_of_results():
         def __call__(self, x):
             return Output(self.linear(x), 3)
 
-    out, taps = jt.capture(Head(linear()))(X[0])
+    out, taps = tapax.capture(Head(linear()))(X[0])
     assert set(taps.values) == {"Head:logits", "Head/linear"} and out.count == 3
 
 
@@ -488,7 +488,7 @@ def test_an_ancestor_and_a_part_of_it_called_from_within():
         def helped(self, x):
             return self.inner.linear(self.last(x))
 
-    _, taps = jt.capture(Outer(Inner(linear()), linear(1)))(X[0])
+    _, taps = tapax.capture(Outer(Inner(linear()), linear(1)))(X[0])
     last = linear(1)(X[0])
     out = linear()(last)
     names = ["Outer", "Outer.helped", "Outer/inner", "Outer/inner/linear"]
@@ -500,7 +500,7 @@ def test_super_is_a_part_of_the_method():
         def __call__(self, x):
             return 2 * super().__call__(x)
 
-    _, taps = jt.capture(Twice(0))(X[0])
+    _, taps = tapax.capture(Twice(0))(X[0])
     close({"Twice": taps.values["Twice"]}, {"Twice": 2 * (jnp.tanh(linear()(X[0])) + X[0])})
     assert set(taps.values) == {"Twice", "Twice/linear", "Twice/drop"}
 
@@ -510,7 +510,7 @@ def test_sow_in_a_module():
         linear: eqx.nn.Linear
 
         def __call__(self, x):
-            return jt.sow(self.linear(x), "h") * 2
+            return tapax.sow(self.linear(x), "h") * 2
 
     class Outer(eqx.Module):
         parts: list
@@ -520,14 +520,14 @@ def test_sow_in_a_module():
                 x = eqx.filter_checkpoint(part)(x)
             return x
 
-    _, taps = jt.capture(Outer([Sowing(linear(0)), Sowing(linear(1))]))(X[0])
+    _, taps = tapax.capture(Outer([Sowing(linear(0)), Sowing(linear(1))]))(X[0])
     first = linear(0)(X[0])
     np.testing.assert_allclose(taps.values["Outer/parts/0/h"], first, rtol=1e-6)
     np.testing.assert_allclose(taps.values["Outer/parts/1/h"], linear(1)(2 * first), rtol=1e-5)
 
 
 def test_calls_and_roots_of_one_class():
-    _, taps = jt.capture(lambda a, b, x: a(b(a(x))))(linear(0), linear(1), X[0])
+    _, taps = tapax.capture(lambda a, b, x: a(b(a(x))))(linear(0), linear(1), X[0])
     assert list(taps.values) == ["Linear", "Linear@1", "Linear@2"]
     first = linear(0)(X[0])
     np.testing.assert_allclose(taps.values["Linear@1"], linear(1)(first), rtol=1e-6)
@@ -535,14 +535,14 @@ def test_calls_and_roots_of_one_class():
 
 def test_a_part_of_a_model_called_alone():
     net = Net()
-    _, taps = jt.capture(lambda net, x: net.blocks[1].linear(x))(net, X[0])
+    _, taps = tapax.capture(lambda net, x: net.blocks[1].linear(x))(net, X[0])
     close(taps.values, {"Net/blocks/1/linear": net.blocks[1].linear(X[0])})
 
 
 def test_bfloat16_stays():
     model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, Net())
     x = X.astype(jnp.bfloat16)
-    _, taps = jt.capture(eqx.filter_grad(mean_square))(model, x)
+    _, taps = tapax.capture(eqx.filter_grad(mean_square))(model, x)
     assert all(v.dtype == jnp.bfloat16 for v in [*taps.values.values(), *taps.grads.values()])
     assert len(taps.grads) == 11
 
@@ -562,14 +562,14 @@ def test_numbers_in_modules_are_static():
             return self.drop(x, inference=True) + add
 
     make = lambda times, scale=0.5: Numbers(times, scale, eqx.nn.Dropout(0.1))
-    captured = jt.capture(lambda m, x, add: m(x, add))
+    captured = tapax.capture(lambda m, x, add: m(x, add))
     for add in (1, 2):
         captured(make(2), X[0], add)
     assert len(traces) == 1 and traces[0][0] is float and traces[0][1] is not int
     np.testing.assert_allclose(captured(make(3), X[0], 1)[0], X[0] / 8 + 1)
     np.testing.assert_allclose(captured(make(2, jnp.array(0.5)), X[0], 1)[0], X[0] / 4 + 1)
     traces.clear()
-    captured = jt.capture(eqx.filter_jit(lambda m, x, add: m(x, add)))
+    captured = tapax.capture(eqx.filter_jit(lambda m, x, add: m(x, add)))
     captured(make(2), X[0], 1)
     captured(make(2), X[0], 1)
     assert traces == [(float, int)]
@@ -579,7 +579,7 @@ def test_cached_before_and_after():
     train = eqx.filter_jit(eqx.filter_value_and_grad(mean_square))
     model = Net("jitted function")
     before = train(model, X)
-    _, taps = jt.capture(train)(model, X)
+    _, taps = tapax.capture(train)(model, X)
     close(taps.values, expected(model, X)[0])
     after = train(model, X)
     for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True):
@@ -589,16 +589,16 @@ def test_cached_before_and_after():
 
 def test_selections():
     net = Net()
-    assert not jt.capture(net, modules=False)(X[0])[1].values
-    _, taps = jt.capture(net, "Net/blocks/*/linear", modules=lambda m, method: True)(X[0])
+    assert not tapax.capture(net, modules=False)(X[0])[1].values
+    _, taps = tapax.capture(net, "Net/blocks/*/linear", modules=lambda m, method: True)(X[0])
     assert list(taps.values) == [f"Net/blocks/{i}/linear" for i in range(3)]
     only = lambda module, method: isinstance(module, Block) and method == "__call__"
-    _, taps = jt.capture(net, modules=only)(X[0])
+    _, taps = tapax.capture(net, modules=only)(X[0])
     assert list(taps.values) == [f"Net/blocks/{i}" for i in range(3)]
-    _, taps = jt.capture(net, modules="**/head")(X[0])
+    _, taps = tapax.capture(net, modules="**/head")(X[0])
     assert list(taps.values) == ["Net/ends/head"]
     with pytest.raises(SiteError, match="Net/blocks/7"):
-        jt.capture(net, "Net/blocks/7")(X[0])
+        tapax.capture(net, "Net/blocks/7")(X[0])
 
 
 # --- Equinox is left as it was found -----------------------------------------------------------
@@ -634,9 +634,9 @@ def test_exception_halfway():
     model = Failing(linear())
     for fn in (model, eqx.filter_jit(model), eqx.filter_checkpoint(model), jax.grad(model)):
         with pytest.raises(RuntimeError, match="halfway"):
-            jt.capture(fn)(X[0])
+            tapax.capture(fn)(X[0])
         assert attributes()[eqx.nn.Linear] == before
-    _, taps = jt.capture(Net())(X[0])
+    _, taps = tapax.capture(Net())(X[0])
     close(taps.values, expected(Net(), X[0])[0])
 
 
@@ -644,10 +644,10 @@ def test_nested_captures():
     net = Net()
 
     def outer(x):
-        y, inner = jt.capture(net.blocks[0])(x)
+        y, inner = tapax.capture(net.blocks[0])(x)
         return net(y), inner.values
 
-    (out, inner), taps = jt.capture(outer)(X[0])
+    (out, inner), taps = tapax.capture(outer)(X[0])
     assert set(inner) == {"Block", "Block/linear", "Block/drop"}
     y = net.blocks[0](X[0])
     np.testing.assert_allclose(taps.values["Net/blocks/0"], net.blocks[0](y), rtol=1e-5)
@@ -663,7 +663,7 @@ def test_threads():
             start.wait()
             for _ in range(2):
                 if i % 2:
-                    seen.append(jt.capture(lambda m, x: m(x))(net, X[0])[1].values)
+                    seen.append(tapax.capture(lambda m, x: m(x))(net, X[0])[1].values)
                 else:
                     net(X[0])
         except BaseException as error:
@@ -685,7 +685,7 @@ def test_copies_under_capture():
     def run(x):
         return copy.deepcopy(net)(x) + pickle.loads(pickle.dumps(net))(x)
 
-    out, taps = jt.capture(run)(X[0])
+    out, taps = tapax.capture(run)(X[0])
     np.testing.assert_allclose(out, 2 * net(X[0]), rtol=1e-5)
     values = expected(net, X[0])[0]
     close(taps.values, values | {f"{name}@1": value for name, value in values.items()})

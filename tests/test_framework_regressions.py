@@ -8,8 +8,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-import jaxtap as jt
-from jaxtap.compat import linen as compat
+import tapax
+from tapax.compat import linen as compat
 
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -48,20 +48,20 @@ def net():
 def test_the_call_of_an_equinox_module_as_a_bound_method_had_no_site(jit):
     model = net()
     expected = np.asarray(model(X[0]))
-    out, taps = jt.capture(jit(model.__call__))(X[0])
+    out, taps = tapax.capture(jit(model.__call__))(X[0])
     np.testing.assert_allclose(out, expected, rtol=1e-6)
     np.testing.assert_allclose(taps.values["Net"], expected, rtol=1e-6)
-    _, taps = jt.capture(jit(model.linear.__call__))(X[0])
+    _, taps = tapax.capture(jit(model.linear.__call__))(X[0])
     np.testing.assert_allclose(taps.values["Linear"], model.linear(X[0]), rtol=1e-6)
 
 
 def test_a_bound_method_of_an_nnx_module_under_jit_had_no_site():
     model = NNXNet()
     expected = np.asarray(model(X))
-    _, taps = jt.capture(jax.jit(model.__call__))(X)
+    _, taps = tapax.capture(jax.jit(model.__call__))(X)
     assert set(taps.values) == {"NNXNet", "NNXNet.encode", "NNXNet/linear"}
     np.testing.assert_allclose(taps.values["NNXNet"], expected, rtol=1e-6)
-    _, taps = jt.capture(jax.jit(model.encode))(X)
+    _, taps = tapax.capture(jax.jit(model.encode))(X)
     np.testing.assert_allclose(taps.values["NNXNet.encode"], model.encode(X), rtol=1e-6)
 
 
@@ -71,15 +71,15 @@ def test_equinox_warned_of_methods_whose_wrapper_has_numbers(method):
     x = X if method == "mapped" else X[0]
     run = lambda model, x: getattr(model, method)(x)
     expected = np.asarray(run(net(), x))
-    out, taps = jt.capture(run)(net(), x)
+    out, taps = tapax.capture(run)(net(), x)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
     assert set(taps.values) == {"Net", f"Net.{method}", "Net/linear"}
 
 
 @pytest.mark.parametrize("modules", ["nope", "**/nope", ["Net", "Net/nope"]])
 def test_modules_that_match_nothing_gave_nothing(modules):
-    with pytest.raises(jt.SiteError, match=r"modules='.*nope' .* no module .* jt\.sites"):
-        jt.capture(net(), modules=modules)(X[0])
+    with pytest.raises(tapax.SiteError, match=r"modules='.*nope' .* no module .* tapax\.sites"):
+        tapax.capture(net(), modules=modules)(X[0])
 
 
 def test_compat_linen_returned_perturbations_that_were_not_mutable():
@@ -109,7 +109,7 @@ def test_a_variable_put_in_the_place_of_another_was_lost(jit):
             return x * self.count[...].sum()
 
     run, plain, seen = jit(lambda model, x: model(x)), Counter(), Counter()
-    captured = jt.capture(run)
+    captured = tapax.capture(run)
     for _ in range(3):
         expected = run(plain, X)
         out, taps = captured(seen, X)
@@ -127,7 +127,7 @@ def test_the_running_average_of_a_linen_module_in_an_nnx_one_was_lost(jit):
 
     run, plain, seen = jit(lambda model, x: model(x, mutable=["batch_stats"])), make(), make()
     expected = run(plain, X)
-    out, _ = jt.capture(run)(seen, X)
+    out, _ = tapax.capture(run)(seen, X)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
     assert np.any(plain.mean[...])
     np.testing.assert_allclose(seen.mean[...], plain.mean[...], rtol=1e-6)

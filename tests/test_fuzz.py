@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxtap as jt
+import tapax
 from tests.fuzz.compare import (
     Mismatch,
     check,
@@ -95,8 +95,8 @@ EDITED = Program(
 
 
 def _other(change: Callable[..., Any]) -> Callable[..., Any]:
-    """`jt.edit` with the pairs that it is given changed."""
-    right = jt.edit
+    """`tapax.edit` with the pairs that it is given changed."""
+    right = tapax.edit
     return lambda fn, values, grads: right(fn, *map(list, change(values, grads)))
 
 
@@ -107,7 +107,10 @@ WRONG: dict[str, Callable[..., Any]] = {
         [(getattr(name, "selection", name), what) for name, what in values],
         grads,
     ),
-    "another iteration": lambda values, grads: ([(jt.at("a", step=2), jnp.sin), values[1]], grads),
+    "another iteration": lambda values, grads: (
+        [(tapax.at("a", step=2), jnp.sin), values[1]],
+        grads,
+    ),
     "another call": lambda values, grads: (values, [("b@0", grads[0][1])]),
     "every call": lambda values, grads: (values, [("b", grads[0][1])]),
     "examples swapped": lambda values, grads: ([values[0], ("c", values[1][1][::-1])], grads),
@@ -120,7 +123,7 @@ def test_edits_by_hand_agree() -> None:
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_comparison_refuses_edits(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jt, "edit", _other(WRONG[fault]))
+    monkeypatch.setattr(tapax, "edit", _other(WRONG[fault]))
     with pytest.raises(Mismatch):
         check_edits(EDITED)
 

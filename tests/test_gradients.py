@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-import jaxtap as jt
+import tapax
 from tests import oracle
 
 X = jnp.array([0.3, -0.7, 1.2])
@@ -24,8 +24,8 @@ def close(a, b, tol=2e-5):
 
 
 def loss(w, x):
-    h = jt.sow(jnp.tanh(w @ x), "h")
-    y = jt.sow(h**2, "y")
+    h = tapax.sow(jnp.tanh(w @ x), "h")
+    y = tapax.sow(h**2, "y")
     return jnp.sum(y * h)
 
 
@@ -41,44 +41,45 @@ EXPECTED = jax.grad(by_hand)(ZEROS, W, X)
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit])
 def test_every_way_to_take_them(inner, outer):
     f = inner(loss)
-    close(outer(jt.grad(f))(W, X), EXPECTED)
-    value, grads = outer(jt.value_and_grad(f))(W, X)
+    close(outer(tapax.grad(f))(W, X), EXPECTED)
+    value, grads = outer(tapax.value_and_grad(f))(W, X)
     close((value, grads), (loss(W, X), EXPECTED))
-    zeros = jt.perturbations(f)(W, X)
+    zeros = tapax.perturbations(f)(W, X)
     close(zeros, ZEROS)
-    close(outer(jax.grad(jt.perturbed(f)))(zeros, W, X), EXPECTED)
-    close(outer(jt.jacobian(f, of=None, wrt="h"))(W, X), EXPECTED["h"])
+    close(outer(jax.grad(tapax.perturbed(f)))(zeros, W, X), EXPECTED)
+    close(outer(tapax.jacobian(f, of=None, wrt="h"))(W, X), EXPECTED["h"])
 
 
 def test_selected_sites_alone():
-    assert set(jt.grad(loss, "y")(W, X)) == {"y"}
-    close(jt.grad(loss, "h")(W, X)["h"], EXPECTED["h"])
-    close(jt.grad(loss, jt.ops("tanh"))(W, X)["tanh"], EXPECTED["h"])
-    close(jt.grad(loss, lambda site: site.path == "y")(W, X), {"y": EXPECTED["y"]})
+    assert set(tapax.grad(loss, "y")(W, X)) == {"y"}
+    close(tapax.grad(loss, "h")(W, X)["h"], EXPECTED["h"])
+    close(tapax.grad(loss, tapax.ops("tanh"))(W, X)["tanh"], EXPECTED["h"])
+    close(tapax.grad(loss, lambda site: site.path == "y")(W, X), {"y": EXPECTED["y"]})
     named = lambda x: jnp.sum(checkpoint_name(jnp.sin(x), "s") ** 2)
-    close(jt.grad(named, jt.named("s"))(X), {"s": 2 * jnp.sin(X)})
+    close(tapax.grad(named, tapax.named("s"))(X), {"s": 2 * jnp.sin(X)})
     line = loss.__code__.co_firstlineno + 2
     close(
-        list(jt.grad(loss, jt.lines(f"test_gradients.py:{line}"))(W, X).values()), [EXPECTED["y"]]
+        list(tapax.grad(loss, tapax.lines(f"test_gradients.py:{line}"))(W, X).values()),
+        [EXPECTED["y"]],
     )
 
 
 def test_no_gradient_before_the_sites():
     # A product by the transposed weights would be the gradient by what lies before.
-    found = str(jax.make_jaxpr(jt.grad(loss))(W, X))
+    found = str(jax.make_jaxpr(tapax.grad(loss))(W, X))
     assert found.count("dot_general") == 1
 
 
 def test_more_results():
     aux = lambda w, x: (loss(w, x), {"w": w, "n": 3})
-    grads, more = jt.grad(aux, has_aux=True)(W, X)
+    grads, more = tapax.grad(aux, has_aux=True)(W, X)
     close((grads, more["w"]), (EXPECTED, W))
     assert more["n"] == 3
-    (value, more), grads = jt.value_and_grad(aux, has_aux=True)(W, X)
+    (value, more), grads = tapax.value_and_grad(aux, has_aux=True)(W, X)
     close((value, grads, more["w"]), (loss(W, X), EXPECTED, W))
     # A site that only the second result depends on has no gradient of the loss.
-    two = lambda x: (jnp.sum(jt.sow(x, "h")), jt.sow(2 * x, "aside"))
-    assert set(jt.grad(two, has_aux=True)(X)[0]) == {"h"}
+    two = lambda x: (jnp.sum(tapax.sow(x, "h")), tapax.sow(2 * x, "aside"))
+    assert set(tapax.grad(two, has_aux=True)(X)[0]) == {"h"}
 
 
 def shared(sow):
@@ -134,11 +135,11 @@ PROGRAMS = [shared, scanned, scanned_remat, nested, counted, not_changing, branc
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_for_every_call_and_iteration(program):
     expected = oracle.grads(program, X)["h"]
-    f = program(jt.sow)
-    found = jt.grad(f)(X)
+    f = program(tapax.sow)
+    found = tapax.grad(f)(X)
     oracle.close([g for v in found.values() for g in np.asarray(v).reshape(-1, 3)], expected, 2e-5)
-    zeros = jt.perturbations(f)(X)
-    close(jax.jit(jax.grad(jt.perturbed(f)))(zeros, X), found)
+    zeros = tapax.perturbations(f)(X)
+    close(jax.jit(jax.grad(tapax.perturbed(f)))(zeros, X), found)
     # Some other point: added by hand in the order of execution, and differences along a direction.
     rng = np.random.default_rng(0)
     random = lambda z: jnp.asarray(rng.normal(size=z.shape) * 0.1, z.dtype)
@@ -151,10 +152,12 @@ def test_one_for_every_call_and_iteration(program):
     add.eager = True
     with jax.disable_jit():
         expected = program(add)(X)
-    close(jt.perturbed(f)(point, X), expected)
+    close(tapax.perturbed(f)(point, X), expected)
     assert not left
     if program is not by_a_rule:
-        along = lambda s: jt.perturbed(f)(jax.tree.map(lambda p, d: p + s * d, point, direction), X)
+        along = lambda s: tapax.perturbed(f)(
+            jax.tree.map(lambda p, d: p + s * d, point, direction), X
+        )
         slope = jax.jvp(along, (0.0,), (1.0,))[1]
         equal((along(0.02) - along(-0.02)) / 0.04, slope, rtol=2e-2, atol=1e-3)
 
@@ -162,26 +165,28 @@ def test_one_for_every_call_and_iteration(program):
 def test_under_vmap():
     xs = jnp.stack([X, 2 * X])
     close(
-        jax.vmap(jt.grad(loss), (None, 0))(W, xs),
+        jax.vmap(tapax.grad(loss), (None, 0))(W, xs),
         jax.vmap(lambda x: jax.grad(by_hand)(ZEROS, W, x))(xs),
     )
     # A map inside of the loss: one gradient for every example.
     many = lambda w, xs: jnp.sum(jax.vmap(loss, (None, 0))(w, xs))
-    close(jt.grad(many)(W, xs), jax.vmap(lambda x: jax.grad(by_hand)(ZEROS, W, x))(xs))
-    zeros = jt.perturbations(many)(W, xs)
+    close(tapax.grad(many)(W, xs), jax.vmap(lambda x: jax.grad(by_hand)(ZEROS, W, x))(xs))
+    zeros = tapax.perturbations(many)(W, xs)
     assert zeros["h"].shape == (2, 3)
-    two = jax.vmap(jax.vmap(lambda x, y: jt.sow(x * y, "h") ** 2, (0, None)), (None, 0), out_axes=1)
-    grads = jt.grad(lambda x, y: jnp.sum(two(x, y)))(X, T)
+    two = jax.vmap(
+        jax.vmap(lambda x, y: tapax.sow(x * y, "h") ** 2, (0, None)), (None, 0), out_axes=1
+    )
+    grads = tapax.grad(lambda x, y: jnp.sum(two(x, y)))(X, T)
     close(grads, {"h": 2 * T[:, None] * X[None]})
-    fixed = lambda x: jnp.sum(jax.vmap(lambda y: jt.sow(jnp.sin(x), "h") * y)(T))
-    close(jt.grad(fixed)(X), {"h": jnp.full(3, jnp.sum(T))})
-    yes, no = lambda x: jt.sow(jnp.sin(x), "h") ** 2, lambda x: x
+    fixed = lambda x: jnp.sum(jax.vmap(lambda y: tapax.sow(jnp.sin(x), "h") * y)(T))
+    close(tapax.grad(fixed)(X), {"h": jnp.full(3, jnp.sum(T))})
+    yes, no = lambda x: tapax.sow(jnp.sin(x), "h") ** 2, lambda x: x
     mapped = lambda x: jnp.sum(jax.vmap(lambda x: lax.cond(x > 0, yes, no, x))(x))
-    close(jt.grad(mapped)(X), {"h": jnp.where(X > 0, 2 * jnp.sin(X), 0)})
+    close(tapax.grad(mapped)(X), {"h": jnp.where(X > 0, 2 * jnp.sin(X), 0)})
 
 
 def test_hessians_jacobians_and_tangents():
-    perturbed = jt.perturbed(loss)
+    perturbed = tapax.perturbed(loss)
     close(jax.hessian(perturbed)(ZEROS, W, X), jax.hessian(by_hand)(ZEROS, W, X))
     close(jax.jit(jax.jacrev(jax.grad(perturbed)))(ZEROS, W, X), jax.hessian(by_hand)(ZEROS, W, X))
     along = {"h": X, "y": T}
@@ -192,11 +197,11 @@ def test_hessians_jacobians_and_tangents():
     # Derivatives of the gradients by an argument.
     hand = lambda w: jax.grad(by_hand)(ZEROS, w, X)
     for mode in (jax.jacfwd, jax.jacrev):
-        close(mode(lambda w: jt.grad(loss)(w, X))(W), mode(hand)(W))
+        close(mode(lambda w: tapax.grad(loss)(w, X))(W), mode(hand)(W))
 
 
 def test_second_derivatives_by_every_iteration():
-    f, zeros = scanned(jt.sow), {"h": jnp.zeros((3, 3))}
+    f, zeros = scanned(tapax.sow), {"h": jnp.zeros((3, 3))}
 
     def hand(eps, x):
         total = 0.0
@@ -204,22 +209,22 @@ def test_second_derivatives_by_every_iteration():
             total, x = total + jnp.sum(x), jnp.sin(x * t) + e
         return jnp.sum(x**2) + total
 
-    close(jax.hessian(jt.perturbed(f))(zeros, X), jax.hessian(hand)(zeros, X))
+    close(jax.hessian(tapax.perturbed(f))(zeros, X), jax.hessian(hand)(zeros, X))
 
 
 def test_composed_with_captures_and_edits():
-    grads, taps = jt.capture(jt.grad(loss))(W, X)
+    grads, taps = tapax.capture(tapax.grad(loss))(W, X)
     close((grads, taps.grads, taps.values["y"]), (EXPECTED, EXPECTED, jnp.tanh(W @ X) ** 2))
-    edited = jt.grad(jt.edit(loss, {"h": jnp.sin}))(W, X)
+    edited = tapax.grad(tapax.edit(loss, {"h": jnp.sin}))(W, X)
     h = jnp.sin(jnp.tanh(W @ X))
     close(edited, {"h": 3 * h**2, "y": h})
     point = {"h": X, "y": T}
-    _, taps = jt.capture(jt.perturbed(loss))(point, W, X)
+    _, taps = tapax.capture(tapax.perturbed(loss))(point, W, X)
     h = jnp.tanh(W @ X) + X
     close(taps.values, {"h": h, "y": h**2 + T})
-    inner = jt.perturbed(jt.perturbed(loss))
+    inner = tapax.perturbed(tapax.perturbed(loss))
     close(inner(point, point, W, X), by_hand(jax.tree.map(lambda p: 2 * p, point), W, X))
-    scaled = jt.edit(jt.grad(loss), grads={"y": lambda g: 10 * g})(W, X)
+    scaled = tapax.edit(tapax.grad(loss), grads={"y": lambda g: 10 * g})(W, X)
     h = jnp.tanh(W @ X)
     close(scaled, {"h": 21 * h**2, "y": 10 * h})
 
@@ -227,18 +232,18 @@ def test_composed_with_captures_and_edits():
 def test_jacobians_of_sites():
     h = jnp.tanh(W @ X)
     for f in (loss, jax.jit(loss)):
-        close(jt.jacobian(f, of="y", wrt="h")(W, X), jnp.diag(2 * h))
-        close(jt.jacobian(f, of="h", wrt="y")(W, X), jnp.zeros((3, 3)))
-        close(jt.jacobian(f, of="h", wrt="h")(W, X), jnp.eye(3))
+        close(tapax.jacobian(f, of="y", wrt="h")(W, X), jnp.diag(2 * h))
+        close(tapax.jacobian(f, of="h", wrt="y")(W, X), jnp.zeros((3, 3)))
+        close(tapax.jacobian(f, of="h", wrt="h")(W, X), jnp.eye(3))
     xs = jnp.stack([X, 2 * X])
-    many = jax.vmap(jt.jacobian(loss, of="y", wrt="h"), (None, 0))(W, xs)
+    many = jax.vmap(tapax.jacobian(loss, of="y", wrt="h"), (None, 0))(W, xs)
     close(many, jax.vmap(lambda x: jnp.diag(2 * jnp.tanh(W @ x)))(xs))
-    layer = jax.jit(lambda x: jt.sow(jnp.sin(x), "h"))
-    twice = jt.jacobian(lambda x: layer(layer(x)), of="h@1", wrt="h@0")
+    layer = jax.jit(lambda x: tapax.sow(jnp.sin(x), "h"))
+    twice = tapax.jacobian(lambda x: layer(layer(x)), of="h@1", wrt="h@0")
     close(twice(X), jnp.diag(jnp.cos(jnp.sin(X))))
 
     def body(c, t):
-        return jt.sow(jnp.cos(jt.sow(jnp.sin(c * t), "h")), "o"), None
+        return tapax.sow(jnp.cos(tapax.sow(jnp.sin(c * t), "h")), "o"), None
 
     def hand(eps, c=0.7):
         outs = []
@@ -247,34 +252,36 @@ def test_jacobians_of_sites():
             outs.append(c)
         return jnp.stack(outs)
 
-    scan = jt.jacobian(lambda x: lax.scan(body, x, T)[0], of="o", wrt="h")
+    scan = tapax.jacobian(lambda x: lax.scan(body, x, T)[0], of="o", wrt="h")
     close(scan(0.7), jax.jacfwd(hand)(jnp.zeros(3)))
-    results = jt.jacobian(lambda x: {"a": jt.sow(x, "h") * 2, "b": x}, of=None, wrt="h")
+    results = tapax.jacobian(lambda x: {"a": tapax.sow(x, "h") * 2, "b": x}, of=None, wrt="h")
     close(results(X), {"a": 2 * jnp.eye(3), "b": jnp.zeros((3, 3))})
     # Few results are differentiated backward, many forward; they agree.
-    wide = lambda x: jt.sow(jnp.outer(jt.sow(jnp.sin(x), "h"), X), "o")
-    close(jt.jacobian(wide, of="o", wrt="h")(X), jnp.einsum("ik,j->ijk", jnp.eye(3), X))
+    wide = lambda x: tapax.sow(jnp.outer(tapax.sow(jnp.sin(x), "h"), X), "o")
+    close(tapax.jacobian(wide, of="o", wrt="h")(X), jnp.einsum("ik,j->ijk", jnp.eye(3), X))
 
 
 def test_structured_sites_and_types():
-    f = lambda x: jnp.sum(jt.sow({"a": 2 * x, "b": x}, "p")["a"])
-    close(jt.grad(f)(X), {"p:a": jnp.ones(3)})
-    low = lambda x: jnp.sum(jt.sow(jnp.sin(x), "h")).astype(jnp.float32)
+    f = lambda x: jnp.sum(tapax.sow({"a": 2 * x, "b": x}, "p")["a"])
+    close(tapax.grad(f)(X), {"p:a": jnp.ones(3)})
+    low = lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h")).astype(jnp.float32)
     x = X.astype(jnp.bfloat16)
-    assert jt.grad(low)(x)["h"].dtype == jt.perturbations(low)(x)["h"].dtype == jnp.bfloat16
-    mixed = lambda x: jnp.sum(jt.sow(x, "h")) * jt.sow(jnp.arange(3), "i")[1]
-    assert set(jt.grad(mixed)(X)) == set(jt.perturbations(mixed)(X)) == {"h"}
-    spectrum = lambda x: jnp.sum(jnp.abs(jt.sow(jnp.fft.fft(x), "f")) ** 2)
+    assert tapax.grad(low)(x)["h"].dtype == tapax.perturbations(low)(x)["h"].dtype == jnp.bfloat16
+    mixed = lambda x: jnp.sum(tapax.sow(x, "h")) * tapax.sow(jnp.arange(3), "i")[1]
+    assert set(tapax.grad(mixed)(X)) == set(tapax.perturbations(mixed)(X)) == {"h"}
+    spectrum = lambda x: jnp.sum(jnp.abs(tapax.sow(jnp.fft.fft(x), "f")) ** 2)
     shifted = lambda z: jnp.sum(jnp.abs(jnp.fft.fft(X) + z) ** 2)
-    close(jt.grad(spectrum)(X), {"f": jax.grad(shifted)(jnp.zeros(3, jnp.complex64))})
-    empty = lambda x: jnp.sum(jt.sow(x * 2, "h"))
-    assert jt.grad(empty)(jnp.zeros((0, 2)))["h"].shape == (0, 2)
+    close(tapax.grad(spectrum)(X), {"f": jax.grad(shifted)(jnp.zeros(3, jnp.complex64))})
+    empty = lambda x: jnp.sum(tapax.sow(x * 2, "h"))
+    assert tapax.grad(empty)(jnp.zeros((0, 2)))["h"].shape == (0, 2)
 
 
 def test_one_operation_at_a_time():
     with jax.disable_jit():
-        close(jt.grad(loss)(W, X), EXPECTED)
-        oracle.close(list(jt.grad(scanned(jt.sow))(X)["h"]), oracle.grads(scanned, X)["h"], 2e-5)
+        close(tapax.grad(loss)(W, X), EXPECTED)
+        oracle.close(
+            list(tapax.grad(scanned(tapax.sow))(X)["h"]), oracle.grads(scanned, X)["h"], 2e-5
+        )
 
 
 def test_other_perturbations_compile_nothing():
@@ -283,9 +290,9 @@ def test_other_perturbations_compile_nothing():
     @jax.jit
     def f(x):
         traces.append(1)
-        return jnp.sum(jt.sow(jnp.sin(x), "h") ** 2)
+        return jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2)
 
-    perturbed, grads = jt.perturbed(f), jt.grad(f)
+    perturbed, grads = tapax.perturbed(f), tapax.grad(f)
     for i in range(3):
         close(perturbed({"h": X * i}, X), jnp.sum((jnp.sin(X) + X * i) ** 2))
         close(grads(X * i), {"h": 2 * jnp.sin(X * i)})
@@ -305,25 +312,25 @@ def test_memory_is_that_of_code_by_hand(remat):
         return lambda xs, n: jnp.sum(lax.scan(layer, x, xs, length=n)[0])
 
     x, n = jnp.ones(4096), 32
-    f = lambda x: program(x, lambda h, _: jt.sow(h, "h"))(None, n)
+    f = lambda x: program(x, lambda h, _: tapax.sow(h, "h"))(None, n)
     hand = lambda eps, x: program(x, lambda h, e: h + e)(eps["h"], n)
     zeros = {"h": jnp.zeros((n, 4096))}
     least = peak(jax.grad(hand), zeros, x)
-    assert peak(jax.grad(jt.perturbed(f)), zeros, x) <= 1.01 * least + 1024
+    assert peak(jax.grad(tapax.perturbed(f)), zeros, x) <= 1.01 * least + 1024
     # Zeros that are no argument need no memory at all: by hand, they would be a constant.
-    assert peak(jt.grad(f), x) <= 1.01 * least + 1024
+    assert peak(tapax.grad(f), x) <= 1.01 * least + 1024
     plain = peak(jax.grad(f), x)
-    assert peak(jt.grad(f), x) <= plain + zeros["h"].nbytes + 2 * x.nbytes
+    assert peak(tapax.grad(f), x) <= plain + zeros["h"].nbytes + 2 * x.nbytes
 
 
 def test_a_hand_split_loss_has_the_same_operations():
     def after(h):
         return jnp.sum(jnp.exp(h @ W) ** 2)
 
-    f = lambda x: after(jt.sow(jnp.tanh(W @ x), "h"))
+    f = lambda x: after(tapax.sow(jnp.tanh(W @ x), "h"))
     split = lambda x: jax.grad(after)(jnp.tanh(W @ x))
     cost = lambda f: jax.jit(f).lower(X).compile().cost_analysis()["flops"]
-    assert cost(jt.grad(f)) <= cost(split)
+    assert cost(tapax.grad(f)) <= cost(split)
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -331,14 +338,14 @@ def test_on_a_mesh(mesh, checked):
     x = jnp.arange(16.0).reshape(4, 4) / 8
 
     def local(x):
-        return lax.psum(jnp.sum(jt.sow(jnp.sin(x), "h") ** 2), ("a", "b"))
+        return lax.psum(jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2), ("a", "b"))
 
     f = jax.shard_map(local, mesh=mesh, in_specs=P("a", "b"), out_specs=P(), check_vma=checked)
     blocks = lambda x: x.reshape(2, 2, 2, 2).transpose(0, 2, 1, 3)
     expected = {"h": blocks(2 * jnp.sin(x))}
     for g in (f, jax.jit(f)):
-        close(jt.grad(g)(x), expected)
-        zeros = jt.perturbations(g)(x)
+        close(tapax.grad(g)(x), expected)
+        zeros = tapax.perturbations(g)(x)
         assert {s.data.shape for s in zeros["h"].addressable_shards} == {(1, 1, 2, 2)}
-        close(jax.grad(jt.perturbed(g))(zeros, x), expected)
-        close(jt.perturbed(g)({"h": blocks(x)}, x), jnp.sum((jnp.sin(x) + x) ** 2))
+        close(jax.grad(tapax.perturbed(g))(zeros, x), expected)
+        close(tapax.perturbed(g)({"h": blocks(x)}, x), jnp.sum((jnp.sin(x) + x) ** 2))

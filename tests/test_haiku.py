@@ -10,8 +10,8 @@ import optax
 import pytest
 from haiku._src.module import interceptor_stack
 
-import jaxtap as jt
-from jaxtap import SiteError
+import tapax
+from tapax import SiteError
 
 B, D = 3, 4
 X = jax.random.normal(jax.random.key(7), (B, D))
@@ -128,7 +128,7 @@ def test_train_step(how, jit):
     state = optimizer.init(params)
     step = jit(make_step(net))
     plain = step(params, state, X)
-    out, taps = jt.capture(step)(params, state, X)
+    out, taps = tapax.capture(step)(params, state, X)
     values, grads = expected(params, X)
     if how == "Sequential":
         for wanted in (values, grads):
@@ -147,21 +147,21 @@ def test_apply(how, jit):
     net, params = ready(how)
     run = jit(net.apply)
     plain = run(params, X)
-    out, taps = jt.capture(run)(params, X)
+    out, taps = tapax.capture(run)(params, X)
     np.testing.assert_allclose(out, plain, rtol=1e-5, atol=1e-6)
     close(taps.values, expected(params, X)[0])
 
 
 def test_init_is_a_program_too():
     net, params = ready()
-    out, taps = jt.capture(net.init)(KEY, X)
+    out, taps = tapax.capture(net.init)(KEY, X)
     assert jax.tree.structure(out) == jax.tree.structure(params)
     close(taps.values, expected(params, X)[0])
 
 
 def test_vmap_over_examples():
     net, params = ready()
-    _, taps = jt.capture(jax.vmap(net.apply, in_axes=(None, 0)))(params, X)
+    _, taps = tapax.capture(jax.vmap(net.apply, in_axes=(None, 0)))(params, X)
     close(taps.values, expected(params, X)[0])
 
 
@@ -173,7 +173,7 @@ def test_layer_stack():
     net = hk.without_apply_rng(hk.transform(lambda x: Stack()(x)))
     params = net.init(KEY, X)
     loss = jax.jit(jax.grad(lambda p, x: jnp.mean(net.apply(p, x) ** 2)))
-    _, taps = jt.capture(loss)(params, X)
+    _, taps = tapax.capture(loss)(params, X)
     (name,) = [name for name in params if name.endswith("block/~/linear")]
 
     def run(eps):
@@ -208,7 +208,7 @@ def test_recurrent(make, unroll):
     net = hk.without_apply_rng(hk.transform(run))
     params = net.init(KEY, X)
     loss = lambda out: jnp.sum(out**2)
-    _, taps = jt.capture(jax.grad(lambda p: loss(net.apply(p, X))))(params)
+    _, taps = tapax.capture(jax.grad(lambda p: loss(net.apply(p, X))))(params)
     oracle = hk.without_apply_rng(hk.transform(by_hand))
     zeros = jnp.zeros((B, D))
     values = oracle.apply(params, X, zeros)
@@ -230,7 +230,7 @@ def test_batch_norm_and_dropout():
     params, state = net.init(KEY, X)
     key = jax.random.key(1)
     out, after = net.apply(params, state, key, X)
-    (found, found_state), taps = jt.capture(jax.jit(net.apply))(params, state, key, X)
+    (found, found_state), taps = tapax.capture(jax.jit(net.apply))(params, state, key, X)
     np.testing.assert_allclose(found, out, rtol=1e-5, atol=1e-5)
     for a, b in zip(*map(jax.tree.leaves, (after, found_state)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -249,7 +249,7 @@ def test_attention():
     )
     net = hk.without_apply_rng(hk.transform(attend))
     params = net.init(KEY, X)
-    out, taps = jt.capture(net.apply)(params, X)
+    out, taps = tapax.capture(net.apply)(params, X)
     names = ["query", "key", "value", "linear"]
     assert set(taps.values) == {"multi_head_attention"} | {
         f"multi_head_attention/{name}" for name in names
@@ -278,10 +278,10 @@ def test_methods():
     net = hk.multi_transform(both)
     params = net.init(KEY, X)
     encode, _ = net.apply
-    _, taps = jt.capture(encode)(params, None, X)
+    _, taps = tapax.capture(encode)(params, None, X)
     z = X @ params["coder/~encode/inner"]["w"] + params["coder/~encode/inner"]["b"]
     close(taps.values, {"coder.encode": z, "coder/inner": z})
-    _, taps = jt.capture(lambda p, x: net.apply[1](p, None, net.apply[0](p, None, x)))(params, X)
+    _, taps = tapax.capture(lambda p, x: net.apply[1](p, None, net.apply[0](p, None, x)))(params, X)
     assert set(taps.values) == {"coder.encode", "coder/inner", "coder.decode", "coder/outer"}
     (site,) = [site for site in taps.sites if site.name == "coder.decode"]
     assert site.module is Coder and site.method == "decode"
@@ -301,7 +301,7 @@ def test_super_and_inherited_methods():
 
     net = hk.without_apply_rng(hk.transform(lambda x: Same()(Twice()(x))))
     params = net.init(KEY, X)
-    _, taps = jt.capture(net.apply)(params, X)
+    _, taps = tapax.capture(net.apply)(params, X)
     first = X @ params["twice/linear"]["w"]
     second = 2 * first @ params["same/linear"]["w"]
     wanted = {"twice": 2 * first, "twice/linear": first, "same": second, "same/linear": second}
@@ -330,7 +330,7 @@ def test_an_ancestor_and_a_sibling_called_from_within():
 
     net = hk.without_apply_rng(hk.transform(lambda x: Outer(hk.Linear(D, name="other"))(x)))
     params = net.init(KEY, X)
-    _, taps = jt.capture(jax.jit(net.apply))(params, X)
+    _, taps = tapax.capture(jax.jit(net.apply))(params, X)
     last = X @ params["outer/~/last"]["w"]
     inner = last @ params["outer/~/inner/~/linear"]["w"]
     out = inner @ params["other"]["w"]
@@ -345,13 +345,13 @@ def test_sow_name_scope_and_forced_names():
     class Sowing(hk.Module):
         def __call__(self, x):
             with hk.name_scope("part"):
-                x = jt.sow(hk.Linear(D)(x), "h")
+                x = tapax.sow(hk.Linear(D)(x), "h")
             name = hk.experimental.force_name("tied")
             return hk.Linear(D, name=name)(x)
 
     net = hk.without_apply_rng(hk.transform(lambda x: hk.remat(Sowing())(x)))
     params = net.init(KEY, X)
-    _, taps = jt.capture(net.apply)(params, X)
+    _, taps = tapax.capture(net.apply)(params, X)
     h = X @ params["sowing/part/linear"]["w"]
     tied = h @ params["tied"]["w"]
     close(
@@ -367,7 +367,7 @@ def test_called_twice():
 
     net = hk.without_apply_rng(hk.transform(run))
     params = net.init(KEY, X)
-    _, taps = jt.capture(jax.grad(lambda p: jnp.sum(net.apply(p, X))))(params)
+    _, taps = tapax.capture(jax.grad(lambda p: jnp.sum(net.apply(p, X))))(params)
     w = params["linear"]["w"]
     close(taps.values, {"linear": X @ w, "linear@1": X @ w @ w})
     close(taps.grads, {"linear": jnp.ones((B, D)) @ w.T, "linear@1": jnp.ones((B, D))})
@@ -383,7 +383,7 @@ def test_convolutional_blocks():
     x = jax.random.normal(KEY, (2, 8, 8, 3))
     params, state = net.init(KEY, x)
     plain, _ = net.apply(params, state, None, x)
-    (out, _), taps = jt.capture(jax.jit(net.apply))(params, state, None, x)
+    (out, _), taps = tapax.capture(jax.jit(net.apply))(params, state, None, x)
     np.testing.assert_allclose(out, plain, rtol=1e-4, atol=1e-4)
     names = {"/".join(p for p in name.split("/") if p != "~") for name in params}
     assert names <= set(taps.values) and not any("~" in name for name in taps.values)
@@ -396,7 +396,7 @@ def test_resnet18_as_published():
     net = hk.transform_with_state(lambda x: hk.nets.ResNet18(3)(x, is_training=True))
     x = jnp.zeros((1, 32, 32, 3))
     params, state = jax.eval_shape(net.init, KEY, x)
-    names = jt.sites(net.apply)(params, state, None, x).names
+    names = tapax.sites(net.apply)(params, state, None, x).names
     layers = {"/".join(p for p in name.split("/") if p != "~") for name in params}
     assert layers <= set(names) and "res_net18" in names
 
@@ -405,7 +405,7 @@ def test_cached_before_and_after():
     net, params = ready("remat")
     step = jax.jit(jax.grad(lambda p, x: jnp.mean(net.apply(p, x) ** 2)))
     before = step(params, X)
-    _, taps = jt.capture(step)(params, X)
+    _, taps = tapax.capture(step)(params, X)
     close(taps.grads, expected(params, X)[1])
     for a, b in zip(*map(jax.tree.leaves, (before, step(params, X))), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -415,7 +415,7 @@ def test_bfloat16_stays():
     net, params = ready()
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     loss = lambda p, x: jnp.mean(net.apply(p, x) ** 2)
-    _, taps = jt.capture(jax.grad(loss))(params, X.astype(jnp.bfloat16))
+    _, taps = tapax.capture(jax.grad(loss))(params, X.astype(jnp.bfloat16))
     assert all(v.dtype == jnp.bfloat16 for v in [*taps.values.values(), *taps.grads.values()])
     assert len(taps.grads) == 8
 
@@ -423,12 +423,15 @@ def test_bfloat16_stays():
 def test_selections():
     net, params = ready()
     run = net.apply
-    assert not jt.capture(run, modules=False)(params, X)[1].values
-    assert list(jt.capture(run, "**/block*")(params, X)[1].values) == ["net/block", "net/block_1"]
+    assert not tapax.capture(run, modules=False)(params, X)[1].values
+    assert list(tapax.capture(run, "**/block*")(params, X)[1].values) == [
+        "net/block",
+        "net/block_1",
+    ]
     only = lambda module, method: isinstance(module, hk.nets.MLP)
-    assert list(jt.capture(run, modules=only)(params, X)[1].values) == ["net/head"]
+    assert list(tapax.capture(run, modules=only)(params, X)[1].values) == ["net/head"]
     with pytest.raises(SiteError, match="net/tail"):
-        jt.capture(run, "net/tail")(params, X)
+        tapax.capture(run, "net/tail")(params, X)
 
 
 # --- Haiku is left as it was found -------------------------------------------------------------
@@ -454,9 +457,9 @@ def test_exception_halfway():
     failing = net.init(KEY, X)
     for run in (net.apply, jax.jit(net.apply), jax.checkpoint(net.apply)):
         with pytest.raises(RuntimeError, match="halfway"):
-            jt.capture(run)(failing, X)
+            tapax.capture(run)(failing, X)
     net, params = ready()
-    _, taps = jt.capture(net.apply)(params, X)
+    _, taps = tapax.capture(net.apply)(params, X)
     close(taps.values, expected(params, X)[0])
 
 
@@ -464,10 +467,10 @@ def test_nested_captures():
     net, params = ready()
 
     def outer(params, x):
-        out, taps = jt.capture(net.apply)(params, x)
+        out, taps = tapax.capture(net.apply)(params, x)
         return net.apply(params, x), taps.values
 
-    (_, inner), taps = jt.capture(outer)(params, X)
+    (_, inner), taps = tapax.capture(outer)(params, X)
     values = expected(params, X)[0]
     close(inner, values)
     calls = {name: taps.values[name] for name in values}
@@ -485,7 +488,7 @@ def test_the_users_own_interceptor_still_works():
         with hk.intercept_methods(double):
             return net.apply(params, x)
 
-    out, _ = jt.capture(run)(params, X)
+    out, _ = tapax.capture(run)(params, X)
     np.testing.assert_allclose(out, 2 * net.apply(params, X), rtol=1e-5)
 
 
@@ -499,7 +502,7 @@ def test_threads():
             start.wait()
             for _ in range(2):
                 if i % 2:
-                    seen.append(jt.capture(lambda p, x: net.apply(p, x))(params, X)[1].values)
+                    seen.append(tapax.capture(lambda p, x: net.apply(p, x))(params, X)[1].values)
                 else:
                     net.apply(params, X)
         except BaseException as error:

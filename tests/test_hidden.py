@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtap as jt
-from jaxtap.hidden import HiddenError, HiddenPerturbation, add_hidden_perturbation
+import tapax
+from tapax.hidden import HiddenError, HiddenPerturbation, add_hidden_perturbation
 
 N = 3
 W = np.random.default_rng(0).normal(size=(4, N, N)) * 0.6
@@ -280,7 +280,7 @@ def test_the_documented_methods():
     assert p.dict()["perturb_jaxpr"] is p.perturb_jaxpr is p[3]
     variables, *_, jaxpr = p
     assert list(variables) == list(getattr(jaxpr, "jaxpr", jaxpr).invars[-2:])
-    (group,) = jt.hidden.hidden_groups(cell, STATE, X)
+    (group,) = tapax.hidden.hidden_groups(cell, STATE, X)
     assert group.names == ("c", "h")
     (joined,) = p.perturb_data_to_hidden_group_data([jnp.zeros(N), jnp.ones(N)], [group])
     np.testing.assert_array_equal(joined, np.tile([0.0, 1.0], (N, 1)))
@@ -398,7 +398,7 @@ def test_steps_that_change_the_state_are_refused():
 )
 def test_states_that_are_no_floats_are_refused(value, kind):
     state = {"h": X, "t": value}
-    for fn in (add_hidden_perturbation, jt.hidden.hidden_groups):
+    for fn in (add_hidden_perturbation, tapax.hidden.hidden_groups):
         assert refusal(lambda fn=fn: fn(lambda s, x: (s, x), state, X)) == (
             f"The hidden state 't' is of type {kind}, but a hidden state has to be of a "
             "floating-point type, for there is no derivative by another. Close over it, or hand it "
@@ -431,7 +431,7 @@ def test_perturbations_that_do_not_fit_are_refused():
     assert refusal(lambda: p.eval_jaxpr([X, X[:1], X], p.init_perturb_data())) == (
         "`inputs[1]` has shape [1], but the program of the step takes one of shape [3]."
     )
-    for fn in (add_hidden_perturbation, jt.hidden.hidden_groups):
+    for fn in (add_hidden_perturbation, tapax.hidden.hidden_groups):
         assert refusal(lambda fn=fn: fn(3, X, X)) == (
             "`step` must be a function step(state, *inputs) -> (state, out), but is 3 of type int."
         )
@@ -440,7 +440,7 @@ def test_perturbations_that_do_not_fit_are_refused():
     )
     assert "of the structure" in refusal(lambda: p({}, STATE, X, X))
     assert "of type list" in refusal(lambda: p([X], STATE, X), TypeError)
-    (group,) = jt.hidden.hidden_groups(lambda h, x: (0.5 * h + x, x), X, X)
+    (group,) = tapax.hidden.hidden_groups(lambda h, x: (0.5 * h + x, x), X, X)
     other = add_hidden_perturbation(lambda s, x: ({"k": s["k"] + x}, x), {"k": X}, X)
     assert refusal(lambda: other.by_group({}, [group])) == (
         "`hidden_groups` has a group with the hidden state 'h', which is not perturbed: 'k' are."

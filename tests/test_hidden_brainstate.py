@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from brainstate import HiddenState, nn, transform
 
-import jaxtap
-from jaxtap.hidden import (
+import tapax
+from tapax.hidden import (
     HiddenError,
     add_hidden_perturbation_in_module,
     functional,
@@ -23,11 +23,11 @@ def close(a, b):
 
 
 def test_the_documented_example():
-    gru = jaxtap.nn.GRUCell(3, 4)
+    gru = tapax.nn.GRUCell(3, 4)
     _ = brainstate.nn.init_all_states(gru)
     inputs = brainstate.random.randn(3)
-    hidden_perturb = jaxtap.add_hidden_perturbation_in_module(gru, inputs)
-    assert isinstance(hidden_perturb, jaxtap.HiddenPerturbation)
+    hidden_perturb = tapax.add_hidden_perturbation_in_module(gru, inputs)
+    assert isinstance(hidden_perturb, tapax.HiddenPerturbation)
     assert hidden_perturb.perturb_hidden_paths == [("h",)]
     assert hidden_perturb.perturb_hidden_states == [gru.h]
 
@@ -209,10 +209,10 @@ def test_several_cells():
     xs = jnp.stack([X, -X, 2 * X])
 
     def loss(params):
-        marked = jaxtap.hidden.unrolled(lambda s, x: step(params, s, x))
+        marked = tapax.hidden.unrolled(lambda s, x: step(params, s, x))
         return jnp.sum(jax.lax.scan(marked, state, xs)[1] ** 2)
 
-    _, taps = jaxtap.capture(jax.grad(loss), grads=("a/h", "b/h"))(params)
+    _, taps = tapax.capture(jax.grad(loss), grads=("a/h", "b/h"))(params)
     assert taps.grads["a/h"].shape == (3, 4)
     outs = [model(x) for x in xs]
     close(loss(params), sum(jnp.sum(o**2) for o in outs))

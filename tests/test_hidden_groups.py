@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtap.hidden import HiddenError, hidden_groups
+from tapax.hidden import HiddenError, hidden_groups
 
 N = 3
 rng = np.random.default_rng(0)

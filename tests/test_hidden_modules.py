@@ -9,8 +9,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-import jaxtap as jt
-from jaxtap.hidden import (
+import tapax
+from tapax.hidden import (
     HiddenError,
     add_hidden_perturbation_in_module,
     functional,
@@ -70,7 +70,7 @@ def test_cells(name):
     make, x, states = CELLS[name]
     cell = make(x)
     p = add_hidden_perturbation_in_module(cell, x)
-    assert isinstance(p, jt.HiddenPerturbation)
+    assert isinstance(p, tapax.HiddenPerturbation)
     assert list(p.names) == states.split()
     step, params, state = functional(cell, x)
     state = random_like(state)
@@ -195,10 +195,10 @@ def test_sites_inside_of_a_cell_in_a_scan():
     xs = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
 
     def loss(cell, xs):
-        _, ys = jax.lax.scan(jt.hidden.unrolled(cell), jnp.zeros(4), xs)
+        _, ys = jax.lax.scan(tapax.hidden.unrolled(cell), jnp.zeros(4), xs)
         return jnp.sum(ys**2)
 
-    _, taps = jt.capture(nnx.grad(loss))(cell, xs)
+    _, taps = tapax.capture(nnx.grad(loss))(cell, xs)
     assert taps.grads["h"].shape == (6, 4)
     assert "GRUCell/dense_i" in taps.values
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtap.hidden import add_hidden_perturbation
+from tapax.hidden import add_hidden_perturbation
 
 N = 3
 SHAPES = [

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-import jaxtap as jt
+import tapax
 
 X = jnp.linspace(-1, 1, 6).reshape(2, 3)
 traces: list[str] = []
@@ -37,7 +37,7 @@ def nothing_traced():
 def test_a_module_is_traced_once():
     net = Net()
     for i in range(3):
-        out, taps = jt.capture(net)(X + i)
+        out, taps = tapax.capture(net)(X + i)
         np.testing.assert_allclose(out, 2 * taps.values["Net/linear"])
         assert net.calls[...] == i + 1
     assert len(traces) == 1
@@ -45,19 +45,19 @@ def test_a_module_is_traced_once():
 
 def test_a_module_that_changed_is_traced_again():
     net = Net()
-    first, _ = jt.capture(net)(X)
+    first, _ = tapax.capture(net)(X)
     net.factor = 6
-    second, _ = jt.capture(net)(X)
+    second, _ = tapax.capture(net)(X)
     np.testing.assert_allclose(second, 3 * first, rtol=1e-6)
     net.linear.kernel[...] = 0 * net.linear.kernel[...]
-    assert not jt.capture(net)(X)[0].any()
+    assert not tapax.capture(net)(X)[0].any()
     assert len(traces) == 2
 
 
 def test_other_selections_are_other_captures():
     net = Net()
-    assert list(jt.capture(net, values="**/linear")(X)[1].values) == ["Net/linear"]
-    assert list(jt.capture(net, values="Net")(X)[1].values) == ["Net"]
+    assert list(tapax.capture(net, values="**/linear")(X)[1].values) == ["Net/linear"]
+    assert list(tapax.capture(net, values="Net")(X)[1].values) == ["Net"]
 
 
 @pytest.mark.parametrize("graph", [True, False])
@@ -74,10 +74,10 @@ def test_an_nnx_step_is_traced_once(graph):
         def step(net, optimizer, x):
             optimizer.update(net, nnx.grad(loss)(net, x))
 
-        run = lambda: jt.capture(step)(net, optimizer, X)[1].grads["Net/linear"]
+        run = lambda: tapax.capture(step)(net, optimizer, X)[1].grads["Net/linear"]
     else:
         value = nnx.jit(loss, graph=False)
-        run = lambda: jt.capture(value)(net, X)[1].values["Net/linear"]
+        run = lambda: tapax.capture(value)(net, X)[1].values["Net/linear"]
     for _ in range(3):
         assert run().shape == (2, 3)
     assert len(traces) == 1
@@ -93,7 +93,7 @@ def test_an_equinox_step_is_traced_once():
 
     for scale in (1.0, 2.0):
         scaled = eqx.tree_at(lambda n: n.weight, net, scale * net.weight)
-        out, taps = jt.capture(forward)(scaled, X[0])
+        out, taps = tapax.capture(forward)(scaled, X[0])
         np.testing.assert_allclose(taps.values["Linear"], scaled(X[0]), rtol=1e-6)
         np.testing.assert_allclose(out, scaled(X[0]), rtol=1e-6)
     assert len(traces) == 1
@@ -101,7 +101,7 @@ def test_an_equinox_step_is_traced_once():
 
 def test_what_was_learned_keeps_nothing_alive():
     net = Net()
-    jt.capture(net)(X)
+    tapax.capture(net)(X)
     alive = weakref.ref(net)
     del net
     gc.collect()

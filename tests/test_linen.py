@@ -13,8 +13,8 @@ import pytest
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-import jaxtap as jt
-from jaxtap._places import running
+import tapax
+from tapax._places import running
 from tests import linen_models
 from tests import linen_oracle as oracle
 from tests.linen_models import (
@@ -41,7 +41,7 @@ def test_every_module_of_an_unmodified_model(name):
 
     step = jax.jit(jax.grad(loss))
     before = step(variables, X)  # what was compiled before is seen all the same
-    out, taps = jt.capture(step)(variables, X)
+    out, taps = tapax.capture(step)(variables, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), out, before)
 
     run, plain = lambda: loss(variables, X), name not in LOOPS
@@ -93,11 +93,11 @@ NAMES = [
 
 @pytest.mark.parametrize(("model", "names"), NAMES, ids=lambda m: type(m).__name__)
 def test_names(model, names):
-    found = jt.sites(model.apply)(model.init(KEY, X), X).names
+    found = tapax.sites(model.apply)(model.init(KEY, X), X).names
     assert sorted(found) == sorted(names)
-    # jt.modules lists the same, without calls, leaves and other methods.
+    # tapax.modules lists the same, without calls, leaves and other methods.
     listed = {re.split("[.:@]", name)[0] for name in names}
-    assert {path for path, _ in jt.modules(model, X)} == listed
+    assert {path for path, _ in tapax.modules(model, X)} == listed
 
 
 # --- methods -----------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_apply_with_a_method(method, names):
     model = Methods()
     variables = model.init(KEY, X)
     apply = lambda v, x: model.apply(v, x, method=method)
-    out, taps = jt.capture(apply)(variables, X)
+    out, taps = tapax.capture(apply)(variables, X)
     np.testing.assert_allclose(out, apply(variables, X), rtol=1e-6)
     assert [name.split("@")[0] for name in taps.sites.names] == names
 
@@ -133,12 +133,12 @@ def test_apply_with_the_name_of_a_submodule():
 
     model = Holder(nn.Dense(4))
     apply = lambda v, x: model.apply(v, x, method="inner")
-    assert jt.sites(apply)(model.init(KEY, X), X).names == ["Holder/inner"]
+    assert tapax.sites(apply)(model.init(KEY, X), X).names == ["Holder/inner"]
 
 
 def test_method_and_class_of_a_site():
     model = Methods()
-    sites = jt.sites(model.apply)(model.init(KEY, X), X)
+    sites = tapax.sites(model.apply)(model.init(KEY, X), X)
     encode, decoder = sites["Methods.encode"], sites["Methods/decoder"]
     assert (encode.module, encode.method) == (Methods, "encode")
     assert (decoder.module, decoder.method) == (nn.Dense, "__call__")
@@ -159,7 +159,7 @@ class DoubledRemat(nn.remat(MLP)):
 def test_what_super_returns_is_no_site(cls):
     model = cls()
     variables = model.init(KEY, X)
-    out, taps = jt.capture(model.apply)(variables, X)
+    out, taps = tapax.capture(model.apply)(variables, X)
     name = cls.__name__
     assert taps.sites.names == [f"{name}/Dense_0", f"{name}/Dense_1", name]
     np.testing.assert_array_equal(taps.values[name], out)
@@ -169,13 +169,13 @@ def test_bind_and_nn_apply_and_init():
     model = Setup()
     variables = model.init(KEY, X)
     bound = lambda v, x: model.bind(v).heads["a"](model.bind(v).encode(x))
-    assert jt.sites(bound)(variables, X).names[-1] == "Setup/heads_a"
+    assert tapax.sites(bound)(variables, X).names[-1] == "Setup/heads_a"
     held = model.bind(variables)
-    out, taps = jt.capture(lambda x: held(x))(X)
+    out, taps = tapax.capture(lambda x: held(x))(X)
     np.testing.assert_array_equal(taps.values["Setup"], model.apply(variables, X))
     applied = nn.apply(lambda m, x: m.encode(x), model)
-    assert jt.sites(applied)(variables, X).names[-1] == "Setup.encode"
-    made, taps = jt.capture(model.init)(KEY, X)
+    assert tapax.sites(applied)(variables, X).names[-1] == "Setup.encode"
+    made, taps = tapax.capture(model.init)(KEY, X)
     jax.tree.map(np.testing.assert_array_equal, made, variables)
     np.testing.assert_array_equal(taps.values["Setup"], model.apply(variables, X))
 
@@ -192,7 +192,7 @@ def test_two_models_and_a_model_in_a_model():
     model = Student(teacher)
     variables = model.init(KEY, X)
     both = lambda v, t, x: (MLP().apply(t, x), model.apply(v, x), MLP().apply(t, 2 * x))
-    names = jt.sites(both)(variables, teacher, X).names
+    names = tapax.sites(both)(variables, teacher, X).names
     inner = ["MLP/Dense_0", "MLP/Dense_1", "MLP"]
     within = ["Student/Dense_0", *(f"Student/{n}" for n in inner), "Student"]
     assert names == [*inner, *within, *(f"{n}@1" for n in inner)]
@@ -215,7 +215,7 @@ def test_share_scope():
             return Lora(nn.Dense(4, name="dense"))(x)
 
     model = Net()
-    names = jt.sites(model.apply)(model.init(KEY, X), X).names
+    names = tapax.sites(model.apply)(model.init(KEY, X), X).names
     assert names == ["Net/dense", "Net/dense/low", "Net/dense@1", "Net"]
 
 
@@ -229,7 +229,7 @@ def test_compact_name_scope():
             return self.up(x)
 
     model = Net()
-    names = jt.sites(model.apply)(model.init(KEY, X), X).names
+    names = tapax.sites(model.apply)(model.init(KEY, X), X).names
     assert "Net/up/Dense_0" in names and "Net" in names
 
 
@@ -238,7 +238,7 @@ def test_an_unbound_module_is_named_by_its_class():
         def __call__(self, x):
             return 2 * x
 
-    out, taps = jt.capture(lambda x: Twice()(x))(X)
+    out, taps = tapax.capture(lambda x: Twice()(x))(X)
     np.testing.assert_array_equal(taps.values["Twice"], 2 * X)
 
 
@@ -276,7 +276,7 @@ def test_a_train_step_with_optax():
     opt_state = tx.init(variables["params"])
     plain = step(variables, opt_state, X, KEY)
     for _ in range(2):
-        out, taps = jt.capture(step)(variables, opt_state, X, KEY)
+        out, taps = tapax.capture(step)(variables, opt_state, X, KEY)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), out, plain)
     dropped = taps.values["Stateful/Dropout_0"]
     expected = jnp.where(dropped != 0, 2 * taps.grads["Stateful/Dropout_0"], 0)
@@ -295,7 +295,7 @@ def test_a_train_state():
         return state.apply_gradients(grads=grads)
 
     plain = step(state, X)
-    out, taps = jt.capture(step)(state, X)
+    out, taps = tapax.capture(step)(state, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), out, plain)
     assert set(taps.grads) == {"MLP", "MLP/Dense_0", "MLP/Dense_1"}
 
@@ -309,7 +309,7 @@ def test_a_model_that_is_an_argument_or_made_anew_inside(made):
     variables = MLP().init(KEY, X)
     apply = lambda model, v, x: made(model).apply(v, x)
     for fn in (apply, jax.jit(apply, static_argnums=0)):
-        names = jt.capture(fn)(MLP(), variables, X)[1].sites.names
+        names = tapax.capture(fn)(MLP(), variables, X)[1].sites.names
         assert names == ["MLP/Dense_0", "MLP/Dense_1", "MLP"]
 
 
@@ -317,7 +317,7 @@ def test_bfloat16_stays_bfloat16():
     model = nn.Dense(4, dtype=jnp.bfloat16)
     variables = model.init(KEY, X)
     loss = lambda v, x: model.apply(v, x).astype(jnp.float32).sum()
-    _, taps = jt.capture(jax.grad(loss))(variables, X)
+    _, taps = tapax.capture(jax.grad(loss))(variables, X)
     assert taps.values["Dense"].dtype == taps.grads["Dense"].dtype == jnp.bfloat16
 
 
@@ -337,7 +337,7 @@ def test_bfloat16_stays_bfloat16():
 )
 def test_modules_argument(modules, names):
     variables = MLP().init(KEY, X)
-    _, taps = jt.capture(MLP().apply, modules=modules)(variables, X)
+    _, taps = tapax.capture(MLP().apply, modules=modules)(variables, X)
     assert taps.sites.names == names
 
 
@@ -373,7 +373,7 @@ def test_an_exception_halfway_through_a_layer():
             raise RuntimeError("halfway")
 
     with pytest.raises(RuntimeError, match="halfway"):
-        jt.capture(Broken().init)(KEY, X)
+        tapax.capture(Broken().init)(KEY, X)
     test_names(MLP(), ["MLP/Dense_0", "MLP/Dense_1", "MLP"])
 
 
@@ -381,10 +381,10 @@ def test_a_capture_in_a_capture():
     variables = MLP().init(KEY, X)
 
     def outer(v, x):
-        out, inner = jt.capture(MLP().apply, modules="MLP/Dense_0")(v, x)
+        out, inner = tapax.capture(MLP().apply, modules="MLP/Dense_0")(v, x)
         return nn.Dense(4).apply({"params": v["params"]["Dense_1"]}, out), inner.values
 
-    (out, inner), taps = jt.capture(outer)(variables, X)
+    (out, inner), taps = tapax.capture(outer)(variables, X)
     assert list(inner) == ["MLP/Dense_0"]
     assert taps.sites.names == ["MLP/Dense_0", "MLP/Dense_1", "MLP", "Dense"]
 
@@ -403,7 +403,7 @@ def test_threads_see_their_own_modules_alone():
 
     def work():
         try:
-            found["taps"] = jt.capture(Waiting().init)(KEY, X)[1]
+            found["taps"] = tapax.capture(Waiting().init)(KEY, X)[1]
         except BaseException as error:
             failed.append(error)
 
@@ -412,7 +412,7 @@ def test_threads_see_their_own_modules_alone():
     assert inside.wait(60)
     jaxpr = jax.make_jaxpr(MLP().apply)(variables, X)  # this thread captures nothing
     assert "tap" not in str(jaxpr)
-    _, taps = jt.capture(MLP().apply)(variables, X)
+    _, taps = tapax.capture(MLP().apply)(variables, X)
     done.set()
     thread.join()
     assert not failed
@@ -422,7 +422,7 @@ def test_threads_see_their_own_modules_alone():
 
 def test_outside_of_a_capture_nothing_is_marked():
     variables = Setup().init(KEY, X)
-    jt.capture(Setup().apply)(variables, X)
+    tapax.capture(Setup().apply)(variables, X)
     assert "tap" not in str(jax.make_jaxpr(Setup().apply)(variables, X))
 
 
@@ -430,6 +430,6 @@ def test_taken_out_of_the_program_the_taps_leave_the_plain_one():
     model, variables = Scan("remat"), Scan("remat").init(KEY, X)
     step = jax.grad(loss_of(model))
     with jax.disable_jit():
-        out, _ = jt.capture(step)(variables, X)
+        out, _ = tapax.capture(step)(variables, X)
         plain = step(variables, X)
     jax.tree.map(np.testing.assert_array_equal, out, plain)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-import jaxtap as jt
+import tapax
 from tests.linen_models import KEY, MLP, X, loss_of
 
 COLLECTIONS = [False, "intermediates", ["perturbations"], True]
@@ -34,7 +34,7 @@ def test_sow_and_perturb_are_sites_and_linen_is_left_alone(mutable):
     model = Marked()
     params = {"params": model.init(KEY, X)["params"]}
     apply = lambda v, x: model.apply(v, x, mutable=mutable)
-    out, taps = jt.capture(apply)(params, X)
+    out, taps = tapax.capture(apply)(params, X)
     plain = apply(params, X)
     assert jax.tree.structure(out) == jax.tree.structure(plain)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), out, plain)
@@ -61,7 +61,7 @@ def test_sow_and_perturb_are_sites_and_linen_is_left_alone(mutable):
 def test_gradients_of_perturb_one_for_each_call():
     model = Marked()
     params = {"params": model.init(KEY, X)["params"]}
-    _, taps = jt.capture(jax.grad(loss_of(model)))(params, X)
+    _, taps = tapax.capture(jax.grad(loss_of(model)))(params, X)
     dense = lambda x: nn.tanh(
         nn.Dense(4).apply({"params": params["params"]["inner"]["Dense_0"]}, x)
     )
@@ -95,7 +95,7 @@ def test_sow_and_perturb_in_a_scan_with_no_collection_declared(kind):
 
     model = Net()
     params = {"params": model.init(KEY, X)["params"]}
-    _, taps = jt.capture(jax.grad(loss_of(model)))(params, X)
+    _, taps = tapax.capture(jax.grad(loss_of(model)))(params, X)
 
     def chain(eps):
         x, seen = X, []
@@ -115,7 +115,7 @@ def test_capture_intermediates_of_linen_is_not_marked_again():
     model = MLP()
     variables = model.init(KEY, X)
     apply = lambda v, x: model.apply(v, x, capture_intermediates=True)
-    (_, state), taps = jt.capture(apply)(variables, X)
+    (_, state), taps = tapax.capture(apply)(variables, X)
     assert taps.sites.names == ["MLP/Dense_0", "MLP/Dense_1", "MLP"]
     np.testing.assert_array_equal(
         state["intermediates"]["Dense_0"]["__call__"][0], taps.values["MLP/Dense_0"]
@@ -127,7 +127,7 @@ def test_attention_weights_that_flax_sows():
     x = jax.random.normal(KEY, (1, 3, 4))
     variables = model.init(KEY, x)
     apply = lambda v, x: model.apply(v, x, sow_weights=True, mutable=["intermediates"])
-    (_, state), taps = jt.capture(apply)(variables, x)
+    (_, state), taps = tapax.capture(apply)(variables, x)
     name = "MultiHeadDotProductAttention/attention_weights"
     np.testing.assert_array_equal(taps.values[name], state["intermediates"]["attention_weights"][0])
 
@@ -140,5 +140,5 @@ def test_names_with_characters_that_mean_something():
             return nn.Dense(2, name="d@1")(x)
 
     model = Net()
-    names = jt.sites(model.apply)(model.init(KEY, X), X).names
+    names = tapax.sites(model.apply)(model.init(KEY, X), X).names
     assert names == ["Net/a%3Ab%2Fc", "Net/d%401", "Net"]

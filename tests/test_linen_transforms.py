@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-import jaxtap as jt
+import tapax
 from tests import linen_oracle as oracle
 from tests.linen_models import KEY, MLP, Branches, Loop, X, loss_of
 
@@ -52,7 +52,7 @@ LIFTS = ["jit", "remat", "jit of remat", "decorated", "function"]
 @pytest.mark.parametrize("lift", LIFTS)
 def test_a_transformed_block_has_the_sites_of_a_plain_one(lift):
     variables = Blocks("plain").init(KEY, X)
-    capture = lambda lift: jt.capture(jax.grad(loss_of(Blocks(lift))))(variables, X)
+    capture = lambda lift: tapax.capture(jax.grad(loss_of(Blocks(lift))))(variables, X)
     (out, taps), (plain, expected) = capture(lift), capture("plain")
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert taps.values.keys() == expected.values.keys()
@@ -63,7 +63,7 @@ def test_a_transformed_block_has_the_sites_of_a_plain_one(lift):
 
 def test_a_root_that_is_transformed_has_the_name_of_its_class():
     model = nn.jit(nn.remat(MLP))()
-    names = jt.sites(model.apply)(model.init(KEY, X), X).names
+    names = tapax.sites(model.apply)(model.init(KEY, X), X).names
     assert names == ["MLP/Dense_0", "MLP/Dense_1", "MLP"]
 
 
@@ -75,7 +75,7 @@ def test_remat_scan():
 
     model = Deep()
     variables = model.init(KEY, X)
-    _, taps = jt.capture(jax.grad(loss_of(model)))(variables, X)
+    _, taps = tapax.capture(jax.grad(loss_of(model)))(variables, X)
     layer = lambda i, j: jax.tree.map(lambda p: p[i, j], variables["params"]["layers"])
 
     def chain(eps):
@@ -101,7 +101,7 @@ def test_vmap_of_a_module_puts_the_mapped_axis_first():
 
     model = Ensemble()
     variables = model.init(KEY, X)
-    _, taps = jt.capture(jax.grad(loss_of(model)))(variables, X)
+    _, taps = tapax.capture(jax.grad(loss_of(model)))(variables, X)
 
     def member(i, eps):
         params = jax.tree.map(lambda p: p[i], variables["params"]["members"])
@@ -117,7 +117,7 @@ def test_vmap_of_a_module_puts_the_mapped_axis_first():
 def test_cond_and_switch():
     model = Branches()
     variables = model.init(KEY, X)
-    out, taps = jt.capture(model.apply)(variables, X)
+    out, taps = tapax.capture(model.apply)(variables, X)
     np.testing.assert_array_equal(out, model.apply(variables, X))
     p = variables["params"]
     two = nn.Dense(4).apply({"params": p["two"]}, X)
@@ -130,7 +130,7 @@ def test_cond_and_switch():
 def test_while_loop():
     model = Loop()
     variables = model.init(KEY, X)
-    out, taps = jt.capture(model.apply, steps=4)(variables, X)
+    out, taps = tapax.capture(model.apply, steps=4)(variables, X)
     x, seen = X, []
     for _ in range(3):
         seen.append(MLP().apply({"params": variables["params"]["inner"]}, x))
@@ -155,7 +155,7 @@ def test_a_scan_whose_body_holds_what_does_not_change():
 
     model = Net()
     variables = model.init(KEY, X)
-    _, taps = jt.capture(jax.grad(loss_of(model)))(variables, X)
+    _, taps = tapax.capture(jax.grad(loss_of(model)))(variables, X)
     assert set(taps.values) == {f"Net/layers{n}" for n in ("/constant", "/own", ":0")} | {"Net"}
     assert taps.values["Net/layers/constant"].shape == (3, 1, 4)
     expected = oracle.grads(lambda: loss_of(model)(variables, X), "Net")
@@ -179,7 +179,7 @@ def test_a_jitted_function_that_several_modules_share():
 
     model = Net()
     variables = model.init(KEY, X)
-    _, taps = jt.capture(jax.grad(loss_of(model)))(variables, X)
+    _, taps = tapax.capture(jax.grad(loss_of(model)))(variables, X)
     expected = oracle.values(lambda: model.apply(variables, X), "Net")
     oracle.agree(taps.values, taps.sites, expected)
     oracle.agree(taps.grads, taps.sites, oracle.grads(lambda: loss_of(model)(variables, X), "Net"))
@@ -206,7 +206,7 @@ def test_jitted_modules_that_are_given_others_or_called_from_elsewhere():
 
     model = Net()
     variables = model.init(KEY, X)
-    out, taps = jt.capture(model.apply)(variables, X)
+    out, taps = tapax.capture(model.apply)(variables, X)
     names = [*(f"Net/{n}" for n in ("a", "left/own", "left", "b", "right/own", "right"))]
     names += ["Net/a@1", "Net/left/own@1", "Net/left@1", "Net/outer/own", "Net/outer", "Net"]
     assert taps.sites.names == names
@@ -226,7 +226,7 @@ def test_transformations_of_jax_in_a_module():
 
     model = Net()
     variables = model.init(KEY, X)
-    _, taps = jt.capture(jax.grad(loss_of(model)))(variables, X)
+    _, taps = tapax.capture(jax.grad(loss_of(model)))(variables, X)
     mlp = lambda x: MLP().apply({"params": variables["params"]["mlp"]}, x)
 
     def chain(eps):
@@ -253,7 +253,7 @@ def test_derivatives_that_a_module_takes():
 
     model = Net()
     variables = model.init(KEY, X)
-    out, taps = jt.capture(model.apply)(variables, X)
+    out, taps = tapax.capture(model.apply)(variables, X)
     np.testing.assert_allclose(out, model.apply(variables, X), rtol=1e-5)
     np.testing.assert_allclose(taps.grads["Net/a"], 2 * taps.values["Net/a"], rtol=1e-6)
     np.testing.assert_array_equal(taps.grads["Net/b"], jnp.ones_like(X))
@@ -278,7 +278,7 @@ def test_a_rule_that_a_module_makes_of_its_own():
     model = Net()
     variables = model.init(KEY, X)
     step = jax.grad(loss_of(model))
-    out, taps = jt.capture(step)(variables, X)
+    out, taps = tapax.capture(step)(variables, X)
     jax.tree.map(np.testing.assert_array_equal, out, step(variables, X))
     np.testing.assert_allclose(taps.grads["Net/dense"], taps.grads["Net"], rtol=1e-6)
 
@@ -292,5 +292,5 @@ def test_wrappers_and_other_methods_of_flax():
             return embed.attend(x) + embed(jnp.array([1, 2])).sum()
 
     model = Net()
-    names = jt.sites(model.apply)(model.init(KEY, X), X).names
+    names = tapax.sites(model.apply)(model.init(KEY, X), X).names
     assert names == ["Net/Dense_0", "Net/WeightNorm_0", "Net/embed.attend", "Net/embed", "Net"]

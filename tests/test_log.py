@@ -8,9 +8,9 @@ import struct
 import numpy as np
 import pytest
 
-from jaxtap import sink
-from jaxtap.watching._log import Alarm, Histogram, Log
-from jaxtap.watching._log import open as open_log
+from tapax import sink
+from tapax.watching._log import Alarm, Histogram, Log
+from tapax.watching._log import open as open_log
 
 pytestmark = pytest.mark.once
 
@@ -197,29 +197,27 @@ def test_a_part_that_was_cut_off_is_left_out(kind, path):
 
 
 def _with_version(path, kind):
-    """What a later jaxtap might write, written without this one."""
+    """What a later tapax might write, written without this one."""
     if kind == "jsonl":
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"jaxtap": 7, "step": 0, "entries": []}) + "\n")
+        path.write_text(json.dumps({"tapax": 7, "step": 0, "entries": []}) + "\n")
         return
     path.mkdir(parents=True)
     part = path / f"part-00000-0a1b2c3d.{kind}"
     if kind == "safetensors":
-        header = json.dumps({"__metadata__": {"jaxtap": "7"}}).encode()
+        header = json.dumps({"__metadata__": {"tapax": "7"}}).encode()
         part.write_bytes(struct.pack("<Q", len(header)) + header)
     else:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        pq.write_table(pa.table({"x": [1]}).replace_schema_metadata({"jaxtap": "7"}), part)
+        pq.write_table(pa.table({"x": [1]}).replace_schema_metadata({"tapax": "7"}), part)
 
 
 def test_a_log_of_another_version_is_refused(kind, path):
     _with_version(path, kind)
     for use in (open_log, getattr(sink, kind)):
-        with pytest.raises(
-            RuntimeError, match=r"version 7 of the .* this jaxtap knows version 1\."
-        ):
+        with pytest.raises(RuntimeError, match=r"version 7 of the .* this tapax knows version 1\."):
             use(path)
 
 
@@ -238,16 +236,16 @@ def test_what_is_no_log_is_refused(tmp_path):
         file = tmp_path / name
         file.write_bytes(content)
         with pytest.raises(
-            ValueError, match=re.escape(f"{str(file)!r} is no log that jaxtap wrote")
+            ValueError, match=re.escape(f"{str(file)!r} is no log that tapax wrote")
         ):
             open_log(file)
     folder = tmp_path / "folder.safetensors"
     folder.mkdir()
     (folder / "notes.txt").touch()
     for use in (open_log, sink.safetensors):
-        with pytest.raises(ValueError, match="is no log that jaxtap wrote: it holds"):
+        with pytest.raises(ValueError, match="is no log that tapax wrote: it holds"):
             use(folder)
-    with pytest.raises(ValueError, match="is no log that jaxtap wrote: its first line"):
+    with pytest.raises(ValueError, match="is no log that tapax wrote: its first line"):
         sink.jsonl(tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == b"text\n"
 

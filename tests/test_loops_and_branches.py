@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtap as jt
+import tapax
 
 X = jnp.array([1.0, 2.0])
 equal = np.testing.assert_allclose
@@ -14,27 +14,27 @@ equal = np.testing.assert_allclose
 
 def test_scan_is_stacked_in_the_order_of_its_inputs():
     def f(x, reverse):
-        body = lambda c, t: (jt.sow(c + t, "h"), None)
+        body = lambda c, t: (tapax.sow(c + t, "h"), None)
         return lax.scan(body, x, jnp.arange(1.0, 4.0), reverse=reverse)[0]
 
-    _, taps = jt.capture(lambda x: f(x, False))(X)
+    _, taps = tapax.capture(lambda x: f(x, False))(X)
     equal(taps.values["h"], [X + 1, X + 3, X + 6])
     assert taps.sites["h"].loops == ("scan[3]",)
-    _, taps = jt.capture(lambda x: f(x, True))(X)
+    _, taps = tapax.capture(lambda x: f(x, True))(X)
     equal(taps.values["h"], [X + 6, X + 5, X + 3])
-    _, taps = jt.capture(jax.grad(lambda x: jnp.sum(f(x, True) ** 2)))(X)
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(f(x, True) ** 2)))(X)
     equal(taps.grads["h"], [2 * (X + 6)] * 3)
 
 
 def test_scan_of_no_length():
-    _, taps = jt.capture(
-        lambda x: lax.scan(lambda c, t: (jt.sow(c + t, "h"), None), x, jnp.zeros((0,)))
+    _, taps = tapax.capture(
+        lambda x: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), x, jnp.zeros((0,)))
     )(X)
     assert taps.values["h"].shape == (0, 2)
 
 
 def test_associative_scan_keeps_every_call():
-    _, taps = jt.capture(lambda x: lax.associative_scan(lambda a, b: jt.sow(a + b, "h"), x))(
+    _, taps = tapax.capture(lambda x: lax.associative_scan(lambda a, b: tapax.sow(a + b, "h"), x))(
         jnp.arange(8.0)
     )
     assert [taps.values[n].shape for n in taps.sites.names][:3] == [(4,), (2,), (1,)]
@@ -42,13 +42,13 @@ def test_associative_scan_keeps_every_call():
 
 
 def loop(n):
-    body = lambda c: (c[0] + 1, jt.sow(c[1] * 2, "h"))
+    body = lambda c: (c[0] + 1, tapax.sow(c[1] * 2, "h"))
     return lambda x: lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_while_gives_the_last_value_and_the_count(n):
-    out, taps = jt.capture(loop(n))(X)
+    out, taps = tapax.capture(loop(n))(X)
     equal(out, X * 2**n)
     equal(taps.values["h"], X * 2**n if n else 0 * X)
     assert taps.valid["h"].dtype == jnp.int32
@@ -58,7 +58,7 @@ def test_while_gives_the_last_value_and_the_count(n):
 
 @pytest.mark.parametrize("n", [0, 2, 3, 5])
 def test_while_gives_the_first_steps(n):
-    _, taps = jt.capture(loop(n), steps=3)(X)
+    _, taps = tapax.capture(loop(n), steps=3)(X)
     ran = np.arange(3) < n
     equal(taps.valid["h"], ran)
     equal(taps.values["h"], np.where(ran[:, None], X * 2.0 ** np.arange(1, 4)[:, None], 0))
@@ -69,15 +69,15 @@ def test_while_in_scan_and_scan_in_while():
         outer = lambda c, n: (loop(n)(c), None)
         return lax.scan(outer, x, jnp.arange(3))[0]
 
-    _, taps = jt.capture(f)(X)
+    _, taps = tapax.capture(f)(X)
     equal(taps.valid["h"], [0, 1, 2])
     equal(taps.values["h"], [0 * X, 2 * X, 8 * X])
 
     def g(x):
-        inner = lambda c: lax.scan(lambda c, t: (jt.sow(c + t, "h"), None), c, jnp.ones(2))[0]
+        inner = lambda c: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), c, jnp.ones(2))[0]
         return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, inner(c[1])), (0, x))[1]
 
-    _, taps = jt.capture(g)(X)
+    _, taps = tapax.capture(g)(X)
     equal(taps.values["h"], [X + 5, X + 6])
     assert int(taps.valid["h"]) == 3
     assert taps.sites["h"].loops == ("while", "scan[2]")
@@ -87,39 +87,39 @@ def test_while_in_while():
     def f(x):
         return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, loop(c[0])(c[1])), (0, x))
 
-    _, taps = jt.capture(f)(X)
+    _, taps = tapax.capture(f)(X)
     assert int(taps.valid["h"]) == 3  # 0 + 1 + 2 iterations
     equal(taps.values["h"], 8 * X)
 
 
 def test_values_in_the_predicate_of_a_while_loop():
     def f(x):
-        return lax.while_loop(lambda c: jt.sow(jnp.sum(c), "total") < 20, lambda c: 2 * c, x)
+        return lax.while_loop(lambda c: tapax.sow(jnp.sum(c), "total") < 20, lambda c: 2 * c, x)
 
-    out, taps = jt.capture(f)(X)
+    out, taps = tapax.capture(f)(X)
     equal(out, 8 * X)
     equal(taps.values["total"], 24)
     assert int(taps.valid["total"]) == 4
-    with pytest.raises(jt.SiteError, match="in the predicate of a while loop"):
-        jt.capture(f, steps=3)(X)
+    with pytest.raises(tapax.SiteError, match="in the predicate of a while loop"):
+        tapax.capture(f, steps=3)(X)
 
 
 def test_fori_loop_with_traced_bounds():
-    f = lambda n, x: lax.fori_loop(0, n, lambda i, c: jt.sow(c + i, "h"), x)
-    _, taps = jt.capture(jax.jit(f))(4, X)
+    f = lambda n, x: lax.fori_loop(0, n, lambda i, c: tapax.sow(c + i, "h"), x)
+    _, taps = tapax.capture(jax.jit(f))(4, X)
     equal(taps.values["h"], X + 6)
     assert int(taps.valid["h"]) == 4
 
 
 def pick(i, x):
     return lax.switch(
-        i, [lambda x: jt.sow(2 * x, "a"), lambda x: x, lambda x: jt.sow(3 * x, "b")], x
+        i, [lambda x: tapax.sow(2 * x, "a"), lambda x: x, lambda x: tapax.sow(3 * x, "b")], x
     )
 
 
 @pytest.mark.parametrize("i", [0, 1, 2])
 def test_branches_have_a_mask(i):
-    _, taps = jt.capture(jax.jit(pick))(i, X)
+    _, taps = tapax.capture(jax.jit(pick))(i, X)
     equal(taps.values["a"], 2 * X * (i == 0))
     equal(taps.values["b"], 3 * X * (i == 2))
     assert bool(taps.valid["a"]) == (i == 0)
@@ -129,16 +129,16 @@ def test_branches_have_a_mask(i):
 @pytest.mark.parametrize("i", [0, 1, 2])
 def test_gradients_of_branches_have_a_mask(i):
     step = jax.jit(jax.grad(lambda i, x: jnp.sum(pick(i, x) ** 2), argnums=1))
-    _, taps = jt.capture(step)(i, X)
+    _, taps = tapax.capture(step)(i, X)
     equal(taps.grads["a"], 4 * X * (i == 0))
     equal(taps.grads["b"], 6 * X * (i == 2))
 
 
 def test_one_name_in_two_branches_is_two_sites():
-    f = lambda p, x: lax.cond(p, lambda x: jt.sow(x, "h"), lambda x: jt.sow(-x, "h"), x)
+    f = lambda p, x: lax.cond(p, lambda x: tapax.sow(x, "h"), lambda x: tapax.sow(-x, "h"), x)
     step = jax.jit(jax.grad(lambda p, x: jnp.sum(f(p, x) ** 2), argnums=1))
     for p in (True, False):
-        _, taps = jt.capture(step)(p, X)
+        _, taps = tapax.capture(step)(p, X)
         # Numbered as written: the branch for true first.
         equal(taps.valid["h"], p)
         equal(taps.valid["h@1"], not p)
@@ -147,23 +147,26 @@ def test_one_name_in_two_branches_is_two_sites():
 
 
 def test_one_function_in_two_branches_keeps_its_gradients_apart():
-    scale = jax.jit(lambda x, c: jt.sow(x * c, "h"))
+    scale = jax.jit(lambda x, c: tapax.sow(x * c, "h"))
     f = lambda p, x: lax.cond(p, lambda x: scale(x, 2.0), lambda x: scale(x, 3.0) ** 2, x)
     step = jax.jit(jax.grad(lambda p, x: jnp.sum(f(p, x)), argnums=1))
-    _, taps = jt.capture(step)(True, X)
+    _, taps = tapax.capture(step)(True, X)
     equal(taps.values["h"], 2 * X)
     equal(taps.grads["h"], jnp.ones(2))
-    _, taps = jt.capture(step)(False, X)
+    _, taps = tapax.capture(step)(False, X)
     equal(taps.values["h@1"], 3 * X)
     equal(taps.grads["h@1"], 6 * X)
 
 
 def test_branches_in_a_scan():
     def f(x):
-        body = lambda c, i: (lax.cond(i % 2 == 0, lambda c: jt.sow(2 * c, "e"), lambda c: c, c), 0)
+        body = lambda c, i: (
+            lax.cond(i % 2 == 0, lambda c: tapax.sow(2 * c, "e"), lambda c: c, c),
+            0,
+        )
         return jnp.sum(lax.scan(body, x, jnp.arange(4))[0])
 
-    _, taps = jt.capture(jax.grad(f))(X)
+    _, taps = tapax.capture(jax.grad(f))(X)
     equal(taps.valid["e"], [True, False, True, False])
     equal(taps.values["e"], [2 * X, 0 * X, 4 * X, 0 * X])
     equal(taps.grads["e"], [2 + 0 * X, 0 * X, 1 + 0 * X, 0 * X])
@@ -171,40 +174,40 @@ def test_branches_in_a_scan():
 
 def test_branches_in_a_while():
     def f(x):
-        grow = lambda c: lax.cond(c[0] % 2 == 0, lambda y: jt.sow(2 * y, "e"), lambda y: y, c[1])
+        grow = lambda c: lax.cond(c[0] % 2 == 0, lambda y: tapax.sow(2 * y, "e"), lambda y: y, c[1])
         return lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, grow(c)), (0, x))[1]
 
-    _, taps = jt.capture(f)(X)
+    _, taps = tapax.capture(f)(X)
     equal(taps.values["e"], 4 * X)
     assert int(taps.valid["e"]) == 2
-    _, taps = jt.capture(f, steps=5)(X)
+    _, taps = tapax.capture(f, steps=5)(X)
     equal(taps.valid["e"], [True, False, True, False, False])
     equal(taps.values["e"], [2 * X, 0 * X, 4 * X, 0 * X, 0 * X])
 
 
 def test_iterations_of_a_scan():
-    f = lambda x: lax.scan(lambda c, t: (jt.sow(c + t, "h"), None), x, jnp.arange(6.0))[0]
-    whole = jt.capture(f)(X)[1].values["h"]
+    f = lambda x: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), x, jnp.arange(6.0))[0]
+    whole = tapax.capture(f)(X)[1].values["h"]
     for step in (slice(1, 3), slice(None, None, 2), slice(-2, None), 4, -1):
-        _, taps = jt.capture(f, values=jt.at("h", step=step))(X)
+        _, taps = tapax.capture(f, values=tapax.at("h", step=step))(X)
         equal(taps.values["h"], whole[step])
-    _, taps = jt.capture(jax.grad(lambda x: jnp.sum(f(x) ** 2)), grads=jt.at("h", step=2))(X)
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(f(x) ** 2)), grads=tapax.at("h", step=2))(X)
     equal(taps.grads["h"], 2 * (X + 15))
 
 
 def test_iterations_of_a_while_loop():
-    _, taps = jt.capture(loop(4), values=jt.at("h", step=slice(1, 6, 2)))(X)
+    _, taps = tapax.capture(loop(4), values=tapax.at("h", step=slice(1, 6, 2)))(X)
     equal(taps.valid["h"], [True, True, False])
     equal(taps.values["h"], [4 * X, 16 * X, 0 * X])
-    _, taps = jt.capture(loop(4), values=jt.at("h", step=2))(X)
+    _, taps = tapax.capture(loop(4), values=tapax.at("h", step=2))(X)
     equal(taps.values["h"], 8 * X)
     assert bool(taps.valid["h"])
 
 
 def test_iterations_are_of_the_innermost_loop():
     def f(x):
-        inner = lambda c: lax.scan(lambda c, t: (jt.sow(c + t, "h"), None), c, jnp.ones(3))[0]
+        inner = lambda c: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), c, jnp.ones(3))[0]
         return lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
 
-    _, taps = jt.capture(f, values=jt.at("h", step=1))(X)
+    _, taps = tapax.capture(f, values=tapax.at("h", step=1))(X)
     equal(taps.values["h"], [X + 2, X + 5])

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
-import jaxtap as jt
+import tapax
 
 X = jnp.array([1.0, 2.0])
 equal = np.testing.assert_allclose
@@ -18,44 +18,44 @@ equal = np.testing.assert_allclose
 
 def test_marks_return_what_they_are_given():
     tree = {"a": X, "b": (None, "text", 3)}
-    assert jt.sow(tree, "t") is tree
-    assert jt.perturb(X, "p") is X
+    assert tapax.sow(tree, "t") is tree
+    assert tapax.perturb(X, "p") is X
 
 
 def test_structures_have_a_site_for_each_leaf():
     def f(x):
-        tree = jt.sow({"w": x, "rest": (2 * x, None, "text", {"n": 3 * x})}, "net")
+        tree = tapax.sow({"w": x, "rest": (2 * x, None, "text", {"n": 3 * x})}, "net")
         assert tree["rest"][2] == "text"
         return tree["rest"][3]["n"]
 
-    out, taps = jt.capture(f)(X)
+    out, taps = tapax.capture(f)(X)
     equal(out, 3 * X)
     assert set(taps.values) == {"net:w", "net:rest.0", "net:rest.3.n"}
     equal(taps.values["net:rest.0"], 2 * X)
-    _, taps = jt.capture(f, values="net")(X)
+    _, taps = tapax.capture(f, values="net")(X)
     assert len(taps.values) == 3
-    _, taps = jt.capture(f, values="net:w")(X)
+    _, taps = tapax.capture(f, values="net:w")(X)
     assert set(taps.values) == {"net:w"}
 
 
 def test_python_numbers_can_be_sown():
-    _, taps = jt.capture(lambda x: x * jt.sow(3.0, "factor"))(X)
+    _, taps = tapax.capture(lambda x: x * tapax.sow(3.0, "factor"))(X)
     assert float(taps.values["factor"]) == 3.0
 
 
 def test_random_keys_can_be_sown():
     def f(key):
-        key = lax.cond(True, lambda k: jt.sow(jax.random.fold_in(k, 1), "key"), lambda k: k, key)
+        key = lax.cond(True, lambda k: tapax.sow(jax.random.fold_in(k, 1), "key"), lambda k: k, key)
         return jax.random.normal(key)
 
     key = jax.random.key(0)
-    out, taps = jt.capture(jax.jit(f))(key)
+    out, taps = tapax.capture(jax.jit(f))(key)
     equal(out, jax.random.normal(jax.random.fold_in(key, 1)))
     assert jnp.issubdtype(taps.values["key"].dtype, jax.dtypes.prng_key)
 
 
 def test_perturb_is_a_site():
-    _, taps = jt.capture(jax.grad(lambda x: jnp.sum(jt.perturb(x, "p") ** 2)))(X)
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(tapax.perturb(x, "p") ** 2)))(X)
     equal(taps.grads["p"], 2 * X)
     assert taps.sites["p"].kind == "perturb"
 
@@ -63,35 +63,35 @@ def test_perturb_is_a_site():
 def test_calls_are_numbered_in_the_order_of_the_program():
     def f(x):
         for i in range(3):
-            x = jt.sow(x + i, "h")
+            x = tapax.sow(x + i, "h")
         return x
 
-    _, taps = jt.capture(f)(X)
+    _, taps = tapax.capture(f)(X)
     assert taps.sites.names == ["h", "h@1", "h@2"]
     equal(taps.values["h@2"], X + 3)
 
 
 def test_scopes_prefix():
-    inner = jax.jit(lambda x: jt.sow(jnp.sin(x), "h"))
+    inner = jax.jit(lambda x: tapax.sow(jnp.sin(x), "h"))
 
     def f(x):
-        with jt.scope("teacher"):
+        with tapax.scope("teacher"):
             a = inner(x)
-            with jt.scope("deep/er"):
+            with tapax.scope("deep/er"):
                 a = lax.scan(lambda c, _: (inner(c), None), a, None, length=2)[0]
-        with jt.scope("student"):
+        with tapax.scope("student"):
             return a + inner(x)
 
     for wrap in (lambda f: f, jax.jit, jax.vmap):
-        _, taps = jt.capture(wrap(f))(X)
+        _, taps = tapax.capture(wrap(f))(X)
         assert set(taps.values) == {"teacher/h", "teacher/deep/er/h", "student/h"}
-    _, taps = jt.capture(jax.grad(lambda x: jnp.sum(jax.checkpoint(f)(x))))(X)
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(jax.checkpoint(f)(x))))(X)
     assert set(taps.grads) == {"teacher/h", "teacher/deep/er/h", "student/h"}
 
 
 def test_scope_around_a_capture_is_none_of_its_business():
-    captured = jt.capture(lambda x: jt.sow(x, "h"))
-    with jt.scope("outer"):
+    captured = tapax.capture(lambda x: tapax.sow(x, "h"))
+    with tapax.scope("outer"):
         assert set(captured(X)[1].values) == {"h"}
     assert set(captured(X)[1].values) == {"h"}
 
@@ -99,23 +99,23 @@ def test_scope_around_a_capture_is_none_of_its_business():
 def test_scope_is_left_on_an_exception():
     def f(x):
         try:
-            with jt.scope("a"):
+            with tapax.scope("a"):
                 raise KeyError
         except KeyError:
-            return jt.sow(x, "h")
+            return tapax.sow(x, "h")
 
-    assert set(jt.capture(f)(X)[1].values) == {"h"}
+    assert set(tapax.capture(f)(X)[1].values) == {"h"}
 
 
 @pytest.mark.parametrize("name", ["", "a//b", "/a", "a/", "a*", "a@1", "a:b", "a~1"])
 def test_names_with_a_meaning_are_refused(name):
-    with pytest.raises(jt.SiteError, match="cannot be the name of a site"):
-        jt.sow(X, name)
+    with pytest.raises(tapax.SiteError, match="cannot be the name of a site"):
+        tapax.sow(X, name)
 
 
 def test_name_must_be_a_string():
     with pytest.raises(TypeError, match="takes a string as its name, but was given 3"):
-        jt.sow(X, 3)
+        tapax.sow(X, 3)
 
 
 total = {"reduce": lambda a, b: a + b, "init": lambda: 0.0}
@@ -124,12 +124,12 @@ product = {"reduce": lambda a, b: a * b, "init": lambda: 1.0}
 
 def test_reducers_fold_over_calls():
     def f(x):
-        jt.sow(x, "sum", **total)
-        jt.sow(2 * x, "sum", **total)
-        jt.sow(3 * x, "product", **product)
+        tapax.sow(x, "sum", **total)
+        tapax.sow(2 * x, "sum", **total)
+        tapax.sow(3 * x, "product", **product)
         return x
 
-    _, taps = jt.capture(f)(X)
+    _, taps = tapax.capture(f)(X)
     equal(taps.values["sum"], 3 * X)
     equal(taps.values["product"], 3 * X)
     assert taps.valid == {}
@@ -141,13 +141,13 @@ def test_reducers_fold_over_loops_in_order():
 
     def f(x):
         def body(c, t):
-            jt.sow(c, "h", **fold)
-            jt.sow(-c, "h", **fold)
+            tapax.sow(c, "h", **fold)
+            tapax.sow(-c, "h", **fold)
             return c + t, None
 
-        jt.sow(x, "h", **fold)
+        tapax.sow(x, "h", **fold)
         y, _ = lax.scan(body, x, jnp.arange(1.0, 4.0))
-        jt.sow(y, "h", **fold)
+        tapax.sow(y, "h", **fold)
         return y
 
     expected, c = 2.0 + X, X
@@ -156,17 +156,17 @@ def test_reducers_fold_over_loops_in_order():
         c = c + t
     expected = 2 * expected + c
     for wrap in (lambda f: f, jax.jit, lambda f: jax.checkpoint(f)):
-        _, taps = jt.capture(wrap(f))(X)
+        _, taps = tapax.capture(wrap(f))(X)
         equal(taps.values["h"], expected)
         assert set(taps.values) == {"h"}
 
 
 def test_reducers_fold_under_a_gradient():
     def loss(x):
-        body = lambda c, _: (jax.checkpoint(lambda c: jt.sow(2 * c, "h", **total))(c), None)
+        body = lambda c, _: (jax.checkpoint(lambda c: tapax.sow(2 * c, "h", **total))(c), None)
         return jnp.sum(lax.scan(body, x, None, length=3)[0])
 
-    _, taps = jt.capture(jax.jit(jax.grad(loss)))(X)
+    _, taps = tapax.capture(jax.jit(jax.grad(loss)))(X)
     equal(taps.values["h"], 14 * X)
     equal(taps.grads["h"], [[4.0] * 2, [2.0] * 2, [1.0] * 2])
 
@@ -175,15 +175,15 @@ def test_reducers_in_while_and_branches():
     def f(n, x):
         def body(c):
             i, y = c
-            y = lax.cond(i % 2 == 0, lambda y: jt.sow(y + 1, "h", **total), lambda y: y, y)
+            y = lax.cond(i % 2 == 0, lambda y: tapax.sow(y + 1, "h", **total), lambda y: y, y)
             return i + 1, y
 
         return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
 
-    _, taps = jt.capture(jax.jit(f))(5, X)
+    _, taps = tapax.capture(jax.jit(f))(5, X)
     equal(taps.values["h"], (X + 1) + (X + 2) + (X + 3))
     assert bool(taps.valid["h"])
-    _, taps = jt.capture(jax.jit(f))(0, X)
+    _, taps = tapax.capture(jax.jit(f))(0, X)
     assert not bool(taps.valid["h"])
 
 
@@ -192,11 +192,11 @@ def test_reducers_under_vmap_fold_each_example():
     fold = {"reduce": lambda a, b: a + jnp.sum(b), "init": lambda: 0.0}
 
     def f(n, x):
-        y = lax.fori_loop(0, n, lambda i, c: jt.sow(c + 1, "h", **fold), x)
-        return lax.cond(n > 1, lambda y: jt.sow(y, "g", **fold), lambda y: y, y)
+        y = lax.fori_loop(0, n, lambda i, c: tapax.sow(c + 1, "h", **fold), x)
+        return lax.cond(n > 1, lambda y: tapax.sow(y, "g", **fold), lambda y: y, y)
 
     m, n = jnp.arange(6.0).reshape(3, 2), jnp.array([0, 1, 2])
-    _, taps = jt.capture(jax.vmap(f))(n, m)
+    _, taps = tapax.capture(jax.vmap(f))(n, m)
     equal(taps.values["h"], [0.0, jnp.sum(m[1] + 1), jnp.sum(m[2] + 1) + jnp.sum(m[2] + 2)])
     equal(taps.valid["h"], [False, True, True])
     equal(taps.values["g"], [0.0, 0.0, jnp.sum(m[2] + 2)])
@@ -205,66 +205,68 @@ def test_reducers_under_vmap_fold_each_example():
 
 def test_reducers_may_return_structures():
     fold = {"reduce": lambda a, b: {"n": a["n"] + 1, "x": b}, "init": lambda: {"n": 0, "x": 0.0}}
-    f = lambda x: lax.scan(lambda c, _: (jt.sow(c + 1, "h", **fold), None), x, None, length=3)[0]
-    _, taps = jt.capture(f)(X)
+    f = lambda x: lax.scan(lambda c, _: (tapax.sow(c + 1, "h", **fold), None), x, None, length=3)[0]
+    _, taps = tapax.capture(f)(X)
     assert int(taps.values["h:n"]) == 3
     equal(taps.values["h:x"], X + 3)
 
 
 def test_reducers_that_differ_are_refused():
     def f(x):
-        jt.sow(x, "h", **total)
-        return jt.sow(x, "h", **product)
+        tapax.sow(x, "h", **total)
+        return tapax.sow(x, "h", **product)
 
     line = inspect.getsourcelines(f)[1]
-    with pytest.raises(jt.SiteError) as error:
-        jt.capture(f)(X)
+    with pytest.raises(tapax.SiteError) as error:
+        tapax.capture(f)(X)
     assert "The site 'h' is sown at" in str(error.value)
     assert f"test_marks.py:{line + 1}" in str(error.value)
     assert f"test_marks.py:{line + 2}" in str(error.value)
 
     def g(x):
-        jt.sow(x, "h")
-        return jt.sow(x, "h", **total)
+        tapax.sow(x, "h")
+        return tapax.sow(x, "h", **total)
 
-    with pytest.raises(jt.SiteError, match="reducers that differ"):
-        jt.capture(g)(X)
+    with pytest.raises(tapax.SiteError, match="reducers that differ"):
+        tapax.capture(g)(X)
 
 
 def test_equal_lambdas_are_one_reducer():
     def f(x):
         for _ in range(2):
-            x = jt.sow(x, "h", reduce=lambda a, b: a + b, init=lambda: 0.0)
-        return jt.sow(x, "h", reduce=lambda a, b: a + b, init=lambda: 0.0)
+            x = tapax.sow(x, "h", reduce=lambda a, b: a + b, init=lambda: 0.0)
+        return tapax.sow(x, "h", reduce=lambda a, b: a + b, init=lambda: 0.0)
 
-    equal(jt.capture(f)(X)[1].values["h"], 3 * X)
+    equal(tapax.capture(f)(X)[1].values["h"], 3 * X)
 
 
 def test_a_reducer_that_grows_is_refused_in_a_loop():
     grow = {"reduce": lambda a, b: (*a, b), "init": tuple}
-    f = lambda x: lax.scan(lambda c, _: (jt.sow(c, "h", **grow), None), x, None, length=3)[0]
-    with pytest.raises(jt.SiteError, match="its result must keep its type"):
-        jt.capture(f)(X)
-    _, taps = jt.capture(lambda x: jt.sow(jt.sow(x, "h", **grow) + 1, "h", **grow))(X)
+    f = lambda x: lax.scan(lambda c, _: (tapax.sow(c, "h", **grow), None), x, None, length=3)[0]
+    with pytest.raises(tapax.SiteError, match="its result must keep its type"):
+        tapax.capture(f)(X)
+    _, taps = tapax.capture(lambda x: tapax.sow(tapax.sow(x, "h", **grow) + 1, "h", **grow))(X)
     equal(taps.values["h:1"], X + 1)
 
 
 def test_reduce_and_init_go_together():
     with pytest.raises(TypeError, match="was given `reduce` alone"):
-        jt.sow(X, "h", reduce=lambda a, b: a)
+        tapax.sow(X, "h", reduce=lambda a, b: a)
     with pytest.raises(TypeError, match="was given `init` alone"):
-        jt.sow(X, "h", init=lambda: 0)
+        tapax.sow(X, "h", init=lambda: 0)
 
 
 def test_operations_can_be_selected():
     w = jnp.ones((2, 2))
 
     def loss(x):
-        with jt.scope("net"):
+        with tapax.scope("net"):
             return jnp.sum(jnp.tanh(x @ w) ** 2)
 
     step = jax.jit(jax.grad(loss))
-    out, taps = jt.capture(step, values=jt.ops("dot_general", "tanh"), grads=jt.ops("tanh"))(X)
+    out, taps = tapax.capture(
+        step, values=tapax.ops("dot_general", "tanh"), grads=tapax.ops("tanh")
+    )(X)
     equal(out, step(X))
     assert set(taps.values) == {"net/dot_general", "net/tanh"}
     equal(taps.values["net/dot_general"], X @ w)
@@ -278,7 +280,7 @@ def test_operations_of_backward_passes_are_not_the_users():
     def loss(x):
         return jnp.sum(lax.scan(lambda c, _: (block(c), None), x, None, length=3)[0])
 
-    _, taps = jt.capture(jax.jit(jax.grad(loss)), values=jt.ops("sin", "mul", "cos"))(X)
+    _, taps = tapax.capture(jax.jit(jax.grad(loss)), values=tapax.ops("sin", "mul", "cos"))(X)
     assert set(taps.values) == {"sin", "sin@1", "mul", "mul@1"}
     assert taps.values["sin"].shape == (3, 2)
 
@@ -289,11 +291,11 @@ def test_lines_can_be_selected():
         return y * 2
 
     line = inspect.getsourcelines(f)[1] + 1
-    _, taps = jt.capture(f, values=jt.lines(f"test_marks.py:{line}"))(X)
+    _, taps = tapax.capture(f, values=tapax.lines(f"test_marks.py:{line}"))(X)
     assert set(taps.values) - {"convert_element_type"} == {"sin", "add"}
     equal(taps.values["add"], jnp.sin(X) + 1)
-    with pytest.raises(jt.SiteError, match="the program has no such operation"):
-        jt.capture(f, values=jt.lines("other.py:1"))(X)
+    with pytest.raises(tapax.SiteError, match="the program has no such operation"):
+        tapax.capture(f, values=tapax.lines("other.py:1"))(X)
 
 
 def test_checkpoint_names_can_be_selected():
@@ -303,16 +305,18 @@ def test_checkpoint_names_can_be_selected():
         block = jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x), "ffn") ** 2, policy=policy)
         return jnp.sum(block(x))
 
-    _, taps = jt.capture(jax.jit(jax.grad(loss)), values=jt.named("ffn"), grads=jt.named("ffn"))(X)
+    _, taps = tapax.capture(
+        jax.jit(jax.grad(loss)), values=tapax.named("ffn"), grads=tapax.named("ffn")
+    )(X)
     equal(taps.values["ffn"], jnp.sin(X), rtol=1e-6)
     equal(taps.grads["ffn"], 2 * jnp.sin(X), rtol=1e-6)
 
 
 def test_rules_and_globs_together():
-    f = lambda x: jnp.cos(jt.sow(jnp.sin(x), "h"))
-    _, taps = jt.capture(f, values=["h", jt.ops("cos")])(X)
+    f = lambda x: jnp.cos(tapax.sow(jnp.sin(x), "h"))
+    _, taps = tapax.capture(f, values=["h", tapax.ops("cos")])(X)
     assert set(taps.values) == {"h", "cos"}
-    _, taps = jt.capture(f)(X)
+    _, taps = tapax.capture(f)(X)
     assert set(taps.values) == {"h"}
 
 
@@ -322,8 +326,8 @@ def test_marks_without_a_capture_cost_no_trace():
     @jax.jit
     def f(x):
         next(traces)
-        with jt.scope("s"):
-            return jt.sow(x, "h")
+        with tapax.scope("s"):
+            return tapax.sow(x, "h")
 
     for _ in range(3):
         f(X)

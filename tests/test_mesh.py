@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxtap as jt
+import tapax
 
 X = jnp.arange(16.0).reshape(4, 4)
 equal = np.testing.assert_allclose
@@ -22,27 +22,27 @@ def blocks(x):
 @pytest.mark.parametrize("checked", [True, False])
 def test_values_and_gradients_of_each_device(mesh, checked):
     def local(x):
-        return lax.psum(jnp.sum(jt.sow(jnp.sin(x), "h") ** 2), ("a", "b"))
+        return lax.psum(jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2), ("a", "b"))
 
     total = jax.shard_map(local, mesh=mesh, in_specs=P("a", "b"), out_specs=P(), check_vma=checked)
     for step in (total, jax.jit(total)):
-        out, taps = jt.capture(step)(X)
+        out, taps = tapax.capture(step)(X)
         equal(out, jnp.sum(jnp.sin(X) ** 2), rtol=1e-6)
         equal(taps.values["h"], blocks(jnp.sin(X)), rtol=1e-6)
     for step in (jax.grad(total), jax.jit(jax.grad(total)), jax.grad(jax.jit(total))):
-        _, taps = jt.capture(step)(X)
+        _, taps = tapax.capture(step)(X)
         equal(taps.values["h"], blocks(jnp.sin(X)), rtol=1e-6)
         equal(taps.grads["h"], blocks(2 * jnp.sin(X)), rtol=1e-6)
 
 
 def test_what_is_the_same_everywhere_has_no_axis(mesh):
     def local(x):
-        partial = jt.sow(jnp.sum(x), "partial")
-        over_a = jt.sow(lax.psum(partial, "a"), "over_a")
-        return jt.sow(lax.psum(over_a, "b"), "total")
+        partial = tapax.sow(jnp.sum(x), "partial")
+        over_a = tapax.sow(lax.psum(partial, "a"), "over_a")
+        return tapax.sow(lax.psum(over_a, "b"), "total")
 
     f = jax.shard_map(local, mesh=mesh, in_specs=P("a", "b"), out_specs=P())
-    _, taps = jt.capture(f)(X)
+    _, taps = tapax.capture(f)(X)
     sums = blocks(X).sum((2, 3))
     equal(taps.values["partial"], sums)
     equal(taps.values["over_a"], sums.sum(0))
@@ -53,10 +53,10 @@ def test_what_is_the_same_everywhere_has_no_axis(mesh):
 
 def test_captured_parts_stay_where_they_are(mesh):
     f = jax.shard_map(
-        lambda x: jt.sow(2 * x, "h") + 1, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b")
+        lambda x: tapax.sow(2 * x, "h") + 1, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b")
     )
     x = jax.device_put(X, NamedSharding(mesh, P("a", "b")))
-    _, taps = jt.capture(jax.jit(f))(x)
+    _, taps = tapax.capture(jax.jit(f))(x)
     h = taps.values["h"]
     assert h.shape == (2, 2, 2, 2)
     assert {s.data.shape for s in h.addressable_shards} == {(1, 1, 2, 2)}
@@ -67,17 +67,17 @@ def test_captured_parts_stay_where_they_are(mesh):
 def test_loops_and_branches_inside(mesh, checked):
     def local(x):
         def body(c, t):
-            bigger = lambda c: jt.sow(c * 2, "big")
+            bigger = lambda c: tapax.sow(c * 2, "big")
             return lax.cond(jnp.sum(c) > 40, bigger, lambda c: c + t, c), None
 
         y = lax.scan(body, x, jnp.arange(3.0))[0]
-        step = lambda c: (c[0] + 1, jt.sow(jnp.sqrt(c[1]), "root"))
+        step = lambda c: (c[0] + 1, tapax.sow(jnp.sqrt(c[1]), "root"))
         return lax.while_loop(lambda c: c[0] < 2, step, (0, y))[1]
 
     f = jax.shard_map(
         local, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"), check_vma=checked
     )
-    out, taps = jt.capture(jax.jit(f))(X)
+    out, taps = tapax.capture(jax.jit(f))(X)
     equal(out, jax.jit(f)(X), rtol=1e-6)
     parts = blocks(X)
     for i in range(2):
@@ -94,26 +94,26 @@ def test_loops_and_branches_inside(mesh, checked):
 
 def test_some_axes_manual(mesh):
     f = jax.shard_map(
-        lambda x: jt.sow(2 * x, "h"),
+        lambda x: tapax.sow(2 * x, "h"),
         mesh=mesh,
         in_specs=P("a"),
         out_specs=P("a"),
         axis_names={"a"},
     )
-    _, taps = jt.capture(jax.jit(f))(X)
+    _, taps = tapax.capture(jax.jit(f))(X)
     equal(taps.values["h"], 2 * X.reshape(2, 2, 4))
 
 
 def test_shard_map_in_a_scan_with_remat(mesh):
     def layer(x):
-        local = lambda x: jt.sow(jnp.sin(x), "h")
+        local = lambda x: tapax.sow(jnp.sin(x), "h")
         return jax.shard_map(local, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))(x)
 
     def loss(x):
         body = lambda c, _: (jax.checkpoint(layer)(c), None)
         return jnp.sum(lax.scan(body, x, None, length=3)[0])
 
-    _, taps = jt.capture(jax.jit(jax.grad(loss)))(X)
+    _, taps = tapax.capture(jax.jit(jax.grad(loss)))(X)
     h = [jnp.sin(X)]
     for _ in range(2):
         h.append(jnp.sin(h[-1]))
@@ -127,20 +127,20 @@ def test_shard_map_in_a_scan_with_remat(mesh):
 def test_shardings_of_jit_are_kept(mesh):
     sharded = NamedSharding(mesh, P("a", None))
     whole = NamedSharding(mesh, P())
-    f = jax.jit(lambda x: jt.sow(2 * x, "h") + 1, in_shardings=sharded, out_shardings=whole)
-    out, taps = jt.capture(f)(X)
+    f = jax.jit(lambda x: tapax.sow(2 * x, "h") + 1, in_shardings=sharded, out_shardings=whole)
+    out, taps = tapax.capture(f)(X)
     assert out.sharding.is_equivalent_to(f(X).sharding, 2)
     equal(out, 2 * X + 1)
     equal(taps.values["h"], 2 * X)
     two = jax.jit(
-        lambda x, y: {"s": jt.sow(x + y, "h"), "x": x},
+        lambda x, y: {"s": tapax.sow(x + y, "h"), "x": x},
         in_shardings=(sharded, None),
         out_shardings={"s": sharded, "x": whole},
     )
-    out, taps = jt.capture(two)(X, X)
+    out, taps = tapax.capture(two)(X, X)
     assert out["s"].sharding.is_equivalent_to(sharded, 2)
     assert out["x"].sharding.is_equivalent_to(whole, 2)
-    out, taps = jt.capture(lambda x: f(x) * 2)(X)
+    out, taps = tapax.capture(lambda x: f(x) * 2)(X)
     equal(out, 4 * X + 2)
 
 
@@ -151,11 +151,11 @@ def test_explicit_sharding():
 
         def loss(x):
             def body(c, t):
-                return jt.sow(c * t, "h"), None
+                return tapax.sow(c * t, "h"), None
 
             return jnp.sum(lax.scan(body, x, jnp.arange(1.0, 3.0))[0])
 
-        _, taps = jt.capture(jax.jit(jax.value_and_grad(loss)))(x)
+        _, taps = tapax.capture(jax.jit(jax.value_and_grad(loss)))(x)
         equal(taps.values["h"], np.stack([x, 2 * x]))
         equal(taps.grads["h"], np.stack([np.full((4, 2), 2.0), np.ones((4, 2))]))
 
@@ -166,7 +166,7 @@ def test_results_of_a_shard_map_by_its_operation(mesh):
         return jax.shard_map(lambda x: (jnp.sin(x), 2 * x), mesh=mesh, **specs)(x)
 
     x = jnp.arange(4.0)
-    out, taps = jt.capture(f, values=jt.ops("shard_map"))(x)
+    out, taps = tapax.capture(f, values=tapax.ops("shard_map"))(x)
     np.testing.assert_array_equal(taps.values["shard_map:0"], jnp.sin(x))
     np.testing.assert_array_equal(taps.values["shard_map:1"], 2 * x)
     np.testing.assert_array_equal(out[1], 2 * x)

@@ -19,11 +19,11 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-import jaxtap as jt
-from jaxtap import alert
-from jaxtap.watching._log import Log
-from jaxtap.watching._log import open as open_log
-from jaxtap.watching._monitor import Monitor, monitor
+import tapax
+from tapax import alert
+from tapax.watching._log import Log
+from tapax.watching._log import open as open_log
+from tapax.watching._monitor import Monitor, monitor
 from tests.monitored import KEY, W, X, batch, scanned
 
 pytestmark = pytest.mark.once
@@ -228,7 +228,7 @@ def test_an_io_callback_is_warned_of():
 
     @jax.jit
     def step(x):
-        return jt.sow(x + io_callback(lambda: np.float32(1), jnp.float32(0)), "h")
+        return tapax.sow(x + io_callback(lambda: np.float32(1), jnp.float32(0)), "h")
 
     m = monitor(step)
     with pytest.warns(UserWarning, match="has an io_callback, which is called a second") as caught:
@@ -244,7 +244,7 @@ def test_a_monitor_may_be_a_decorator_of_a_method():
         @functools.partial(monitor, every=1, to=log)
         def step(self, x):
             """Doubles."""
-            return jt.sow(2 * x, "h")
+            return tapax.sow(2 * x, "h")
 
     assert Trainer().step(1.0) == 2.0 and Trainer.step.__doc__ == "Doubles."
     assert isinstance(Trainer.step, Monitor) and repr(Trainer.step).startswith("monitor(test_a_mon")
@@ -256,7 +256,7 @@ def test_a_monitor_may_be_a_decorator_of_a_method():
 
 def test_the_number_of_a_step_may_be_set_when_a_run_is_continued():
     log = Log()
-    with monitor(lambda x: jt.sow(x, "h"), every=100, to=log) as m:
+    with monitor(lambda x: tapax.sow(x, "h"), every=100, to=log) as m:
         m.step_number = 950
         for _ in range(200):
             m(1.0)
@@ -283,11 +283,11 @@ def test_what_waits_is_fetched_and_written_at_the_end_of_the_interpreter(tmp_pat
     code = """
         import sys, time
         import jax, jax.numpy as jnp
-        import jaxtap as jt
-        from jaxtap.watching._monitor import monitor
+        import tapax
+        from tapax.watching._monitor import monitor
 
         m = monitor(
-            jax.jit(lambda x: jt.sow(x @ x, "h")), every=1,
+            jax.jit(lambda x: tapax.sow(x @ x, "h")), every=1,
             to=[lambda *a: time.sleep(0.02), sys.argv[1], "table"],
         )
         for _ in range(30):

@@ -9,10 +9,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-import jaxtap as jt
-from jaxtap import alert, reduce
-from jaxtap.watching._log import Histogram, Log
-from jaxtap.watching._monitor import monitor
+import tapax
+from tapax import alert, reduce
+from tapax.watching._log import Histogram, Log
+from tapax.watching._monitor import monitor
 from tests.monitored import W, X, batch, scanned, watched
 
 EDGES = (-1.0, 0.0, 0.5, 3.0)
@@ -77,7 +77,7 @@ def test_numbers_are_those_of_numpy():
 
 
 def test_a_value_and_its_gradient_may_have_different_reducers_of_one_name():
-    step = jax.jit(jax.grad(lambda x: jnp.sum(jt.sow(x**2, "h"))))
+    step = jax.jit(jax.grad(lambda x: jnp.sum(tapax.sow(x**2, "h"))))
     own = reduce.Reducer(
         lambda: 0.0, lambda s, x: s + x.sum(), jnp.add, lambda s: {"a": s, "b": (s, 2 * s)}, "rms"
     )
@@ -92,15 +92,15 @@ def test_names_of_loops_branches_and_calls():
     @jax.jit
     def step(x, flags):
         def layer(x, flag):
-            x, _ = lax.scan(lambda c, _: (jt.sow(c + 1, "in"), None), x, length=2)
-            x = lax.cond(flag, lambda x: jt.sow(2 * x, "yes"), lambda x: x, x)
-            x = lax.while_loop(lambda c: c < 3, lambda c: jt.sow(c + 1, "w"), x)
-            return jt.sow(jt.sow(x, "h"), "h"), None
+            x, _ = lax.scan(lambda c, _: (tapax.sow(c + 1, "in"), None), x, length=2)
+            x = lax.cond(flag, lambda x: tapax.sow(2 * x, "yes"), lambda x: x, x)
+            x = lax.while_loop(lambda c: c < 3, lambda c: tapax.sow(c + 1, "w"), x)
+            return tapax.sow(tapax.sow(x, "h"), "h"), None
 
-        return jt.sow({"a": (lax.scan(layer, x, flags)[0],)}, "p")["a"][0]
+        return tapax.sow({"a": (lax.scan(layer, x, flags)[0],)}, "p")["a"][0]
 
     R = reduce
-    asked = {"**": R.mean, ("in", "h"): R.sum.total, jt.at("in", step=1): R.norm}
+    asked = {"**": R.mean, ("in", "h"): R.sum.total, tapax.at("in", step=1): R.norm}
     log, _ = watched(step, (jnp.float32(-3), jnp.array([False, True])), values=asked, grads=None)
     ((_, record),) = log
     # by hand: -3 -> -2, -1 -> (no) -> 0, 1, 2, 3; 3 -> 4, 5 -> 10, where nothing is left to loop
@@ -116,8 +116,8 @@ def test_names_of_loops_branches_and_calls():
 
 
 def test_iterations_that_were_asked_for_keep_their_numbers():
-    step = lambda x: lax.scan(lambda c, _: (jt.sow(c + 1, "h"), None), x, length=6)[0]
-    asked = {jt.at("h", step=slice(1, None, 2)): reduce.sum, jt.at("h", step=-1): reduce.mean}
+    step = lambda x: lax.scan(lambda c, _: (tapax.sow(c + 1, "h"), None), x, length=6)[0]
+    asked = {tapax.at("h", step=slice(1, None, 2)): reduce.sum, tapax.at("h", step=-1): reduce.mean}
     log, _ = watched(step, (0.0,), values=asked, grads=None)
     numbers = {f"h[{i}]/value_sum": i + 1.0 for i in (1, 3, 5)}
     assert list(log) == [(0, {**numbers, "h[5]/value_mean": 6.0})]
@@ -144,7 +144,7 @@ def test_a_step_is_traced_once_for_each_shape():
     def step(x, number, depth, scale=1.0):
         traces.append(x.shape)
         for _ in range(depth):
-            x = jt.sow(x * scale + number, "h")
+            x = tapax.sow(x * scale + number, "h")
         return x
 
     log = Log()
@@ -165,7 +165,7 @@ def test_monitors_that_ask_for_the_same_share_what_was_traced():
     @jax.jit
     def step(x):
         traces.append(1)
-        return jt.sow(2 * x, "h")
+        return tapax.sow(2 * x, "h")
 
     for _ in range(3):
         log, _ = watched(step, (jnp.ones(2),), alerts=alert.nonfinite())
@@ -179,7 +179,7 @@ def test_modules_may_be_narrowed():
             self.a, self.b = (nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2))
 
         def __call__(self, x):
-            return self.b(jt.sow(self.a(x), "h"))
+            return self.b(tapax.sow(self.a(x), "h"))
 
     step = nnx.jit(lambda net, x: net(x))
     for modules, names in ((False, []), ("**/a", ["Net/a"]), (True, ["Net", "Net/a", "Net/b"])):
@@ -190,7 +190,7 @@ def test_modules_may_be_narrowed():
 def test_a_checkpoint_changes_no_number():
     def step(kept, x):
         def body(h, w):
-            return jt.sow(jnp.tanh(h @ w), "h"), None
+            return tapax.sow(jnp.tanh(h @ w), "h"), None
 
         def loss(w):
             h, _ = lax.scan(body if kept else jax.checkpoint(body), x, w)
@@ -209,7 +209,7 @@ def test_a_python_step_with_a_counter_is_traced_once():
 
     def step(x, number):
         traces.append(number)
-        return jt.sow(x * number, "h")
+        return tapax.sow(x * number, "h")
 
     log, _ = watched(step, *((jnp.ones(2), i) for i in range(5)))
     assert log["h/value_rms"].values.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -221,7 +221,7 @@ def test_what_the_step_returns_is_not_computed(capfd):
 
     @jax.jit
     def step(x):
-        h = jt.sow(jnp.tanh(x), "h")
+        h = tapax.sow(jnp.tanh(x), "h")
         return jax.pure_callback(lambda v: (print("called"), v)[1], h, h)
 
     m = monitor(step, every=1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtap import nn
+from tapax import nn
 from tests.test_nn_layers import ALL, E, close, embed, general
 
 # --- randomness -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jaxtap import nn
+from tapax import nn
 
 E, B = 3, 2
 

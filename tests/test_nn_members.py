@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-import jaxtap as jt
-from jaxtap import nn
+import tapax
+from tapax import nn
 from tests.test_nn_models import member, normal, vary
 
 pytestmark = pytest.mark.once
@@ -48,7 +48,7 @@ def loss(model, x):
 
 
 def captured(model, x, **how):
-    return jt.capture(nnx.jit(nnx.grad(loss)), **how)(model, x)[1]
+    return tapax.capture(nnx.jit(nnx.grad(loss)), **how)(model, x)[1]
 
 
 @functools.cache
@@ -103,7 +103,9 @@ def test_statistics():
 
 
 def test_disagreement():
-    values = lambda x: nn.members(jt.capture(lambda x: jt.sow(x, "h"))(x)[1], 2).statistics["h"]
+    values = lambda x: nn.members(tapax.capture(lambda x: tapax.sow(x, "h"))(x)[1], 2).statistics[
+        "h"
+    ]
     one = normal(3, 4)
     assert float(values(jnp.concatenate([one, one])).disagreement) == 0
     close(values(jnp.concatenate([one, -one])).disagreement, 1)
@@ -146,13 +148,13 @@ def test_stacked_layers_under_scan():
 def test_vmap():
     """As many examples as there are members: the mapped axis is not theirs."""
     ensemble, x = taken()[1], normal(E, E * B, 5)
-    _, taps = jt.capture(jax.vmap(ensemble))(x)
+    _, taps = tapax.capture(jax.vmap(ensemble))(x)
     got = nn.members(taps)
     assert got.values["Net/first"].shape == (E, E, B, 8)
     for i in range(E):
-        alone = nn.members(jt.capture(ensemble)(x[i])[1])
+        alone = nn.members(tapax.capture(ensemble)(x[i])[1])
         close(got.values["Net/first"][:, i], alone.values["Net/first"])
-    each = jax.vmap(lambda x: nn.members(jt.capture(ensemble)(x)[1]))(x)
+    each = jax.vmap(lambda x: nn.members(tapax.capture(ensemble)(x)[1]))(x)
     close(jnp.swapaxes(each.values["Net/first"], 0, 1), got.values["Net/first"])
 
 
@@ -160,7 +162,7 @@ def test_gradients_that_have_a_mapped_axis_where_values_have_none():
     layer = nn.BatchEnsembleLinear(nnx.Linear(5, 4, rngs=nnx.Rngs(0)), 0, E)
     x = normal(E * B, 5)
     f = jax.vmap(jax.grad(lambda x, c: jnp.sum(c * layer(x))), in_axes=(None, 0))
-    _, taps = jt.capture(f)(x, jnp.arange(float(E)))
+    _, taps = tapax.capture(f)(x, jnp.arange(float(E)))
     (name,) = taps.values
     got = nn.members(taps)
     assert got.values[name].shape == (E, B, 4) and got.grads[name].shape == (E, E, B, 4)
@@ -172,11 +174,11 @@ def test_scans_in_maps_and_one_iteration():
     loop = lambda x: lax.scan(lambda x, _: (layer(x), None), x, length=6)[0]
     x = normal(2, E * B, 5)
     name = "BatchEnsembleLinear"
-    got = nn.members(jt.capture(jax.vmap(loop))(x)[1])
+    got = nn.members(tapax.capture(jax.vmap(loop))(x)[1])
     assert got.values[name].shape == (E, 6, 2, B, 5)
-    one = nn.members(jt.capture(loop, values=jt.at(name, step=2))(x[0])[1])
+    one = nn.members(tapax.capture(loop, values=tapax.at(name, step=2))(x[0])[1])
     close(one.values[name], got.values[name][:, 2, 0])
-    some = nn.members(jt.capture(loop, values=jt.at(name, step=slice(1, 3)))(x[0])[1])
+    some = nn.members(tapax.capture(loop, values=tapax.at(name, step=slice(1, 3)))(x[0])[1])
     close(some.values[name], got.values[name][:, 1:3, 0])
 
 
@@ -185,17 +187,17 @@ def test_what_did_not_run_does_not_count():
     grow = lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(c[1])), (0, x))
     x = normal(E * B, 5)
     name = "BatchEnsembleLinear"
-    got = nn.members(jt.capture(grow, steps=7)(x)[1])
+    got = nn.members(tapax.capture(grow, steps=7)(x)[1])
     assert (
         got.values[name].shape == (E, 7, B, 5)
         and got.valid[name].tolist() == [True] * 3 + [False] * 4
     )
     for key, want in by_hand(got.values[name][:, :3]).items():
         close(getattr(got.statistics[name], key), want)
-    last = nn.members(jt.capture(grow)(x)[1])
+    last = nn.members(tapax.capture(grow)(x)[1])
     close(last.values[name], got.values[name][:, 2])
     branch = lambda p, x: lax.cond(p, layer, lambda x: x, x)
-    none = nn.members(jt.capture(jax.jit(branch))(False, x)[1]).statistics[name]
+    none = nn.members(tapax.capture(jax.jit(branch))(False, x)[1]).statistics[name]
     assert np.isnan(none.mean).all() and none.nonfinite.tolist() == [0] * E
 
 
@@ -237,15 +239,15 @@ def test_order_is_that_of_the_program():
 
 def test_reduced_sites():
     ensemble = taken()[1]
-    reduced = {"Net/first": jt.reduce.rms}
+    reduced = {"Net/first": tapax.reduce.rms}
     for how in ({"values": reduced}, {"values": None, "grads": reduced}):
         taps = captured(ensemble, normal(E * B, 5), **how)
-        with pytest.raises(jt.SiteError, match="'Net/first' was reduced by rms over the"):
+        with pytest.raises(tapax.SiteError, match="'Net/first' was reduced by rms over the"):
             nn.members(taps)
 
 
 def test_taps_without_members():
-    taps = jt.capture(lambda x: jt.sow(x, "h"))(jnp.ones((6, 2)))[1]
+    taps = tapax.capture(lambda x: tapax.sow(x, "h"))(jnp.ones((6, 2)))[1]
     message = (
         "`num_members` must be given for taps that have no BatchEnsemble layer among the sites."
     )
@@ -261,6 +263,6 @@ def test_taps_without_members():
 
 def test_several_ensembles():
     layers = [nn.BatchEnsembleLinear(nnx.Linear(5, 5, rngs=nnx.Rngs(0)), 0, n) for n in (2, 3)]
-    taps = jt.capture(lambda x: layers[1](layers[0](x)))(jnp.ones((6, 5)))[1]
+    taps = tapax.capture(lambda x: layers[1](layers[0](x)))(jnp.ones((6, 5)))[1]
     with pytest.raises(ValueError, match=r"layers of \[2, 3\] members"):
         nn.members(taps)

@@ -7,8 +7,8 @@ import optax
 import pytest
 from flax import nnx
 
-import jaxtap as jt
-from jaxtap import nn
+import tapax
+from tapax import nn
 
 pytestmark = pytest.mark.once
 
@@ -256,7 +256,7 @@ def test_where():
     assert converted(lambda path, layer: seen.append(path) or isinstance(layer, nnx.Embed)) == {
         "embed", "place",
     }  # fmt: skip
-    captured = jt.modules(model)
+    captured = tapax.modules(model)
     assert set(seen) <= {path for path, _ in captured}
 
 
@@ -378,7 +378,7 @@ REFUSED = {
     "flax.WeightNorm": lambda rngs: nnx.WeightNorm(nnx.Linear(3, 3, rngs=rngs), rngs=rngs),
     "flax.SpectralNorm": lambda rngs: nnx.SpectralNorm(nnx.Linear(3, 3, rngs=rngs), rngs=rngs),
     "tests.Mine": lambda rngs: Mine(3, 3, rngs=rngs),
-    "jaxtap.BatchEnsembleLinear": lambda rngs: nn.BatchEnsembleLinear(
+    "tapax.BatchEnsembleLinear": lambda rngs: nn.BatchEnsembleLinear(
         nnx.Linear(3, 3, rngs=rngs), 0, 2
     ),
 }

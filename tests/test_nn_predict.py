@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtap import nn
+from tapax import nn
 from tests.test_nn_models import GPT, ResNet, no_places, normal
 
 pytestmark = pytest.mark.once

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-import jaxtap as jt
+import tapax
 from tests.nnx_models import (
     Block,
     Net,
@@ -68,7 +68,7 @@ def test_train_step_leaves_the_state_of_the_plain_one(eager):
     step = train_step.__wrapped__ if eager else train_step
     plain, ours = training(), training()
     train_step(*training(), X, X[:, :1])  # it ran before
-    captured = jt.capture(step)
+    captured = tapax.capture(step)
     for i in range(4):
         x = X + i
         expected = step(*plain, x, x[:, :1])
@@ -86,7 +86,7 @@ def test_train_step_is_the_plain_one_bit_for_bit_op_by_op():
     with jax.disable_jit():
         for _ in range(2):
             expected = train_step(*plain, X, X[:, :1])
-            out, _ = jt.capture(train_step)(*ours, X, X[:, :1])
+            out, _ = tapax.capture(train_step)(*ours, X, X[:, :1])
             assert np.array_equal(out, expected)
     for a, b in zip(arrays(plain), arrays(ours), strict=True):
         assert np.array_equal(a, b)
@@ -94,7 +94,7 @@ def test_train_step_is_the_plain_one_bit_for_bit_op_by_op():
 
 def test_train_step_values_and_gradients():
     (model, optimizer), (twin, _) = training(), training()
-    _, taps = jt.capture(train_step)(model, optimizer, X, X[:, :1])
+    _, taps = tapax.capture(train_step)(model, optimizer, X, X[:, :1])
 
     def forward(shift):
         """The layers run by hand, on another model of the same state."""
@@ -179,7 +179,7 @@ def test_values(name, closed):
         return wrap(lambda m, x: m(x))(m, x)
 
     for _ in range(2):  # the second time from the caches of what is jitted inside
-        out, taps = jt.capture(run)(model, X)
+        out, taps = tapax.capture(run)(model, X)
         check(taps.values, values(model, X))
         close(out, by_hand(model, X)[0])
 
@@ -199,7 +199,7 @@ TAKES = {
 def test_gradients(name, take):
     model, wrap, take = Net(), WRAPS[name], TAKES[take]
     step = take(lambda m, x: jnp.sum(wrap(lambda m, x: m(x))(m, x) ** 2))
-    _, taps = jt.capture(nnx.jit(step))(model, X)
+    _, taps = tapax.capture(nnx.jit(step))(model, X)
     check(taps.values, values(model, X))
     check(taps.grads, grads(model, X))
 
@@ -207,7 +207,7 @@ def test_gradients(name, take):
 def test_gradient_of_an_input_with_the_model_closed_over():
     model = Net()
     f = jax.grad(lambda x: loss(model, x))
-    out, taps = jt.capture(f)(X)
+    out, taps = tapax.capture(f)(X)
     close(out, jax.grad(lambda x: jnp.sum(by_hand(model, x)[0] ** 2))(X))
     check(taps.grads, grads(model, X))
 
@@ -231,7 +231,7 @@ def test_modes(graph, updates):
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(updates):
         plain, ours = Stats(), Stats()
         expected = step(plain, X)
-        out, taps = jt.capture(step)(ours, X)
+        out, taps = tapax.capture(step)(ours, X)
         for a, b in zip(arrays((plain, expected)), arrays((ours, out)), strict=True):
             close(a, b)
     assert {"Stats/norm", "Stats/norm@1", "Stats/blocks/1/lin@1"} <= set(taps.values)
@@ -241,7 +241,7 @@ def test_modes(graph, updates):
 def test_custom_vjp():
     model = Net()
     step = nnx.jit(nnx.grad(lambda m, x: jnp.sum(custom(m, x) ** 2)))
-    _, taps = jt.capture(step)(model, X)
+    _, taps = tapax.capture(step)(model, X)
     first = {k: v for k, v in taps.values.items() if "@" not in k}
     check(first, values(model, X))
     second = {k.replace("@1", ""): v for k, v in taps.grads.items()}
@@ -256,7 +256,7 @@ def test_branches():
         return nnx.cond(on, f, g, m, x), nnx.switch(jnp.int32(on), [g, f], m, x)
 
     for on in (True, False):
-        out, taps = jt.capture(run)(model, X, jnp.array(on))
+        out, taps = tapax.capture(run)(model, X, jnp.array(on))
         x = values(model, X)["blocks/1"] if on else X + jnp.tanh(affine(X, model.blocks[1].lin))
         close(out[0], x)
         close(out[1], x)
@@ -291,7 +291,7 @@ def test_loops():
         ),
     ]
     for run, expected in runs:
-        out, taps = jt.capture(run)(model, X)
+        out, taps = tapax.capture(run)(model, X)
         close(out, xs[-1])
         assert set(taps.values) == {"Net/blocks/0", "Net/blocks/0/lin"}
         close(taps.values["Net/blocks/0"], expected)
@@ -311,7 +311,7 @@ def test_shard_map(api):
         return jax.shard_map(lambda x: m(x), in_specs=(jax.P("a"),), **specs)(x)
 
     model = Net()
-    out, taps = jt.capture(run)(model, X)
+    out, taps = tapax.capture(run)(model, X)
     close(out, by_hand(model, X)[0])
     expected = {k: v.reshape(2, 2, -1) for k, v in values(model, X).items()}
     check(taps.values, expected)
@@ -332,7 +332,7 @@ class Stacked(nnx.Module):
 @pytest.mark.parametrize("remat", [False, True])
 def test_stacked_blocks(remat):
     model = Stacked(remat)
-    _, taps = jt.capture(nnx.jit(nnx.grad(loss)))(model, X)
+    _, taps = tapax.capture(nnx.jit(nnx.grad(loss)))(model, X)
     w, b = model.blocks.lin.kernel[...], model.blocks.lin.bias[...]
 
     def run(shift):
@@ -377,6 +377,6 @@ def test_equal_blocks_keep_their_names(decorate, where):
             return self.head(x)
 
     model = Outer()
-    _, taps = jt.capture(nnx.jit(nnx.grad(loss)))(model, X)
+    _, taps = tapax.capture(nnx.jit(nnx.grad(loss)))(model, X)
     check(taps.values, values(model, X), "Outer")
     check(taps.grads, grads(model, X), "Outer")

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-import jaxtap as jt
+import tapax
 from tests.nnx_models import Net, X, affine, arrays, check, classes, close, loss, values
 
 
@@ -59,7 +59,7 @@ def legacy():
 def test_marks_are_sites(wrap):
     model = Marks()
     before = nnx.graphdef(model)
-    _, taps = jt.capture(wrap(nnx.grad(loss)))(model, X)
+    _, taps = tapax.capture(wrap(nnx.grad(loss)))(model, X)
     h = affine(X, model.lin)
     assert set(taps.values) == {"Marks", *(f"Marks/{s}" for s in SITES)}
     close(taps.values["Marks/h"], h)
@@ -86,7 +86,7 @@ def test_a_sum_over_a_scan_is_the_total():
         lambda m, x: m(m(m(x))),
     ]
     for run in runs:
-        out, taps = jt.capture(run)(model, X)
+        out, taps = tapax.capture(run)(model, X)
         close(out, x)
         close(taps.values["Marks/total"], total)
         last = taps.values.get("Marks/h@2")
@@ -105,7 +105,7 @@ def test_attributes_neither_grow_nor_retrace(wrap, legacy):
     for model in (Marks(), legacy):
         traces.clear()
         before = nnx.graphdef(model), arrays(model)
-        captured = jt.capture(step)
+        captured = tapax.capture(step)
         for _ in range(3):
             _, taps = captured(model, X)
         assert len(traces) == 1
@@ -140,7 +140,7 @@ def test_a_program_reads_the_attributes_that_it_stored(wrap):
     model = Experts()
     with deprecated:
         (expected, h), gradients = step(Experts(), X)
-    ((value, aux), found), taps = jt.capture(step)(model, X)
+    ((value, aux), found), taps = tapax.capture(step)(model, X)
     close(value, expected)
     close(aux, h)
     for a, b in zip(arrays(found), arrays(gradients), strict=True):
@@ -160,14 +160,14 @@ def test_a_loop_that_cannot_carry_attributes():
     for _ in range(3):
         h = affine(x, model.lin)
         x = jnp.tanh(h)
-    out, taps = jt.capture(run)(model, X)
+    out, taps = tapax.capture(run)(model, X)
     close(out, x)
     close(taps.values["Marks/h"], h)
 
 
 def test_a_perturbation_that_the_model_has_is_added(legacy):
     legacy.p.set_value(jnp.full((4, 3), 0.5))
-    out, taps = jt.capture(legacy)(X)
+    out, taps = tapax.capture(legacy)(X)
     close(out, jnp.tanh(affine(X, legacy.lin) + 0.5))
     close(taps.values["Marks/p"], affine(X, legacy.lin) + 0.5)
 
@@ -176,14 +176,14 @@ def test_an_attribute_of_another_type_is_an_error_still():
     model = Marks()
     model.h = nnx.Param(jnp.ones(3))
     with pytest.raises(ValueError, match="Expected 'h' to be of type 'Intermediate'"):
-        jt.capture(model)(X)
+        tapax.capture(model)(X)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_flax_capture_inside(wrap):
     model = Marks()
     run = wrap(lambda m, x: nnx.capture(lambda m, x: m(x), nnx.Intermediate)(m, x))
-    (out, state), taps = jt.capture(run)(model, X)
+    (out, state), taps = tapax.capture(run)(model, X)
     h = affine(X, model.lin)
     close(state["h"][0], h)
     close(state["total"][...], jnp.sum(h))
@@ -195,7 +195,7 @@ def test_flax_capture_inside(wrap):
 def test_bfloat16_stays():
     model = nnx.Linear(3, 3, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     step = nnx.jit(nnx.grad(lambda m, x: jnp.sum(m(x) ** 2)))
-    _, taps = jt.capture(step)(model, X.astype(jnp.bfloat16))
+    _, taps = tapax.capture(step)(model, X.astype(jnp.bfloat16))
     assert taps.values["Linear"].dtype == taps.grads["Linear"].dtype == jnp.bfloat16
 
 
@@ -221,8 +221,8 @@ def test_bfloat16_stays():
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_modules(modules, expected, wrap):
     model = Net()
-    run = wrap(lambda m, x: jt.sow(m(x), "out"))
-    _, taps = jt.capture(run, modules=modules)(model, X)
+    run = wrap(lambda m, x: tapax.sow(m(x), "out"))
+    _, taps = tapax.capture(run, modules=modules)(model, X)
     close(taps.values.pop("out"), values(model, X)[""])
     check(taps.values, {k: v for k, v in values(model, X).items() if k in expected})
 
@@ -235,22 +235,22 @@ def test_private_methods_by_filter_alone():
         def __call__(self, x):
             return self.head(self._hidden(x))
 
-    _, taps = jt.capture(Private())(X)
+    _, taps = tapax.capture(Private())(X)
     assert "Private._hidden" not in taps.values and "Private.encode" in taps.values
-    _, taps = jt.capture(Private(), modules=lambda module, method: method == "_hidden")(X)
+    _, taps = tapax.capture(Private(), modules=lambda module, method: method == "_hidden")(X)
     assert set(taps.values) == {"Private._hidden"}
 
 
 def test_selections():
     model = Net()
     step = nnx.jit(nnx.grad(loss))
-    _, taps = jt.capture(step, values="**/lin", grads=lambda site: site.module is nnx.Linear)(
+    _, taps = tapax.capture(step, values="**/lin", grads=lambda site: site.module is nnx.Linear)(
         model, X
     )
     assert set(taps.values) == {"Net/blocks/0/lin", "Net/blocks/1/lin"}
     assert set(taps.grads) == {*taps.values, "Net/head"}
-    with pytest.raises(jt.SiteError, match="'Net/blocks/1/lin'"):
-        jt.capture(step, values="Net/block/1/lin")(model, X)
+    with pytest.raises(tapax.SiteError, match="'Net/blocks/1/lin'"):
+        tapax.capture(step, values="Net/block/1/lin")(model, X)
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -268,25 +268,25 @@ class Fails(Net):
 def test_an_exception_halfway(wrap):
     model = Fails()
     before = nnx.graphdef(model), arrays(model)
-    for run in (jt.capture, jt.sites):
+    for run in (tapax.capture, tapax.sites):
         with pytest.raises(KeyError, match="halfway"):
             run(wrap(lambda m, x: m(x)))(model, X)
         assert nnx.graphdef(model) == before[0]
         for a, b in zip(arrays(model), before[1], strict=True):
             assert np.array_equal(a, b)
-    _, taps = jt.capture(Net())(X)
+    _, taps = tapax.capture(Net())(X)
     check(taps.values, values(Net(), X))
 
 
 def test_nested_captures():
     model = Net()
-    inner = jt.capture(lambda m, x: m(x), values="**/lin", grads=None)
+    inner = tapax.capture(lambda m, x: m(x), values="**/lin", grads=None)
 
     def outer(m, x):
         out, taps = inner(m, x)
         return out, taps.values
 
-    (out, seen), taps = jt.capture(outer)(model, X)
+    (out, seen), taps = tapax.capture(outer)(model, X)
     assert set(seen) == {"Net/blocks/0/lin", "Net/blocks/1/lin"}
     check(taps.values, values(model, X))
     close(seen["Net/blocks/1/lin"], taps.values["Net/blocks/1/lin"])
@@ -305,7 +305,7 @@ def test_threads_with_one_model():
                 if i % 2:
                     found[i, k] = model(x), None
                 else:
-                    out, taps = jt.capture(lambda m, x: m(x))(model, x)
+                    out, taps = tapax.capture(lambda m, x: m(x))(model, x)
                     found[i, k] = out, taps.values
         except Exception as error:
             errors.append(error)
@@ -332,7 +332,7 @@ def test_copies_under_capture():
         assert kind is Net and type(copied) is Net
         return copied(x), nnx.clone(m)(x)
 
-    (a, b), taps = jt.capture(run)(model, X)
+    (a, b), taps = tapax.capture(run)(model, X)
     close(a, b)
     check({k: v for k, v in taps.values.items() if "@" not in k}, values(model, X))
     assert pickle.loads(pickle.dumps(Net.__call__)) is Net.__call__
@@ -349,7 +349,7 @@ def test_a_class_made_inside():
 
         return Local()(x)
 
-    _, taps = jt.capture(run)(X)
+    _, taps = tapax.capture(run)(X)
     close(taps.values["Local/net/head"], values(Net(), X)["head"])
 
 
@@ -364,5 +364,5 @@ def test_mutation_from_another_level_is_an_error_still():
         return jax.jit(inner)(x)
 
     with pytest.raises(Exception, match="different trace level"):
-        jt.capture(run)(X)
+        tapax.capture(run)(X)
     close(model.head.bias[...], Net().head.bias[...])

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-import jaxtap as jt
+import tapax
 from tests.nnx_models import (
     SITES,
     Block,
@@ -58,28 +58,28 @@ def _calls():
         return m(x)
 
     return {
-        "argument": lambda: jt.capture(lambda m, x: m(x))(model, X),
-        "keyword": lambda: jt.capture(lambda x, *, m: m(x))(X, m=model),
-        "tuple": lambda: jt.capture(lambda t: t[0](t[1]["x"]))((model, {"x": X})),
-        "dict": lambda: jt.capture(lambda d: d["m"](d["x"]))({"m": model, "x": X}),
-        "closure": lambda: jt.capture(lambda x: model(x))(X),
-        "helper's closure": lambda: jt.capture(lambda x: local(x))(X),
-        "default": lambda: jt.capture(default)(X),
-        "global": lambda: jt.capture(lambda x: GLOBAL(x))(X),
-        "helper's global": lambda: jt.capture(lambda x: helper(x))(X),
-        "partial": lambda: jt.capture(functools.partial(lambda m, x: m(x), model))(X),
-        "partial by name": lambda: jt.capture(functools.partial(lambda x, m: m(x), m=model))(X),
-        "itself": lambda: jt.capture(model)(X),
-        "method": lambda: jt.capture(model.__call__)(X),
-        "method of an object": lambda: jt.capture(trainer.step)(X),
-        "object": lambda: jt.capture(trainer)(X),
-        "closed-over object": lambda: jt.capture(lambda x: trainer.step(x))(X),
-        "built inside": lambda: jt.capture(lambda x: Net()(x))(X),
-        "list in a closure": lambda nets=(model,): jt.capture(lambda x: nets[0](x))(X),
-        "cached_partial": lambda: jt.capture(nnx.cached_partial(nnx.jit(lambda m, x: m(x)), Net()))(
-            X
-        ),
-        "deep copy": lambda: jt.capture(lambda m, x: nnx.clone(m)(x))(model, X),
+        "argument": lambda: tapax.capture(lambda m, x: m(x))(model, X),
+        "keyword": lambda: tapax.capture(lambda x, *, m: m(x))(X, m=model),
+        "tuple": lambda: tapax.capture(lambda t: t[0](t[1]["x"]))((model, {"x": X})),
+        "dict": lambda: tapax.capture(lambda d: d["m"](d["x"]))({"m": model, "x": X}),
+        "closure": lambda: tapax.capture(lambda x: model(x))(X),
+        "helper's closure": lambda: tapax.capture(lambda x: local(x))(X),
+        "default": lambda: tapax.capture(default)(X),
+        "global": lambda: tapax.capture(lambda x: GLOBAL(x))(X),
+        "helper's global": lambda: tapax.capture(lambda x: helper(x))(X),
+        "partial": lambda: tapax.capture(functools.partial(lambda m, x: m(x), model))(X),
+        "partial by name": lambda: tapax.capture(functools.partial(lambda x, m: m(x), m=model))(X),
+        "itself": lambda: tapax.capture(model)(X),
+        "method": lambda: tapax.capture(model.__call__)(X),
+        "method of an object": lambda: tapax.capture(trainer.step)(X),
+        "object": lambda: tapax.capture(trainer)(X),
+        "closed-over object": lambda: tapax.capture(lambda x: trainer.step(x))(X),
+        "built inside": lambda: tapax.capture(lambda x: Net()(x))(X),
+        "list in a closure": lambda nets=(model,): tapax.capture(lambda x: nets[0](x))(X),
+        "cached_partial": lambda: tapax.capture(
+            nnx.cached_partial(nnx.jit(lambda m, x: m(x)), Net())
+        )(X),
+        "deep copy": lambda: tapax.capture(lambda m, x: nnx.clone(m)(x))(model, X),
     }
 
 
@@ -102,7 +102,7 @@ def test_what_is_closed_over_is_not_kept_as_it_was(where):
         "global": lambda x: helper(x),
     }[where]
     net = {"trainer": trainer.model, "global": GLOBAL}.get(where, model)
-    captured = jt.capture(fn)
+    captured = tapax.capture(fn)
     bias = net.head.bias[...]
     try:
         for i in range(3):
@@ -128,15 +128,15 @@ def test_assignments_of_a_function_with_a_model():
         LAST = "run"
         return model(x) + GLOBAL(x)
 
-    jt.capture(run)(X)
+    tapax.capture(run)(X)
     assert n == 1 and LAST == "run"
 
 
 def test_a_model_of_an_outer_transformation():
     model = Net()
-    f = lambda x: jnp.sum(jt.capture(model)(x)[0] ** 2)
+    f = lambda x: jnp.sum(tapax.capture(model)(x)[0] ** 2)
     close(jax.grad(f)(X), jax.grad(lambda x: jnp.sum(by_hand(model, x)[0] ** 2))(X))
-    close(jax.vmap(lambda x: jt.capture(model)(x)[0])(X), by_hand(model, X)[0])
+    close(jax.vmap(lambda x: tapax.capture(model)(x)[0])(X), by_hand(model, X)[0])
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
@@ -146,11 +146,11 @@ def test_two_models(wrap):
 
     student, teacher, twin = Net(), Teacher(nnx.Rngs(1)), Net(nnx.Rngs(2))
     run = wrap(lambda a, b, x: a(x) + b(x))
-    _, taps = jt.capture(run)(student, teacher, X)
+    _, taps = tapax.capture(run)(student, teacher, X)
     for net, root in ((student, "Net"), (teacher, "Teacher")):
         part = {k: v for k, v in taps.values.items() if k.split("/")[0] == root}
         check(part, values(net, X), root)
-    _, taps = jt.capture(run)(student, twin, X)
+    _, taps = tapax.capture(run)(student, twin, X)
     check({k: v for k, v in taps.values.items() if "@" not in k}, values(student, X))
     again = {k.replace("@1", ""): v for k, v in taps.values.items() if "@1" in k}
     check(again, values(twin, X))
@@ -179,7 +179,7 @@ def test_containers():
     names = ["table/p", "table/q", "pair/0", "pair/1", "mixed/0/z", "plain/w%2Fo/0", "seq"]
     names += ["seq/layers/0", "seq/layers/2", "seq/layers/2/lin"]
     model = Holder()
-    _, taps = jt.capture(nnx.jit(nnx.grad(loss)))(model, X)
+    _, taps = tapax.capture(nnx.jit(nnx.grad(loss)))(model, X)
     assert set(taps.grads) == {"Holder", *(f"Holder/{name}" for name in names)}
     x = affine(X, model.table.p)
     close(taps.values["Holder/table/p"], x)
@@ -199,7 +199,7 @@ def test_shared_modules(wrap):
             return self.b(self.a(x))
 
     model = Shared()
-    _, taps = jt.capture(wrap(nnx.grad(loss)))(model, X)
+    _, taps = tapax.capture(wrap(nnx.grad(loss)))(model, X)
     first = affine(X, model.a)
     assert set(taps.values) == {"Shared", "Shared/a", "Shared/a@1"}
     close(taps.values["Shared/a"], first)
@@ -209,7 +209,7 @@ def test_shared_modules(wrap):
 
 
 def test_methods():
-    out, taps = jt.capture(Net().encode)(X)
+    out, taps = tapax.capture(Net().encode)(X)
     assert set(taps.values) == {f"Net/{s}" for s in SITES if "blocks" in s} | {"Net.encode"}
     close(out, values(Net(), X)["blocks/1"])
     site = taps.sites["Net.encode"]
@@ -222,7 +222,7 @@ def test_super_is_part_of_the_method():
         def __call__(self, x):
             return 2 * super().__call__(x)
 
-    out, taps = jt.capture(Derived())(X)
+    out, taps = tapax.capture(Derived())(X)
     assert "Derived@1" not in taps.values
     close(taps.values["Derived"], 2 * by_hand(Net(), X)[0])
 
@@ -240,7 +240,7 @@ def test_recurrent_networks():
 
     model, x = Recurrent(), jnp.stack([X, X + 1])
     plain = model(x)
-    _, taps = jt.capture(nnx.jit(nnx.grad(loss)))(model, x)
+    _, taps = tapax.capture(nnx.jit(nnx.grad(loss)))(model, x)
     close(taps.values["Recurrent"], plain)
     cell, carry, hidden = model.rnn.cell, jnp.zeros((2, 5), x.dtype), []
     for t in range(4):
@@ -259,7 +259,7 @@ def test_attention_with_a_cache():
     plain, ours = make(), make()
     for model in (plain, ours):
         model.init_cache((2, 5, 4))
-    captured = jt.capture(lambda m, x: m(x))
+    captured = tapax.capture(lambda m, x: m(x))
     for i in range(3):
         x = jnp.sin(jnp.arange(8, dtype=jnp.float32) + i).reshape(2, 1, 4)
         out, taps = captured(ours, x)
@@ -285,7 +285,7 @@ def test_what_a_function_does_to_its_objects():
 
     plain, ours = Net(), Net()
     change(plain, X)
-    (same, head, _), taps = jt.capture(change)(ours, X)
+    (same, head, _), taps = tapax.capture(change)(ours, X)
     assert same is ours and head is ours.head is ours.alias and ours.tag == "new"
     assert nnx.graphdef(plain) == nnx.graphdef(ours)
     assert {"Net/blocks/0", "Net/blocks/1"} <= set(taps.values)
@@ -294,7 +294,7 @@ def test_what_a_function_does_to_its_objects():
 
 
 def test_a_module_made_inside_is_returned():
-    net, taps = jt.capture(lambda x: (lambda m: (m, m(x))[0])(Net()))(X)
+    net, taps = tapax.capture(lambda x: (lambda m: (m, m(x))[0])(Net()))(X)
     assert isinstance(net, Net)
     close(net(X), by_hand(Net(), X)[0])
 
@@ -309,7 +309,7 @@ def test_metrics_and_streams():
         metrics.update(loss=jnp.sum(out))
         return out
 
-    out, _ = jt.capture(step)(Net(), metrics, rngs, X)
+    out, _ = tapax.capture(step)(Net(), metrics, rngs, X)
     close(metrics.compute()["loss"], jnp.sum(out))
     assert int(rngs.dropout.count[...]) == 1
 
@@ -325,7 +325,7 @@ def test_traced_once(wrap):
         return m(x) * i
 
     model = Net()
-    captured = jt.capture(step)
+    captured = tapax.capture(step)
     for i in range(4):
         captured(model, i, X)
     assert len(traces) == 1
@@ -342,7 +342,7 @@ def test_listing_changes_nothing(wrap):
         optimizer.update(model, nnx.grad(loss)(model, x))
         model.new = nnx.Param(x)
 
-    names = jt.sites(step)(model, optimizer, X).names
+    names = tapax.sites(step)(model, optimizer, X).names
     assert "Net/blocks/1/lin" in names
     assert nnx.graphdef((model, optimizer)) == before[1]
     for a, b in zip(arrays((model, optimizer)), before[0], strict=True):

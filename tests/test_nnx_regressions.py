@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-import jaxtap as jt
+import tapax
 
 X = jnp.linspace(-1.0, 1.0, 32, dtype=jnp.float32).reshape(8, 4)
 
@@ -96,7 +96,7 @@ def _same(first: Any, second: Any) -> None:
 def test_model_held_by_what_is_no_structure_was_a_constant(make, where):
     plain, model = Net(), Net()
     run, held = make(plain), make(model)
-    look = jt.capture(lambda held, x: held(x)) if where == "argument" else jt.capture(held)
+    look = tapax.capture(lambda held, x: held(x)) if where == "argument" else tapax.capture(held)
     for _ in range(3):
         out, taps = look(held, X) if where == "argument" else look(X)
         np.testing.assert_allclose(taps.values["Net/linear"], plain.linear(X), 1e-5, 1e-5)
@@ -108,7 +108,7 @@ def test_model_held_by_what_is_no_structure_was_a_constant(make, where):
 
 def test_attribute_of_an_argument_changed_between_calls():
     held = Holder(Net())
-    look = jt.capture(lambda held, x: held.model.linear(x) * held.scale)
+    look = tapax.capture(lambda held, x: held.model.linear(x) * held.scale)
     for held.scale in (1.0, 2.0, jnp.arange(4.0)):
         _same(look(held, X)[0], held.model.linear(X) * held.scale)
 
@@ -126,7 +126,7 @@ def test_train_step_of_an_object_that_holds_model_and_optimizer():
     plain, state = State(), State()
     for _ in range(2):
         step(plain, X)
-        _, taps = jt.capture(step)(state, X)
+        _, taps = tapax.capture(step)(state, X)
         assert set(taps.grads) == {"Net", "Net/linear", "Net/norm"}
         _same(nnx.state(state.model), nnx.state(plain.model))
 
@@ -138,7 +138,7 @@ def test_function_that_is_an_argument_is_traced_once():
         traces.append(1)
         return held(x)
 
-    look = jt.capture(run)
+    look = tapax.capture(run)
     for held in (model.__call__, model.__call__, model.__call__):
         look(held, X)
     assert len(traces) == 1
@@ -146,7 +146,7 @@ def test_function_that_is_an_argument_is_traced_once():
 
 def test_jit_of_a_module_lost_its_own_identity():
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    out, taps = jt.capture(nnx.jit(linear))(X)
+    out, taps = tapax.capture(nnx.jit(linear))(X)
     _same(out, linear(X))
     _same(taps.values["Linear"], out)
 
@@ -154,7 +154,7 @@ def test_jit_of_a_module_lost_its_own_identity():
 def test_vmap_of_a_closure_kept_old_parameters():
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     mapped = nnx.vmap(lambda x: linear(x))
-    look = jt.capture(mapped)
+    look = tapax.capture(mapped)
     for _ in range(2):
         _same(look(X)[0], mapped(X))
         linear.kernel[...] *= 2
@@ -184,7 +184,7 @@ class Jitted(nnx.Module):
 def test_a_model_jitted_by_nnx_in_a_transformation_of_jax(transform):
     """NNX itself raises TraceContextError, and leaves the model broken."""
     model, x = Jitted(), jnp.array([[0.3, -0.4], [1.0, 0.5]])
-    grad, taps = jt.capture(transform(lambda x: model(x)))(x)
+    grad, taps = tapax.capture(transform(lambda x: model(x)))(x)
     pre = x @ model.one.kernel[...] + model.one.bias[...]
     by_pre = (1 - jnp.tanh(pre) ** 2) * model.two.kernel[...][:, 0]
     np.testing.assert_allclose(taps.values["Jitted/one"], pre, atol=1e-6)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-import jaxtap as jt
+import tapax
 
 X = jnp.linspace(-1.0, 1.0, 32, dtype=jnp.float32).reshape(8, 4)
 
@@ -26,7 +26,7 @@ class Running:
 
     def step(self, x):
         self.key, key = jax.random.split(self.key)
-        x = jt.sow(x + jax.random.normal(key, (len(x), self.width), x.dtype), "noisy")
+        x = tapax.sow(x + jax.random.normal(key, (len(x), self.width), x.dtype), "noisy")
 
         def loss(model):
             return jnp.mean(model(x) ** 2)
@@ -39,7 +39,7 @@ class Running:
 
 def test_steps_of_training():
     plain, seen = Running(), Running()
-    captured = jt.capture(seen.step)
+    captured = tapax.capture(seen.step)
     for number in range(3):
         expected = plain.step(X)
         out, taps = captured(X)
@@ -59,7 +59,7 @@ def test_a_step_is_traced_once_for_each_structure_of_the_state():
             traces.append(1)
             return super().step(x)
 
-    captured = jt.capture(Counted().step)
+    captured = tapax.capture(Counted().step)
     for _ in range(4):
         captured(X)
     assert len(traces) == 2  # the second time there is a last loss, which the first time was None
@@ -178,7 +178,7 @@ def test_a_trainer_is_as_after_the_plain_step(step, how):
     plain, seen = Trainer(step), Trainer(step)
     way = WAYS.get(how, WAYS["method"])
     run, held = way(plain), way(seen)
-    captured = jt.capture((lambda held, x: held(x)) if how == "argument" else held)
+    captured = tapax.capture((lambda held, x: held(x)) if how == "argument" else held)
     log, params, inner = seen.log, seen.params, seen.params["z"]
     for number in range(4):
         x = X + number
@@ -195,7 +195,7 @@ def test_a_trainer_is_as_after_the_plain_step(step, how):
 def test_a_captured_step_in_a_jitted_function(step):
     """Numbers are counted when it is traced, as those of the plain step are."""
     plain, seen = Trainer(step), Trainer(step)
-    captured = jt.capture(seen.step)
+    captured = tapax.capture(seen.step)
     expected, out = jax.jit(plain.step)(X), jax.jit(lambda x: captured(x)[0])(X)
     np.testing.assert_allclose(out, expected, 1e-5, 1e-5)
     kept = lambda trainer: {k: v for k, v in _state(trainer).items() if isinstance(v, (int, str))}
@@ -217,8 +217,8 @@ def test_a_count_compiles_nothing_and_listing_counts_nothing(where):
         return count(self, x) if where == "function" else self.model(x)
 
     trainer = (Trainer if where == "function" else Counter)(step)
-    captured = jt.capture(trainer.step)
-    assert jt.sites(trainer.step)(X).names == ["Linear"]
+    captured = tapax.capture(trainer.step)
+    assert tapax.sites(trainer.step)(X).names == ["Linear"]
     assert trainer.count == 0
     traces.clear()
     for number in range(4):
@@ -240,14 +240,14 @@ def test_what_a_transformation_left_behind_stays_there():
         return jax.grad(loss)(x)
 
     plain, seen = Trainer(step), Trainer(step)
-    captured = jt.capture(seen.step)
+    captured = tapax.capture(seen.step)
     for _ in range(3):
         np.testing.assert_allclose(captured(X)[0], plain.step(X), 1e-5, 1e-5)
 
 
 def test_state_that_was_changed_from_outside():
     trainer = Trainer(in_place)
-    captured = jt.capture(trainer.step)
+    captured = tapax.capture(trainer.step)
     for number in range(3):
         trainer.params["b"] = jnp.full(4, number, jnp.float32)
         trainer.params["z"]["w"] = jnp.ones(4, jnp.float32)

@@ -15,8 +15,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxtap.nonfinite._finding import Range
-from jaxtap.nonfinite._search import find_nonfinite
+from tapax.nonfinite._finding import Range
+from tapax.nonfinite._search import find_nonfinite
 
 
 def line(fn, offset=1):

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxtap.nonfinite._search import find_nonfinite
+from tapax.nonfinite._search import find_nonfinite
 
 pytestmark = pytest.mark.once
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtap.hidden import online
+from tapax.hidden import online
 
 I, H, O, B, T = 3, 4, 2, 2, 6
 

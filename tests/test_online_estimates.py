@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtap.hidden import online
+from tapax.hidden import online
 from tests.test_online import (
     UNITS,
     B,

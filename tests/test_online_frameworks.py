@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtap.hidden import online
+from tapax.hidden import online
 
 I, H, O, B, T = 3, 4, 2, 2, 8
 

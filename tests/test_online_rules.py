@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtap.hidden import HiddenError, online
+from tapax.hidden import HiddenError, online
 
 pytestmark = pytest.mark.once
 

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-import jaxtap as jt
-from jaxtap.hidden import online
+import tapax
+from tapax.hidden import online
 from tests.test_online import (
     UNITS,
     B,
@@ -133,7 +133,7 @@ def test_what_a_step_does_besides_is_done_once():
 
     def step(p, h, x, key):
         keep = jax.random.bernoulli(key, 0.5, h.shape)
-        h = jt.sow(p["a"] * h + keep * (x @ p["w"]), "h")
+        h = tapax.sow(p["a"] * h + keep * (x @ p["w"]), "h")
         jax.debug.callback(lambda h: calls.append(h), h)
         return h, h @ p["o"]
 
@@ -144,7 +144,7 @@ def test_what_a_step_does_besides_is_done_once():
     def update(memory, x, y):
         return learner.update(memory, params, x, key, target=y)[1]
 
-    memory, taps = jt.capture(update, grads=None)(memory, xs[0], ys[0])
+    memory, taps = tapax.capture(update, grads=None)(memory, xs[0], ys[0])
     jax.effects_barrier()
     (call,) = calls
     assert list(taps.values) == ["h"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxtap as jt
+import tapax
 
 X = jnp.ones((2, 4))
 
@@ -102,7 +102,7 @@ def test_equal_blocks_that_go_through_one_function(through, wrap):
 
     net = model(call)
     step = wrap(lambda net, x: nnx.grad(lambda net: jnp.sum(net(x) ** 2))(net))
-    _, taps = jt.capture(step)(net, X)
+    _, taps = tapax.capture(step)(net, X)
     check(taps, net, grads=through != "cond")
 
 
@@ -114,9 +114,9 @@ def test_blocks_of_a_model_that_is_not_called_itself(wrap):
         return jnp.sum(x**2)
 
     net = model(None)
-    _, taps = jt.capture(wrap(loss))(net, X)
+    _, taps = tapax.capture(wrap(loss))(net, X)
     check(taps, net, grads=False)
-    _, taps = jt.capture(wrap(lambda net, x: net.blocks[1].fc1(x)))(net, X)
+    _, taps = tapax.capture(wrap(lambda net, x: net.blocks[1].fc1(x)))(net, X)
     assert list(taps.values) == ["Net/blocks/1/fc1"]
 
 
@@ -128,7 +128,7 @@ def test_what_one_model_traced_does_not_name_the_blocks_of_another():
 
     for count in (2, 4):
         net = model(call, count)
-        _, taps = jt.capture(lambda net, x: net(x))(net, X)
+        _, taps = tapax.capture(lambda net, x: net(x))(net, X)
         check(taps, net, grads=False)
 
 
@@ -140,7 +140,7 @@ def test_a_model_that_is_closed_over():
 
     net = model(call)
     for fn in (lambda x: net(x), jax.jit(lambda x: net(x))):
-        _, taps = jt.capture(fn)(X)
+        _, taps = tapax.capture(fn)(X)
         check(taps, net, grads=False)
 
 
@@ -154,7 +154,7 @@ def test_a_loop_over_time_around_a_loop_over_blocks():
         return jax.lax.scan(body, x, None, length=1)[0]
 
     net = model(call)
-    _, taps = jt.capture(lambda net, x: nnx.grad(lambda n: jnp.sum(n(x) ** 2))(net))(net, X)
+    _, taps = tapax.capture(lambda net, x: nnx.grad(lambda n: jnp.sum(n(x) ** 2))(net))(net, X)
     values, grads = by_hand(net)
     for name in values:
         np.testing.assert_allclose(taps.values[name][0], values[name], rtol=1e-5, atol=1e-5)
@@ -173,7 +173,7 @@ def test_two_stacks_of_one_class():
             return scan(self.decoder, scan(self.encoder, x))
 
     two = Two(nnx.Rngs(0))
-    out, taps = jt.capture(lambda two, x: two(x))(two, X)
+    out, taps = tapax.capture(lambda two, x: two(x))(two, X)
     assert {"Two/encoder", "Two/decoder", "Two/decoder/fc1"} <= set(taps.values)
     np.testing.assert_array_equal(taps.values["Two/decoder"][-1], out)
     assert not np.array_equal(taps.values["Two/encoder"][-1], out)
@@ -189,7 +189,7 @@ def test_a_module_that_is_nobodys_part_has_its_class_for_a_name():
 
     net, probe = Net(nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(2))
     for wrap in (lambda f: f, nnx.jit):
-        _, taps = jt.capture(wrap(lambda net, probe, x: probe(net(x))))(net, probe, X)
+        _, taps = tapax.capture(wrap(lambda net, probe, x: probe(net(x))))(net, probe, X)
         assert set(taps.values) == {"Net", "Net/head", "Net/Linear", "Linear"}
 
 
@@ -213,7 +213,7 @@ def test_a_module_that_an_ancestor_owns():
 
     for cls in (Net, Jitted):
         net = cls(nnx.Rngs(0))
-        out, taps = jt.capture(lambda net, x: net(x))(net, X)
+        out, taps = tapax.capture(lambda net, x: net(x))(net, X)
         name = cls.__name__
         names = ["", "/decoder", "/decoder/inner", "/shared", "/shared@1"]
         assert sorted(taps.values) == [name + n for n in names]
@@ -222,7 +222,7 @@ def test_a_module_that_an_ancestor_owns():
 
 def test_two_roots_of_one_class_are_two_calls():
     a, b = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1))
-    (x, y), taps = jt.capture(lambda a, b, x: (a(x), b(x)))(a, b, X)
+    (x, y), taps = tapax.capture(lambda a, b, x: (a(x), b(x)))(a, b, X)
     np.testing.assert_array_equal(taps.values["Linear"], x)
     np.testing.assert_array_equal(taps.values["Linear@1"], y)
 
@@ -235,18 +235,18 @@ def test_a_key_with_a_meaning_of_its_own_is_escaped():
         def __call__(self, x):
             return self.parts["a/b"](x)
 
-    _, taps = jt.capture(lambda net, x: net(x))(Net(nnx.Rngs(0)), X)
+    _, taps = tapax.capture(lambda net, x: net(x))(Net(nnx.Rngs(0)), X)
     assert sorted(taps.values) == ["Net", "Net/parts/a%2Fb"]
 
 
 def test_listing():
     net = model(lambda self, x: x)
-    listed = jt.modules(net)
+    listed = tapax.modules(net)
     assert [path for path, _ in listed][:3] == ["Net", "Net/blocks/0", "Net/blocks/0/fc1"]
     assert dict(listed)["Net/blocks/2/fc2"] is nnx.Linear
     assert "Net/blocks/1" in repr(listed) and "flax.Linear" in repr(listed)
     with pytest.raises(TypeError, match="takes a model of Flax"):
-        jt.modules(lambda x: x)
+        tapax.modules(lambda x: x)
 
 
 def test_a_class_that_is_defined_inside_is_seen():
@@ -260,7 +260,7 @@ def test_a_class_that_is_defined_inside_is_seen():
 
         return Net()(x)
 
-    out, taps = jt.capture(fn)(X)
+    out, taps = tapax.capture(fn)(X)
     np.testing.assert_array_equal(out, 2 * taps.values["Net/linear"])
     assert set(taps.values) == {"Net", "Net/linear"}
 
@@ -276,6 +276,6 @@ def test_a_function_of_a_state():
             return scan(self.others, scan(self.layers, x))
 
     graph, state = nnx.split(Deep(nnx.Rngs(0)))
-    out, taps = jt.capture(lambda state, x: nnx.merge(graph, state)(x))(state, X)
+    out, taps = tapax.capture(lambda state, x: nnx.merge(graph, state)(x))(state, X)
     assert {"Deep/layers", "Deep/others/fc1"} <= set(taps.values)
     np.testing.assert_array_equal(taps.values["Deep/others"][-1], out)

@@ -12,10 +12,10 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-import jaxtap as jt
-from jaxtap import plot
-from jaxtap import reduce as R
-from jaxtap.watching._log import Alarm, Histogram, Log
+import tapax
+from tapax import plot
+from tapax import reduce as R
+from tapax.watching._log import Alarm, Histogram, Log
 
 pytestmark = pytest.mark.once
 
@@ -23,9 +23,9 @@ X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
 
 
 def layers(x):
-    body = lambda x, w: (jt.sow(jnp.tanh(jt.sow(x * w, "net/blocks/up")), "net/blocks"), None)
-    x, _ = jax.lax.scan(body, jt.sow(x * 0.1, "net/embed"), jnp.array([0.5, 2.0, 3.0]))
-    return jnp.sum(jt.sow(x * 3, "net/head") ** 2)
+    body = lambda x, w: (tapax.sow(jnp.tanh(tapax.sow(x * w, "net/blocks/up")), "net/blocks"), None)
+    x, _ = jax.lax.scan(body, tapax.sow(x * 0.1, "net/embed"), jnp.array([0.5, 2.0, 3.0]))
+    return jnp.sum(tapax.sow(x * 3, "net/head") ** 2)
 
 
 ROWS = [
@@ -84,7 +84,7 @@ def panels(figure):
 @pytest.mark.parametrize("whole", [True, False])
 def test_scales_by_depth_are_the_numbers(whole):
     options = {} if whole else {"values": {"**": R.rms}, "grads": {"**": [R.rms, R.norm]}}
-    _, taps = jt.capture(jax.grad(layers), **options)(X)
+    _, taps = tapax.capture(jax.grad(layers), **options)(X)
     figure = save(plot.taps(taps))
     axes = panels(figure)
     assert labels(figure.axes[0]) == ROWS and figure.axes[0].get_ylabel() == "net/…"
@@ -100,7 +100,7 @@ def test_scales_by_depth_are_the_numbers(whole):
 
 
 def test_lines_join_the_same_part_of_the_layers():
-    _, taps = jt.capture(jax.grad(layers))(X)
+    _, taps = tapax.capture(jax.grad(layers))(X)
     axes = plot.taps(taps).axes[0]
     joined = [l.get_ydata().tolist() for l in axes.lines if len(l.get_ydata()) == 3]
     assert joined == [[1, 2, 3], [4, 5, 6]]
@@ -108,7 +108,7 @@ def test_lines_join_the_same_part_of_the_layers():
 
 def test_statistics_of_units_are_made_one():
     options = {"values": {"**": R.rms(axis=-1)}, "grads": {"**": R.norm(axis=0)}}
-    _, taps = jt.capture(jax.grad(layers), **options)(X)
+    _, taps = tapax.capture(jax.grad(layers), **options)(X)
     axes = plot.taps(taps).axes
     for axis, label, of, numbers in zip(
         axes, ("value rms", "grad norm"), (rms, np.linalg.norm), by_hand(), strict=True
@@ -118,7 +118,7 @@ def test_statistics_of_units_are_made_one():
 
 
 def testlabelled_statistics_and_linear_axes():
-    _, taps = jt.capture(layers, values={"**": [R.minmax, R.zeros]})(X)
+    _, taps = tapax.capture(layers, values={"**": [R.minmax, R.zeros]})(X)
     axes = panels(save(plot.taps(taps)))
     assert list(axes) == ["Values: min", "Values: max", "Values: zeros"]
     drawn = line(axes["Values: min"], "value min").get_xdata()
@@ -129,7 +129,7 @@ def testlabelled_statistics_and_linear_axes():
 
 
 def test_many_statistics_are_named_if_not_shown():
-    _, taps = jt.capture(layers, values={"**": R.topk(8)})(X)
+    _, taps = tapax.capture(layers, values={"**": R.topk(8)})(X)
     figure = save(plot.taps(taps))
     assert len(figure.axes) == 6
     assert figure.get_supxlabel() == "Not shown: top6, top7. Choose with stats=[...]."
@@ -138,7 +138,7 @@ def test_many_statistics_are_named_if_not_shown():
 @pytest.mark.parametrize("edges", [None, np.linspace(-1, 1, 9)])
 def test_ridgelines_by_depth(edges):
     histogram = R.histogram(log2=(-6, 0)) if edges is None else R.histogram(edges)
-    _, taps = jt.capture(layers, values={"**": [R.rms, histogram]})(X)
+    _, taps = tapax.capture(layers, values={"**": [R.rms, histogram]})(X)
     figure = save(plot.taps(taps))
     axes = panels(figure)["Values: histogram"]
     assert len(axes.lines) == len(ROWS)
@@ -165,10 +165,10 @@ def test_ridgelines_by_depth(edges):
 def test_nan_inf_and_zero_are_marked():
     def f(x):
         for i, by in enumerate((1.0, np.nan, np.inf, 0.0, 2.0)):
-            jt.sow(jnp.ones(3) * by, f"h{i}")
+            tapax.sow(jnp.ones(3) * by, f"h{i}")
         return x
 
-    _, taps = jt.capture(f)(X)
+    _, taps = tapax.capture(f)(X)
     figure = save(plot.taps(taps))
     axes = figure.axes[0]
     assert texts(figure) == ["NaN", "Inf", "zero"]
@@ -182,14 +182,14 @@ def test_nan_inf_and_zero_are_marked():
 def test_what_did_not_run_is_left_out():
     def f(x):
         def body(c, i):
-            even = lambda c: jt.sow(c * 2, "even")
-            return jax.lax.cond(i % 2 == 0, even, lambda c: jt.sow(c, "odd"), c), None
+            even = lambda c: tapax.sow(c * 2, "even")
+            return jax.lax.cond(i % 2 == 0, even, lambda c: tapax.sow(c, "odd"), c), None
 
         x = jax.lax.scan(body, x, jnp.arange(4))[0]
-        jax.lax.cond(x.sum() > 1e9, lambda x: jt.sow(x, "never"), lambda x: x, x)
-        return jax.lax.while_loop(lambda c: c.max() < 50, lambda c: jt.sow(c * 2, "loop"), x)
+        jax.lax.cond(x.sum() > 1e9, lambda x: tapax.sow(x, "never"), lambda x: x, x)
+        return jax.lax.while_loop(lambda c: c.max() < 50, lambda c: tapax.sow(c * 2, "loop"), x)
 
-    _, taps = jt.capture(f, steps=8)(X)
+    _, taps = tapax.capture(f, steps=8)(X)
     axes = plot.taps(taps).axes[0]
     assert labels(axes) == [
         "even[0]",
@@ -206,8 +206,8 @@ def test_what_did_not_run_is_left_out():
 
 
 def test_examples_that_did_not_run_do_not_count():
-    f = jax.vmap(lambda x: jax.lax.cond(x[0] > 0, lambda x: jt.sow(x, "yes"), lambda x: x, x))
-    _, taps = jt.capture(f)(X)
+    f = jax.vmap(lambda x: jax.lax.cond(x[0] > 0, lambda x: tapax.sow(x, "yes"), lambda x: x, x))
+    _, taps = tapax.capture(f)(X)
     x = np.asarray(X)
     drawn = line(plot.taps(taps).axes[0], "value rms").get_xdata()
     np.testing.assert_allclose(drawn, [rms(x[x[:, 0] > 0])], rtol=1e-6)
@@ -215,12 +215,12 @@ def test_examples_that_did_not_run_do_not_count():
 
 def test_devices_count_together(mesh):
     def body(x):
-        return jax.lax.scan(lambda c, _: (jt.sow(c * 2, "h"), None), x, length=3)[0]
+        return jax.lax.scan(lambda c, _: (tapax.sow(c * 2, "h"), None), x, length=3)[0]
 
     spec = jax.sharding.PartitionSpec("a", "b")
     f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
     x = jnp.arange(16.0).reshape(4, 4)
-    _, taps = jt.capture(f)(x)
+    _, taps = tapax.capture(f)(x)
     axes = plot.taps(taps).axes[0]
     assert labels(axes) == ["h[0]", "h[1]", "h[2]"]
     wanted = [rms(np.asarray(x) * by) for by in (2, 4, 8)]
@@ -228,7 +228,7 @@ def test_devices_count_together(mesh):
 
 
 def test_picked_iterations_are_not_taken_for_others():
-    _, taps = jt.capture(layers, values=jt.at("net/blocks", step=slice(1, 3)))(X)
+    _, taps = tapax.capture(layers, values=tapax.at("net/blocks", step=slice(1, 3)))(X)
     axes = plot.taps(taps).axes[0]
     assert labels(axes) == ["blocks"]
     np.testing.assert_allclose(
@@ -242,10 +242,10 @@ def test_gradients_are_read_whatever_the_values_were_reduced_to(value, grads):
     """Loops, axes and bins are all three long, so that one may be taken for another."""
 
     def f(x):
-        return jnp.sum(jax.lax.scan(lambda x, w: (jt.sow(x * w, "h"), None), x, W)[0] ** 2)
+        return jnp.sum(jax.lax.scan(lambda x, w: (tapax.sow(x * w, "h"), None), x, W)[0] ** 2)
 
     W, x = jnp.array([2.0, 3.0, 5.0]), jnp.arange(9.0).reshape(3, 3) + 1
-    _, taps = jt.capture(jax.grad(f), values={"**": value}, **grads)(x)
+    _, taps = tapax.capture(jax.grad(f), values={"**": value}, **grads)(x)
     axes = panels(plot.taps(taps))["Gradients: rms"]
     wanted = [rms(2 * 30 * by * np.asarray(x)) for by in (15, 5, 1)]
     drawn = line(axes, "grad rms").get_xdata()
@@ -255,7 +255,9 @@ def test_gradients_are_read_whatever_the_values_were_reduced_to(value, grads):
 
 
 def test_taps_from_an_outer_scan_count_together():
-    outer = lambda x: jax.lax.scan(lambda c, by: (c, jt.capture(layers)(c * by)[1]), x, jnp.ones(3))
+    outer = lambda x: jax.lax.scan(
+        lambda c, by: (c, tapax.capture(layers)(c * by)[1]), x, jnp.ones(3)
+    )
     taps = outer(X)[1]
     axes = plot.taps(taps).axes[0]
     assert labels(axes) == ROWS
@@ -265,7 +267,7 @@ def test_taps_from_an_outer_scan_count_together():
 
 @pytest.mark.parametrize("edges", [(-np.inf, np.inf), (-np.inf, 0, np.inf), (0.0, 1.0, np.inf)])
 def test_bins_without_an_end_are_bars(edges):
-    _, taps = jt.capture(layers, values={"**": R.histogram(edges)})(X)
+    _, taps = tapax.capture(layers, values={"**": R.histogram(edges)})(X)
     figure = save(plot.taps(taps))
     assert len(figure.axes[0].lines) == len(ROWS) and texts(figure) == ["share beyond the bins"]
 
@@ -273,15 +275,15 @@ def test_bins_without_an_end_are_bars(edges):
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64", "int32", "float32"])
 def test_types(dtype):
     x = jnp.array([1, 2, 1000]).astype(dtype) * (1j if dtype == "complex64" else 1)
-    _, taps = jt.capture(lambda x: jt.sow(x, "h"))(x)
+    _, taps = tapax.capture(lambda x: tapax.sow(x, "h"))(x)
     drawn = line(plot.taps(taps).axes[0], "value rms").get_xdata()
     np.testing.assert_allclose(drawn, [rms(np.abs(np.asarray(x).astype(np.complex128)))])
 
 
 def test_large_numbers_do_not_overflow():
-    _, taps = jt.capture(lambda x: jt.sow(x, "h"))(jnp.full(3, 3e38))
+    _, taps = tapax.capture(lambda x: tapax.sow(x, "h"))(jnp.full(3, 3e38))
     values = {"h": np.full(3, 1e300)}
-    drawn = line(plot.taps(jt.Taps(values, {}, {}, taps.sites)).axes[0], "value rms").get_xdata()
+    drawn = line(plot.taps(tapax.Taps(values, {}, {}, taps.sites)).axes[0], "value rms").get_xdata()
     np.testing.assert_allclose(drawn, [1e300])
 
 
@@ -308,7 +310,9 @@ PARTS = ("norm", "attention/self/query/projection", "mlp", "out")
 @pytest.mark.parametrize("count", [1, 3, 40, 150])
 def test_labels_do_not_overlap(count):
     names = [f"VeryLongModelName/layers/{i // 4}/{PARTS[i % 4]}" for i in range(count)]
-    taps = jt.Taps({n: np.ones(2) * (i + 1) for i, n in enumerate(names)}, {}, {}, jt.SiteTable())
+    taps = tapax.Taps(
+        {n: np.ones(2) * (i + 1) for i, n in enumerate(names)}, {}, {}, tapax.SiteTable()
+    )
     figure = save(plot.taps(taps))
     axes = figure.axes[0]
     assert not overlap(axes)
@@ -431,7 +435,7 @@ def test_history_of_a_run_that_was_continued():
 
 
 def test_history_reads_a_path_and_selects(tmp_path):
-    from jaxtap.watching.sink import jsonl
+    from tapax.watching.sink import jsonl
 
     sink = jsonl(tmp_path / "log.jsonl")
     for step, record in filled():
@@ -457,31 +461,32 @@ def _nothing(x):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: plot.taps(jt.capture(_nothing)(X)[1]), ValueError,
+        (lambda: plot.taps(tapax.capture(_nothing)(X)[1]), ValueError,
          "There is nothing to plot: the capture returned no values and no gradients. "
-         "jt.sites(fn)(...) says which sites a function has."),
-        (lambda: plot.taps(jt.capture(layers)(X)[1], at="**/haed"), jt.SiteError,
+         "tapax.sites(fn)(...) says which sites a function has."),
+        (lambda: plot.taps(tapax.capture(layers)(X)[1], at="**/haed"), tapax.SiteError,
          "`at` is '**/haed', which matches nothing in the capture. "
          "The nearest names are 'net/head'."),
-        (lambda: plot.taps(jt.capture(layers)(X)[1], at=""), jt.SiteError,
+        (lambda: plot.taps(tapax.capture(layers)(X)[1], at=""), tapax.SiteError,
          "`at` is an empty string, which can match no site."),
-        (lambda: plot.taps(jt.capture(lambda x: jt.sow(x > 0, "h"))(X)[1]), ValueError,
+        (lambda: plot.taps(tapax.capture(lambda x: tapax.sow(x > 0, "h"))(X)[1]), ValueError,
          "There is nothing to plot: what was captured holds no numbers, or did not run. "
          "It is of type bool."),
-        (lambda: plot.taps(jt.capture(layers)(X)[1], stats="norm"), ValueError,
+        (lambda: plot.taps(tapax.capture(layers)(X)[1], stats="norm"), ValueError,
          "`stats` has 'norm', which is not there. There is 'rms'."),
         (lambda: plot.taps({"h": X}), TypeError,
-         "jt.plot.taps takes the taps that a capture returned, but was given"),
-        (lambda: jax.jit(lambda x: plot.taps(jt.capture(layers)(x)[1]))(X), TypeError,
+         "tapax.plot.taps takes the taps that a capture returned, but was given"),
+        (lambda: jax.jit(lambda x: plot.taps(tapax.capture(layers)(x)[1]))(X), TypeError,
          "A plot needs numbers, but 'net/embed' is traced"),
         (lambda: plot.history(Log()), ValueError,
          "There is nothing to plot: the log holds no records. A monitor fills one: "
-         "jt.monitor(step, every=100, to=log)."),
-        (lambda: plot.history(filled(), at="Net/0/mpl"), jt.SiteError,
+         "tapax.monitor(step, every=100, to=log)."),
+        (lambda: plot.history(filled(), at="Net/0/mpl"), tapax.SiteError,
          "`at` is 'Net/0/mpl', which matches nothing in the log. "
          "The nearest names are 'Net/0/mlp', 'Net/3/mlp', 'Net/2/mlp'."),
         (lambda: plot.history([1, 2]), TypeError,
-         "jt.plot.history takes a jt.Log, or the path of one, but was given [1, 2] of type list."),
+         "tapax.plot.history takes a tapax.Log, or the path of one, but was given [1, 2] of type "
+         "list."),
     ],
 )  # fmt: skip
 def test_errors(call, error, message):
@@ -498,28 +503,28 @@ def test_a_log_without_numbers():
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: plot.taps(jt.capture(layers)(X)[1]), lambda: plot.history(filled())]
+    "call", [lambda: plot.taps(tapax.capture(layers)(X)[1]), lambda: plot.history(filled())]
 )
 def test_without_matplotlib(call, monkeypatch):
     for name in list(sys.modules):
         if name.partition(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)
-        if name.startswith("jaxtap.plot._"):
+        if name.startswith("tapax.plot._"):
             monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ModuleNotFoundError) as found:
         call()
-    message = "Plots need matplotlib, which is not installed: pip install jaxtap[plot]."
+    message = "Plots need matplotlib, which is not installed: pip install tapax[plot]."
     assert str(found.value) == message
 
 
 def test_matplotlib_is_imported_when_it_is_needed():
-    code = "import sys, jaxtap.plot; assert 'matplotlib' not in sys.modules"
+    code = "import sys, tapax.plot; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_nothing_is_left_behind():
     before = dict(matplotlib.rcParams), plt.get_fignums()
-    _, taps = jt.capture(layers)(X)
+    _, taps = tapax.capture(layers)(X)
     for figure in (plot.taps(taps), plot.history(filled(histogram=True))):
         assert isinstance(figure, matplotlib.figure.Figure)
         assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
@@ -527,7 +532,7 @@ def test_nothing_is_left_behind():
 
 
 def test_looks_do_not_depend_on_the_style_in_use():
-    _, taps = jt.capture(layers, values={"**": [R.rms, R.histogram(log2=(-6, 0))]})(X)
+    _, taps = tapax.capture(layers, values={"**": [R.rms, R.histogram(log2=(-6, 0))]})(X)
     pictures = []
     for style in ("default", "dark_background"):
         with plt.style.context(style):

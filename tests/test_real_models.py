@@ -1,7 +1,7 @@
 """Models as published on PyPI, with random weights, unmodified.
 
 Every module that runs is found under its name, the outputs are those of the plain step, and values
-and gradients agree with hooks that share no code with jaxtap: see `hooks`.
+and gradients agree with hooks that share no code with tapax: see `hooks`.
 """
 
 import warnings
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxtap as jt
+import tapax
 from tests import hooks
 
 pytestmark = pytest.mark.once
@@ -31,7 +31,7 @@ def quiet():
 def check(step, args, values, grads):
     """A step that takes a gradient, captured, beside what hooks saw of it."""
     plain = jax.jit(step)(*args)
-    out, taps = jt.capture(jax.jit(step))(*args)
+    out, taps = tapax.capture(jax.jit(step))(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), out, plain)
     called = {s.name for s in taps.sites if s.kind == "module" and s.method == "__call__"}
     assert called == set(values)
@@ -81,14 +81,14 @@ def test_nnx(make):
         if isinstance(module, nnx.Module)
     }
     values, grads = hooks.of_objects(paths).grads(lambda: loss(model))
-    listed = dict(jt.modules(model))
+    listed = dict(tapax.modules(model))
     assert {path: type(m) for m, path in paths.values() if callable(m)} == listed
     assert {name.partition("@")[0].partition(":")[0] for name in values} <= set(listed)
 
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     step = jax.grad(lambda params: loss(nnx.merge(graph, params, rest)))
     check(step, (params,), values, grads)
-    _, taps = jt.capture(nnx.jit(nnx.grad(loss)))(model)
+    _, taps = tapax.capture(nnx.jit(nnx.grad(loss)))(model)
     assert {s.name for s in taps.sites if s.method == "__call__"} == set(values)
 
 
@@ -170,11 +170,11 @@ def test_equinox(make):
 
     visit(model, (type(model).__name__,))
     values, grads = hooks.of_objects(paths).grads(lambda: loss(model))
-    listed = dict(jt.modules(model))
+    listed = dict(tapax.modules(model))
     assert {name.partition("@")[0].partition(":")[0] for name in values} <= set(listed)
     step = jax.grad(lambda params: loss(eqx.combine(params, static)))
     check(step, (params,), values, grads)
-    _, taps = jt.capture(eqx.filter_jit(eqx.filter_grad(loss)))(model)
+    _, taps = tapax.capture(eqx.filter_jit(eqx.filter_grad(loss)))(model)
     assert {s.name for s in taps.sites if s.method == "__call__"} == set(values)
 
 
@@ -187,7 +187,7 @@ def test_equinox_scanned():
     tokens = jnp.asarray(esm2quinox.tokenise(["SPIDERMAN", "FOO"], length=8, key=KEY))
     loss = lambda model: jnp.mean(jax.vmap(model)(tokens).logits ** 2)
     plain = eqx.filter_grad(loss)(model)
-    out, taps = jt.capture(eqx.filter_jit(eqx.filter_grad(loss)))(model)
+    out, taps = tapax.capture(eqx.filter_jit(eqx.filter_grad(loss)))(model)
     pairs = zip(jax.tree.leaves(out), jax.tree.leaves(plain), strict=True)
     for got, expected in pairs:
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-6)
@@ -259,7 +259,7 @@ def test_brainstate():
     }
     values, grads = hooks.of_objects(paths).grads(lambda: jnp.mean(net(x) ** 2))
     plain = step()
-    out, taps = jt.capture(brainstate.transform.jit(lambda: step()))()
+    out, taps = tapax.capture(brainstate.transform.jit(lambda: step()))()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), out, plain)
     assert set(values) == {s.name for s in taps.sites if s.kind == "module"}
     for name, value in values.items():

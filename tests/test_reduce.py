@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-import jaxtap as jt
+import tapax
 
 pytestmark = pytest.mark.once
 
-R = jt.reduce
+R = tapax.reduce
 EDGES = (-2.0, -0.5, 0.0, 0.1, 0.7, 3.0)
 RNG = np.random.default_rng(0)
 STATISTICS = {  # of the elements along the last axis, in float64
@@ -35,7 +35,7 @@ ALONG = [getattr(R, name) for name in STATISTICS]
 
 
 def sow(x):
-    return jt.sow(x, "h")
+    return tapax.sow(x, "h")
 
 
 def over_scan(xs):
@@ -43,7 +43,7 @@ def over_scan(xs):
 
 
 def reduced(fn, reducers, *args):
-    _, taps = jt.capture(fn, values={"h": reducers})(*args)
+    _, taps = tapax.capture(fn, values={"h": reducers})(*args)
     return {name.removeprefix("h:"): np.asarray(v) for name, v in taps.values.items()}
 
 
@@ -155,7 +155,7 @@ def test_one_result_for_each_unit(axis):
 def test_alone_it_has_the_name_of_the_site(name, axis):
     x = sample(jnp.float32, (4, 6))
     reducer = getattr(R, name) if axis is None else getattr(R, name)(axis=axis)
-    _, taps = jt.capture(sow, values={"h": reducer})(x)
+    _, taps = tapax.capture(sow, values={"h": reducer})(x)
     assert list(taps.values) == ["h"]
     assert taps.sites["h"].reducer == reducer
     assert taps.sites["h"].shape == taps.values["h"].shape
@@ -491,7 +491,7 @@ def test_gradients_against_values(dtype):
 
         pairs = [R.cosine, R.update_ratio]
         asked = [*pairs, *(r.total for r in pairs)]
-        _, taps = jt.capture(jax.grad(loss), values=None, grads={"h": asked})(xs)
+        _, taps = tapax.capture(jax.grad(loss), values=None, grads={"h": asked})(xs)
         assert taps.values == {}
         each = np.array([compared(g, v) for g, v in zip(ws, xs, strict=True)])
         tol = 1e-12 if dtype == "float64" else 3e-6
@@ -504,7 +504,7 @@ def test_cosine_of_units():
     x, w = sample(jnp.float32, (4, 6)), sample(jnp.float32, (4, 6))
     step = jax.grad(lambda x: jnp.sum(sow(x) * w))
     reducers = [R.cosine(axis=0), R.update_ratio(axis=0)]
-    _, taps = jt.capture(step, values=None, grads={"h": reducers})(x)
+    _, taps = tapax.capture(step, values=None, grads={"h": reducers})(x)
     expected = np.array([compared(g, v) for g, v in zip(w, x, strict=True)])
     close(taps.grads["h:cosine"], expected[:, 0])
     close(taps.grads["h:update_ratio"], expected[:, 1])
@@ -512,7 +512,7 @@ def test_cosine_of_units():
 
 def test_cosine_of_nothing_is_zero():
     step = jax.grad(lambda x: jnp.sum(sow(x) * 0))
-    _, taps = jt.capture(step, values=None, grads={"h": [R.cosine, R.update_ratio]})(jnp.ones(3))
+    _, taps = tapax.capture(step, values=None, grads={"h": [R.cosine, R.update_ratio]})(jnp.ones(3))
     assert taps.grads["h:cosine"] == taps.grads["h:update_ratio"] == 0
 
 
@@ -559,7 +559,7 @@ def test_low_precision_is_accumulated_in_float32():
 
 
 def test_counts_stop_at_the_largest_number():
-    from jaxtap._counts import COUNT
+    from tapax._counts import COUNT
 
     most = 2**32 - 1
     counting = dataclasses.replace(

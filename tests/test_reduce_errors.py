@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtap as jt
+import tapax
 
 pytestmark = pytest.mark.once
 
-R = jt.reduce
+R = tapax.reduce
 X = jnp.arange(6.0, dtype="float32").reshape(2, 3)
 HERE = r".*test_reduce_errors\.py:\d+"
 
 
 def f(x):
-    n = jt.sow(jnp.arange(3, dtype="int32"), "n")
-    return jnp.sum(jt.sow(jnp.sin(x), "h")) + jt.sow(x, "k").sum() + n[1]
+    n = tapax.sow(jnp.arange(3, dtype="int32"), "n")
+    return jnp.sum(tapax.sow(jnp.sin(x), "h")) + tapax.sow(x, "k").sum() + n[1]
 
 
 def raises(error, message, **asked):
     """That a capture raises, word for word; `HERE` stands for a line of this file."""
     pattern = re.escape(message).replace("HERE", HERE)
     with pytest.raises(error) as caught:
-        jt.capture(asked.pop("fn", f), **{"values": None, "grads": None, **asked})(X)
+        tapax.capture(asked.pop("fn", f), **{"values": None, "grads": None, **asked})(X)
     text = str(caught.value)
     assert re.fullmatch(pattern, text), text
 
@@ -40,7 +40,7 @@ def test_a_reducer_without_sites(argument):
     raises(
         TypeError,
         f"`{argument}` is the reducer rms(axis=-1), but which sites is it for? Write "
-        f"{argument}={{'**': jt.reduce.rms(axis=-1)}} for all of them.",
+        f"{argument}={{'**': tapax.reduce.rms(axis=-1)}} for all of them.",
         **{argument: R.rms(axis=-1)},
     )
 
@@ -50,8 +50,8 @@ def test_what_is_no_reducer(wrong):
     raises(
         TypeError,
         f"`values` maps a selection to {wrong!r} of type {type(wrong).__name__}, which is no "
-        "reducer: take one of jt.reduce, such as jt.reduce.rms or jt.reduce.histogram(edges), or "
-        "several in a list.",
+        "reducer: take one of tapax.reduce, such as tapax.reduce.rms or "
+        "tapax.reduce.histogram(edges), or several in a list.",
         values={"h": wrong},
     )
 
@@ -59,13 +59,13 @@ def test_what_is_no_reducer(wrong):
 def test_what_is_no_reducer_among_several():
     message = "`values` maps a selection to 3 of type int, which is no reducer"
     with pytest.raises(TypeError, match=message):
-        jt.capture(f, values={"h": [R.rms, 3]})
+        tapax.capture(f, values={"h": [R.rms, 3]})
 
 
 def test_factories_are_no_reducers():
     for factory in (R.histogram, R.topk, R.quantiles):
         with pytest.raises(TypeError, match="which is no reducer"):
-            jt.capture(f, values={"h": factory})
+            tapax.capture(f, values={"h": factory})
 
 
 @pytest.mark.parametrize("empty", [[], ()])
@@ -78,7 +78,7 @@ def test_no_reducers_at_all(empty):
 def test_pairs_are_for_gradients(reducer):
     raises(
         TypeError,
-        f"`values` maps a selection to jt.reduce.{reducer}, which compares a gradient with its "
+        f"`values` maps a selection to tapax.reduce.{reducer}, which compares a gradient with its "
         "value: give it in `grads`.",
         values={"h": [R.rms, reducer]},
     )
@@ -86,25 +86,25 @@ def test_pairs_are_for_gradients(reducer):
 
 @pytest.mark.parametrize("key", ["", 3, R.rms])
 def test_keys_that_are_no_selections(key):
-    with pytest.raises((TypeError, jt.SiteError)) as caught:
-        jt.capture(f, values={key: R.rms})
+    with pytest.raises((TypeError, tapax.SiteError)) as caught:
+        tapax.capture(f, values={key: R.rms})
     assert "`values`" in str(caught.value)
 
 
 def test_a_mapping_where_nothing_is_reduced():
     sites = {"h": R.rms}
     for call in (
-        lambda: jt.grad(f, at=sites),
-        lambda: jt.value_and_grad(f, at=sites),
-        lambda: jt.perturbations(f, at=sites),
+        lambda: tapax.grad(f, at=sites),
+        lambda: tapax.value_and_grad(f, at=sites),
+        lambda: tapax.perturbations(f, at=sites),
     ):
         with pytest.raises(TypeError, match=r"`at` must be a selection of sites: .* of type dict"):
             call()(X)
     with pytest.raises(TypeError, match=r"`modules` must be a selection of sites: .* of type dict"):
-        jt.capture(f, modules=sites)(X)
+        tapax.capture(f, modules=sites)(X)
     for what in (sites, {"h": [R.rms]}):
         with pytest.raises(TypeError) as caught:
-            jt.edit(f, values=what)(X)
+            tapax.edit(f, values=what)(X)
         assert "'h'" in str(caught.value)
         assert "reducer" in str(caught.value)
 
@@ -123,7 +123,7 @@ def test_a_mapping_where_nothing_is_reduced():
 def test_two_reducers_of_one_name(several):
     name = f"h:{several[0].name}"
     raises(
-        jt.SiteError,
+        tapax.SiteError,
         f"Two reducers with the same name were asked for: {name!r}, marked at HERE, would be two "
         "arrays. Give one another name: reducer.named(...).",
         values={"h": several},
@@ -132,38 +132,38 @@ def test_two_reducers_of_one_name(several):
 
 def test_two_reducers_with_names_of_their_own():
     several = [R.rms, R.rms(axis=0).named("rows"), R.rms(axis=1).total.named("columns")]
-    _, taps = jt.capture(f, values={"h": several})(X)
+    _, taps = tapax.capture(f, values={"h": several})(X)
     assert set(taps.values) == {"h:rms", "h:rows", "h:columns.total"}
 
 
 def test_sites_that_are_not_there():
     raises(
-        jt.SiteError,
+        tapax.SiteError,
         "values='hh' was asked for, but no site has that name: no marked value of that name was "
         "reached when the function was traced. The nearest names are 'h'.",
         values={"hh": R.rms},
     )
-    with pytest.raises(jt.SiteError, match=r"grads='h' was asked for, .* has no gradient"):
-        jt.capture(f, grads={"h": R.rms})(X)
-    with pytest.raises(jt.SiteError, match="it matches no site"):
-        jt.capture(f, values={"**/mlp": R.rms})(X)
+    with pytest.raises(tapax.SiteError, match=r"grads='h' was asked for, .* has no gradient"):
+        tapax.capture(f, grads={"h": R.rms})(X)
+    with pytest.raises(tapax.SiteError, match="it matches no site"):
+        tapax.capture(f, values={"**/mlp": R.rms})(X)
 
 
 def test_step_outside_of_loops():
     message = (
         "`step` was given for the site 'h', marked at HERE, which is in no loop. Leave `step` out."
     )
-    raises(jt.SiteError, message, values={jt.at("h", step=1): R.rms})
-    raises(jt.SiteError, message, values={jt.at("h", step=1): R.rms.total})
+    raises(tapax.SiteError, message, values={tapax.at("h", step=1): R.rms})
+    raises(tapax.SiteError, message, values={tapax.at("h", step=1): R.rms.total})
 
 
 def test_a_step_beyond_the_loop():
-    scan = lambda x: lax.scan(lambda c, _: (jt.sow(c, "h"), None), x, length=3)[0]
+    scan = lambda x: lax.scan(lambda c, _: (tapax.sow(c, "h"), None), x, length=3)[0]
     raises(
-        jt.SiteError,
+        tapax.SiteError,
         "step=5 was asked for of the site 'h', marked at HERE, but its loop has 3 iterations.",
         fn=scan,
-        values={jt.at("h", step=5): R.rms.total},
+        values={tapax.at("h", step=5): R.rms.total},
     )
 
 
@@ -171,51 +171,51 @@ def test_a_step_beyond_the_loop():
 
 
 NEEDS = (
-    "jt.reduce.{} needs floating-point numbers, but the site 'n', marked at HERE, has values of "
+    "tapax.reduce.{} needs floating-point numbers, but the site 'n', marked at HERE, has values of "
     "the type int32. Take a reducer that is for them, or leave the site out."
 )
 
 
 @pytest.mark.parametrize("reducer", [R.rms, R.mean, R.norm, R.var, R.moments, R.rms(axis=0).total])
 def test_integers(reducer):
-    raises(jt.SiteError, NEEDS.format(reducer), values={"n": reducer})
-    raises(jt.SiteError, NEEDS.format(reducer), values={"n*": reducer})
-    raises(jt.SiteError, NEEDS.format(reducer), values={("**", "n"): reducer})
-    _, taps = jt.capture(f, values={"**": reducer})(X)
+    raises(tapax.SiteError, NEEDS.format(reducer), values={"n": reducer})
+    raises(tapax.SiteError, NEEDS.format(reducer), values={"n*": reducer})
+    raises(tapax.SiteError, NEEDS.format(reducer), values={("**", "n"): reducer})
+    _, taps = tapax.capture(f, values={"**": reducer})(X)
     assert set(taps.values) == {"h", "k"}
-    _, taps = jt.capture(f, values={"**": [reducer, R.minmax]})(X)
+    _, taps = tapax.capture(f, values={"**": [reducer, R.minmax]})(X)
     assert set(taps.values) >= {f"h:{reducer.label}", "n:minmax"}
 
 
 def test_a_name_does_not_depend_on_what_was_left_out():
     """One of two reducers is not for integers: the other keeps the name it has elsewhere."""
-    _, taps = jt.capture(f, values={"**": [R.rms, R.minmax]})(X)
+    _, taps = tapax.capture(f, values={"**": [R.rms, R.minmax]})(X)
     assert set(taps.values) == {"h:rms", "h:minmax", "k:rms", "k:minmax", "n:minmax"}
 
 
 def test_complex_numbers():
-    fn = lambda x: jt.sow(x + 1j, "z")
+    fn = lambda x: tapax.sow(x + 1j, "z")
     for reducer in (R.minmax, R.topk(2), R.histogram([0, 1]), R.quantiles()):
-        with pytest.raises(jt.SiteError) as caught:
-            jt.capture(fn, values={"z": reducer})(X)
+        with pytest.raises(tapax.SiteError) as caught:
+            tapax.capture(fn, values={"z": reducer})(X)
         text = str(caught.value)
-        assert f"jt.reduce.{reducer} needs real numbers, but the site 'z', marked at " in text
+        assert f"tapax.reduce.{reducer} needs real numbers, but the site 'z', marked at " in text
         assert "complex64" in text
-        assert "such as jt.reduce.minmax" not in text
+        assert "such as tapax.reduce.minmax" not in text
 
 
 def test_axes_that_are_not_there():
     for axis in (2, -3, (0, 2)):
         raises(
-            jt.SiteError,
-            f"The site 'h', marked at HERE, is reduced by jt.reduce.rms(axis={axis}), but its "
+            tapax.SiteError,
+            f"The site 'h', marked at HERE, is reduced by tapax.reduce.rms(axis={axis}), but its "
             "values have 2 axes: [2, 3].",
             values={"h": R.rms(axis=axis)},
         )
     # A mapped axis is none of the value.
-    fn = jax.vmap(lambda x: jt.sow(x, "h"))
-    with pytest.raises(jt.SiteError, match=re.escape("values have 1 axes: [3]")):
-        jt.capture(fn, values={"h": R.rms(axis=1)})(X)
+    fn = jax.vmap(lambda x: tapax.sow(x, "h"))
+    with pytest.raises(tapax.SiteError, match=re.escape("values have 1 axes: [3]")):
+        tapax.capture(fn, values={"h": R.rms(axis=1)})(X)
 
 
 # --- states that change -------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_a_state_that_changes(name, total):
     *functions, wrong = CHANGES[name]
     reducer = R.Reducer(*functions, name="mine")
     raises(
-        jt.SiteError,
+        tapax.SiteError,
         "The site 'h', marked at HERE, is reduced by 'mine', whose state must keep its structure, "
         f"shapes and dtypes, but {wrong}.",
         values={"h": reducer.total if total else reducer},
@@ -282,7 +282,7 @@ def test_an_error_of_a_users_own_is_theirs():
 
     reducer = R.Reducer(lambda: 0.0, update, lambda a, b: a + b)
     with pytest.raises(RuntimeError, match="mine"):
-        jt.capture(f, values={"h": reducer})(X)
+        tapax.capture(f, values={"h": reducer})(X)
 
 
 # --- making one ---------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_integers_of_numpy_are_integers():
 
 @pytest.mark.parametrize("reducer", [R.last, R.topk(2), R.quantiles(), R.histogram([0, 1])])
 def test_what_cannot_be_had_along_an_axis(reducer):
-    message = f"jt.reduce.{reducer.name} cannot be had along an axis."
+    message = f"tapax.reduce.{reducer.name} cannot be had along an axis."
     with pytest.raises(TypeError, match=re.escape(message)):
         reducer(axis=0)
 
@@ -370,13 +370,13 @@ def test_what_cannot_be_had_along_an_axis(reducer):
 
 def test_second_derivatives_through_a_checkpoint():
     """Where the gradient is a sum of parts that are not there at once, it cannot be reduced."""
-    block = jax.checkpoint(lambda x: jt.sow(jnp.sin(x), "h"))
+    block = jax.checkpoint(lambda x: tapax.sow(jnp.sin(x), "h"))
     loss = lambda x: jnp.sum(block(x) ** 3)
     step = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))
-    _, whole = jt.capture(step, grads="h")(X)
+    _, whole = tapax.capture(step, grads="h")(X)
     found = {}
-    with contextlib.suppress(jt.SiteError):
-        found = jt.capture(step, values=None, grads={"h": R.sum})(X)[1].grads
+    with contextlib.suppress(tapax.SiteError):
+        found = tapax.capture(step, values=None, grads={"h": R.sum})(X)[1].grads
     assert set(found) in ({*whole.grads}, set())
     for name in found:
         np.testing.assert_allclose(found[name], np.sum(whole.grads[name]), rtol=1e-5)
@@ -384,11 +384,13 @@ def test_second_derivatives_through_a_checkpoint():
 
 def test_a_site_without_the_axis_among_others_that_have_it():
     def fn(x):
-        return jt.sow(jt.sow(jnp.sin(x), "h").sum(), "s")
+        return tapax.sow(tapax.sow(jnp.sin(x), "h").sum(), "s")
 
-    _, taps = jt.capture(fn, values={"**": R.rms(axis=-1)})(X)
+    _, taps = tapax.capture(fn, values={"**": R.rms(axis=-1)})(X)
     expected = np.sqrt(np.mean(np.sin(np.asarray(X, np.float64)) ** 2, 0))
     np.testing.assert_allclose(taps.values["h"], expected, rtol=1e-5)
     assert set(taps.values) == {"h"}
-    with pytest.raises(jt.SiteError, match=r"'s', marked at .* but its values have 0 axes: \[\]"):
-        jt.capture(fn, values={"s": R.rms(axis=-1)})(X)
+    with pytest.raises(
+        tapax.SiteError, match=r"'s', marked at .* but its values have 0 axes: \[\]"
+    ):
+        tapax.capture(fn, values={"s": R.rms(axis=-1)})(X)

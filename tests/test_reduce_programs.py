@@ -13,11 +13,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import jaxtap as jt
+import tapax
 from tests import oracle
 from tests.programs import CASES
 
-R = jt.reduce
+R = tapax.reduce
 X = np.array([0.3, -0.7, 1.2])
 EDGES = (-1.0, -0.2, 0.1, 0.5, 4.0)
 TOL = 1e-11 if jax.config.jax_enable_x64 else 3e-5
@@ -61,15 +61,15 @@ def check(found, name, every, shape=None, tol=TOL):
 
 
 def captured(fn, *args, values=None, grads=None, **options):
-    return jt.capture(fn, values=values, grads=grads, **options)(*args)
+    return tapax.capture(fn, values=values, grads=grads, **options)(*args)
 
 
 # --- every program of the table -----------------------------------------------------------------
 
 
 WRAPPERS = {
-    "capture": lambda f, **k: jt.capture(f, **k),
-    "jit of capture": lambda f, **k: jax.jit(jt.capture(f, **k)),
+    "capture": lambda f, **k: tapax.capture(f, **k),
+    "jit of capture": lambda f, **k: jax.jit(tapax.capture(f, **k)),
 }
 
 
@@ -79,7 +79,7 @@ def test_values(name):
     expected_out, expected = oracle.values(case.program, jnp.asarray(X))
     how = WRAPPERS[list(WRAPPERS)[len(name) % 2]]
     asked = [r for r in ALL if name != "complex_values" or r.name in COMPLEX]
-    out, taps = how(case.program(jt.sow), values={"**": asked})(jnp.asarray(X))
+    out, taps = how(case.program(tapax.sow), values={"**": asked})(jnp.asarray(X))
     close(out, expected_out)
     assert {n.split(":")[0] for n in taps.values} == set(case.loops)
     for site, loops in case.loops.items():
@@ -102,7 +102,7 @@ def test_gradients(name):
         return
     expected = oracle.grads(case.program, jnp.asarray(X))
     _, seen = oracle.values(case.program, jnp.asarray(X))
-    step = jax.value_and_grad(case.program(jt.sow))
+    step = jax.value_and_grad(case.program(tapax.sow))
     how = WRAPPERS[list(WRAPPERS)[len(name) % 2]]
     pairs = [R.cosine, R.update_ratio.total]
     asked = [r for r in ALL if name != "complex_values" or r.name in COMPLEX]
@@ -200,7 +200,7 @@ def test_loops_and_branches(program, eager):
     _, seen = oracle.values(program, jnp.asarray(X))
     every, places = seen.get("h", []), NESTED[program]
     with jax.disable_jit(eager):
-        out, taps = captured(program(jt.sow), jnp.asarray(X), values={"h": ALL})
+        out, taps = captured(program(tapax.sow), jnp.asarray(X), values={"h": ALL})
     close(out, program(oracle.plain)(jnp.asarray(X)))
     stacked = bool(places) and isinstance(places[0], list)
     for r, statistic in REDUCERS.items():
@@ -219,19 +219,21 @@ def test_loops_and_branches(program, eager):
 
 
 def test_a_total_counts_how_often_there_was_a_value():
-    _, taps = captured(while_in_scan(jt.sow), jnp.asarray(X), values={"h": [R.rms, R.rms.total]})
+    _, taps = captured(while_in_scan(tapax.sow), jnp.asarray(X), values={"h": [R.rms, R.rms.total]})
     assert taps.valid["h:rms"].tolist() == [2, 0, 3]
     assert int(taps.valid["h:rms.total"]) == 5
-    _, taps = captured(cond_in_scan(jt.sow), jnp.asarray(X), values={"h": R.rms.total})
+    _, taps = captured(cond_in_scan(tapax.sow), jnp.asarray(X), values={"h": R.rms.total})
     assert int(taps.valid["h"]) == 2
-    _, taps = captured(CASES["scanned"].program(jt.sow), jnp.asarray(X), values={"h": R.rms.total})
+    _, taps = captured(
+        CASES["scanned"].program(tapax.sow), jnp.asarray(X), values={"h": R.rms.total}
+    )
     assert taps.valid == {}
 
 
 def test_branches_with_scans_in_a_scan():
     _, seen = oracle.values(scan_in_cond_in_scan, jnp.asarray(X))
     _, taps = captured(
-        scan_in_cond_in_scan(jt.sow), jnp.asarray(X), values={"**": [R.sum, R.sum.total]}
+        scan_in_cond_in_scan(tapax.sow), jnp.asarray(X), values={"**": [R.sum, R.sum.total]}
     )
     sums = [v.sum() for v in seen["h"]]
     close(taps.values["h:sum"], [sums[:3], [0] * 3, sums[3:]])
@@ -244,7 +246,7 @@ def test_gradients_in_branches():
     program = lambda sow: lambda x: jnp.sum(cond_in_scan(sow)(x) ** 2)
     every = oracle.grads(program, jnp.asarray(X))["h"]
     _, taps = captured(
-        jax.grad(program(jt.sow)), jnp.asarray(X), grads={"h": [*ALL, R.cosine.total]}
+        jax.grad(program(tapax.sow)), jnp.asarray(X), grads={"h": [*ALL, R.cosine.total]}
     )
     for r, statistic in REDUCERS.items():
         found = np.asarray(taps.grads[f"h:{r}"])
@@ -258,13 +260,13 @@ def test_gradients_in_branches():
 
 
 def scanned(x):
-    return lax.scan(lambda c, t: (jt.sow(c * t, "h"), None), x, jnp.arange(1.0, 6.0))[0]
+    return lax.scan(lambda c, t: (tapax.sow(c * t, "h"), None), x, jnp.arange(1.0, 6.0))[0]
 
 
 @pytest.mark.parametrize("step", [0, 3, -1, slice(1, 4), slice(None, None, 2), slice(-2, None)])
 def test_some_iterations_of_a_scan(step):
     whole = exact(captured(scanned, jnp.asarray(X), values="h")[1].values["h"])
-    at = jt.at("h", step=step)
+    at = tapax.at("h", step=step)
     _, taps = captured(scanned, jnp.asarray(X), values={at: [R.rms, R.minmax]})
     close(taps.values["h:rms"], np.sqrt((whole**2).mean(1))[step])
     close(taps.values["h:minmax"], np.stack([whole.min(1), whole.max(1)], -1)[step])
@@ -284,12 +286,14 @@ def test_some_iterations_of_a_scan(step):
 
 def test_a_total_of_some_iterations():
     whole = exact(captured(scanned, jnp.asarray(X), values="h")[1].values["h"])
-    _, taps = captured(scanned, jnp.asarray(X), values={jt.at("h", step=slice(1, 4)): R.sum.total})
+    _, taps = captured(
+        scanned, jnp.asarray(X), values={tapax.at("h", step=slice(1, 4)): R.sum.total}
+    )
     close(taps.values["h"], whole[1:4].sum())
 
 
 def test_steps_of_a_while_loop():
-    f = functools.partial(_count, jt.sow, 3)
+    f = functools.partial(_count, tapax.sow, 3)
     _, seen = oracle.values(lambda sow: functools.partial(_count, sow, 3), jnp.asarray(X))
     each = np.array([v.sum() for v in seen["h"]])
     _, taps = captured(f, jnp.asarray(X), values={"h": R.sum}, steps=5)
@@ -301,9 +305,9 @@ def test_steps_of_a_while_loop():
     close(taps.values["h:sum.total"], each.sum())
     close(taps.values["h:minmax"][1], [seen["h"][1].min(), seen["h"][1].max()])
     assert not np.any(taps.values["h:minmax"][3:])
-    _, taps = captured(f, jnp.asarray(X), values={jt.at("h", step=slice(0, 4, 2)): R.sum})
+    _, taps = captured(f, jnp.asarray(X), values={tapax.at("h", step=slice(0, 4, 2)): R.sum})
     close(taps.values["h"], each[[0, 2]])
-    _, taps = captured(f, jnp.asarray(X), values={jt.at("h", step=7): R.sum})
+    _, taps = captured(f, jnp.asarray(X), values={tapax.at("h", step=7): R.sum})
     assert taps.values["h"] == 0
     assert not taps.valid["h"]
 
@@ -311,16 +315,16 @@ def test_steps_of_a_while_loop():
 def test_steps_of_a_while_loop_in_a_scan():
     _, seen = oracle.values(while_in_scan, jnp.asarray(X))
     sums = [v.sum() for v in seen["h"]]
-    _, taps = captured(while_in_scan(jt.sow), jnp.asarray(X), values={"h": R.sum}, steps=2)
+    _, taps = captured(while_in_scan(tapax.sow), jnp.asarray(X), values={"h": R.sum}, steps=2)
     close(taps.values["h"], [sums[:2], [0, 0], sums[2:4]])
 
 
 def test_the_predicate_of_a_while_loop():
-    f = lambda x: lax.while_loop(lambda c: jt.sow(c, "p").sum() < 30, lambda c: c * 2, x)
+    f = lambda x: lax.while_loop(lambda c: tapax.sow(c, "p").sum() < 30, lambda c: c * 2, x)
     x = jnp.array([1.0, 2.0, 3.0])
     for reducer in (R.sum, R.sum.total):
         with pytest.raises(
-            jt.SiteError, match=r"'p'.* predicate of a while loop, .* no reducer can"
+            tapax.SiteError, match=r"'p'.* predicate of a while loop, .* no reducer can"
         ):
             captured(f, x, values={"p": reducer})
 
@@ -329,7 +333,9 @@ def test_a_mark_that_folds_by_itself():
     add = {"reduce": lambda a, b: a + b, "init": lambda: jnp.zeros(3)}
 
     def f(x):
-        return lax.scan(lambda c, t: (jt.sow(c * t, "h", **add), None), x, jnp.arange(1.0, 3.0))[0]
+        return lax.scan(lambda c, t: (tapax.sow(c * t, "h", **add), None), x, jnp.arange(1.0, 3.0))[
+            0
+        ]
 
     _, taps = captured(f, jnp.asarray(X), values={"h": R.sum})
     close(taps.values["h"], 3 * X.sum())
@@ -343,7 +349,7 @@ M = np.linspace(-1, 2, 12).reshape(4, 3)
 
 @pytest.mark.parametrize("order", ["vmap of scan", "scan of vmap", "vmap of vmap"])
 def test_examples_are_combined(order):
-    body = lambda c, t: (jt.sow(jnp.sin(c) * t, "h"), None)
+    body = lambda c, t: (tapax.sow(jnp.sin(c) * t, "h"), None)
     times = jnp.arange(1.0, 4.0)
     one = lambda x: lax.scan(body, x, times)[0]
     both = lambda m: lax.scan(lambda c, t: (jax.vmap(lambda c: body(c, t)[0])(c), None), m, times)
@@ -369,7 +375,7 @@ def test_examples_are_combined(order):
 
 
 def test_what_does_not_depend_on_the_example_counts_once():
-    f = jax.vmap(lambda x, y: jt.sow(jnp.sin(y), "h") + jt.sow(x, "x"), in_axes=(0, None))
+    f = jax.vmap(lambda x, y: tapax.sow(jnp.sin(y), "h") + tapax.sow(x, "x"), in_axes=(0, None))
     _, taps = captured(f, jnp.asarray(M), jnp.asarray(X), values={"**": R.sum})
     close(taps.values["h"], np.sin(X).sum())
     close(taps.values["x"], M.sum())
@@ -384,9 +390,9 @@ def switched(sow, i, x):
 
 @pytest.mark.parametrize("values", [True, False])
 def test_mapped_predicates(values):
-    one = lambda i, x: jnp.sum(switched(jt.sow, i, x) ** 2)
+    one = lambda i, x: jnp.sum(switched(tapax.sow, i, x) ** 2)
     if values:
-        step = jax.vmap(functools.partial(switched, jt.sow))
+        step = jax.vmap(functools.partial(switched, tapax.sow))
     else:
         step = jax.grad(lambda i, m: jnp.sum(jax.vmap(one)(i, m)), argnums=1)
     asked = {"values": {"**": ALL}} if values else {"grads": {"**": ALL}}
@@ -400,7 +406,7 @@ def test_mapped_predicates(values):
 
 
 def test_mapped_predicate_that_none_fulfils():
-    f = jax.vmap(functools.partial(switched, jt.sow))
+    f = jax.vmap(functools.partial(switched, tapax.sow))
     _, taps = captured(f, jnp.ones(4, int), jnp.asarray(M), values={"**": [R.minmax, R.var.total]})
     for name in ("a", "b"):
         assert taps.values[f"{name}:minmax"].tolist() == [0, 0]
@@ -412,7 +418,7 @@ COUNTS = np.array([0, 1, 3, 2])
 
 
 def test_mapped_while():
-    f = jax.vmap(functools.partial(_count, jt.sow))
+    f = jax.vmap(functools.partial(_count, tapax.sow))
     _, taps = captured(f, jnp.asarray(COUNTS), jnp.asarray(M), values={"h": ALL})
     h, every = M, []
     for i in range(3):
@@ -429,7 +435,7 @@ def test_mapped_while_in_a_scan(total):
     ns = np.array([[0, 1], [2, 0], [1, 1]])
 
     def one(ns, x):
-        return lax.scan(lambda c, n: (_count(jt.sow, n, c), None), x, ns)[0]
+        return lax.scan(lambda c, n: (_count(tapax.sow, n, c), None), x, ns)[0]
 
     reducer = R.moments.total if total else R.moments
     _, taps = captured(
@@ -451,7 +457,7 @@ def test_mapped_while_in_a_scan(total):
 
 def test_mapped_cond_in_a_scan():
     def one(ps, x):
-        body = lambda c, p: (lax.cond(p, lambda c: jt.sow(c * 2, "h"), lambda c: c, c), None)
+        body = lambda c, p: (lax.cond(p, lambda c: tapax.sow(c * 2, "h"), lambda c: c, c), None)
         return lax.scan(body, x, ps)[0]
 
     ps = np.array([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]], bool)
@@ -471,9 +477,9 @@ def test_mapped_cond_in_a_scan():
 
 def test_capture_mapped_gives_one_result_for_each_example():
     def one(n, x):
-        return scanned(x) + _count(lambda x, _: jt.sow(x, "w"), n, x)
+        return scanned(x) + _count(lambda x, _: tapax.sow(x, "w"), n, x)
 
-    fn = jt.capture(one, values={"**": [R.rms, R.sum.total]})
+    fn = tapax.capture(one, values={"**": [R.rms, R.sum.total]})
     _, taps = jax.vmap(fn)(jnp.asarray(COUNTS), jnp.asarray(M))
     h = np.stack([M * f for f in (1, 2, 6, 24, 120)], 1)
     close(taps.values["h:rms"], np.sqrt((h**2).mean(-1)))
@@ -521,15 +527,15 @@ def test_a_sharded_run_gives_the_numbers_of_one_device(wide):
         return lambda x: lax.psum(x.sum(dim, keepdims=True), axis)
 
     mesh_loss = jax.shard_map(
-        loss(jt.sow, over("a", 0), over("b", 1)), mesh=wide, in_specs=P("a", "b"), out_specs=P()
+        loss(tapax.sow, over("a", 0), over("b", 1)), mesh=wide, in_specs=P("a", "b"), out_specs=P()
     )
     few = [R.sum, R.minmax]
     asked = {
         "values": {"both": CROWD, ("one", "none"): few},
         "grads": {"**": [R.var.total, R.cosine, R.minmax]},
     }
-    one = jt.capture(jax.jit(jax.value_and_grad(loss(jt.sow))), **asked)(jnp.asarray(S))
-    many = jt.capture(jax.jit(jax.value_and_grad(mesh_loss)), **asked)(jnp.asarray(S))
+    one = tapax.capture(jax.jit(jax.value_and_grad(loss(tapax.sow))), **asked)(jnp.asarray(S))
+    many = tapax.capture(jax.jit(jax.value_and_grad(mesh_loss)), **asked)(jnp.asarray(S))
     jax.tree.map(close, many[0], one[0])
     assert set(many[1].values) == set(one[1].values)
     assert set(many[1].grads) == set(one[1].grads)
@@ -543,7 +549,7 @@ def test_a_sharded_run_gives_the_numbers_of_one_device(wide):
 
 def test_last_is_not_combined_over_devices(wide):
     f = jax.shard_map(
-        lambda x: jt.sow(2 * x, "h"), mesh=wide, in_specs=P("a", "b"), out_specs=P("a", "b")
+        lambda x: tapax.sow(2 * x, "h"), mesh=wide, in_specs=P("a", "b"), out_specs=P("a", "b")
     )
     _, taps = captured(f, jnp.asarray(S), values={"h": R.last})
     close(taps.values["h"], 2 * S.reshape(2, 2, 4, 2).transpose(0, 2, 1, 3))
@@ -551,7 +557,7 @@ def test_last_is_not_combined_over_devices(wide):
 
 def test_units_over_a_mesh(wide):
     f = jax.shard_map(
-        lambda x: jt.sow(2 * x, "h"), mesh=wide, in_specs=P(("a", "b")), out_specs=P(("a", "b"))
+        lambda x: tapax.sow(2 * x, "h"), mesh=wide, in_specs=P(("a", "b")), out_specs=P(("a", "b"))
     )
     x = np.arange(48.0).reshape(16, 3)
     _, taps = captured(f, jnp.asarray(x), values={"h": [R.mean(axis=-1), R.minmax(axis=-1)]})
@@ -569,7 +575,7 @@ BOUNDS = (0.0, -3.0, -6.0, 1e9)
 def test_branches_that_some_devices_take(wide):
     def local(x):
         def body(c, t):
-            return lax.cond(c.sum() > t, lambda c: jt.sow(c - 1, "h"), lambda c: c, c), None
+            return lax.cond(c.sum() > t, lambda c: tapax.sow(c - 1, "h"), lambda c: c, c), None
 
         return lax.scan(body, x, jnp.array(BOUNDS))[0]
 
@@ -595,7 +601,7 @@ def test_devices_that_run_a_different_number_of_times(wide, varying, how):
     """Each value counts as often as it was there, also if it is the same on all devices."""
 
     def local(x):
-        value = lambda: jt.sow(x if varying else jnp.ones((2, 2)), "h").sum() + 0 * x.sum()
+        value = lambda: tapax.sow(x if varying else jnp.ones((2, 2)), "h").sum() + 0 * x.sum()
         n = jnp.where(x.sum() > 0, 3, 1)
         start = 0 * x.sum()
         if how == "scan":
@@ -617,7 +623,7 @@ def test_devices_that_run_a_different_number_of_times(wide, varying, how):
 
 def test_a_mesh_in_a_scan_with_remat_and_vmap(wide):
     def layer(x):
-        local = jax.vmap(lambda x: jt.sow(jnp.sin(x), "h"))
+        local = jax.vmap(lambda x: tapax.sow(jnp.sin(x), "h"))
         return jax.shard_map(local, mesh=wide, in_specs=P("a", "b"), out_specs=P("a", "b"))(x)
 
     def loss(x):
@@ -649,7 +655,7 @@ def test_leaves_that_vary_over_different_axes(wide):
     )
 
     def local(x):
-        body = lambda c, t: (c + jt.sow(x * t, "h").sum(), None)
+        body = lambda c, t: (c + tapax.sow(x * t, "h").sum(), None)
         return lax.scan(body, 0 * x.sum(), jnp.array([1.0, 2.0, 2.0]))[0][None, None]
 
     f = jax.shard_map(local, mesh=wide, in_specs=P("a", "b"), out_specs=P("a", "b"))
@@ -685,7 +691,7 @@ def composed(maps):
 
 
 def follow(maps, reverse=False):
-    return lax.scan(lambda c, m: (c, jt.sow(m, "h")), 0.0, maps, reverse=reverse)[1]
+    return lax.scan(lambda c, m: (c, tapax.sow(m, "h")), 0.0, maps, reverse=reverse)[1]
 
 
 def check_affine(taps, maps, name="h", each=None):
@@ -707,7 +713,7 @@ def test_states_are_combined_in_order(over, count, wide):
         maps = np.concatenate([maps, maps[::-1] + 0.5]).reshape(2, count, 2)
     if over == "mesh":
         maps = np.concatenate([MAPS, MAPS[:1] + 0.5])
-    each = lambda m: jt.sow(m, "h")
+    each = lambda m: tapax.sow(m, "h")
 
     def loop(maps):
         body = lambda i: (each(maps[i]), i + 1)[1]
@@ -734,7 +740,7 @@ def test_gradients_are_combined_in_the_order_of_iterations(reverse):
     """A backward pass runs the other way; the order is that of the iterations all the same."""
 
     def loss(xs):
-        body = lambda c, xm: (c + jnp.sum(jt.sow(xm[0], "h") * xm[1]), None)
+        body = lambda c, xm: (c + jnp.sum(tapax.sow(xm[0], "h") * xm[1]), None)
         return lax.scan(body, 0.0, (xs, jnp.asarray(MAPS)), reverse=reverse)[0]
 
     step = jax.grad(loss)
@@ -755,7 +761,7 @@ def test_order_in_nested_loops():
     maps = np.concatenate([MAPS, MAPS[:5] - 0.5]).reshape(2, 3, 2, 2)
 
     def f(maps):
-        inner = lambda m: jax.vmap(lambda m: jt.sow(m, "h"))(m)
+        inner = lambda m: jax.vmap(lambda m: tapax.sow(m, "h"))(m)
         middle = lambda ms: lax.scan(lambda c, m: (c, inner(m)), 0, ms)[1]
         return lax.scan(lambda c, ms: (c, middle(ms)), 0, maps)[1]
 
@@ -771,14 +777,14 @@ def test_order_where_some_iterations_do_not_count():
 
     def f(maps):
         body = lambda c, x: (
-            lax.cond(x[0], lambda m: jt.sow(m, "h")[0], lambda m: m[0], x[1]),
+            lax.cond(x[0], lambda m: tapax.sow(m, "h")[0], lambda m: m[0], x[1]),
             None,
         )
         return lax.scan(body, 0.0, (jnp.asarray(p), maps))[0]
 
     _, taps = captured(f, jnp.asarray(MAPS, jnp.float32), values={"h": affine().total})
     check_affine(taps, MAPS[p], "h:")
-    mapped = jax.vmap(lambda p, m: lax.cond(p, lambda m: jt.sow(m, "h"), lambda m: m, m))
+    mapped = jax.vmap(lambda p, m: lax.cond(p, lambda m: tapax.sow(m, "h"), lambda m: m, m))
     _, taps = captured(mapped, jnp.asarray(p), jnp.asarray(MAPS), values={"h": affine()})
     check_affine(taps, MAPS[p], "h:")
 
@@ -792,7 +798,7 @@ def test_what_init_may_return():
             x = jnp.asarray([1, 2, 3], dtype)
             if dtype == "int32" and isinstance(init.__code__.co_consts[-1], float):
                 continue
-            _, taps = captured(lambda x: jt.sow(x, "h"), x, values={"h": total(init)})
+            _, taps = captured(lambda x: tapax.sow(x, "h"), x, values={"h": total(init)})
             assert taps.values["h"] == 6
             assert taps.values["h"].dtype == dtype
             assert taps.sites["h"].reducer.name == "reduced"
@@ -803,7 +809,7 @@ def test_state_types_follow_the_setting_of_64_bits():
     x = np.arange(4, dtype=np.int32)
     for wide in (True, False, True):
         with jax.enable_x64(wide):
-            fn = jax.jit(lambda xs: lax.scan(lambda c, x: (c, jt.sow(x, "h")), 0, xs)[1])
+            fn = jax.jit(lambda xs: lax.scan(lambda c, x: (c, tapax.sow(x, "h")), 0, xs)[1])
             _, taps = captured(fn, jnp.asarray(x.reshape(2, 2)), values={"h": total.total})
             assert taps.values["h"] == 6
             assert taps.values["h"].dtype == (np.int64 if wide else np.int32)
@@ -817,7 +823,7 @@ def test_names_of_structured_results():
         lambda s: {"mean": s[0] / 3, "all": [s[0], s[1]]},
         name="two",
     )
-    f = lambda x: jt.sow({"u": x, "v": 2 * x}, "h")["u"]
+    f = lambda x: tapax.sow({"u": x, "v": 2 * x}, "h")["u"]
     _, taps = captured(f, jnp.asarray(X), values={"h:u": two, "h:v": [two, R.sum]})
     assert set(taps.values) == {
         *("h:u:mean", "h:u:all.0", "h:u:all.1"),
@@ -847,7 +853,7 @@ def test_a_whole_value_beside_a_reduced_one():
     close(taps.values["h:sum"], h.sum(1))
     assert taps.sites["h"].reducer is None
     assert taps.sites["h:sum"].reducer == R.sum
-    _, taps = captured(scanned, jnp.asarray(X), values=[jt.at("h", step=2), {"h": R.sum.total}])
+    _, taps = captured(scanned, jnp.asarray(X), values=[tapax.at("h", step=2), {"h": R.sum.total}])
     close(taps.values["h"], h[2])
     close(taps.values["h:sum.total"], h.sum())
     step = jax.grad(lambda x: jnp.sum(scanned(x)))
@@ -866,7 +872,7 @@ def test_values_by_one_reducer_and_gradients_by_another():
 
 
 def test_calls_of_one_function_are_kept_apart():
-    block = jax.jit(lambda x: jt.sow(jnp.sin(x), "h"))
+    block = jax.jit(lambda x: tapax.sow(jnp.sin(x), "h"))
     step = jax.grad(lambda x: jnp.sum(block(block(x)) ** 2))
     asked = {"h": [R.sum, R.cosine], "h@1": R.norm}
     _, taps = captured(step, jnp.asarray(X), values={"h": R.sum}, grads=asked)
@@ -885,9 +891,9 @@ def test_calls_of_one_function_are_kept_apart():
 def test_custom_rules():
     @jax.custom_vjp
     def f(x):
-        return jt.sow(2 * x, "primal")
+        return tapax.sow(2 * x, "primal")
 
-    f.defvjp(lambda x: (jt.sow(2 * x, "fwd"), x), lambda x, ct: (jt.sow(3 * ct * x, "bwd"),))
+    f.defvjp(lambda x: (tapax.sow(2 * x, "fwd"), x), lambda x, ct: (tapax.sow(3 * ct * x, "bwd"),))
     _, taps = captured(f, jnp.asarray(X), values={"**": R.sum})
     close(taps.values["primal"], 2 * X.sum())
     loss = lambda x: jnp.sum(lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0])
@@ -899,7 +905,7 @@ def test_custom_rules():
 
 def test_results_are_differentiable_and_captures_nest():
     def rms(x):
-        out, taps = jt.capture(scanned, values={"h": [R.rms.total, R.rms]})(x)
+        out, taps = tapax.capture(scanned, values={"h": [R.rms.total, R.rms]})(x)
         return taps.values["h:rms.total"], out
 
     scale = np.sqrt(np.mean([f**2 for f in (1, 2, 6, 24, 120)]))
@@ -920,15 +926,15 @@ def test_nothing_is_traced_again():
     asked = lambda: {"h": [R.rms.total, R.histogram(list(EDGES)), R.rms(axis=-1).named("units")]}
     for fn in (step, jax.jit(step)):
         for wrap in (lambda f: f, jax.jit):
-            again = wrap(jt.capture(fn, values=asked()))
+            again = wrap(tapax.capture(fn, values=asked()))
             again(jnp.asarray(X))
             count = len(traced)
             again(jnp.asarray(X) + 1)
             assert len(traced) == count
     jitted = jax.jit(step)
-    jt.capture(jitted, values=asked())(jnp.asarray(X))
+    tapax.capture(jitted, values=asked())(jnp.asarray(X))
     count = len(traced)
-    jt.capture(jitted, values=asked())(jnp.asarray(X))
+    tapax.capture(jitted, values=asked())(jnp.asarray(X))
     assert len(traced) == count
 
 
@@ -940,8 +946,8 @@ WIDTH, LAYERS, BATCH = 64, 12, 256
 
 def deep(remat):
     def layer(c, w):
-        a = jt.sow(c @ w, "a")
-        return jt.sow(jnp.tanh(a), "b"), None
+        a = tapax.sow(c @ w, "a")
+        return tapax.sow(jnp.tanh(a), "b"), None
 
     layer = jax.checkpoint(layer) if remat else layer
 
@@ -977,7 +983,7 @@ EVERYTHING = {
 def test_no_value_is_stored(which, remat):
     step, args = deep(remat)
     asked = {"**": EVERYTHING[which]}
-    watched = jt.capture(step, values=asked, grads=asked)
+    watched = tapax.capture(step, values=asked, grads=asked)
     full = sorted(
         v.aval.shape for eqn in scans(jax.make_jaxpr(step)(*args).jaxpr) for v in eqn.outvars
     )
@@ -1039,9 +1045,9 @@ def model_of(name):
 def test_modules_of_frameworks(name):
     """The statistics of what a plain capture returns."""
     step, args = model_of(name)
-    _, whole = jt.capture(step)(*args)
+    _, whole = tapax.capture(step)(*args)
     grads = {"**": [R.rms, R.minmax]}
-    out, taps = jt.capture(step, values={"**": R.rms}, grads=grads)(*args)
+    out, taps = tapax.capture(step, values={"**": R.rms}, grads=grads)(*args)
     assert set(taps.values) == set(whole.values)
     assert len(whole.values) >= 1
     for n, value in whole.values.items():

@@ -7,9 +7,9 @@ import pytest
 from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import jaxpr_as_fun
 
-import jaxtap as jt
-from jaxtap import _compat
-from jaxtap._mark import Marking, marked
+import tapax
+from tapax import _compat
+from tapax._mark import Marking, marked
 from tests import oracle
 from tests.programs import CASES
 from tests.test_values_and_gradients import X
@@ -62,7 +62,7 @@ def test_taps_are_all_that_marks_add(name):
     x = jnp.asarray(X)
     plain = jax.make_jaxpr(STEPS[name](oracle.plain))(x)
     with marked(Marking()):
-        tapped = jax.make_jaxpr(STEPS[name](jt.sow))(x)
+        tapped = jax.make_jaxpr(STEPS[name](tapax.sow))(x)
     assert "tap" in list(flat_all(tapped))
     assert operations(tapped) == operations(plain)
 
@@ -81,7 +81,7 @@ def test_captured_program_computes_what_the_plain_one_does(name):
     x = jnp.asarray(X)
     step = STEPS[name](oracle.plain)
     plain = jax.make_jaxpr(step)(x)
-    captured = jax.make_jaxpr(jt.capture(STEPS[name](jt.sow)))(x)
+    captured = jax.make_jaxpr(tapax.capture(STEPS[name](tapax.sow)))(x)
     assert "tap" not in list(flat_all(captured))
     count = len(jax.tree.leaves(jax.eval_shape(step, x)))
     ours, theirs = (list(flat(operations(used_alone(j, count)))) for j in (captured, plain))
@@ -97,30 +97,30 @@ def test_captured_program_computes_what_the_plain_one_does(name):
 @pytest.mark.parametrize("name", list(STEPS))
 def test_outside_a_capture_marks_are_not_there(name):
     x = jnp.asarray(X)
-    marked_, plain = (str(jax.make_jaxpr(STEPS[name](sow))(x)) for sow in (jt.sow, oracle.plain))
+    marked_, plain = (str(jax.make_jaxpr(STEPS[name](sow))(x)) for sow in (tapax.sow, oracle.plain))
     assert marked_ == plain
 
 
 @pytest.mark.parametrize("name", list(STEPS))
 def test_outputs_are_equal_bit_for_bit_op_by_op(name):
     x = jnp.asarray(X)
-    step = STEPS[name](jt.sow)
+    step = STEPS[name](tapax.sow)
     plain = jaxpr_as_fun(jax.make_jaxpr(step)(x))
-    captured = jax.make_jaxpr(lambda x: jt.capture(step)(x)[0])(x)
+    captured = jax.make_jaxpr(lambda x: tapax.capture(step)(x)[0])(x)
     for a, b in zip(plain(x), jaxpr_as_fun(captured)(x), strict=True):
         np.testing.assert_array_equal(a, b)
     with jax.disable_jit():
         expected = step(x)
-        out, _ = jt.capture(step)(x)
+        out, _ = tapax.capture(step)(x)
     jax.tree.map(np.testing.assert_array_equal, out, expected)
 
 
 def test_under_jit_the_last_bit_is_all_that_moves(record_property):
     largest = 0.0
     for program in STEPS.values():
-        step = program(jt.sow)
+        step = program(tapax.sow)
         plain = jax.jit(step)(jnp.asarray(X))
-        out, _ = jt.capture(jax.jit(step))(jnp.asarray(X))
+        out, _ = tapax.capture(jax.jit(step))(jnp.asarray(X))
         for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(out), strict=True):
             a, b = np.asarray(a), np.asarray(b)
             ulps = np.abs(a - b) / np.spacing(np.maximum(np.abs(a), np.abs(b)))

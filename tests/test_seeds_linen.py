@@ -1,4 +1,4 @@
-"""Flax's guide to intermediate values, example by example: as written, and then with jaxtap."""
+"""Flax's guide to intermediate values, example by example: as written, and then with tapax."""
 
 # ruff: noqa: RET504  (the code of the guide, as it is written there)
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-import jaxtap as jt
-from jaxtap.compat import linen as compat
+import tapax
+from tapax.compat import linen as compat
 
 pytestmark = pytest.mark.once
 
@@ -152,13 +152,13 @@ def test_store_intermediate_values_in_a_new_variable_collection():
     assert len(feats) == 2  # Tuple with two values since module was called twice.
     assert set(variables) == {"params"}
 
-    out, taps = jt.capture(SowCNN2().apply)(variables, batch)
+    out, taps = tapax.capture(SowCNN2().apply)(variables, batch)
     close(out, preds)
     assert taps.sites["SowCNN2/SowCNN/features"].collection == "intermediates"
     for name, value in zip(("features", "features@1"), feats, strict=True):
         close(taps.values[f"SowCNN2/SowCNN/{name}"], value)
     # The function that asks Linen for them is left as it is, under capture as well.
-    (preds_, feats_), taps = jt.capture(predict)(variables, batch)
+    (preds_, feats_), taps = tapax.capture(predict)(variables, batch)
     close(preds_, preds)
     close(feats_[1], taps.values["SowCNN2/SowCNN/features@1"])
 
@@ -178,7 +178,7 @@ def test_sow_with_init_fn_and_reduce_fn():
             return x
 
     _, state = Folded().apply({}, batch, mutable=["intermediates"])
-    _, taps = jt.capture(Folded().apply)({}, batch)
+    _, taps = tapax.capture(Folded().apply)({}, batch)
     close(taps.values["Folded/h"], state["intermediates"]["h"])
 
 
@@ -197,9 +197,9 @@ def test_refactor_module_into_submodules():
     params = init(jax.random.PRNGKey(0), batch)
     expected = features(params, batch)
 
-    _, taps = jt.capture(RefactoredCNN().apply)({"params": params}, batch)
+    _, taps = tapax.capture(RefactoredCNN().apply)({"params": params}, batch)
     close(taps.values["RefactoredCNN/features"], expected)
-    _, taps = jt.capture(features)(params, batch)
+    _, taps = tapax.capture(features)(params, batch)
     assert "RefactoredCNN" not in taps.values
     close(taps.values["RefactoredCNN/features"], expected)
 
@@ -231,7 +231,7 @@ def test_use_capture_intermediates(variables, broken):
     all_finite = all(jax.tree_util.tree_leaves(is_finite))
     assert all_finite is not broken
 
-    out, taps = jt.capture(CNN().apply)(variables, batch)
+    out, taps = tapax.capture(CNN().apply)(variables, batch)
     close(out, y)
     finite = {name: bool(jnp.all(jnp.isfinite(x))) for name, x in taps.values.items()}
     assert all(finite.values()) is not broken
@@ -254,7 +254,7 @@ def test_filters(variables, chosen):
     )
     dense_intermediates = state.get("intermediates", {})
 
-    _, taps = jt.capture(CNN().apply, modules=chosen)(variables, batch)
+    _, taps = tapax.capture(CNN().apply, modules=chosen)(variables, batch)
     found = {name.removeprefix("CNN/"): x for name, x in taps.values.items()}
     assert found.keys() == dense_intermediates.keys()
     for name, x in found.items():
@@ -277,7 +277,7 @@ def test_a_filter_by_the_name_of_a_method():
     x = jnp.ones((2, 3))
     variables = Coder().init(jax.random.PRNGKey(0), x)
     _, state = Coder().apply(variables, x, capture_intermediates=filter_encodings)
-    _, taps = jt.capture(Coder().apply, modules=filter_encodings)(variables, x)
+    _, taps = tapax.capture(Coder().apply, modules=filter_encodings)(variables, x)
     assert list(taps.values) == ["Coder.encode"]
     close(taps.values["Coder.encode"], state["intermediates"]["encode"][0])
 
@@ -295,11 +295,11 @@ def test_use_sequential():
     params = init(jax.random.PRNGKey(0), batch)
     expected = features(params, batch)
 
-    _, taps = jt.capture(features)(params, batch)
+    _, taps = tapax.capture(features)(params, batch)
     close(taps.values["Sequential"], expected)
     assert taps.sites.names == ["Sequential/layers_0", "Sequential/layers_3", "Sequential"]
     # Of the whole model: the features are what is flattened, and go into the layer after that.
-    whole = jt.capture(SeqCNN().apply, values=["**", jt.ops("reshape")])
+    whole = tapax.capture(SeqCNN().apply, values=["**", tapax.ops("reshape")])
     _, taps = whole({"params": params}, batch)
     close(taps.values["Sequential/reshape"], expected)
     after = nn.Dense(256).apply({"params": params["layers_7"]}, expected)
@@ -323,12 +323,12 @@ def test_extracting_gradients_of_intermediate_values():
     def loss(params, x, y):
         return jnp.mean((model.apply({"params": params}, x) - y) ** 2)
 
-    _, taps = jt.capture(jax.grad(loss))(params, x, y)
+    _, taps = tapax.capture(jax.grad(loss))(params, x, y)
     for name, expected in intermediate_grads.items():
         close(taps.grads[f"Model/{name}"], expected)
         assert taps.sites[f"Model/{name}"].collection == "perturbations"
     # With perturbations in the variables, too; and with the call of Linen's replaced.
-    _, taps = jt.capture(jax.grad(loss_fn, argnums=1))(params, perturbations, x, y)
+    _, taps = tapax.capture(jax.grad(loss_fn, argnums=1))(params, perturbations, x, y)
     close(taps.grads["Model/hidden"], intermediate_grads["hidden"])
 
     def replaced(perturbations):

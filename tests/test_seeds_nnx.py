@@ -1,7 +1,7 @@
-"""The examples of the documentation of NNX that jaxtap grew from: as written, and with jaxtap.
+"""The examples of the documentation of NNX that tapax grew from: as written, and with tapax.
 
 Each runs against Flax word for word, with the warnings that Flax gives; then the same job is done
-with jaxtap, and the two agree.
+with tapax, and the two agree.
 """
 # ruff: noqa: RET504
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxtap as jt
-from jaxtap.compat.nnx import capture
+import tapax
+from tapax.compat.nnx import capture
 
 equal = np.testing.assert_allclose
 deprecated = pytest.warns(DeprecationWarning, match=r"outside of 'nnx\.capture\(\)' is deprecated")
@@ -53,14 +53,14 @@ def test_perturb_attribute():
         return nnx.grad(lambda m: jnp.mean((m(inputs) - targets) ** 2))(model)
 
     fresh = Model(rngs=nnx.Rngs(0))
-    found, taps = jt.capture(step)(fresh, x, y)  # no sample input, no split, no second argument
+    found, taps = tapax.capture(step)(fresh, x, y)  # no sample input, no split, no second argument
     equal(taps.grads["Model/xgrad"], perturbations.xgrad[...], rtol=1e-6)
     equal(taps.grads["Model/linear1"], perturbations.xgrad[...], rtol=1e-6)  # nor the mark
     for name in ("linear1", "linear2"):
         equal(found[name].kernel[...], grads[name].kernel[...], rtol=1e-6)
     assert not hasattr(fresh, "xgrad")
     # The very same program, captured: the model that has the attribute keeps it as it was.
-    again, taps = jt.capture(grad_loss)(params, nnx.state(model, nnx.Perturbation), x, y)
+    again, taps = tapax.capture(grad_loss)(params, nnx.state(model, nnx.Perturbation), x, y)
     equal(again[1].xgrad[...], perturbations.xgrad[...], rtol=1e-6)
     equal(taps.grads["Model/xgrad"], perturbations.xgrad[...], rtol=1e-6)
 
@@ -97,7 +97,7 @@ def test_sow_attribute():
     fresh = Model(rngs=nnx.Rngs(0))
     for net in (fresh, model):  # one that has the attribute does not grow either
         held = len(net.i) if hasattr(net, "i") else None
-        out, taps = jt.capture(twice)(net, x)
+        out, taps = tapax.capture(twice)(net, x)
         equal(out, y, rtol=1e-6)
         equal(taps.values["Model/i"], model.i[0], rtol=1e-6)
         equal(taps.values["Model/i@1"], model.i[1], rtol=1e-6)
@@ -141,16 +141,16 @@ def test_sow_with_reducers():
     assert (model.product[...] == intermediate**2).all()
 
     fresh = Model(rngs=nnx.Rngs(0))
-    out, taps = jt.capture(fresh)(x)
+    out, taps = tapax.capture(fresh)(x)
     equal(taps.values["Model/sum"], intermediate, rtol=1e-6)
-    out, taps = jt.capture(lambda m, x: (m(x), m(x))[1])(fresh, x)
+    out, taps = tapax.capture(lambda m, x: (m(x), m(x))[1])(fresh, x)
     equal(out, y, rtol=1e-6)
     equal(taps.values["Model/sum"], model.sum[...], rtol=1e-6)
     equal(taps.values["Model/product"], model.product[...], rtol=1e-6)
     assert not hasattr(fresh, "sum")
 
 
-@pytest.mark.parametrize("capture_", [nnx.capture, capture], ids=["flax", "jaxtap"])
+@pytest.mark.parametrize("capture_", [nnx.capture, capture], ids=["flax", "tapax"])
 def test_perturb_in_four_steps(capture_):
     class Model(nnx.Module):
         def __call__(self, x):
@@ -173,11 +173,11 @@ def test_perturb_in_four_steps(capture_):
 
     metrics = train_step(model, perturbations, x)
     assert float(metrics["grad_of_x"][...]) == 3.0
-    _, taps = jt.capture(jax.grad(lambda x: model(x)))(x)
+    _, taps = tapax.capture(jax.grad(lambda x: model(x)))(x)
     assert float(taps.grads["Model/grad_of_x"]) == 3.0
 
 
-@pytest.mark.parametrize("capture_", [nnx.capture, capture], ids=["flax", "jaxtap"])
+@pytest.mark.parametrize("capture_", [nnx.capture, capture], ids=["flax", "tapax"])
 def test_sow_with_capture(capture_):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -198,12 +198,12 @@ def test_sow_with_capture(capture_):
 
     result, intermediates = forward(model, jnp.ones(2))
     assert "features" in intermediates
-    out, taps = jt.capture(model)(jnp.ones(2))
+    out, taps = tapax.capture(model)(jnp.ones(2))
     equal(out, result, rtol=1e-6)
     equal(taps.values["Model/features"], intermediates["features"][0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("capture_", [nnx.capture, capture], ids=["flax", "jaxtap"])
+@pytest.mark.parametrize("capture_", [nnx.capture, capture], ids=["flax", "tapax"])
 def test_custom_reducer_with_capture(capture_):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -223,7 +223,7 @@ def test_custom_reducer_with_capture(capture_):
     model, x = Model(rngs=nnx.Rngs(0)), jnp.ones(2)
     twice = lambda m, x: m(x) + m(2 * x)
     _, state = capture_(twice, nnx.Intermediate)(model, x)
-    _, taps = jt.capture(twice)(model, x)
+    _, taps = tapax.capture(twice)(model, x)
     equal(state["sum"][...], model.linear(x) + model.linear(2 * x), rtol=1e-6)
     equal(taps.values["Model/sum"], state["sum"][...], rtol=1e-6)
 
@@ -263,7 +263,7 @@ def test_train_and_eval():
 def test_train_and_eval_under_capture():
     """The captured function sees the mode, may change it, and what it changed stays."""
     model, x = block()(2, 10, rngs=nnx.Rngs(0)), jnp.ones((4, 2), jnp.float32)
-    captured = jt.capture(lambda m, x: m(x, nnx.Rngs(1)))
+    captured = tapax.capture(lambda m, x: m(x, nnx.Rngs(1)))
     _, taps = captured(model, x)
     assert np.any(np.asarray(taps.values["Block/dropout"]) == 0)
     model.eval()
@@ -275,7 +275,7 @@ def test_train_and_eval_under_capture():
         m.train()
         return m(x, nnx.Rngs(1))
 
-    jt.capture(back)(model, x)
+    tapax.capture(back)(model, x)
     assert mode(model) == (False, False)
 
 
@@ -298,7 +298,7 @@ def test_set_attributes():
         m.set_attributes(nnx.Dropout, deterministic=False)
         return m.linear(x)
 
-    jt.capture(change)(made, jnp.ones((1, 2)))
+    tapax.capture(change)(made, jnp.ones((1, 2)))
     assert mode(made) == (False, False)
 
 
@@ -339,6 +339,6 @@ def test_iter_modules_and_children():
     with pytest.warns(DeprecationWarning, match="is deprecated"):
         assert dict(model.iter_children()).keys() == children.keys()
     # Every module that NNX lists is a site, with its class, under the same path.
-    sites = jt.sites(model)(jnp.ones((3, 2), jnp.float32), nnx.Rngs(0))
+    sites = tapax.sites(model)(jnp.ones((3, 2), jnp.float32), nnx.Rngs(0))
     found = {tuple(site.path.split("/")[1:]): site.module.__name__ for site in sites}
     assert found == paths

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxtap as jt
-from jaxtap._sites import matches
+import tapax
+from tapax._sites import matches
 
 X = jnp.array([1.0, 2.0])
 
@@ -39,24 +39,24 @@ X = jnp.array([1.0, 2.0])
     ],
 )
 def test_globs(pattern, path, expected):
-    assert matches(pattern, jt.Site(path)) is expected
+    assert matches(pattern, tapax.Site(path)) is expected
 
 
 def test_calls():
-    third = jt.Site("h", call=2)
+    third = tapax.Site("h", call=2)
     assert third.name == "h@2"
     assert matches("h", third)
     assert matches("h@2", third)
     assert not matches("h@0", third)
-    assert matches("h@0", jt.Site("h"))
+    assert matches("h@0", tapax.Site("h"))
     assert matches("**@2", third)
 
 
 def net(x):
     for i in range(3):
-        with jt.scope(f"block{i}"):
-            x = jt.sow(jnp.sin(x), "attn")
-            x = jt.sow(jnp.cos(x), "mlp")
+        with tapax.scope(f"block{i}"):
+            x = tapax.sow(jnp.sin(x), "attn")
+            x = tapax.sow(jnp.cos(x), "mlp")
     return jnp.sum(x)
 
 
@@ -72,10 +72,10 @@ def net(x):
     ],
 )
 def test_values_and_gradients_are_selected_apart(selection, names):
-    _, taps = jt.capture(jax.grad(net), values=selection, grads=None)(X)
+    _, taps = tapax.capture(jax.grad(net), values=selection, grads=None)(X)
     assert set(taps.values) == names
     assert taps.grads == {}
-    _, taps = jt.capture(jax.grad(net), values=None, grads=selection)(X)
+    _, taps = tapax.capture(jax.grad(net), values=None, grads=selection)(X)
     assert set(taps.grads) == names
     assert taps.values == {}
 
@@ -88,32 +88,32 @@ def test_a_predicate_need_not_be_hashable():
             return site.path.endswith("mlp")
 
     for form in (net, jax.jit(net)):
-        _, taps = jt.capture(form, values=Short())(X)
+        _, taps = tapax.capture(form, values=Short())(X)
         assert set(taps.values) == {f"block{i}/mlp" for i in range(3)}
 
 
 def test_calls_are_selected():
     def f(x):
         for _ in range(3):
-            x = jt.sow(x + 1, "h")
+            x = tapax.sow(x + 1, "h")
         return jnp.sum(x**2)
 
     step = jax.grad(f)
-    assert set(jt.capture(step, values="h")(X)[1].values) == {"h", "h@1", "h@2"}
-    _, taps = jt.capture(step, values="h@0", grads="h@2")(X)
+    assert set(tapax.capture(step, values="h")(X)[1].values) == {"h", "h@1", "h@2"}
+    _, taps = tapax.capture(step, values="h@0", grads="h@2")(X)
     assert set(taps.values) == {"h"}
     assert set(taps.grads) == {"h@2"}
 
 
 def test_tables():
-    _, taps = jt.capture(jax.jit(jax.grad(net)))(X)
+    _, taps = tapax.capture(jax.jit(jax.grad(net)))(X)
     program = [f"block{i}/{part}" for i in range(3) for part in ("attn", "mlp")]
     assert taps.sites.names == program
     text = repr(taps)
     assert "6 values, 6 gradients" in text
     assert text.index("block0/attn") < text.index("block0/mlp") < text.index("block2/mlp")
     assert "test_selections.py:" in text
-    table = jt.sites(net)(X)
+    table = tapax.sites(net)(X)
     assert "6 sites, 48 B" in repr(table) or "6 sites, 96 B" in repr(table)
     assert len(table) == 6
     assert table[0].path == "block0/attn"
@@ -126,9 +126,9 @@ def test_tables():
 
 def test_tables_of_what_may_not_have_run():
     def f(p, x):
-        return jax.lax.cond(p, lambda x: jt.sow(x, "yes"), lambda x: jt.sow(x, "no"), x)
+        return jax.lax.cond(p, lambda x: tapax.sow(x, "yes"), lambda x: tapax.sow(x, "no"), x)
 
-    text = repr(jt.capture(jax.jit(f))(True, X)[1])
+    text = repr(tapax.capture(jax.jit(f))(True, X)[1])
     assert "True" in text
     assert "False" in text
 
@@ -136,7 +136,7 @@ def test_tables_of_what_may_not_have_run():
 def test_tables_can_be_printed_while_tracing():
     @jax.jit
     def f(x):
-        out, taps = jt.capture(net)(x)
+        out, taps = tapax.capture(net)(x)
         assert "traced" in repr(taps)
         return out
 
@@ -144,7 +144,7 @@ def test_tables_can_be_printed_while_tracing():
 
 
 def test_taps_are_a_pytree():
-    _, taps = jt.capture(jax.grad(net))(X)
+    _, taps = tapax.capture(jax.grad(net))(X)
     leaves, treedef = jax.tree.flatten(taps)
     assert len(leaves) == 12
     again = jax.tree.unflatten(treedef, leaves)
@@ -159,5 +159,5 @@ def test_taps_are_a_pytree():
 def test_taps_show_in_a_notebook():
     import treescope
 
-    _, taps = jt.capture(net)(X)
+    _, taps = tapax.capture(net)(X)
     assert "block0/attn" in treescope.render_to_text(taps)

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxtap import sink
-from jaxtap.watching._delivery import Delivery
-from jaxtap.watching._log import Alarm, Histogram, Log
-from jaxtap.watching._log import open as open_log
+from tapax import sink
+from tapax.watching._delivery import Delivery
+from tapax.watching._log import Alarm, Histogram, Log
+from tapax.watching._log import open as open_log
 
 pytestmark = pytest.mark.once
 
@@ -87,8 +87,8 @@ def test_a_path_that_cannot_be_written_is_told_at_once(kind, tmp_path):
 @pytest.mark.parametrize(
     ("make", "package", "install"),
     [
-        (lambda: sink.tensorboard("x"), "tensorboardX", "pip install 'jaxtap[tensorboard]'"),
-        (lambda: sink.parquet("x.parquet"), "pyarrow", "pip install 'jaxtap[parquet]'"),
+        (lambda: sink.tensorboard("x"), "tensorboardX", "pip install 'tapax[tensorboard]'"),
+        (lambda: sink.parquet("x.parquet"), "pyarrow", "pip install 'tapax[parquet]'"),
         (lambda: sink.wandb(), "wandb", "pip install 'wandb'"),
         (lambda: sink.mlflow(), "mlflow", "pip install 'mlflow'"),
     ],
@@ -223,7 +223,7 @@ def test_records_are_delivered_in_order_on_a_thread_of_their_own():
     recorder, log = Recorder(), Log()
     deliver([recorder, log], [(step, RECORD, [ALARM] if step == 1 else []) for step in range(100)])
     assert log.steps.tolist() == list(range(100)) and log.alerts == [ALARM]
-    writes = [(f"write {step}", "jaxtap-monitor") for step in range(100)]
+    writes = [(f"write {step}", "tapax-monitor") for step in range(100)]
     assert recorder.calls == [*writes[:2], ("alert 7",), *writes[2:], ("close",)]
 
 
@@ -236,8 +236,8 @@ def test_a_sink_that_fails_is_dropped_with_one_warning(method):
     assert message.startswith("The sink <tests.test_sinks.Recorder object at")
     assert "gets no more records; the training goes on" in message
     assert message.endswith(f"OSError: cannot {method}")
-    assert bad.calls[0] == ("write 0", "jaxtap-monitor") and bad.calls[-1] == ("close",)
-    assert ("write 2", "jaxtap-monitor") not in bad.calls
+    assert bad.calls[0] == ("write 0", "tapax-monitor") and bad.calls[-1] == ("close",)
+    assert ("write 2", "tapax-monitor") not in bad.calls
     assert len(log) == 5 and len(good.calls) == 7
 
 
@@ -276,7 +276,7 @@ def test_what_cannot_be_fetched_turns_the_monitor_off_and_warns_once():
 def test_the_thread_ends_and_lets_go():
     recorder = Recorder()
     delivery = deliver([recorder], [(0, RECORD, [])])
-    assert "jaxtap-monitor" not in {t.name for t in threading.enumerate()}
+    assert "tapax-monitor" not in {t.name for t in threading.enumerate()}
     gone = weakref.ref(delivery)
     del delivery
     gc.collect()
@@ -295,8 +295,8 @@ def test_what_waits_is_written_at_the_end_of_the_interpreter(tmp_path):
     done = script(
         """
         import sys, time
-        from jaxtap.watching._delivery import Delivery
-        from jaxtap import sink
+        from tapax.watching._delivery import Delivery
+        from tapax import sink
 
         slow = lambda step, record: time.sleep(0.01)
         delivery = Delivery([slow, sink.jsonl(sys.argv[1])], lambda: None)
@@ -320,7 +320,7 @@ def test_a_run_that_is_killed_leaves_every_record_that_was_written(paths):
     code = """
         import sys
         import numpy as np
-        from jaxtap import sink
+        from tapax import sink
 
         writes = sink.make(sys.argv[1:])
         for step in range(10**6):
@@ -349,8 +349,8 @@ def test_a_full_disk_leaves_what_was_written(paths):
         """
         import resource, sys
         import numpy as np
-        from jaxtap import sink
-        from jaxtap.watching._delivery import Delivery
+        from tapax import sink
+        from tapax.watching._delivery import Delivery
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         seen = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxtap as jt
+import tapax
 from examples.structure_factor import __main__ as command
 from examples.structure_factor import explain, train
 from examples.structure_factor.model import Maxima, NNModel
@@ -161,10 +161,10 @@ def test_layers_of_a_loss_that_closes_over_the_model():
     model, x = new(), rows()
     before = model(x)
     loss = lambda x: model(x).sum()
-    found = jt.grad(loss)(jnp.asarray(x))
+    found = tapax.grad(loss)(jnp.asarray(x))
     for name, g in zip(LAYERS, by_hand(model, x)[1], strict=True):
         np.testing.assert_allclose(found[name], g, rtol=2e-4, atol=1e-6)
-    between = jt.jacobian(model, of="NNModel", wrt=LAYERS[2])(jnp.asarray(x[0]))
+    between = tapax.jacobian(model, of="NNModel", wrt=LAYERS[2])(jnp.asarray(x[0]))
     np.testing.assert_allclose(between[0], by_hand(model, x[0])[1][2], rtol=2e-4, atol=1e-6)
     assert_intact(model, x, before)
 
@@ -182,7 +182,7 @@ def test_a_model_that_is_closed_over(wrap):
     """Flax refuses to write to a model from inside, and leaves a broken one behind."""
     model, x = new(), jnp.asarray(rows())
     before = model(x)
-    _, taps = jt.capture(wrap(model))(x)
+    _, taps = tapax.capture(wrap(model))(x)
     np.testing.assert_allclose(taps.values[LAYERS[0]], by_hand(model, x)[0][0], atol=2e-5)
     assert_intact(model, x, before)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtap as jt
-from jaxtap.hidden import HiddenError, unrolled
+import tapax
+from tapax.hidden import HiddenError, unrolled
 
 T, B, D, H = 12, 2, 3, 4
 
@@ -123,7 +123,7 @@ def test_two_layers_against_bptt_by_hand(wrap, compiled):
     arguments = two_layers(T, np.random.default_rng(1))
     step = jax.value_and_grad(loss_of(WRAPS[wrap]))
     step = jax.jit(step) if compiled else step
-    (value, grads), taps = jt.capture(step)(*arguments)
+    (value, grads), taps = tapax.capture(step)(*arguments)
     loss, values, by_state = bptt(*arguments)
     np.testing.assert_allclose(value, loss, rtol=1e-12)
     assert set(taps.values) == set(taps.grads) == {"h1", "h2"}
@@ -136,7 +136,7 @@ def test_two_layers_against_bptt_by_hand(wrap, compiled):
 
 def test_a_hundred_steps():
     arguments = two_layers(100, np.random.default_rng(2))
-    _, taps = jt.capture(jax.grad(loss_of(lambda f: f)))(*arguments)
+    _, taps = tapax.capture(jax.grad(loss_of(lambda f: f)))(*arguments)
     _, _, by_state = bptt(*arguments)
     for name in by_state:
         np.testing.assert_allclose(taps.grads[name], by_state[name], rtol=1e-12, atol=1e-12)
@@ -157,7 +157,7 @@ def test_nothing_is_added_to_the_backward_pass():
         return jax.jit(fn).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
     plain = jax.grad(loss_of(lambda f: f))
-    captured = jt.capture(plain, values=None, grads=("h1", "h2"))
+    captured = tapax.capture(plain, values=None, grads=("h1", "h2"))
     result = 2 * T * B * H * 8
     assert memory(captured) <= memory(plain) + result
 
@@ -165,15 +165,15 @@ def test_nothing_is_added_to_the_backward_pass():
 def test_names_are_those_of_the_state_wherever_it_is_defined():
     @jax.jit
     def inner(h, x):
-        with jt.scope("inside"):
-            h = jt.sow(jnp.tanh(h + x), "act") * 2
+        with tapax.scope("inside"):
+            h = tapax.sow(jnp.tanh(h + x), "act") * 2
         return h, jnp.sum(h)
 
     def outer(xs):
-        with jt.scope("rnn"):
+        with tapax.scope("rnn"):
             return lax.scan(unrolled(jax.checkpoint(inner)), jnp.zeros(H), xs)[1].sum()
 
-    _, taps = jt.capture(jax.grad(outer))(np.ones((T, H)))
+    _, taps = tapax.capture(jax.grad(outer))(np.ones((T, H)))
     assert set(taps.values) == {"rnn/h", "rnn/inside/act"}
     assert taps.grads["rnn/h"].shape == (T, H)
     assert taps.sites["rnn/h"].kind == "hidden"
@@ -186,8 +186,8 @@ def test_statistics_and_batches():
 
     xs = np.random.default_rng(5).normal(size=(B, T, H))
     batched = jax.vmap(jax.grad(loss), in_axes=(None, 0))
-    _, full = jt.capture(batched)(0.5, xs)
-    _, taps = jt.capture(batched, values=None, grads={"h": jt.reduce.rms})(0.5, xs)
+    _, full = tapax.capture(batched)(0.5, xs)
+    _, taps = tapax.capture(batched, values=None, grads={"h": tapax.reduce.rms})(0.5, xs)
     assert full.grads["h"].shape == (T, B, H)
     wanted = np.sqrt(np.mean(np.square(full.grads["h"]), axis=(1, 2)))
     np.testing.assert_allclose(taps.grads["h"], wanted, rtol=1e-6)
@@ -201,7 +201,7 @@ def test_a_conditional_has_a_site_in_each_branch():
         return jnp.sum(lax.scan(unrolled(step), jnp.zeros(H), w * xs)[1])
 
     xs = np.random.default_rng(6).normal(size=(T, H))
-    _, taps = jt.capture(jax.grad(loss))(1.0, xs)
+    _, taps = tapax.capture(jax.grad(loss))(1.0, xs)
     total = sum(taps.grads[name] for name in taps.grads)
 
     def by_hand(p):
@@ -222,7 +222,7 @@ def test_what_is_refused():
         unrolled(3)
     step = unrolled(lambda h, x: (h[:1], x))
     with pytest.raises(HiddenError, match=r"goes into .* with shape \[4\] and comes out with"):
-        jt.capture(lambda x: step(jnp.zeros(H), x))(1.0)
+        tapax.capture(lambda x: step(jnp.zeros(H), x))(1.0)
 
 
 def test_a_state_without_gradients_beside_others():
@@ -236,6 +236,6 @@ def test_a_state_without_gradients_beside_others():
         (h, n), _ = lax.scan(unrolled(step), (jnp.zeros(H), 0), xs)
         return jnp.sum(h) + n
 
-    value, taps = jt.capture(jax.value_and_grad(loss))(np.ones((T, H)))
+    value, taps = tapax.capture(jax.value_and_grad(loss))(np.ones((T, H)))
     assert set(taps.grads) == {"0"}
     np.testing.assert_allclose(value[0], loss(np.ones((T, H))))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxtap as jt
+import tapax
 from tests import oracle
 from tests.programs import CASES
 
@@ -19,9 +19,9 @@ def x():
 
 def wrappers():
     return {
-        "capture": lambda f: jt.capture(f),
-        "capture of jit": lambda f: jt.capture(jax.jit(f)),
-        "jit of capture": lambda f: jax.jit(jt.capture(f)),
+        "capture": lambda f: tapax.capture(f),
+        "capture of jit": lambda f: tapax.capture(jax.jit(f)),
+        "jit of capture": lambda f: jax.jit(tapax.capture(f)),
     }
 
 
@@ -31,8 +31,10 @@ def test_values(name, how):
     case = CASES[name]
     steps = 6 if name == "while_loop" else None
     expected_out, expected = oracle.values(case.program, x())
-    captured = wrappers()[how] if steps is None else (lambda f: jax.jit(jt.capture(f, steps=steps)))
-    out, taps = captured(case.program(jt.sow))(x())
+    captured = (
+        wrappers()[how] if steps is None else (lambda f: jax.jit(tapax.capture(f, steps=steps)))
+    )
+    out, taps = captured(case.program(tapax.sow))(x())
     np.testing.assert_allclose(out, expected_out, rtol=TOL, atol=TOL)
     assert set(taps.values) == set(expected) == set(case.loops)
     assert taps.grads == {}
@@ -48,7 +50,7 @@ def test_values(name, how):
 def test_gradients(name, how):
     case = CASES[name]
     expected = oracle.grads(case.program, x())
-    step = jax.value_and_grad(case.program(jt.sow))
+    step = jax.value_and_grad(case.program(tapax.sow))
     out, taps = wrappers()[how](step)(x())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=TOL, atol=TOL), out, step(x()))
     for site, loops in case.loops.items():
@@ -64,6 +66,6 @@ def test_gradients_agree_with_finite_differences(name):
     case = CASES[name]
     with jax.enable_x64(True):
         expected = oracle.finite_differences(case.program, x())
-        _, taps = jt.capture(jax.grad(case.program(jt.sow)))(x())
+        _, taps = tapax.capture(jax.grad(case.program(tapax.sow)))(x())
         for site, loops in case.loops.items():
             oracle.close(oracle.unstack(taps.grads[site], loops), expected[site], 1e-7)

@@ -6,29 +6,29 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtap as jt
+import tapax
 
 equal = np.testing.assert_allclose
 
 
 def test_any_in_axes():
     m = jnp.arange(15.0).reshape(3, 5)
-    _, taps = jt.capture(jax.vmap(lambda c: jt.sow(2 * c, "h"), in_axes=1, out_axes=1))(m)
+    _, taps = tapax.capture(jax.vmap(lambda c: tapax.sow(2 * c, "h"), in_axes=1, out_axes=1))(m)
     equal(taps.values["h"], 2 * m.T)
 
 
 def test_nested():
     m = jnp.arange(105.0).reshape(3, 5, 7)
-    inner = jax.vmap(lambda c: jt.sow(2 * c, "h"), in_axes=1)
-    _, taps = jt.capture(jax.vmap(inner, in_axes=2))(m)
+    inner = jax.vmap(lambda c: tapax.sow(2 * c, "h"), in_axes=1)
+    _, taps = tapax.capture(jax.vmap(inner, in_axes=2))(m)
     equal(taps.values["h"], 2 * jnp.transpose(m, (2, 1, 0)))
 
 
 def test_a_value_that_does_not_depend_on_the_axis_has_none():
     def f(x, y):
-        return jt.sow(jnp.sin(y), "free") + jt.sow(x, "mapped")
+        return tapax.sow(jnp.sin(y), "free") + tapax.sow(x, "mapped")
 
-    _, taps = jt.capture(jax.vmap(f, in_axes=(0, None)))(jnp.ones(4), jnp.ones(2))
+    _, taps = tapax.capture(jax.vmap(f, in_axes=(0, None)))(jnp.ones(4), jnp.ones(2))
     assert taps.values["free"].shape == (2,)
     assert taps.values["mapped"].shape == (4,)
 
@@ -36,26 +36,26 @@ def test_a_value_that_does_not_depend_on_the_axis_has_none():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_per_example_gradients(wrap):
     def loss(x):
-        return jnp.sum(wrap(lambda x: jt.sow(jnp.sin(x), "h"))(x) ** 2)
+        return jnp.sum(wrap(lambda x: tapax.sow(jnp.sin(x), "h"))(x) ** 2)
 
     m = jnp.arange(12.0).reshape(4, 3)
-    _, taps = jt.capture(jax.vmap(jax.grad(loss)))(m)
+    _, taps = tapax.capture(jax.vmap(jax.grad(loss)))(m)
     equal(taps.grads["h"], 2 * jnp.sin(m), rtol=1e-5)
-    _, taps = jt.capture(jax.grad(lambda m: jnp.sum(jax.vmap(loss)(m))))(m)
+    _, taps = tapax.capture(jax.grad(lambda m: jnp.sum(jax.vmap(loss)(m))))(m)
     equal(taps.grads["h"], 2 * jnp.sin(m), rtol=1e-5)
 
 
 def test_loops_come_before_mapped_axes():
     def f(x):
-        return lax.scan(lambda c, t: (jt.sow(c * t, "h"), None), x, jnp.array([2.0, 3.0]))[0]
+        return lax.scan(lambda c, t: (tapax.sow(c * t, "h"), None), x, jnp.array([2.0, 3.0]))[0]
 
     m = jnp.arange(4.0)
-    _, taps = jt.capture(jax.vmap(f))(m)
+    _, taps = tapax.capture(jax.vmap(f))(m)
     equal(taps.values["h"], jnp.stack([2 * m, 6 * m]))
 
 
 def branch(i, x):
-    double, triple = lambda x: jt.sow(2 * x, "a"), lambda x: jt.sow(3 * x, "b")
+    double, triple = lambda x: tapax.sow(2 * x, "a"), lambda x: tapax.sow(3 * x, "b")
     return lax.switch(i, [double, lambda x: x, triple], x)
 
 
@@ -68,7 +68,7 @@ def masked(x, mask):
 
 
 def test_mapped_predicate_says_for_whom_the_branch_ran():
-    _, taps = jt.capture(jax.vmap(branch))(I, M)
+    _, taps = tapax.capture(jax.vmap(branch))(I, M)
     for name, number, factor in (("a", 0, 2), ("b", 2, 3)):
         equal(taps.valid[name], number == I)
         equal(taps.values[name], masked(factor * M, number == I))
@@ -81,7 +81,7 @@ def test_gradients_under_a_mapped_predicate(order):
         "vmap of grad": jax.vmap(jax.grad(one, argnums=1)),
         "grad of vmap": jax.grad(lambda i, m: jnp.sum(jax.vmap(one)(i, m)), argnums=1),
     }[order]
-    out, taps = jt.capture(step)(I, M)
+    out, taps = tapax.capture(step)(I, M)
     equal(out, step(I, M))
     for name, number, factor in (("a", 0, 2), ("b", 2, 3)):
         equal(taps.grads[name], masked(2 * factor * M, number == I))
@@ -90,28 +90,30 @@ def test_gradients_under_a_mapped_predicate(order):
 
 def test_nested_mapped_predicates():
     def f(p, q, x):
-        inner = lambda x: lax.cond(q, lambda x: jt.sow(x, "h"), lambda x: x, x)
+        inner = lambda x: lax.cond(q, lambda x: tapax.sow(x, "h"), lambda x: x, x)
         return lax.cond(p, jax.jit(inner), lambda x: x, x)
 
     p, q = jnp.array([True, True, False, False]), jnp.array([True, False, True, False])
-    _, taps = jt.capture(jax.vmap(f))(p, q, M)
+    _, taps = tapax.capture(jax.vmap(f))(p, q, M)
     equal(taps.valid["h"], p & q)
     equal(taps.values["h"], masked(M, p & q))
 
 
 def test_mapped_predicate_around_a_scan():
     def f(p, x):
-        run = lambda x: lax.scan(lambda c, t: (jt.sow(c * t, "h"), None), x, jnp.arange(1.0, 4.0))
+        run = lambda x: lax.scan(
+            lambda c, t: (tapax.sow(c * t, "h"), None), x, jnp.arange(1.0, 4.0)
+        )
         return lax.cond(p, lambda x: run(x)[0], lambda x: x, x)
 
     p = jnp.array([True, False, True, False])
-    _, taps = jt.capture(jax.vmap(f))(p, M)
+    _, taps = tapax.capture(jax.vmap(f))(p, M)
     equal(taps.valid["h"], np.broadcast_to(p, (3, 4)))
     equal(taps.values["h"], np.stack([masked(c * M, p) for c in (1, 2, 6)]))
 
 
 def count_up(n, x):
-    body = lambda c: (c[0] + 1, jt.sow(c[1] + 1, "h"))
+    body = lambda c: (c[0] + 1, tapax.sow(c[1] + 1, "h"))
     return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
 
 
@@ -119,14 +121,14 @@ N = jnp.array([0, 1, 3, 2])
 
 
 def test_while_with_a_mapped_predicate_stops_with_each_example():
-    out, taps = jt.capture(jax.vmap(count_up))(N, M)
+    out, taps = tapax.capture(jax.vmap(count_up))(N, M)
     equal(out, M + N[:, None])
     equal(taps.valid["h"], N)
     equal(taps.values["h"], masked(M + N[:, None], N > 0))
 
 
 def test_first_steps_of_a_while_with_a_mapped_predicate():
-    _, taps = jt.capture(jax.vmap(count_up), steps=2)(N, M)
+    _, taps = tapax.capture(jax.vmap(count_up), steps=2)(N, M)
     mask = jnp.arange(2)[:, None] < N
     equal(taps.valid["h"], mask)
     expected = M + jnp.arange(1.0, 3.0)[:, None, None]
@@ -135,10 +137,10 @@ def test_first_steps_of_a_while_with_a_mapped_predicate():
 
 def test_scan_in_a_while_with_a_mapped_predicate():
     def f(n, x):
-        inner = lambda x: lax.scan(lambda c, t: (jt.sow(c + t, "h"), None), x, jnp.ones(2))[0]
+        inner = lambda x: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), x, jnp.ones(2))[0]
         return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, inner(c[1])), (0, x))[1]
 
-    _, taps = jt.capture(jax.vmap(f))(N, M)
+    _, taps = tapax.capture(jax.vmap(f))(N, M)
     last = M + 2 * N[:, None]
     expected = np.stack([masked(last - 1, N > 0), masked(last, N > 0)])
     equal(taps.values["h"], expected)
@@ -146,6 +148,6 @@ def test_scan_in_a_while_with_a_mapped_predicate():
 
 
 def test_capture_itself_can_be_mapped():
-    out, taps = jax.vmap(jt.capture(lambda x: jt.sow(jnp.sin(x), "h") * 2))(M)
+    out, taps = jax.vmap(tapax.capture(lambda x: tapax.sow(jnp.sin(x), "h") * 2))(M)
     equal(taps.values["h"], jnp.sin(M), rtol=1e-6)
     equal(out, 2 * jnp.sin(M), rtol=1e-6)

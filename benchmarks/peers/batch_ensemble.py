@@ -20,7 +20,7 @@ from probly.layers import flax as probly
 
 from benchmarks.jax_peers import tell
 from benchmarks.measure import Result, build, race, require_equal
-from jaxtap import nn
+from tapax import nn
 
 MEMBERS = 4
 TOLERANCE = 1e-6
@@ -33,7 +33,7 @@ CASES: list[tuple[str, Callable[[Any], nnx.Module], tuple[int, ...]]] = [
 
 
 def layers(rounds: int) -> list[Result]:
-    """jaxtap's layers over probly's."""
+    """tapax's layers over probly's."""
     results = []
     for name, base, shape in CASES:
         for dtype in (jnp.float32, jnp.bfloat16):
@@ -41,7 +41,7 @@ def layers(rounds: int) -> list[Result]:
             cls = f"BatchEnsemble{name}"
             ours = getattr(nn, cls)(base(dtype), nnx.Rngs(1), MEMBERS)
             theirs = getattr(probly, cls)(base(dtype), nnx.Rngs(1), MEMBERS)
-            both = {"jaxtap": ours, "probly": theirs}
+            both = {"tapax": ours, "probly": theirs}
             states = {name: nnx.split(layer) for name, layer in both.items()}
             built = {
                 name: build(lambda s, x, g=g: nnx.merge(g, s)(x), s, x)
@@ -51,7 +51,7 @@ def layers(rounds: int) -> list[Result]:
             exact = dtype == jnp.float32
             topic = f"{cls} {list(shape)} {jnp.dtype(dtype).name}"
             out = {name: run() for name, run in runs.items()}
-            require_equal(topic, out["jaxtap"], out["probly"], TOLERANCE if exact else 0.01)
+            require_equal(topic, out["tapax"], out["probly"], TOLERANCE if exact else 0.01)
             times = race(runs, rounds, calls=4)
             if exact:
                 flops, moved = (_cost(built, key) for key in ("flops", "bytes accessed"))
@@ -59,14 +59,14 @@ def layers(rounds: int) -> list[Result]:
                 results.append(Result(topic, "memory moved over probly", *moved, "MB", bar=1.0))
             bar = 1.02 if exact else None
             results.append(
-                Result.timed(topic, "time over probly", times, "jaxtap", "probly", bar=bar)
+                Result.timed(topic, "time over probly", times, "tapax", "probly", bar=bar)
             )
     return results
 
 
 def _cost(built: dict[str, Any], key: str) -> tuple[float, float]:
     """What the compiler says of both programs, in millions."""
-    ours, theirs = (built[name].cost_analysis()[key] / 1e6 for name in ("jaxtap", "probly"))
+    ours, theirs = (built[name].cost_analysis()[key] / 1e6 for name in ("tapax", "probly"))
     return ours, theirs
 
 

@@ -1,4 +1,4 @@
-"""Perturbations of hidden states by jaxtap and by braintrace, in one process, on the same cells.
+"""Perturbations of hidden states by tapax and by braintrace, in one process, on the same cells.
 
 python -m benchmarks.peers.recurrent ROUNDS
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxtap as jt
+import tapax
 from benchmarks.jax_peers import tell
 from benchmarks.measure import Result, race
 
@@ -46,26 +46,26 @@ def raced(name: str, rounds: int) -> list[Result]:
     brainstate.nn.init_all_states(cell)
     x = jnp.asarray(np.random.default_rng(0).normal(size=INPUTS), jnp.float32)
     makers = {
-        "jaxtap": lambda: jt.add_hidden_perturbation_in_module(cell, x),
+        "tapax": lambda: tapax.add_hidden_perturbation_in_module(cell, x),
         "braintrace": lambda: braintrace.add_hidden_perturbation_in_module(cell, x),
     }
     made: dict[str, Any] = {who: make() for who, make in makers.items()}
     inputs = _inputs(cell, x)
     mine, theirs = (_gradients(made[who], inputs) for who in makers)
     if mine.keys() != theirs.keys():
-        raise AssertionError(f"jaxtap perturbs {list(mine)}, braintrace {list(theirs)}.")
+        raise AssertionError(f"tapax perturbs {list(mine)}, braintrace {list(theirs)}.")
     for path in mine:
         np.testing.assert_allclose(mine[path], theirs[path], atol=1e-6)
     results = [made[who].eval_jaxpr(inputs, made[who].init_perturb_data()) for who in makers]
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
-    zeros = made["jaxtap"].init_perturb_data()
+    zeros = made["tapax"].init_perturb_data()
     evaluating = {who: lambda p=p: p.eval_jaxpr(inputs, zeros) for who, p in made.items()}
     both = {who: lambda make=make: make().eval_jaxpr(inputs, zeros) for who, make in makers.items()}
     topic = f"perturbation of a {name}"
     return [
-        Result.timed(topic, f"{what} over braintrace", times, "jaxtap", "braintrace", 1.0)
+        Result.timed(topic, f"{what} over braintrace", times, "tapax", "braintrace", 1.0)
         for what, times in (
             ("building", race(makers, rounds, calls=5)),
             ("evaluating", race(evaluating, rounds, calls=20)),

@@ -1,7 +1,7 @@
 """Inside the network: what moves S, and what every layer does.
 
 Sensitivities dS/d(T, rho, Z, k) of the network, beside those of the solver itself, which is
-differentiable; and the values and gradients of every layer, read by jaxtap from the unmodified
+differentiable; and the values and gradients of every layer, read by tapax from the unmodified
 model, whose `__call__` is under `@nnx.jit`, inside plain `jax.grad` and `jax.vmap`, inside
 `nnx.grad`, and inside the very step that trains it.
 
@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-import jaxtap as jt
+import tapax
 
 from .model import NNModel
 from .plasma import Mixture
@@ -74,28 +74,28 @@ def _derivatives(mixture: Mixture, state: jax.Array, k: jax.Array) -> jax.Array:
     return jnp.concatenate([by_state, by_k[..., None]], -1)
 
 
-def under_jax_grad(model: NNModel, x: jax.Array) -> tuple[jax.Array, jt.Taps]:
+def under_jax_grad(model: NNModel, x: jax.Array) -> tuple[jax.Array, tapax.Taps]:
     """The gradient of the first S by each row of x, and every layer of it on the way."""
-    return jt.capture(jax.vmap(jax.grad(lambda x: model(x)[0])))(x)
+    return tapax.capture(jax.vmap(jax.grad(lambda x: model(x)[0])))(x)
 
 
-def under_nnx_grad(model: NNModel, x: jax.Array) -> tuple[jax.Array, jt.Taps]:
+def under_nnx_grad(model: NNModel, x: jax.Array) -> tuple[jax.Array, tapax.Taps]:
     """The same by Flax's own transformation, which takes the model as it is."""
-    return jt.capture(nnx.grad(lambda model, x: model(x)[..., 0].sum(), argnums=1))(model, x)
+    return tapax.capture(nnx.grad(lambda model, x: model(x)[..., 0].sum(), argnums=1))(model, x)
 
 
 def in_training(
     model: NNModel, optimizer: nnx.Optimizer, data: Data, rows: int = 512
-) -> tuple[jax.Array, jt.Taps]:
+) -> tuple[jax.Array, tapax.Taps]:
     """One more step of the training: its loss, and every layer's value and gradient in it."""
-    return jt.capture(train_step)(model, optimizer, data.x[:rows], data.y[:rows])
+    return tapax.capture(train_step)(model, optimizer, data.x[:rows], data.y[:rows])
 
 
 def rms(x: Any) -> float:
     return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
 
 
-def layers_table(looks: Mapping[str, jt.Taps]) -> Table:
+def layers_table(looks: Mapping[str, tapax.Taps]) -> Table:
     """Every layer with the root mean square of what it returned and of its gradient."""
     table = Table(
         title="Layer by layer, root mean square",

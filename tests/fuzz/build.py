@@ -1,6 +1,6 @@
 """A program as a JAX function: `build(program, sow)(x, n)`.
 
-`sow(value, name)` is called at every mark. With `jaxtap.sow` it is the program under test, with
+`sow(value, name)` is called at every mark. With `tapax.sow` it is the program under test, with
 `plain` the program without marks.
 
 `by_hand(program, mark)(given, x, n)` is the program for changes that are written into its source.

@@ -185,22 +185,22 @@ def arguments(program: Program) -> tuple[jax.Array, jax.Array]:
 
 
 def check(program: Program) -> None:
-    """Captures the program with `jaxtap` and compares.
+    """Captures the program with `tapax` and compares.
 
     Raises `Mismatch` if they differ, `Undecided` if the reference cannot tell.
     """
-    import jaxtap as jt
+    import tapax
 
     reference = run(program)
-    fn = build(program, jt.sow)
+    fn = build(program, tapax.sow)
     args = arguments(program)
     match program.how:
         case "plain":
-            captured = jt.capture(fn, steps=program.steps)
+            captured = tapax.capture(fn, steps=program.steps)
         case "jit outside":
-            captured = jax.jit(jt.capture(fn, steps=program.steps))
+            captured = jax.jit(tapax.capture(fn, steps=program.steps))
         case "jit inside":
-            captured = jt.capture(jax.jit(fn), steps=program.steps)
+            captured = tapax.capture(jax.jit(fn), steps=program.steps)
     out, taps = captured(*args)
     plainly = jax.jit(build(program, plain))(*args)
     want = Laid(np.asarray(plainly, np.float64), reference.coarse)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import jaxtap as jt
+import tapax
 
 from . import build
 from .compare import Laid, Mismatch, arguments, expected, missing_axes, wrong
@@ -43,15 +43,15 @@ def check_cuts(program: Program) -> None:
         if loops:
             _refuses(fn, args, name)
             step = int(rng.integers(0, max(1, loops[-1].size)))
-            name = jt.at(name, step=step)
+            name = tapax.at(name, step=step)
         if site.conditional or site.counted or len(loops) > 1:
             _refuses(fn, args, name)
             continue
-        value = jt.prefix(fn, name)(*args)
+        value = tapax.prefix(fn, name)(*args)
         _compare_value(reference, site, step, value)
         try:
-            out = jt.suffix(fn, name)(value, *args)
-        except jt.SiteError as error:
+            out = tapax.suffix(fn, name)(value, *args)
+        except tapax.SiteError as error:
             edit = Edit(f"{site.name}@{site.call}", "number")
             idle = is_idle(replace(program, edits=(edit,)), {}, plainly)
             if "never reaches" not in str(error) or not idle:
@@ -62,8 +62,8 @@ def check_cuts(program: Program) -> None:
 
 def _refuses(fn: Callable[..., Any], args: Any, name: Any) -> None:
     try:
-        jt.prefix(fn, name)(*args)
-    except jt.SiteError:
+        tapax.prefix(fn, name)(*args)
+    except tapax.SiteError:
         return
     raise Mismatch(f"a cut at {name!r} must raise")
 

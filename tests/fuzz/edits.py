@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxtap as jt
+import tapax
 
 from . import build
 from .compare import Laid, arguments, close, wrong
@@ -164,15 +164,15 @@ def _number(site: Site) -> Any:
 
 
 def by_engine(program: Program, fn: Callable[..., Any], constant: Given) -> Edited:
-    """The program edited by `jt.edit`: what edits that are not traced are given is a constant."""
+    """Edits the program with `tapax.edit`; edits that are not traced get a constant."""
     found = sites(program)
 
     def pair(edit: Edit, given: dict[str, Any]) -> tuple[Any, Any]:
         name = edit.name
         if edit.stop is not None:
-            name = jt.at(name, step=slice(edit.step, edit.stop))
+            name = tapax.at(name, step=slice(edit.step, edit.stop))
         elif edit.step is not None:
-            name = jt.at(name, step=given["step"] if edit.traced else edit.step)
+            name = tapax.at(name, step=given["step"] if edit.traced else edit.step)
         if edit.what == "array":
             return name, given["array"]
         if edit.what == "number":
@@ -185,24 +185,24 @@ def by_engine(program: Program, fn: Callable[..., Any], constant: Given) -> Edit
         pairs: dict[str, list[Any]] = {"value": [], "grad": []}
         for edit, traced, known in zip(program.edits, given, constant, strict=True):
             pairs[edit.of].append(pair(edit, traced if edit.traced else known))
-        return jt.edit(fn, values=pairs["value"], grads=pairs["grad"])(x, n)
+        return tapax.edit(fn, values=pairs["value"], grads=pairs["grad"])(x, n)
 
     return jax.jit(run) if program.how == "jit outside" else run
 
 
 def check_edits(program: Program) -> None:
-    """Edits the program with `jaxtap` and by hand, and compares."""
+    """Edits the program with `tapax` and by hand, and compares."""
     decide(program)
     fn = marked(program)
     shapes: dict[str, tuple[int, ...]] = {}
     if any(edit.axes for edit in program.edits):
-        shapes = {site.name: site.shape for site in jt.sites(fn)(*arguments(program))}
+        shapes = {site.name: site.shape for site in tapax.sites(fn)(*arguments(program))}
     while program.edits:
         known = given(program, shapes)
         way, want = _expected(program, by_hand(program, shapes), known)
         try:
             got = way(program, by_engine(program, fn, known), known)
-        except jt.SiteError as error:
+        except tapax.SiteError as error:
             program = _without_idle(program, shapes, error)
             continue
         except ValueError as error:
@@ -221,16 +221,16 @@ def check_no_edit(program: Program) -> None:
     fn, args = marked(program), arguments(program)
     decide(program)
     want = jax.jit(build.build(program))(*args)
-    same(program, "an edit of nothing", jt.edit(fn, values={}, grads={})(*args), want)
+    same(program, "an edit of nothing", tapax.edit(fn, values={}, grads={})(*args), want)
     found = sites(program)
     for of in get_args(Of):
-        edited = jt.edit(fn, **{f"{of}s": {lambda site: True: lambda x: x}})
+        edited = tapax.edit(fn, **{f"{of}s": {lambda site: True: lambda x: x}})
         edited = jax.jit(edited) if program.how == "jit outside" else edited
         every = (Edit(name, "number", of) for name in dict.fromkeys(s.name for s in found))
         numbers = replace(program, edits=tuple(e for e in every if picked(e, found)))
         try:
             same(program, f"an edit of every {of} by the identity", edited(*args), want)
-        except jt.SiteError:
+        except tapax.SiteError:
             if not is_idle(numbers, {}, want):
                 raise
 
@@ -249,7 +249,7 @@ def coarse(program: Program) -> bool:
 
 def marked(program: Program) -> Callable[..., Any]:
     """The program under test."""
-    fn = build.build(program, jt.sow)
+    fn = build.build(program, tapax.sow)
     return jax.jit(fn) if program.how == "jit inside" else fn
 
 
@@ -343,7 +343,7 @@ def tangent(program: Program, fn: Edited, known: Given) -> Any:
 
 
 def _without_idle(
-    program: Program, shapes: dict[str, tuple[int, ...]], error: jt.SiteError
+    program: Program, shapes: dict[str, tuple[int, ...]], error: tapax.SiteError
 ) -> Program:
     """The program without an edit that an error is about, and that does nothing by hand."""
     found = sites(program)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxtap as jt
+import tapax
 
 from . import build
 from .compare import Laid, Mismatch, arguments, close, expected, wrong
@@ -31,14 +31,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def check_perturbed(program: Program) -> None:
-    """Perturbs the loss with `jaxtap` and by hand, and compares."""
+    """Perturbs the loss with `tapax` and by hand, and compares."""
     (node,) = program.body
     assert isinstance(node, Grad)
     decide(program)
     inner, args = replace(program, body=node.body), arguments(program)
-    loss = _loss(build.build(inner, jt.sow))
+    loss = _loss(build.build(inner, tapax.sow))
     loss = jax.jit(loss) if program.how == "jit inside" else loss
-    zeros = jt.perturbations(loss)(*args)
+    zeros = tapax.perturbations(loss)(*args)
     floats = {site.label for site in sites(inner) if site.dtype != "int"}
     if not set(zeros) <= floats:
         raise Mismatch(f"perturbations are for {sorted(zeros)}, expected {sorted(floats)}")
@@ -54,7 +54,7 @@ def check_perturbed(program: Program) -> None:
             if "Context mesh" in str(error):
                 return
             raise
-        engine = jax.value_and_grad(jt.perturbed(loss))
+        engine = jax.value_and_grad(tapax.perturbed(loss))
         engine = jax.jit(engine) if program.how == "jit outside" else engine
         got = engine(some, *args)
         same(program, "the perturbed loss", got[0], both[0])
@@ -66,7 +66,7 @@ def _check_missing(inner: Program, loss: Any, args: Any, missing: set[str]) -> N
     """A site without a perturbation is one that the loss does not depend on."""
     if not missing:
         return
-    shapes = {s.name: s.shape for s in jt.sites(loss)(*args) if s.name in missing}
+    shapes = {s.name: s.shape for s in tapax.sites(loss)(*args) if s.name in missing}
     zeros = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     grads = jax.jit(jax.grad(_loss(_by_hand(inner, shapes))))(zeros, *args)
     wrong = [name for name in missing if name not in grads or np.any(grads[name])]
@@ -98,8 +98,8 @@ def _by_hand(program: Program, shapes: Shapes) -> Callable[..., Any]:
 def _compare_gradients(program: Program, loss: Callable[..., Any], shapes: Shapes) -> None:
     args = arguments(program)
     way = jax.jit if program.how == "jit outside" else lambda fn: fn
-    grads = jax.device_get(way(jt.grad(loss))(*args))
-    _, taps = way(jt.capture(jax.grad(loss), values=None))(*args)
+    grads = jax.device_get(way(tapax.grad(loss))(*args))
+    _, taps = way(tapax.capture(jax.grad(loss), values=None))(*args)
     reference = run(program)
     for site in reference.sites:
         if site.label not in shapes:

@@ -1,6 +1,0 @@
-"""The search for the first NaN or infinity: `find_nonfinite`, and what it finds."""
-
-from jaxtap.nonfinite._finding import Finding, Range
-from jaxtap.nonfinite._search import find_nonfinite, searching
-
-__all__ = ["Finding", "Range", "find_nonfinite", "searching"]

@@ -1,0 +1,72 @@
+"""tapax: see, differentiate and change what happens inside any JAX program."""
+
+import importlib
+from typing import Any
+
+from tapax import hidden, plot, reduce
+from tapax._capture import capture, sites
+from tapax._cut import prefix, suffix
+from tapax._edit import edit
+from tapax._gradients import grad, jacobian, value_and_grad
+from tapax._listing import ModuleTable, modules
+from tapax._mark import perturb, scope, sow
+from tapax._perturbations import perturbations, perturbed
+from tapax._sites import Site, SiteError, at, lines, named, ops
+from tapax._taps import SiteTable, Taps
+from tapax.hidden import (
+    HiddenPerturbation,
+    add_hidden_perturbation,
+    add_hidden_perturbation_in_module,
+)
+from tapax.nonfinite import Finding, find_nonfinite
+from tapax.watching import Histogram, Log, Monitor, alert, monitor, open, sink
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "Finding",
+    "HiddenPerturbation",
+    "Histogram",
+    "Log",
+    "ModuleTable",
+    "Monitor",
+    "Site",
+    "SiteError",
+    "SiteTable",
+    "Taps",
+    "add_hidden_perturbation",
+    "add_hidden_perturbation_in_module",
+    "alert",
+    "at",
+    "capture",
+    "edit",
+    "find_nonfinite",
+    "grad",
+    "hidden",
+    "jacobian",
+    "lines",
+    "modules",
+    "monitor",
+    "named",
+    "open",
+    "ops",
+    "perturb",
+    "perturbations",
+    "perturbed",
+    "plot",
+    "prefix",
+    "reduce",
+    "scope",
+    "sink",
+    "sites",
+    "sow",
+    "suffix",
+    "value_and_grad",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Its layers are modules of Flax, which is imported only where it is used.
+    if name == "nn":
+        return importlib.import_module("tapax.nn")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

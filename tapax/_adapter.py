@@ -1,0 +1,108 @@
+"""What an adapter is: all that tapax knows of a framework.
+
+The files in `adapters/` have one each. Nothing else in the library knows a framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+class Adapter:
+    """What tapax knows of a framework: what a module is, where it is, how its calls are seen."""
+
+    package = ""
+    """The top-level package of the framework, whose files are not the user's."""
+
+    def is_module(self, value: Any) -> bool:
+        """Whether a value is a module of this framework."""
+        raise NotImplementedError
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        """The attributes of a module that may be modules, or containers of some, by name.
+
+        A name that is empty adds nothing to the path: it is that of something wrapped.
+        """
+        raise NotImplementedError
+
+    def name(self, module: Any) -> str:
+        """What to call a module that is in no other."""
+        return type(module).__name__
+
+    def state(self, module: Any) -> Any:
+        """The arrays of a module, in a structure with the names of its attributes as keys."""
+        return module
+
+    def wraps(self, value: Any) -> bool:
+        """Whether a value is no module, but something of the framework's around one."""
+        return False
+
+    def maker(self, model: Any) -> Callable[..., Any] | None:
+        """The function by whose call the modules of a model come to be, if they do so by one."""
+        return None
+
+    def has_site(self, module: Any) -> bool:
+        """Whether what a module returns is a site: a container of modules returns nothing."""
+        return callable(module)
+
+    def is_opaque(self, value: Any) -> bool:
+        """Whether a part of a result is an object of its own, whose arrays are not results."""
+        return self.is_module(value)
+
+    def seen(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, calls of modules are seen; afterwards the framework is as it was before."""
+        raise NotImplementedError
+
+    def traced(self, trace: Callable[[], Any]) -> Any:
+        """Traces a program, and once more in another way if the first fails and may have to."""
+        return trace()
+
+    def lasting(self, fn: Any) -> bool:
+        """Whether equal arguments, and equal state, mean equal calls of a function.
+
+        They do if it is a module; or if it is jitted by the framework, and so keeps what it closes
+        over.
+        """
+        return False
+
+    def keeps_numbers(self, call: FunctionCall) -> Callable[[Any], bool] | None:
+        """Tells the parts of a call's arguments in which Python numbers are static."""
+        return None
+
+    def opened(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
+        """The call of a captured function with its stateful objects taken apart into arrays."""
+        return contextlib.nullcontext(call)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionCall:
+    """A function, its arguments, and what makes the result that the user sees of its own."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    close: Callable[[Any], Any] = lambda out: out
+    memory: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    """What adapters have learned of the function, from one call to the next."""
+    own: Callable[[Any], Any] = lambda out: out
+    """What of the result is the function's own, and no state."""
+
+    @property
+    def arguments(self) -> Any:
+        """What of the call may hold arrays: the arguments, and a function that is a structure."""
+        whole = jax.tree_util.all_leaves([self.fn])
+        return self.args, self.kwargs, None if whole else self.fn
+
+    def run(self, arguments: Any) -> Any:
+        """Makes the call, on other arguments of the same structure."""
+        args, kwargs, fn = arguments
+        return (self.fn if fn is None else fn)(*args, **kwargs)
+
+
+class Reopen(Exception):
+    """Raised when a call that is being traced must be taken apart anew: there is more state."""

@@ -1,0 +1,184 @@
+"""Anchors: which of several equal modules a copy of one is, told by where its arrays come from.
+
+A transformation that takes a module as an argument puts a twin of it together inside. In a loop
+over equal blocks nothing in the program's source says which block the twin is a copy of; and JAX
+may trace the loop's body once for all of them. But every call is given the arrays of one block. So
+one of the twin's arrays is *anchored*: an equation that has no result, with the modules that the
+twin may be a copy of. `resolve` follows the arguments of the program to the anchors, through
+every body they are handed to, and puts the right names into the scopes.
+
+A body that several calls share becomes a body for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.interpreters import ad, batching, mlir
+
+from tapax import _compat
+from tapax._bodies import bodies
+from tapax._scopes import Place, segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchor:
+    """The paths that a module may have, and that of the anchored array from there.
+
+    `arrays` are the arrays of those modules where they are at hand: those of a model that the
+    function closes over.
+    """
+
+    choices: tuple[str, ...]
+    leaf: str
+    arrays: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
+    uid: int = dataclasses.field(default_factory=itertools.count(1).__next__)
+
+    def choose(self, origin: Any) -> str | None:
+        """The choice that an array of this origin belongs to; None if it cannot be told.
+
+        An origin is a path, an array that is a constant of the program, or None if it is computed.
+        """
+        if isinstance(origin, str):
+            ends = [c for c in self.choices if f"/{origin}".endswith(f"/{c}/{self.leaf}")]
+            return max(ends, key=len, default=None)
+        found = [c for c, x in zip(self.choices, self.arrays, strict=True) if x is origin]
+        return found[0] if origin is not None and found else None
+
+
+class AnchorEffect(_compat.Effect):
+    """Keeps anchors alive."""
+
+
+anchor_effect = AnchorEffect()
+anchor_p = _compat.Primitive("anchor")
+anchor_p.multiple_results = True
+
+
+def anchor(x: Any, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -> int:
+    """Anchors an array; returns what a `Place` refers to it by."""
+    # A traced array must not outlive its trace.
+    kept = tuple(None if isinstance(a, Tracer) else a for a in arrays)
+    made = Anchor(choices, leaf, kept)
+    anchor_p.bind(x, anchor=made)
+    return made.uid
+
+
+def labels(arguments: Any) -> list[str]:
+    """Where each array among the arguments of a program is, as a path."""
+    paths = jax.tree_util.tree_flatten_with_path(arguments)[0]
+    return [leaf_path(keys) for keys, _ in paths]
+
+
+class PathKey(str):
+    """A key of a dict that is a path itself."""
+
+    __slots__ = ()
+
+
+def leaf_path(keys: Sequence[Any]) -> str:
+    """The keys of a leaf as a path."""
+    return "/".join(map(_key_path, keys))
+
+
+def _key_path(key: Any) -> str:
+    inner = getattr(key, "key", None)
+    if isinstance(inner, PathKey):
+        return inner
+    return segment(jax.tree_util.keystr((key,), simple=True))
+
+
+def resolve(jaxpr: Any, origins: Sequence[Any]) -> Any:
+    """The program without anchors, and with the names that they tell."""
+    if not is_anchored(jaxpr):
+        return jaxpr
+    inner = _compat.open_jaxpr(jaxpr)
+    known = dict(_compat.jaxpr_inputs(jaxpr, origins))
+    chosen: dict[int, str] = {}
+    eqns = []
+    for eqn in inner.eqns:
+        from_where = [v.val if isinstance(v, _compat.Literal) else known.get(v) for v in eqn.invars]
+        if eqn.primitive is anchor_p:
+            choice = eqn.params["anchor"].choose(from_where[0])
+            if choice is not None:
+                chosen[eqn.params["anchor"].uid] = choice
+            continue
+        if eqn.primitive.name in _PASSING:
+            known[eqn.outvars[0]] = from_where[0]
+        params = {k: _resolve_param(eqn, v, from_where) for k, v in eqn.params.items()}
+        effects = frozenset(e for e in eqn.effects if e is not anchor_effect)
+        eqns.append(_renamed(eqn.replace(params=params, effects=effects), chosen))
+    effects = frozenset(e for e in inner.effects if e is not anchor_effect)
+    made = inner.replace(eqns=eqns, effects=effects)
+    return made if inner is jaxpr else jaxpr.replace(jaxpr=made)
+
+
+# What an array may go through on its way and still be that array.
+_PASSING = frozenset(
+    {"convert_element_type", "copy", "squeeze", "slice", "dynamic_slice", "gather", "reshape"}
+    | {"transpose", "broadcast_in_dim", "optimization_barrier", "sharding_constraint", "pvary"}
+)
+
+
+def is_anchored(jaxpr: Any) -> bool:
+    """Whether there are anchors in a program; some equations keep effects to themselves."""
+    inner = _compat.open_jaxpr(jaxpr)
+    return anchor_effect in inner.effects or any(
+        is_anchored(body) for eqn in inner.eqns if eqn.effects for body in bodies(eqn)
+    )
+
+
+def _resolve_param(eqn: Any, value: Any, origins: list[Any]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_resolve_param(eqn, part, origins) for part in value)
+    inner = _compat.open_jaxpr(value)
+    if not hasattr(inner, "eqns"):
+        return value
+    count = len(inner.invars)
+    if eqn.primitive.name == "while":
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        own = origins[:first] if value is eqn.params["cond_jaxpr"] else origins[first:][:second]
+        origins = [*own, *(None for _ in range(count - len(own)))]
+    elif len(origins) != count:
+        # The first operand of a conditional is its index.
+        origins = origins[1:] if len(origins) == count + 1 else [None] * count
+    return resolve(value, origins)
+
+
+def _renamed(eqn: Any, chosen: dict[int, str]) -> Any:
+    def rename(name: str) -> str:
+        if not isinstance(name, Place) or name.anchor not in chosen:
+            return name
+        return name.moved(chosen[name.anchor])
+
+    return _compat.rename_scopes(eqn, rename) if chosen else eqn
+
+
+def _no_result(*args: Any, **params: Any) -> list[Any]:
+    del args, params
+    return []
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    del tangents
+    return anchor_p.bind(*primals, **params), []
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    del dims
+    return anchor_p.bind(*args, **params), []
+
+
+_compat.allow_effect(AnchorEffect)
+anchor_p.def_impl(_no_result)
+anchor_p.def_effectful_abstract_eval(lambda *args, **params: ([], {anchor_effect}))
+mlir.register_lowering(anchor_p, lambda ctx, *args, **params: [])
+ad.primitive_jvps[anchor_p] = _jvp
+batching.primitive_batchers[anchor_p] = _batch
+# An anchor stays in the loop that it is in, with the names that it is for.
+_compat.register_partial_eval(anchor_p, lambda stage, tracers, params: stage())

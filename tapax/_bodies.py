@@ -1,0 +1,166 @@
+"""Reading jaxprs without evaluating them: the bodies of equations, and the taps in them."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from tapax import _compat
+from tapax._derivative import change_p
+from tapax._scopes import Scopes, scopes_of
+from tapax._tap import Mark, tap_effect, tap_p
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The jaxprs in an equation's parameters."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            body = _compat.hidden_body(part)
+            body = part if body is None else body
+            if hasattr(_compat.open_jaxpr(body), "eqns"):
+                yield body
+
+
+def strip(value: Any, marks: list[Mark] | None = None) -> Any:
+    """A jaxpr, or a structure with some in it, without its taps, whose marks go to `marks`.
+
+    Where a body cannot be replaced, its marks are found all the same.
+    """
+    marks = [] if marks is None else marks
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(strip(v, marks) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(strip(v, marks) for v in value)
+    hidden = _compat.hidden_body(value)
+    if hidden is not None:
+        strip(hidden, marks)
+        return value
+    inner = _compat.open_jaxpr(value)
+    if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
+        return value
+    renamed: dict[Any, Any] = {}
+
+    def rename(v: Any) -> Any:
+        return v if isinstance(v, _compat.Literal) else renamed.get(v, v)
+
+    eqns = []
+    for eqn in inner.eqns:
+        if eqn.primitive is tap_p:
+            if eqn.params["kind"] == "value":
+                marks.append(eqn.params["mark"].within(scopes_of(eqn)))
+            renamed[eqn.outvars[0]] = rename(eqn.invars[0])
+            eqns += [_zeros(token) for token in eqn.outvars[1:]]
+            continue
+        if eqn.primitive is change_p:
+            eqns += _unchanged(eqn, renamed, rename)
+            continue
+        params = {k: strip(v, marks) for k, v in eqn.params.items()}
+        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
+        invars = [rename(v) for v in eqn.invars]
+        eqns.append(eqn.replace(invars=invars, params=params, effects=effects))
+    effects = frozenset(e for e in inner.effects if e is not tap_effect)
+    outvars = [rename(v) for v in inner.outvars]
+    plain = inner.replace(eqns=eqns, outvars=outvars, effects=effects)
+    return plain if inner is value else value.replace(jaxpr=plain)
+
+
+def _unchanged(eqn: Any, renamed: dict[Any, Any], rename: Any) -> list[Any]:
+    """What is left of the derivative of an edit where there is none: it is the identity."""
+    if eqn.params["order"] < 2:
+        renamed[eqn.outvars[0]] = rename(eqn.invars[-1])
+        return []
+    return [_zeros(eqn.outvars[0])]
+
+
+def _zeros(variable: Any) -> Any:
+    """An equation that gives zeros."""
+    made = jax.make_jaxpr(lambda: _compat.zeros(variable.aval))()
+    (eqn,) = _compat.open_jaxpr(made).eqns
+    return eqn.replace(outvars=[variable])
+
+
+def quieted(value: Any, again: str | None = "copy") -> Any:
+    """A jaxpr, or a structure with some in it, whose taps are not kept where nothing uses them.
+
+    Marked values are there as values that are computed once `again`.
+    """
+    if type(value) is tuple:
+        return tuple(quieted(v, again) for v in value)
+    inner: Any = _compat.open_jaxpr(value)
+    if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
+        return value
+    eqns = []
+    for eqn in inner.eqns:
+        params = {k: quieted(v, again) for k, v in eqn.params.items()}
+        if again and eqn.primitive is tap_p and params["kind"] == "value":
+            params["kind"] = again
+        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
+        eqns.append(eqn.replace(params=params, effects=effects))
+    effects = frozenset(e for e in inner.effects if e is not tap_effect)
+    quiet = inner.replace(eqns=eqns, effects=effects)
+    return quiet if inner is value else value.replace(jaxpr=quiet)
+
+
+def reaching(jaxpr: Any, results: Sequence[int] | None = None) -> frozenset[int]:
+    """The marks of a program whose taps are needed for its results, or for some of them."""
+    return Uids().within(_compat.dce(quieted(jaxpr, again=None), results))
+
+
+class Uids:
+    """The marks in bodies, by which their taps and the changes of those are known."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, frozenset[int]]] = {}
+
+    def within(self, jaxpr: Any) -> frozenset[int]:
+        inner = _compat.open_jaxpr(jaxpr)
+        if id(inner) not in self._known:
+            found: set[int] = set()
+            for eqn in inner.eqns:
+                if eqn.primitive in (tap_p, change_p):
+                    found.add(eqn.params["mark"].uid)
+                for body in bodies(eqn):
+                    found |= self.within(body)
+            # The jaxpr is kept so that its id stays its own.
+            self._known[id(inner)] = inner, frozenset(found)
+        return self._known[id(inner)][1]
+
+
+def first_uid(jaxpr: Any) -> int:
+    """The first mark that was traced in a body; a large number if there is none."""
+    uids = [
+        eqn.params["mark"].uid if eqn.primitive is tap_p else min(map(first_uid, bodies(eqn)))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+        if tap_effect in eqn.effects
+    ]
+    return min(uids, default=sys.maxsize)
+
+
+def count_calls(jaxpr: Any, scopes: Scopes = ()) -> Counter[str]:
+    """How often each site is called in a body."""
+    found: Counter[str] = Counter()
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        here = scopes_of(eqn, scopes)
+        if eqn.primitive is tap_p and eqn.params["kind"] == "value":
+            found[eqn.params["mark"].within(here).path] += 1
+        elif tap_effect in eqn.effects:
+            for body in bodies(eqn):
+                found += count_calls(body, here)
+    return found
+
+
+def is_of_two(jaxpr: Any, eqn: Any) -> bool:
+    """Whether a conditional was written as `lax.cond`, which puts the branch for true second.
+
+    Its index is a boolean made a number, where that of `lax.switch` is clamped. Where neither is to
+    be seen, the branch that was traced first was written first.
+    """
+    index, branches = eqn.invars[0], eqn.params["branches"]
+    for maker in jaxpr.eqns:
+        if index in maker.outvars and maker.primitive.name in ("convert_element_type", "clamp"):
+            return maker.invars[0].aval.dtype == bool
+    return len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0])

@@ -1,0 +1,163 @@
+"""`capture` and `sites`: trace a function with its marks, walk the program, return what it holds.
+
+>>> import jax, jax.numpy as jnp, tapax
+>>> @jax.jit
+... def step(w, x):
+...     def loss(w):
+...         h = tapax.sow(jnp.tanh(x @ w), "h")
+...         return jnp.sum(h**2)
+...
+...     return w - 0.1 * jax.grad(loss)(w)
+>>> w, taps = tapax.capture(step)(jnp.ones((3, 2)), jnp.ones(3))
+>>> taps.values["h"].shape, taps.grads["h"].shape
+((2,), (2,))
+>>> tapax.sites(step)(jnp.ones((3, 2)), jnp.ones(3)).names
+['h']
+
+See `_job` for when a captured function is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from tapax import _compat
+from tapax._arguments import name_of
+from tapax._job import Instrumented, Job, check_function
+from tapax._patch import current
+from tapax._plan import Plan
+from tapax._program import Program, trace
+from tapax._sites import Selection
+from tapax._taps import SiteTable, Taps
+from tapax._walk import eager
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def capture(
+    fn: Callable[P, R],
+    values: Selection = "**",
+    grads: Selection = "**",
+    *,
+    modules: Any = True,
+    steps: int | None = None,
+) -> Callable[P, tuple[R, Taps]]:
+    """A function that returns what `fn` does, and the `Taps`: what happened inside.
+
+    `values` and `grads` select the sites whose values and whose gradients to return; gradients are
+    those that `fn` itself takes. A site that is named exactly is returned, or the call raises
+    `SiteError`. A mapping such as `{"**/mlp": tapax.reduce.rms}` returns statistics instead, taken
+    inside the program. `steps` keeps the first iterations of while loops instead of the last.
+
+    Every result of a module of Flax, Equinox, Haiku or brainstate is a site. `modules=False`, a
+    selection, or a filter `(module, method_name) -> bool` narrows that.
+    """
+    check_function(fn, "capture")
+    plan = Plan.make(values, grads, steps, modules, reducing=True)
+    if _compat.jit_options(fn) is None:
+        return _Captured(fn, plan)
+    try:
+        return _jitted(fn, plan)
+    except TypeError:  # a predicate that cannot be hashed
+        return _jitted.__wrapped__(fn, plan)
+
+
+def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
+    """A function that lists every site of `fn` for some arguments. It traces, computes nothing."""
+    check_function(fn, "sites")
+    captured = capture(fn)
+
+    @functools.wraps(fn)
+    def listed(*args: P.args, **kwargs: P.kwargs) -> SiteTable:
+        if isinstance(captured, _Captured):
+            return captured.survey(args, kwargs)
+        return captured.eval_shape(*args, **kwargs)[1].sites  # pyright: ignore
+
+    return listed
+
+
+@functools.lru_cache(maxsize=64)
+def _jitted(fn: Any, plan: Plan) -> Any:
+    """A jitted function, captured: a jitted function, with the same options.
+
+    So its static, donated and sharded arguments stay so, and calls take JAX's fast path. The same
+    capture of the same function is the same function: it may well be written in a loop.
+    """
+    inner, options = fn.__wrapped__, _compat.jit_options(fn) or {}
+    if "out_shardings" in options:
+        options["out_shardings"] = (options["out_shardings"], None)
+
+    @functools.wraps(inner)
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        # Under `jax.disable_jit()` there are no tracers, and what is no array is static.
+        wanted = (jax.Array, np.ndarray) if eager() else Tracer
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, wanted)]
+
+        def join(arrays: Sequence[Any]) -> Any:
+            filled = list(leaves)
+            for i, x in zip(places, arrays, strict=True):
+                filled[i] = x
+            return treedef.unflatten(filled)
+
+        def pick(parts: list[Any]) -> list[Any]:
+            return [parts[i] for i in places]
+
+        arrays, arguments = pick(leaves), (args, kwargs)
+        run = lambda call: current(inner)(*call[0], **call[1])  # noqa: E731
+        program = trace(inner, run, plan, arguments, arrays, join, pick)
+        outs, taps = program.walk(plan, arrays)
+        return program.join(outs), taps
+
+    return jax.jit(captured, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Capturing(Job):
+    """Returns what the plan selects besides the results."""
+
+    plan: Plan
+
+    def run(
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
+    ) -> Any:
+        return program.walk(self.plan, arrays)
+
+    def finish(self, out: Any, extra: Any) -> Any:
+        return out, extra
+
+
+class _Captured(Generic[P, R]):
+    """A captured function."""
+
+    def __init__(self, fn: Callable[P, R], plan: Plan):
+        functools.update_wrapper(self, fn, updated=())
+        self._plan = plan
+        self._call = Instrumented(fn, _Capturing(plan))
+
+    def __repr__(self) -> str:
+        return f"capture({name_of(self._call.fn)})"
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
+        return self._call((), args, kwargs)
+
+    def survey(self, args: Any, kwargs: Any) -> SiteTable:
+        """The sites of the function, for these arguments."""
+        program, arrays = self._call.program(args, kwargs)
+
+        def abstract(*arrays: Any) -> Taps:
+            return program.walk(self._plan, arrays)[1]
+
+        return jax.eval_shape(abstract, *arrays).sites

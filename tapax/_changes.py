@@ -1,0 +1,202 @@
+"""Changes: what a walk does to the values and gradients of some sites, and the arrays it needs.
+
+A change is a function of the value as it was marked: of one call, one iteration, one example. The
+arrays that it needs besides, its `Part`s, may be the same everywhere, or have an axis for every
+loop, mesh and map that the site is in, as what a capture of the site returns does. They are handed
+down into the bodies of the program: a scan hands each iteration its own, a shard_map each device.
+So nothing is indexed, and the gradient by a perturbation is no larger than the perturbation.
+
+The number of the iteration of the innermost loop is handed down in the same way to the changes that
+are for some iterations alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _compat
+from tapax._bodies import Uids
+from tapax._derivative import derivative
+from tapax._sites import SiteError
+
+
+class Around(NamedTuple):
+    """A loop, or an axis of a mesh, that a site is in. The size of a while loop is not known.
+
+    What is captured has an axis for a mesh's if it varies over it, or if that is not known.
+    """
+
+    kind: str
+    size: int | None
+    unchecked: bool = False
+
+    def __str__(self) -> str:
+        return self.kind if self.size is None else f"{self.kind}[{self.size}]"
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it is a loop; if not, `kind` is the name of an axis of a mesh."""
+        return self.kind in ("scan", "while")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """An array that a change needs, with axes for some of what its site is in, outermost first.
+
+    `depths` says for which: 0 is the outermost loop or mesh. `mapped` axes come next.
+    """
+
+    array: Any
+    depths: tuple[int, ...] = ()
+    mapped: int = 0
+
+
+COUNTER = "the number of the iteration"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """`fn(x, counter, *parts)` is what a value `x` is replaced by, of the same type.
+
+    `parts` are the keys of those it needs; `counter` is None if it is not `counted`. Changes that
+    do the `same` are equal. That of a gradient has the `level` of the derivative that it is of.
+    """
+
+    same: Hashable
+    fn: Callable[..., Any] = dataclasses.field(compare=False)
+    parts: tuple[Hashable, ...] = dataclasses.field(default=(), compare=False)
+    counted: bool = False
+    level: int | None = None
+
+
+class Key(NamedTuple):
+    """What is changed: the value or the gradient (`of`) of a site."""
+
+    of: str
+    name: str
+
+
+class PartKey(NamedTuple):
+    """Which array of a change."""
+
+    change: Key
+    number: int
+
+
+def part_name(key: Any) -> str:
+    """The name of the site that a part of a change is for."""
+    return key.change.name
+
+
+class Changes:
+    """The changes of a walk, and those of their parts that are at hand where it is."""
+
+    def __init__(
+        self,
+        changes: Mapping[Key, Change],
+        sites: Mapping[int, Iterable[Key]],
+        parts: Mapping[Hashable, Part],
+    ):
+        self._changes = dict(changes)
+        self._sites = {uid: tuple(keys) for uid, keys in sites.items()}
+        self._uids = Uids()
+        self.parts: dict[Hashable, Part] = dict(parts)
+
+    def find(self, key: Key, level: int | None = None) -> Change | None:
+        """How a site is changed; a gradient is if it is of the innermost derivative there is.
+
+        One of a derivative around that is taken of the changed gradient, as of any function.
+        """
+        change = self._changes.get(key)
+        return change if change is None or change.level == level else None
+
+    def needed(self, jaxprs: Sequence[Any]) -> tuple[Hashable, ...]:
+        """The keys of the parts that some bodies may need."""
+        found = [change for jaxpr in jaxprs for change in self._within(jaxpr)]
+        keys = dict.fromkeys(part for change in found for part in change.parts)
+        if COUNTER in self.parts and any(change.counted for change in found):
+            keys[COUNTER] = None
+        return tuple(keys)
+
+    def has_any(self, jaxpr: Any) -> bool:
+        """Whether there is a change in a body."""
+        return bool(self._changes) and bool(self._within(jaxpr))
+
+    def counts(self, jaxpr: Any) -> bool:
+        """Whether a change in a body wants to know the iteration."""
+        return any(change.counted for change in self._within(jaxpr))
+
+    def _within(self, jaxpr: Any) -> list[Change]:
+        keys = (key for uid in self._uids.within(jaxpr) for key in self._sites.get(uid, ()))
+        return [self._changes[key] for key in keys if key in self._changes]
+
+    def arrays(self, keys: Sequence[Hashable]) -> list[Any]:
+        return [self.parts[key].array for key in keys]
+
+    def hand_down(self, keys: Sequence[Hashable], arrays: Sequence[Any], below: int = 0) -> None:
+        """Puts arrays in the places of parts; their axes for what is above a depth are gone."""
+        parts = dict(self.parts)
+        for key, array in zip(keys, arrays, strict=True):
+            part = parts[key]
+            depths = tuple(d for d in part.depths if d >= below)
+            parts[key] = Part(array, depths, part.mapped)
+        self.parts = parts
+
+    def at_depth(self, keys: Sequence[Hashable], depth: int, length: int) -> list[Hashable]:
+        """Which parts have one array for each iteration of a loop at a depth."""
+        # A function that is traced once may be called in other loops too, which are of other sizes.
+        return [
+            key
+            for key in keys
+            if self.parts[key].depths[:1] == (depth,) and self.parts[key].array.shape[0] == length
+        ]
+
+    def count(self, number: Any) -> None:
+        """Says which iteration of the innermost loop this is."""
+        self.parts = {**self.parts, COUNTER: Part(number)}
+
+    def apply(
+        self,
+        change: Change,
+        operands: Sequence[Any],
+        axes: tuple[int, ...],
+        own: tuple[bool, ...] | None = None,
+        then: Callable[[Any], Any] = lambda x: x,
+        *,
+        order: int = 0,
+        transposed: bool = False,
+    ) -> Any:
+        """A change, or a derivative of it, of a value with mapped `axes`.
+
+        `then` is what happens to the changed value next, and is differentiated with it.
+        """
+        own = (True,) * len(axes) if own is None else own
+        varying = _compat.varying_axes(jax.typeof(operands[-1]))
+        parts = [self.parts[key] for key in change.parts]
+        counter = self.parts[COUNTER].array if change.counted else None
+        if any(part.depths or part.mapped not in (0, sum(own)) for part in parts):
+            raise SiteError(
+                "A change with a value for every iteration or every example is in a loop or a map "
+                "that its site is not in. Give it one value for all."
+            )
+
+        def one(*flat: Any) -> Any:
+            xs, ps = flat[: len(operands)], flat[len(operands) :]
+            return derivative(lambda x: changed(x, *ps), order, transposed, *xs)
+
+        def changed(x: Any, *ps: Any) -> Any:
+            out = change.fn(x, counter, *ps)
+            return then(_compat.with_varying(out, varying))
+
+        positions = [a - sum(b < a for b in axes[:i]) for i, a in enumerate(axes)]
+        for position, is_own in reversed(list(zip(positions, own, strict=True))):
+            lies = [0 if part.mapped and is_own else None for part in parts]
+            in_axes = (*(position for _ in operands), *lies)
+            one = jax.vmap(one, in_axes=in_axes, out_axes=position)
+        arrays = (_compat.with_varying(part.array, varying) for part in parts)
+        return one(*map(jnp.asarray, operands), *arrays)

@@ -1,0 +1,170 @@
+"""Handlers of the calls that have a derivative rule of their own: see `_control`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.dtypes import float0
+from jax.extend.core import jaxpr_as_fun
+
+from tapax import _compat
+from tapax._bodies import strip
+from tapax._changes import COUNTER, part_name
+from tapax._mark import unmarked
+from tapax._record import Threads
+from tapax._sites import SiteError
+from tapax._walk import Walk, handles
+
+
+@handles("custom_jvp_call", "CustomJVPTraced", "RematTraced")
+def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+    """The values come from the body; the derivative of its results is that of the custom rule.
+
+    Where a derivative is taken, the values of the results are the rule's too, which may have code
+    of its own for them; but not if the body is edited.
+    """
+    body = _compat.call_body(eqn)
+    threads = walk.enter(body)
+    staged = walk.stage(body, args, threads)
+    inner = jaxpr_as_fun(staged.jaxpr)
+    count, n = staged.count, len(staged.ins.kept)
+    edited = walk.changes.has_any(body)
+
+    @jax.custom_jvp
+    def call(*flat: Any) -> list[Any]:
+        return inner(*flat)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        _refuse_derivatives(threads, [type(t) is not SymbolicZero for t in tangents])
+        tangents = tuple(map(_instantiated, tangents))
+        values, out = jax.jvp(_plain(eqn), primals[:n], tangents[:n])
+        moving = len(primals) - len(threads.parts)
+        parts = primals[moving:]
+        results, inside = jax.jvp(
+            lambda *flat: inner(*flat, *parts), primals[:moving], tangents[:moving]
+        )
+        own = results[:count] if edited else values
+        return [*own, *results[count:]], [*out, *inside[count:]]
+
+    call.defjvp(rule, symbolic_zeros=bool(threads.parts))
+    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
+
+
+@handles("custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced")
+def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+    """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
+    body = _compat.call_body(eqn)
+    threads = walk.enter(body)
+    staged = walk.stage(body, args, threads)
+    inner = jaxpr_as_fun(staged.jaxpr)
+    count, n = staged.count, len(staged.ins.kept)
+    edited = walk.changes.has_any(body)
+    # By what the function closed over, which JAX puts first, it has no derivative.
+    fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
+
+    @jax.custom_vjp
+    def call(*flat: Any) -> list[Any]:
+        return inner(*flat)
+
+    def forward(*given: Any) -> Any:
+        _refuse_derivatives(threads, [getattr(x, "perturbed", False) for x in given])
+        flat = [x.value if threads.parts else x for x in given]
+        moving = len(flat) - len(threads.parts)
+
+        def split(*moved: Any) -> Any:
+            results = inner(*moved, *flat[moving:])
+            return results[count:], results[:count]
+
+        out, back = jax.vjp(functools.partial(_plain(eqn), *flat[:fixed]), *flat[fixed:n])
+        inside, back_inside, own = jax.vjp(split, *flat[:moving], has_aux=True)
+        return [*(own if edited else out), *inside], (back, back_inside)
+
+    def backward(residuals: Any, cts: Any) -> Any:
+        back, back_inside = residuals
+        cts = [_instantiated(ct) for ct in cts]
+        through, inside = back(list(cts[:count])), back_inside(list(cts[count:]))
+        summed = (_add(a, b) for a, b in zip(through, inside[fixed:n], strict=True))
+        return (*inside[:fixed], *summed, *inside[n:], *(None for _ in threads.parts))
+
+    call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
+    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
+
+
+def _plain(eqn: Any) -> Callable[..., Any]:
+    """A call as it stands, with its own rule and without marks."""
+
+    def call(*flat: Any) -> Any:
+        with unmarked():
+            return _compat.bind_equation(eqn, flat)
+
+    return call
+
+
+def _instantiated(t: Any) -> Any:
+    """A tangent or cotangent as an array, also where JAX knows that it is zero."""
+    if not isinstance(t, SymbolicZero):
+        return t
+    aval: Any = t.aval
+    return np.zeros(aval.shape, aval.dtype) if aval.dtype == float0 else _compat.zeros(aval)
+
+
+def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
+    """The derivative of a call is its own rule's, which knows nothing of what an edit is given."""
+    count = len(threads.parts)
+    for key, moved in zip(threads.parts, moves[len(moves) - count :], strict=True):
+        if moved and key != COUNTER:
+            raise SiteError(
+                f"The site {part_name(key)!r} is inside a function with a derivative rule of its "
+                "own (jax.custom_jvp or jax.custom_vjp), so there is no derivative by what it is "
+                "perturbed or replaced with. Mark a value outside of that function."
+            )
+
+
+def _add(a: Any, b: Any) -> Any:
+    return a if a.dtype == float0 else a + b
+
+
+@handles("custom_linear_solve", "linear_solve")
+def _linear_solve(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+    """What the solver marks comes out as the auxiliary result that solvers may have."""
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    args = walk.materialize(eqn.invars, args)
+    consts, at = {}, 0
+    for name, length in zip(lengths._fields, lengths, strict=True):
+        consts[name], at = args[at : at + length], at + length
+    b = args[at:]
+    threads = walk.enter(jaxprs.solve)
+    if threads.parts or walk.changes.has_any(jaxprs.solve):
+        raise SiteError(
+            "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed: the "
+            "derivative of a solve is that of the equation it solves. Mark what goes into it."
+        )
+    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads)
+    handed = walk.handed(threads)
+
+    def apply(name: str) -> Any:
+        jaxpr = getattr(jaxprs, name)
+        return lambda x: jaxpr_as_fun(strip(jaxpr))(*consts[name], *x)
+
+    def solve(_: Any, b: Any) -> Any:
+        results = jaxpr_as_fun(staged.jaxpr)(*consts["solve"], *b, *handed)
+        return results[: len(b)], results[len(b) :]
+
+    def transposed(_: Any, b: Any) -> Any:
+        results = apply("transpose_solve")(b)
+        rest = _compat.open_jaxpr(staged.jaxpr).outvars[len(b) :]
+        return results[: len(b)], [_compat.zeros(v.aval) for v in rest]
+
+    x, aux = jax.lax.custom_linear_solve(
+        apply("matvec"),
+        list(b),
+        solve,
+        transposed if jaxprs.transpose_solve is not None else None,
+        has_aux=True,
+    )
+    return walk.unstage(staged, [*x, *aux])

@@ -1,0 +1,244 @@
+"""Cuts: a function up to one of its sites, and the function from there on.
+
+>>> import jax.numpy as jnp, tapax
+>>> def f(x):
+...     h = tapax.sow(jnp.sin(x), "h")
+...     return jnp.exp(h)
+>>> h = tapax.prefix(f, "h")(1.0)
+>>> bool(tapax.suffix(f, "h")(h, 1.0) == f(1.0))
+True
+
+What lies on the other side of the cut is not computed. Values that go around the site, such as a
+residual stream around one layer, are computed from the arguments, which is why `suffix` takes them.
+
+A site in a loop is passed once for every iteration: `tapax.at("h", step=3)` cuts there. The scan is
+taken apart into the iterations before, that one, and those after it.
+
+Objects that the function changes, such as the statistics of a model, stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from tapax import _compat
+from tapax._arguments import as_array
+from tapax._bodies import Uids, strip
+from tapax._changes import Part
+from tapax._job import Instrumented, Job, check_function
+from tapax._mark import not_the_users
+from tapax._plan import Plan
+from tapax._program import Program
+from tapax._replace import Making, check_step
+from tapax._sites import At, Selection, SiteError
+from tapax._survey import Spot, survey
+from tapax._walk import Walk
+
+P = ParamSpec("P")
+
+
+def prefix(fn: Callable[P, Any], site: Selection, *, modules: Any = True) -> Callable[P, Any]:
+    """A function that returns the value of a site of `fn`, and computes nothing after it."""
+    check_function(fn, "prefix")
+    call = Instrumented(fn, _Prefix(*_cut(site, modules)))
+
+    @functools.wraps(fn, updated=())
+    def before(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return call((), args, kwargs)
+
+    return before
+
+
+def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> Callable[..., Any]:
+    """A function of the value of a site of `fn`, and of its arguments, that returns what `fn` does.
+
+    It computes nothing that only leads to the site.
+    """
+    check_function(fn, "suffix")
+    call = Instrumented(fn, _Suffix(*_cut(site, modules)))
+
+    @functools.wraps(fn, updated=())
+    def after(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(as_array(value, f"What {site!r} is to start with"), args, kwargs)
+
+    return after
+
+
+def _cut(site: Any, modules: Any) -> tuple[Plan, int | None]:
+    """What a cut is at: sites, of which there should be one, and an iteration."""
+    if not isinstance(site, At):
+        return Plan.make(site, None, modules=modules, names=("site", "")), None
+    if not isinstance(site.step, int):
+        raise SiteError(
+            f"A cut is at one iteration, whose number is known when the function is traced, but "
+            f"`step` is {site.step} in tapax.{site}."
+        )
+    return _cut(site.selection, modules)[0], site.step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut(Job):
+    """Cuts a program at a site."""
+
+    plan: Plan
+    step: int | None
+    stateless = True
+
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        spot = self._spot(program, arrays)
+        if self.step is not None:
+            program = _split(program, spot, self.step, arrays)
+            spot = self._spot(program, arrays)
+        if any(a.is_loop for a in spot.around):
+            loops = ", ".join(str(a) for a in spot.around if a.is_loop)
+            raise SiteError(
+                f"{_where(spot)} is in the loops {loops}, so the program crosses it more than "
+                f"once. Cut at one iteration of a scan: tapax.at({spot.site.name!r}, step=0)."
+            )
+        if spot.branches:
+            raise SiteError(
+                f"{_where(spot)} is in a branch, which may not run, so the function cannot be cut "
+                "there. Mark a value outside of the conditional."
+            )
+        return program, spot
+
+    def _spot(self, program: Program, arrays: Sequence[Any]) -> Spot:
+        spots = survey(program, self.plan, arrays)
+        if len(spots) == 1:
+            return spots[0]
+        if not spots:
+            raise SiteError(f"A cut was asked for at {self.plan.values!r}, but it picks no site.")
+        names = ", ".join(repr(s.site.name) for s in spots[:5])
+        site = spots[0].site
+        more = " and more" if len(spots) > 5 else ""
+        raise SiteError(
+            f"A cut is at one site, but {self.plan.values!r} picks {len(spots)}, so the program "
+            f"crosses it more than once: {names}{more}. Name one of them: the first, marked at "
+            f"{site.source}, is {f'{site.path}@{site.call}'!r}."
+        )
+
+
+class _Prefix(_Cut):
+    def run(
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
+    ) -> Any:
+        program, spot = prepared
+        name = spot.site.name
+        plan = dataclasses.replace(self.plan, values=lambda site: site.name == name)
+
+        def before(*arrays: Any) -> Any:
+            return program.walk(plan, arrays)[1].values[name]
+
+        return None, _needed(before, arrays)
+
+    def finish(self, out: Any, extra: Any) -> Any:
+        return extra
+
+
+class _Suffix(_Cut):
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        program, spot = super().prepare(program, operands, arrays)
+        if not spot.reaches:
+            raise SiteError(
+                f"{_where(spot)} is where the function is to start, but its value never reaches a "
+                "result. Use what tapax.sow returned in the place of the value that it was given."
+            )
+        shape, dtype = jnp.shape(operands), jnp.result_type(operands)
+        if shape != spot.site.shape or dtype != spot.own.dtype:
+            raise SiteError(
+                f"{_where(spot)} was given a value of type {dtype}{list(shape)}, but its values "
+                f"are of type {spot.own.dtype}{list(spot.site.shape)}."
+            )
+        return program, spot
+
+    def run(
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
+    ) -> Any:
+        program, spot = prepared
+
+        def after(value: Any, *arrays: Any) -> Any:
+            making = Making()
+            part = Part(value, spot.depths, len(spot.mapped))
+            making.change(spot, lambda x, counter, part: part, [part])
+            return program.run(Walk(Plan(None, None), making.changes()), arrays)
+
+        return _needed(after, [operands, *arrays]), ()
+
+
+def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+    """Evaluates a function without the operations that its results do not need."""
+    made, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+    with not_the_users():
+        outs = jaxpr_as_fun(_compat.dce(made))(*arrays)
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+def _where(spot: Spot) -> str:
+    return f"The site {spot.site.name!r}, marked at {spot.site.source},"
+
+
+def _split(program: Program, spot: Spot, step: int, arrays: Sequence[Any]) -> Program:
+    """The program with one iteration of the innermost loop around a site written out."""
+    if spot.loop is None:
+        raise SiteError(f"{_where(spot)} is in no loop. Leave `step` out.")
+    if spot.around[spot.loop].kind != "scan":
+        raise SiteError(
+            f"{_where(spot)} is in a while loop: how often that runs is not known beforehand, so "
+            "the function cannot be cut at one of its iterations."
+        )
+    check_step(spot, step)
+    walk = _Splitting(spot, step)
+    made = jax.make_jaxpr(lambda *arrays: program.run(walk, arrays))(*arrays)
+    return dataclasses.replace(program, jaxpr=made)
+
+
+class _Splitting(Walk):
+    """A walk that leaves taps where they are, and takes a scan apart."""
+
+    def __init__(self, spot: Spot, step: int):
+        super().__init__(Plan(None, None))
+        self.nested = True
+        self._spot = spot
+        self._step = step
+        self._uids = Uids()
+
+    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
+        if eqn.primitive.name != "scan" or len(self.around) != self._spot.loop:
+            return super()._equation(eqn, args)
+        if self._spot.uid not in self._uids.within(eqn.params["jaxpr"]):
+            return super()._equation(eqn, args)
+        return self._scan(eqn, self.materialize(eqn.invars, args))
+
+    def _scan(self, eqn: Any, args: list[Any]) -> list[Any]:
+        body, length, reverse = (eqn.params[k] for k in ("jaxpr", "length", "reverse"))
+        nconsts, ncarry = _compat.scan_split(eqn.params)
+        consts, carry, xs = args[:nconsts], args[nconsts:][:ncarry], args[nconsts + ncarry :]
+        plain = jaxpr_as_fun(strip(body))
+
+        def some(carry: Any, chosen: slice) -> Any:
+            def one(carry: Any, x: Any) -> Any:
+                outs = plain(*consts, *carry, *x)
+                return outs[:ncarry], outs[ncarry:]
+
+            part = [x[chosen] for x in xs]
+            count = len(range(length)[chosen])
+            return jax.lax.scan(one, list(carry), part, length=count, reverse=reverse)
+
+        at = self._step % length
+        around = [slice(0, at), slice(at + 1, length)]
+        first, last = around[::-1] if reverse else around
+        carry, early = some(carry, first)
+        outs = self.run(body, [*consts, *carry, *(x[at] for x in xs)])
+        outs = self.materialize(_compat.open_jaxpr(body).outvars, outs)
+        carry, late = some(outs[:ncarry], last)
+        below, above = (late, early) if reverse else (early, late)
+        here = (y[None] for y in outs[ncarry:])
+        stacked = [jnp.concatenate(ys) for ys in zip(below, here, above, strict=True)]
+        return [*carry, *stacked]

@@ -1,0 +1,125 @@
+"""The primitive `change`: the derivatives of a function that is not known yet.
+
+What an edit does to a site is known when the program is walked. If the user's own code takes a
+gradient, the program that is walked has been differentiated before. So where a value may be edited,
+by some `f`, the derivative rule of its tap leaves an equation that stands for the derivative of
+`f`, and the walk, which knows `f`, evaluates it. As the derivative may be differentiated too, there
+is one for every order. With `D` for the nth derivative of `f` at `x`, which is linear in each of
+its directions:
+
+==============  ============================  ====================================================
+`transposed`    operands                      result
+==============  ============================  ====================================================
+no              token, x, t1 ... tn           `D[t1, ..., tn]`
+yes             token, x, t1 ... tn-1, ct     the `v` for which `<v, t> = <ct, D[t1, ..., tn-1, t]>`
+==============  ============================  ====================================================
+
+The order of directions does not matter, so both are closed under differentiation (by `x`: one more
+direction, by a direction or `ct`: that one replaced) and under transposition.
+
+`of` says which function: `value`, what an edit does to the value of a site; or `grad`, what it does
+to its gradient. Where nothing is edited that function is the identity, and its first derivative its
+last operand. `token` says which call of the site it is. All other operands have one type; `axes`
+are their mapped axes, outermost first, and `own` says which of those the value itself has, and not
+only its derivative.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from tapax import _compat
+
+change_p = _compat.Primitive("change")
+
+
+def identity(*operands: Any, order: int) -> Any:
+    """What a change gives that is none."""
+    last = operands[-1]
+    return last if order < 2 else _compat.zeros(jax.typeof(last))
+
+
+def derivative(fn: Callable[[Any], Any], order: int, transposed: bool, x: Any, *ts: Any) -> Any:
+    """The derivative of `fn` that a change with these operands stands for."""
+    if order == 0:
+        return fn(x)
+    directions = ts[:-1] if transposed else ts
+    for t in directions:
+        fn = functools.partial(_along, fn, t)
+    if not transposed:
+        return fn(x)
+    (out,) = jax.vjp(fn, x)[1](ts[-1])
+    return out
+
+
+def _along(fn: Callable[[Any], Any], t: Any, x: Any) -> Any:
+    return jax.jvp(fn, (x,), (t,))[1]
+
+
+def _impl(token: Any, *operands: Any, order: int, **params: Any) -> Any:
+    del token, params
+    return identity(*operands, order=order)
+
+
+def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, own: Any, **params: Any) -> Any:
+    token, *operands = args
+    dims = dims[1:]
+    mapped = [d for d in (dims[-1], *dims) if d is not None]
+    if not mapped:
+        return change_p.bind(*args, axes=axes, own=own, **params), None
+    dim = mapped[0]
+    aligned = [
+        x if d == dim else jnp.moveaxis(batching.bdim_at_front(x, d, axis_data.size), 0, dim)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    axes = (dim, *(a + (a >= dim) for a in axes))
+    own = (dims[0] is not None, *own)
+    return change_p.bind(token, *aligned, axes=axes, own=own, **params), dim
+
+
+def _jvp(primals: Any, tangents: Any, *, order: int, **params: Any) -> Any:
+    token, x, *ts = primals
+    _, dx, *dts = tangents
+    out = change_p.bind(*primals, order=order, **params)
+    parts = [
+        change_p.bind(token, x, *ts[:i], dt, *ts[i + 1 :], order=order, **params)
+        for i, dt in enumerate(dts)
+        if type(dt) is not ad.Zero
+    ]
+    if type(dx) is not ad.Zero:
+        one_more = [*ts[:-1], dx, *ts[-1:]]
+        parts.append(change_p.bind(token, x, *one_more, order=order + 1, **params))
+    if not parts:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, functools.reduce(ad.add_jaxvals, parts)
+
+
+def _transpose(ct: Any, token: Any, x: Any, *ts: Any, transposed: bool, **params: Any) -> Any:
+    (place,) = (i for i, t in enumerate(ts) if ad.is_undefined_primal(t))
+    outs: list[Any] = [None] * (len(ts) + 2)
+    if type(ct) is ad.Zero:
+        outs[place + 2] = ad.Zero(ts[place].aval)
+        return outs
+    others = [t for i, t in enumerate(ts) if i != place]
+    if not transposed:
+        new, turned = [*others, ct], True
+    elif place == len(ts) - 1:
+        new, turned = [*others, ct], False
+    else:
+        new, turned = [*others[:-1], ct, others[-1]], True
+    outs[place + 2] = change_p.bind(token, x, *new, transposed=turned, **params)
+    return outs
+
+
+change_p.def_impl(_impl)
+change_p.def_abstract_eval(lambda *args, **params: args[-1])
+mlir.register_lowering(change_p, mlir.lower_fun(_impl, multiple_results=False))
+batching.fancy_primitive_batchers[change_p] = _batch
+ad.primitive_jvps[change_p] = _jvp
+ad.primitive_transposes[change_p] = _transpose

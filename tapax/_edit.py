@@ -1,0 +1,194 @@
+"""`edit`: a function with other values, or other gradients, at some of its sites.
+
+>>> import jax, jax.numpy as jnp, tapax
+>>> def f(x):
+...     h = tapax.sow(jnp.sin(x), "h")
+...     return jnp.sum(h * 2)
+>>> float(tapax.edit(f, values={"h": 0.0})(1.0))
+0.0
+>>> float(tapax.edit(f, values={"h": lambda h: h + 1})(0.0))
+2.0
+>>> @jax.jit
+... def step(w, x):
+...     return w - jax.grad(lambda w: f(w * x))(w)
+>>> clipped = tapax.edit(step, grads={"h": lambda g: jnp.clip(g, -1.0, 1.0)})
+>>> float(step(0.0, 1.0)), float(clipped(0.0, 1.0))
+(-2.0, -1.0)
+
+An edit is a function `f(x)` or `f(x, site)` of the value as it was marked: of one call, one
+iteration, one example of a `vmap`; or it is an array in its place. An array may have the shape of
+that value, or of everything that a capture of the site returns, with an axis for each loop and map,
+or anything between: missing axes are the outermost. A number fills the value.
+
+Of a call that has several gradients, one around the other, the innermost is edited: the one around
+is that of the edited function.
+
+Where several edits pick one site, they are done in the order that they are given in. What a capture
+shows of an edited site, value and gradient, is what goes on from there.
+
+`tapax.at(selection, step=i)` edits one iteration of the innermost loop. What an edit is given may
+be traced: `i`, an array, whatever a function closes over. So a sweep over layers, positions and
+strengths is one program, under `jax.vmap`:
+
+>>> def deep(x):
+...     layer = lambda x, w: (tapax.sow(jnp.tanh(w * x), "h"), None)
+...     return jax.lax.scan(layer, x, jnp.ones(3))[0]
+>>> ablate = lambda i: tapax.edit(deep, values={tapax.at("h", step=i): 0.0})(1.0)
+>>> jax.vmap(ablate)(jnp.arange(3)).tolist()
+[0.0, 0.0, 0.0]
+
+A step that is out of range raises, where its value is known; where it is traced, the values of the
+site are not a number (or, if they are integers, unchanged).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from tapax._job import Instrumented, Job, check_function
+from tapax._plan import Plan
+from tapax._program import Program
+from tapax._reducer import Reducer
+from tapax._replace import Making, Rule, check_step
+from tapax._sites import At, SiteError, StepSlice, check, flatten
+from tapax._survey import Spot, survey
+from tapax._walk import Walk
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def edit(
+    fn: Callable[P, R],
+    values: Mapping[Any, Any] | Sequence[tuple[Any, Any]] | None = None,
+    grads: Mapping[Any, Any] | Sequence[tuple[Any, Any]] | None = None,
+    *,
+    modules: Any = True,
+) -> Callable[P, R]:
+    """A function like `fn`, with the values and the gradients of some of its sites changed.
+
+    Both map selections to edits, or are pairs of these. Gradients are those that `fn` itself takes;
+    a changed one goes on to what lies before the site.
+    """
+    check_function(fn, "edit")
+    rules, operands = [], []
+    for rule, operand in (*_rules(values, "values"), *_rules(grads, "grads")):
+        rules.append(rule)
+        operands.append(operand)
+    picked = [tuple(r.selection for r in rules if r.of == of) for of in ("value", "grad")]
+    plan = Plan.make(*picked, modules=modules, changing=True)
+    call = Instrumented(fn, _Editing(plan, tuple(rules)))
+
+    @functools.wraps(fn, updated=())
+    def edited(*args: P.args, **kwargs: P.kwargs) -> R:
+        return call(tuple(operands), args, kwargs)
+
+    return edited
+
+
+def _rules(edits: Any, argument: str) -> Iterator[tuple[Rule, tuple[Any, Any]]]:
+    """Each edit as a rule, and what it is given: an array, the number of an iteration."""
+    pairs = edits.items() if isinstance(edits, Mapping) else () if edits is None else edits
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(
+                f"`{argument}` maps selections of sites to edits, or is a sequence of pairs of "
+                f"these. There is {pair!r} in it, of type {type(pair).__name__}."
+            )
+        selection, what = pair
+        if isinstance(what, Reducer):
+            raise TypeError(
+                f"{argument}[{selection!r}] is the reducer {what}, which is no edit: an edit is an "
+                "array, a number, or a function of the value. Reducers are for tapax.capture and "
+                "tapax.monitor."
+            )
+        fn = what if callable(what) else None
+        array = None if fn else _as_array(what, argument, selection)
+        for part in flatten(check(selection, argument)):
+            of = "value" if argument == "values" else "grad"
+            if isinstance(part, str) and "~" in part:
+                raise SiteError(
+                    f"{argument}={part!r} was given, but which gradient of a call is edited is not "
+                    "to be chosen: it is the innermost, and those around are derivatives of what "
+                    f"is edited. Leave {part[part.index('~') :]!r} out."
+                )
+            if not isinstance(part, At):
+                yield Rule(of, part, fn), (array, None)
+            elif isinstance(part.step, StepSlice):
+                yield Rule(of, part.selection, fn, part.step), (array, None)
+            else:
+                step = np.int32(part.step) if isinstance(part.step, int) else part.step
+                yield Rule(of, part.selection, fn, True), (array, step)
+
+
+def _as_array(what: Any, argument: str, selection: Any) -> Any:
+    try:
+        return what if isinstance(what, (bool, int, float, complex)) else jnp.asarray(what)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{argument}[{selection!r}] must be an array, a number, or a function of the value, "
+            f"but is {what!r} of type {type(what).__name__}."
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Editing(Job):
+    """Does some edits."""
+
+    plan: Plan
+    rules: tuple[Rule, ...]
+
+    @property
+    def lasting(self) -> bool:
+        functions = (types.FunctionType, types.BuiltinFunctionType)
+        return all(rule.fn is None or isinstance(rule.fn, functions) for rule in self.rules)
+
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        spots = survey(program, self.plan, arrays)
+        for rule in self.rules:
+            _check_reached(rule, spots)
+        return spots
+
+    def check(self, prepared: Any, operands: Any) -> None:
+        for spot in prepared:
+            for rule, (_, step) in zip(self.rules, operands, strict=True):
+                if rule.picks(spot) and rule.step is True and not isinstance(step, Tracer):
+                    check_step(spot, int(step))
+
+    def run(
+        self,
+        program: Program,
+        prepared: Any,
+        operands: Any,
+        arrays: Sequence[Any],
+        checked: bool,
+    ) -> Any:
+        making = Making(checked)
+        for spot in prepared:
+            for rule, (array, step) in zip(self.rules, operands, strict=True):
+                if rule.picks(spot):
+                    making.add(rule, spot, array, step)
+        return program.run(Walk(Plan(None, None), making.changes()), arrays), ()
+
+
+def _check_reached(rule: Rule, spots: Sequence[Spot]) -> None:
+    """Raises for an edit that would do nothing."""
+    picked = [spot for spot in spots if rule.picks(spot)]
+    if not picked and not callable(rule.selection):
+        raise SiteError(f"{rule} is edited, but it matches no site.")
+    if picked and not any(spot.reaches for spot in picked):
+        site = picked[0].site
+        what = "value" if rule.of == "value" else "gradient"
+        raise SiteError(
+            f"The {what} of the site {site.name!r}, marked at {site.source}, is edited, but never "
+            "reaches a result of the function, so the edit would do nothing. Use what tapax.sow "
+            "returned in the place of the value that it was given."
+        )

@@ -1,0 +1,263 @@
+"""Folds: the state of marks that reduce, threaded through the bodies of a program.
+
+`sow(x, name, reduce=, init=)` folds every call and every iteration into one value. Inside a loop
+that value is a carry, in a branch an operand and a result; it never grows with the loop.
+
+A fold that has seen nothing yet has no value of the type that it will keep: `reduce(init(), x)` may
+have a shape that `init()` has not. So it is carried as zeros with a flag, `seen`, until it is
+certain that something was folded; then the flag is the constant True, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _compat
+from tapax._bodies import bodies
+from tapax._plan import Plan
+from tapax._scopes import Scopes, scopes_of
+from tapax._sites import Site, SiteError
+from tapax._tap import Mark, tap_effect, tap_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """What a mark has folded so far. `mapped` is how many mapped axes lead its state."""
+
+    mark: Mark
+    state: Any
+    seen: Any
+    mapped: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Thread:
+    """A fold that goes through a body; `flagged` if its `seen` goes along, as an array."""
+
+    path: str
+    flagged: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A reducing mark in a body, with the type of what it folds."""
+
+    mark: Mark
+    aval: Any
+    mapped: int
+
+
+class Folds:
+    """The folds of a walk, by path."""
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._held: dict[Any, tuple[Any, dict[str, _Held]]] = {}
+        self.items: dict[str, Fold] = {}
+
+    def _put(self, fold: Fold) -> None:
+        """Replaces the folds instead of changing them: leaving a body puts the old ones back."""
+        self.items = {**self.items, fold.mark.path: fold}
+
+    def add(self, mark: Mark, x: Any, mapped: int, live: Any) -> None:
+        """Folds `x`, whose mapped axes lead, where it is live."""
+        fold = self.items.get(mark.path)
+        reduce, first = _functions(mark)
+        if fold is None and live is None:
+            state = _vmapped(first, mapped)(x)
+            self._put(Fold(mark, state, True, mapped))
+            return
+        if fold is None:
+            fold = _fresh(mark, jax.typeof(x), mapped)
+        if fold.mapped != mapped:
+            raise SiteError(
+                f"The site {mark.path!r}, marked at {mark.source}, is folded under {mapped} "
+                f"vmaps in one call and under {fold.mapped} in another. Give the calls two names."
+            )
+        if fold.seen is True and live is None:
+            state = _vmapped(reduce, mapped)(fold.state, x)
+            self._put(dataclasses.replace(fold, state=state))
+            return
+
+        def step(seen: Any, live: Any, state: Any, x: Any) -> tuple[Any, Any]:
+            new = jax.lax.cond(
+                seen, lambda: _cast(reduce(state, x), state), lambda: _cast(first(x), state)
+            )
+            return seen | live, jax.tree.map(lambda a, b: jnp.where(live, a, b), new, state)
+
+        batch = x.shape[:mapped]
+        flags = (_expand(flag, batch) for flag in (fold.seen, True if live is None else live))
+        seen, state = _vmapped(step, mapped)(*flags, fold.state, x)
+        seen = True if live is None else seen
+        self._put(dataclasses.replace(fold, state=state, seen=seen))
+
+    def enter(self, jaxprs: Sequence[Any], scopes: Scopes) -> tuple[Thread, ...]:
+        """The folds that bodies go on with; those that begin there are made, with their types."""
+        threads: dict[str, Thread] = {}
+        for jaxpr in jaxprs:
+            for path, held in self.held(jaxpr, scopes).items():
+                fresh = _fresh(held.mark, held.aval, held.mapped)
+                fold = self.items.get(path, fresh)
+                fold = dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state))
+                if _types(fold.state) != _types(fresh.state):
+                    raise SiteError(
+                        f"The site {path!r}, marked at {held.mark.source}, is folded in a loop or "
+                        "a branch, where its result must keep its type, but it has another type "
+                        "before. Give the values there another name."
+                    )
+                self._put(fold)
+                threads[path] = Thread(path, fold.seen is not True)
+        return tuple(threads.values())
+
+    def arrays(self, threads: Sequence[Thread]) -> list[Any]:
+        """The arrays of some folds."""
+        arrays = []
+        for thread in threads:
+            fold = self.items[thread.path]
+            leaves = jax.tree.leaves(fold.state)
+            arrays += leaves
+            if thread.flagged:
+                arrays.append(_expand(fold.seen, leaves[0].shape[: fold.mapped]))
+        return arrays
+
+    def restore(
+        self, threads: Sequence[Thread], arrays: Sequence[Any], certain: Sequence[bool] = ()
+    ) -> None:
+        """Puts arrays back into the folds they came from; `certain` says which have seen one."""
+        flat = iter(arrays)
+        for i, thread in enumerate(threads):
+            fold = self.items[thread.path]
+            state = jax.tree.map(lambda _: next(flat), fold.state)
+            seen = next(flat) if thread.flagged else True
+            seen = True if certain and certain[i] else seen
+            self._put(dataclasses.replace(fold, state=state, seen=seen))
+
+    def certain(self, threads: Sequence[Thread]) -> tuple[bool, ...]:
+        """Which folds have seen something for sure."""
+        return tuple(self.items[thread.path].seen is True for thread in threads)
+
+    def held(self, jaxpr: Any, scopes: Scopes) -> dict[str, _Held]:
+        """The reducing marks in a body that the plan selects.
+
+        Those of a mesh are not among them: they fold on each device, and leave it as entries.
+        """
+        inner = _compat.open_jaxpr(jaxpr)
+        key = id(inner), scopes
+        if key in self._held:
+            return self._held[key][1]
+        found: dict[str, _Held] = {}
+        for eqn in inner.eqns:
+            if tap_effect not in eqn.effects or eqn.primitive.name == "shard_map":
+                continue
+            here = scopes_of(eqn, scopes)
+            if eqn.primitive is tap_p:
+                held = self._hold(eqn, here)
+                if held is not None:
+                    found.setdefault(held.mark.path, held)
+            else:
+                for body in bodies(eqn):
+                    for path, held in self.held(body, here).items():
+                        found.setdefault(path, held)
+        self._held[key] = (inner, found)  # `inner` is kept so that its id stays its own
+        return found
+
+    def _hold(self, eqn: Any, scopes: Scopes) -> _Held | None:
+        mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
+        mark = mark.within(scopes)
+        site = Site(
+            mark.path, mark.kind, source=mark.source, op=mark.op, collection=mark.collection
+        )
+        if kind != "value" or mark.reduce is None or not self._plan.choose(site, grad=False):
+            return None
+        aval = eqn.invars[0].aval
+        front = tuple(aval.shape[a] for a in axes)
+        own = tuple(n for i, n in enumerate(aval.shape) if i not in axes)
+        return _Held(mark, _compat.with_shape(aval, (*front, *own)), len(front))
+
+
+def same_fold(a: Mark, b: Mark) -> bool:
+    """Whether two marks fold alike."""
+    return _same_function(a.reduce, b.reduce) and _same_function(a.init, b.init)
+
+
+def _same_function(f: Any, g: Any) -> bool:
+    """Whether two functions do the same: a lambda is a new object each time it is evaluated."""
+    if f is g:
+        return True
+    if not (hasattr(f, "__code__") and hasattr(g, "__code__")):
+        return f is not None and g is not None and f == g
+    cells = [[c.cell_contents for c in h.__closure__ or ()] for h in (f, g)]
+    return (
+        _same_code(f.__code__, g.__code__)
+        and f.__defaults__ == g.__defaults__
+        and len(cells[0]) == len(cells[1])
+        and all(x is y for x, y in zip(*cells, strict=True))
+    )
+
+
+def _same_code(a: Any, b: Any) -> bool:
+    """Whether two code objects say the same, wherever they stand in the source."""
+    if not (hasattr(a, "co_code") and hasattr(b, "co_code")):
+        return type(a) is type(b) and a == b
+    return (
+        a.co_code == b.co_code
+        and a.co_names == b.co_names
+        and len(a.co_consts) == len(b.co_consts)
+        and all(map(_same_code, a.co_consts, b.co_consts))
+    )
+
+
+def _functions(mark: Mark) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]:
+    reduce, init = mark.reduce, mark.init
+    assert reduce is not None and init is not None
+    return reduce, lambda x: reduce(init(), x)
+
+
+def _fresh(mark: Mark, aval: Any, mapped: int) -> Fold:
+    """A fold that has seen nothing yet, with the type that it will keep."""
+    reduce, first = _functions(mark)
+    x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    once = jax.eval_shape(_vmapped(first, mapped), x)
+    try:
+        stable = _types(once) == _types(jax.eval_shape(_vmapped(reduce, mapped), once, x))
+    except TypeError:
+        stable = False
+    if not stable:
+        shown = jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", once)
+        raise SiteError(
+            f"The reducer of the site {mark.path!r}, marked at {mark.source}, is used in a loop or "
+            f"a branch, where its result must keep its type, but it gives {shown} the first time "
+            "and something else the second. Make `reduce` return what it takes."
+        )
+    varying = _compat.varying_axes(aval)
+
+    def zeros(s: Any) -> Any:
+        return _compat.with_varying(jnp.zeros(s.shape, s.dtype), varying)
+
+    return Fold(mark, jax.tree.map(zeros, once), False, mapped)
+
+
+def _expand(flag: Any, batch: tuple[int, ...]) -> Any:
+    """A flag with some of the mapped axes, the outermost, made to have them all."""
+    flag = jnp.asarray(flag)
+    return jnp.broadcast_to(flag.reshape(flag.shape + (1,) * (len(batch) - flag.ndim)), batch)
+
+
+def _vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
+    for _ in range(times):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def _types(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _cast(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), tree, like)

@@ -1,0 +1,218 @@
+"""Gradients of functions by values inside them.
+
+`grad` and `value_and_grad` give the gradients of a loss that takes none itself. Nothing that lies
+before the sites is differentiated, and no parameter's gradient is computed.
+
+>>> import jax.numpy as jnp, tapax
+>>> def loss(w, x):
+...     h = tapax.sow(w * x, "h")
+...     return jnp.sum(h**2)
+>>> tapax.grad(loss)(2.0, jnp.array([1.0, 3.0]))
+{'h': Array([ 4., 12.], dtype=float32)}
+
+`jacobian` is the derivative of one value by another, or of the results:
+
+>>> tapax.jacobian(loss, of=None, wrt="h")(2.0, jnp.array([1.0, 3.0])).tolist()
+[4.0, 12.0]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _compat
+from tapax._job import Instrumented, Job, check_function
+from tapax._perturbations import AT, adding, differentiable
+from tapax._plan import Plan
+from tapax._program import Program
+from tapax._replace import check_step
+from tapax._sites import Selection, SiteError
+from tapax._survey import Spot, survey
+from tapax._walk import Walk
+
+P = ParamSpec("P")
+
+
+def grad(
+    loss: Callable[P, Any], at: Selection = "**", has_aux: bool = False, *, modules: Any = True
+) -> Callable[P, Any]:
+    """A function that returns the gradients of `loss` by the values of its sites, by name.
+
+    A site that the loss does not depend on has none; one that is named exactly then raises. With
+    `has_aux`, `loss` returns `(loss, aux)`, and the function `(gradients, aux)`.
+    """
+    both = value_and_grad(loss, at, has_aux, modules=modules)
+
+    @functools.wraps(loss, updated=())
+    def gradients(*args: P.args, **kwargs: P.kwargs) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradients
+
+
+def value_and_grad(
+    loss: Callable[P, Any], at: Selection = "**", has_aux: bool = False, *, modules: Any = True
+) -> Callable[P, Any]:
+    """A function that returns what `loss` does, and its gradients by the values of its sites."""
+    check_function(loss, "value_and_grad")
+    call = Instrumented(
+        loss, _Differentiating(Plan.make(at, None, modules=modules, names=AT), has_aux)
+    )
+
+    @functools.wraps(loss, updated=())
+    def both(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return call((), args, kwargs)
+
+    return both
+
+
+def jacobian(
+    fn: Callable[P, Any], of: Selection, wrt: Selection, *, modules: Any = True
+) -> Callable[P, Any]:
+    """A function that returns the derivative of one site by another, or of what `fn` returns.
+
+    The axes of `of` come first, then those of `wrt`. It goes forward or backward, whichever takes
+    fewer passes.
+    """
+    check_function(fn, "jacobian")
+    both = [
+        Plan.make(selection, None, modules=modules, names=(name, ""))
+        for name, selection in (("wrt", wrt), ("of", of))
+    ]
+    plan = dataclasses.replace(both[0], values=(both[0].values, both[1].values))
+    call = Instrumented(fn, _Jacobian(plan, *both))
+
+    @functools.wraps(fn, updated=())
+    def derivative(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return call((), args, kwargs)
+
+    return derivative
+
+
+@dataclasses.dataclass(frozen=True)
+class _Differentiating(Job):
+    """Takes the gradient of the first result."""
+
+    plan: Plan
+    has_aux: bool
+
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        outs = _compat.open_jaxpr(program.jaxpr).outvars
+        kind = outs[0].aval if outs else None
+        if kind is None or kind.shape or not jnp.issubdtype(kind.dtype, jnp.floating):
+            what = "no array" if kind is None else f"{kind.dtype}{list(kind.shape)}"
+            raise TypeError(
+                f"A gradient is that of a loss, one real number, but the function returns {what} "
+                "first. Return (loss, aux), and give has_aux=True, to return more."
+            )
+        return differentiable(survey(program, self.plan, arrays, [0]), self.plan, reaching=True)
+
+    def run(
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
+    ) -> Any:
+        def loss(zeros: list[Any]) -> Any:
+            changes = adding(prepared, zeros, _inject)
+            outs = program.run(Walk(Plan(None, None), changes), arrays)
+            return outs[0], outs
+
+        zeros = [jnp.zeros(spot.site.shape, spot.own.dtype) for spot in prepared]
+        value, back, outs = jax.vjp(loss, zeros, has_aux=True)
+        (grads,) = back(jnp.ones_like(value))
+        return outs, {
+            spot.site.name: _iterations(spot, grad)
+            for spot, grad in zip(prepared, grads, strict=True)
+        }
+
+    def finish(self, out: Any, extra: Any) -> Any:
+        pair = isinstance(out, tuple) and len(out) == 2
+        if pair != self.has_aux or not (pair or isinstance(out, jax.Array)):
+            expected = "(loss, aux), as has_aux=True says" if self.has_aux else "the loss alone"
+            raise TypeError(
+                f"The function must return {expected}, but returns {type(out).__name__}. With "
+                "has_aux=True it returns (loss, aux)."
+            )
+        return out, extra
+
+
+@jax.custom_jvp
+def _inject(x: Any, zeros: Any) -> Any:
+    """`x + zeros` without the addition, and so without the zeros."""
+    del zeros
+    return x
+
+
+@functools.partial(_inject.defjvp, symbolic_zeros=True)
+def _(primals: Any, tangents: Any) -> Any:
+    moved = [t for t in tangents if not isinstance(t, jax.custom_derivatives.SymbolicZero)]
+    return primals[0], functools.reduce(jnp.add, moved) if moved else tangents[0]
+
+
+def _iterations(spot: Spot, grad: Any) -> Any:
+    """Of a gradient with all iterations, those that are asked for."""
+    if spot.step is None:
+        return grad
+    if spot.loop is None:
+        raise SiteError(
+            f"`step` was given for the site {spot.site.name!r}, marked at {spot.site.source}, "
+            "which is in no loop. Leave `step` out."
+        )
+    if isinstance(spot.step, int):
+        check_step(spot, spot.step)
+    axis = spot.depths.index(spot.loop)
+    index = spot.step if isinstance(spot.step, int) else spot.step.slice
+    return grad[(*(slice(None) for _ in range(axis)), index)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Jacobian(Job):
+    """Takes the derivative of one site, or of the results if there is none, by another."""
+
+    plan: Plan
+    wrt: Plan
+    of: Plan
+    stateless = True
+
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        wrt = _only(survey(program, self.wrt, arrays), self.wrt)
+        differentiable([wrt], dataclasses.replace(self.wrt, values=wrt.site.name))
+        if self.of.values is None:
+            return wrt, None
+        return wrt, _only(survey(program, self.of, arrays), self.of)
+
+    def run(
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
+    ) -> Any:
+        wrt, of = prepared
+        plan = dataclasses.replace(self.of, values=lambda site: of and site.name == of.site.name)
+
+        def inner(zeros: Any) -> Any:
+            outs, taps = program.walk(plan, arrays, adding([wrt], [zeros], _inject))
+            return outs if of is None else taps.values[of.site.name]
+
+        zeros = jnp.zeros(wrt.site.shape, wrt.own.dtype)
+        results = jax.tree.leaves(jax.eval_shape(inner, zeros))
+        forward = math.prod(wrt.site.shape) < sum(math.prod(x.shape) for x in results)
+        made = (jax.jacfwd if forward else jax.jacrev)(inner)(zeros)
+        return (made, ()) if of is None else (None, made)
+
+    def finish(self, out: Any, extra: Any) -> Any:
+        return out if self.of.values is None else extra
+
+
+def _only(spots: Sequence[Spot], plan: Plan) -> Spot:
+    if len(spots) == 1 and spots[0].step is None:
+        return spots[0]
+    name = f"{plan.names[0]}={plan.values!r}"
+    names = ", ".join(repr(f"{s.site.path}@{s.site.call}") for s in spots)
+    raise SiteError(
+        f"{name} picks {len(spots)} sites, but a Jacobian is that of one, with all of its "
+        f"iterations: {names or 'there are none'}."
+    )

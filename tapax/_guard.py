@@ -1,0 +1,219 @@
+"""Conditionals and loops under `vmap`, where the predicate is mapped.
+
+`vmap` turns a conditional whose predicate differs from example to example into a selection: every
+branch runs for every example. A while loop runs for all until the last is done. So that a site
+inside still says for which examples it counts, each tap in such a branch or body is given the
+condition as its `live` operand, before JAX batches the equation. Where the predicate turns out to
+be the same for all examples, the tap drops the condition again.
+
+The condition reaches the taps as folds reach the marks that fold: threaded through bodies.
+
+Last come the while loops that JAX runs twice, to linearize them and in the backward pass of remat:
+the second run marks nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.extend.core.primitives import cond_p, while_p
+
+from tapax import _compat
+from tapax._bodies import bodies, count_calls, first_uid, quieted, strip
+from tapax._fold import Thread
+from tapax._plan import Plan
+from tapax._scopes import scopes_of
+from tapax._sites import SiteError
+from tapax._tap import Mark, operands, tap_effect, tap_p
+from tapax._walk import Walk
+
+_NOTHING = Plan(None, None)
+_THREADED = frozenset({"jit", "pjit", "scan", "cond", "while", "remat2", "remat", "checkpoint"})
+
+
+class _Condition:
+    """What is threaded through bodies in the place of folds: the condition itself."""
+
+    def __init__(self, live: Any):
+        self.items = live
+
+    def enter(self, jaxprs: Sequence[Any], scopes: Any) -> tuple[Thread, ...]:
+        del jaxprs, scopes
+        return (Thread("live", flagged=False),)
+
+    def arrays(self, threads: Sequence[Thread]) -> list[Any]:
+        return [self.items for _ in threads]
+
+    def restore(self, threads: Any, arrays: Sequence[Any], certain: Any = ()) -> None:
+        del threads, certain
+        (self.items,) = arrays
+
+    def certain(self, threads: Sequence[Thread]) -> tuple[bool, ...]:
+        return tuple(False for _ in threads)
+
+
+class _Guard(Walk):
+    """A walk that leaves taps where they are and gives each the condition."""
+
+    def __init__(self, live: Any, branches: tuple[int, ...] = (), shifts: Any = None):
+        super().__init__(_NOTHING)
+        self.folds = _Condition(live)
+        self._numbers = branches
+        self._shifts: dict[str, int] = shifts or {}
+
+    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
+        if eqn.primitive is tap_p:
+            return self._tap(eqn, args)
+        if not any(tap_effect in _compat.open_jaxpr(body).effects for body in bodies(eqn)):
+            return _compat.bind_equation(eqn, args)
+        name = eqn.primitive.name
+        if name in _THREADED:
+            return super()._equation(eqn, args)
+        if name in _CUSTOM:
+            return _CUSTOM[name](self, eqn, args)
+        marks: list[Mark] = []
+        strip(list(eqn.params.values()), marks)
+        raise SiteError(
+            f"The site {marks[0].path!r}, marked at {marks[0].source}, is inside a call of "
+            f"{_compat.kind_of(eqn)!r}, in a conditional or a loop whose predicate `vmap` has made "
+            "differ from example to example, so for which examples it ran cannot be told. Mark "
+            "the value outside of that call."
+        )
+
+    def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
+        own = operands(eqn.params["kind"], eqn.params["mark"])
+        live = self.folds.items
+        if len(args) > own:
+            inner = args[own]
+            live = live.reshape(live.shape + (1,) * (inner.ndim - live.ndim)) & inner
+        branches = (*self._numbers, *eqn.params["branches"])
+        path = eqn.params["mark"].within(scopes_of(eqn, self.scopes)).path
+        shift = eqn.params["shift"] + self._shifts.get(path, 0)
+        params = dict(eqn.params, branches=branches, shift=shift)
+        return list(tap_p.bind(*args[:own], live, **params))
+
+    def again(self, live: Any, fn: Callable[..., Any], *args: Any) -> Any:
+        """Calls `fn` with every tap in what it does given the condition."""
+        made, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        outs = _Guard(live, self._numbers, self._shifts).run(made, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+def _custom_jvp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
+    def plain(*flat: Any) -> list[Any]:
+        return _compat.bind_equation(eqn, flat)
+
+    @jax.custom_jvp
+    def call(live: Any, *flat: Any) -> list[Any]:
+        return guard.again(live, jaxpr_as_fun(eqn.params["call_jaxpr"]), *flat)
+
+    @call.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        live, *flat = primals
+        return guard.again(live, lambda p, t: jax.jvp(plain, p, t), flat, list(tangents[1:]))
+
+    return call(guard.folds.items, *args)
+
+
+def _custom_vjp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
+    def plain(*flat: Any) -> list[Any]:
+        return _compat.bind_equation(eqn, flat)
+
+    @jax.custom_vjp
+    def call(live: Any, *flat: Any) -> list[Any]:
+        return guard.again(live, jaxpr_as_fun(eqn.params["call_jaxpr"]), *flat)
+
+    def forward(live: Any, *flat: Any) -> Any:
+        out, back = guard.again(live, lambda *flat: jax.vjp(plain, *flat), *flat)
+        return out, (live, back)
+
+    def backward(residuals: Any, cts: Any) -> Any:
+        live, back = residuals
+        return (None, *guard.again(live, lambda back, cts: back(cts), back, list(cts)))
+
+    call.defvjp(forward, backward)
+    return call(guard.folds.items, *args)
+
+
+_CUSTOM = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
+
+
+def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    """Branches that take the index too, and tell their taps whether it is theirs.
+
+    They will run one after the other. `lax.cond` has the branch for true second, which was written
+    and traced first: the numbers of the calls are set right.
+    """
+    shifts: list[dict[str, int]] = [{} for _ in branches]
+    if len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0]):
+        false, true = map(count_calls, branches)
+        shifts = [dict(true), {path: -n for path, n in false.items()}]
+
+    def guarded(number: int, branch: Any) -> Any:
+        def body(*args: Any) -> list[Any]:
+            *values, index = args
+            return _Guard(index == number, (number,), shifts[number]).run(branch, values)
+
+        avals = [v.aval for v in _compat.open_jaxpr(branch).invars]
+        return jax.make_jaxpr(body)(*avals, index)
+
+    return tuple(guarded(i, branch) for i, branch in enumerate(branches))
+
+
+def _batch_cond(rule: Any) -> Any:
+    def batch(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
+        if dims[0] is not None and any(tap_effect in b.effects for b in branches):
+            index = _compat.unmapped(args[0], dims[0])
+            branches = _in_branches(branches, index)
+            args, dims = [*args, args[0]], [*dims, dims[0]]
+        return rule(axis_data, args, dims, branches=branches, **params)
+
+    return batch
+
+
+def _batch_while(rule: Any) -> Any:
+    def batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
+        test, body = params["cond_jaxpr"], params["body_jaxpr"]
+        count = params["cond_nconsts"]
+        if tap_effect in body.effects:
+
+            def guarded(*flat: Any) -> list[Any]:
+                extra, rest = flat[:count], flat[count:]
+                state = rest[params["body_nconsts"] :]
+                (live,) = jaxpr_as_fun(strip(test))(*extra, *state)
+                return _Guard(live).run(body, rest)
+
+            tested = [v.aval for v in _compat.open_jaxpr(test).invars[:count]]
+            avals = [v.aval for v in _compat.open_jaxpr(body).invars]
+            params = dict(
+                params,
+                body_jaxpr=jax.make_jaxpr(guarded)(*tested, *avals),
+                body_nconsts=count + params["body_nconsts"],
+            )
+            args, dims = [*args[:count], *args], [*dims[:count], *dims]
+        return rule(axis_data, args, dims, **params)
+
+    return batch
+
+
+def _split_while(rule: Any) -> Any:
+    """A loop that the backward pass of remat runs again marks nothing again."""
+
+    def split(*args: Any) -> Any:
+        known, staged, *rest = rule(*args)
+        if known is not None and staged is not None and tap_effect in staged.effects:
+            params = {k: quieted(v) for k, v in staged.params.items()}
+            effects = frozenset(e for e in staged.effects if e is not tap_effect)
+            staged = staged.replace(params=params, effects=effects)
+        return (known, staged, *rest)
+
+    return split
+
+
+_compat.wrap_batcher(cond_p, _batch_cond)
+_compat.wrap_batcher(while_p, _batch_while)
+_compat.wrap_partial_eval_custom(while_p, _split_while)
+_compat.wrap_partial_eval(while_p, quieted)

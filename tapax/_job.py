@@ -1,0 +1,220 @@
+"""Calls of functions that are traced and walked: when they are compiled, and what is kept.
+
+A `Job` says what is done with the program; here it does not matter which. The function is compiled
+once for each structure, shape and type of its arguments, as a function under `jax.jit` is; and like
+one it keeps the closed-over values it was traced with. Under a transformation, or in another jitted
+function, it becomes part of that program instead. Under `jax.disable_jit()` it is evaluated one
+operation at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from tapax import _compat, adapters
+from tapax._adapter import FunctionCall
+from tapax._arguments import Signature, find_needed, name_of, numbers, split
+from tapax._plan import Plan
+from tapax._program import Program, trace
+from tapax._walk import eager
+
+
+class Job:
+    """What is done with a traced program. Equal jobs do the same.
+
+    `operands`, a pytree of arrays, are what the job is given besides the program's own arguments.
+    """
+
+    plan: Plan
+    stateless = False
+    """Whether objects that the function changes stay as they are."""
+
+    @property
+    def lasting(self) -> bool:
+        """Whether equal jobs do the same at any time: objects in them may have changed since."""
+        return True
+
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        """What it has to know about the program. Only the types of the arrays may be looked at."""
+        return None
+
+    def check(self, prepared: Any, operands: Any) -> None:
+        """Raises for operands whose values are wrong, where they are known."""
+
+    def run(
+        self,
+        program: Program,
+        prepared: Any,
+        operands: Any,
+        arrays: Sequence[Any],
+        checked: bool,
+    ) -> Any:
+        """The results of the program, or None if it has none; and a pytree of whatever else.
+
+        It is `checked` if the values of the operands were known, and `check` has seen them.
+        """
+        raise NotImplementedError
+
+    def finish(self, out: Any, extra: Any) -> Any:
+        """What the user gets, of the function's result and whatever else."""
+        return out
+
+
+class _Learned:
+    """What calls of a function have found out, for the calls that come after."""
+
+    def __init__(self) -> None:
+        self.programs: dict[Any, Any] = {}
+        self.needed: dict[Any, frozenset[int]] = {}
+        self.memory: dict[Any, Any] = {}
+        self.lock = threading.RLock()
+
+
+_learned: dict[int, dict[Job, _Learned]] = {}
+
+
+def _learned_of(fn: Any, job: Job) -> _Learned:
+    """What is known of a function, from other jobs like this too if it is one that lasts.
+
+    It is forgotten with the function, which it must not keep alive.
+    """
+    if not job.lasting or (not adapters.lasting(fn) and _compat.jit_options(fn) is None):
+        return _Learned()
+    new: dict[Job, _Learned] = {}
+    found = _learned.setdefault(id(fn), new)
+    if found is new:
+        weakref.finalize(fn, _learned.pop, id(fn), None).atexit = False
+    try:
+        known = found.setdefault(job, _Learned())
+    except TypeError:  # a predicate that cannot be hashed
+        return _Learned()
+    if len(found) > 64:  # predicates that are written in a loop
+        found.pop(next(iter(found)), None)
+    return known
+
+
+class Instrumented:
+    """A function that a job is done on: traced and compiled once for each kind of call."""
+
+    def __init__(self, fn: Callable[..., Any], job: Job):
+        self.fn = fn
+        self._job = job
+        self._known = _learned_of(fn, job)
+
+    def __call__(self, operands: Any, args: Any, kwargs: Any) -> Any:
+        """Calls the function."""
+        return adapters.on_opened(self._open(args, kwargs), lambda call: self._run(call, operands))
+
+    def program(self, args: Any, kwargs: Any) -> tuple[Program, Any]:
+        """The traced function, and the arrays among these arguments."""
+        program, _, arrays = adapters.on_opened(self._open(args, kwargs), self._trace)
+        return program, arrays
+
+    def _open(self, args: Any, kwargs: Any) -> FunctionCall:
+        return FunctionCall(self.fn, args, kwargs, memory=self._known.memory)
+
+    def _run(self, call: FunctionCall, operands: Any) -> Any:
+        if self._job.stateless:
+            call = dataclasses.replace(call, close=lambda out: out)
+        inline = not _compat.trace_state_clean() or eager()
+        program, outs, extra = (self._inline if inline else self._compiled)(call, operands)
+        out = None if outs is None else call.close(program.join(outs))
+        return self._job.finish(out, extra)
+
+    def _trace(self, call: FunctionCall) -> tuple[Program, Signature, list[Any]]:
+        """The traced function; numbers that it needs the values of are made static."""
+        structure = jax.tree.structure(call.arguments)
+
+        def attempt(needed: frozenset[int]) -> Any:
+            signature, arrays = split(self.fn, call.arguments, needed)
+            whole = call.arguments, arrays, signature.join, signature.traced
+            program = trace(self.fn, call.run, self._job.plan, *whole)
+            return program.only(call.own) if self._job.stateless else program, signature, arrays
+
+        known = self._known.needed.get(structure)
+        if known is None:
+            known = adapters.fixed(call)
+        needed, result = find_needed(attempt, numbers(call.arguments), known)
+        self._known.needed[structure] = needed
+        return result
+
+    def _inline(self, call: FunctionCall, operands: Any) -> Any:
+        program, _, arrays = self._trace(call)
+        prepared = self._job.prepare(program, operands, arrays)
+        self._job.check(prepared, operands)
+        known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
+        return program, *self._job.run(program, prepared, operands, arrays, known)
+
+    def _compiled(self, call: FunctionCall, operands: Any) -> Any:
+        structure = jax.tree.structure(call.arguments)
+        needed = self._known.needed.get(structure, frozenset())
+        signature, arrays = split(self.fn, call.arguments, needed)
+        found = None
+        if signature.lasting:
+            found = self._known.programs.get(_key(signature, operands, arrays))
+        if found is None:
+            with self._known.lock:
+                program, signature, arrays = self._trace(call)
+                found = self._compile(program, operands, arrays)
+                if signature.lasting:
+                    key = _key(signature, operands, arrays)
+                    found = self._known.programs.setdefault(key, found)
+        program, prepared, run = found
+        self._job.check(prepared, operands)
+        return program, *run(operands, *arrays)
+
+    def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        job = self._job
+        prepared = job.prepare(program, operands, arrays)
+
+        def captured(operands: Any, *arrays: Any) -> Any:
+            return job.run(program, prepared, operands, arrays, True)
+
+        captured.__name__ = captured.__qualname__ = name_of(self.fn)
+        donated = () if job.stateless else (i + 1 for i in _donated(program.jaxpr))
+        return program, prepared, jax.jit(captured, donate_argnums=tuple(donated))
+
+
+def _key(signature: Signature, operands: Any, arrays: Sequence[Any]) -> Any:
+    leaves, treedef = jax.tree.flatten(operands)
+    types = tuple(map(jax.typeof, (*leaves, *arrays)))
+    return signature, treedef, types, _compat.trace_context()
+
+
+def _donated(jaxpr: Any) -> tuple[int, ...]:
+    """The inputs of a program that a jitted function in it is given for good."""
+    inner = _compat.open_jaxpr(jaxpr)
+    uses: dict[Any, int] = {}
+    given = set()
+    for eqn in inner.eqns:
+        for i, v in enumerate(eqn.invars):
+            if isinstance(v, _compat.Literal):
+                continue
+            uses[v] = uses.get(v, 0) + 1
+            if eqn.params.get("donated_invars", ()) and eqn.params["donated_invars"][i]:
+                given.add(v)
+    for v in inner.outvars:
+        if not isinstance(v, _compat.Literal):
+            uses[v] = uses.get(v, 0) + 1
+    return tuple(i for i, v in enumerate(inner.invars) if v in given and uses[v] == 1)
+
+
+def check_function(fn: Any, function: str) -> None:
+    """Refuses what is no function, or none that can be traced."""
+    if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered, jax.stages.Traced)):
+        raise TypeError(
+            f"`{function}` was given a {type(fn).__name__}, a function already traced or compiled "
+            "ahead of time: there is nothing left to trace. Give it the function itself, and "
+            f"compile the result instead: jax.jit(tapax.{function}(fn)).lower(...).compile()."
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"`{function}` takes a function, but was given {fn!r} of type {type(fn).__name__}."
+        )

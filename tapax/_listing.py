@@ -1,0 +1,80 @@
+"""`modules`: the path and the class of every module of a model.
+
+>>> import tapax
+>>> from flax import nnx
+>>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+>>> for path, cls in tapax.modules(model):
+...     print(path, cls.__name__)
+Sequential Sequential
+Sequential/layers/0 Linear
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tapax import adapters
+from tapax._capture import sites
+from tapax._model import in_order
+from tapax._scopes import join
+from tapax._taps import SiteTable
+
+
+class ModuleTable(tuple[tuple[str, type], ...]):
+    """Paths and classes, in the order of the model; prints as a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        from tapax._show import modules_table
+
+        return modules_table(self)
+
+
+def modules(model: Any, *args: Any, **kwargs: Any) -> ModuleTable:
+    """The path and the class of every module of `model`: pairs, of which `dict` makes a dict.
+
+    The paths are those of the sites that `capture` finds. Modules of NNX, Equinox and brainstate
+    are objects with attributes, and are listed as they are. The modules in one of Linen come to be
+    when it is called, and those of a transformed Haiku function as well: give the arguments that
+    you would give to `init`, without the random key. Nothing is computed.
+    """
+    for adapter in adapters.present():
+        maker = adapter.maker(model)
+        if maker is not None:
+            if not (args or kwargs):
+                raise TypeError(
+                    f"The modules of a {type(model).__name__} come to be when it is called: give "
+                    "`modules` what you would call it with, tapax.modules(model, x)."
+                )
+            return _made(sites(maker)(*args, **kwargs))
+        if adapter.is_module(model):
+            name, parts = adapter.name(model), in_order(adapter, model)
+            return ModuleTable(
+                (join(name, path), type(part)) for path, part in parts if adapter.has_site(part)
+            )
+    raise TypeError(
+        f"`modules` takes a model of Flax, Equinox, Haiku or brainstate, but was given {model!r} "
+        f"of type {type(model).__name__}. What a plain function has are sites: "
+        "tapax.sites(fn)(*args) lists them."
+    )
+
+
+def _made(table: SiteTable) -> ModuleTable:
+    """The modules whose results are sites, each before those in it."""
+    found: dict[str, type] = {}
+    for site in table:
+        if site.module is not None:
+            path = site.path.partition(":")[0]
+            path = path if site.method == "__call__" else path.removesuffix(f".{site.method}")
+            found.setdefault(path, site.module)
+    parts = {path: path.split("/") for path in found}
+    order: dict[str, int] = {}
+    for segments in parts.values():
+        for i in range(len(segments)):
+            order.setdefault("/".join(segments[: i + 1]), len(order))
+
+    def places(path: str) -> list[int]:
+        return [order["/".join(parts[path][: i + 1])] for i in range(len(parts[path]))]
+
+    return ModuleTable((path, found[path]) for path in sorted(found, key=places))

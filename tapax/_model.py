@@ -1,0 +1,85 @@
+"""What is in a model: its modules, their paths, their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from tapax._adapter import Adapter
+from tapax._anchors import leaf_path
+from tapax._scopes import join, segment
+
+CONTAINERS = (list, tuple, dict)
+
+
+def kind(adapter: Adapter, module: Any) -> Any:
+    """What two modules have in common if one is a copy of the other: the classes in them."""
+    parts = [(path, type(part)) for path, part in descendants(adapter, module)]
+    return type(module), tuple(parts)
+
+
+def index(adapter: Adapter, module: Any) -> dict[int, str]:
+    """The paths of a module and of all that are in it, wrapped or not, by identity."""
+    found = {id(module): ""}
+    for path, part in _nodes(adapter, module):
+        found.setdefault(id(part), path)
+    return found
+
+
+def descendants(adapter: Adapter, module: Any) -> Iterator[tuple[str, Any]]:
+    """The modules in a module with their paths, those nearest to it first, each once."""
+    return (found for found in _nodes(adapter, module) if adapter.is_module(found[1]))
+
+
+def _nodes(adapter: Adapter, module: Any) -> Iterator[tuple[str, Any]]:
+    """The same with what is around some of them."""
+    seen = {id(module)}
+    level = [("", module)]
+    while level:
+        deeper = []
+        for path, value in level:
+            for name, child in _parts(adapter, value):
+                if id(child) in seen:
+                    continue
+                seen.add(id(child))
+                below = join(path, name), child
+                deeper.append(below)
+                if adapter.is_module(child) or adapter.wraps(child):
+                    yield below
+        level = deeper
+
+
+def in_order(adapter: Adapter, model: Any) -> Iterator[tuple[str, Any]]:
+    """A module and all that are in it, each once, in the order of their attributes."""
+    paths = index(adapter, model)
+
+    def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if adapter.is_module(value):
+            if paths.get(id(value)) != path:
+                return
+            yield path, value
+        for name, part in _parts(adapter, value):
+            yield from below(join(path, name), part)
+
+    return below("", model)
+
+
+def _parts(adapter: Adapter, value: Any) -> Iterator[tuple[str, Any]]:
+    if adapter.is_module(value) or adapter.wraps(value):
+        parts = adapter.children(value)
+    elif isinstance(value, dict):
+        parts = ((segment(key), part) for key, part in value.items())
+    else:
+        parts = ((str(i), part) for i, part in enumerate(value))
+    for name, part in parts:
+        if adapter.is_module(part) or adapter.wraps(part) or isinstance(part, CONTAINERS):
+            yield name, part
+
+
+def arrays(adapter: Adapter, module: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays in a module, and their paths."""
+    for keys, x in jax.tree_util.tree_leaves_with_path(adapter.state(module)):
+        if isinstance(x, jax.Array):
+            yield leaf_path(keys), x

@@ -1,0 +1,80 @@
+"""The calls of modules, seen while a program is traced: their results become sites.
+
+An adapter calls `called` for every method of a module that runs. The result is named by where the
+module is in the model: `GPT/blocks/3/attn`, `GPT/encoder.encode`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tapax._adapter import Adapter
+from tapax._mark import leaf_name, marking
+from tapax._places import Running, entered, locate, rooted
+from tapax._scopes import Place
+from tapax._tap import Mark, tap
+
+
+def called(
+    adapter: Adapter, module: Any, method: str, run: Callable[[], Any], place: Place | None = None
+) -> Any:
+    """Runs a method of a module, within the module's scope; its result becomes a site.
+
+    `place` is where the module is, if the framework knows.
+    """
+    if marking() is None:
+        return run()
+    with within(adapter, module, place):
+        return mark_result(adapter, module, method, run())
+
+
+@contextlib.contextmanager
+def within(adapter: Adapter, module: Any, place: Place | None = None) -> Iterator[None]:
+    """The scope of a module; entering the one that is running already changes nothing."""
+    place = rooted(locate(adapter, module) if place is None else place)
+    if not place and not place.up:
+        yield
+        return
+    # The frame of whoever entered this: two of contextlib's are between.
+    frame = sys._getframe(2)
+    new = Running(adapter, module, frame, place.root) if place else None
+    with entered(new, place.up), jax.named_scope(place):
+        yield
+
+
+def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
+    """Makes what a method of a module returned a site, if a capture admits it; returns it."""
+    here = marking()
+    admitted = here.admits(module, method) if here is not None else frozenset()
+    if here is None or not admitted:
+        return out
+    source = _user_line(adapter)
+    suffix = "" if method == "__call__" else f".{method}"
+
+    def leaf(keys: tuple[Any, ...], x: Any) -> Any:
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            return x
+        path = suffix + (f":{leaf_name(keys)}" if keys else "")
+        fields: dict[str, Any] = {"module": type(module), "method": method, "admitted": admitted}
+        fields["members"] = getattr(module, "__tap_members__", None)
+        return tap(x, Mark(path, "module", source, **fields, **here.on_marks))
+
+    return jax.tree_util.tree_map_with_path(leaf, out, is_leaf=adapter.is_opaque)
+
+
+def _user_line(adapter: Adapter) -> str:
+    """`file:line` of the user's code that called a module."""
+    ours = ("tapax", "jax", adapter.package)
+    frame = sys._getframe(2)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ours and package not in ("contextlib", "functools"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,153 @@
+"""Patches: attributes of classes that are replaced while captures run, and put back afterwards.
+
+Captures may nest, and run on several threads: the first to come puts a patch in, the last to leave
+takes it out, whatever happened in between. What is put in must tell by itself whether a capture is
+tracing on its thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tapax._adapter import Adapter
+from tapax._mark import marking
+from tapax._modules import called
+
+_lock = threading.RLock()
+
+Replacements = Iterable[tuple[Any, str, Callable[[Any], Any]]]
+
+
+class Patch:
+    """Replaces attributes of classes; `find` gives the class, the name and what wraps the old one.
+
+    It is asked again whenever a capture begins, for there may be new classes; and when the first
+    object of a class made from `base` comes to be, for the class may be defined inside of what is
+    captured. A Python module may stand for a class.
+    """
+
+    def __init__(self, find: Callable[[], Replacements], base: type | None = None):
+        self._find = find
+        self._base = base
+        self._classes: set[type] = set()
+        self._users = 0
+        self._originals: dict[tuple[Any, str], Any] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with _lock:
+            self._users += 1
+        try:
+            self._put()
+            yield
+        finally:
+            with _lock:
+                self._users -= 1
+                if not self._users:
+                    while self._originals:
+                        (cls, name), original = self._originals.popitem()
+                        _set(cls, name, original)
+                    self._classes.clear()
+
+    def _put(self) -> None:
+        with _lock:
+            for cls, name, wrap in (*self._find(), *self._makers()):
+                if (cls, name) not in self._originals:
+                    original = cls.__dict__[name]
+                    self._originals[cls, name] = original
+                    _set(cls, name, wrap(original))
+
+    def _makers(self) -> Replacements:
+        """What makes the objects of a class: its metaclass, called."""
+        if self._base is not None:
+            self._classes.update(subclasses(self._base))
+            maker = next(
+                meta for meta in inspect.getmro(type(self._base)) if "__call__" in meta.__dict__
+            )
+            yield maker, "__call__", self._maker
+
+    def _maker(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def make(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if self._users and cls not in self._classes and issubclass(cls, self._base or ()):
+                self._put()
+            return original(cls, *args, **kwargs)
+
+        return make
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    # A metaclass may forbid what is plainly possible.
+    (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, value)
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """A class and all classes made from it."""
+    seen = {base}
+    waiting = [base]
+    while waiting:
+        cls = waiting.pop()
+        yield cls
+        new = [sub for sub in type.__subclasses__(cls) if sub not in seen]
+        seen.update(new)
+        waiting += new
+
+
+def methods(adapter: Adapter, base: type, skip: Iterable[type]) -> Replacements:
+    """Every method of every class made from `base`, to be run as that of a module."""
+    skipped = frozenset(skip)
+    for cls in subclasses(base):
+        if cls in skipped:
+            continue
+        for name, value in list(cls.__dict__.items()):
+            if is_method(name, value):
+                yield cls, name, functools.partial(_method, adapter, cls, name)
+
+
+def is_method(name: str, value: Any) -> bool:
+    """Whether an attribute of a class is a method that may return what a module computes."""
+    if name.startswith("__") and name != "__call__":
+        return False
+    if isinstance(value, (type, staticmethod, classmethod, property)) or not callable(value):
+        return False
+    return hasattr(type(value), "__get__")
+
+
+def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
+    # What a framework puts around a function takes the module as its first argument, too.
+    plain = inspect.isfunction(original) or adapter.wraps(original)
+
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            if plain:
+                return original(self, *args, **kwargs)
+            return original.__get__(self, type(self))(*args, **kwargs)
+
+        # What a subclass calls by `super()` is a part of its own method.
+        if marking() is None or not is_first(owner, name, type(self)):
+            return run()
+        return called(adapter, self, name, run)
+
+    return functools.update_wrapper(method, original)
+
+
+def current(fn: Any) -> Any:
+    """A method that was taken earlier, as it would be taken now: its class may be patched."""
+    if isinstance(fn, functools.partial):
+        func = current(fn.func)
+        return fn if func is fn.func else functools.partial(func, *fn.args, **fn.keywords)
+    if not inspect.ismethod(fn):
+        return fn
+    now: Any = getattr(type(fn.__self__), fn.__name__, None)
+    same = callable(now) and inspect.unwrap(now) is inspect.unwrap(fn.__func__)
+    return now.__get__(fn.__self__) if same else fn
+
+
+def is_first(owner: type, name: str, cls: type) -> bool:
+    """Whether the method of a class is that of `owner`, and not that of a class made from it."""
+    return next(c for c in cls.__mro__ if name in c.__dict__) is owner

@@ -1,0 +1,239 @@
+"""Perturbations: arrays that are added to the values of sites.
+
+`perturbations` gives zeros, one for every call, iteration and example of a site; `perturbed` is the
+function to whose sites they are added. So derivatives of any kind by values inside are those of an
+ordinary function:
+
+>>> import jax, jax.numpy as jnp, tapax
+>>> def loss(w, x):
+...     h = tapax.sow(w * x, "h")
+...     return jnp.sum(h**2)
+>>> x = jnp.array([1.0, 3.0])
+>>> zeros = tapax.perturbations(loss)(2.0, x)
+>>> jax.hessian(tapax.perturbed(loss))(zeros, 2.0, x)["h"]["h"].tolist()
+[[2.0, 0.0], [0.0, 2.0]]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tapax._arguments import as_array
+from tapax._changes import Changes, Part
+from tapax._job import Instrumented, Job, check_function
+from tapax._plan import Plan
+from tapax._program import Program
+from tapax._replace import Making
+from tapax._sites import At, Selection, SiteError, check, flatten, is_exact, matches, nearest
+from tapax._survey import Spot, survey
+from tapax._taps import SiteTable
+from tapax._walk import Walk
+
+P = ParamSpec("P")
+AT = ("at", "")
+
+
+def perturbations(
+    fn: Callable[P, Any], at: Selection = "**", *, modules: Any = True
+) -> Callable[P, dict[str, Any]]:
+    """A function that returns zeros to be added to the sites of `fn`, by name.
+
+    Each has the shape of what a capture returns: one for every iteration, example and device. Sites
+    that are no floating-point numbers, in a while loop, or dropped by `fn`, have none.
+    """
+    check_function(fn, "perturbations")
+    _refuse_steps(at)
+    plan = Plan.make(at, None, modules=modules, names=AT)
+    call = Instrumented(fn, _Perturbing(plan))
+
+    @functools.wraps(fn, updated=())
+    def zeros(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        program, arrays = call.program(args, kwargs)
+        spots = differentiable(survey(program, plan, arrays), plan, reaching=True)
+        return {spot.site.name: _zeros(spot) for spot in spots}
+
+    return zeros
+
+
+def perturbed(
+    fn: Callable[..., Any], at: Selection = "**", *, modules: Any = True
+) -> Callable[..., Any]:
+    """A function like `fn` that takes perturbations first, and adds them to the values of sites.
+
+    They are given by the names of the sites, not all of which must have one. Sites that a rule such
+    as `tapax.ops` makes have to be selected here too.
+    """
+    check_function(fn, "perturbed")
+    _refuse_steps(at)
+    call = Instrumented(fn, _Perturbing(Plan.make(at, None, modules=modules, names=AT)))
+
+    @functools.wraps(fn, updated=())
+    def added(perturbations: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(perturbations, Mapping):
+            raise TypeError(
+                "The first argument of a perturbed function is a dict of perturbations by the "
+                f"names of sites, but it is of type {type(perturbations).__name__}."
+            )
+        given = {
+            name: as_array(x, f"The perturbation of the site {name!r}")
+            for name, x in perturbations.items()
+        }
+        return call(given, args, kwargs)
+
+    return added
+
+
+@dataclasses.dataclass(frozen=True)
+class _Perturbing(Job):
+    """Adds the operands to the values of sites."""
+
+    plan: Plan
+
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        return _perturbed_spots(survey(program, self.plan, arrays), operands, reaching=True)
+
+    def check(self, prepared: Any, operands: Any) -> None:
+        for spot, array in zip(prepared, operands.values(), strict=True):
+            _check_devices(spot, array)
+
+    def run(
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
+    ) -> Any:
+        changes = adding(prepared, [operands[s.site.name] for s in prepared], jnp.add)
+        return program.run(Walk(Plan(None, None), changes), arrays), ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adding(Job):
+    """Adds to the values of sites what `choose` gives, once it is known which there are."""
+
+    plan: Plan
+    choose: Callable[[SiteTable], Mapping[str, Any]]
+
+    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        return survey(program, self.plan, arrays)
+
+    def run(
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
+    ) -> Any:
+        chosen = self.choose(SiteTable([spot.site for spot in prepared]))
+        spots = _perturbed_spots(prepared, chosen)
+        changes = adding(spots, list(chosen.values()), jnp.add)
+        return program.run(Walk(Plan(None, None), changes), arrays), ()
+
+
+def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]) -> Changes:
+    """The changes that add an array, by a function, to the value of each site."""
+    making = Making()
+    for spot, array in zip(spots, arrays, strict=True):
+        part = Part(array, spot.depths, len(spot.mapped))
+        making.change(spot, lambda x, counter, part: add(x, part), [part])
+    return making.changes()
+
+
+def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False) -> list[Spot]:
+    """Those sites by which a derivative can be taken; raises for one that is named exactly."""
+    exact = [part for part in flatten(plan.values) if is_exact(part)]
+    kept = []
+    for spot in spots:
+        why = _why_not(spot, reaching)
+        if why is None:
+            kept.append(spot)
+        elif any(matches(name, spot.site) for name in exact):
+            site = spot.site
+            raise SiteError(
+                f"There is no derivative by the site {site.name!r}, marked at {site.source}: {why}."
+            )
+    return kept
+
+
+def _why_not(spot: Spot, reaching: bool) -> str | None:
+    if not jnp.issubdtype(spot.own.dtype, jnp.inexact):
+        return f"its values are of type {spot.own.dtype}, which cannot be differentiated"
+    if any(a.kind == "while" for a in spot.around):
+        return (
+            "it is in a while loop, which may reach it any number of times. A loop with a known "
+            "number of iterations, a scan or a fori_loop, has one for each"
+        )
+    if reaching and not spot.reaches:
+        return (
+            "what is returned does not depend on it. Use what tapax.sow returned in the place of "
+            "the value that it was given"
+        )
+    return None
+
+
+def _zeros(spot: Spot) -> Any:
+    zeros = jnp.zeros(spot.site.shape, spot.own.dtype)
+    sharding = _sharding(spot)
+    return zeros if sharding is None else jax.device_put(zeros, sharding)
+
+
+def _sharding(spot: Spot) -> Any:
+    """Where the parts of a perturbation lie that devices of a mesh have each their own of."""
+    names = [None if a.is_loop else a.kind for a in (spot.around[d] for d in spot.depths)]
+    if spot.mesh is None or not any(names):
+        return None
+    return NamedSharding(spot.mesh, PartitionSpec(*names))
+
+
+def _refuse_steps(at: Selection) -> None:
+    for part in flatten(check(at, "at")):
+        if isinstance(part, At):
+            raise SiteError(
+                f"tapax.{part} was given, but a perturbation has a part for every iteration of a "
+                "loop. Give the selection without `step`, and leave the other parts zero."
+            )
+
+
+def _perturbed_spots(
+    spots: Sequence[Spot], perturbations: Mapping[str, Any], *, reaching: bool = False
+) -> list[Spot]:
+    """The sites that perturbations are for; raises for one that does not fit."""
+    known = {spot.site.name: spot for spot in spots}
+    for name, array in perturbations.items():
+        if name not in known:
+            raise SiteError(
+                f"There is a perturbation of {name!r}, but no such site was reached when the "
+                f"function was traced. {nearest(name, known)}"
+            )
+        _check_perturbation(known[name], array, reaching)
+    return [known[name] for name in perturbations]
+
+
+def _check_perturbation(spot: Spot, array: Any, reaching: bool) -> None:
+    site = spot.site
+    where = f"The perturbation of the site {site.name!r}, marked at {site.source},"
+    why_not = _why_not(spot, reaching)
+    if why_not is not None:
+        raise SiteError(f"{where} cannot be added: {why_not}.")
+    if array.shape != site.shape:
+        raise SiteError(
+            f"{where} has shape {list(array.shape)}, but its values have shape {list(site.shape)}. "
+            "Make perturbations with the arguments that they are for."
+        )
+    if array.dtype != spot.own.dtype:
+        raise SiteError(
+            f"{where} is of type {array.dtype}, but its values are of type {spot.own.dtype}: the "
+            "sum would be of another type than the value. Cast the perturbation."
+        )
+
+
+def _check_devices(spot: Spot, array: Any) -> None:
+    wanted = _sharding(spot)
+    if wanted is None or isinstance(array, Tracer) or not array.committed:
+        return
+    if array.sharding.device_set != wanted.device_set:
+        raise SiteError(
+            f"The perturbation of the site {spot.site.name!r}, marked at {spot.site.source}, has "
+            f"the sharding {array.sharding}, but its values have {wanted}. Make perturbations with "
+            "tapax.perturbations, or put them there with jax.device_put."
+        )

@@ -1,0 +1,240 @@
+"""Where a module is, which is what it is called.
+
+It comes from the call stack: a module is looked for in the attributes of the module that called it.
+Transformations make that less simple than it sounds. `nnx.jit`, `filter_checkpoint` and the like
+take a module apart and put a *twin* together inside, which is another object. So a module that is
+not among the attributes of its caller by identity may be a part of a twin: twins are found among
+the variables of the functions that are running, and recognised by the classes in them. If one may
+be a copy of several modules, its arrays tell which: see `_anchors`. A module that cannot be found
+anywhere is named by its class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from jax.core import Tracer
+
+from tapax._adapter import Adapter
+from tapax._anchors import anchor
+from tapax._model import CONTAINERS, arrays, descendants, index, kind
+from tapax._scopes import Place, join
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """A module whose method is running, and the objects known to be twins of it."""
+
+    adapter: Adapter
+    module: Any
+    frame: Any
+    root: str
+
+    @functools.cached_property
+    def _indexes(self) -> list[tuple[Any, str, dict[int, str]]]:
+        # Most modules call no other, so that nothing is ever looked for in them.
+        return [(self.module, "", index(self.adapter, self.module))]
+
+    def adopt(self, twin: Any, path: str) -> None:
+        """Makes the modules in `twin` known, as those at `path`."""
+        self._indexes.append((twin, path, index(self.adapter, twin)))
+
+    def find(self, module: Any) -> str | None:
+        """The path to a module from this one; None if it is not in it."""
+        if module is self.module:
+            return ""
+        for _, prefix, found in self._indexes:
+            path = found.get(id(module))
+            if path is not None:
+                return join(prefix, path)
+        return None
+
+
+class _Tracing(threading.local):
+    """The modules that are running on this thread, outermost first, in one capture."""
+
+    def __init__(self) -> None:
+        self.running: list[Running] = []
+        self.frame: Any = None
+        self.outer: list[Running] = []  # in the captures around this one
+
+
+_tracing = _Tracing()
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Within, no module is running yet: a capture begins."""
+    before = _tracing.running, _tracing.frame, _tracing.outer
+    around = [*_tracing.outer, *_tracing.running]
+    _tracing.running, _tracing.frame, _tracing.outer = [], sys._getframe(2), around
+    try:
+        yield
+    finally:
+        _tracing.running, _tracing.frame, _tracing.outer = before
+
+
+def running() -> list[Running]:
+    """The modules that are running on this thread, outermost first."""
+    return _tracing.running
+
+
+@contextlib.contextmanager
+def entered(module: Running | None, up: int) -> Iterator[None]:
+    """Within, a module is running that another calls, or one `up` from that."""
+    before = _tracing.running
+    around = before[: len(before) - up]
+    _tracing.running = around if module is None else [*around, module]
+    try:
+        yield
+    finally:
+        _tracing.running = before
+
+
+def rooted(place: Place) -> Place:
+    """The place of the first module in a capture within another, of the same model.
+
+    It is named from the root of the model. So the modules that the outer capture sees around it are
+    left, lest it has the root in its name twice.
+    """
+    outer = [] if _tracing.running else _tracing.outer
+    if not outer or place.anchor is not None or place.up:
+        return place
+    model = place.root.partition("/")[0]
+    same = outer[0].root.partition("/")[0] == model
+    return Place(place, place.root, len(outer)) if same else place
+
+
+def locate(adapter: Adapter, module: Any) -> Place:
+    """The place of a module, from the module that is running; empty if it is that one."""
+    if not _tracing.running:
+        return _root(adapter, module)
+    found = _known(adapter, module)
+    if found is not None:
+        return found
+    caller = _tracing.running[-1]
+    owner, path = _owner(adapter, module, caller.frame)
+    paths = _copied(adapter, owner, caller.module) if caller.adapter is adapter else {}
+    if "" in paths:
+        caller.adopt(owner, "")
+        return Place(path, adapter.name(module))
+    return _undecided(adapter, owner, paths, caller.adapter.name(caller.module), path)
+
+
+def find(adapter: Adapter, part: Any) -> Place | None:
+    """The place of a part of a model, be it a module or what is around one; None if of none."""
+    if not _tracing.running:
+        owner, path = _owner(adapter, part, _tracing.frame)
+        name = join(adapter.name(owner), path)
+        return Place(name, name) if path else None
+    found = _known(adapter, part)
+    if found is not None:
+        return found
+    caller = _tracing.running[-1]
+    owner, path = _owner(adapter, part, caller.frame)
+    if caller.adapter is adapter and "" in _copied(adapter, owner, caller.module):
+        caller.adopt(owner, "")
+        return Place(path, adapter.name(part))
+    return None
+
+
+def _known(adapter: Adapter, part: Any) -> Place | None:
+    for up, around in enumerate(reversed(_tracing.running)):
+        path = around.find(part)
+        if path is not None:
+            return Place(path, adapter.name(part), up)
+    return None
+
+
+def _root(adapter: Adapter, module: Any) -> Place:
+    """The place of a module that no module calls, in the model that it is a part of."""
+    owner, path = _owner(adapter, module, _tracing.frame)
+    if not path:
+        models = {id(model): model for model in _models_running(adapter, _tracing.frame)}
+        copies = [(model, _copied(adapter, owner, model)) for model in models.values()]
+        model, paths = max(copies, key=lambda found: len(found[1]), default=(None, {}))
+        if paths and "" not in paths:
+            return _undecided(adapter, owner, paths, adapter.name(model), path)
+    name = join(adapter.name(owner), path)
+    return Place(name, name)
+
+
+def _undecided(adapter: Adapter, owner: Any, paths: dict[str, Any], model: str, tail: str) -> Place:
+    """The place of a module in a copy of another, whose arrays will tell which that is."""
+    name = join(adapter.name(owner), tail)
+    for leaf, x in arrays(adapter, owner):
+        same = [p for p, part in paths.items() if dict(arrays(adapter, part)).get(leaf) is x]
+        if len(same) == 1:
+            path = join(same[0], tail)
+            return Place(path, join(model, path))
+    for leaf, x in arrays(adapter, owner):
+        if isinstance(x, Tracer):
+            others = [dict(arrays(adapter, part)).get(leaf) for part in paths.values()]
+            uid = anchor(x, tuple(paths), leaf, others)
+            return Place(name, name, anchor=uid, model=model, tail=tail)
+    return Place(name, name)
+
+
+def _owner(adapter: Adapter, module: Any, until: Any) -> tuple[Any, str]:
+    """The largest model that holds `module`, in the functions running since `until`; its path."""
+    frame = sys._getframe(2)
+    # One model is in the variables of many functions.
+    indexes: dict[int, tuple[Any, dict[int, str]]] = {}
+    while frame is not None and frame is not until:
+        owners = []
+        for value in _variables(frame):
+            for model in _models(adapter, value):
+                if id(model) not in indexes:
+                    indexes[id(model)] = model, index(adapter, model)
+                found = indexes[id(model)][1]
+                path = found.get(id(module))
+                if path:
+                    owners.append((len(found), model, path))
+        if owners:
+            _, model, path = max(owners, key=lambda owner: owner[0])
+            return model, path
+        frame = frame.f_back
+    return module, ""
+
+
+def _models_running(adapter: Adapter, until: Any) -> Iterator[Any]:
+    """The modules in the variables of the functions running since `until`, innermost first."""
+    frame = sys._getframe(3)
+    while frame is not None and frame is not until:
+        for value in _variables(frame):
+            yield from _models(adapter, value)
+        frame = frame.f_back
+
+
+def _variables(frame: Any) -> list[Any]:
+    """The values of the variables of a running function: local, closed over, and global."""
+    used = (frame.f_globals.get(name) for name in frame.f_code.co_names)
+    return [*frame.f_locals.values(), *used]
+
+
+def _models(adapter: Adapter, value: Any) -> Iterator[Any]:
+    """The modules that a variable holds."""
+    if adapter.is_module(value):
+        yield value
+    elif type(value) in CONTAINERS and len(value) <= 32:
+        for part in value.values() if type(value) is dict else value:
+            if adapter.is_module(part):
+                yield part
+
+
+def _copied(adapter: Adapter, twin: Any, model: Any) -> dict[str, Any]:
+    """The modules in a model that `twin` may be a copy of, by their paths."""
+    wanted = kind(adapter, twin)
+    if wanted == kind(adapter, model):
+        return {"": model}
+    return {
+        path: module
+        for path, module in descendants(adapter, model)
+        if type(module) is type(twin) and kind(adapter, module) == wanted
+    }

@@ -1,0 +1,292 @@
+"""A plan: what a capture is asked for, checked once, hashable; and what it was asked for in vain.
+
+>>> plan = Plan.make(values="**", grads=None)
+>>> plan.choose(Site("h"), grad=False)
+Choice(step=None, whole=True, reducers=())
+>>> plan.choose(Site("h"), grad=True) is None
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from jax.core import Tracer
+
+from tapax._mark import Marking, Policy, Structure
+from tapax._reducer import Reducer
+from tapax._sites import (
+    At,
+    Reduced,
+    Selection,
+    Site,
+    SiteError,
+    StepSlice,
+    check,
+    flatten,
+    is_exact,
+    matches,
+    nearest,
+    rules,
+)
+from tapax._tap import Mark
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A site was selected, perhaps for some iterations alone, perhaps to be reduced.
+
+    `reducers` are those for its value, each with the iterations that it is for.
+    """
+
+    step: Any = None
+    whole: bool = True
+    reducers: tuple[tuple[Reducer, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which values and which gradients to capture, and how many iterations of a while loop.
+
+    Or, if it is `changing`, which ones to edit.
+    """
+
+    values: Selection
+    grads: Selection
+    steps: int | None = None
+    modules: Selection = "**"
+    policy: Policy | None = True
+    changing: bool = False
+    names: tuple[str, str] = ("values", "grads")
+    """What the arguments are called that the selections came from."""
+
+    @classmethod
+    def make(
+        cls,
+        values: Any,
+        grads: Any,
+        steps: Any = None,
+        modules: Any = True,
+        *,
+        changing: bool = False,
+        reducing: bool = False,
+        names: tuple[str, str] = ("values", "grads"),
+    ) -> Plan:
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+            raise TypeError(
+                f"`steps` must be a number of iterations, but is {steps!r} of type "
+                f"{type(steps).__name__}."
+            )
+        if steps is not None and steps < 1:
+            raise SiteError(f"`steps` must be at least 1, but is {steps}.")
+        which, policy = _modules(modules)
+        both = zip((values, grads), names, strict=True)
+        sites = [_fixed(check(part, name, reducing=reducing)) for part, name in both]
+        return cls(sites[0], sites[1], steps, which, policy, changing, names)
+
+    def marking(self, structure: Structure | None = None) -> Marking:
+        """What has to be marked for this plan, in a function of arguments of that structure."""
+        found = frozenset((*rules(self.values), *rules(self.grads)))
+        policies = frozenset() if self.policy is None else frozenset({self.policy})
+        pairs = any(r.paired for _, r in self.reducers)
+        return Marking(found, policies, structure, self.changing, pairs)
+
+    @property
+    def over_loops(self) -> bool:
+        """Whether there are reducers over loops."""
+        return any(reducer.over_loops for _, reducer in self.reducers)
+
+    @property
+    def reducers(self) -> Iterator[tuple[Any, Reducer]]:
+        """Every reducer, with the selection that it is for."""
+        for selection in (self.values, self.grads):
+            for part in flatten(selection):
+                if isinstance(part, Reduced):
+                    yield from ((part.selection, reducer) for reducer in part.reducers)
+
+    def sees(self, site: Site, mark: Mark) -> bool:
+        """Whether a site is one for this plan: another capture's modules may not be."""
+        if site.kind != "module":
+            return True
+        return self.policy in mark.admitted and matches(self.modules, site)
+
+    def choose(self, site: Site, grad: bool) -> Choice | None:
+        """Whether, and how, to capture a site."""
+        whole: list[Any] = []
+        reducers: dict[tuple[Reducer, Any], None] = {}
+        for part in flatten(self.grads if grad else self.values):
+            if not matches(part, site):
+                continue
+            if isinstance(part, Reduced):
+                step = _step(part.selection, site)
+                reducers.update(dict.fromkeys((reducer, step) for reducer in part.reducers))
+            elif not whole:
+                whole.append(_step(part, site))
+        if not whole and not reducers:
+            return None
+        return Choice(whole[0] if whole else None, bool(whole), tuple(reducers))
+
+    def verify(
+        self,
+        sites: Sequence[Site],
+        values: Sequence[Site],
+        grads: Sequence[Site],
+        lost: dict[str, str],
+    ) -> None:
+        """Raises for what was asked for and cannot be given.
+
+        `sites` are all that the program has, gradients among them as sites of the kind `grad`;
+        `values` and `grads` are those captured; `lost` says why some cannot be.
+        """
+        marked = [s for s in sites if s.kind != "grad"]
+        for part in flatten(self.modules):
+            self._verify_module(part, marked)
+        for part in flatten(self.values):
+            for one in _plain(part):
+                self._verify_one(self.names[0], one, values, marked, lost)
+        reached = any(s.kind == "grad" for s in sites)
+        for part in flatten(self.grads):
+            for one in _plain(part):
+                found = [s for s in marked if matches(one, s)]
+                if is_exact(one) and found and not any(matches(one, s) for s in grads):
+                    raise SiteError(_no_gradient(found[0], one, reached))
+                self._verify_one(self.names[1], one, grads, marked, lost)
+        self._verify_steps(values)
+
+    def _verify_module(self, part: Any, marked: Sequence[Site]) -> None:
+        if callable(part) or part == "**":
+            return
+        if not any(matches(part, s) for s in marked if s.kind == "module"):
+            raise SiteError(
+                f"modules={part!r} was asked for, but no module that was reached when the function "
+                "was traced has such a name. tapax.sites(fn)(*args) lists those that there are."
+            )
+
+    def _verify_one(
+        self,
+        argument: str,
+        part: Any,
+        captured: Sequence[Site],
+        marked: Sequence[Site],
+        lost: dict[str, str],
+    ) -> None:
+        if callable(part) or part == "**":
+            return
+        if any(matches(part, s) for s in (*captured, *marked)):
+            return
+        if not isinstance(part, str):
+            raise SiteError(
+                f"{argument}=tapax.{part} was asked for, but the program has no such operation. "
+                "Rules name operations as jax.make_jaxpr prints them."
+            )
+        for path, why in lost.items():
+            if matches(part, Site(path)):
+                raise SiteError(f"The site {path!r} cannot be captured: {why}.")
+        what = "no site has that name" if is_exact(part) else "it matches no site"
+        names = [*(s.name for s in marked), *lost]
+        raise SiteError(
+            f"{argument}={part!r} was asked for, but {what}: no marked value of that name was "
+            f"reached when the function was traced. {nearest(part, names)}"
+        )
+
+    def verify_reduced(
+        self, reduced: Sequence[tuple[Site, Reducer]], refused: Sequence[tuple[Site, Reducer, str]]
+    ) -> None:
+        """Raises for reducers that are not for the values they were asked for of.
+
+        A selection may match sites of other types too, which are left out; but not all of them.
+        """
+        asked = [(p, r) for s, r in self.reducers for part in flatten(s) for p in _plain(part)]
+        for site, reducer, why in refused:
+            for part, wanted in asked:
+                others = any(r == reducer and matches(part, s) for s, r in reduced)
+                if wanted == reducer and matches(part, site) and not others:
+                    raise SiteError(why)
+
+    def _verify_steps(self, values: Sequence[Site]) -> None:
+        if self.steps is None:
+            return
+        values = [s for s in values if s.reducer is None or not s.reducer.over_loops]
+        loops = [s for s in values if any(name.startswith("while") for name in s.loops)]
+        exact = [p for part in flatten(self.values) for p in _plain(part) if is_exact(p)]
+        for site in values:
+            if not loops or (site not in loops and any(matches(p, site) for p in exact)):
+                where = f"in the loops {', '.join(site.loops)}" if site.loops else "in no loop"
+                raise SiteError(
+                    f"steps={self.steps} was asked for, but the site {site.name!r}, marked at "
+                    f"{site.source}, is {where}: `steps` is how many iterations of a while loop "
+                    "to keep. Leave it out, or select sites in a while loop."
+                )
+        if not values:
+            raise SiteError(
+                f"steps={self.steps} was asked for, but no value is captured: `steps` is how many "
+                "iterations of a while loop to keep."
+            )
+
+
+def _fixed(selection: Selection) -> Selection:
+    """A selection whose iterations are numbers: which ones to capture must be known."""
+    if isinstance(selection, tuple):
+        return tuple(map(_fixed, selection))
+    if isinstance(selection, Reduced):
+        return Reduced(_fixed(selection.selection), selection.reducers)
+    if not isinstance(selection, At) or isinstance(selection.step, (int, StepSlice)):
+        return selection
+    if isinstance(selection.step, Tracer):
+        raise SiteError(
+            f"`step` is traced in {selection}, but which iteration to capture must be known when "
+            "the function is traced. Capture them all, and index what is returned."
+        )
+    return At(selection.selection, int(selection.step))
+
+
+def _modules(modules: Any) -> tuple[Selection, Policy | None]:
+    """The modules that are sites, as a selection, and the policy by which their results are."""
+    if isinstance(modules, bool):
+        return "**", modules or None
+    if callable(modules) and _takes_two(modules):
+        return "**", cast(Policy, modules)
+    return check(modules, "modules"), True
+
+
+def _takes_two(fn: Any) -> bool:
+    try:
+        inspect.signature(fn).bind(None, "")
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _step(selection: Any, site: Site) -> Any:
+    """The iterations asked for of a site by a selection that it matches."""
+    found = next(part for part in flatten(selection) if matches(part, site))
+    return found.step if isinstance(found, At) else None
+
+
+def _plain(part: Any) -> Iterator[Any]:
+    """The selections in one, without the iterations asked for of them, and without reducers."""
+    if isinstance(part, (At, Reduced)):
+        for inner in flatten(part.selection):
+            yield from _plain(inner)
+    else:
+        yield part
+
+
+def _no_gradient(site: Site, asked: str, reached: bool) -> str:
+    if not reached:
+        why = (
+            "the program takes no gradient, or none that reaches a marked value. Take it "
+            "inside the captured function, as a train step does"
+        )
+    else:
+        why = (
+            "no cotangent reached it. Its value does not influence what is differentiated, "
+            "or the value that tapax.sow returned is not the one that is used afterwards"
+        )
+    return (
+        f"grads={asked!r} was asked for, but the site {site.name!r}, marked at "
+        f"{site.source}, has no gradient: {why}."
+    )

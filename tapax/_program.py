@@ -1,0 +1,247 @@
+"""A program: a function traced with its marks; and the walk over it, which gives the results.
+
+What happens to a function here does not depend on where its arguments came from, or on whether it
+is compiled: see `_capture` for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tapax import (
+    _compat,
+    _control,  # noqa: F401  (rows of the walk's table)
+    _custom,  # noqa: F401
+    _guard,  # noqa: F401
+    _mesh,  # noqa: F401
+    _while,  # noqa: F401
+    adapters,
+)
+from tapax._anchors import is_anchored, labels, resolve
+from tapax._arguments import in_order, name_of, order_of
+from tapax._changes import Changes
+from tapax._mark import Structure, leaf_name, marked, not_the_users
+from tapax._places import tracing
+from tapax._plan import Plan
+from tapax._record import Entry
+from tapax._sites import Site, SiteError
+from tapax._taps import SiteTable, Taps
+from tapax._walk import Walk
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """Stands for a result of a program."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function: its jaxpr, and how its results are put together again."""
+
+    jaxpr: Any
+    treedef: Any
+    statics: tuple[tuple[int, Any], ...]
+    order: Any
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        leaves = list(arrays)
+        for i, leaf in self.statics:
+            leaves.insert(i, leaf)
+        return in_order(self.treedef.unflatten(leaves), self.order)
+
+    def only(self, pick: Callable[[Any], Any]) -> Program:
+        """The program with a part of its results."""
+        count = len(_compat.open_jaxpr(self.jaxpr).outvars)
+        picked = pick(self.join([_Result(i) for i in range(count)]))
+        leaves, treedef = jax.tree.flatten(picked)
+        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _Result))
+        kept = [x.number for x in leaves if isinstance(x, _Result)]
+        return Program(_compat.dce(self.jaxpr, kept), treedef, statics, order_of(picked))
+
+    def walk(
+        self, plan: Plan, arrays: Sequence[Any], changes: Changes | None = None
+    ) -> tuple[list[Any], Taps]:
+        """Evaluates the program; its results as arrays, and what the plan selects."""
+        walk = Walk(plan, changes)
+        outs = self.run(walk, arrays)
+        with not_the_users():
+            return outs, _collect(walk)
+
+    def run(self, walk: Walk, arrays: Sequence[Any]) -> list[Any]:
+        """Evaluates the program; its results as arrays."""
+        with not_the_users():
+            outs = walk.run(self.jaxpr, arrays)
+            return walk.materialize(_compat.open_jaxpr(self.jaxpr).outvars, outs)
+
+
+def trace(
+    fn: Any,
+    run: Callable[[Any], Any],
+    plan: Plan,
+    arguments: Any,
+    arrays: Sequence[Any],
+    join: Callable[[Sequence[Any]], Any],
+    pick: Callable[[list[Any]], list[Any]],
+) -> Program:
+    """Traces `run`, the call of `fn` on some arguments.
+
+    `arrays` are those of the leaves of `arguments` that are traced: `join` puts others into their
+    places, `pick` picks what belongs to them out of a list with something for every leaf.
+    """
+    cell: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        arguments = join(arrays)
+        given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+        out = run(arguments)
+        leaves, treedef = jax.tree.flatten(out)
+        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
+        for _, x in statics:
+            # A function in a model that comes out as it went in has nothing traced in it.
+            if not (callable(x) and id(x) in given):
+                _check_result(fn, x)
+        cell.update(treedef=treedef, statics=statics, order=order_of(out))
+        fixed = {i for i, _ in statics}
+        return [x for i, x in enumerate(leaves) if i not in fixed]
+
+    with (
+        adapters.seen(),
+        marked(plan.marking(Structure.of(arguments))),
+        tracing(),
+        jax.disable_jit(False),
+        _compat.no_names(),
+    ):
+        jaxpr = adapters.traced(lambda: jax.make_jaxpr(flat)(*arrays))
+    if is_anchored(jaxpr):
+        jaxpr = resolve(jaxpr, pick(labels(arguments)))
+    return Program(jaxpr, **cell)
+
+
+def _check_result(fn: Any, x: Any) -> None:
+    """Refuses a result that may hide traced values where nothing can find them."""
+    if not isinstance(x, (str, bytes, bool, int, float, complex, np.generic, np.ndarray, *_FIXED)):
+        raise TypeError(
+            f"{name_of(fn)} returns {type(x).__name__}, which is neither an array nor a container "
+            "that JAX knows, so what is in it cannot be returned from a traced program. Return a "
+            "pytree: register the class with jax.tree_util.register_dataclass."
+        )
+
+
+_FIXED = (type(None), enum.Enum, type, np.dtype)
+
+
+def _collect(walk: Walk) -> Taps:
+    values, grads, valid = {}, {}, {}
+    sites: dict[str, Site] = {}
+    entries = [*_summed(walk.entries), *walk.fold_entries()]
+    marked = [site.name for site in walk.sites if site.kind != "grad"]
+    order = {name: i for i, name in enumerate(marked)}
+    taken: tuple[list[Site], list[Site]] = ([], [])
+    ordered = sorted(entries, key=lambda e: (e.grad, order.get(e.site.name, len(order))))
+    reduced = [(e.site, e.reduction.reducer) for e in entries if e.reduction is not None]
+    walk.plan.verify_reduced(reduced, walk.refused)
+    for entry in (one for e in ordered for one in _results(e)):
+        shape, dtype = tuple(entry.value.shape), entry.value.dtype
+        site = dataclasses.replace(entry.site, shape=shape, dtype=dtype, loops=entry.loops)
+        name = site.name
+        into = grads if entry.grad else values
+        if name in into:
+            raise SiteError(
+                f"The site {name!r}, marked at {site.source}, has more than one fold: one of them "
+                "is inside a shard_map, where every device has its own. Give it another name."
+                if entry.folded
+                else f"Two reducers with the same name were asked for: {name!r}, marked at "
+                f"{site.source}, would be two arrays. Give one another name: reducer.named(...)."
+            )
+        if entry.step is not None:
+            raise SiteError(
+                f"`step` was given for the site {name!r}, marked at {site.source}, which is in no "
+                "loop. Leave `step` out."
+            )
+        into[name] = entry.value
+        taken[entry.grad].append(site)
+        # A gradient that was not computed is zero, and so right: its mask is that of the value.
+        if entry.valid is not None and name not in valid and not (entry.grad and name in values):
+            valid[name] = entry.valid
+        known = sites.setdefault(name, site)
+        sites[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
+    walk.plan.verify(walk.sites, taken[0], taken[1], walk.lost)
+    for path, why in walk.lost.items():
+        warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
+    return Taps(values, grads, valid, SiteTable(tuple(sites.values())))
+
+
+def _results(entry: Entry) -> Iterator[Entry]:
+    """An entry with a result in the place of its state; a structured one has several."""
+    reduction = entry.reduction
+    if reduction is None:
+        yield entry
+        return
+    result = reduction.finish(entry.state, entry.valid, entry.lead)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(result):
+        name = leaf_name(keys)
+        if name:
+            name = f"{reduction.label}.{name}" if reduction.label else f":{name}"
+        else:
+            name = reduction.label
+        by: dict[str, Any] = {"grad_reducer" if entry.grad else "reducer": reduction.reducer}
+        site = dataclasses.replace(entry.site, path=entry.site.path + name, **by)
+        yield entry._replace(site=site, value=leaf, reduction=None)
+
+
+def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Puts the cotangents of copies that remat made where they belong.
+
+    JAX's newer remat takes gradients through the copy alone: then they are the gradients. Otherwise
+    the first gradient of a call is that of its own loss; a second one, of a loss made from that, is
+    the sum over the value and its copy.
+    """
+    copies: dict[Any, list[Entry]] = {}
+    direct: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        if entry.grad:
+            # The gradient of a call may be captured whole, and by several reducers.
+            which = entry.call, entry.reduction and entry.reduction.reducer
+            (copies if entry.again else direct).setdefault(which, []).append(entry)
+        else:
+            yield entry
+    for call, own in direct.items():
+        if call not in copies:
+            yield from own
+            continue
+        first, *second = own
+        yield first
+        parts = [*second, *copies[call]]
+        if first.reduction is not None:
+            raise SiteError(
+                f"The site {first.site.name!r}, marked at {first.site.source}, is in a checkpoint "
+                "through which a second derivative is taken: its gradient is the sum of several "
+                "parts, and cannot be reduced in the program. Capture it whole."
+            )
+        if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
+            raise SiteError(
+                f"The site {first.site.name!r}, marked at {first.site.source}, is in a checkpoint "
+                "through which several second derivatives are taken, and which part belongs to "
+                "which cannot be told. Leave it out of `grads`."
+            )
+        yield _pulled_back(parts[0], 1, functools.reduce(jnp.add, [p.value for p in parts]))
+    for call, parts in copies.items():
+        if call not in direct:
+            for number, part in enumerate(parts):
+                yield _pulled_back(part, number, part.value)
+
+
+def _pulled_back(entry: Entry, number: int, value: Any) -> Entry:
+    site = dataclasses.replace(entry.site, pullback=number)
+    return entry._replace(site=site, value=value, again=False)

@@ -1,0 +1,151 @@
+"""What a walk writes down: entries; and what goes in and out of the bodies that it walks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _compat
+from tapax._calls import Call, Token
+from tapax._fold import Thread
+from tapax._reduction import Reduction
+from tapax._sites import Site, SiteError
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Operands or results of an equation, with the places of arrays and of tokens apart."""
+
+    tokens: tuple[Token | None, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Slots:
+        return cls(tuple(_bare(v) if type(v) is Token else None for v in values))
+
+    @property
+    def kept(self) -> list[int]:
+        """Which of them have an array."""
+        return [i for i, token in enumerate(self.tokens) if token is None or token.array]
+
+    def arrays(self, values: Sequence[Any]) -> list[Any]:
+        picked = (values[i] for i in self.kept)
+        return [v.array if type(v) is Token else v for v in picked]
+
+    def fill(self, arrays: Iterator[Any]) -> list[Any]:
+        """The operands with these arrays, which are taken in order."""
+        filled: list[Any] = []
+        for token in self.tokens:
+            if token is None:
+                filled.append(next(arrays))
+            else:
+                filled.append(Token(token.calls, next(arrays) if token.array else None))
+        return filled
+
+
+def _bare(token: Token) -> Token:
+    """A token without its array, which must not outlive the trace that it belongs to."""
+    return Token(token.calls, token.array is not None)
+
+
+class Entry(NamedTuple):
+    """A recorded value or gradient, and how it came to have the axes it has.
+
+    `again` if it is the cotangent of a copy that remat computed: a part of a gradient. `folded` if
+    it is the fold of a mesh. `step` is what is asked for of the innermost loop, until it is met.
+    If there is a `reduction`, `value` is a tuple of arrays: its state.
+    """
+
+    site: Site
+    call: Call
+    grad: bool
+    value: Any
+    valid: Any = None
+    lead: int = 0
+    loops: tuple[str, ...] = ()
+    step: Any = None
+    again: bool = False
+    folded: bool = False
+    reduction: Reduction | None = None
+
+    @property
+    def state(self) -> list[Any]:
+        """The arrays of the value, or of what it is reduced to."""
+        return [self.value] if self.reduction is None else list(self.value)
+
+    @property
+    def is_total(self) -> bool:
+        """Whether loops carry it, instead of stacking it."""
+        return self.reduction is not None and self.step is None and self.reduction.over_loops
+
+    @property
+    def arrays(self) -> list[Any]:
+        return self.state if self.valid is None else [*self.state, self.valid]
+
+    @property
+    def even(self) -> Entry:
+        """The entry with arrays that vary over the same axes of a mesh, as one state's do."""
+        axes = frozenset().union(*(_compat.varying_axes(jax.typeof(x)) for x in self.arrays))
+        return self.with_arrays(iter([_compat.with_varying(x, axes) for x in self.arrays]))
+
+    @property
+    def bare(self) -> Entry:
+        """The entry without its arrays, which must not outlive the trace they belong to."""
+        nothing = None if self.reduction is None else (None,) * self.reduction.arrays
+        return self._replace(value=nothing, valid=None if self.valid is None else True)
+
+    def with_arrays(self, arrays: Iterator[Any]) -> Entry:
+        if self.reduction is None:
+            value = next(arrays)
+        else:
+            value = tuple(next(arrays) for _ in range(self.reduction.arrays))
+        valid = None if self.valid is None else next(arrays)
+        return self._replace(value=value, valid=valid)
+
+
+class Threads(NamedTuple):
+    """What goes through a body besides its operands: folds, and the parts of changes."""
+
+    folds: tuple[Thread, ...]
+    parts: tuple[Hashable, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A body after the walk: what it takes, what it gives, and what it recorded."""
+
+    jaxpr: Any
+    ins: Slots
+    outs: Slots
+    entries: tuple[Entry, ...]
+    threads: Threads
+    certain: tuple[bool, ...]
+
+    @property
+    def count(self) -> int:
+        """How many of its results are the body's own."""
+        return len(self.outs.kept)
+
+    @property
+    def types(self) -> list[Any]:
+        """The types of what it gives besides: entries, then folds."""
+        return [v.aval for v in _compat.open_jaxpr(self.jaxpr).outvars[self.count :]]
+
+
+def refuse_folded(entry: Entry) -> None:
+    """A fold of a mesh cannot go on from one iteration to the next, or be one of two branches."""
+    if entry.folded:
+        raise SiteError(
+            f"The site {entry.site.path!r}, marked at {entry.site.source}, is folded inside a "
+            "shard_map that is in a loop or a branch, and every device has a fold of its own. Sow "
+            "it without `reduce`, or outside of the shard_map."
+        )
+
+
+def where(mask: Any, x: Any, y: Any) -> Any:
+    """`x` where the mask, which has the leading axes of `x`, is true; `y` elsewhere."""
+    mask = mask.astype(bool)
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, y)

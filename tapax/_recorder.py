@@ -1,0 +1,126 @@
+"""What a walk does with a tap that it meets: whether the plan wants it, and what is kept of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _compat
+from tapax._calls import Call, Calls
+from tapax._changes import Around
+from tapax._fold import Folds
+from tapax._mark import leaf_name
+from tapax._plan import Choice, Plan
+from tapax._record import Entry, where
+from tapax._reducer import Reducer
+from tapax._reduction import reduce, refusal
+from tapax._sites import Site
+
+
+class Recorder:
+    """What is recorded and folded in the body that a walk is in, and which sites it has met."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.entries: list[Entry] = []
+        self.folds = Folds(plan)
+        self.sites: list[Site] = []
+        self.refused: list[tuple[Site, Reducer, str]] = []
+        self.around: tuple[Around, ...] = ()
+        self._calls = Calls()
+
+    def _site(self, call: Call, eqn: Any, *, grad: bool, pullback: int = 0) -> Site:
+        """The site as a predicate sees it: with the loops that it is known to be in."""
+        mark, aval = call.mark, eqn.invars[0].aval
+        axes = eqn.params["axes"]
+        front = [aval.shape[a] for a in axes]
+        own = [n for i, n in enumerate(aval.shape) if i not in axes]
+        folded = mark.reduce is not None and not grad
+        loops = [] if folded else [a for a in self.around if a.is_loop]
+        lengths = [a.size for a in loops if a.size is not None]
+        return Site(
+            mark.path,
+            mark.kind,
+            (*lengths, *front, *own),
+            aval.dtype,
+            mark.source,
+            tuple(map(str, loops)),
+            rank=len(own),
+            call=0 if folded else call.number,
+            pullback=pullback,
+            op=mark.op,
+            module=mark.module,
+            method=mark.method,
+            members=mark.members,
+            collection=mark.collection,
+        )
+
+    def chosen(self, eqn: Any, call: Call, *, grad: bool) -> tuple[Site, Choice] | None:
+        """Notes a site; how the plan chooses it, if it does."""
+        again = eqn.params["kind"] == "grad again"
+        number = self._calls.pullback(call, again=again) if grad else 0
+        site = self._site(call, eqn, grad=grad, pullback=number)
+        if not self.plan.sees(site, call.mark):
+            return None
+        self.sites.append(dataclasses.replace(site, kind="grad") if grad else site)
+        choice = self.plan.choose(site, grad)
+        return None if choice is None else (site, choice)
+
+    def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
+        """Records a value, or a gradient and perhaps its value."""
+        chosen = self.chosen(eqn, call, grad=grad)
+        if chosen is None:
+            return
+        axes = eqn.params["axes"]
+        x, *pair = (_mapped_first(x, axes) for x in xs)
+        if call.mark.reduce is not None and not grad:
+            self.folds.add(call.mark, x, len(axes), live)
+            return
+        again = eqn.params["kind"] == "grad again"
+        for entry in self._entries(chosen, call, [x, *pair], live, len(axes)):
+            self.entries.append(entry._replace(grad=grad, again=again))
+
+    def _entries(
+        self, chosen: tuple[Site, Choice], call: Call, xs: list[Any], live: Any, mapped: int
+    ) -> Iterator[Entry]:
+        """What is written down of a value: itself, and what reducers make of it."""
+        (site, choice), x = chosen, xs[0]
+        several = choice.whole + len(choice.reducers) > 1
+        for reducer, step in choice.reducers:
+            why = refusal(site, reducer, jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype))
+            if why is not None:
+                self.refused.append((site, reducer, why))
+                continue
+            label = f":{reducer.label}" if several else ""
+            operands = xs if reducer.paired else xs[:1]
+            found, state, valid = reduce(site, reducer, label, operands, mapped, live)
+            yield Entry(site, call, False, tuple(state), valid, step=step, reduction=found)
+        if choice.whole:
+            if live is not None:
+                x = where(live, x, _compat.zeros(jax.typeof(x)))
+            yield Entry(site, call, False, x, live, step=choice.step)
+
+    def fold_entries(self) -> list[Entry]:
+        """The folds as entries; a structured one has one for each leaf."""
+        entries = []
+        for path, fold in self.folds.items.items():
+            site = next(s for s in self.sites if s.path == path)
+            seen = None if fold.seen is True else fold.seen
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(fold.state):
+                name = path + (f":{leaf_name(keys)}" if keys else "")
+                here = dataclasses.replace(site, path=name)
+                chosen = here, self.plan.choose(site, False) or Choice()
+                call = self._calls.first(path)
+                made = self._entries(chosen, call, [jnp.asarray(leaf)], seen, fold.mapped)
+                entries += [e._replace(folded=True) for e in made]
+        return entries
+
+
+def _mapped_first(x: Any, axes: tuple[int, ...]) -> Any:
+    order = tuple(range(len(axes)))
+    x = x if axes == order else jnp.moveaxis(x, axes, order)
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x

@@ -1,0 +1,216 @@
+"""Reductions: the states of reducers in a walk, from the value at a tap to the result.
+
+At a tap the value is reduced to a state, over the examples of a vmap too. Out of a scan come the
+states of its iterations, stacked, or, for a reducer over loops, one; a while loop always carries
+one. A mesh's devices are combined where their `shard_map` ends. So a state is all that is ever kept
+of a value. The result is made of it when the walk is over.
+
+A state where nothing ran, in a branch not taken, is filled with zeros and masked: it is never
+combined with another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _compat
+from tapax._reducer import Reducer
+from tapax._sites import Site, SiteError
+
+
+class Reduction(NamedTuple):
+    """How the value of a site is being reduced. It is static: the state goes its own way.
+
+    `own` is the type of the value as it was marked; `mapped` are the sizes of the mapped axes that
+    its state has kept, after those of loops. `label` goes behind the name of the site.
+    """
+
+    reducer: Reducer
+    label: str
+    own: Any
+    mapped: tuple[int, ...]
+    treedef: Any
+
+    @property
+    def over_loops(self) -> bool:
+        """Whether the states of all iterations are combined."""
+        return self.reducer.over_loops
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays the state has."""
+        return self.treedef.num_leaves
+
+    def empty(self, like: Sequence[Any]) -> list[Any]:
+        """A state that has seen nothing, of the types of another, with all of its axes."""
+        start = jax.tree.leaves(_started(self.reducer, self.own))
+        return [
+            _compat.with_varying(jnp.broadcast_to(x, t.shape), _compat.varying_axes(t))
+            for x, t in zip(start, like, strict=True)
+        ]
+
+    def combine(self, a: Sequence[Any], b: Sequence[Any], lead: int) -> list[Any]:
+        """Two states as one; `lead` axes of loops come first."""
+        fn = _vmapped(self.reducer.combine, lead + len(self.mapped))
+        return jax.tree.leaves(fn(self.treedef.unflatten(a), self.treedef.unflatten(b)))
+
+    def merge(self, state: Sequence[Any], lead: int) -> list[Any]:
+        """As many states as the first axis is long, as one; `lead` axes of loops come next."""
+
+        def merged(*leaves: Any) -> Any:
+            if not leaves[0].shape[0]:
+                return _started(self.reducer, self.own)
+            return _merged(self.reducer, self.treedef.unflatten(leaves))
+
+        # The states of one place in the loops lie along the first axis, so that stays the first.
+        for _ in range(lead + len(self.mapped)):
+            merged = jax.vmap(merged, in_axes=1, out_axes=0)
+        return jax.tree.leaves(merged(*state))
+
+    def masked(self, state: Sequence[Any], valid: Any) -> list[Any]:
+        """The state where it is valid, and one that has seen nothing elsewhere."""
+        if valid is None:
+            return list(state)
+        empty = self.empty([jax.typeof(x) for x in state])
+        return [_where(valid, x, y) for x, y in zip(state, empty, strict=True)]
+
+    def finish(self, state: Sequence[Any], valid: Any, lead: int) -> Any:
+        """The result: zeros where nothing ran."""
+        fn = _vmapped(self.reducer.finish, lead + len(self.mapped))
+        result = fn(self.treedef.unflatten(self.masked(state, valid)))
+        if valid is None:
+            return jax.tree.map(jnp.asarray, result)
+        return jax.tree.map(lambda x: _where(valid, x, jnp.zeros_like(x)), result)
+
+
+def reduce(
+    site: Site, reducer: Reducer, label: str, operands: Sequence[Any], mapped: int, live: Any
+) -> tuple[Reduction, list[Any], Any]:
+    """The state of a reducer that has seen a value, whose mapped axes lead; and where it counts.
+
+    `operands` are the value, or a gradient and its value. `live` has the outermost mapped axes.
+    """
+    x = operands[0]
+    own = jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype)
+    treedef = _checked(site, reducer, own)
+
+    def seen(*operands: Any) -> Any:
+        return reducer.update(_started(reducer, own), *operands)
+
+    state = jax.tree.leaves(_vmapped(seen, mapped)(*operands))
+    reduction = Reduction(reducer, label, own, x.shape[:mapped], treedef)
+    if not mapped or not reducer.over_maps:
+        return reduction, state, live
+    if live is not None:
+        state, live = reduction.masked(state, live), jnp.any(live)
+    reduction = reduction._replace(mapped=())
+    flat = [leaf.reshape(-1, *leaf.shape[mapped:]) for leaf in state]
+    return reduction, reduction.merge(flat, 0), live
+
+
+def _started(reducer: Reducer, own: Any) -> Any:
+    """The state that has seen nothing, of the types of one that has."""
+    like = _types_of(reducer, own)
+    return jax.tree.map(lambda x, t: jnp.asarray(x, t.dtype), reducer.start(own), like)
+
+
+def _types_of(reducer: Reducer, own: Any) -> Any:
+    """The types of a state that has seen something; Python's numbers have none of their own."""
+    return _known_types(reducer, own, _compat.trace_context())
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_types(reducer: Reducer, own: Any, context: Any) -> Any:
+    del context  # types depend on the settings of JAX
+    start = jax.eval_shape(lambda: reducer.start(own))
+    if not any(leaf.weak_type for leaf in jax.tree.leaves(start)):
+        return start
+    return jax.eval_shape(
+        lambda *xs: reducer.update(reducer.start(own), *xs), *_given(reducer, own)
+    )
+
+
+def _given(reducer: Reducer, own: Any) -> list[Any]:
+    return [own] * (2 if reducer.paired else 1)
+
+
+def refusal(site: Site, reducer: Reducer, own: Any) -> str | None:
+    """Why a reducer is not for values of a type, in a sentence; None if it is."""
+    if not reducer.takes(own.dtype):
+        return (
+            f"tapax.reduce.{reducer} needs {reducer.needs}, but the site {site.name!r}, marked at "
+            f"{site.source}, has values of the type {own.dtype}. Take a reducer that is for them, "
+            "or leave the site out."
+        )
+    axes = () if reducer.axis is None else reducer.axis
+    rank = len(own.shape)
+    if all(-rank <= axis < rank for axis in (axes if isinstance(axes, tuple) else (axes,))):
+        return None
+    return (
+        f"The site {site.name!r}, marked at {site.source}, is reduced by tapax.reduce.{reducer}, "
+        f"but its values have {rank} axes: {list(own.shape)}."
+    )
+
+
+def _checked(site: Site, reducer: Reducer, own: Any) -> Any:
+    """The structure of the state of a reducer; raises if it does not keep its types."""
+    wrong = _instability(reducer, own, _compat.trace_context())
+    if wrong is not None:
+        raise SiteError(
+            f"The site {site.name!r}, marked at {site.source}, is reduced by {reducer.name!r}, "
+            f"whose state must keep its structure, shapes and dtypes, but {wrong}."
+        )
+    return jax.tree.structure(_types_of(reducer, own))
+
+
+@functools.lru_cache(maxsize=1024)
+def _instability(reducer: Reducer, own: Any, context: Any) -> str | None:
+    """How the state of a reducer changes its types, in words; None if it does not."""
+    del context
+    given = _given(reducer, own)
+    start = jax.eval_shape(lambda: _started(reducer, own))
+    once = jax.eval_shape(lambda *xs: reducer.update(_started(reducer, own), *xs), *given)
+    if _shown(start) != _shown(once):
+        return f"`init` gives {_shown(start)} and `update` gives {_shown(once)}"
+    both = jax.eval_shape(reducer.combine, once, once)
+    if _shown(both) != _shown(once):
+        return f"`update` gives {_shown(once)} and `combine` gives {_shown(both)}"
+    return None
+
+
+def _shown(state: Any) -> str:
+    return str(jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", state)).replace("'", "")
+
+
+def _merged(reducer: Reducer, states: Any) -> Any:
+    """Many states, along the first axis, as one; in order, two by two."""
+    count = jax.tree.leaves(states)[0].shape[0]
+    if reducer.merge is not None and count != 1:
+        return reducer.merge(states)
+    while count > 1:
+        even = count - count % 2
+        first, second = (
+            jax.tree.map(lambda x: x[start:even:2], states)  # noqa: B023
+            for start in (0, 1)
+        )
+        combined = jax.vmap(reducer.combine)(first, second)
+        if count % 2:
+            combined = jax.tree.map(lambda x, y: jnp.concatenate([x, y[-1:]]), combined, states)
+        states, count = combined, even // 2 + count % 2
+    return jax.tree.map(lambda x: x[0], states)
+
+
+def _vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
+    for _ in range(times):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def _where(mask: Any, x: Any, y: Any) -> Any:
+    mask = jnp.asarray(mask).astype(bool)
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, y)

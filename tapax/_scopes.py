@@ -1,0 +1,117 @@
+"""Scopes: the names around a mark, kept in JAX's name stack, and joined when a program is walked.
+
+Every equation has the names within which it was traced, but they start anew in the body of every
+jit, scan or remat. So the walk joins those of a body to those of the equation that calls it, and a
+function that is traced once and called in two scopes has two sites.
+
+A `Place` is the scope of a module: where it is, seen from the module that called it. Relative as it
+is, it stays right where one traced body is called by several modules.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tapax import _compat
+
+
+class ScopeName(str):
+    """A name in JAX's name stack that is a scope of ours, and not anybody else's."""
+
+    __slots__ = ()
+
+
+class Place(ScopeName):
+    """The path of a module from the module that called it: an attribute, an index, a key.
+
+    `up` is how many modules to leave first: a module may call one that an ancestor owns, or, if the
+    path is empty, the ancestor itself. `root` is
+    its name where no module is around it. If the path is not known until the program is walked,
+    there is an `anchor`, which tells what goes before `tail`, in the model of the name `model`.
+    """
+
+    __slots__ = ("anchor", "model", "root", "tail", "up")
+    root: str
+    up: int
+    anchor: int | None
+    model: str
+    tail: str
+
+    def __new__(
+        cls,
+        path: str,
+        root: str,
+        up: int = 0,
+        *,
+        anchor: int | None = None,
+        model: str = "",
+        tail: str = "",
+    ) -> Place:
+        place = super().__new__(cls, path)
+        place.root, place.up = root, up
+        place.anchor, place.model, place.tail = anchor, model, tail
+        return place
+
+    def moved(self, path: str) -> Place:
+        """The place, now that its path is known."""
+        found = join(path, self.tail)
+        return Place(found, join(self.model, found), self.up)
+
+
+class Ground(ScopeName):
+    """A scope without a name: those entered above it do not count for what is `Grounded`."""
+
+    __slots__ = ()
+
+
+class Grounded(ScopeName):
+    """The scope, without a name, of a mark that is named as if it were made on the ground."""
+
+    __slots__ = ()
+
+
+Scopes = tuple[ScopeName, ...]
+
+
+def scopes_of(eqn: Any, outer: Scopes = ()) -> Scopes:
+    """The scopes of an equation, in a body that is called within those of `outer`."""
+    scopes = list(outer)
+    for name in _compat.names_of(eqn):
+        if isinstance(name, Place):
+            _leave(scopes, name.up)
+            inside = any(isinstance(scope, Place) for scope in scopes)
+            if name or not inside:
+                scopes.append(name if inside else Place(name.root, name.root))
+        elif isinstance(name, Grounded):
+            while scopes and not isinstance(scopes[-1], Ground):
+                scopes.pop()
+        elif isinstance(name, ScopeName):
+            scopes.append(name)
+    return tuple(scopes)
+
+
+def _leave(scopes: list[ScopeName], modules: int) -> None:
+    """Takes the scopes of the innermost modules away, and what is within them."""
+    while modules and any(isinstance(scope, Place) for scope in scopes):
+        modules -= isinstance(scopes.pop(), Place)
+
+
+def path_in(scopes: Scopes, name: str) -> str:
+    """The path of a mark within some scopes; that of a module's own result has no name."""
+    around = "/".join(scope for scope in scopes if scope)
+    if not name or name[0] in ".:":
+        return around + name
+    return f"{around}/{name}" if around else name
+
+
+def join(path: str, name: str) -> str:
+    """Two paths as one, where either may be empty."""
+    return f"{path}/{name}" if path and name else path or name
+
+
+def segment(key: Any) -> str:
+    """A key as one segment of a path; characters that mean something else are escaped."""
+    if type(key) is str and key.isidentifier():
+        return key
+    return re.sub(r"[*?@~:/%]", lambda found: f"%{ord(found.group()):02X}", str(key))

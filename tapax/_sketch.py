@@ -1,0 +1,136 @@
+"""Distributions in a state of a fixed size: histograms, and the sketch that quantiles come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tapax._counts import COUNT, add, add_all, as_integers, count, wide
+
+
+def histogram_of(edges: tuple[float, ...], magnitudes: bool) -> dict[str, Any]:
+    """A reducer's functions: counts between edges, of the values or of their magnitudes."""
+
+    def see(x: Any) -> Any:
+        x = wide(x).ravel()
+        x = _magnitude(x) if magnitudes else x
+        # A value is below an edge or not: no bin is searched for, and nothing is scattered.
+        lower, possible = _at_least(edges[:-1], x.dtype)
+        above = count((x[:, None] >= lower) & possible, (0,))
+        (upper,), (some,) = _at_least([math.nextafter(edges[-1], math.inf)], x.dtype)
+        beyond = count((x >= upper) & (some and edges[-1] < math.inf))
+        return above - jnp.append(above[1:], beyond)
+
+    return {
+        "init": lambda x: jnp.zeros(len(edges) - 1, COUNT),
+        "update": lambda state, x: add(state, see(x)),
+        "combine": add,
+        "merge": add_all,
+        "finish": as_integers,
+    }
+
+
+def _magnitude(x: Any) -> Any:
+    # That of the smallest integer is no integer of the same type.
+    signed = jnp.issubdtype(x.dtype, jnp.signedinteger)
+    return jnp.abs(x).astype(f"uint{8 * x.dtype.itemsize}") if signed else jnp.abs(x)
+
+
+def _at_least(edges: Sequence[float], dtype: Any) -> tuple[Any, Any]:
+    """The smallest numbers of a type that are not below the edges, and whether there are any.
+
+    Compared with those, values are compared with the edges themselves, which the type may not have.
+    """
+    exact = np.asarray(edges, np.float64)
+    if np.issubdtype(dtype, np.integer):
+        low, high = (float(x) for x in (np.iinfo(dtype).min, np.iinfo(dtype).max))
+        possible = np.ceil(exact) <= high
+        return np.where(possible, np.clip(np.ceil(exact), low, high), low).astype(dtype), possible
+    with np.errstate(over="ignore"):
+        near = exact.astype(dtype)
+    up = np.nextafter(near, dtype.type(np.inf))
+    found = np.where(near.astype(np.float64) < exact, up, near)
+    # Processors may take smaller numbers than the normal ones for zero, which is below the edge.
+    least = np.finfo(dtype).smallest_normal
+    return np.where((found > 0) & (found < least), least, found), np.full(exact.shape, True)
+
+
+def quantiles_of(
+    ranks: tuple[float, ...], error: float, least: float, most: float
+) -> dict[str, Any]:
+    """A reducer's functions: quantiles to a relative error.
+
+    Magnitudes are counted in bins that grow by the factor g = (1 + error) / (1 - error): then the
+    middle of a bin, 2 g^i / (g + 1), is within `error` of everything in it. The bins of negative
+    values come first, the largest magnitude in front; then that of zero; then the positive ones. At
+    both ends is one for what is beyond `most`, where only the smallest and largest are known.
+    """
+    # A little is left for the rounding of logarithms.
+    slack = 0.99 * error
+    growth = math.log((1 + slack) / (1 - slack))
+    first = math.ceil(math.log(least) / growth)
+    bins = math.ceil(math.log(most) / growth) - first + 1
+    middles = np.exp(growth * (first + np.arange(bins))) * (2 / (math.exp(growth) + 1))
+    middles = np.concatenate([[-np.inf], -middles[::-1], [0.0], middles, [np.inf]])
+    places = len(middles)
+
+    def see(x: Any) -> Any:
+        x = x.ravel().astype(_float_of(x))
+        magnitude = jnp.abs(x)
+        place = jnp.ceil(jnp.log(jnp.maximum(magnitude, least)) / growth) - first
+        place = jnp.clip(place, 0, bins - 1).astype(jnp.int32) + 1
+        place = jnp.where(magnitude < least, 0, jnp.where(magnitude > most, bins + 1, place))
+        place = bins + 1 + jnp.where(x < 0, -place, place)
+        known = ~jnp.isnan(x)
+        counts = jnp.zeros(places, COUNT).at[jnp.where(known, place, places)].add(1, mode="drop")
+        ends = {"where": known}
+        return counts, x.min(initial=jnp.inf, **ends), x.max(initial=-jnp.inf, **ends)
+
+    def combine(a: Any, b: Any) -> Any:
+        return add(a[0], b[0]), jnp.minimum(a[1], b[1]), jnp.maximum(a[2], b[2])
+
+    def finish(state: Any) -> Any:
+        counts, low, high = state
+        below = jnp.cumsum(counts, dtype=COUNT)
+        total = below[-1]
+        wanted = _ranked(ranks, jnp.maximum(total, 1) - 1)
+        place = jnp.minimum(jnp.searchsorted(below, wanted, side="right"), places - 1)
+        found = jnp.clip(jnp.asarray(middles, low.dtype)[place], low, high)
+        return jnp.where(total > 0, found, jnp.nan)
+
+    return {
+        "init": lambda x: (
+            jnp.zeros(places, COUNT),
+            jnp.asarray(jnp.inf, _float_of(x)),
+            jnp.asarray(-jnp.inf, _float_of(x)),
+        ),
+        "update": lambda state, x: combine(state, see(x)),
+        "combine": combine,
+        "merge": lambda states: (add_all(states[0]), states[1].min(0), states[2].max(0)),
+        "finish": finish,
+    }
+
+
+def _ranked(ranks: tuple[float, ...], last: Any) -> Any:
+    """floor(q * last), where float32 would not know one rank from the next.
+
+    With q as a multiple of 2^-32, the whole part of the product of two numbers of 32 bits, from
+    their halves of 16. A q of 1 is just below.
+    """
+    exact = [math.ceil(Fraction(repr(q)) * 2**32) for q in ranks]
+    q = np.asarray([min(x, 2**32 - 1) for x in exact], np.uint32)
+    ones = np.asarray([x == 2**32 for x in exact])
+    half = np.uint32(0xFFFF)
+    ql, qh, nl, nh = q & half, q >> 16, last & half, last >> 16
+    middle = (ql * nl >> 16) + (qh * nl & half) + (ql * nh & half)
+    whole = qh * nh + (qh * nl >> 16) + (ql * nh >> 16) + (middle >> 16)
+    return jnp.where(ones, last, whole)
+
+
+def _float_of(x: Any) -> Any:
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

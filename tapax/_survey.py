@@ -1,0 +1,106 @@
+"""A survey: where in a traced program the chosen sites are, before anything is done to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tapax import _compat
+from tapax._bodies import reaching
+from tapax._calls import Call
+from tapax._changes import Around, Key
+from tapax._plan import Plan
+from tapax._program import Program
+from tapax._sites import Site
+from tapax._walk import Walk
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """A site, where it is: what is `around` it, and the type of the value as it was marked.
+
+    `site` has the shape of what a capture returns of it. `mapped` are the sizes of its mapped axes,
+    `mesh` is that of the shard_map that it is in, `step` what is asked for of the innermost loop.
+    `level` is that of the innermost derivative, if it is a gradient. `reaches` if results of the
+    program depend on it.
+    """
+
+    key: Key
+    site: Site
+    uid: int
+    around: tuple[Around, ...]
+    mapped: tuple[int, ...]
+    own: Any
+    mesh: Any
+    step: Any
+    level: int | None
+    branches: bool
+    reaches: bool
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """For which of what is around it a captured value has an axis."""
+        return tuple(i for i, a in enumerate(self.around) if a.size is not None)
+
+    @property
+    def loop(self) -> int | None:
+        """The depth of the innermost loop."""
+        return max((i for i, a in enumerate(self.around) if a.is_loop), default=None)
+
+
+class Surveying(Walk):
+    """A walk that notes where the sites are."""
+
+    def __init__(self, plan: Plan, reached: frozenset[int]):
+        super().__init__(plan)
+        self.spots: dict[Key, Spot] = {}
+        self._reached = reached
+
+    def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
+        del live
+        x = xs[0]
+        chosen = self.chosen(eqn, call, grad=grad)
+        if chosen is None:
+            return
+        axes, shape = eqn.params["axes"], eqn.invars[0].aval.shape
+        mapped = tuple(shape[a] for a in axes)
+        own = tuple(n for i, n in enumerate(shape) if i not in axes)
+        # An axis of a mesh over which the value does not vary is none of its own.
+        varying = _compat.varying_axes(jax.typeof(x))
+        around = tuple(
+            a if a.is_loop or a.unchecked or a.kind in varying else a._replace(size=None)
+            for a in self.around
+        )
+        sizes = (a.size for a in around if a.size is not None)
+        named = tuple(str(a) for a in around if a.is_loop or a.size is not None)
+        site = dataclasses.replace(
+            chosen[0], call=call.number, shape=(*sizes, *mapped, *own), loops=named
+        )
+        key = Key("grad" if grad else "value", call.name)
+        reaches = call.mark.uid in self._reached
+        branches = bool(call.branches)
+        own = jax.ShapeDtypeStruct(own, x.dtype)
+        level = eqn.params["level"] if grad else None
+        where = around, mapped, own, self.mesh, chosen[1].step, level, branches, reaches
+        spot = Spot(key, site, call.mark.uid, *where)
+        known = self.spots.setdefault(key, spot)
+        if level is not None and known.level is not None and level < known.level:
+            self.spots[key] = spot
+
+
+def survey(
+    program: Program, plan: Plan, arrays: Sequence[Any], results: Sequence[int] | None = None
+) -> list[Spot]:
+    """The sites that a plan chooses; raises for what it asks for in vain.
+
+    What they reach are the results of the program, or some of them.
+    """
+    walk = Surveying(plan, reaching(program.jaxpr, results))
+    jax.eval_shape(lambda *arrays: program.run(walk, arrays), *arrays)
+    spots = list(walk.spots.values())
+    found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]
+    plan.verify(walk.sites, found[0], found[1], walk.lost)
+    return spots

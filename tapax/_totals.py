@@ -1,0 +1,105 @@
+"""Reducers over loops: the states that a loop carries.
+
+A scan stacks what its body records. What a reducer over loops, `rms.total`, makes of it is carried
+instead: as many numbers as one iteration has. What is carried must be known before the loop runs,
+so its body is traced first, and the loop is made of what was traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from tapax import _compat
+from tapax._record import Entry, refuse_folded, where
+
+
+def scan_totals(
+    step: Callable[..., Any], start: Any, over: Any, cell: dict[str, Any], **options: Any
+) -> tuple[Any, list[Any], list[Entry]]:
+    """A scan of `step(carry, x) -> (carry, (stacked, totals))`: what it carries and stacks in the
+    end, and the totals as entries. Once traced, `step` has left in `cell` which they are.
+    """
+    treedef = jax.tree.structure((start, over))
+    slices = [_compat.unstacked(jax.typeof(x)) for x in jax.tree.leaves(over)]
+    now = [jax.typeof(x) for x in jax.tree.leaves(start)]
+
+    def body(*flat: Any) -> Any:
+        return step(*treedef.unflatten(flat))
+
+    jaxpr, shape = jax.make_jaxpr(body, return_shape=True)(*now, *slices)
+    results = jax.tree.structure(shape)
+    entries: Sequence[Entry] = cell["totals"]
+    avals = [v.aval for v in _compat.open_jaxpr(jaxpr).outvars]
+    types = iter(avals[len(avals) - sum(len(e.arrays) for e in entries) :])
+    totals = [(e, [next(types) for _ in e.arrays]) for e in entries]
+
+    def again(carry: Any, x: Any) -> Any:
+        carry, held = carry
+        outs = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(carry), *jax.tree.leaves(x))
+        carry, (stacked, new) = results.unflatten(outs)
+        arrays, before = iter(new), iter(held)
+        held = [
+            y
+            for entry in entries
+            for y in joined(
+                entry,
+                [next(before) for _ in range(len(entry.state) + 1)],
+                entry.with_arrays(arrays),
+                backwards=options["reverse"],
+            )
+        ]
+        return (carry, held), stacked
+
+    held = [x for entry, types in totals for x in nothing_yet(entry, types)]
+    (carry, held), stacked = jax.lax.scan(again, (start, held), over, **options)
+    arrays = iter(held)
+    return carry, stacked, [_left(entry, arrays, options["length"]) for entry in entries]
+
+
+def nothing_yet(entry: Entry, types: Sequence[Any]) -> list[Any]:
+    """What a loop carries for an entry at first: an empty state, and how often it ran."""
+    refuse_folded(entry)
+    assert entry.reduction is not None
+    count = len(entry.state)
+    ran = _compat.zeros(types[count]) if entry.valid is not None else jnp.zeros((), bool)
+    start = [*entry.reduction.empty(types[:count]), ran.astype(jnp.int32)]
+    axes = frozenset().union(*map(_compat.varying_axes, types))
+    return [_compat.with_varying(x, axes) for x in start]
+
+
+def joined(entry: Entry, held: Sequence[Any], new: Entry, *, backwards: bool = False) -> list[Any]:
+    """The same after an iteration. One that runs backwards comes before those that ran."""
+    assert entry.reduction is not None
+    *state, ran = held
+    new = new.even
+    pair = (new.state, state) if backwards else (state, new.state)
+    both = entry.reduction.combine(*pair, entry.lead)
+    # What has seen nothing is no more than a filling, whatever `combine` makes of it.
+    both = [where(ran > 0, x, y) for x, y in zip(both, new.state, strict=True)]
+    if new.valid is None:
+        return [*both, ran + 1]
+    kept = [where(new.valid, x, y) for x, y in zip(both, state, strict=True)]
+    return [*kept, ran + new.valid.astype(jnp.int32)]
+
+
+def selected(entry: Entry) -> Entry:
+    """An entry over loops some of whose iterations were asked for: those along its first axis."""
+    assert entry.reduction is not None
+    state = entry.reduction.masked(entry.state, entry.valid)
+    ran = None if entry.valid is None else entry.valid.astype(jnp.int32).sum(0)
+    lead = entry.lead - 1
+    merged = tuple(entry.reduction.merge(state, lead))
+    return entry._replace(value=merged, valid=ran, lead=lead, loops=entry.loops[1:])
+
+
+def _left(entry: Entry, arrays: Any, length: int) -> Entry:
+    """The entry of a scan that is over."""
+    state = tuple(next(arrays) for _ in entry.state)
+    ran = next(arrays)
+    valid = ran if entry.valid is not None or not length else None
+    return entry._replace(value=state, valid=valid)

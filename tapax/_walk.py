@@ -1,0 +1,327 @@
+"""The walk: an interpreter that goes over a traced program and collects what its taps carry.
+
+`Walk.run` evaluates a jaxpr equation by equation. A tap is taken out: its operand goes through,
+and what the plan selects is recorded. An equation that holds no tap is bound as it stands. One
+that holds a tap in its body goes to its row of `HANDLERS`, which re-stages it with a body that
+returns what was recorded inside as extra results.
+
+What is recorded is a list of `Entry`s. Leaving a body changes them: a scan stacks them, a branch
+adds a mask, a mesh adds an axis. The axes of an entry are, in order: loops and meshes (`lead` of
+them), mapped axes, the value's own.
+
+Marks with a reducer are not recorded but folded: see `_fold`. Folds are threaded through bodies as
+operands and extra results.
+
+Gradients are paired with the call of a site by `Token`s: see `_tap`. In the walk a token is the set
+of the calls that it may stand for. Inside another capture, whose own walk comes later, taps are
+left in the program, and a token has its array too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _compat
+from tapax._bodies import bodies, is_of_two, strip
+from tapax._calls import Call, Token
+from tapax._changes import Around, Change, Changes, Key
+from tapax._derivative import change_p, identity
+from tapax._mark import marking
+from tapax._plan import Plan
+from tapax._record import Slots, Staged, Threads
+from tapax._recorder import Recorder
+from tapax._scopes import Scopes, scopes_of
+from tapax._sites import SiteError
+from tapax._tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
+
+
+class Walk(Recorder):
+    """One walk over one program, under one plan."""
+
+    def __init__(self, plan: Plan, changes: Changes | None = None):
+        super().__init__(plan)
+        self.changes = changes or Changes({}, {}, {})
+        self.lost: dict[str, str] = {}
+        self.scopes: Scopes = ()
+        self.mesh: Any = None
+        self.nested = marking() is not None
+        self.of_two = False
+        self._recomputing = False
+        self._branches: tuple[int, ...] = ()
+
+    def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Evaluates a jaxpr on `args`, recording what the plan selects."""
+        env = dict(_compat.jaxpr_inputs(jaxpr, args))
+        inner = _compat.open_jaxpr(jaxpr)
+
+        def read(atom: Any) -> Any:
+            if isinstance(atom, _compat.Literal):
+                return _compat.literal_value(atom)
+            return env[atom]
+
+        for eqn in inner.eqns:
+            values = [read(v) for v in eqn.invars]
+            if eqn.primitive.name == "cond":
+                self.of_two = is_of_two(inner, eqn)
+            outs = _compat.in_context(eqn, self._equation, eqn, values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
+        if eqn.primitive is tap_p:
+            return self._tap(eqn, args)
+        if eqn.primitive is change_p:
+            return [self._derivative(eqn, args)]
+        tokens = [a for a in args if type(a) is Token]
+        tapped = tap_effect in eqn.effects
+        if not tokens and not tapped:
+            # Some equations keep the effects of their bodies to themselves.
+            tapped = any(self._holds_taps(body) for body in bodies(eqn))
+            if not tapped:
+                return _compat.bind_equation(eqn, args)
+        handler = HANDLERS.get(_compat.kind_of(eqn))
+        if handler is not None:
+            outer, self.scopes = self.scopes, scopes_of(eqn, self.scopes)
+            try:
+                return handler(self, eqn, args)
+            finally:
+                self.scopes = outer
+        if tapped:
+            return self._opaque(eqn, args)
+        # A residual without elements is only ever moved about: reshaped, selected, broadcast.
+        calls = frozenset().union(*(t.calls for t in tokens))
+        if not all(v.aval.size == 0 for v in eqn.outvars):
+            return _compat.bind_equation(eqn, self.materialize(eqn.invars, args))
+        if not self.nested:
+            return [Token(calls)] * len(eqn.outvars)
+        outs = _compat.bind_equation(eqn, self.materialize(eqn.invars, args))
+        return [Token(calls, x) for x in outs]
+
+    def _holds_taps(self, jaxpr: Any) -> bool:
+        """Whether a body has to be walked: what is only computed once more may be edited too."""
+        return tap_effect in _compat.open_jaxpr(jaxpr).effects or self.changes.has_any(jaxpr)
+
+    @staticmethod
+    def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The operands with tokens made into the empty arrays that they stand for."""
+        return [
+            a if type(a) is not Token else (_compat.zeros(v.aval) if a.array is None else a.array)
+            for v, a in zip(atoms, args, strict=True)
+        ]
+
+    # --- taps ---------------------------------------------------------------------------------
+
+    def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
+        mark, kind = eqn.params["mark"], eqn.params["kind"]
+        own = operands(kind, mark)
+        (x, *rest), live = args[:own], args[own] if len(args) > own else None
+        if isinstance(eqn.invars[0], _compat.Literal):
+            x = jnp.asarray(x, eqn.invars[0].aval.dtype)
+        grad = kind.startswith("grad")
+        new = kind == "value" and not (self._recomputing and self._calls.of(mark))
+        if new:
+            here = mark.within(scopes_of(eqn, self.scopes))
+            calls = [self._calls.new(here, eqn, self._branches)]
+        elif grad:
+            owner = self._owner(eqn, rest[0])
+            calls = [] if owner is None else [owner]
+        else:
+            calls = self._calls.standing_for(rest[0] if rest else None, eqn)
+        if not kind.startswith("tangent"):
+            change = self._change("grad" if grad else "value", calls, eqn)
+            x = self.changes.apply(change, [x], eqn.params["axes"]) if change else x
+        array = None
+        if self.nested:
+            bound = tap_p.bind(x, *self.materialize(eqn.invars[1:], args[1:]), **eqn.params)
+            x, array = bound[0], bound[1] if len(bound) > 1 else None
+        if new or grad:
+            for call in calls:
+                self._record(eqn, [x, *rest[1:]], live, call, grad=grad)
+        return [x, Token(frozenset(calls), array)] if kind in MAKES_TOKEN else [x]
+
+    def _change(self, of: str, calls: Sequence[Call], eqn: Any) -> Change | None:
+        """How one of some calls is changed; raises if it depends on which one it is."""
+        calls = self._calls.narrowed(calls, eqn, self._branches)
+        level = eqn.params["level"] if of == "grad" else None
+        found = {self.changes.find(Key(of, call.name), level) for call in calls}
+        if len(found) > 1:
+            raise SiteError(
+                f"The site {calls[0].name!r}, marked at {calls[0].mark.source}, is one of "
+                f"{len(calls)} calls that share one traced function, and they are not edited "
+                "alike: which of them it is cannot be told where its value is computed once more. "
+                "Edit all of them alike, or give each a jit or a checkpoint of its own."
+            )
+        return found.pop() if found else None
+
+    def _derivative(self, eqn: Any, args: list[Any]) -> Any:
+        """The derivative of what an edit does to a site."""
+        params = eqn.params
+        token, *operands = args
+        calls = self._calls.standing_for(token, eqn, self._branches)
+        change = self._change(params["of"], calls, eqn)
+        if change is None and not self.nested:
+            return identity(*operands, order=params["order"])
+        (array,) = self.materialize(eqn.invars[:1], args[:1])
+        if change is None:
+            return change_p.bind(array, *operands, **params)
+
+        def then(x: Any) -> Any:
+            if not self.nested:
+                return x
+            fixed = {k: params[k] for k in ("mark", "of", "branches", "level")}
+            here: Any = {"order": 0, "transposed": False, "axes": (), "own": ()}
+            return change_p.bind(array, x, **fixed, **here)
+
+        asked = {k: params[k] for k in ("order", "transposed")}
+        return self.changes.apply(change, operands, params["axes"], params["own"], then, **asked)
+
+    def _owner(self, eqn: Any, token: Any) -> Call | None:
+        """The call that a gradient belongs to; None if it is nobody's, and not asked for."""
+        mark, calls = eqn.params["mark"], self._calls.standing_for(token, eqn, self._branches)
+        if len(calls) == 1:
+            return calls[0]
+        asked = [c for c in calls if self._asks_for_gradient(c, eqn)]
+        if not asked and calls:
+            return None
+        raise SiteError(
+            f"The gradient of the site {mark.path!r}, marked at {mark.source}, belongs to one of "
+            f"{len(calls)} calls, and which one cannot be told. The calls share one traced "
+            "function: give each a jit or a checkpoint of its own, or leave the site out of "
+            "`grads`."
+        )
+
+    def _asks_for_gradient(self, call: Call, eqn: Any) -> bool:
+        site = self._site(call, eqn, grad=True)
+        changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
+        return changed is not None or self.plan.choose(site, grad=True) is not None
+
+    # --- bodies -------------------------------------------------------------------------------
+
+    def enter(self, *jaxprs: Any) -> Threads:
+        """What must be threaded through some bodies."""
+        return Threads(self.folds.enter(jaxprs, self.scopes), self.changes.needed(jaxprs))
+
+    def handed(self, threads: Threads) -> list[Any]:
+        """The arrays that bodies are given besides their operands: folds, and parts of changes."""
+        return [*self.folds.arrays(threads.folds), *self.changes.arrays(threads.parts)]
+
+    def take(self, threads: Threads, arrays: Sequence[Any]) -> None:
+        """Has a body go on with what it was handed."""
+        count = len(arrays) - len(threads.parts)
+        self.folds.restore(threads.folds, arrays[:count])
+        self.changes.hand_down(threads.parts, arrays[count:])
+
+    @contextlib.contextmanager
+    def inside(
+        self,
+        *,
+        recomputing: bool = False,
+        branch: int | None = None,
+        around: Sequence[Around] = (),
+    ) -> Iterator[None]:
+        """Within, what is recorded and folded is a body's own."""
+        before = self.entries, self.folds.items, self._recomputing, self._branches, self.around
+        parts = self.changes.parts
+        self.entries = []
+        self._recomputing |= recomputing
+        if branch is not None:
+            self._branches = (*self._branches, branch)
+        self.around = (*self.around, *around)
+        try:
+            yield
+        finally:
+            self.entries, self.folds.items, self._recomputing, self._branches, self.around = before
+            self.changes.parts = parts
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[Callable[[], None]]:
+        """Yields a function that takes the numbers of calls back to where they are now.
+
+        A loop that is evaluated, under `jax.disable_jit()`, has one body and not many calls.
+        """
+        calls, sites = self._calls.numbers(), len(self.sites)
+
+        def rewind() -> None:
+            self._calls.rewind(calls)
+            del self.sites[sites:]
+
+        yield rewind
+
+    def stage(
+        self,
+        jaxpr: Any,
+        args: Sequence[Any],
+        threads: Threads,
+        **where: Any,
+    ) -> Staged:
+        """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
+        ins = Slots.of(args)
+        cell: dict[str, Any] = {}
+
+        def body(*flat: Any) -> list[Any]:
+            arrays = iter(flat)
+            values = ins.fill(arrays)
+            with self.inside(**where):
+                self.take(threads, list(arrays))
+                outs = self.run(jaxpr, values)
+                cell.update(
+                    outs=Slots.of(outs),
+                    entries=tuple(e.bare for e in self.entries),
+                    certain=self.folds.certain(threads.folds),
+                )
+                return [
+                    *cell["outs"].arrays(outs),
+                    *(a for e in self.entries for a in e.arrays),
+                    *self.folds.arrays(threads.folds),
+                ]
+
+        made = jax.make_jaxpr(body)(*ins.arrays(args), *self.handed(threads))
+        return Staged(made, ins, threads=threads, **cell)
+
+    def unstage(self, staged: Staged, results: Sequence[Any]) -> list[Any]:
+        """Takes apart what a staged body gave: records its entries, returns its own results."""
+        flat = iter(results)
+        outs = staged.outs.fill(flat)
+        self.entries += [e.with_arrays(flat) for e in staged.entries]
+        self.folds.restore(staged.threads.folds, list(flat), staged.certain)
+        return outs
+
+    def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:
+        """An equation that is no business of ours holds marks: they are lost, and said to be."""
+        stripped: list[Mark] = []
+        params = {name: strip(value, stripped) for name, value in eqn.params.items()}
+        for mark in stripped:
+            mark = mark.within(scopes_of(eqn, self.scopes))
+            self.lost[mark.path] = (
+                f"it is marked at {mark.source}, inside a call of {_compat.kind_of(eqn)!r}, which "
+                "is opaque: only what goes in and comes out of it can be captured, "
+                f"with tapax.ops({eqn.primitive.name!r})"
+            )
+        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
+        return _compat.bind_equation(
+            eqn.replace(params=params, effects=effects), self.materialize(eqn.invars, args)
+        )
+
+
+def eager() -> bool:
+    """Whether operations are evaluated one at a time, under `jax.disable_jit()`."""
+    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+Handler = Callable[[Walk, Any, list[Any]], list[Any]]
+HANDLERS: dict[str, Handler] = {}
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Puts a handler into the table, under the names of the primitives that it handles."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register

@@ -1,0 +1,242 @@
+"""The handler of while loops, and the buffers in which their bodies leave what is recorded.
+
+How often a while loop runs is not known beforehand, so what its body records cannot be stacked.
+Instead the loop carries, for each entry, its last value and how often there was one; or, where the
+first few iterations are asked for, those and a mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+
+from tapax import _compat
+from tapax._bodies import strip
+from tapax._changes import COUNTER, Around
+from tapax._record import Entry, Staged, refuse_folded, where
+from tapax._sites import SiteError, StepSlice
+from tapax._tap import Mark, tap_effect
+from tapax._totals import joined, nothing_yet, selected
+from tapax._walk import Walk, eager, handles
+
+
+@handles("while")
+def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+    params = eqn.params
+    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    ntest, nbody = params["cond_nconsts"], params["body_nconsts"]
+    args = walk.materialize(eqn.invars, args)
+    tconsts, bconsts, init = args[:ntest], args[ntest : ntest + nbody], args[ntest + nbody :]
+    mapped = bool(_compat.open_jaxpr(test).outvars[0].aval.shape)
+    plain_test = test if walk.nested else strip(test)
+    _refuse_changes(walk, test)
+    with walk.inside():
+        if walk.changes.counts(body):
+            walk.changes.count(jnp.zeros((), jnp.int32))
+        threads = walk.enter(body)
+        folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
+        staged = walk.stage(body, [*bconsts, *init], threads, around=[Around("while", None)])
+        items = walk.folds.items
+    walk.folds.items = items
+    buffers = [_Buffer.of(walk, entry, types) for entry, types in _typed(staged)]
+    tested = tap_effect in _compat.open_jaxpr(test).effects
+    # If the loop ends on one device before it does on another, so does what is recorded in it.
+    over = _compat.varying_axes(_compat.open_jaxpr(test).outvars[0].aval)
+    # Whoever asks for nothing in the loop finds it as it was, without a count.
+    counts = [jnp.zeros((), jnp.int32)] if buffers or COUNTER in threads.parts or tested else []
+
+    def goes_on(tconsts: Any, state: Any) -> Any:
+        return jaxpr_as_fun(plain_test)(*tconsts, *state)[0]
+
+    def check(*flat: Any) -> Any:
+        go = goes_on(flat[:ntest], flat[ntest : ntest + len(init)])
+        return [jnp.any(go) if mapped else go]
+
+    def step(*flat: Any) -> list[Any]:
+        consts, parts = flat[: ntest + nbody], flat[ntest + nbody :][: len(threads.parts)]
+        flat = flat[ntest + nbody + len(parts) :]
+        state, carried = flat[: len(init)], flat[len(init) : len(init) + len(folds)]
+        held = flat[len(init) + len(folds) + len(counts) :]
+        count = flat[len(init) + len(folds)] if counts else None
+        keys = zip(threads.parts, parts, strict=True)
+        given = [count if key == COUNTER else part for key, part in keys]
+        results = iter(jaxpr_as_fun(staged.jaxpr)(*consts[ntest:], *state, *carried, *given))
+        new = [next(results) for _ in init]
+        if mapped:
+            # An example that is done keeps its state: so JAX itself lowers such a loop.
+            go = goes_on(consts[:ntest], state)
+            new = [where(go, x, y) for x, y in zip(new, state, strict=True)]
+        entries = [e.with_arrays(results) for e in staged.entries]
+        kept = iter(held)
+        updated = [
+            x
+            for buffer, entry in zip(buffers, entries, strict=True)
+            for x in buffer.update([next(kept) for _ in range(buffer.count)], entry, count)
+        ]
+        recorded = [*([] if count is None else [count + 1]), *updated]
+        return [*new, *results, *(_compat.with_varying(x, over) for x in recorded)]
+
+    start = [*counts, *(x for buffer in buffers for x in buffer.start())]
+    carry = [*init, *folds, *(_compat.with_varying(x, over) for x in start)]
+    results = _loop(eqn, check, step, tconsts, [*tconsts, *bconsts, *parts], carry)
+    flat = iter(results)
+    own = [next(flat) for _ in init]
+    walk.folds.restore(threads.folds, [next(flat) for _ in folds])
+    last = [next(flat) for _ in counts]
+    for buffer in buffers:
+        walk.entries.append(buffer.finish([next(flat) for _ in range(buffer.count)]))
+    if tested:
+        _last_test(walk, test, [*tconsts, *own], last[0] + 1)
+    return own
+
+
+def _refuse_changes(walk: Walk, test: Any) -> None:
+    if walk.changes.has_any(test):
+        marks: list[Mark] = []
+        strip(test, marks)
+        raise SiteError(
+            f"The site {marks[0].path!r}, marked at {marks[0].source}, is in the predicate of a "
+            "while loop, where it cannot be edited or perturbed. Mark the value in the body."
+        )
+
+
+def _last_test(walk: Walk, test: Any, args: list[Any], count: Any) -> None:
+    """Records what the predicate of a loop marks: it ran last on what the loop ended with."""
+    nested, walk.nested = walk.nested, False  # the tap in the loop is there for the other capture
+    with walk.inside(around=[Around("while", None)]):
+        before = walk.folds.items
+        walk.run(test, args)
+        entries, folded = walk.entries, set(walk.folds.items) - set(before)
+    if folded:
+        raise SiteError(
+            f"The site {folded.pop()!r} folds its values, but is in the predicate of a while loop, "
+            "where only the last value can be captured. Sow it without `reduce`, or in the body."
+        )
+    walk.nested = nested
+    for entry in entries:
+        if entry.reduction is not None:
+            raise SiteError(
+                f"The site {entry.site.name!r}, marked at {entry.site.source}, is in the predicate "
+                "of a while loop, where only its last value can be captured, and no reducer can "
+                "see the others. Capture it whole, or mark the value in the body."
+            )
+        if walk.plan.steps is not None or entry.step is not None:
+            raise SiteError(
+                f"The site {entry.site.name!r}, marked at {entry.site.source}, is in the predicate "
+                "of a while loop, where only its last value can be captured. Leave `steps` and "
+                "`step` out, or mark the value in the body."
+            )
+        valid = count if entry.valid is None else entry.valid
+        walk.entries.append(entry._replace(valid=valid, loops=("while", *entry.loops)))
+
+
+def _loop(eqn: Any, check: Any, step: Any, tconsts: Any, bconsts: Any, carry: list[Any]) -> Any:
+    if eager() and not any(isinstance(x, Tracer) for x in (*tconsts, *bconsts, *carry)):
+        while check(*tconsts, *carry)[0]:
+            carry = step(*bconsts, *carry)
+        return carry
+    carry = [jnp.asarray(c) for c in carry]
+    params = {
+        "cond_jaxpr": jax.make_jaxpr(check)(*tconsts, *carry),
+        "cond_nconsts": len(tconsts),
+        "body_jaxpr": jax.make_jaxpr(step)(*bconsts, *carry),
+        "body_nconsts": len(bconsts),
+    }
+    return eqn.primitive.bind(*tconsts, *bconsts, *carry, **params)
+
+
+def _typed(staged: Staged) -> list[tuple[Entry, list[Any]]]:
+    """The entries of a staged body, each with the types of its arrays."""
+    types = iter(staged.types)
+    return [(e, [next(types) for _ in e.arrays]) for e in staged.entries]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+    """What a while loop carries for an entry: its last value and their count, or the first few."""
+
+    entry: Entry
+    types: list[Any]
+    window: tuple[int, int, int] | None
+    single: bool
+
+    @classmethod
+    def of(cls, walk: Walk, entry: Entry, types: list[Any]) -> _Buffer:
+        refuse_folded(entry)
+        window, single = None, False
+        if entry.step is not None:
+            window, single = _window(entry), not isinstance(entry.step, StepSlice)
+        elif walk.plan.steps is not None and not entry.is_total:
+            window = (0, walk.plan.steps, 1)
+        return cls(entry, types, window, single)
+
+    @property
+    def count(self) -> int:
+        """How many arrays it has: those of a value, and one that says when there was one."""
+        return len(self.entry.state) + 1
+
+    def _ran(self, valid: Any) -> Any:
+        """How often an entry was recorded in one iteration."""
+        return jnp.ones((), jnp.int32) if valid is None else valid.astype(jnp.int32)
+
+    def start(self) -> list[Any]:
+        if self.window is None and self.entry.reduction is not None:
+            return nothing_yet(self.entry, self.types)
+        own = self.types[: self.count - 1]
+        valid = None if self.entry.valid is None else _compat.zeros(self.types[-1])
+        ran = self._ran(valid) * 0
+        if self.window is None:
+            return [*map(_compat.zeros, own), ran]
+        mask = jax.typeof(ran > 0)
+        return [_compat.zeros(_compat.stacked(t, self.window[1])) for t in (*own, mask)]
+
+    def update(self, held: list[Any], entry: Entry, iteration: Any) -> list[Any]:
+        if self.window is None and entry.reduction is not None:
+            return joined(self.entry, held, entry)
+        *values, counted = held
+        ran = self._ran(entry.valid)
+        if self.window is None:
+            new = entry.state
+            if entry.valid is not None:
+                new = [where(ran, x, y) for x, y in zip(new, values, strict=True)]
+            return [*new, counted + ran]
+        start, length, stride = self.window
+        offset = iteration - start
+        place = jnp.where((offset >= 0) & (offset % stride == 0), offset // stride, length)
+        new = entry.state
+        if entry.valid is not None:
+            new = [where(ran, x, _compat.zeros(jax.typeof(x))) for x in new]
+        both = zip(held, [*new, ran > 0], strict=True)
+        return [old.at[place].set(x, mode="drop") for old, x in both]
+
+    def finish(self, held: list[Any]) -> Entry:
+        lead = self.entry.lead + (self.window is not None)
+        if self.single:
+            held, lead = [x[0] for x in held], lead - 1
+        entry = self.entry._replace(valid=True).with_arrays(iter(held))
+        entry = entry._replace(lead=lead, step=None, loops=("while", *self.entry.loops))
+        if not entry.is_total or self.single:
+            return entry
+        return selected(entry) if self.window else entry._replace(loops=self.entry.loops)
+
+
+def _window(entry: Entry) -> tuple[int, int, int]:
+    """The first iteration, how many, and how far apart, that were asked for of a while loop."""
+    step = entry.step
+    if isinstance(step, int):
+        first, count, stride = step, 1, 1
+    else:
+        first, stride = step.start or 0, step.stride or 1
+        count = 0 if step.stop is None else len(range(first, step.stop, stride))
+    if first < 0 or stride < 1 or count < 1:
+        raise SiteError(
+            f"step={step} was asked for of the site {entry.site.name!r}, marked at "
+            f"{entry.site.source}, which is in a while loop: how often that runs is not known "
+            "beforehand, so `step` must count from the start and have an end."
+        )
+    return first, count, stride

@@ -1,0 +1,381 @@
+"""The `State`s that a captured function of brainstate's reads and writes, as arrays in and out.
+
+`taken_apart` makes the call of a function one whose arguments are the values of `State`s too, and
+whose results are their new values, written when all is done. So a `State` never holds a traced
+value, its value is never fixed in what was compiled, and an exception halfway leaves it as it was.
+
+Which `State`s there are is found in the modules among the arguments, and in those that the
+function closes over. Others show when the function is traced: brainstate tells a `StateTraceStack`
+of every `State` that is touched. If that is a new one, it is remembered with the modules that ran,
+and the call is taken apart anew. From the second call on nothing is traced.
+
+A program is good for a call with equal *settings*: the attributes of the modules, and brainstate's
+environment, where `t` and `i` are arguments, for they change with every step. `State`s are known
+by where they are: one that is put in the place of another is its successor.
+
+A `State` that the function makes, as `init_state` does, gets its value in the end, too; when the
+program runs again, a copy of it is put in its place, as the function would make another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from brainstate import (
+    State,
+    StateTraceStack,
+    TraceContextError,
+    catch_new_states,
+    environ,
+    graph,
+    random,
+)
+from jax.core import Tracer
+
+from tapax._adapter import FunctionCall, Reopen
+from tapax._arguments import map_in_order
+from tapax._mark import is_array
+from tapax._patch import current
+
+# While one thread traces, the states hold its traced values: others wait.
+_lock = threading.RLock()
+_CLOCK = (environ.I, environ.T)
+
+
+class _Running(threading.local):
+    """The modules whose methods ran since a function began to be traced on this thread."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, Any] = {}
+
+
+_running = _Running()
+
+
+def ran(module: Any) -> None:
+    """Tells that a method of a module runs."""
+    _running.modules.setdefault(id(module), module)
+
+
+@contextlib.contextmanager
+def _modules_that_run() -> Iterator[dict[int, Any]]:
+    before, _running.modules = _running.modules, {}
+    try:
+        yield _running.modules
+    finally:
+        _running.modules = {**before, **_running.modules}
+
+
+class _Same:
+    """An object, equal to nothing but itself."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Fixed:
+    """Something that is a part of a structure without being an argument or a result."""
+
+    value: Any
+
+
+_NO_ARGUMENT = _Fixed(None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Effects:
+    """What a function does to `State`s: those that it writes, by number, and those it makes.
+
+    `owners` are the attributes of modules that hold made ones: the module, the name, the value.
+    """
+
+    written: tuple[int, ...]
+    made: tuple[State, ...]
+    owners: tuple[tuple[Any, str, Any], ...]
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, (graph.Node, State))
+
+
+@functools.cache
+def _kind(cls: type) -> Any:
+    """What the settings of values of a class are made from; None if JAX may know."""
+    if issubclass(cls, (bool, int, str, bytes, np.generic, type(None))):
+        return object
+    if cls in (list, tuple):
+        return list
+    kinds = (float, complex), (dict,), (State,), (graph.Node,)
+    return next((known[0] for known in kinds if issubclass(cls, known)), None)
+
+
+class _Walk:
+    """The states in some objects, numbered; the nodes; and the settings of all of them.
+
+    Settings are compared on every call, so they are plain tuples, with the `id` of what is equal
+    to nothing but itself: `alive` keeps that from being another's.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[State] = []
+        self.nodes: list[Any] = []
+        self.alive: list[Any] = []
+        self.fixed: list[Any] = []
+        self._seen: dict[int, tuple[str, int]] = {}
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._seen
+
+    def add(self, value: Any) -> None:
+        """Walks through a value."""
+        self.fixed.append(self._settings(value))
+
+    def _settings(self, value: Any) -> Any:
+        """What is fixed in a value, as something to compare."""
+        cls = type(value)
+        kind = _kind(cls)
+        if kind is object:
+            return cls, value
+        if kind is float:
+            return repr(value)  # -0.0 is not 0.0
+        if kind is list:
+            return cls, tuple(map(self._settings, value))
+        if kind is dict:
+            return cls, tuple((key, self._settings(part)) for key, part in value.items())
+        if kind is None:
+            parts, structure = jax.tree.flatten(value)
+            if len(parts) == 1 and parts[0] is value:
+                return self._identity(value)
+            return structure, tuple(map(self._settings, parts))
+        known = self._seen.get(id(value))
+        if known is not None:
+            return known
+        into = self.states if kind is State else self.nodes
+        self._seen[id(value)] = known = cls.__name__, len(into)
+        into.append(value)
+        if kind is State:
+            return cls, known
+        parts = tuple([(name, self._settings(part)) for name, part in vars(value).items()])
+        return self._identity(value), parts
+
+    def _identity(self, value: Any) -> int:
+        self.alive.append(value)
+        return id(value)
+
+    def value(self, state: State) -> Any:
+        """The value of a state as an argument."""
+        try:
+            value = state.value
+        except TraceContextError:  # it was made within a transform, and has none
+            return _NO_ARGUMENT
+        if all(map(is_array, jax.tree.leaves(value))):
+            return value
+        self.add(value)
+        return _NO_ARGUMENT
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Settings:
+    """Equal settings of a function are the same object."""
+
+    alive: list[Any]
+
+
+_plain: dict[Any, _Settings] = {}
+
+
+def taken_apart(call: FunctionCall) -> FunctionCall:
+    """The call, with the values of the states among its arguments and its results."""
+    given = [leaf for leaf in jax.tree.leaves(call.arguments) if _is_node(leaf)]
+    environment = environ.all()
+    clock = {name: environment.pop(name) for name in _CLOCK if name in environment}
+    with _lock:
+        learned = call.memory.setdefault((__name__, *map(_Same, given)), [])
+        walk = _Walk()
+        for part in (environment, given, _held(call.fn), learned):
+            walk.add(part)
+        if walk.states:
+            walk.add(random.DEFAULT)
+        values = tuple(map(walk.value, walk.states))
+        # What a function without states or modules is traced to is good for any other such.
+        memory = call.memory if walk.states or walk.nodes else _plain
+        settings = memory.setdefault(tuple(walk.fixed), _Settings(walk.alive))
+    taken = _Taken(call, walk, learned)
+    added = values, clock, _Fixed(settings)
+    same = call.fn, call.args, call.kwargs, taken.close, call.memory
+    own = lambda result: call.own(result[0])  # noqa: E731
+    return _Call(*same, own, taken=taken, added=added)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call(FunctionCall):
+    """A call with more arguments than those of the function."""
+
+    taken: _Taken
+    added: Any
+
+    @property
+    def arguments(self) -> Any:
+        return self.added, self.taken.call.arguments
+
+    def run(self, arguments: Any) -> Any:
+        return self.taken.run(*arguments)
+
+
+class _Taken:
+    """A call that was taken apart: how to run it, and how to put its results together."""
+
+    def __init__(self, call: FunctionCall, walk: _Walk, learned: list[Any]):
+        self.call = call
+        self._walk = walk
+        self._learned = learned
+        self._effects: list[_Effects] = []
+
+    def run(self, added: Any, arguments: Any) -> Any:
+        """Runs the call; returns what it returns, and what `State`s it writes and makes hold."""
+        values, clock, _ = added
+        given = {id(s): v for s, v in zip(self._walk.states, values, strict=True)}
+        unknown: list[State] = []
+
+        def enter(state: State) -> Any:
+            before = stack.original_state_values[-1]
+            if id(state) not in given:
+                unknown.append(state)
+            value = given.get(id(state), _NO_ARGUMENT)
+            return before if value is _NO_ARGUMENT else value
+
+        stack = StateTraceStack(new_arg=enter)
+        with self._alone(), catch_new_states() as made, _modules_that_run() as modules:
+            try:
+                with stack, environ.context(**clock):
+                    call = dataclasses.replace(self.call, fn=current(self.call.fn))
+                    out = call.run(arguments)
+                if unknown:
+                    self._learn(unknown, modules)
+                    raise Reopen
+                return self._results(out, stack, made.get_states(), modules)
+            finally:
+                # As it is, and not by `restore_value`: a value may change its structure.
+                for state, value in zip(stack.states, stack.original_state_values, strict=True):
+                    vars(state)["_value"] = value
+                for state in made.get_states():
+                    if any(isinstance(x, Tracer) for x in jax.tree.leaves(vars(state)["_value"])):
+                        state._invalidate_trace_value()
+
+    def _alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, no other thread uses the states; a function that is known to use none may run."""
+        return _lock if self._walk.states else contextlib.nullcontext()
+
+    def _learn(self, unknown: list[State], modules: dict[int, Any]) -> None:
+        """Remembers states, and the modules that they are in: those may replace them."""
+        for module in modules.values():
+            inside = _Walk()
+            inside.add(module)
+            if any(s in inside and s not in self._walk for s in unknown):
+                self._walk.add(module)
+                self._learned.append(module)
+        for state in unknown:
+            if state not in self._walk:
+                self._walk.add(state)
+                self._learned.append(state)
+
+    def _results(
+        self, out: Any, stack: StateTraceStack, new: list[State], modules: dict[int, Any]
+    ) -> Any:
+        written = stack.get_write_states()
+        numbers = {id(state): i for i, state in enumerate(self._walk.states)}
+        made = [state for state in new if self._walk.value(state) is not _NO_ARGUMENT]
+        nodes = {**{id(node): node for node in self._walk.nodes}, **modules}
+        owners = [
+            (node, name, part)
+            for node in nodes.values()
+            for name, part in vars(node).items()
+            if _replaced(part, {id(state): None for state in made}) is not part
+        ]
+        effects = _Effects(tuple(numbers[id(s)] for s in written), tuple(made), tuple(owners))
+        self._effects.append(effects)
+        out = map_in_order(lambda x: _Fixed(_Same(x)) if _is_node(x) else x, out)
+        return out, [s.value for s in written], [s.value for s in made], _Fixed(effects)
+
+    def close(self, result: Any) -> Any:
+        """Writes the states; returns what the function returned."""
+        out, written, made, fixed = result
+        effects: _Effects = fixed.value
+        traced = effects in self._effects
+        with _lock:
+            for number, value in zip(effects.written, written, strict=True):
+                self._walk.states[number].value = value
+            new = {id(state): state if traced else state.copy() for state in effects.made}
+            for state, value in zip(new.values(), made, strict=True):
+                state.value = value
+                if traced:
+                    state.decrease_stack_level()  # that of the stack within which it was made
+            for node, name, part in effects.owners:
+                vars(node)[name] = _replaced(part, new)
+        is_fixed = lambda x: isinstance(x, _Fixed)  # noqa: E731
+        out = map_in_order(lambda x: x.value.value if is_fixed(x) else x, out, is_leaf=is_fixed)
+        return self.call.close(out)
+
+
+def _replaced(value: Any, new: dict[int, Any]) -> Any:
+    """The value of an attribute with other states in the place of some; itself if it has none."""
+    if isinstance(value, State):
+        return new.get(id(value), value)
+    if type(value) in (list, tuple):
+        parts = [_replaced(part, new) for part in value]
+        same = all(a is b for a, b in zip(parts, value, strict=True))
+        return value if same else type(value)(parts)
+    if type(value) is dict:
+        parts = {key: _replaced(part, new) for key, part in value.items()}
+        return value if all(parts[key] is value[key] for key in value) else parts
+    return value
+
+
+def _held(fn: Any) -> list[Any]:
+    """The modules and states that a function closes over, or is a method of."""
+    found: list[Any] = []
+    while fn is not None:
+        found.append(fn)
+        if inspect.ismethod(fn):
+            found.append(fn.__self__)
+            fn = fn.__func__
+        if inspect.isfunction(fn):
+            names = (name for name in fn.__code__.co_names if name in fn.__globals__)
+            found += [fn.__globals__[name] for name in names]
+            found += [cell.cell_contents for cell in fn.__closure__ or () if not _is_empty(cell)]
+        if isinstance(fn, functools.partial):
+            found += [*fn.args, *fn.keywords.values()]
+            fn = fn.func
+        else:
+            fn = getattr(fn, "__wrapped__", None)
+    return [value for value in found if _holds_nodes(value)]
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _holds_nodes(value: Any) -> bool:
+    if type(value) is dict:
+        value = list(value.values())
+    return _is_node(value) or (type(value) in (list, tuple) and any(map(_is_node, value)))

@@ -1,0 +1,157 @@
+"""The marks of Linen, `self.sow` and `self.perturb`, as tapax sees them.
+
+They are sites, whether or not their collection is mutable; what Linen does with them is left as it
+is. `recording` is what `tapax.compat.linen` looks through: within, marks say what they were made
+from, methods that are asked for sow what they return, and Linen stores nothing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax.linen import module as _module
+
+from tapax._mark import mark, marking
+from tapax._modules import within
+from tapax._scopes import segment
+
+# Part of the key of every `jit` cache, as what is traced depends on it.
+_recording = jax.make_user_context(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sown:
+    """What a site was made from: a value that may have many leaves, in a module at some depth.
+
+    `fixed` are the leaves that are no arrays, and where they are. `appends` if every call is kept.
+    """
+
+    collection: str
+    name: str
+    depth: int
+    treedef: Any
+    fixed: tuple[tuple[int, Any], ...] = ()
+    appends: bool = True
+
+    def join(self, arrays: list[Any]) -> Any:
+        """The value, made of the arrays of its sites."""
+        leaves = list(arrays)
+        for i, leaf in self.fixed:
+            leaves.insert(i, leaf)
+        return self.treedef.unflatten(leaves)
+
+
+@dataclasses.dataclass(eq=False)
+class Recording:
+    """What is recorded of one `apply`: collections, and what methods return.
+
+    `perturbed` are the collections that there are perturbations in.
+    """
+
+    is_mutable: Callable[[str], bool]
+    outputs: Callable[[Any, str], bool] | None
+    perturbed: frozenset[str]
+    root: Any = None
+
+    def covers(self, module: Any) -> bool:
+        """Whether a module runs in that `apply`, and not in one within it."""
+        root = module.scope.root
+        return bool(root.debug_path) or root == self.root
+
+
+@contextlib.contextmanager
+def recording(what: Recording) -> Iterator[None]:
+    """Within, marks are `Sown`s."""
+    with _recording(what):
+        yield
+
+
+def _recorded(module: Any) -> Recording | None:
+    what = _recording.value
+    return what if what is not None and what.covers(module) else None
+
+
+def record_result(module: Any, method: str, out: Any) -> None:
+    """Sows what a method returned, where that is recorded."""
+    what = _recorded(module) if module.scope is not None else None
+    if what is not None and what.outputs is not None and what.outputs(module, method):
+        mark(out, method, "sow", collection=_sown(module, "intermediates", method, out))
+
+
+def _sown(module: Any, collection: str, name: str, value: Any) -> Sown:
+    leaves, treedef = jax.tree.flatten(value)
+    known = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    fixed = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, known))
+    return Sown(collection, name, len(module.path), treedef, fixed)
+
+
+def sow(adapter: Any, original: Any) -> Any:
+    """`Module.sow`, with marks."""
+    signature = inspect.signature(original)
+    defaults = [signature.parameters[name].default for name in ("reduce_fn", "init_fn")]
+
+    @functools.wraps(original)
+    def sow(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # `capture_intermediates` sows what methods return, which are sites already.
+        itself = sys._getframe(1).f_globals is vars(_module)
+        if marking() is None or itself or self.scope is None:
+            return original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        collection, name, value = (given[key] for key in ("col", "name", "value"))
+        reduce, init = given["reduce_fn"], given["init_fn"]
+        appends = [reduce, init] == defaults
+        fields = {} if appends else {"reduce": reduce, "init": init}
+        what = _recorded(self)
+        if what is None:
+            fields["collection"] = collection
+        elif not what.is_mutable(collection):
+            return False
+        elif not appends and self.scope.has_variable(collection, name):
+            # It goes on with what was given to `apply`.
+            return original(self, *args, **kwargs)
+        else:
+            sown = _sown(self, collection, name, value)
+            if not appends:
+                folded = jax.eval_shape(lambda x: reduce(init(), x), value)
+                tree = jax.tree.structure(folded)
+                sown = dataclasses.replace(sown, treedef=tree, fixed=(), appends=False)
+            fields["collection"] = sown
+        with within(adapter, self, adapter.place(self)):
+            mark(value, segment(name), "sow", **fields)
+        return original(self, *args, **kwargs) if what is None else True
+
+    return sow
+
+
+def perturb(adapter: Any, original: Any) -> Any:
+    """`Module.perturb`, with marks."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def perturb(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None or self.scope is None:
+            return original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        collection, name, value = (given[key] for key in ("collection", "name", "value"))
+        what = _recorded(self)
+        if what is None:
+            value = original(self, *args, **kwargs)
+        elif not (what.is_mutable(collection) or collection in what.perturbed):
+            return value
+        kind = collection if what is None else _sown(self, collection, name, value)
+        with within(adapter, self, adapter.place(self)):
+            return mark(value, segment(name), "perturb", collection=kind)
+
+    return perturb

@@ -1,0 +1,204 @@
+"""What holds objects of NNX and is none itself: functions, trainers, containers.
+
+What such a value holds, which of its attributes are state, and what code uses and assigns.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from tapax import _compat
+from tapax._mark import is_array
+
+TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True, False)})
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object of NNX that has state, or holds some that have."""
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+_DEPTH = 4
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, np.ndarray})
+
+
+def holds_object(value: Any) -> bool:
+    """Whether there is an object in a value, in what it holds, and so on for a few levels."""
+    level, seen = [value], {id(value): value}
+    for _ in range(_DEPTH):
+        if any(map(is_object, level)):
+            return True
+        # There may be very many that are plain, and the other tests are slow.
+        parts = (x for held in level for x in _parts(held) if type(x) not in _PLAIN)
+        new = {id(x): x for x in parts if id(x) not in seen}
+        seen |= new
+        level = list(new.values())
+    return any(map(is_object, level))
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a value holds."""
+    if is_plain(value):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if inspect.ismethod(value):
+        return [value.__self__]
+    if inspect.isfunction(value):
+        return [contents(cell) for cell in value.__closure__ or ()]
+    return list(attributes(value).values()) if has_attributes(value) else []
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can hold no object."""
+    return type(value) in _PLAIN or isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a value is one that a copy with other attributes can stand for."""
+    # The transformations of NNX know themselves by their identity.
+    kept = (type, types.ModuleType, *TRANSFORMED)
+    if isinstance(value, kept) or inspect.isroutine(value) or not attributes(value):
+        return False
+    try:
+        object.__new__(type(value))
+    except TypeError:  # it is more than its attributes, as a dict is
+        return False
+    return True
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    slots = (name for cls in type(value).__mro__ for name in _slots(cls))
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})}
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(cls: type) -> tuple[str, ...]:
+    names = cls.__dict__.get("__slots__", ())
+    return tuple(n for n in ((names,) if isinstance(names, str) else names) if n[:2] != "__")
+
+
+def set_attributes(value: Any, new: dict[str, Any]) -> None:
+    """Sets attributes, of frozen objects too."""
+    for name, attribute in new.items():
+        object.__setattr__(value, name, attribute)
+
+
+def is_state(attribute: Any, changes: bool) -> bool:
+    """Whether an attribute is state: arrays, or something plain that changes."""
+    if attribute is None or type(attribute) in (bool, int, float, complex, str):
+        return changes
+    leaves = _leaves(attribute)
+    if not leaves:  # arrays may be put into it
+        return leaves is not None and type(attribute) in (list, dict)
+    # A traced value has been left there by a transformation that is over.
+    return all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves)
+
+
+def is_result(value: Any) -> bool:
+    """Whether a value can be returned from the function that is being traced."""
+    leaves = _leaves(value)
+    return leaves is not None and all(map(_is_returned, leaves))
+
+
+def _is_returned(leaf: Any) -> bool:
+    if isinstance(leaf, Tracer):
+        return _compat.is_traced_here(leaf)
+    return is_object(leaf) or is_array(leaf) or isinstance(leaf, (str, bytes))
+
+
+def is_number(value: Any) -> bool:
+    """Whether an array stands for a number of Python's."""
+    return isinstance(value, jax.Array) and value.ndim == 0 and jax.typeof(value).weak_type
+
+
+def _leaves(value: Any) -> list[Any] | None:
+    try:
+        return jax.tree.leaves(value, is_leaf=is_object)
+    except (TypeError, ValueError):  # a dict whose keys have no order
+        return None
+
+
+def identity(value: Any) -> Any:
+    """What is another when something in a container is; None if that cannot be told."""
+    leaves = _leaves(value)
+    if leaves is None:
+        return None
+    return jax.tree.structure(value, is_leaf=is_object), [id(leaf) for leaf in leaves]
+
+
+def refilled(old: Any, new: Any) -> Any:
+    """The old containers with what is in the new ones."""
+    if type(old) is not type(new) or type(old) not in (list, dict):
+        return new
+    if type(old) is dict:
+        parts: Any = {key: refilled(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(parts)
+    else:
+        pairs = itertools.zip_longest(old[: len(new)], new)
+        old[:] = [refilled(*pair) for pair in pairs]
+    return old
+
+
+_MAKERS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__"})
+
+
+@functools.lru_cache(maxsize=4096)
+def assigned_by_methods(cls: type) -> frozenset[str]:
+    """The attributes that the methods of a class assign, but for those that make an object."""
+    found = (m for c in cls.__mro__ for name, m in vars(c).items() if name not in _MAKERS)
+    functions = filter(inspect.isfunction, map(inspect.unwrap, filter(callable, found)))
+    return frozenset(name for fn in functions for name in _stores(fn.__code__, "STORE_ATTR"))
+
+
+def is_anothers(value: Any, fn: types.FunctionType) -> bool:
+    """Whether a global is a function of another file, which is not looked into."""
+    return inspect.isfunction(value) and value.__globals__ is not fn.__globals__
+
+
+def contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of those defined in it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    return frozenset(name for inner in _codes(code) for name in inner.co_names)
+
+
+@functools.lru_cache(maxsize=4096)
+def assigned_globals(code: types.CodeType) -> frozenset[str]:
+    """The globals that a function assigns."""
+    return frozenset(_stores(code, "STORE_GLOBAL"))
+
+
+def _stores(code: types.CodeType, opname: str) -> Iterator[str]:
+    steps = (step for inner in _codes(code) for step in dis.get_instructions(inner))
+    return (step.argval for step in steps if step.opname == opname)

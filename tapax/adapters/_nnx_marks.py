@@ -1,0 +1,344 @@
+"""The marks of NNX, `self.sow` and `self.perturb`, as tapax sees them.
+
+They are sites; a reducer of theirs is folded, unless it is one of whole structures: then every call
+is kept. Besides, they do what they do without a capture: where NNX stores attributes on the
+module (its older form), the program may well read them again, so they are stored; when the captured
+function is done they are taken away, and the model has not grown. A program that cannot have them,
+for they change the structure of what a loop carries, is traced once more without.
+
+`recording` is what `tapax.compat.nnx` looks through: marks then say what they were made from, and
+`perturb` adds what the module carries for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import config, errors, nnx
+
+from tapax._adapter import Adapter, Reopen
+from tapax._mark import is_array, mark, marking
+from tapax._modules import within
+from tapax._patch import is_first
+from tapax._scopes import segment
+from tapax._sites import SiteError
+from tapax.adapters._nnx_holders import is_object
+
+# Both are part of the key of every `jit` cache, as what is traced depends on them.
+_storing = jax.make_user_context(True)
+_recording = jax.make_user_context(None)
+_thread = threading.local()
+# What marks have stored, ever: a function that NNX jitted has what it stored in the structure that
+# it was traced to, and stores it again without a mark being run.
+_stored: set[tuple[type, str]] = set()
+_PREFIX = "_perturbation_"
+_NAME = "_tapax_name"
+
+
+# --- what a mark says, for those who put results together again ---------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sown:
+    """What a site was made from: the whole of a value that may have many leaves.
+
+    `calls` is the container that a default reducer appends to. `late` is a reducer of structures,
+    with what it begins with: arrays alone are folded, so every call is kept for it. `index` counts
+    the calls of a `perturb` whose perturbation was added; it is None if there was none to add.
+    """
+
+    kind: Any
+    name: str
+    treedef: Any
+    calls: type | None = tuple
+    index: int | None = None
+    late: tuple[Any, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What is recorded: the variable type of method results, and whether perturbations are due."""
+
+    outputs: Any = None
+    perturbed: bool = False
+
+
+@contextlib.contextmanager
+def recording(what: Recording) -> Iterator[None]:
+    """Within, marks are `Sown`s."""
+    before = getattr(_thread, "calls", None)
+    _thread.calls = {}
+    try:
+        with _recording(what):
+            yield
+    finally:
+        _thread.calls = before
+
+
+def carry(module: Any, name: str, perturbation: Any) -> None:
+    """Has a module carry a perturbation, through whatever transformation it goes."""
+    setattr(module, _PREFIX + name, perturbation)
+
+
+def rename(module: Any, name: str) -> None:
+    """Gives a model another name than that of its class, through whatever it goes."""
+    setattr(module, _NAME, name)
+
+
+def name_of(module: Any) -> str:
+    """The name of a model."""
+    return getattr(module, _NAME, type(module).__name__)
+
+
+def is_own(path: tuple[Any, ...], _: Any) -> bool:
+    """Whether a variable is a module's own, and not one that it was given to carry."""
+    return not str(path[-1]).startswith(_PREFIX)
+
+
+def drop(module: Any) -> None:
+    """Takes from a module what it was given."""
+    for name in [name for name in vars(module) if name.startswith((_PREFIX, _NAME))]:
+        delattr(module, name)
+
+
+# --- the marks ----------------------------------------------------------------------------------
+
+
+def _arguments(original: Any) -> Callable[..., dict[str, Any]]:
+    signature = inspect.signature(original)
+
+    def bind(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        kind = bound.arguments["variable_type"]
+        if isinstance(kind, str):
+            kind = nnx.variable_type_from_name(kind, allow_register=True)
+        return {**bound.arguments, "variable_type": kind}
+
+    return bind
+
+
+def sow(adapter: Adapter, original: Any) -> Any:
+    """`Module.sow`, with marks."""
+    bind = _arguments(original)
+
+    @functools.wraps(original)
+    def sow(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None:
+            return original(self, *args, **kwargs)
+        given = bind(self, *args, **kwargs)
+        fields = _fields(given, given["reduce_fn"], given["init_fn"])
+        with within(adapter, self):
+            mark(given["value"], segment(given["name"]), "sow", **fields)
+        if hasattr(self, "__captures__"):
+            return original(self, *args, **kwargs)
+        if _stores(given):
+            _store(self, given, original)
+        return True
+
+    return sow
+
+
+def _append(calls: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    return (*calls, value)
+
+
+def _fields(
+    given: dict[str, Any], reduce: Any, init: Any, index: int | None = None
+) -> dict[str, Any]:
+    """What a mark of NNX's says of itself."""
+    kind, value, name = given["variable_type"], given["value"], given["name"]
+    calls = _appends(reduce, init)
+    whole = jax.tree_util.all_leaves([value])
+    fold = {"reduce": reduce, "init": init} if calls is None and whole else {}
+    if _recording.value is None:
+        return {"collection": kind, **fold}
+    tree = jax.eval_shape(lambda x: reduce(init(), x), value) if fold else _arrays(value)
+    late = None if calls or whole else (reduce, init)
+    return {"collection": Sown(kind, name, jax.tree.structure(tree), calls, index, late), **fold}
+
+
+def _arrays(value: Any) -> Any:
+    """The structure of what `mark` marks: its arrays."""
+    return jax.tree.map(lambda x: x if is_array(x) else None, value)
+
+
+def _appends(reduce: Any, init: Any) -> type | None:
+    """The container in which every call is kept, if that is what a reducer does."""
+    first, second = object(), object()
+    try:
+        once = reduce(init(), first)
+        kept = type(once) in (tuple, list) and list(once) == [first]
+        return type(once) if kept and list(reduce(once, second)) == [first, second] else None
+    except Exception:
+        return None
+
+
+def perturb(adapter: Adapter, original: Any) -> Any:
+    """`Module.perturb`, with marks."""
+    bind = _arguments(original)
+
+    @functools.wraps(original)
+    def perturb(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None:
+            return original(self, *args, **kwargs)
+        given = bind(self, *args, **kwargs)
+        index = None
+        if _recording.value is not None and _recording.value.perturbed:
+            given["value"], index = _perturbed(self, given["name"], given["value"])
+        elif hasattr(self, "__captures__"):
+            given["value"] = original(self, *args, **kwargs)
+        elif _stores(given):
+            given["value"] = _add(self, given, original)
+        fields = _fields(given, _append, tuple, index)
+        with within(adapter, self):
+            return mark(given["value"], segment(given["name"]), "perturb", **fields)
+
+    return perturb
+
+
+def _perturbed(module: Any, name: str, value: Any) -> tuple[Any, int]:
+    """A value with the perturbation that its module carries for this call of it."""
+    where = f"perturb({name!r}) of a {type(module).__name__}"
+    held = getattr(module, _PREFIX + name, None)
+    if held is None:
+        raise SiteError(
+            f"`init` has no perturbation for {where}. Make `init` by capturing the same function "
+            "with nnx.Perturbation, or leave `init` out."
+        )
+    calls = _thread.calls.setdefault((id(module), name), [0, module])
+    index, calls[0] = calls[0], calls[0] + 1
+    given = held.get_value()
+    if jax.tree.structure(given) != jax.tree.structure(value):
+        if not isinstance(given, tuple) or index >= len(given):
+            raise SiteError(
+                f"`init` has perturbations for fewer calls of {where} than there are, or for a "
+                "value of another structure. Make `init` by capturing the same function."
+            )
+        given = given[index]
+
+    def add(x: Any, p: Any) -> Any:
+        if np.shape(x) != np.shape(p):
+            raise SiteError(
+                f"`init` has a perturbation of shape {list(np.shape(p))} for {where}, whose value "
+                f"has shape {list(np.shape(x))} here. Make `init` from inputs of the same shape. "
+                "In a loop or a vmap through which the module goes whole, take the gradients from "
+                "tapax.capture instead: it has one for every iteration and example."
+            )
+        return x + p.astype(jax.numpy.result_type(x))
+
+    return jax.tree.map(add, value, given), index
+
+
+def outputs(adapter: Adapter, owner: type, name: str, method: Any) -> Any:
+    """A method whose results are sown, under its name, where that is recorded."""
+    public = name == "__call__" or not name.startswith("_")
+
+    @functools.wraps(method)
+    def wrapped(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        out = method(self, *args, **kwargs)
+        what = _recording.value
+        if public and what is not None and what.outputs is not None and marking() is not None:
+            first = is_first(owner, name, type(self))
+            if first and not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object))):
+                given = {"variable_type": what.outputs, "value": out, "name": name}
+                with within(adapter, self):
+                    mark(out, name, "sow", **_fields(given, _append, tuple))
+        return out
+
+    return wrapped
+
+
+# --- attributes ---------------------------------------------------------------------------------
+
+
+def _stores(given: dict[str, Any]) -> bool:
+    """Whether a mark stores an attribute: NNX's older form does, outside of `nnx.capture`."""
+    without = given.get("capture_noop")
+    if without is None:
+        without = getattr(config, "nnx_sow_capture_noop", False)
+    return not without and _recording.value is None
+
+
+def _store(module: Any, given: dict[str, Any], original: Any) -> None:
+    name, kind, value = given["name"], given["variable_type"], given["value"]
+    held = getattr(module, name, None)
+    if hasattr(module, name) and type(held) is not kind:
+        original(**given)  # it raises
+    if not _storing.value:
+        return
+    try:
+        if held is None:
+            setattr(module, name, kind(given["reduce_fn"](given["init_fn"](), value)))
+        else:
+            held.set_value(given["reduce_fn"](held.get_value(), value))
+        _stored.add((type(module), name))
+    except errors.TraceContextError:
+        pass  # the module is not the transformation's: nothing can be stored on it
+
+
+def _add(module: Any, given: dict[str, Any], original: Any) -> Any:
+    name, kind, value = given["name"], given["variable_type"], given["value"]
+    held = getattr(module, name, None)
+    if held is not None:
+        return held.get_value() + value if isinstance(held, kind) else original(**given)
+    if not _storing.value:
+        return value
+    zeros = jax.tree.map(jax.numpy.zeros_like, value)
+    try:
+        setattr(module, name, kind(zeros))
+        _stored.add((type(module), name))
+    except errors.TraceContextError:
+        return value
+    return zeros + value
+
+
+class Attributes:
+    """The variables that modules have before a function runs, to be found so afterwards."""
+
+    def __init__(self, nodes: Any):
+        self._before = dict(self._all(nodes))
+
+    @staticmethod
+    def _all(nodes: Any) -> Iterator[tuple[tuple[int, str], Any]]:
+        for _, module in nnx.iter_graph(nodes, graph=True):
+            if isinstance(module, nnx.Module):
+                for name, value in vars(module).items():
+                    if isinstance(value, nnx.Variable) and not isinstance(value, nnx.Param):
+                        yield (id(module), name), (module, value, value.get_value())
+
+    def restore(self, nodes: Any) -> None:
+        """Takes away what marks have stored since."""
+        if not _stored:
+            return
+        for key, (module, variable, _) in list(self._all(nodes)):
+            if (type(module), key[1]) not in _stored:
+                continue
+            if key in self._before:
+                variable.set_value(self._before[key][2])
+            else:
+                delattr(module, key[1])
+
+
+def traced(trace: Callable[[], Any]) -> Any:
+    """Traces a program; without storing attributes where they cannot be."""
+    try:
+        return trace()
+    except Reopen:
+        raise
+    except Exception as error:
+        if not _stored:
+            raise
+        with _storing(False):
+            try:
+                return trace()
+            except Exception:
+                raise error from None  # it was not for the attributes

@@ -1,0 +1,333 @@
+"""The objects of NNX that a call holds: modules, optimizers, random streams, variables.
+
+They are taken out of the arguments, and out of the function: out of what it closes over, the
+globals that it uses, the functions that it calls by either, a partial's arguments, the object whose
+method it is. `Objects` leaves slots, or a recipe of the function, to be filled with others.
+
+An object that is none of NNX's and holds some, as a trainer does, has state of its own: its arrays,
+and the numbers, flags and strings that are assigned. They are read anew for every call, and written
+after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from tapax._anchors import PathKey, leaf_path
+from tapax._arguments import in_order, map_in_order, order_of
+from tapax._scopes import join
+from tapax.adapters._nnx_holders import (
+    assigned_by_methods,
+    assigned_globals,
+    attributes,
+    contents,
+    has_attributes,
+    holds_object,
+    identity,
+    is_anothers,
+    is_number,
+    is_object,
+    is_plain,
+    is_result,
+    is_state,
+    names_in,
+    refilled,
+    set_attributes,
+)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where an object was taken from."""
+
+    number: int
+
+
+class Holder:
+    """An argument that is no structure, and holds objects; its recipe makes it with others.
+
+    What else it holds may change from call to call: no two are equal.
+    """
+
+    def __init__(self, value: Any, recipe: Recipe):
+        self.value = value
+        self.recipe = recipe
+
+
+class Function(Holder):
+    """An argument that is a function, and closes over objects. Equal functions are the same."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Function and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+def fill(tree: Any, objects: Any, filling: Any = None) -> Any:
+    """The structure with objects in the place of its slots; `filling` makes what holds some."""
+    is_slot = lambda x: type(x) is Slot  # noqa: E731
+
+    def filled(value: Any) -> Any:
+        if is_slot(value):
+            return objects[value.number]
+        return value.recipe(filling) if isinstance(value, Holder) else value
+
+    return map_in_order(filled, tree, is_leaf=is_slot)
+
+
+class Filling:
+    """Objects with which functions are made; what these assign is handed on when they are done."""
+
+    def __init__(self, objects: Any, values: Any = ()):
+        self.objects = objects
+        self.values = map_in_order(lambda x: x, values)  # containers may be changed in place
+        self.made: dict[int, Any] = {}
+        self.assigned: dict[tuple[int, str, bool], Any] = {}
+        self.changed: set[str] = set()
+        self.missed = False  # whether something changed that was not known to
+        self._globals: dict[int, tuple[dict[str, Any], dict[str, Any], set[str]]] = {}
+        self._twins: list[_Twin] = []
+
+    def namespace(self, fn: types.FunctionType) -> dict[str, Any]:
+        """A copy of the globals of a function, one for all functions of a file."""
+        new = fn.__globals__, dict(fn.__globals__), set()
+        _, copied, assigned = self._globals.setdefault(id(fn.__globals__), new)
+        assigned |= assigned_globals(fn.__code__)
+        return copied
+
+    def twin(self, number: int, owner: Any, used: dict[str, Recipe], state: dict[str, int]) -> Any:
+        """A copy of an object that is not one of NNX's, with some attributes filled."""
+        if id(owner) not in self.made:
+            made = self.made[id(owner)] = object.__new__(type(owner))
+            set_attributes(made, attributes(owner))
+            set_attributes(made, {name: self.values[i] for name, i in state.items()})
+            set_attributes(made, {name: recipe(self) for name, recipe in used.items()})
+            before = {name: identity(self.values[i]) for name, i in state.items()}
+            self._twins.append(_Twin(number, owner, made, attributes(made), before))
+        return self.made[id(owner)]
+
+    def __enter__(self) -> Filling:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        for original, copied, assigned in self._globals.values():
+            original.update((name, copied[name]) for name in assigned if name in copied)
+        for twin in self._twins:
+            for name, value in attributes(twin.made).items():
+                same = name in twin.before and twin.before[name] is value
+                if same and (name not in twin.state or twin.state[name] == identity(value)):
+                    continue
+                self.changed.add(name)
+                if name in twin.before and name not in twin.state:
+                    self.missed |= is_state(twin.before[name], True)
+                if is_result(value):
+                    self.assigned[twin.number, name, same] = value
+                    continue
+                if error is None and is_number(value) and any(map(_is_traced, self.values)):
+                    # Numbers are not traced any more when this has been raised, and it is one.
+                    raise TypeError(
+                        f"`{name}` of {type(twin.owner).__name__} is assigned in a transformation, "
+                        "so that nothing traced can come out by it. Return it instead."
+                    )
+                old = attributes(twin.owner).get(name) if same else None
+                set_attributes(twin.owner, {name: refilled(old, value)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Twin:
+    number: int
+    owner: Any
+    made: Any
+    before: dict[str, Any]
+    state: dict[str, Any]
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, Tracer) and is_number(value)
+
+
+Recipe = Callable[[Filling], Any]
+
+
+class Objects:
+    """Objects taken out of structures and functions; each is there once.
+
+    `changing` are names of attributes that are known to be assigned.
+    """
+
+    def __init__(self, changing: Iterable[str] = ()) -> None:
+        self.taken: list[Any] = []
+        self.paths: list[PathKey] = []
+        self.values: list[Any] = []
+        self.owners: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._functions: dict[int, Recipe] = {}
+        self._inside: set[int] = set()
+        self._changing = frozenset(changing)
+
+    def _slot(self, keys: Any, value: Any) -> Any:
+        if not is_object(value):
+            return value
+        number = self._numbers.setdefault(id(value), len(self.taken))
+        if number == len(self.taken):
+            self.taken.append(value)
+            self.paths.append(PathKey(join(str(number), leaf_path(keys))))
+        return Slot(number)
+
+    def take(self, tree: Any) -> Any:
+        """The structure with a slot in the place of each."""
+        taken = jax.tree_util.tree_map_with_path(self._slot, tree, is_leaf=is_object)
+        return in_order(taken, order_of(tree))
+
+    def take_arguments(self, tree: Any) -> Any:
+        """As `take`; and those that functions and other arguments hold are taken too."""
+        return map_in_order(self._held, self.take(tree))
+
+    def _held(self, value: Any) -> Any:
+        recipe = None if is_plain(value) else self.lift(value)
+        if recipe is None:
+            return value
+        is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
+        return (Function if is_function else Holder)(value, recipe)
+
+    def lift(self, value: Any) -> Recipe | None:
+        """How to make a value from other objects; None if it holds none."""
+        if is_object(value):
+            number = self._slot((), value).number
+            return lambda filling: filling.objects[number]
+        if inspect.ismethod(value):
+            return self._lift_method(value)
+        if isinstance(value, functools.partial):
+            return self._lift_partial(value)
+        if inspect.isfunction(value):
+            return self._lift_function(value)
+        if type(value) in (list, tuple, dict):
+            return self._lift_container(value)
+        lifted = self._lift_attributes(value) if has_attributes(value) else None
+        return lifted or self._lift_structure(value)
+
+    def _lift_structure(self, value: Any) -> Recipe | None:
+        """A structure that JAX knows: a named tuple, say."""
+        parts, treedef = jax.tree.flatten(value, is_leaf=is_object)
+        if jax.tree_util.treedef_is_leaf(treedef):
+            return None
+        made = self._lift_container(parts)
+        return (lambda filling: treedef.unflatten(made(filling))) if made else None
+
+    def _lift_container(self, value: Any) -> Recipe | None:
+        kind = type(value)
+        keys = list(value) if kind is dict else range(len(value))
+        if id(value) in self._inside:  # it is in itself
+            return None
+        self._inside.add(id(value))
+        lifted = self._lift_all({key: value[key] for key in keys})
+        self._inside.discard(id(value))
+        if not lifted:
+            return None
+
+        def make(filling: Filling) -> Any:
+            parts = [lifted[k](filling) if k in lifted else value[k] for k in keys]
+            return dict(zip(keys, parts, strict=True)) if kind is dict else kind(parts)
+
+        return make
+
+    def _lift_all(self, values: dict[Any, Any]) -> dict[Any, Recipe]:
+        found = ((key, self.lift(value)) for key, value in values.items())
+        return {key: recipe for key, recipe in found if recipe is not None}
+
+    def _lift_attributes(self, value: Any) -> Recipe | None:
+        if id(value) in self._inside:  # it holds another that holds it
+            return lambda filling: filling.made[id(value)]
+        held = {k: v for k, v in attributes(value).items() if holds_object(v)}
+        self._inside.add(id(value))
+        used = self._lift_all(held)
+        self._inside.discard(id(value))
+        if not used:
+            return None
+        state, changing = {}, assigned_by_methods(type(value)) | self._changing
+        for name, attribute in attributes(value).items():
+            if name not in used and is_state(attribute, name in changing):
+                state[name] = len(self.values)
+                self.values.append(attribute)
+        number = len(self.owners)
+        self.owners.append(value)
+        return lambda filling: filling.twin(number, value, used, state)
+
+    def assign(self, assigned: dict[tuple[int, str, bool], Any]) -> None:
+        """Gives the attributes of objects that hold some of NNX's what a call has made of them."""
+        for (number, name, in_place), value in assigned.items():
+            owner = self.owners[number]
+            before = getattr(owner, name, None)
+            if in_place:
+                value = refilled(before, value)
+            elif is_number(value) and not isinstance(before, jax.Array):
+                value = value.item()
+            set_attributes(owner, {name: value})
+
+    def _lift_method(self, value: Any) -> Recipe | None:
+        owner = self.lift(value.__self__)
+        if owner is None:
+            return None
+        if is_object(value.__self__):  # its class may be patched by now
+            return lambda filling: getattr(owner(filling), value.__name__)
+        return lambda filling: types.MethodType(value.__func__, owner(filling))
+
+    def _lift_partial(self, value: functools.partial[Any]) -> Recipe | None:
+        fn, args = self.lift(value.func), self._lift_container(value.args)
+        kwargs = self._lift_container(value.keywords)
+        if fn is None and args is None and kwargs is None:
+            return None
+
+        def make(filling: Filling) -> Any:
+            made = fn(filling) if fn else value.func
+            positional = args(filling) if args else value.args
+            return functools.partial(
+                made, *positional, **(kwargs(filling) if kwargs else value.keywords)
+            )
+
+        return make
+
+    def _lift_function(self, fn: types.FunctionType) -> Recipe | None:
+        if id(fn) in self._functions:
+            return self._functions[id(fn)]
+        # A function may refer to itself.
+        self._functions[id(fn)] = lambda filling: filling.made[id(fn)]
+        names = (name for name in names_in(fn.__code__) if name in fn.__globals__)
+        used = {name: fn.__globals__[name] for name in names}
+        mine = {k: v for k, v in used.items() if not is_anothers(v, fn)}
+        lifted = self._lift_all(mine)
+        cells = self._lift_all(dict(enumerate(map(contents, fn.__closure__ or ()))))
+        defaults = self._lift_container(fn.__defaults__ or ())
+        named = self._lift_container(fn.__kwdefaults__ or {})
+        if not (lifted or cells or defaults or named):
+            del self._functions[id(fn)]
+            return None
+
+        def make(filling: Filling) -> Any:
+            if id(fn) in filling.made:
+                return filling.made[id(fn)]
+            closure = fn.__closure__ or ()
+            # A cell that holds nothing of interest is shared: the function may assign to it.
+            fresh = tuple(types.CellType() if i in cells else c for i, c in enumerate(closure))
+            space = filling.namespace(fn) if lifted else fn.__globals__
+            made = types.FunctionType(fn.__code__, space, fn.__name__, fn.__defaults__, fresh)
+            filling.made[id(fn)] = made
+            space.update((name, recipe(filling)) for name, recipe in lifted.items())
+            for i, recipe in cells.items():
+                fresh[i].cell_contents = recipe(filling)
+            made.__defaults__ = defaults(filling) if defaults else fn.__defaults__
+            made.__kwdefaults__ = named(filling) if named else fn.__kwdefaults__
+            return functools.update_wrapper(made, fn)
+
+        self._functions[id(fn)] = make
+        return make

@@ -1,0 +1,198 @@
+"""brainstate: modules are objects, and what they remember is in `State`s, changed in place.
+
+Calls are seen by replacing the methods of all classes while a capture traces. `update` is what a
+module computes and `__call__` calls it, so that both are one site, `Net/lin`, with `__call__` as
+its method; an `update` that is called directly is that site too. The site of a quantity with a
+unit is its mantissa.
+
+brainstate's transforms keep what they traced by the types of the arguments alone. While a capture
+traces they keep it apart, so that a function that was jitted and called before is seen, and what a
+capture traced is not run without one.
+
+The `State`s that a captured function reads and writes become arguments and results: see
+`_brainstate_state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from brainstate import State, graph, nn, transform
+from brainstate.transform import _mapping1, _mapping2, _mapping_core
+from brainunit import Quantity
+
+from tapax._adapter import Adapter, FunctionCall
+from tapax._mark import marking, unmarked
+from tapax._modules import mark_result, within
+from tapax._patch import Patch, Replacements, current, is_method, subclasses
+from tapax._places import running
+from tapax._scopes import segment
+from tapax.adapters import _brainstate_state as state
+
+_FORWARD = ("__call__", "update")
+
+
+class Brainstate(Adapter):
+    package = "brainstate"
+
+    def __init__(self) -> None:
+        self._patch = Patch(self._replacements, nn.Module)
+
+    def is_module(self, value: Any) -> bool:
+        return isinstance(value, nn.Module)
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        return ((segment(key), value) for key, value in vars(module).items())
+
+    def is_opaque(self, value: Any) -> bool:
+        return isinstance(value, (graph.Node, State))
+
+    def seen(self) -> contextlib.AbstractContextManager[Any]:
+        return self._patch()
+
+    def opened(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
+        return contextlib.nullcontext(state.taken_apart(call))
+
+    def _replacements(self) -> Replacements:
+        yield transform.StatefulFunction, "get_arg_cache_key", _kept_apart
+        yield transform.StatefulFunction, "make_jaxpr", _of_the_current
+        yield _mapping_core, "_build_plan", _rehearsed
+        for module in (_mapping1, _mapping2):
+            yield module, "_new_state_probe", _rehearsal
+        for cls in subclasses(nn.Module):
+            for name, value in list(cls.__dict__.items()):
+                if cls is not nn.Module and is_method(name, value):
+                    yield cls, name, functools.partial(_method, self, cls, name)
+
+
+def _kept_apart(original: Any) -> Any:
+    """The key by which a transform keeps what it traced, with what was marked meanwhile."""
+
+    @functools.wraps(original)
+    def get_arg_cache_key(self: Any, *args: Any, compile_if_miss: bool = False, **kwargs: Any):
+        here = marking()
+        if here is None:
+            return original(self, *args, compile_if_miss=compile_if_miss, **kwargs)
+        if compile_if_miss:
+            self.make_jaxpr(*args, **kwargs)  # which does nothing if there is no need
+        key = original(self, *args, **kwargs)
+        return key._replace(static_args=(here, key.static_args))
+
+    return get_arg_cache_key
+
+
+def _rehearsed(original: Any) -> Any:
+    """What `vmap` runs its function for, to find out which states it touches: there are no marks.
+
+    Nothing public tells such a run from the one that counts.
+    """
+
+    @functools.wraps(original)
+    def build_plan(*args: Any, **kwargs: Any) -> Any:
+        with unmarked():
+            return original(*args, **kwargs)
+
+    return build_plan
+
+
+def _rehearsal(original: Any) -> Any:
+    @contextlib.contextmanager
+    def probe() -> Iterator[None]:
+        with unmarked(), original():
+            yield
+
+    return probe
+
+
+def _of_the_current(original: Any) -> Any:
+    """Tracing by a transform, whose function may be a method from before classes were patched."""
+
+    @functools.wraps(original)
+    def make_jaxpr(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None:
+            return original(self, *args, **kwargs)
+        before, self.fun = self.fun, current(self.fun)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.fun = before
+
+    return make_jaxpr
+
+
+class _Calls(threading.local):
+    """The modules that are being called on this thread."""
+
+    def __init__(self) -> None:
+        self.modules: list[Any] = []
+
+
+_calls = _Calls()
+
+
+@contextlib.contextmanager
+def _being_called(module: Any) -> Iterator[None]:
+    _calls.modules.append(module)
+    try:
+        yield
+    finally:
+        _calls.modules.pop()
+
+
+def _is_being_called(module: Any) -> bool:
+    """Whether the module that is running is this one, in its call."""
+    around = running()
+    innermost = around[-1].module if around else None
+    return innermost is module and any(m is module for m in _calls.modules)
+
+
+def _method(adapter: Brainstate, owner: type, name: str, original: Any) -> Any:
+    plain = inspect.isfunction(original)
+    forward = name in _FORWARD
+
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            if plain:
+                return original(self, *args, **kwargs)
+            return original.__get__(self, type(self))(*args, **kwargs)
+
+        # What a subclass calls by `super()` is a part of its own method.
+        first = next(cls for cls in type(self).__mro__ if name in cls.__dict__)
+        if marking() is None or first is not owner or (forward and _is_being_called(self)):
+            return run()
+        state.ran(self)
+        with within(adapter, self):
+            if not forward:
+                return _marked(adapter, self, name, run())
+            with _being_called(self):
+                out = run()
+            return _marked(adapter, self, "__call__", out)
+
+    return functools.update_wrapper(method, original)
+
+
+def _marked(adapter: Brainstate, module: Any, method: str, out: Any) -> Any:
+    """Makes a result a site; the name of a quantity's mantissa is that of the quantity."""
+
+    def is_whole(x: Any) -> bool:
+        return isinstance(x, Quantity) or adapter.is_opaque(x)
+
+    leaves, treedef = jax.tree.flatten(out, is_leaf=is_whole)
+    if not any(isinstance(leaf, Quantity) for leaf in leaves):
+        return mark_result(adapter, module, method, out)
+    bare = [leaf.mantissa if isinstance(leaf, Quantity) else leaf for leaf in leaves]
+    marked = mark_result(adapter, module, method, treedef.unflatten(bare))
+    units = zip(leaves, treedef.flatten_up_to(marked), strict=True)
+    return treedef.unflatten(
+        jax.tree.unflatten(jax.tree.structure(q), [x]) if isinstance(q, Quantity) else x
+        for q, x in units
+    )
+
+
+ADAPTER = Brainstate()

@@ -1,0 +1,221 @@
+"""Equinox: modules are frozen pytrees, taken apart and put together by every transformation.
+
+Calls are seen by replacing the methods of all classes while a capture traces. A method that was
+taken from a module before that, `jax.vmap(model.encode)`, is seen where it is called.
+
+What `filter_jit`, `filter_vmap`, `Partial` and the like return is an `eqx.Module` too, but no
+module of the user's: it has no site, and adds nothing to a path. It holds a copy of what it wraps,
+and hands another copy to the function that it wraps. So the place of a module that goes through
+one is entered outside, where it is known: the copy inside is then that of the running module.
+
+Python numbers in a module are static, as they are for `filter_jit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from tapax._adapter import Adapter, FunctionCall
+from tapax._mark import marking
+from tapax._modules import within
+from tapax._patch import Patch, Replacements, methods, subclasses
+from tapax._places import find, running
+from tapax._scopes import join, segment
+
+# Its result is run elsewhere, where the place is another.
+_MAKE_JAXPR = type(eqx.filter_make_jaxpr(lambda: None))
+_JIT: Any = type(eqx.filter_jit(lambda: None))
+_BOUND: Any = type(eqx.nn.Sequential([]).is_stateful)
+
+
+class Equinox(Adapter):
+    package = "equinox"
+
+    def __init__(self) -> None:
+        self._patch = Patch(self._replacements, eqx.Module)
+
+    def is_module(self, value: Any) -> bool:
+        return isinstance(value, eqx.Module) and _is_users(type(value))
+
+    def wraps(self, value: Any) -> bool:
+        return isinstance(value, eqx.Module) and _is_wrapper(type(value))
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        named = not self.wraps(module)
+        return ((segment(key) if named else "", part) for key, part in vars(module).items())
+
+    def is_opaque(self, value: Any) -> bool:
+        # A module that cannot be called may well be a record of results.
+        if isinstance(value, (eqx.nn.State, eqx.nn.StateIndex)):
+            return True
+        return isinstance(value, eqx.Module) and callable(value)
+
+    def lasting(self, fn: Any) -> bool:
+        return isinstance(fn, eqx.Module)
+
+    def keeps_numbers(self, call: FunctionCall) -> Any:
+        fn = call.fn
+        while fn is not None:
+            if isinstance(fn, _JIT):
+                return lambda value: True
+            fn = _wrapped(fn)
+        return lambda value: isinstance(value, eqx.Module)
+
+    def opened(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
+        # `model.__call__` is Python's own bound method, and not Equinox's as others are.
+        if inspect.ismethod(call.fn) and isinstance(call.fn.__self__, eqx.Module):
+            bound = _BOUND(call.fn.__func__, call.fn.__self__)
+            call = dataclasses.replace(call, fn=bound)
+        return contextlib.nullcontext(call)
+
+    def seen(self) -> contextlib.AbstractContextManager[Any]:
+        return self._patch()
+
+    def _replacements(self) -> Replacements:
+        wrappers = [cls for cls in subclasses(eqx.Module) if not _is_users(cls)]
+        for cls, name, wrap in methods(self, eqx.Module, skip=wrappers):
+            # The default of a field is an attribute of the class, and may be a function.
+            if name not in cls.__dataclass_fields__ and cls is not eqx.nn.Shared:
+                yield cls, name, functools.partial(_around, wrap)
+        yield eqx.nn.Shared, "__call__", functools.partial(_shared, self)
+        for cls in wrappers:
+            if "__call__" in cls.__dict__ and _is_wrapper(cls) and cls is not _MAKE_JAXPR:
+                yield cls, "__call__", _CALLS.get(cls, functools.partial(_transformed, self))
+
+
+@functools.cache
+def _is_users(cls: type) -> bool:
+    """Whether a class is that of a layer or a model, and not a part of Equinox's machinery."""
+    if cls is eqx.Module or _is_wrapper(cls):
+        return False
+    package, _, rest = cls.__module__.partition(".")
+    return package != "equinox" or (rest.startswith("nn.") and _has_call(cls))
+
+
+@functools.cache
+def _is_wrapper(cls: type) -> bool:
+    """Whether a class is that of a function around another, or around a module."""
+    if isinstance(getattr(cls, "__wrapped__", None), property):
+        return True  # as `eqx.module_update_wrapper` asks for
+    package, _, rest = cls.__module__.partition(".")
+    return package == "equinox" and not rest.startswith("nn.") and _has_call(cls)
+
+
+def _around(wrap: Any, original: Any) -> Any:
+    """What `wrap` makes of a method. Equinox warns of one that is made from numbers.
+
+    There are some in the wrappers that `filter_checkpoint` and `filter_vmap` make.
+    """
+    method = wrap(original)
+    method.__wrapped__ = _innermost(original)
+    return method
+
+
+def _has_call(cls: type) -> bool:
+    return any("__call__" in base.__dict__ for base in cls.__mro__)
+
+
+def _wrapped(fn: Any) -> Any:
+    """What a function is made from; None if it is not made from another."""
+    for name in ("__self__", "func", "fun", "__wrapped__"):
+        inner = getattr(fn, name, None)
+        if inner is not None and not isinstance(inner, types.ModuleType):
+            return inner
+    return None
+
+
+def _transformed(adapter: Equinox, original: Any) -> Any:
+    """The call of a transformed function, within the place of the module that goes through it."""
+
+    @functools.wraps(original)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None:
+            return original(self, *args, **kwargs)
+        with _entered(adapter, self, args, kwargs):
+            return original(self, *args, **kwargs)
+
+    return call
+
+
+def _entered(adapter: Equinox, wrapper: Any, args: Any, kwargs: Any) -> Any:
+    module: Any = wrapper
+    while module is not None and not adapter.is_module(module):
+        module = _wrapped(module)
+    if module is not None:
+        return within(adapter, module, find(adapter, wrapper))
+    # A function that is given one part of a model runs that part.
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=adapter.is_module)
+    modules = {id(leaf): leaf for leaf in leaves if adapter.is_module(leaf)}
+    places = [(module, find(adapter, module)) for module in modules.values()]
+    parts = [(module, place) for module, place in places if place is not None]
+    return within(adapter, *parts[0]) if len(parts) == 1 else contextlib.nullcontext()
+
+
+def _shared(adapter: Equinox, original: Any) -> Any:
+    """The call of `Shared`, which returns copies of the modules in it, their arrays tied."""
+
+    @functools.wraps(original)
+    def call(self: Any, /) -> Any:
+        out = original(self)
+        place = find(adapter, self) if marking() is not None and running() else None
+        if place is not None:
+            running()[-1 - place.up].adopt(out, join(place, "pytree"))
+        return out
+
+    return call
+
+
+def _bound(original: Any) -> Any:
+    """The call of a bound method, which may have been bound before its class was patched."""
+
+    @functools.wraps(original)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None:
+            return original(self, *args, **kwargs)
+        return _current(self.__func__, self.__self__)(self.__self__, *args, **kwargs)
+
+    return call
+
+
+def _partial(original: Any) -> Any:
+    """The call of a partial function, which a method under `filter_jit` is."""
+
+    @functools.wraps(original)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None or not self.args:
+            return original(self, *args, **kwargs)
+        func = _current(self.func, self.args[0])
+        return func(*self.args, *args, **kwargs, **self.keywords)
+
+    return call
+
+
+def _current(method: Any, module: Any) -> Any:
+    """The method of a module as it is now, if `method` is what it was before."""
+    name = getattr(method, "__name__", "")
+    if isinstance(module, eqx.Module) and _is_users(type(module)):
+        now = inspect.getattr_static(type(module), name, None)
+        before = getattr(now, "__wrapped__", None)
+        if before is not None and _innermost(before) is _innermost(method) is not now:
+            return now
+    return method
+
+
+def _innermost(fn: Any) -> Any:
+    while (inner := _wrapped(fn)) is not None:
+        fn = inner
+    return fn
+
+
+_CALLS = {eqx.Partial: _partial, _BOUND: _bound}
+
+ADAPTER = Equinox()

@@ -1,0 +1,128 @@
+"""Haiku: modules are made and called within a transformed function, and know their names.
+
+Calls are seen by Haiku's own `hk.intercept_methods`. A module is named as Haiku names it, and so as
+its parameters are, without the segments that say in which method it was made: `mlp/~/linear_0` is
+`mlp/linear_0`. The path is taken from the module that is running.
+
+A function that is transformed within another, as the body of `hk.layer_stack` is, has names that
+start anew. A module in it is named as part of the module that was running when it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import haiku as hk
+import jax
+
+from tapax._adapter import Adapter
+from tapax._mark import marking
+from tapax._modules import called
+from tapax._patch import is_first
+from tapax._places import running
+from tapax._scopes import Place, join
+
+# Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
+_MACHINERY = frozenset({hk.Module.__module__, hk.lift.__module__})
+_FORCED = hk.experimental.force_name("")  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _Calls(threading.local):
+    """The modules whose methods are running on this thread, and where each module was made."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+        self.stack: list[Any] = []
+        self.made: dict[int, tuple[Any, Any]] = {}
+
+
+class Haiku(Adapter):
+    package = "haiku"
+
+    def __init__(self) -> None:
+        self._calls = _Calls()
+
+    def is_module(self, value: Any) -> bool:
+        return isinstance(value, hk.Module)
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def name(self, module: Any) -> str:
+        return self._path(module)
+
+    def maker(self, model: Any) -> Any:
+        if not isinstance(model, (hk.Transformed, hk.TransformedWithState)):
+            return None
+        return lambda *args, **kwargs: model.init(jax.random.key(0), *args, **kwargs)
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        calls = self._calls
+        calls.captures += 1
+        try:
+            with contextlib.ExitStack() as stack:
+                if calls.captures == 1:
+                    stack.enter_context(hk.intercept_methods(self._intercept))
+                yield
+        finally:
+            calls.captures -= 1
+            if not calls.captures:
+                calls.made.clear()
+
+    def _intercept(self, run: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+        if marking() is None:
+            return run(*args, **kwargs)
+        module, method, stack = context.module, context.method_name, self._calls.stack
+        if method == "__init__" and id(module) not in self._calls.made:
+            forced = any(str(x).startswith(_FORCED) for x in (*args, *kwargs.values()))
+            maker = stack[-1] if stack and not forced else None
+            self._calls.made[id(module)] = module, maker
+        stack.append(module)
+        try:
+            if not _is_seen(context):
+                return run(*args, **kwargs)
+            place = self._place(module)
+            return called(self, module, method, lambda: run(*args, **kwargs), place)
+        finally:
+            stack.pop()
+
+    def _path(self, module: Any) -> str:
+        """The name of a module, from the outermost transformed function."""
+        name = _without_methods(module.module_name)
+        _, maker = self._calls.made.get(id(module), (module, None))
+        if maker is None:
+            return name
+        outer = _without_methods(maker.module_name)
+        return join(self._path(maker), name.removeprefix(f"{outer}/"))
+
+    def _place(self, module: Any) -> Place:
+        path = self._path(module)
+        up = 0
+        for around in reversed(running()):
+            if around.adapter is not self:
+                break
+            outer = self._path(around.module)
+            if f"{path}/".startswith(f"{outer}/"):
+                return Place(path[len(outer) + 1 :], path, up)
+            up += 1
+        return Place(path, path, up)
+
+
+def _is_seen(context: hk.MethodContext) -> bool:
+    method, owner = context.method_name, context.orig_class
+    if owner.__module__ in _MACHINERY or (method.startswith("__") and method != "__call__"):
+        return False
+    # What a subclass calls by `super()` is a part of its own method.
+    return is_first(owner, method, type(context.module))
+
+
+def _without_methods(name: str) -> str:
+    """The name of a module without the methods that modules were made in, as `~` or `~encode`."""
+    return "/".join(part for part in name.split("/") if not part.startswith("~"))
+
+
+ADAPTER = Haiku()

@@ -1,0 +1,227 @@
+"""Flax Linen: modules are descriptions, bound to variables while `apply` or `init` runs them.
+
+Calls are seen by Linen's own `nn.intercept_methods`. A bound module knows its path, so it is named
+as its variables are: `CNN/Conv_0`, `Net/layers_0/attn`. The path is taken from the module that is
+running, so that a function that JAX traces once is named right wherever it is called.
+
+A lifted transformation runs a method on a clone of the module, inside: in `nn.scan` what a method
+returns in every iteration is the site, and not what comes out of the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen as nn
+from flax.core import axes_scan
+from flax.linen import transforms as _transforms
+
+from tapax._adapter import Adapter
+from tapax._mark import marking, unmarked
+from tapax._modules import mark_result, within
+from tapax._patch import Patch, Replacements
+from tapax._places import locate, running
+from tapax._scopes import Place, join, segment
+from tapax.adapters._linen_marks import perturb, record_result, sow
+
+
+class _Call(NamedTuple):
+    """A function that is running, with a module as its first argument."""
+
+    module: Any
+    method: str
+    function: Any
+
+    @property
+    def is_method(self) -> bool:
+        """Whether it is a method of the module: `nn.scan` and others lift functions as well."""
+        dunder = self.method.startswith("__") and self.method != "__call__"
+        owners = (cls.__dict__.get(self.method) for cls in type(self.module).__mro__)
+        return not dunder and any(inspect.unwrap(f) is self.function for f in owners if callable(f))
+
+    def is_part_of(self, outer: _Call) -> bool:
+        """Whether it is what `outer`, of a subclass, calls by `super()`.
+
+        Where the method is a transformed one, a clone of the module runs it.
+        """
+        return (
+            self.method == outer.method
+            and self.function is not outer.function
+            and isinstance(outer.module, type(self.module))
+            and (self.module is outer.module or _is_clone(self.module, outer.module))
+        )
+
+
+class _Calls(threading.local):
+    """The methods that are running on this thread, and whether calls are seen on it."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+        self.seen = False
+
+
+class Linen(Adapter):
+    package = "flax"
+
+    def __init__(self) -> None:
+        self._calls = _Calls()
+        self._patch = Patch(self._replacements)
+        self._models: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
+
+    def is_module(self, value: Any) -> bool:
+        return isinstance(value, nn.Module)
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(module).items():
+            if name not in ("parent", "name") and not name.startswith("_"):
+                yield segment(name), value
+
+    def name(self, module: Any) -> str:
+        return _users_class(module).__name__
+
+    def maker(self, model: Any) -> Any:
+        if not self.is_module(model):
+            return None
+        return lambda *args, **kwargs: model.init(jax.random.key(0), *args, **kwargs)
+
+    def is_opaque(self, value: Any) -> bool:
+        return isinstance(value, (nn.Module, nn.Variable))
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        calls = self._calls
+        with self._patch():
+            if calls.seen:  # by a capture around this one
+                yield
+                return
+            calls.seen = True
+            try:
+                with nn.intercept_methods(self._intercept):
+                    yield
+            finally:
+                calls.seen = False
+
+    def _replacements(self) -> Replacements:
+        yield nn.Module, "sow", functools.partial(sow, self)
+        yield nn.Module, "perturb", functools.partial(perturb, self)
+        yield _transforms._HashableProxy, "from_module", functools.partial(_from_module, self)
+        yield axes_scan, "scan", _scan
+
+    def _intercept(self, run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module, method = context.module, context.method_name
+        if marking() is not None and method == "setup" and not module.path:
+            self._models[module.scope.root] = self.name(module)
+        if marking() is None or method == "setup":
+            return run(*args, **kwargs)
+        call = _Call(module, method, getattr(context.orig_method, "func", None))
+        stack = self._calls.stack
+        marks = call.is_method and not (stack and call.is_part_of(stack[-1]))
+        stack.append(call)
+        try:
+            with within(self, module, self.place(module)):
+                out = run(*args, **kwargs)
+                if not marks:
+                    return out
+                record_result(module, method, out)
+                return mark_result(self, module, method, out)
+        finally:
+            stack.pop()
+
+    def place(self, module: Any) -> Place:
+        """Where a module is, from the module that is running."""
+        if module.scope is None:
+            return locate(self, module)
+        path, root = module.path, self._whole(module)
+        for up, around in enumerate(reversed(running())):
+            if around.adapter is self and _holds(around.module, module):
+                return Place(_text(path[len(around.module.path) :]), root, up)
+        return Place(root, root)
+
+    def _whole(self, module: Any) -> str:
+        """The path of a module from the class of the model, by which that is called."""
+        model = module
+        while isinstance(model.parent, nn.Module):
+            model = model.parent
+        # Modules do not keep their parents alive: that of `model.bind(variables).part` is gone.
+        name = self._models.get(module.scope.root) if model.path else None
+        if name is not None:
+            return join(name, _text(module.path))
+        return join(self.name(model), _text(module.path[len(model.path) :]))
+
+
+def _is_clone(module: Any, of: Any) -> bool:
+    """Whether a transformation made a module to run in the place of another."""
+    bound = module.scope is not None and of.scope is not None
+    return bound and module.path == of.path and _holds(of, module)
+
+
+def _holds(around: Any, module: Any) -> bool:
+    """Whether a module is in a module that is running: in the same `apply`, and below it."""
+    if around.scope is None or module.path[: len(around.path)] != around.path:
+        return False
+    root = module.scope.root
+    # A transformation makes a new root for the variables that it lifts, with a path of its own.
+    return bool(root.debug_path) or root == around.scope.root
+
+
+def _users_class(module: Any) -> type:
+    """The class of a module, before transformations made another from it."""
+    return next(c for c in type(module).__mro__ if c.__module__ != _transforms.__name__)
+
+
+def _text(path: Sequence[str]) -> str:
+    return "/".join(map(segment, path))
+
+
+def _from_module(adapter: Linen, original: Any) -> Any:
+    """What `nn.jit` tells modules apart by: where they are as well.
+
+    It would trace once for modules that are alike, but for their paths and for the modules that
+    they were given: their names would be those of the first.
+    """
+
+    def from_module(cls: Any, module: Any) -> Any:
+        proxy = original.__get__(None, cls)(module)
+        if marking() is None or module.scope is None:
+            return proxy
+        place = adapter.place(module)
+        where = module.path, str(place), place.up
+        return dataclasses.replace(proxy, hash_key=hash((proxy.hash_key, where)))
+
+    return classmethod(from_module)
+
+
+def _scan(original: Any) -> Any:
+    """`nn.scan` traces its body once more, first, to see what is constant: without marks."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def scan(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(fn, *args, **kwargs)
+        bound.apply_defaults()
+        if marking() is None or not bound.arguments["check_constancy_invariants"]:
+            return original(fn, *args, **kwargs)
+
+        def scanned(*operands: Any) -> Any:
+            trials = iter([True])
+
+            def body(*state: Any) -> Any:
+                with unmarked() if next(trials, False) else contextlib.nullcontext():
+                    return fn(*state)
+
+            return original(body, *args, **kwargs)(*operands)
+
+        return scanned
+
+    return scan
+
+
+ADAPTER = Linen()

@@ -1,0 +1,197 @@
+"""Flax NNX: modules are objects with attributes; their state is changed in place.
+
+Calls are seen by replacing the methods of all classes while a capture traces. Arguments that hold
+modules, optimizers, random streams or variables are taken apart into arrays and put together again
+inside, by NNX's own `update_context`, which is what `nnx.jit` does: afterwards they are as they
+would be without capture.
+
+Objects that the function closes over are taken apart too, be they in its closure, its module, a
+helper's closure, or attributes of the object whose method it is. `self.sow` and `self.perturb` are
+marks: see `_nnx_marks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tapax import _compat
+from tapax._adapter import Adapter, FunctionCall, Reopen
+from tapax._mark import marking
+from tapax._patch import Patch, Replacements, methods
+from tapax._scopes import segment
+from tapax.adapters import _nnx_marks
+from tapax.adapters._nnx_holders import TRANSFORMED, is_object
+from tapax.adapters._nnx_objects import Filling, Objects, fill
+
+_BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
+_CONTAINERS = [getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name)]
+_TAG = "tapax"
+
+
+class NNX(Adapter):
+    package = "flax"
+
+    def __init__(self) -> None:
+        self._patch = Patch(self._replacements, nnx.Module)
+
+    def is_module(self, value: Any) -> bool:
+        return isinstance(value, nnx.Module)
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        return ((segment(key), value) for key, value in vars(module).items())
+
+    def name(self, module: Any) -> str:
+        return _nnx_marks.name_of(module)
+
+    def state(self, module: Any) -> Any:
+        return nnx.state(module, _nnx_marks.is_own)
+
+    def is_opaque(self, value: Any) -> bool:
+        return is_object(value)
+
+    def seen(self) -> contextlib.AbstractContextManager[Any]:
+        return self._patch()
+
+    def _replacements(self) -> Replacements:
+        for cls, name, wrap in methods(self, nnx.Module, skip=[*_BASES, *_CONTAINERS]):
+            yield cls, name, functools.partial(_with_outputs, self, cls, name, wrap)
+        for cls in TRANSFORMED:
+            yield cls, "__call__", _of_foreign_objects
+        yield nnx.Module, "sow", functools.partial(_nnx_marks.sow, self)
+        yield nnx.Module, "perturb", functools.partial(_nnx_marks.perturb, self)
+
+    def lasting(self, fn: Any) -> bool:
+        return isinstance(fn, (nnx.Module, *TRANSFORMED))
+
+    def traced(self, trace: Callable[[], Any]) -> Any:
+        return _nnx_marks.traced(trace)
+
+    @contextlib.contextmanager
+    def opened(self, call: FunctionCall) -> Iterator[FunctionCall]:
+        changing: set[str] = call.memory.setdefault(__name__, set())
+        objects = Objects(changing)
+        fn = objects.lift(call.fn)
+        args, kwargs = objects.take_arguments((call.args, call.kwargs))
+        if not objects.taken:
+            yield call
+            return
+        # In a transformation it is traced for every call, and numbers stay what they are.
+        inline = not _compat.trace_state_clean()
+
+        def pure(graphdef: Any, state: Any, args: Any, kwargs: Any, values: Any) -> Any:
+            with nnx.merge_context(_TAG, inner=True) as context:
+                named = context.merge(graphdef, state)
+            inner = tuple(named[path] for path in objects.paths)
+            before, variables = _nnx_marks.Attributes(inner), _Variables(named)
+            with Filling(inner, objects.values if inline else values) as filling:
+                args, kwargs = fill((args, kwargs), inner, filling)
+                out = (fn(filling) if fn else call.fn)(*args, **kwargs)
+            changing.update(filling.changed)
+            if filling.missed:
+                raise Reopen
+            before.restore(inner)
+            returned = Objects()
+            out, assigned = returned.take((out, filling.assigned))
+            if not returned.taken and variables.are_all():
+                return out, assigned, variables.changed()
+            with nnx.split_context(_TAG) as context:
+                return out, assigned, *context.split((inner, tuple(returned.taken)))
+
+        def close(result: Any) -> Any:
+            out, assigned, *rest = result
+            returned = ()
+            if len(rest) == 1:
+                outer = _variables(state) if rest[0] else []
+                for number, value in rest[0].items():
+                    outer[number].set_raw_value(value)
+            else:
+                with nnx.merge_context(_TAG, inner=False) as context:
+                    _, returned = context.merge(*rest)
+            out, assigned = fill((out, assigned), returned)
+            objects.assign(assigned)
+            return call.close(out)
+
+        with nnx.update_context(_TAG):
+            with nnx.split_context(_TAG) as context:
+                # The keys say where each was, by which the arrays inside are known.
+                named = dict(zip(objects.paths, objects.taken, strict=True))
+                graphdef, state = context.split(named)
+            taken = graphdef, state, args, kwargs, None if inline else objects.values
+            own = lambda result: call.own(result[0])  # noqa: E731
+            yield FunctionCall(pure, taken, {}, close, call.memory, own)
+
+
+def _variables(state: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(state, is_leaf=_is_variable) if _is_variable(x)]
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
+
+
+class _Variables:
+    """The variables of some objects before a function runs.
+
+    Most often it gives some of them other values, and does nothing else to the objects. Then those
+    are all that has to be returned; and objects of an outer transformation, which nobody may change
+    inside, can be used there.
+    """
+
+    def __init__(self, objects: Any):
+        self._objects = objects
+        self._graph = nnx.graphdef(objects, graph=True)
+        self._all = _variables(nnx.state(objects, graph=True))
+        self._before = [jax.tree.flatten(x.get_raw_value()) for x in self._all]
+
+    def are_all(self) -> bool:
+        """Whether the objects have no other state, and are put together as they were."""
+        state = jax.tree.leaves(nnx.state(self._objects, graph=True), is_leaf=_is_variable)
+        # A new variable may be in the place of an old one, and the graph be equal all the same.
+        same = len(state) == len(self._all) and all(map(operator.is_, state, self._all))
+        return same and nnx.graphdef(self._objects, graph=True) == self._graph
+
+    def changed(self) -> dict[int, Any]:
+        """The values of those that have others now."""
+        found = {}
+        for number, (variable, before) in enumerate(zip(self._all, self._before, strict=True)):
+            leaves, treedef = jax.tree.flatten(variable.get_raw_value())
+            same = treedef == before[1] and all(map(operator.is_, leaves, before[0]))
+            if not same:
+                found[number] = variable.get_raw_value()
+        return found
+
+
+def _of_foreign_objects(original: Any) -> Any:
+    """The call of a function that `nnx.jit` made, on objects of an outer transformation too.
+
+    `nnx.jit` updates all objects that it is called on, be they changed or not, and those may not be
+    updated: it raises, and leaves them broken. So it is left out, and what it does is traced alone.
+    """
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if marking() is None or not _is_foreign((args, kwargs)):
+            return original(self, *args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    return call
+
+
+def _is_foreign(arguments: Any) -> bool:
+    """Whether there are variables in some arguments that may not be updated here."""
+    objects = [x for x in jax.tree.leaves(arguments, is_leaf=is_object) if is_object(x)]
+    return any(not x._can_update for x in _variables(nnx.state(objects, graph=True)))
+
+
+def _with_outputs(adapter: NNX, cls: type, name: str, wrap: Any, original: Any) -> Any:
+    return _nnx_marks.outputs(adapter, cls, name, wrap(original))
+
+
+ADAPTER = NNX()

@@ -1,0 +1,260 @@
+"""Sown values of `compat.oryx`: how they are marked, and where in a program they are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _compat
+from tapax._bodies import strip
+from tapax._calls import Call, Token
+from tapax._mark import marking
+from tapax._plan import Plan
+from tapax._replace import Making
+from tapax._scopes import segment
+from tapax._sites import SiteError
+from tapax._survey import Surveying
+from tapax._tap import Mark, tap
+from tapax._walk import Walk
+
+T = TypeVar("T")
+Fn: TypeAlias = Callable[..., Any]
+Name: TypeAlias = tuple[str, ...]
+"""The scopes around a name, and the name."""
+
+nesting = jax.make_user_context(())
+_HERE = os.path.dirname(__file__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sown:
+    """What a leaf of a sown value is of. `only` if it is there to be reaped or planted alone."""
+
+    tag: Hashable
+    name: Name
+    mode: str
+    only: str = ""
+    index: int = 0
+    treedef: Any = None
+
+    @property
+    def folds(self) -> bool:
+        return "clobber" in self.mode and self.only != "plant"
+
+    @property
+    def path(self) -> str:
+        tag = self.tag if isinstance(self.tag, str) else f"{type(self.tag).__name__}({self.tag!r})"
+        path = "/".join(map(segment, (tag, *self.name)))
+        # What is folded has a path of its own, also where the name is sown in another mode.
+        index = "" if jax.tree_util.treedef_is_leaf(self.treedef) else str(self.index)
+        kind = "last" if self.folds else "plant" if self.only else ""
+        leaf = ".".join(filter(None, (index, kind)))
+        return f"{path}:{leaf}" if leaf else path
+
+
+class _Mark(Mark):
+    """A mark whose path is whole: a name is the same in every `tapax.scope` and every module."""
+
+    def within(self, scopes: Any) -> Mark:
+        return self
+
+
+def mark(value: Any, sown: Sown, source: str = "") -> Any:
+    check_string("name", sown.name[-1])
+    hash(sown.tag)
+    here = marking()
+    if here is None:
+        return value
+    leaves, treedef = jax.tree.flatten(value)
+    # A value without leaves is reaped all the same: an array without elements stands for it.
+    arrays = list(map(jnp.asarray, leaves)) or [jnp.zeros((0,), bool)]
+    name = (*nesting.value, *sown.name)
+    fold = {"reduce": _last, "init": _nothing} if sown.folds else {}
+    for i, x in enumerate(arrays):
+        leaf = dataclasses.replace(sown, name=name, index=i, treedef=treedef)
+        where = leaf.path, "sow", source or caller()
+        arrays[i] = tap(x, _Mark(*where, collection=leaf, **here.on_marks, **fold))
+    return treedef.unflatten(arrays[: len(leaves)])
+
+
+def tied(value: T, key: Any) -> T:
+    return value if key is None else jax.lax.optimization_barrier((value, key))[0]
+
+
+def _last(before: Any, new: Any) -> Any:
+    del before
+    return new
+
+
+def _nothing() -> None:
+    return None
+
+
+def caller() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def check_string(argument: str, value: Any) -> None:
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise TypeError(f"`{argument}` must be a string, but is {value!r} of type {kind}.")
+
+
+class Frame(NamedTuple):
+    """A loop, a mesh or a branch of a conditional; which one, is its `key`."""
+
+    kind: str
+    key: Any
+    branch: Any = 0
+
+
+class Placed(Walk):
+    """A walk that notes what is around each call of a sow."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.placed: dict[Call, tuple[Frame, ...]] = {}
+        self._frames: tuple[Frame, ...] = ()
+        self._path: tuple[int, ...] = ()
+
+    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
+        before, self._path = self._path, (*self._path, id(eqn))
+        try:
+            return super()._equation(eqn, args)
+        finally:
+            self._path = before
+
+    @contextlib.contextmanager
+    def inside(self, *, branch: Any = None, around: Any = (), **rest: Any) -> Iterator[None]:
+        before = self._frames
+        if branch is not None:
+            self._frames = (*before, Frame("cond", self._path, branch))
+        elif around:
+            kind = around[0].kind if around[0].is_loop else "mesh"
+            self._frames = (*before, Frame(kind, self._path))
+        try:
+            with super().inside(branch=branch, around=around, **rest):
+                yield
+        finally:
+            self._frames = before
+
+    def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
+        if not grad and isinstance(call.mark.collection, Sown):
+            # Conditionals that `vmap` made selections are to be seen no more.
+            numbers = eqn.params["branches"]
+            selected = (Frame("cond", "vmap", numbers),) if numbers else ()
+            self.placed[call] = (*self._frames, *selected)
+        super()._record(eqn, xs, live, call, grad=grad)
+
+
+class PlacedSurvey(Placed, Surveying):
+    pass
+
+
+class Reaping(Placed):
+    """A walk that records what it `picks`, and leaves nothing of what it `takes`."""
+
+    def __init__(self, picks: Fn, takes: Fn, plan: Plan, making: Making):
+        super().__init__(plan, making.changes())
+        self.picks, self._takes = picks, takes
+
+    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
+        if eqn.primitive.name == "while":
+            self._refuse(eqn.params["cond_jaxpr"], "the predicate of a while loop")
+        return super()._equation(eqn, args)
+
+    def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:
+        self._refuse(list(eqn.params.values()), f"a call of {_compat.kind_of(eqn)!r}")
+        return super()._opaque(eqn, args)
+
+    def _refuse(self, value: Any, place: str) -> None:
+        marks: list[Mark] = []
+        strip(value, marks)
+        for mark in marks:
+            if self.picks(mark.collection):
+                raise SiteError(
+                    f"{show(mark.collection.name)}, sown at {mark.source}, is in {place}, which "
+                    "it cannot be reaped from. Sow it elsewhere, or put it in the `blocklist`."
+                )
+
+    def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
+        if not self.nested or not self._takes(eqn.params["mark"].collection):
+            return super()._tap(eqn, args)
+        self.nested = False
+        try:
+            outs = super()._tap(eqn, args)
+        finally:
+            self.nested = True
+        empty = jnp.zeros((0,), bool)
+        return [Token(out.calls, empty) if type(out) is Token else out for out in outs]
+
+
+def by_name(calls: Iterable[Call], own: Callable[[Sown], Name]) -> dict[Name, list[Call]]:
+    """The calls of each name; raises for one that is the name of a scope too."""
+    found: dict[Name, list[Call]] = {}
+    for call in calls:
+        found.setdefault(own(call.mark.collection), []).append(call)
+    for name, (call, *_) in found.items():
+        for scope in (name[:n] for n in range(1, len(name)) if name[:n] in found):
+            raise SiteError(
+                f"{show(name)}, sown at {call.mark.source}, is in a scope of the name of "
+                f"{show(scope)}, sown at {found[scope][0].mark.source}. Give one another name."
+            )
+    return found
+
+
+def check_places(name: Name, calls: Mapping[Call, Any], what: str) -> None:
+    """Raises for what the mode of a name does not allow where it is sown."""
+    first = next(iter(calls))
+    mode, treedef = first.mark.collection.mode, first.mark.collection.treedef
+    where = f"{show(name)} is sown at {first.mark.source}"
+    for call, frames in calls.items():
+        other, kinds = call.mark.collection, {frame.kind for frame in frames}
+        if other.mode != mode and not ("clobber" in mode and "clobber" in other.mode):
+            raise SiteError(
+                f"{where} in mode {mode!r}, and at {call.mark.source} in mode {other.mode!r}. Give "
+                "one of them another name."
+            )
+        if other.treedef != treedef:
+            raise SiteError(
+                f"{where} with the structure {treedef}, and at {call.mark.source} with "
+                f"{other.treedef}. Give one of them another name."
+            )
+        if "clobber" not in mode and ("while" in kinds or ("scan" in kinds and mode == "strict")):
+            loop, fix = ("while", "") if "while" in kinds else ("scan", " or 'append'")
+            raise SiteError(
+                f"{show(name)}, sown at {call.mark.source}, is in a {loop} loop, where it cannot "
+                f"be {what} in mode {mode!r}. Sow it in mode 'clobber'{fix}."
+            )
+    if mode == "strict" or (mode == "append" and what == "planted"):
+        for a, b in itertools.combinations(calls, 2):
+            leaves = a.mark.collection.index, b.mark.collection.index
+            if leaves == (0, 0) and not _exclusive(calls[a], calls[b]):
+                raise SiteError(
+                    f"{show(name)} is sown at {a.mark.source}, and again at {b.mark.source}: in "
+                    f"mode {mode!r} it can be {what} but once. Give one of them another name or, "
+                    "with `nest`, a scope; or sow both in another mode."
+                )
+
+
+def _exclusive(a: Sequence[Frame], b: Sequence[Frame]) -> bool:
+    """Whether two places are in different branches of one conditional."""
+    for one, two in zip(a, b, strict=False):
+        if one != two:
+            return one.kind == "cond" and one[:2] == two[:2]
+    return False
+
+
+def show(name: Name) -> str:
+    return repr("/".join(name))

@@ -1,0 +1,222 @@
+"""`apply` with the signature and the results of Flax Linen's `Module.apply`.
+
+>>> import jax, jax.numpy as jnp
+>>> from flax import linen as nn
+>>> from tapax.compat.linen import apply
+>>> class Layer(nn.Module):
+...     @nn.compact
+...     def __call__(self, x, _):
+...         return nn.tanh(nn.Dense(3, name="dense")(x)), None
+>>> class Net(nn.Module):
+...     @nn.compact
+...     def __call__(self, x):
+...         lift = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+...         return nn.scan(Layer, length=4, **lift)(name="layers")(x, None)[0]
+>>> x = jnp.ones((2, 3))
+>>> variables = Net().init(jax.random.key(0), x)
+>>> out, state = apply(Net(), variables, x, capture_intermediates=True)
+>>> jax.tree.map(jnp.shape, state["intermediates"]["layers"]["dense"])
+{'__call__': ((4, 2, 3),)}
+
+Where it differs from Flax's, Flax's loses something:
+
+- No collection has to be declared for `nn.scan`, `nn.vmap` and the others. What is sown in a loop
+  is stacked, as is what is mapped, with the new axis first; in a while loop it is that of the last
+  iteration; in a branch that did not run it is zero. `tapax.capture` has masks for the last two.
+- JAX's own transformations may be around modules.
+- A `perturb` that is called several times has a tuple of perturbations, and so of gradients; in a
+  loop, one for every iteration. They are found by `apply(..., mutable="perturbations")`.
+- A reducer folds over the iterations of loops as well.
+- What a method returns is there once, and not for every class that it calls by `super()`.
+
+The call is traced, as it is under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import FrozenDict, freeze, unfreeze
+from flax.core.scope import in_filter, union_filters
+
+from tapax._capture import capture
+from tapax._job import Instrumented
+from tapax._perturbations import Adding
+from tapax._plan import Plan
+from tapax._sites import Site, SiteError
+from tapax.adapters._linen_marks import Recording, Sown, recording
+from tapax.adapters.linen import ADAPTER
+
+
+def apply(
+    module: nn.Module,
+    variables: Any,
+    *args: Any,
+    capture_intermediates: bool | Callable[[nn.Module, str], bool] = False,
+    mutable: Any = False,
+    method: Any = None,
+    rngs: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """What the module returns, and if any collection is mutable the collections that it changed.
+
+    With `capture_intermediates`, the collection 'intermediates' has what the `__call__` methods
+    return, or those methods for which `capture_intermediates(module, method_name)` is true.
+    """
+    outputs = _calls if capture_intermediates is True else capture_intermediates or None
+    if outputs is not None:
+        mutable = union_filters(mutable, "intermediates")
+    arguments = _Arguments(variables, rngs, args, kwargs)
+    if not isinstance(module, nn.Module):
+        return nn.Module.apply(module, variables, *args, **kwargs)  # it raises
+    key = module, method, _hashable(mutable), outputs
+    try:
+        captured = _captured(*key)
+    except TypeError:  # a module with attributes that cannot be hashed
+        captured = _captured.__wrapped__(*key)
+    out, taps = captured(arguments)
+    if mutable is False:
+        return out
+    out, state = out
+    frozen = isinstance(state, FrozenDict)
+    state = unfreeze(state)
+    for sown, path, calls in _sown(taps.sites, ADAPTER.name(module)):
+        if not in_filter(mutable, sown.collection):
+            continue  # perturbations that were given, and are only added
+        inner = state.setdefault(sown.collection, {})
+        for part in path:
+            inner = inner.setdefault(part, {})
+        values = [sown.join([taps.values[site.name] for site in sites]) for sites in calls]
+        given = _given(variables, sown, path)
+        if calls[0][0].kind == "perturb":
+            zeros = [jax.tree.map(jnp.zeros_like, value) for value in values]
+            made = zeros[0] if len(zeros) == 1 else tuple(zeros)
+            inner[sown.name] = made if given is None else given
+        elif sown.appends:
+            inner[sown.name] = (*(given or ()), *values)
+        else:
+            (inner[sown.name],) = values
+    return out, freeze(state) if frozen else state
+
+
+class _Arguments(NamedTuple):
+    variables: Any
+    rngs: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _calls(module: nn.Module, method: str) -> bool:
+    del module
+    return method == "__call__"
+
+
+def _hashable(mutable: Any) -> Any:
+    return frozenset(mutable) if isinstance(mutable, (list, set, tuple)) else mutable
+
+
+@functools.lru_cache(maxsize=64)
+def _captured(module: Any, method: Any, mutable: Any, outputs: Any) -> Any:
+    """The captured call of a module: the same for the same call, so that it is compiled once."""
+    collections = list(mutable) if isinstance(mutable, frozenset) else mutable
+
+    def is_mutable(collection: str) -> bool:
+        return in_filter(collections, collection)
+
+    def run(given: _Arguments) -> Any:
+        what = Recording(is_mutable, outputs, frozenset(given.variables))
+
+        def recorded(bound: Any, *args: Any, **kwargs: Any) -> Any:
+            what.root = bound.scope.root
+            with recording(what):
+                return _method(bound, method)(*args, **kwargs)
+
+        options = {"rngs": given.rngs, "mutable": collections, "method": recorded}
+        return module.apply(given.variables, *given.args, **options, **given.kwargs)
+
+    def perturbed(given: _Arguments) -> Any:
+        def choose(sites: Any) -> Mapping[str, Any]:
+            found = _perturbations(given.variables, sites, ADAPTER.name(module), is_mutable)
+            return {name: jnp.asarray(x, sites[name].dtype) for name, x in found}
+
+        adding = Adding(Plan.make("**", None, modules=False), choose)
+        return Instrumented(run, adding)((), (given,), {})
+
+    def call(given: _Arguments) -> Any:
+        others = set(given.variables) - {"params", "batch_stats", "intermediates"}
+        return perturbed(given) if others else run(given)
+
+    return capture(call, lambda site: isinstance(site.collection, Sown), None, modules=False)
+
+
+def _method(bound: Any, method: Any) -> Any:
+    if method is None:
+        return bound
+    if isinstance(method, str):
+        return getattr(bound, method)
+    return functools.partial(getattr(method, "__func__", method), bound)
+
+
+def _sown(sites: Any, root: str) -> Iterator[tuple[Sown, tuple[str, ...], list[list[Site]]]]:
+    """What was sown: what it was made from, where its module is, and the leaves of each call."""
+    found: dict[Any, dict[int, list[Site]]] = {}
+    for site in sites:
+        if not isinstance(site.collection, Sown):
+            continue
+        first, *path = site.path.partition(":")[0].split("/")[:-1]
+        key = tuple(map(unquote, path)), site.collection.collection, site.collection.name
+        if first == root and len(path) == site.collection.depth:
+            found.setdefault(key, {}).setdefault(site.call, []).append(site)
+    for (path, _, _), calls in found.items():
+        leaves = list(calls.values())
+        yield leaves[0][0].collection, path, leaves
+
+
+def _given(variables: Any, sown: Sown, path: tuple[str, ...]) -> Any:
+    """What `apply` was given in the place of what was sown; None if nothing."""
+    tree = variables.get(sown.collection, {})
+    for part in (*path, sown.name):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return None
+        tree = tree[part]
+    return tree
+
+
+def _perturbations(
+    variables: Any, sites: Any, root: str, is_mutable: Callable[[str], bool]
+) -> Iterator[tuple[str, Any]]:
+    """The perturbations that were given, by the names of the sites that they are for."""
+    for sown, path, calls in _sown(sites, root):
+        if calls[0][0].kind != "perturb" or sown.collection not in variables:
+            continue
+        given = _given(variables, sown, path)
+        if given is None:
+            if is_mutable(sown.collection):
+                continue
+            raise ValueError(
+                f"Perturbation collection {sown.collection} present, but missing perturbation "
+                f"variable {'/'.join((*path, sown.name))}. Make the perturbations with "
+                f"apply(..., mutable={sown.collection!r}), or leave the collection out."
+            )
+        several = given if len(calls) > 1 else (given,)
+        if not isinstance(several, tuple) or len(several) != len(calls):
+            raise SiteError(
+                f"perturb({sown.name!r}) is called {len(calls)} times in the module at "
+                f"{'/'.join((root, *path))!r}, so there must be a tuple of {len(calls)} "
+                "perturbations: one for all of them would have the sum of their gradients. Make "
+                f"the perturbations with apply(..., mutable={sown.collection!r})."
+            )
+        for leaves, perturbation in zip(calls, several, strict=True):
+            arrays = jax.tree.leaves(perturbation)
+            if len(arrays) != len(leaves):
+                raise SiteError(
+                    f"The perturbation of the site {leaves[0].name!r} has {len(arrays)} arrays, "
+                    f"but its value has {len(leaves)}."
+                )
+            yield from zip((leaf.name for leaf in leaves), arrays, strict=True)

@@ -1,0 +1,287 @@
+"""`capture` with the signature and the results of `flax.nnx.capture`.
+
+>>> from flax import nnx
+>>> from tapax.compat.nnx import capture
+>>> import jax, jax.numpy as jnp
+>>> class Net(nnx.Module):
+...     def __init__(self, rngs):
+...         self.a = nnx.Linear(2, 3, rngs=rngs)
+...
+...     def __call__(self, x):
+...         h = self.perturb("grad_of_h", self.a(x))
+...         self.sow(nnx.Intermediate, "h", h)
+...         return jnp.sum(h**2)
+>>> model, x = Net(nnx.Rngs(0)), jnp.ones((4, 2))
+>>> _, zeros = capture(model, nnx.Perturbation)(x)
+>>> @nnx.jit
+... def step(model, zeros, x):
+...     loss = lambda model, zeros, x: capture(model, nnx.Intermediate, init=zeros)(x)
+...     return nnx.grad(loss, argnums=1, has_aux=True)(model, zeros, x)
+>>> grads, values = step(model, zeros, x)
+>>> bool(jnp.allclose(grads["grad_of_h"][...], 2 * values["h"][0]))
+True
+
+Where it differs from Flax's, Flax's loses something:
+
+- Modules are seen wherever they are: as any argument, closed over, in any transformation of JAX or
+  of NNX. What is sown in a loop is stacked; in a while loop it is that of the last iteration; in a
+  branch that did not run it is zero. `tapax.capture` has masks for the last two.
+- What a module sows that is not a part of the first module is under the name of its argument, or of
+  its class if it is no argument.
+- A `perturb` that is called several times has a tuple of perturbations, and so of gradients.
+- `init` must fit the program: every `perturb` that runs has its perturbation there, of its shape.
+- A reducer folds over the iterations of loops as well.
+
+The function is traced, as it is under `nnx.jit`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tapax._capture import capture as _capture
+from tapax._model import index
+from tapax._scopes import segment
+from tapax._sites import Site, SiteError
+from tapax.adapters._nnx_marks import Recording, Sown, carry, drop, recording, rename
+from tapax.adapters.nnx import ADAPTER
+
+
+def capture(
+    fn: Any, *var_types: Any, init: Any = None, method_outputs: Any = None
+) -> Callable[..., Any]:
+    """A function that returns what `fn` does, and a `State` of what is sown for each type.
+
+    `fn` is a function, a module or a method of one. Without types the result is returned alone.
+    `init` has the perturbations that `perturb` adds. With `method_outputs`, a variable type, every
+    method's results are sown under its name. With a variable type in the place of `fn`, it is a
+    decorator.
+    """
+    if isinstance(fn, type) and issubclass(fn, nnx.Variable):
+        types = (fn, *var_types)
+        return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs)
+    what = Recording(method_outputs, perturbed=init is not None)
+    kinds = {*var_types, *(type(variable) for _, variable in _flat(init))}
+
+    def run(init: Any, args: Any, kwargs: Any) -> Any:
+        roots = _roots(fn, args, kwargs)
+        marked = [*_rename(roots), *_give(roots, init)]
+        with recording(what):
+            out = fn(*args, **kwargs)
+        for module in marked:
+            drop(module)
+        return out
+
+    def wanted(site: Site) -> bool:
+        return isinstance(site.collection, Sown) and site.collection.kind in kinds
+
+    captured = _capture(run, wanted, None, modules=False)
+
+    @functools.wraps(fn, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        out, taps = captured(init, args, kwargs)
+        roots = _roots(fn, args, kwargs)
+        sown = list(_sown(taps, _Paths(roots)))
+        if init is not None:
+            _check(init, sown)
+        states = [_state(kind, sown, init) for kind in var_types]
+        return (out, *states) if states else out
+
+    return wrapper
+
+
+# --- where things are ---------------------------------------------------------------------------
+
+
+def _roots(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The modules of a call: the first has no name, the others have those of their arguments."""
+    found: list[tuple[str, Any]] = []
+    if isinstance(fn, nnx.Module):
+        found.append(("", fn))
+    elif inspect.ismethod(fn) and isinstance(fn.__self__, nnx.Module):
+        found.append(("", fn.__self__))
+    try:
+        names = inspect.signature(fn).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        names = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+    is_module = lambda x: isinstance(x, nnx.Module)  # noqa: E731
+    for keys, value in jax.tree_util.tree_leaves_with_path(dict(names), is_leaf=is_module):
+        if is_module(value) and not any(value is known for _, known in found):
+            name = jax.tree_util.keystr(keys, simple=True, separator=".")
+            found.append((name if found else "", value))
+    return dict(found)
+
+
+def _names(roots: dict[str, Any]) -> dict[str, str]:
+    """What the sites of each root begin with: its class, or its own name if that is taken."""
+    names: dict[str, str] = {}
+    for name, root in roots.items():
+        cls = type(root).__name__
+        names[cls if cls not in names else name] = name
+    return names
+
+
+def _rename(roots: dict[str, Any]) -> Iterator[Any]:
+    for shown, name in _names(roots).items():
+        if shown != type(roots[name]).__name__:
+            rename(roots[name], shown)
+            yield roots[name]
+
+
+class _Paths:
+    """The paths of modules as NNX has them, by those of sites."""
+
+    def __init__(self, roots: dict[str, Any]):
+        self._names = _names(roots)
+        self._paths: dict[str, dict[str, tuple[Any, ...]]] = {}
+        for name, root in roots.items():
+            paths = {id(m): path for path, m in nnx.iter_modules(root, graph=True)}
+            known = index(ADAPTER, root).items()
+            self._paths[name] = {path: paths[i] for i, path in known if i in paths}
+
+    def find(self, site: Site, name: str) -> tuple[Any, ...]:
+        """The path of what is called `name` in a module, from the site that it is."""
+        shown, _, rest = site.path.partition(":")[0].partition("/")
+        inner = rest[: -len(segment(name))].rstrip("/")
+        if not self._names:
+            self._names[shown] = ""  # it is closed over
+        root = self._names.get(shown, shown)
+        parts = tuple(int(p) if p.isdigit() else p for p in inner.split("/") if p)
+        path = self._paths.get(root, {}).get(inner, parts)
+        return (*((root,) if root else ()), *path, name)
+
+
+# --- what was sown ------------------------------------------------------------------------------
+
+
+def _sown(taps: Any, paths: _Paths) -> Iterator[tuple[tuple[Any, ...], Sown, list[Any], Any]]:
+    """What was sown: its path, the mark, its calls as they were sown, and their sites."""
+    calls: dict[Any, dict[int, list[Any]]] = {}
+    marks: dict[Any, Sown] = {}
+    for site in taps.sites:
+        mark = site.collection
+        key = site.path.partition(":")[0], mark.kind, mark.name
+        calls.setdefault(key, {}).setdefault(site.call, []).append(site)
+        marks[key] = mark
+    for key, found in calls.items():
+        values, sites = [], []
+        for leaves in found.values():
+            tree = leaves[0].collection.treedef
+            values.append(tree.unflatten([taps.values[leaf.name] for leaf in leaves]))
+            sites.append(tree.unflatten(leaves))
+        path = paths.find(next(iter(found.values()))[0], key[2])
+        yield path, marks[key], values, sites
+
+
+def _state(kind: Any, sown: Any, init: Any) -> Any:
+    flat: dict[tuple[Any, ...], Any] = {}
+    given = dict(_flat(init))
+    for path, mark, values, sites in sown:
+        if mark.kind is not kind:
+            continue
+        if jax.tree.leaves(sites)[0].kind == "perturb":
+            zeros = jax.tree.map(jnp.zeros_like, values)
+            value = zeros[0] if len(zeros) == 1 else tuple(zeros)
+            value = given[path].get_value() if path in given else value
+        elif mark.calls is not None:
+            before = given[path].get_value() if path in given else mark.calls()
+            value = before + mark.calls(values)
+        elif mark.late is not None:
+            if any(site.loops for site in jax.tree.leaves(sites)):
+                raise SiteError(
+                    f"What is sown at {_show(path)} is a structure, and its reducer cannot be "
+                    "folded over a loop. Sow the arrays in it under names of their own."
+                )
+            reduce, start = mark.late
+            value = functools.reduce(reduce, values, start())
+        else:
+            (value,) = values
+        flat[path] = kind(value)
+    return nnx.State(_nested(flat))
+
+
+def _nested(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    tree: dict[Any, Any] = {}
+    for path, value in flat.items():
+        inner = tree
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise SiteError(
+                    f"{'/'.join(map(str, path))!r} cannot be put into a State, as another value is "
+                    f"sown under {part!r}, which is the name of a module too."
+                )
+        inner[path[-1]] = value
+    return tree
+
+
+# --- perturbations ------------------------------------------------------------------------------
+
+
+def _flat(init: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        for key, value in tree.items():
+            if isinstance(value, nnx.Variable):
+                yield (*path, key), value
+            else:
+                yield from walk(value, (*path, key))
+
+    return walk(init, ()) if init is not None else iter(())
+
+
+def _give(roots: dict[str, Any], init: Any) -> Iterator[Any]:
+    """Has the modules carry their perturbations; those that do."""
+    modules: dict[tuple[Any, ...], Any] = {}
+    for name, root in roots.items():
+        start = (name,) if name else ()
+        for path, module in nnx.iter_modules(root, graph=True):
+            modules.setdefault((*start, *path), module)
+    for path, variable in _flat(init):
+        if path[:-1] not in modules:
+            known = ", ".join(map(_show, sorted(modules, key=str)))
+            raise SiteError(
+                f"`init` has a perturbation at {_show(path)}, but the model has no module at "
+                f"{_show(path[:-1])}. Its modules are {known}."
+            )
+        carry(modules[path[:-1]], path[-1], type(variable)(variable.get_value()))
+        yield modules[path[:-1]]
+
+
+def _check(init: Any, sown: Any) -> None:
+    """Raises if a perturbation was not added, or not to the value that it is for."""
+    found = {path: (mark, sites) for path, mark, _, sites in sown}
+    for path, variable in _flat(init):
+        if path not in found:
+            near = ", ".join(_show(p) for p, (mark, _) in found.items() if mark.index is not None)
+            raise SiteError(
+                f"`init` has a perturbation at {_show(path)}, but no `perturb` of that name was "
+                f"reached. Those that were are {near or 'none'}."
+            )
+        sites = found[path][1]
+        if jax.tree.leaves(sites)[0].kind != "perturb":
+            continue
+        given = variable.get_value()
+        given = [given] if len(sites) == 1 else given
+        for number, (tree, arrays) in enumerate(zip(sites, given, strict=False)):
+            shapes = [site.shape for site in jax.tree.leaves(tree)]
+            if jax.tree.leaves(tree)[0].collection.index == number and shapes == [
+                jnp.shape(a) for a in jax.tree.leaves(arrays)
+            ]:
+                continue
+            raise SiteError(
+                f"The perturbation at {_show(path)} was added to more than one value: `perturb` "
+                "runs in a loop or a vmap through which the module goes whole, or in a function "
+                "that is traced once and called several times. Its gradient would be a sum. Take "
+                "the gradients from tapax.capture instead: it has one for each."
+            )
+
+
+def _show(path: tuple[Any, ...]) -> str:
+    return repr("/".join(map(str, path)))

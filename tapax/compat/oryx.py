@@ -1,0 +1,187 @@
+"""`sow`, `reap`, `plant`, `harvest` and `nest`, as `oryx.core.interpreters.harvest` documents them.
+
+`sow` names a value; alone it is the identity. `harvest` makes a function `f(x)` into
+`g(plants, x) -> (out, reaps)`: a sown value whose name is in `plants` is replaced by what is there,
+every other is in `reaps`.
+
+>>> from tapax.compat.oryx import harvest, nest, plant, reap, sow
+>>> def f(x):
+...     y = sow(x + 1.0, tag="intermediate", name="y")
+...     return y + 1.0
+>>> out, reaps = harvest(f, tag="intermediate")({}, 1.0)
+>>> float(out), float(reaps["y"])
+(3.0, 2.0)
+>>> float(plant(f, tag="intermediate")({"y": 0.0}, 5.0))
+1.0
+>>> nested = reap(nest(f, scope="a"), tag="intermediate")(1.0)
+>>> float(nested["a"]["y"])
+2.0
+
+A *tag* is a namespace, any hashable: only sows of the tag are touched, unless `exclusive`, which
+takes the others out. `allowlist` and `blocklist` are of names. After a harvest there are no sows of
+its tag left for another one around it. A sown value may be a pytree; it is reaped and planted as
+one. The *mode* says what is done with a name that is sown more than once:
+
+==============  =========================  ========================  ==============================
+mode            in straight code           in a scan                 in a while loop
+==============  =========================  ========================  ==============================
+`strict`        raises                     raises                    raises
+`clobber`       the last                   the last; planted in      the last; planted in every
+                                           every iteration           iteration
+`append`        stacked, if more than one  stacked, iteration        raises
+                                           first; planted so too
+==============  =========================  ========================  ==============================
+
+`sow_cond(value, pred, ...)` clobbers where `pred` is true, and gives zeros if it never was. The
+branches of a conditional may sow the same name, with values of one type.
+
+Where it differs from oryx, oryx loses or ignores something:
+
+- Values sown in `shard_map`, `pmap` and linear solves are reaped, each device's along a new leading
+  axis; where they cannot be, in a kernel or in the predicate of a while loop, that raises.
+- Branches may sow different names: one that did not run gives zeros. `tapax.capture` has masks, and
+  also gradients, which are not reaped: to it, a sown value is a site `tag/name`.
+- A name in `plants` that nothing sows raises, as does a plant of another structure, shape or dtype
+  than the value. So do derivatives by a plant inside `jax.custom_jvp` and `jax.custom_vjp`.
+- A name can be appended by several sows, and a scope entered more than once, also in a loop. What
+  `plant` is told to leave alone can still be reaped, and so can names in a scope that is not in the
+  `allowlist` itself.
+- `key` is tied to the value by a barrier that the compiler cannot remove.
+
+The axes of a reaped value are those of loops and meshes, outermost first, those of `vmap`, and its
+own. If two conditionals that `vmap` has made selections sow one name, they are taken for one; where
+both ran, the value is not a number.
+
+Functions are traced, as they are under `jax.jit`; work is linear in the depth of nesting. One is
+compiled when it is first called: make it once, and call it often.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from tapax._job import Instrumented, check_function
+from tapax._mark import marking
+from tapax._plan import Plan
+from tapax.compat._harvest import Harvesting
+from tapax.compat._sown import Sown, caller, check_string, mark, nesting, tied
+
+__all__ = ["call_and_reap", "harvest", "nest", "plant", "reap", "sow", "sow_cond"]
+
+T = TypeVar("T")
+Fn: TypeAlias = Callable[..., Any]
+Names: TypeAlias = Iterable[str] | None
+
+
+def sow(value: T, *, tag: Hashable, name: str, mode: str = "strict", key: Any = None) -> T:
+    """Names a value, an array or a pytree of arrays; returns it, or what is planted instead.
+
+    With a `key`, any JAX value, what is returned depends on that too.
+    """
+    if mode not in ("strict", "clobber", "append"):
+        other = " Use `sow_cond` for that." if mode == "cond_clobber" else ""
+        raise ValueError(
+            f"sow(..., name={name!r}) was given mode={mode!r}, but a mode is 'strict', 'clobber' "
+            f"or 'append'.{other}"
+        )
+    return mark(tied(value, key), Sown(tag, (name,), mode))
+
+
+def sow_cond(
+    value: T, pred: Any, *, tag: Hashable, name: str, mode: str = "cond_clobber", key: Any = None
+) -> T:
+    """Names a value that replaces what was sown before under that name, where `pred` is true."""
+    if mode != "cond_clobber":
+        raise ValueError(
+            f"sow_cond(..., name={name!r}) was given mode={mode!r}, but it has no mode other than "
+            "'cond_clobber'."
+        )
+    sown = Sown(tag, (name,), mode, only="plant")
+    value = mark(tied(value, key), sown)
+    if marking() is not None:
+        source, reaped = caller(), dataclasses.replace(sown, only="reap")
+        jax.lax.cond(pred, lambda x: mark(x, reaped, source), lambda x: x, value)
+    return value
+
+
+def nest(f: Callable[..., T], *, scope: str) -> Callable[..., T]:
+    """A function like `f`, whose sown values are in a dict of their own under the name `scope`."""
+    check_function(f, "nest")
+    check_string("scope", scope)
+
+    @functools.wraps(f, updated=())
+    def nested(*args: Any, **kwargs: Any) -> T:
+        if marking() is None:
+            return f(*args, **kwargs)
+        # A part of the key of every cache: what is traced in one scope is not used in another.
+        with nesting((*nesting.value, scope)):
+            return f(*args, **kwargs)
+
+    return nested
+
+
+def harvest(
+    f: Fn, *, tag: Hashable, allowlist: Names = None, blocklist: Names = (), exclusive: bool = False
+) -> Fn:
+    """A function `g(plants, *args)` that returns what `f` does, and a dict of what it sows.
+
+    A value whose name is in `plants` is replaced by what is there, and not returned.
+    """
+    return _made("harvest", f, tag, allowlist, blocklist, exclusive)
+
+
+def plant(
+    f: Fn, *, tag: Hashable, allowlist: Names = None, blocklist: Names = (), exclusive: bool = False
+) -> Fn:
+    """A function `g(plants, *args)` that returns what `f` does, with the plants sown instead."""
+    return _made("plant", f, tag, allowlist, blocklist, exclusive)
+
+
+def call_and_reap(
+    f: Fn, *, tag: Hashable, allowlist: Names = None, blocklist: Names = (), exclusive: bool = False
+) -> Fn:
+    """A function that returns what `f` does, and a dict of the values that it sows."""
+    return _made("call_and_reap", f, tag, allowlist, blocklist, exclusive)
+
+
+def reap(
+    f: Fn, *, tag: Hashable, allowlist: Names = None, blocklist: Names = (), exclusive: bool = False
+) -> Fn:
+    """A function that returns a dict of the values that `f` sows."""
+    return _made("reap", f, tag, allowlist, blocklist, exclusive)
+
+
+def _made(function: str, f: Fn, tag: Any, allowed: Any, blocked: Any, exclusive: bool) -> Fn:
+    check_function(f, function)
+    hash(tag)
+    for argument, names in (("allowlist", allowed), ("blocklist", blocked)):
+        if isinstance(names, str):
+            raise TypeError(
+                f"`{argument}` of `{function}` is a sequence of names, but is the string "
+                f"{names!r}. Write [{names!r}]."
+            )
+    plants = function in ("harvest", "plant")
+    plan = Plan(None, None, policy=None, changing=plants)
+    lists = None if allowed is None else frozenset(allowed), frozenset(blocked or ())
+    call = Instrumented(f, Harvesting(plan, function, plants, tag, *lists, exclusive))
+
+    @functools.wraps(f, updated=())
+    def planted(plants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(plants, Mapping):
+            raise TypeError(
+                f"The first argument of a function made by `{function}` is a dict of values by "
+                f"name, but it is of type {type(plants).__name__}."
+            )
+        return call(jax.tree.map(jnp.asarray, dict(plants)), args, kwargs)
+
+    @functools.wraps(f, updated=())
+    def reaped(*args: Any, **kwargs: Any) -> Any:
+        return call({}, args, kwargs)
+
+    return planted if plants else reaped

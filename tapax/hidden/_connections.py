@@ -1,0 +1,148 @@
+"""How the results of a program depend on some of its inputs: unit by unit, otherwise, or by mixing.
+
+A *mixing* operation, a product with a matrix or a convolution, is where the units of a network
+meet. What a state does to another without one is its own dynamics: a leak, a gate, a reset.
+
+>>> import jax, jax.numpy as jnp
+>>> def step(h, c, w):
+...     c = 0.9 * c + jnp.tanh(w @ h)
+...     return jnp.tanh(c), c
+>>> program = jax.make_jaxpr(step)(jnp.zeros(3), jnp.zeros(3), jnp.zeros((3, 3)))
+>>> for found in connections(program, {0: "h", 1: "c"}):
+...     print(sorted((name, how.name) for name, how in found))
+[('c', 'UNITS'), ('h', 'MIXING')]
+[('c', 'UNITS'), ('h', 'MIXING')]
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tapax import _compat
+from tapax._bodies import bodies
+from tapax._sites import CALLS
+from tapax.hidden._definitions import REMAT
+
+
+class How(enum.IntEnum):
+    """How a value depends on an input: unit by unit, in a way not known, through a mixing."""
+
+    UNITS = 1
+    OTHER = 2
+    MIXING = 3
+
+
+Found = frozenset[tuple[Any, How]]
+"""What a value depends on, and how: on one input perhaps in several ways."""
+
+MIXING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "CheckpointName", "clamp", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
+    "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "pow", "real",
+    "reduce_precision", "regularized_incomplete", "rem", "round", "rsqrt", "select_n",
+    "sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "tap",
+    "xor", "zeta",
+})  # fmt: skip
+"""Operations whose results depend, element by element, on their operands there."""
+
+CUSTOM_VJP = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced"})
+_CALLS = CALLS | REMAT | CUSTOM_VJP | {"closed_call", "core_call", "CustomJVPTraced"}
+
+NOTHING: Found = frozenset()
+
+
+def connections(jaxpr: Any, inputs: Mapping[int, Any]) -> list[Found]:
+    """What each result of a program depends on, of some of its inputs, which are named."""
+    count = len(_compat.open_jaxpr(jaxpr).invars)
+    seeds = [frozenset({(inputs[i], How.UNITS)}) if i in inputs else NOTHING for i in range(count)]
+    return _through(jaxpr, seeds)
+
+
+def _through(jaxpr: Any, args: Sequence[Found]) -> list[Found]:
+    inner = _compat.open_jaxpr(jaxpr)
+    missing = len(inner.invars) + len(inner.constvars) - len(args)
+    variables = [*inner.constvars, *inner.invars]
+    known: dict[Any, Found] = dict(zip(variables, [*[NOTHING] * missing, *args], strict=True))
+
+    def read(atom: Any) -> Found:
+        return NOTHING if isinstance(atom, _compat.Literal) else known.get(atom, NOTHING)
+
+    for eqn in inner.eqns:
+        given = [read(v) for v in eqn.invars]
+        outs = _equation(eqn, given) if any(given) else [NOTHING] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in inner.outvars]
+
+
+def _equation(eqn: Any, args: list[Found]) -> list[Found]:
+    kind = _compat.kind_of(eqn)
+    if kind in _CALLS:
+        body = next(bodies(eqn), None)
+        if body is not None:
+            return _through(body, args)
+    if kind == "cond":
+        index, *operands = args
+        chosen = _at_least(index, How.OTHER)
+        found = [_through(branch, operands) for branch in eqn.params["branches"]]
+        return [chosen.union(*outs) for outs in zip(*found, strict=True)]
+    if kind == "scan":
+        return _scan(eqn, args)
+    if kind == "while":
+        return _while(eqn, args)
+    if kind in MIXING:
+        return [_at_least(_all(args), How.MIXING)] * len(eqn.outvars)
+    if kind == "optimization_barrier":
+        return args
+    shapes = {v.aval.shape for v, found in zip(eqn.invars, args, strict=True) if found}
+    if kind in ELEMENTWISE and shapes == {eqn.outvars[0].aval.shape}:
+        return [_all(args)] * len(eqn.outvars)
+    return [_at_least(_all(args), How.OTHER)] * len(eqn.outvars)
+
+
+def _scan(eqn: Any, args: list[Found]) -> list[Found]:
+    consts, carried = _compat.scan_split(eqn.params)
+    fixed, carry = args[:consts], args[consts : consts + carried]
+    sliced = [_at_least(x, How.OTHER) for x in args[consts + carried :]]
+    while True:
+        outs = _through(eqn.params["jaxpr"], [*fixed, *carry, *sliced])
+        grown = [a | b for a, b in zip(carry, outs, strict=False)]
+        if grown == carry:
+            stacked = [_at_least(x, How.OTHER) for x in outs[carried:]]
+            return [*carry, *stacked]
+        carry = grown
+
+
+def _while(eqn: Any, args: list[Found]) -> list[Found]:
+    before, own = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    asked, fixed, carry = args[:before], args[before : before + own], args[before + own :]
+    while True:
+        outs = _through(eqn.params["body_jaxpr"], [*fixed, *carry])
+        (stop,) = _through(eqn.params["cond_jaxpr"], [*asked, *carry])
+        ended = _at_least(stop, How.OTHER)
+        grown = [a | b | ended for a, b in zip(carry, outs, strict=True)]
+        if grown == carry:
+            return carry
+        carry = grown
+
+
+def _all(args: Sequence[Found]) -> Found:
+    return NOTHING.union(*args)
+
+
+def _at_least(found: Found, how: How) -> Found:
+    return frozenset((name, max(was, how)) for name, was in found)
+
+
+def primitives(jaxpr: Any) -> Iterator[str]:
+    """The operations of a program, those in bodies included."""
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        yield _compat.kind_of(eqn)
+        for body in bodies(eqn):
+            yield from primitives(body)

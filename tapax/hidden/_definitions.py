@@ -1,0 +1,375 @@
+"""Where a step defines its new hidden states; and evaluating it with those written anew.
+
+The program of a step returns its new states, but what it returns beside them may be computed from
+them: a read-out is. So a state is written anew where it is *defined*, and everything computed from
+it afterwards sees that. `find` looks for the definitions, `evaluate` runs the program and gives
+what is defined to a function that says what to go on with:
+
+>>> import jax, jax.numpy as jnp
+>>> def step(h, x):
+...     h = jnp.sin(h) + x
+...     return h, 3 * h
+>>> program = jax.make_jaxpr(step)(0.0, 1.0)
+>>> found = find(program, {0: "h"})
+>>> h, out = evaluate(program, [0.0, 1.0], found, lambda key, value: value + 10)
+>>> float(h), float(out)
+(11.0, 33.0)
+
+A definition may be in the body of a jit, and in that of a remat, of a branch or of a scan if other
+results of that are computed from it; it is written anew in there, of a scan in the last iteration,
+which is taken out of the loop for it. What leaves a while loop, or a call with a custom derivative,
+is defined where it leaves; a warning tells if other results of that are computed from it.
+
+Copies are not definitions, nor is a value that only lies otherwise, reshaped or transposed: such a
+state is defined where the value is. Several states that are the same value have it for their
+definition, but only the first is what is computed from it: each of the others is written anew where
+it is returned, on its own. A value that is rounded to another type is a new one.
+
+A program may say itself that a value is written as a state, by an equation that copies it. What is
+read from a state afterwards is that copy, so that a state which is written with what was read from
+another depends on the other, and one which is written several times has as many definitions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from tapax import _compat
+from tapax._bodies import bodies
+from tapax._tap import tap_p
+
+Write = Callable[[str, Any], Any]
+"""What a definition becomes: from its key and its value."""
+
+WRITE = "tapax.hidden: "
+"""What the name of a value begins with that is written as a hidden state."""
+
+JIT = frozenset({"jit", "pjit"})
+REMAT = frozenset({"remat", "remat2", "checkpoint", "RematTraced"})
+_COPIES = frozenset(
+    {"copy", "copy_p", "name", "CheckpointName", "optimization_barrier", "sharding_constraint"}
+)
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "slice", "squeeze"})
+"""Operations that may leave all elements in their order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """What defines a state: a variable, `root`, of the body, or else a result or a write itself.
+
+    `moves` lead from the root to the result, and what is `beyond` from that to the state, outside
+    of the body. If it is `shared`, the root is what defines another state.
+    """
+
+    key: str
+    root: Any
+    moves: tuple[Any, ...]
+    beyond: tuple[Any, ...]
+    shared: bool
+
+    @property
+    def path(self) -> tuple[Any, ...]:
+        return (*self.moves, *self.beyond)
+
+
+@dataclasses.dataclass(frozen=True)
+class Definitions:
+    """Where states are defined in a body: at variables, as results, and in bodies of equations."""
+
+    at: Mapping[Any, Definition]
+    results: Mapping[int, Definition]
+    within: Mapping[int, tuple[Definitions, ...]]
+
+
+def find(
+    jaxpr: Any,
+    wanted: Mapping[int, str],
+    writes: Mapping[Any, str] | None = None,
+    *,
+    in_loops: bool = True,
+) -> Definitions:
+    """The definitions of some results of a program, by number, and of the copies that `writes`.
+
+    Unless `in_loops`, scans are left whole.
+    """
+    keyed = {i: (key, ()) for i, key in wanted.items()}
+    return _find(jaxpr, keyed, writes or {}, in_loops)
+
+
+def _find(
+    jaxpr: Any,
+    wanted: Mapping[int, tuple[str, tuple[Any, ...]]],
+    writes: Mapping[Any, str],
+    in_loops: bool,
+) -> Definitions:
+    inner = _compat.open_jaxpr(jaxpr)
+    made = _made(inner)
+    at: dict[Any, Definition] = {}
+    results: dict[int, Definition] = {}
+    opened: dict[int, dict[int, tuple[str, tuple[Any, ...]]]] = defaultdict(dict)
+    claimed: set[Any] = set()
+
+    def define(key: str, atom: Any, beyond: tuple[Any, ...]) -> Definition:
+        root, moves = origin(inner, made, atom, writes)
+        if root is None or root in writes:
+            return Definition(key, None, (), beyond, False)
+        found = Definition(key, root, moves, beyond, root in claimed)
+        if not found.shared:
+            claimed.add(root)
+            number, result = made[root]
+            if _opens(inner.eqns[number], result, in_loops):
+                opened[number][result] = key, found.path
+            else:
+                at[root] = found
+                _warn_of_others(inner, number, result, key)
+        return found
+
+    for copy, key in writes.items():
+        found = define(key, inner.eqns[made[copy][0]].invars[0], ())
+        if found.root is None or found.shared:
+            at[copy] = found
+    for index, (key, beyond) in wanted.items():
+        results[index] = define(key, inner.outvars[index], beyond)
+    within = {
+        number: tuple(_find(body, inside, {}, in_loops) for body in _openable(inner.eqns[number]))
+        for number, inside in opened.items()
+    }
+    return Definitions(at, results, within)
+
+
+def _made(inner: Any) -> dict[Any, tuple[int, int]]:
+    """Which equation makes a variable, as which of its results."""
+    return {v: (i, j) for i, eqn in enumerate(inner.eqns) for j, v in enumerate(eqn.outvars)}
+
+
+def origin(
+    inner: Any, made: Mapping[Any, tuple[int, int]], atom: Any, writes: Container[Any] = ()
+) -> tuple[Any, tuple[Any, ...]]:
+    """The variable that a value is a copy of, or the write, and the equations that move it.
+
+    The variable is None if the body computes neither.
+    """
+    moves: list[Any] = []
+    while not isinstance(atom, _compat.Literal) and atom in made:
+        number, place = made[atom]
+        eqn = inner.eqns[number]
+        if atom in writes or not (is_copy(eqn, place) or _is_move(eqn)):
+            return atom, tuple(reversed(moves))
+        if not is_copy(eqn, place):
+            moves.append(eqn)
+        atom = eqn.invars[place]
+    return None, ()
+
+
+def is_copy(eqn: Any, place: int = 0) -> bool:
+    """Whether a result of an equation is what it was given in the same place."""
+    kind = _compat.operation(eqn.primitive, eqn.params)[0]
+    if kind == "convert_element_type":
+        before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+        return before.dtype == after.dtype
+    if eqn.primitive is tap_p:
+        return place == 0
+    return kind in _COPIES
+
+
+def written_by(eqn: Any) -> str | None:
+    """The name of the hidden state that an equation says a value is written as."""
+    label = _compat.operation(eqn.primitive, eqn.params)[1]
+    return label.removeprefix(WRITE) if label is not None and label.startswith(WRITE) else None
+
+
+def _is_move(eqn: Any) -> bool:
+    """Whether an equation gives the elements that it was given, all of them and once."""
+    if eqn.primitive.name == "transpose":
+        return True
+    same = len(eqn.invars) == 1 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return eqn.primitive.name in _MOVES and same
+
+
+def _there(moves: Sequence[Any], value: Any) -> Any:
+    for eqn in moves:
+        (value,) = _compat.bind_equation(eqn, [value])
+    return value
+
+
+def _back(moves: Sequence[Any], value: Any) -> Any:
+    for eqn in reversed(moves):
+        if eqn.primitive.name == "transpose":
+            value = jnp.transpose(value, np.argsort(eqn.params["permutation"]).tolist())
+        else:
+            value = jnp.reshape(value, eqn.invars[0].aval.shape)
+    return value
+
+
+def _openable(eqn: Any, in_loops: bool = True) -> list[Any]:
+    kind = _compat.kind_of(eqn)
+    if kind in JIT:
+        return [eqn.params["jaxpr"]]
+    if kind in REMAT:
+        return [_compat.remat_parts(eqn)[0]]
+    if kind == "scan" and in_loops and eqn.params["length"]:
+        return [eqn.params["jaxpr"]]
+    return list(eqn.params["branches"]) if kind == "cond" else []
+
+
+def _opens(eqn: Any, place: int, in_loops: bool = True) -> bool:
+    """Whether a result has to be defined in the body, for the sake of the other results."""
+    kind = _compat.kind_of(eqn)
+    if kind in JIT:
+        return True
+    if kind == "scan" and place >= _compat.scan_split(eqn.params)[1]:
+        return False
+    found = _openable(eqn, in_loops)
+    return any(_has_others(_compat.open_jaxpr(body), place) for body in found)
+
+
+def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
+    """Warns of what is computed from a state's value in a way that a definition does not reach."""
+    eqn = inner.eqns[number]
+    kind = _compat.kind_of(eqn)
+    if kind == "convert_element_type":
+        (before,) = eqn.invars
+        users = [e for e in inner.eqns if e is not eqn and any(v is before for v in e.invars)]
+        if users or any(v is before for v in inner.outvars):
+            types = f"{before.aval.dtype} to {eqn.outvars[0].aval.dtype}"
+            warnings.warn(
+                f"The hidden state {key!r} is rounded from {types}, and something else is computed "
+                "from the value before: a derivative by the state does not go through that.",
+                stacklevel=2,
+            )
+        return
+    if len(eqn.outvars) < 2 or (kind == "scan" and place >= _compat.scan_split(eqn.params)[1]):
+        return
+    for body in bodies(eqn):
+        inner = _compat.open_jaxpr(body)
+        if len(inner.outvars) == len(eqn.outvars) and _has_others(inner, place):
+            warnings.warn(
+                f"The hidden state {key!r} leaves a {kind} together with other results that are "
+                "computed from it in there: a derivative by it does not go through those.",
+                stacklevel=2,
+            )
+            return
+
+
+def _has_others(inner: Any, place: int) -> bool:
+    """Whether other results of a body are computed from one."""
+    made = _made(inner)
+    root, _ = origin(inner, made, inner.outvars[place])
+    if root is None:
+        return False
+    number, at = made[root]
+    reached = {root}
+    # What is beside it in the equation that makes it may be computed from it in there.
+    if _opens(inner.eqns[number], at):
+        reached.update(inner.eqns[number].outvars)
+    for eqn in inner.eqns[number + 1 :]:
+        if any(v in reached for v in eqn.invars if not isinstance(v, _compat.Literal)):
+            reached.update(eqn.outvars)
+    others = (v for i, v in enumerate(inner.outvars) if i != place)
+    return any(v in reached for v in others if not isinstance(v, _compat.Literal))
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write) -> list[Any]:
+    """Evaluates a program whose definitions become what `write` makes of them."""
+    return _evaluate(jaxpr, args, found, write)[0]
+
+
+def _evaluate(
+    jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write
+) -> tuple[list[Any], list[Any]]:
+    """The results; and those that are states, as they were before they were written anew."""
+    inner = _compat.open_jaxpr(jaxpr)
+    env = dict(_compat.jaxpr_inputs(jaxpr, args))
+    plain: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return _compat.literal_value(atom) if isinstance(atom, _compat.Literal) else env[atom]
+
+    def anew(definition: Definition, moves: Sequence[Any], value: Any) -> Any:
+        return _back(moves, write(definition.key, _there(moves, value)))
+
+    for number, eqn in enumerate(inner.eqns):
+        values = [read(v) for v in eqn.invars]
+        inside = found.within.get(number)
+        if inside is None:
+            outs = _compat.in_context(eqn, _compat.bind_equation, eqn, values)
+        else:
+            outs, before = _compat.in_context(eqn, _open, eqn, values, inside, write)
+            defined = (eqn.outvars[i] for i in inside[0].results)
+            plain.update(zip(defined, before, strict=True))
+        for variable, value in zip(eqn.outvars, outs, strict=True):
+            definition = found.at.get(variable)
+            if definition is not None:
+                plain[variable] = value
+                if definition.shared:
+                    value = _there(definition.moves, plain[definition.root])
+                    value = write(definition.key, value)
+                else:
+                    value = anew(definition, definition.path, value)
+            env[variable] = value
+    results = [read(v) for v in inner.outvars]
+    before = []
+    for index, definition in found.results.items():
+        value = results[index]
+        if definition.root is not None:
+            value = _there(definition.moves, plain[definition.root])
+        before.append(value)
+        if definition.root is None or definition.shared:
+            results[index] = anew(definition, definition.beyond, value)
+    return results, before
+
+
+def _open(
+    eqn: Any, args: list[Any], found: tuple[Definitions, ...], write: Write
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates an equation whose body has definitions."""
+    kind = _compat.kind_of(eqn)
+    if kind in JIT:
+        return _evaluate(eqn.params["jaxpr"], args, found[0], write)
+
+    def run(body: Any, inside: Definitions) -> Callable[..., tuple[list[Any], list[Any]]]:
+        return lambda *args: _evaluate(body, args, inside, write)
+
+    if kind == "cond":
+        index, *operands = args
+        branches = [
+            run(body, inside) for body, inside in zip(eqn.params["branches"], found, strict=True)
+        ]
+        return jax.lax.switch(index, branches, *operands)
+    if kind == "scan":
+        return _open_scan(eqn, args, found[0], write)
+    body, policy, cse = _compat.remat_parts(eqn)
+    cse = any(cse) if isinstance(cse, tuple) else cse
+    return jax.checkpoint(run(body, found[0]), policy=policy, prevent_cse=cse)(*args)
+
+
+def _open_scan(
+    eqn: Any, args: list[Any], found: Definitions, write: Write
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates a scan whose last iteration has definitions."""
+    body, length, reverse = (eqn.params[k] for k in ("jaxpr", "length", "reverse"))
+    consts, carried = _compat.scan_split(eqn.params)
+    fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        outs = jaxpr_as_fun(body)(*fixed, *carry, *x)
+        return outs[:carried], outs[carried:]
+
+    before, last = (slice(1, None), 0) if reverse else (slice(None, -1), -1)
+    rest = [x[before] for x in xs]
+    carry, ys = jax.lax.scan(step, carry, rest, length - 1, reverse, eqn.params["unroll"])
+    results, plain = _evaluate(body, [*fixed, *carry, *(x[last] for x in xs)], found, write)
+    stacked = [
+        jnp.concatenate([y[None], rows] if reverse else [rows, y[None]])
+        for rows, y in zip(ys, results[carried:], strict=True)
+    ]
+    return [*results[:carried], *stacked], plain

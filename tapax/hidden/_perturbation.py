@@ -1,0 +1,303 @@
+"""Perturbations of hidden states: a variable that is added to each, where the step defines it.
+
+`h = f(x)` becomes `h = f(x) + p`, and what the step computes from `h` sees the sum. At zero nothing
+changes, and the derivative of a loss by `p` is that by the hidden state, what goes through the
+step's own output included.
+
+>>> import jax, jax.numpy as jnp, tapax
+>>> def step(state, x):
+...     h = jnp.tanh(state["h"] + x)
+...     return {"h": h}, 3 * h
+>>> state, x = {"h": jnp.zeros(2)}, jnp.ones(2)
+>>> perturbation = tapax.hidden.add_hidden_perturbation(step, state, x)
+>>> perturbation
+HiddenPerturbation(h: float32[2])
+>>> def loss(p):
+...     new, out = perturbation(p, state, x)
+...     return jnp.sum(new["h"]) + jnp.sum(out)
+>>> jax.grad(loss)(perturbation.zeros())["h"].tolist()
+[4.0, 4.0]
+
+The fields and methods with lists go by the order of `perturb_vars`; `zeros`, the call, and
+`by_group` go by name. A state that a module writes several times has a variable for every write:
+`h` the first, `h@1` the second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+
+from tapax import _compat
+from tapax._arguments import as_array
+from tapax.hidden._definitions import Definition, Definitions, evaluate, written_by
+from tapax.hidden._groups import HiddenGroup
+from tapax.hidden._step import HiddenError, Path, Step, check_names, trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A write of a hidden state: its name, its path, the state, and what is like its value."""
+
+    name: str
+    path: Path
+    state: Any
+    like: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a state and inputs become the arrays that a program takes, and its results a step's."""
+
+    names: tuple[str, ...]
+    flat: Callable[[Any, Sequence[Any]], Sequence[Any]]
+    join: Callable[[Sequence[Any]], tuple[Any, Any]]
+
+
+class _Fields(NamedTuple):
+    perturb_vars: Sequence[Any]
+    perturb_hidden_paths: Sequence[Path]
+    perturb_hidden_states: Sequence[Any]
+    perturb_jaxpr: Any
+
+
+class HiddenPerturbation(_Fields):
+    """A step with a perturbation variable for every write of a hidden state.
+
+    `perturb_jaxpr` takes what the program of the step takes, and then the `perturb_vars`. The state
+    `perturb_hidden_states[i]`, at `perturb_hidden_paths[i]`, is what `perturb_vars[i]` is added to.
+    """
+
+    layout: Layout
+
+    def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[jax.Array]:
+        """The results of the program, given its inputs and one array for every variable."""
+        inputs = list(inputs)
+        perturb_data = self._checked(perturb_data)
+        expected = _compat.open_jaxpr(self.perturb_jaxpr).invars[: -len(perturb_data)]
+        if len(inputs) != len(expected):
+            raise HiddenError(
+                f"`inputs` has {len(inputs)} arrays, but the program of the step takes "
+                f"{len(expected)}."
+            )
+        for i, (x, variable) in enumerate(zip(inputs, expected, strict=True)):
+            if jnp.shape(x) != variable.aval.shape:
+                raise HiddenError(
+                    f"`inputs[{i}]` has shape {list(jnp.shape(x))}, but the program of the step "
+                    f"takes one of shape {list(variable.aval.shape)}."
+                )
+        return self._run(*inputs, *perturb_data)
+
+    def init_perturb_data(self) -> list[jax.Array]:
+        """Zeros, one array for every variable."""
+        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
+
+    def perturb_data_to_hidden_group_data(
+        self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]
+    ) -> list[jax.Array]:
+        """The arrays of the variables, or their gradients, as one `[*varshape, n]` for each group.
+
+        Of a state that is written several times, the last write counts.
+        """
+        last = dict(zip(self.perturb_hidden_paths, self._checked(perturb_data), strict=True))
+        for group in hidden_groups:
+            for path in group.hidden_paths:
+                if tuple(path) not in last:
+                    known = ", ".join(repr("/".join(p)) for p in last)
+                    raise HiddenError(
+                        f"`hidden_groups` has a group with the hidden state {'/'.join(path)!r}, "
+                        f"which is not perturbed: {known} are."
+                    )
+        return [g.concat_hidden([last[tuple(p)] for p in g.hidden_paths]) for g in hidden_groups]
+
+    def dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return self._asdict()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the variables, in order."""
+        return self.layout.names
+
+    def zeros(self) -> dict[str, jax.Array]:
+        """Zeros by name."""
+        return dict(zip(self.names, self.init_perturb_data(), strict=True))
+
+    def __call__(
+        self, perturbations: Mapping[str, Any], state: Any, *inputs: Any
+    ) -> tuple[Any, Any]:
+        """The step, `(state, out)`, with perturbations by name; those not given are zero."""
+        data = self._listed(perturbations)
+        return self.layout.join(self._run(*self.layout.flat(state, inputs), *data))
+
+    def by_group(
+        self, perturbations: Mapping[str, Any], hidden_groups: Sequence[HiddenGroup]
+    ) -> list[jax.Array]:
+        """What is given by name, as one array for each group; what is not given is zero."""
+        return self.perturb_data_to_hidden_group_data(self._listed(perturbations), hidden_groups)
+
+    def __repr__(self) -> str:
+        types = (f"{n}: {v.aval.str_short()}" for n, v in self._named())
+        return f"HiddenPerturbation({', '.join(types)})"
+
+    def _named(self) -> Any:
+        return zip(self.names, self.perturb_vars, strict=True)
+
+    def _run(self, *args: Any) -> list[Any]:
+        if any(isinstance(x, Tracer) for x in args):
+            return jaxpr_as_fun(self.perturb_jaxpr)(*args)
+        # Evaluated, and not compiled, as other functions are: whoever runs it often jits the whole.
+        inner = _compat.open_jaxpr(self.perturb_jaxpr)
+        env = dict(_compat.jaxpr_inputs(self.perturb_jaxpr, args))
+
+        def read(atom: Any) -> Any:
+            return _compat.literal_value(atom) if isinstance(atom, _compat.Literal) else env[atom]
+
+        for eqn in inner.eqns:
+            outs = _compat.bind_equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    def _listed(self, perturbations: Mapping[str, Any]) -> list[Any]:
+        if not isinstance(perturbations, Mapping):
+            raise TypeError(
+                "Perturbations are given as a dict by the names of hidden states, but "
+                f"`perturbations` is of type {type(perturbations).__name__}."
+            )
+        check_names(perturbations, self.names)
+        zeros = {n: v for n, v in self.zeros().items() if n not in perturbations}
+        return self._checked([{**zeros, **perturbations}[n] for n in self.names])
+
+    def _checked(self, perturb_data: Sequence[Any]) -> list[Any]:
+        data = list(perturb_data)
+        if len(data) != len(self.perturb_vars):
+            raise HiddenError(
+                f"`perturb_data` has {len(data)} arrays, but there are {len(self.perturb_vars)} "
+                f"perturbation variables, one for each of {', '.join(map(repr, self.names))}."
+            )
+        data = [
+            as_array(x, f"The perturbation of {n!r}") for n, x in zip(self.names, data, strict=True)
+        ]
+        for (name, variable), x in zip(self._named(), data, strict=True):
+            for what, given, wanted in (
+                ("shape", list(x.shape), list(variable.aval.shape)),
+                ("type", x.dtype, variable.aval.dtype),
+            ):
+                if given != wanted:
+                    raise HiddenError(
+                        f"The perturbation of {name!r} has {what} {given}, but the hidden state "
+                        f"has {what} {wanted}."
+                    )
+        return data
+
+
+def add_hidden_perturbation(
+    step: Callable[..., Any], state: Any, *inputs: Any
+) -> HiddenPerturbation:
+    """Adds a perturbation to every hidden state of `step(state, *inputs) -> (state, out)`.
+
+    The program, `perturb_jaxpr`, takes the leaves of `(state, *inputs)` and then the perturbations,
+    and returns the leaves of `(state, out)`.
+    """
+    return perturbation_of(trace(step, state, inputs))
+
+
+def perturbation_of(step: Step) -> HiddenPerturbation:
+    """A traced step with a perturbation of each of its hidden states."""
+    written = [Written(s.name, s.path, s, s) for s in step.states]
+    layout = Layout(tuple(w.name for w in written), step.flat, step.join)
+    return perturbed(step.jaxpr, step.definitions(), written, layout)
+
+
+def perturbed(
+    jaxpr: Any, found: Definitions, written: Sequence[Written], layout: Layout
+) -> HiddenPerturbation:
+    """A program with a variable that is added to each of its definitions."""
+    types = [jax.ShapeDtypeStruct(w.like.shape, w.like.dtype) for w in written]
+    names = [w.name for w in written]
+    made = _edited(jaxpr, found, names, types) or _traced(jaxpr, found, names, types)
+    fields = (
+        _compat.open_jaxpr(made).invars[-len(written) :],
+        [w.path for w in written],
+        [w.state for w in written],
+        made,
+    )
+    perturbation = HiddenPerturbation(*fields)
+    perturbation.layout = layout
+    return perturbation
+
+
+def _traced(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]) -> Any:
+    """The program, traced anew, with what is added to its definitions."""
+    count = len(_compat.open_jaxpr(jaxpr).invars)
+    given = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(jaxpr).invars
+    ]
+
+    def run(*args: Any) -> list[Any]:
+        added = dict(zip(names, args[count:], strict=True))
+        return evaluate(jaxpr, args[:count], found, lambda key, value: value + added[key])
+
+    return jax.make_jaxpr(run)(*given, *types)
+
+
+def _edited(
+    jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]
+) -> Any | None:
+    """The same by putting equations into the program: several times faster, if it is as simple."""
+    definitions = [*found.at.values(), *found.results.values()]
+    if found.within or any(d.path for d in definitions):
+        return None
+    inner = _compat.open_jaxpr(jaxpr)
+    sums = {n: _sum(i, t.shape, t.dtype) for i, (n, t) in enumerate(zip(names, types, strict=True))}
+    now: dict[Any, Any] = {}
+    eqns = []
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, _compat.Literal) else now.get(atom, atom)
+
+    def added(definition: Definition, value: Any) -> Any:
+        equation = sums[definition.key]
+        value = definition.root if definition.shared else value
+        eqns.append(equation.replace(invars=[value, equation.invars[1]]))
+        return equation.outvars[0]
+
+    for eqn in inner.eqns:
+        if _does_nothing(eqn):
+            now[eqn.outvars[0]] = read(eqn.invars[0])
+        else:
+            eqns.append(eqn.replace(invars=[read(v) for v in eqn.invars]))
+        for variable in eqn.outvars:
+            if variable in found.at:
+                now[variable] = added(found.at[variable], read(variable))
+    outvars = [read(v) for v in inner.outvars]
+    for index, definition in found.results.items():
+        if definition.root is None or definition.shared:
+            outvars[index] = added(definition, outvars[index])
+    variables = [sums[n].invars[1] for n in names]
+    edited = inner.replace(invars=[*inner.invars, *variables], eqns=eqns, outvars=outvars)
+    return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
+
+
+def _does_nothing(eqn: Any) -> bool:
+    if eqn.primitive.name == "convert_element_type":
+        return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    return written_by(eqn) is not None
+
+
+@functools.lru_cache(maxsize=256)
+def _sum(number: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An equation that adds two values of a type, with variables that no other number has."""
+    del number
+    like = jax.ShapeDtypeStruct(shape, dtype)
+    # A function of its own: what JAX traced for another would have the other's variables.
+    made = jax.make_jaxpr(lambda x, y: x + y)(like, like)
+    (eqn,) = _compat.open_jaxpr(made).eqns
+    return eqn

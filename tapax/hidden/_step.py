@@ -1,0 +1,224 @@
+"""Steps: pure functions `step(state, *inputs) -> (state, out)`, traced, with their states by name.
+
+A state is any pytree of arrays. Its leaves are the hidden states, and the keys that lead to one are
+its path: `{"rnn": {"h": ..., "c": ...}}` has `("rnn", "h")` and `("rnn", "c")`. A state that is an
+array alone has the path `("h",)`. The name of a hidden state is its path in one string, `rnn/h`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tapax import _compat
+from tapax._arguments import name_of
+from tapax._scopes import segment
+from tapax._sites import SiteError, nearest
+from tapax.hidden._definitions import Definitions, find
+
+Path = tuple[str, ...]
+
+
+class HiddenError(SiteError, AssertionError):
+    """A step, a state or a perturbation does not fit: the message says what was expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenState:
+    """A hidden state of a step: its path, and what it is like.
+
+    `num_state` is more than one if the last axis holds several states of every unit.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: Any
+    num_state: int = 1
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype is not None and bool(jnp.issubdtype(self.dtype, jnp.inexact))
+
+    @property
+    def varshape(self) -> tuple[int, ...]:
+        """The shape of the units."""
+        return self.shape[:-1] if self.num_state > 1 else self.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A traced step: `jaxpr` takes the leaves of the state and of the inputs, and returns those of
+    the new state and of what is put out.
+    """
+
+    fn: Any
+    jaxpr: Any
+    states: tuple[HiddenState, ...]
+    state_tree: Any
+    in_tree: Any
+    out_tree: Any
+
+    def flat(self, state: Any, inputs: Sequence[Any]) -> list[Any]:
+        """The arrays that the program takes; raises if they are not such as it was traced for."""
+        leaves, treedef = jax.tree.flatten((state, *inputs))
+        if treedef != self.in_tree:
+            raise HiddenError(
+                f"{name_of(self.fn)} was traced for a state and inputs of the structure "
+                f"{self.in_tree}, but was given {treedef}. Trace it for these."
+            )
+        for variable, leaf in zip(_compat.open_jaxpr(self.jaxpr).invars, leaves, strict=True):
+            if variable.aval.shape != jnp.shape(leaf):
+                raise HiddenError(
+                    f"{name_of(self.fn)} was traced for an argument of shape "
+                    f"{list(variable.aval.shape)}, but was given one of shape "
+                    f"{list(jnp.shape(leaf))}. Trace it for this."
+                )
+        return [
+            jnp.asarray(leaf, variable.aval.dtype)
+            for variable, leaf in zip(_compat.open_jaxpr(self.jaxpr).invars, leaves, strict=True)
+        ]
+
+    def definitions(self, *, in_loops: bool = True) -> Definitions:
+        """Where the new states are defined: see `find`."""
+        wanted = {i: s.name for i, s in enumerate(self.states) if s.is_float}
+        return find(self.jaxpr, wanted, in_loops=in_loops)
+
+    def join(self, results: Sequence[Any]) -> tuple[Any, Any]:
+        """The new state and what is put out, from the results of the program."""
+        count = self.state_tree.num_leaves
+        return self.state_tree.unflatten(results[:count]), self.out_tree.unflatten(results[count:])
+
+
+def trace(
+    step: Callable[..., Any],
+    state: Any,
+    inputs: Sequence[Any],
+    *,
+    paths: Any = None,
+    counts: bool = False,
+) -> Step:
+    """Traces a step for arguments like these; raises if it is no step.
+
+    `paths` are those of the leaves of the state, where its own keys do not say what they are. With
+    `counts`, integers and keys may be beside the hidden states, and are none.
+    """
+    if not callable(step):
+        raise HiddenError(
+            f"`step` must be a function step(state, *inputs) -> (state, out), but is {step!r} of "
+            f"type {type(step).__name__}."
+        )
+    leaves, state_tree = jax.tree.flatten(state)
+    states = hidden_states(state, paths, counts)
+    cell: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        given, *rest = in_tree.unflatten(arrays)
+        result = step(given, *rest)
+        if not (isinstance(result, (tuple, list)) and len(result) == 2):
+            raise HiddenError(
+                f"{name_of(step)} returns {_described(result)}, but a step returns two things: "
+                "the new state, and what it puts out."
+            )
+        new, out = result
+        check_new_state(step, states, state_tree, leaves, new)
+        results, cell["out_tree"] = jax.tree.flatten(out)
+        return [*jax.tree.leaves(new), *results]
+
+    arrays, in_tree = jax.tree.flatten((state, *inputs))
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    return Step(step, jaxpr, states, state_tree, in_tree, cell["out_tree"])
+
+
+def bound(step: Callable[..., Any], params: Any, name: str) -> Callable[..., Any]:
+    """A step of parameters, a state and inputs with its parameters; named in messages."""
+
+    def run(state: Any, *inputs: Any) -> Any:
+        return step(params, state, *inputs)
+
+    run.__qualname__ = name
+    return run
+
+
+def hidden_states(
+    state: Any, paths: Sequence[Path] | None = None, counts: bool = False
+) -> tuple[HiddenState, ...]:
+    """The hidden states that a state consists of; raises if one is no floating-point array."""
+    keyed = jax.tree_util.tree_leaves_with_path(state)
+    if not keyed:
+        raise HiddenError(
+            f"The state {state!r} has no arrays in it, but a step has at least one hidden state."
+        )
+    own = [tuple(_key(k) for k in keys) or ("h",) for keys, _ in keyed]
+    made = tuple(
+        HiddenState(tuple(path), tuple(jnp.shape(leaf)), _dtype(leaf))
+        for path, (_, leaf) in zip(paths or own, keyed, strict=True)
+    )
+    for one in made:
+        if not one.is_float and not (counts and any(other.is_float for other in made)):
+            raise HiddenError(
+                f"The hidden state {one.name!r} is of type {one.dtype or 'no array'}, but a hidden "
+                "state has to be of a floating-point type, for there is no derivative by another. "
+                "Close over it, or hand it to the step as an input."
+            )
+    return made
+
+
+def check_new_state(
+    step: Any, states: Sequence[HiddenState], treedef: Any, old: Sequence[Any], new: Any
+) -> None:
+    """Refuses a step that returns another kind of state than it was given."""
+    leaves, new_tree = jax.tree.flatten(new)
+    if new_tree != treedef:
+        raise HiddenError(
+            f"{name_of(step)} was given a state of the structure {treedef}, but returns one of the "
+            f"structure {new_tree}: a step returns a state like the one it is given."
+        )
+    for one, before, after in zip(states, old, leaves, strict=True):
+        for what, was, now in (
+            ("shape", list(jnp.shape(before)), list(jnp.shape(after))),
+            ("type", _dtype(before), _dtype(after)),
+        ):
+            if was != now:
+                raise HiddenError(
+                    f"The hidden state {one.name!r} goes into {name_of(step)} with {what} {was} "
+                    f"and comes out with {what} {now}: a step returns a state like the one it is "
+                    "given."
+                )
+
+
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuses the name of a hidden state that there is not."""
+    for name in names:
+        if name not in known:
+            raise HiddenError(f"There is no hidden state {name!r}. {_nearest(name, known)}")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    return nearest(name, known).replace("The sites are", "The hidden states are")
+
+
+def _key(key: Any) -> str:
+    return segment(jax.tree_util.keystr((key,), simple=True))
+
+
+def _dtype(leaf: Any) -> Any:
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+        extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
+    is_number = isinstance(leaf, (bool, int, float, complex))
+    return jax.dtypes.canonicalize_dtype(type(leaf)) if is_number else None
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of {len(result)}"
+    return f"one value of type {type(result).__name__}"

@@ -1,0 +1,161 @@
+"""e-prop: eligibility traces and learning signals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax.hidden._step import HiddenError
+from tapax.hidden.online._learner import (
+    Learned,
+    Memory,
+    Online,
+    check_decay,
+    check_traces,
+    settled,
+    state_of,
+    wide,
+)
+from tapax.hidden.online._moment import Moment, finished, moment
+from tapax.hidden.online._plan import Group, Source
+from tapax.hidden.online._program import Program, is_float
+from tapax.hidden.online._traces import (
+    advanced,
+    diagonal_plan,
+    instant,
+    kept,
+    summed,
+    traced,
+    zeros,
+)
+
+_FEEDBACK = ("symmetric", "random")
+
+
+def e_prop(
+    step: Callable[..., Any],
+    loss: Callable[..., Any],
+    *,
+    feedback: str = "symmetric",
+    decay: float = 0.0,
+    key: Any = None,
+    indirect: str = "trace",
+) -> Online:
+    """e-prop: the eligibility traces of `d_rtrl`, times a learning signal.
+
+    `feedback` says what the signal is. "symmetric": the gradient of the step's loss by the hidden
+    states. "random": the gradient by what is put out, through fixed random matrices that `key`
+    makes and `init` puts in the memory, so that no weight of the read-out is needed for it. Axes
+    before the last that the output and a state have in common are of a batch. The read-out itself
+    has the gradient that it has in either case.
+
+    `decay` is that of a leaky read-out, one that is a state: others drive it, it drives none, and
+    it is what is put out. What was there before still acts through it, so the traces of the states
+    that it reads are filtered, `e[t] = decay * e[t-1] + eps[t]`; its own are not.
+
+    Bellec et al., A solution to the learning dilemma for recurrent networks of spiking neurons,
+    2020 (doi:10.1038/s41467-020-17236-y).
+    """
+    planned = diagonal_plan(step, loss, indirect)
+    check_decay(decay)
+    if feedback not in _FEEDBACK:
+        raise HiddenError(f"`feedback` is 'symmetric' or 'random', but is {feedback!r}.")
+    if (feedback == "random") != (key is not None):
+        raise HiddenError(
+            f"`feedback` is {feedback!r} and `key` is {'not ' if key is not None else ''}None, but "
+            "random feedback needs a random key to be made from, `jax.random.key(0)`, and other "
+            "feedback takes none."
+        )
+
+    def filtered(group: Group, source: Source) -> tuple[int, ...]:
+        return source.states if decay and not group.readout else ()
+
+    def empty(program: Program, groups: Any) -> Any:
+        def both(group: Group, source: Source, lay: Any) -> Any:
+            states = kept(group, source), filtered(group, source)
+            return tuple(zeros(program, lay, part) for part in states)
+
+        return [[both(g, s, lay) for _, s, lay in traced(program, g)] for g in groups]
+
+    def init(params: Any, state: Any, *inputs: Any) -> Memory:
+        program, groups = planned(params, state, inputs)
+        matrices = () if key is None else _matrices(key, program, groups)
+        return Memory(settled(state), empty(program, groups), matrices)
+
+    def update(
+        memory: Memory, params: Any, *inputs: Any, target: Any = None
+    ) -> tuple[Learned, Memory]:
+        program, groups = planned(params, state_of(memory), inputs)
+        check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
+        now, back = moment(step, program, params, memory.state, inputs, loss, target)
+        grads, olds = now.beside
+        grads, traces = list(grads), []
+        for group, before in zip(groups, memory.traces, strict=True):
+            carried, driven = now.units(group)
+            symmetric = key is None or group.readout
+            if symmetric:
+                signal = now.signal(group)
+            else:
+                signal = _broadcast(now, group, memory.feedback)
+            made = []
+            for (i, source, lay), (eps, bars) in zip(traced(program, group), before, strict=True):
+                new = advanced(now, group, i, lay, carried, driven[i], eps, source.states)
+                more = {k: decay * bar + new[k] for k, bar in bars.items()}
+                at = source.weight
+                for k, x in (more or new).items():
+                    grads[at] = summed(grads[at], lay.contract(signal[k], x))
+                for k, x in ((bars or eps) if symmetric else {}).items():
+                    if k in group.read:
+                        grads[at] = summed(grads[at], lay.contract(olds[k], x))
+                made.append(({k: new[k] for k in eps}, more))
+            for source in group.sources:
+                if not source.traced:
+                    grads[source.weight] += instant(now, group, source, signal)
+            traces.append(made)
+        learned = finished(now, back, params, grads)
+        return learned, Memory(now.state, traces, memory.feedback)
+
+    return Online(init, update)
+
+
+def _leaves(program: Program) -> list[tuple[int, ...]]:
+    return [v.aval.shape for v in program.outs if is_float(v.aval)]
+
+
+def _common(out: tuple[int, ...], state: tuple[int, ...]) -> int:
+    """How many first axes are of a batch."""
+    n = 0
+    while n < min(len(out), len(state)) - 1 and out[n] == state[n]:
+        n += 1
+    return n
+
+
+def _matrices(key: Any, program: Program, groups: Any) -> Any:
+    """For every state that is seen, and everything that is put out, a matrix of fixed numbers."""
+    made: dict[int, list[Any]] = {}
+    for group in groups:
+        for k in () if group.readout else sorted(group.seen):
+            made[k] = []
+            for i, out in enumerate(_leaves(program)):
+                n = _common(out, group.shape)
+                one = jax.random.fold_in(jax.random.fold_in(key, k), i)
+                size = math.prod(out[n:]), math.prod(group.shape[n:])
+                matrix = jax.random.normal(one, size, wide(program.states[k].dtype))
+                made[k].append(matrix / math.sqrt(max(size[1], 1)))
+    return made
+
+
+def _broadcast(now: Moment, group: Group, matrices: Any) -> dict[int, Any]:
+    """The gradient by what is put out, through the matrices."""
+    errors = now.by_out()
+    signal = {k: jnp.zeros(group.shape, wide(now.olds[k].dtype)) for k in group.states}
+    for k in group.seen:
+        for error, matrix in zip(errors, matrices[k], strict=True):
+            n = _common(error.shape, group.shape)
+            rows = error.reshape(*error.shape[:n], -1).astype(matrix.dtype)
+            signal[k] += (rows @ matrix).reshape(group.shape)
+    return signal

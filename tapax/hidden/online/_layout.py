@@ -1,0 +1,144 @@
+"""How the influence of one weight on the units of a group is laid out, and what is done with it.
+
+`Product`: a weight times data. The result has axes of a batch, of the data alone and of the weight
+alone, `[b, d, w]`, each of them several or none; and the influence `[b, d, c, w]`, with the ones
+that are summed over for `c`. `Each`: a weight used element by element; the influence is like the
+weight. `Full`: the influence of each element of the weight on each unit, `[unit, element]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tapax.hidden.online._plan import Group, Source
+from tapax.hidden.online._program import Program
+
+
+def _at(x: Any, units: np.ndarray) -> Any:
+    """What the units have, for each element that drives one."""
+    flat = x.reshape(-1)
+    if units.size == flat.size and np.array_equal(units.reshape(-1), np.arange(units.size)):
+        return flat.reshape(units.shape)
+    return flat[units]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    units: np.ndarray
+    order: tuple[int, ...]  # axes of the result as [b, d, w]
+    data: tuple[int, ...]  # axes of the data as [b, d, c]
+    back: tuple[int, ...]  # from [b, c, w] to the axes of the weight
+    sizes: tuple[int, int, int, int]  # of b, d, c, w
+    weight: tuple[int, ...]  # the shape of [b, c, w], each axis for itself
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sizes
+
+    def at(self, x: Any) -> Any:
+        return _at(x, self.units)
+
+    def lift(self, x: Any) -> Any:
+        return self.at(x)[:, :, None, :]
+
+    def result(self, y: Any) -> Any:
+        b, d, _, w = self.sizes
+        return y.transpose(self.order).reshape(b, d, w)
+
+    def factor(self, x: Any) -> Any:
+        b, d, c, _ = self.sizes
+        return x.transpose(self.data).reshape(b, d, c)
+
+    def fresh(self, y: Any, x: Any) -> Any:
+        return self.result(y)[:, :, None, :] * self.factor(x)[..., None]
+
+    def contract(self, signal: Any, trace: Any) -> Any:
+        made = jnp.einsum("bdw,bdcw->bcw", _at(signal, self.units), trace)
+        return made.reshape(self.weight).transpose(self.back)
+
+    def outer(self, y: Any, x: Any) -> Any:
+        """The gradient by the weight, from that by the result `[b, d, w]` and the data."""
+        made = jnp.einsum("bdc,bdw->bcw", x, y)
+        return made.reshape(self.weight).transpose(self.back)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Each:
+    units: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.units.shape
+
+    def lift(self, x: Any) -> Any:
+        return _at(x, self.units)
+
+    def fresh(self, y: Any, x: Any) -> Any:
+        del x
+        return y
+
+    def contract(self, signal: Any, trace: Any) -> Any:
+        return self.lift(signal) * trace
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Full:
+    shape: tuple[int, ...]
+    weight: tuple[int, ...]
+
+    def lift(self, x: Any) -> Any:
+        return x.reshape(-1, 1)
+
+    def fresh(self, y: Any, x: Any) -> Any:
+        del x
+        return y
+
+    def contract(self, signal: Any, trace: Any) -> Any:
+        return (signal.reshape(-1) @ trace).reshape(self.weight)
+
+
+Layout = Product | Each | Full
+
+
+def layout(program: Program, group: Group, source: Source) -> Layout:
+    shape = program.weights[source.weight].aval.shape
+    if source.units is None:
+        return Full((group.units, math.prod(shape)), shape)
+    if source.dot is None:
+        return Each(source.units)
+    eqn, side = source.dot.eqn, source.dot.side
+    contract, batch = eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars]
+    free = [
+        tuple(d for d in range(len(s)) if d not in (*contract[i], *batch[i]))
+        for i, s in enumerate(shapes)
+    ]
+    ours, theirs = side, 1 - side
+    shared, left = len(batch[0]), len(free[0])
+    rows = (
+        tuple(range(shared, shared + left)),
+        tuple(range(shared + left, eqn.outvars[0].aval.ndim)),
+    )
+    order = (*range(shared), *rows[theirs], *rows[ours])
+    size = lambda i, axes: math.prod(shapes[i][d] for d in axes)  # noqa: E731
+    sizes = (
+        size(ours, batch[ours]),
+        size(theirs, free[theirs]),
+        size(ours, contract[ours]),
+        size(ours, free[ours]),
+    )
+    axes = (*batch[ours], *contract[ours], *free[ours])
+    units = source.units.transpose(order).reshape(sizes[0], sizes[1], sizes[3])
+    return Product(
+        units,
+        order,
+        (*batch[theirs], *free[theirs], *contract[theirs]),
+        tuple(int(i) for i in np.argsort(axes)),
+        sizes,
+        tuple(shape[d] for d in axes),
+    )

@@ -1,0 +1,214 @@
+"""The derivatives within one step that rules of online learning are made of.
+
+The loss of a step depends on the parameters through the new states, and beside them; and on the old
+states likewise. Within a group the new states count as given, one does not act through the other:
+what they do to each other is in the influences on them. The states of other groups are on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tapax.hidden.online._learner import Learned, as_grads, scalar_loss, wide
+from tapax.hidden.online._plan import Group, Source
+from tapax.hidden.online._program import Program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moment:
+    """One step at its arguments."""
+
+    program: Program
+    env: Any
+    weights: list[Any]
+    olds: list[Any]
+    inputs: list[Any]
+    loss: Callable[[Any], Any]
+    state: Any
+    out: Any
+
+    @property
+    def worth(self) -> Any:
+        """The loss."""
+        return self.loss(jax.tree.leaves(self.out))
+
+    @functools.cached_property
+    def data(self) -> dict[int, Any]:
+        """What the weights are multiplied with, by the place of the product."""
+        return self.program.run(self.env, self.weights, self.olds, self.inputs)[2]
+
+    def _lost(self, write: Any, weights: Any = None, olds: Any = None) -> Any:
+        weights = self.weights if weights is None else weights
+        olds = self.olds if olds is None else olds
+        _, outs, _ = self.program.run(self.env, weights, olds, self.inputs, write=write)
+        return self.loss(outs)
+
+    @functools.cached_property
+    def whole(self) -> tuple[list[Any], list[Any]]:
+        """The gradients by the weights and the old states, through everything."""
+        return self._gradients(None)
+
+    @functools.cached_property
+    def beside(self) -> tuple[list[Any], list[Any]]:
+        """The gradients by the weights and the old states that do not go through new states."""
+        return self._gradients(lambda k, x: jax.lax.stop_gradient(x))
+
+    def _gradients(self, write: Any) -> tuple[list[Any], list[Any]]:
+        found = jax.grad(lambda w, o: self._lost(write, w, o), (0, 1))
+        weights, olds = found(self.weights, self.olds)
+        return weights, [o.astype(wide(o.dtype)) for o in olds]
+
+    def signal(self, group: Group) -> dict[int, Any]:
+        """The gradient of the loss by each new state of a group."""
+
+        def lost(added: dict[int, Any]) -> Any:
+            cut = jax.lax.stop_gradient
+            return self._lost(lambda k, x: cut(x) + added[k] if k in added else x)
+
+        zeros = {k: jnp.zeros_like(self.olds[k]) for k in group.states}
+        return {k: g.astype(wide(g.dtype)) for k, g in jax.grad(lost)(zeros).items()}
+
+    def by_out(self) -> list[Any]:
+        """The gradient of the loss by what is put out."""
+        outs = jax.tree.leaves(self.out)
+        floats = [i for i, x in enumerate(outs) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def lost(some: list[Any]) -> Any:
+            here = list(outs)
+            for i, x in zip(floats, some, strict=True):
+                here[i] = x
+            return self.loss(here)
+
+        return jax.grad(lost)([outs[i] for i in floats])
+
+    def units(self, group: Group) -> tuple[dict[Any, Any], list[dict[int, Any]]]:
+        """The derivatives of units by their own old values, and by what drives them.
+
+        The first by pairs of states (new, old); the second for each of the group's sources by the
+        state. With a block of one unit there is one pass backwards for each state.
+        """
+        program = self.program
+        single = [s for s in group.sources if s.units is not None]
+        dots = [s for s in single if s.dot is not None]
+        each = [s for s in single if s.dot is None]
+
+        def news(olds: list[Any], added: list[Any], weights: list[Any]) -> list[Any]:
+            here, given = list(self.olds), list(self.weights)
+            for k, x in zip(group.states, olds, strict=True):
+                here[k] = x
+            for s, x in zip(each, weights, strict=True):
+                given[s.weight] = x
+            more = {s.dot.at: x for s, x in zip(dots, added, strict=True) if s.dot}
+            made, _, _ = program.run(
+                self.env, given, here, self.inputs, write=_outside(group), added=more
+            )
+            return [made[k] for k in group.states]
+
+        _, back = jax.vjp(
+            news,
+            [self.olds[k] for k in group.states],
+            [jnp.zeros(s.dot.result.aval.shape, s.dot.result.aval.dtype) for s in dots if s.dot],
+            [self.weights[s.weight] for s in each],
+        )
+        own = np.arange(group.units).reshape(group.shape)
+        places: Any = [own] * len(group.states), [s.units for s in dots], [s.units for s in each]
+        carried: dict[Any, Any] = {}
+        driven: dict[int, dict[int, Any]] = {id(s): {} for s in single}
+        for n, k in enumerate(group.states):
+            olds, *rest = _diagonal(back, group, n, self.olds[k].dtype, places)
+            for old, x in zip(group.states, olds, strict=True):
+                if (k, old) in group.carries:
+                    carried[k, old] = x
+            for s, x in zip((*dots, *each), [y for part in rest for y in part], strict=True):
+                driven[id(s)][k] = x
+        return carried, [driven.get(id(s), {}) for s in group.sources]
+
+    def reached(self, group: Group, source: Source) -> Callable[[dict[int, Any]], Any]:
+        """From cotangents of a group's new states, the gradient by a weight in one of its uses."""
+        at = [d.at for d in self.program.dots if d.weight is self.program.weights[source.weight]]
+        now = self.weights[source.weight]
+
+        def news(weight: Any) -> list[Any]:
+            given = list(self.weights)
+            if source.dot is None:
+                given[source.weight] = weight
+                operand = dict.fromkeys(at, now)
+            else:
+                operand = {source.dot.at: weight}
+            made, _, _ = self.program.run(
+                self.env, given, self.olds, self.inputs, write=_outside(group), operand=operand
+            )
+            return [made[k] for k in group.states]
+
+        made, back = jax.vjp(news, now)
+        dtypes = {k: x.dtype for k, x in zip(group.states, made, strict=True)}
+        return lambda cots: back([cots[k].astype(dtypes[k]) for k in group.states])[0]
+
+    def full(self, group: Group, source: Source, k: int) -> Any:
+        """The derivatives of all units of a state by all elements of a weight."""
+        back = self.reached(group, source)
+        shape = (group.units, *group.shape)
+        zeros = {j: jnp.zeros(group.shape, self.olds[j].dtype) for j in group.states}
+        unit = jnp.eye(group.units, dtype=self.olds[k].dtype).reshape(shape)
+        rows = jax.vmap(lambda one: back({**zeros, k: one}))(unit)
+        return rows.reshape(group.units, -1).astype(wide(rows.dtype))
+
+
+def _outside(group: Group) -> Callable[[int, Any], Any]:
+    return lambda k, x: x if k in group.states else jax.lax.stop_gradient(x)
+
+
+def _diagonal(back: Callable[..., Any], group: Group, n: int, dtype: Any, places: Any) -> Any:
+    """The derivative of the `n`th state, at the unit that each element belongs to, by the element.
+
+    An element has an influence on units of one block alone, so one unit of every block can be
+    looked at in the same pass.
+    """
+    own = np.arange(group.units).reshape(group.shape)
+    zeros = jnp.zeros(group.shape, dtype)
+
+    def rows(place: Any) -> Any:
+        one = (own % group.block == place).astype(dtype)
+        return back([one if i == n else zeros for i in range(len(group.states))])
+
+    def picked(x: Any, units: np.ndarray) -> Any:
+        at = jnp.asarray(units % group.block)[None]
+        return jnp.take_along_axis(x, at, 0)[0]
+
+    if group.block == 1:
+        found = rows(0)
+    else:
+        every = jax.vmap(rows)(jnp.arange(group.block))
+        found = jax.tree.map(picked, every, tuple(places))
+    return jax.tree.map(lambda x: x.astype(wide(x.dtype)), found)
+
+
+def moment(
+    step: Any, program: Program, params: Any, state: Any, inputs: Any, loss: Any, target: Any
+) -> tuple[Moment, Any]:
+    """A step at its arguments, and the way from gradients by weights to those by parameters.
+
+    The step itself is called once, so that what it does besides, printing or marking, is done once.
+    """
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
+    weights, env, back = program.prepare(leaves)
+
+    def lost(outs: Any) -> Any:
+        return scalar_loss(loss, program.out_tree.unflatten(outs), target)
+
+    olds = [jnp.asarray(x) for x in jax.tree.leaves(state)]
+    given = [jnp.asarray(x) for x in jax.tree.leaves(inputs)]
+    new, out = step(params, state, *inputs)
+    return Moment(program, env, weights, olds, given, lost, new, out), back
+
+
+def finished(now: Moment, back: Any, params: Any, grads: list[Any]) -> Learned:
+    """What was learned at a step, from the gradients by the weights."""
+    return Learned(as_grads(params, now.program.trained, back(grads)), now.worth, now.out)

@@ -1,0 +1,344 @@
+"""A step as one flat program, cut where parameters meet data, and evaluated with changes to it.
+
+The equations that parameters alone decide (a transpose, a concatenation of kernels, the `exp` of a
+decay) are the *weights'* part of the program: `Program.weights`. All others are its *body*. A
+weight is a value of the first part that the second one uses; a trace is kept for a weight, and its
+gradient goes back to the parameters through the first part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from tapax import _compat
+from tapax._arguments import name_of
+from tapax._mark import unmarked
+from tapax.hidden._connections import ELEMENTWISE
+from tapax.hidden._definitions import is_copy
+from tapax.hidden._step import HiddenError, HiddenState, check_new_state, hidden_states
+
+_CALLS = {
+    **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint", "eval_jaxpr"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call", "call", "core_closed_call"), "call_jaxpr"),
+}
+
+
+def call_of(eqn: Any) -> Any:
+    """The body of an equation that only calls it; None for any other equation."""
+    kind = _compat.kind_of(eqn)
+    if kind == "RematTraced":
+        return _compat.call_body(eqn)
+    name = _CALLS.get(kind)
+    return None if name is None else eqn.params.get(name, eqn.params.get("jaxpr"))
+
+
+def is_variable(atom: Any) -> bool:
+    return not isinstance(atom, _compat.Literal)
+
+
+def is_float(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """A product of a weight with data: where it is in the body, and which operand the weight is."""
+
+    at: int
+    side: int
+    eqn: Any
+
+    @property
+    def weight(self) -> Any:
+        return self.eqn.invars[self.side]
+
+    @property
+    def data(self) -> Any:
+        return self.eqn.invars[1 - self.side]
+
+    @property
+    def result(self) -> Any:
+        return self.eqn.outvars[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced step, flat.
+
+    `values` are constants. `first` are the equations of the weights, `body` the others; `weights`
+    are the variables that go from one to the other and have a gradient. `writes` says which
+    variable of the body is the definition of which new state.
+    """
+
+    name: str
+    states: tuple[HiddenState, ...]
+    state_tree: Any
+    out_tree: Any
+    params: tuple[Any, ...]
+    trained: tuple[int, ...]
+    olds: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    news: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    values: dict[Any, Any]
+    first: tuple[Any, ...]
+    body: tuple[Any, ...]
+    weights: tuple[Any, ...]
+    known: dict[Any, Any]
+    dots: tuple[Dot, ...]
+    writes: dict[Any, int]
+    names: dict[Any, str]
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it can be used again: not if it closed over what a transformation traces."""
+        return not any(isinstance(x, Tracer) for x in self.values.values())
+
+    def prepare(
+        self, leaves: Sequence[Any]
+    ) -> tuple[list[Any], dict[Any, Any], Callable[..., Any]]:
+        """The weights, everything else that the body reads, and the way back to the parameters."""
+        env = {**self.values, **dict(zip(self.params, leaves, strict=True))}
+
+        def weights(trained: Sequence[Any]) -> Any:
+            here = dict(env)
+            here.update((self.params[i], x) for i, x in zip(self.trained, trained, strict=True))
+            _evaluate(self.first, here)
+            return [here[v] for v in self.weights], [here[v] for v in read]
+
+        read = [*env, *(v for eqn in self.first for v in eqn.outvars)]
+        made, back, values = jax.vjp(weights, [leaves[i] for i in self.trained], has_aux=True)
+        return made, dict(zip(read, values, strict=True)), lambda grads: back(grads)[0]
+
+    def run(
+        self,
+        env: Mapping[Any, Any],
+        weights: Sequence[Any],
+        olds: Sequence[Any],
+        inputs: Sequence[Any],
+        *,
+        write: Callable[[int, Any], Any] | None = None,
+        operand: Mapping[int, Any] | None = None,
+        added: Mapping[int, Any] | None = None,
+    ) -> tuple[list[Any], list[Any], dict[int, Any]]:
+        """The new states, what is put out, and the data that each product was taken of.
+
+        `write` makes new states from those defined. `operand` has weights for some products alone;
+        `added`, where it is given, takes the place of what the derivative of a product would be:
+        the product is held fixed, and this is added to it.
+        """
+        env = dict(env)
+        env.update(zip(self.weights, weights, strict=True))
+        env.update(zip(self.olds, olds, strict=True))
+        env.update(zip(self.inputs, inputs, strict=True))
+        dots = {dot.at: dot for dot in self.dots}
+        seen: dict[int, Any] = {}
+
+        def product(i: int, args: list[Any]) -> list[Any]:
+            dot = dots[i]
+            seen[i] = args[1 - dot.side]
+            if operand is not None and i in operand:
+                args[dot.side] = operand[i]
+            return args
+
+        def result(i: int, eqn: Any, outs: list[Any]) -> list[Any]:
+            if added is not None and i in dots:
+                y = jax.lax.stop_gradient(outs[0])
+                outs = [y + added[i] if i in added else y]
+            if write is not None:
+                outs = [
+                    write(self.writes[v], x) if v in self.writes else x
+                    for v, x in zip(eqn.outvars, outs, strict=True)
+                ]
+            return outs
+
+        _evaluate(self.body, env, lambda i, a: product(i, a) if i in dots else a, result)
+        read = functools.partial(_read, env)
+        return list(map(read, self.news)), list(map(read, self.outs)), seen
+
+
+def _read(env: Mapping[Any, Any], atom: Any) -> Any:
+    return env[atom] if is_variable(atom) else _compat.literal_value(atom)
+
+
+def _evaluate(
+    eqns: Sequence[Any],
+    env: dict[Any, Any],
+    before: Callable[[int, list[Any]], list[Any]] | None = None,
+    after: Callable[[int, Any, list[Any]], list[Any]] | None = None,
+) -> None:
+    for i, eqn in enumerate(eqns):
+        if not eqn.outvars:
+            continue  # what is done for its effect is done by the step itself
+        args = [_read(env, v) for v in eqn.invars]
+        args = before(i, args) if before else args
+        outs = _compat.in_context(eqn, _compat.bind_equation, eqn, args)
+        env.update(zip(eqn.outvars, after(i, eqn, outs) if after else outs, strict=True))
+
+
+def flattened(jaxpr: Any) -> Any:
+    """A program without the calls in it that only call: jit, remat."""
+
+    def inline(body: Any, args: Sequence[Any]) -> list[Any]:
+        inner = _compat.open_jaxpr(body)
+        env = dict(_compat.jaxpr_inputs(body, args))
+        for eqn in inner.eqns:
+            values = [_read(env, v) for v in eqn.invars]
+            called = call_of(eqn)
+            if called is None:
+                if _compat.kind_of(eqn) in ELEMENTWISE:
+                    values = [_as_large(x, eqn.outvars[0].aval.shape) for x in values]
+                outs = _compat.in_context(eqn, _compat.bind_equation, eqn, values)
+            else:
+                outs = inline(called, values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [_read(env, v) for v in inner.outvars]
+
+    avals = [v.aval for v in _compat.open_jaxpr(jaxpr).invars]
+    like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    return _compat.dce(jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*like))
+
+
+def _as_large(x: Any, shape: tuple[int, ...]) -> Any:
+    """A parameter used for several units, a bias or a gain, is one for each of them by then."""
+    if jnp.shape(x) == shape or not isinstance(x, Tracer) or not is_float(x.aval):
+        return x
+    start = len(shape) - jnp.ndim(x)
+    return jax.lax.broadcast_in_dim(x, shape, tuple(range(start, len(shape))))
+
+
+def trace(step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[Any]) -> Program:
+    """Traces a step for arguments like these; raises if it is no step, or has nothing to learn."""
+    keyed = jax.tree_util.tree_leaves_with_path(params)
+    states = check_state(state)
+    leaves, state_tree = jax.tree.flatten(state)
+    check_params(params)
+    cell: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        result = step(*in_tree.unflatten(arrays))
+        if not (isinstance(result, (tuple, list)) and len(result) == 2):
+            raise HiddenError(
+                f"{name_of(step)} returns {type(result).__name__}, but a step returns two things: "
+                "the new state, and what it puts out."
+            )
+        check_new_state(step, states, state_tree, leaves, result[0])
+        outs, cell["out_tree"] = jax.tree.flatten(result[1])
+        return [*jax.tree.leaves(result[0]), *outs]
+
+    arrays, in_tree = jax.tree.flatten((params, state, *inputs))
+    with unmarked():
+        jaxpr = flattened(jax.make_jaxpr(flat)(*arrays))
+    inner = _compat.open_jaxpr(jaxpr)
+    n, m = len(keyed), len(states)
+    given = {id(v): jax.tree_util.keystr(k) for v, (k, _) in zip(inner.invars, keyed, strict=False)}
+    trained = tuple(i for i in range(n) if is_float(inner.invars[i].aval))
+    return _divided(
+        inner,
+        dict(zip(inner.constvars, _compat.jaxpr_consts(jaxpr), strict=True)),
+        name=name_of(step),
+        states=states,
+        state_tree=state_tree,
+        out_tree=cell["out_tree"],
+        params=tuple(inner.invars[:n]),
+        trained=trained,
+        olds=tuple(inner.invars[n : n + m]),
+        inputs=tuple(inner.invars[n + m :]),
+        news=tuple(inner.outvars[:m]),
+        outs=tuple(inner.outvars[m:]),
+        names={v: given[id(v)] for v in inner.invars[:n]},
+    )
+
+
+def _divided(inner: Any, values: dict[Any, Any], **parts: Any) -> Program:
+    """Divides the equations into those of the weights and the others."""
+    trained = {parts["params"][i] for i in parts["trained"]}
+    data = {*parts["olds"], *parts["inputs"]}
+    learned: dict[Any, frozenset[Any]] = {v: frozenset((v,)) for v in trained}
+    first, body = [], []
+    for eqn in inner.eqns:
+        used = [v for v in eqn.invars if is_variable(v)]
+        if any(v in data for v in used) or eqn.effects:
+            body.append(eqn)
+            data.update(eqn.outvars)
+            continue
+        first.append(eqn)
+        of = frozenset[Any]().union(*(learned.get(v, ()) for v in used))
+        if of:
+            learned.update((v, of) for v in eqn.outvars if is_float(v.aval))
+    read = [v for eqn in body for v in eqn.invars] + [*parts["news"], *parts["outs"]]
+    weights = tuple(dict.fromkeys(v for v in read if is_variable(v) and v in learned))
+    dots = tuple(
+        Dot(i, side, eqn)
+        for i, eqn in enumerate(body)
+        if eqn.primitive.name == "dot_general"
+        for side in (0, 1)
+        if eqn.invars[side] in learned and eqn.invars[1 - side] not in learned
+    )
+    names = parts["names"]
+    names |= {
+        v: " and ".join(names[p] for p in parts["params"] if p in learned[v]) for v in weights
+    }
+    made = {v: eqn for eqn in body for v in eqn.outvars}
+    writes: dict[Any, int] = {}
+    for k, atom in enumerate(parts["news"]):
+        while is_variable(atom) and atom in made and is_copy(made[atom]):
+            atom = made[atom].invars[0]
+        if is_variable(atom) and atom in made:
+            # Of several states with one value the first has what is computed from it.
+            writes.setdefault(atom, k)
+    return Program(
+        values=values,
+        first=tuple(first),
+        body=tuple(body),
+        weights=weights,
+        known=_constants(first, values, learned, parts["params"]),
+        dots=dots,
+        writes=writes,
+        **parts,
+    )
+
+
+def _constants(first: Any, values: Any, learned: Any, params: Any) -> dict[Any, Any]:
+    """The values that nothing given to the step has a part in: indices, above all."""
+    known = {v: x for v, x in values.items() if not isinstance(x, Tracer)}
+    with jax.ensure_compile_time_eval():
+        for eqn in first:
+            used = [v for v in eqn.invars if is_variable(v)]
+            if all(v in known for v in used) and not any(v in learned for v in eqn.outvars):
+                _evaluate([eqn], known)
+    return known
+
+
+def check_state(state: Any) -> tuple[HiddenState, ...]:
+    states = hidden_states(state)
+    for one in states:
+        if not jnp.issubdtype(one.dtype, jnp.floating):
+            raise HiddenError(
+                f"The hidden state {one.name!r} is of type {one.dtype}, but online learning needs "
+                "states of a real floating-point type: keep the real and the imaginary part as two."
+            )
+    return states
+
+
+def check_params(params: Any) -> None:
+    """Refuses parameters with nothing to learn in them, or with what can have no gradient."""
+    dtypes = {jax.dtypes.result_type(leaf) for leaf in jax.tree.leaves(params)}
+    found = ", ".join(sorted(map(str, dtypes)))
+    if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
+        raise HiddenError(
+            f"`params` has leaves of the types {found}, but keys of random numbers are no "
+            "parameters: hand them to the step as an input."
+        )
+    if not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        raise HiddenError(
+            "`params` must hold arrays of a real floating-point type, for those are what is "
+            f"learned, but its leaves are of type {found or 'none'}."
+        )

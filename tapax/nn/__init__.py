@@ -1,0 +1,75 @@
+"""BatchEnsemble for Flax NNX: an ensemble that costs little more than one model.
+
+All members share the weights `W` of a layer; each has two vectors of its own, `r` on the inputs and
+`s` on the outputs, and a bias: its weight is `W * outer(r, s)`. A batch holds the rows of all
+members, `[E * B, ...]`, those of one after those of the other, and all are computed at once (Wen,
+Tran and Ba, "BatchEnsemble", 2020).
+
+>>> import jax, jax.numpy as jnp, tapax
+>>> from flax import nnx
+>>> from tapax import nn
+>>> rngs = nnx.Rngs(0)
+>>> model = nnx.Sequential(nnx.Linear(3, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 10, rngs=rngs))
+>>> ensemble = nn.batch_ensemble(model, 4, rngs=rngs)
+>>> x = jnp.ones((5, 3))  # a plain batch
+>>> ensemble(nn.tile(x, 4)).shape  # in training: every member sees the batch, or rows of its own
+(20, 10)
+>>> prediction = nn.predict(ensemble, x)
+>>> prediction.mean.shape, prediction.epistemic.shape
+((5, 10), (5,))
+>>> _, taps = tapax.capture(ensemble)(nn.tile(x, 4))
+>>> nn.members(taps).values["Sequential/layers/0"].shape
+(4, 5, 64)
+
+- Layers: `BatchEnsembleLinear`, `BatchEnsembleLinearGeneral` (the projections of attention),
+  `BatchEnsembleConv`, `BatchEnsembleEinsum`, `BatchEnsembleEmbed`; each is made from a layer of
+  Flax, is an instance of its class, and keeps its dtype and precision.
+- `batch_ensemble` makes a whole model an ensemble.
+- `tile`, `fold` and `unfold` go between plain batches and those of members.
+- `predict` gives a mean, and total, aleatoric and epistemic uncertainty.
+- `shard` divides the members over the devices of a mesh.
+- `members` gives what was captured an axis of members, with statistics for each.
+
+Calls change nothing: they work under `jax.jit`, `grad`, `vmap` and those of NNX, in any thread.
+
+The recurrent cells of brainstate are here too, under the names that `braintrace.nn` has them by:
+`tapax.nn.GRUCell`. See `tapax.hidden`.
+"""
+
+import importlib
+from typing import Any
+
+from tapax.nn._conv import BatchEnsembleConv
+from tapax.nn._convert import batch_ensemble
+from tapax.nn._einsum import BatchEnsembleEinsum
+from tapax.nn._embed import BatchEnsembleEmbed
+from tapax.nn._linear import BatchEnsembleLinear, BatchEnsembleLinearGeneral
+from tapax.nn._members import Members, Statistics, members
+from tapax.nn._predict import Prediction, fold, predict, tile, unfold
+from tapax.nn._shard import shard
+
+__all__ = [
+    "BatchEnsembleConv",
+    "BatchEnsembleEinsum",
+    "BatchEnsembleEmbed",
+    "BatchEnsembleLinear",
+    "BatchEnsembleLinearGeneral",
+    "Members",
+    "Prediction",
+    "Statistics",
+    "batch_ensemble",
+    "fold",
+    "members",
+    "predict",
+    "shard",
+    "tile",
+    "unfold",
+]
+
+_CELLS = ("GRUCell", "LSTMCell", "MGUCell", "URLSTMCell", "ValinaRNNCell")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CELLS:
+        return getattr(importlib.import_module("brainstate.nn"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

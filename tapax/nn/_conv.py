@@ -1,0 +1,52 @@
+"""BatchEnsemble of `nnx.Conv`: `r` is on the input channels, `s` on the output channels."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tapax.nn._factors import Base, Ensemble, Shapes
+from tapax.nn._rows import check_stack, check_width, modulated
+
+# A capture puts its own function in the place of this one while it traces.
+_conv = inspect.unwrap(nnx.Conv.__call__)
+
+
+def _shapes(base: Any) -> Shapes:
+    ins, outs = base.in_features, base.out_features
+    return Shapes(tuple(base.kernel_shape), (ins,), (outs,), (outs,))
+
+
+class BatchEnsembleConv(Ensemble, nnx.Conv):
+    """A convolution of several members, in any number of dimensions.
+
+    >>> from flax import nnx
+    >>> import jax, jax.numpy as jnp
+    >>> base = nnx.Conv(3, 8, (3, 3), strides=2, rngs=nnx.Rngs(0))
+    >>> layer = BatchEnsembleConv(base, rngs=1, num_members=4)
+    >>> layer(jnp.ones((4 * 5, 10, 10, 3))).shape
+    (20, 5, 5, 8)
+
+    Member `k` has the kernel `kernel * outer(r_k, s_k)` over channels; in a convolution of groups
+    every channel has its own factor all the same. Strides, dilations, padding, groups, mask, dtype
+    and precision are those of the base layer; arguments are as for `BatchEnsembleLinear`.
+    """
+
+    base = Base(nnx.Conv, _shapes)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """The results of all members, `[E * B, *spatial, out_features]`."""
+        check_stack(self, (self.in_features,))
+        spatial = len(self.kernel_size)
+        if inputs.ndim < spatial + 2:
+            raise ValueError(
+                f"`inputs` of BatchEnsembleConv has the shape {list(inputs.shape)}, but must have "
+                f"an axis of rows, {spatial} spatial axes and one of channels."
+            )
+        last = inputs.ndim - 1
+        check_width(self, inputs, (last,), (self.in_features,), "channels")
+        run = lambda layer, x: _conv(layer, x, out_sharding)  # noqa: E731
+        return modulated(self, inputs, run, (last,), (-1,))

@@ -1,0 +1,110 @@
+"""BatchEnsemble of `nnx.Einsum`: `r` is on the kernel's axes in the inputs, `s` on the others."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from tapax.nn._factors import Base, Ensemble, Shapes
+from tapax.nn._rows import check_stack, check_width, modulated
+
+# A capture puts its own function in the place of this one while it traces.
+_einsum = inspect.unwrap(nnx.Einsum.__call__)
+
+
+def _shapes(base: Any) -> Shapes:
+    inputs = base.einsum_str.partition(",")[0]
+    # How many axes an ellipsis stands for is known when the layer is called: one is the least.
+    letters = _letters(base.einsum_str, len(inputs.replace("...", "")) + ("..." in inputs))
+    sizes = dict(zip(letters.kernel, base.kernel_shape, strict=True))
+    ins, outs = (tuple(sizes[c] for c in part) for part in (letters.ins, letters.outs))
+    return Shapes(tuple(base.kernel_shape), ins, outs, base.bias_shape or outs)
+
+
+class BatchEnsembleEinsum(Ensemble, nnx.Einsum):
+    """An einsum with a kernel, of several members.
+
+    >>> from flax import nnx
+    >>> import jax, jax.numpy as jnp
+    >>> base = nnx.Einsum("nta,hab->nthb", (8, 2, 4), (8, 4), rngs=nnx.Rngs(0))
+    >>> layer = BatchEnsembleEinsum(base, rngs=1, num_members=4)
+    >>> layer.r.shape, layer.s.shape, layer.bias.shape
+    ((4, 2), (4, 8, 4), (4, 8, 4))
+    >>> layer(jnp.ones((4 * 5, 11, 2))).shape
+    (20, 11, 8, 4)
+
+    `r` has an axis for every letter that the kernel shares with the inputs, in their order, and `s`
+    one for every letter that it shares with the result, in its order: the kernel of a member is
+    `kernel * r_k * s_k`, each along its letters. The first axis of the inputs is that of the rows;
+    it must be in the result and not in the kernel. Arguments are as for `BatchEnsembleLinear`.
+    """
+
+    base = Base(nnx.Einsum, _shapes)
+
+    def __call__(
+        self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> jax.Array:
+        """The results of all members; the rows are where the equation puts the first axis."""
+        equation = self.einsum_str if einsum_str is None else einsum_str
+        letters = _letters(equation, inputs.ndim)
+        sizes = dict(zip(letters.kernel, self.kernel_shape, strict=False))
+        if len(letters.kernel) != len(self.kernel_shape):
+            raise ValueError(
+                f"`einsum_str` of BatchEnsembleEinsum is {equation!r}, but the kernel has the "
+                f"shape {list(self.kernel_shape)}."
+            )
+        check_stack(self, [sizes[c] for c in letters.ins])
+        outs = tuple(sizes[c] for c in letters.outs)
+        if tuple(self.s.shape) != (self.num_members, *outs):
+            raise ValueError(
+                f"`einsum_str` of BatchEnsembleEinsum is {equation!r}, but the layer was made for "
+                f"{self.einsum_str!r}, with other axes in the result."
+            )
+        ins = [letters.inputs.index(c) for c in letters.ins]
+        check_width(self, inputs, ins, [sizes[c] for c in letters.ins])
+        where = [letters.result.index(c) - len(letters.result) for c in letters.outs]
+        run = lambda layer, x: _einsum(layer, x, einsum_str, out_sharding)  # noqa: E731
+        row = letters.result.index(letters.inputs[0])
+        return modulated(self, inputs, run, ins, where, row)
+
+
+class _Letters(NamedTuple):
+    """The letters of an equation; `ins` and `outs` are those of the kernel in inputs and result."""
+
+    inputs: str
+    kernel: str
+    result: str
+
+    @property
+    def ins(self) -> list[str]:
+        return [c for c in self.inputs if c in self.kernel]
+
+    @property
+    def outs(self) -> list[str]:
+        return [c for c in self.result if c in self.kernel]
+
+
+def _letters(equation: str, ndim: int) -> _Letters:
+    operands, _, result = equation.replace(" ", "").partition("->")
+    inputs, _, kernel = operands.partition(",")
+    # An ellipsis as letters that nobody writes.
+    count = ndim - len(inputs.replace("...", ""))
+    dots = "".join(chr(0x2460 + i) for i in range(count))
+    if "..." in inputs:
+        inputs, result = inputs.replace("...", dots), result.replace("...", dots)
+    repeated = any(len(set(part)) < len(part) for part in (inputs, kernel, result))
+    row = inputs[:1]
+    if "." in kernel or repeated or not row or row in kernel or row not in result:
+        raise ValueError(
+            f"BatchEnsembleEinsum cannot take the equation {equation!r}: every letter must be "
+            "there once in each part, the kernel must have no ellipsis, and the first axis of the "
+            "inputs, that of the rows, must be in the result and not in the kernel."
+        )
+    if len(inputs) != ndim:
+        raise ValueError(
+            f"`inputs` of BatchEnsembleEinsum has {ndim} axes, but the equation is {equation!r}."
+        )
+    return _Letters(inputs, kernel, result)

@@ -1,0 +1,210 @@
+"""What all BatchEnsemble layers are made of: a base layer, the factors `r` and `s`, a bias each.
+
+A layer has the attributes of its base layer, its weight or a new one, and for each of its members a
+row of `r`, of `s` and of the bias. Where the base layer is a stack of layers, as `nnx.vmap` makes
+it for `nnx.scan`, the axes of the stack come before that of the members.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tapax.nn._keys import keys
+
+INITS = ("normal", "random_sign")
+LECUN = jax.nn.initializers.lecun_normal()
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments that every layer takes, checked."""
+
+    num_members: int = 1
+    use_base_weights: bool = False
+    init: str = "normal"
+    r_mean: float = 1.0
+    r_std: float = 0.5
+    s_mean: float = 1.0
+    s_std: float = 0.5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_members", checked_members(self.num_members))
+        if self.init not in INITS:
+            raise ValueError(f"`init` must be 'normal' or 'random_sign', but is {self.init!r}.")
+        for name in ("r_mean", "s_mean", "r_std", "s_std"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise TypeError(
+                    f"`{name}` must be a finite number, but is {value!r} of type "
+                    f"{type(value).__name__}."
+                )
+            if name.endswith("std") and value < 0:
+                raise ValueError(
+                    f"`{name}` is a standard deviation and cannot be negative, but is {value}."
+                )
+
+
+def checked_members(number: Any) -> int:
+    """A number of members, as an int."""
+    try:
+        members = operator.index(number)
+    except TypeError:
+        members = None
+    if members is None or isinstance(number, (bool, np.bool_)):
+        raise TypeError(
+            f"`num_members` must be an integer, but is {number!r} of type {type(number).__name__}."
+        )
+    if members < 1:
+        raise ValueError(f"`num_members` must be 1 or more, but is {members}.")
+    return members
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The shapes of a base layer's weight and bias, and of one member's factors.
+
+    `flat` is the shape in which a new weight is drawn, if not its own.
+    """
+
+    weight: tuple[int, ...]
+    r: tuple[int, ...]
+    s: tuple[int, ...]
+    bias: tuple[int, ...] | None = None
+    flat: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """What a BatchEnsemble layer is made from: a class of Flax, and how a new weight is drawn."""
+
+    kind: type
+    shapes: Callable[[Any], Shapes]
+    initializer: Initializer = LECUN
+    weight: str = "kernel"
+
+    def check(self, layer: Any, name: str) -> None:
+        """Refuses what is no such layer, and what computes something else than such a layer."""
+        plain = f"`base_layer` of {name} must be a plain nnx.{self.kind.__name__}"
+        if isinstance(layer, Ensemble):
+            kind = type(layer).__name__
+            raise TypeError(f"{plain}, but is a {kind}, which has members already.")
+        of = f"of type {type(layer).__module__.partition('.')[0]}.{type(layer).__qualname__}"
+        if not isinstance(layer, self.kind):
+            raise TypeError(f"{plain}, but is {of}.")
+        if getattr(type(layer), "__call__") is not getattr(self.kind, "__call__"):  # noqa: B004, B009
+            raise TypeError(f"{plain}, but is {of}, which has a __call__ of its own.")
+
+    def stack(self, layer: Any) -> tuple[int, ...]:
+        """The axes in front of a layer's weight that several layers are stacked along."""
+        weight, bias, shapes = getattr(layer, self.weight), _bias(layer), self.shapes(layer)
+        stack = tuple(weight.shape[: max(weight.ndim - len(shapes.weight), 0)])
+        fits = tuple(weight.shape) == (*stack, *shapes.weight)
+        if bias is not None and shapes.bias is not None:
+            fits = fits and tuple(bias.shape) == (*stack, *shapes.bias)
+        if not fits:
+            also = "" if bias is None else f" and a bias of shape {list(bias.shape)}"
+            raise ValueError(
+                f"`base_layer`, an nnx.{self.kind.__name__} with a weight of shape "
+                f"{list(shapes.weight)}, has one of shape {list(weight.shape)}{also}: layers that "
+                "are stacked must be so along the first axes."
+            )
+        return stack
+
+    def fresh(self, layer: Any, key: jax.Array) -> jax.Array:
+        """A new weight for a layer; of a stack, each with the scale it would have alone."""
+        stack, shapes = self.stack(layer), self.shapes(layer)
+        drawn = shapes.flat or shapes.weight
+        if not stack:
+            return self.initializer(key, drawn, layer.param_dtype).reshape(shapes.weight)
+        split = jax.random.split(key, math.prod(stack))
+        made = jax.vmap(lambda key: self.initializer(key, drawn, layer.param_dtype))(split)
+        return made.reshape((*stack, *shapes.weight))
+
+
+def _bias(layer: Any) -> Any:
+    return getattr(layer, "bias", None)
+
+
+class Ensemble:
+    """What all BatchEnsemble layers have in common; `base` is what each is made from."""
+
+    base: ClassVar[Base]
+    num_members: int
+    r: Any
+    s: Any
+    bias: Any
+
+    def __init__(
+        self,
+        base_layer: Any,
+        rngs: Any = 1,
+        num_members: int = 1,
+        use_base_weights: bool = False,
+        init: str = "normal",
+        r_mean: float = 1.0,
+        r_std: float = 0.5,
+        s_mean: float = 1.0,
+        s_std: float = 0.5,
+    ):
+        options = Options(num_members, use_base_weights, init, r_mean, r_std, s_mean, s_std)
+        base, members = self.base, options.num_members
+        base.check(base_layer, type(self).__name__)
+        shapes, stack = base.shapes(base_layer), base.stack(base_layer)
+        key = keys(rngs, base_layer)
+        for name, value in vars(base_layer).items():
+            # What begins so is the bookkeeping of NNX, which the new layer has itself.
+            if not name.startswith("_pytree__") and name not in (base.weight, "bias"):
+                setattr(self, name, value)
+        self.num_members = members
+        weight = getattr(base_layer, base.weight)
+        if not use_base_weights:
+            weight = _like(weight, base.fresh(base_layer, key()))
+        setattr(self, base.weight, weight)
+
+        def factor(size: tuple[int, ...], mean: float, std: float) -> nnx.Param:
+            shape = (*stack, members, *size)
+            return nnx.Param(_sampled(key(), shape, init, mean, std, base_layer.param_dtype))
+
+        self.r = factor(shapes.r, r_mean, r_std)
+        self.s = factor(shapes.s, s_mean, s_std)
+        bias = _bias(base_layer)
+        if bias is not None:
+            each = jnp.expand_dims(bias[...], len(stack))
+            each = jnp.broadcast_to(each, (*stack, members, *bias.shape[len(stack) :]))
+            self.bias = _like(bias, each, members_at=len(stack))
+        elif shapes.bias is not None:
+            self.bias = nnx.data(None)
+
+    @property
+    def __tap_members__(self) -> int:
+        """Tells captures how many members the rows of a batch belong to."""
+        return self.num_members
+
+
+def _like(variable: Any, value: jax.Array, members_at: int | None = None) -> Any:
+    """A variable with the type and metadata of another; its members may be a new axis."""
+    metadata = dict(variable.get_metadata())
+    names = metadata.get("out_sharding")
+    if names and members_at is not None:
+        metadata["out_sharding"] = (*names[:members_at], None, *names[members_at:])
+    return type(variable)(value, **metadata)
+
+
+def _sampled(
+    key: jax.Array, shape: tuple[int, ...], init: str, mean: float, std: float, dtype: Any
+) -> jax.Array:
+    if init == "random_sign":
+        return jax.random.rademacher(key, shape, jnp.int32).astype(dtype)
+    return (mean + std * jax.random.normal(key, shape, dtype)).astype(dtype)

@@ -1,0 +1,202 @@
+"""`members`: what was captured of an ensemble, member by member."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from rich.table import Table
+
+from tapax._show import _render, _type
+from tapax._sites import Site, SiteError
+from tapax._taps import Taps
+from tapax.nn._factors import checked_members
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What the values of each member are like: every field but the last has one number for each.
+
+    What a branch or a loop did not compute does not count. Of complex numbers, their magnitudes.
+    `disagreement` is how far members are from their mean, over the size of their values: 0 if they
+    are all alike, 1 if they have nothing in common.
+    """
+
+    mean: jax.Array
+    rms: jax.Array
+    min: jax.Array
+    max: jax.Array
+    nonfinite: jax.Array
+    disagreement: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """Values and gradients with an axis of members in front: `[E, loops..., B, ...]`.
+
+    `valid` is as in `Taps`. `shared` are the names of what has no rows that members could have, a
+    loss, a step counter: they are in neither. It prints as a table.
+    """
+
+    values: dict[str, jax.Array]
+    grads: dict[str, jax.Array]
+    valid: dict[str, jax.Array]
+    num_members: int
+    shared: tuple[str, ...] = ()
+
+    @property
+    def statistics(self) -> dict[str, Statistics]:
+        """Of every value, by name."""
+        return self._statistics(self.values)
+
+    @property
+    def grad_statistics(self) -> dict[str, Statistics]:
+        """Of every gradient, by name."""
+        return self._statistics(self.grads)
+
+    def _statistics(self, found: dict[str, jax.Array]) -> dict[str, Statistics]:
+        return {
+            name: _statistics(x, _mask(self.valid.get(name)))
+            for name, x in found.items()
+            if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+        }
+
+    def __repr__(self) -> str:
+        title = (
+            f"{len(self.values)} values, {len(self.grads)} gradients, {self.num_members} members"
+        )
+        table = Table("site", "type", "value rms", "disagree", "grad rms", "disagree", title=title)
+        both = self.statistics, self.grad_statistics
+        for name in dict.fromkeys([*self.values, *self.grads]):
+            x = self.values.get(name, self.grads.get(name))
+            table.add_row(name, _type(x), *(cell for part in both for cell in _cells(part, name)))
+        if self.shared:
+            table.caption = f"shared by all members: {', '.join(self.shared)}"
+        return _render(table)
+
+
+jax.tree_util.register_dataclass(
+    Members,
+    data_fields=["values", "grads", "valid"],
+    meta_fields=["num_members", "shared"],
+)
+
+
+def _cells(statistics: dict[str, Statistics], name: str) -> tuple[str, str]:
+    if name not in statistics:
+        return "", ""
+    found = statistics[name]
+    if isinstance(found.rms, Tracer):
+        return "traced", "traced"
+    return " ".join(f"{x:.3g}" for x in found.rms.tolist()), f"{float(found.disagreement):.2g}"
+
+
+def members(taps: Taps, num_members: int | None = None) -> Members:
+    """What a capture of an ensemble returned, with an axis of members in front.
+
+    >>> import jax, jax.numpy as jnp, tapax
+    >>> from flax import nnx
+    >>> from tapax import nn
+    >>> model = nn.batch_ensemble(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), 4, rngs=0)
+    >>> loss = lambda model, x: jnp.mean(model(x) ** 2)
+    >>> _, taps = tapax.capture(nnx.grad(loss))(model, nn.tile(jnp.ones((5, 3)), 4))
+    >>> by_member = nn.members(taps)
+    >>> by_member.values["BatchEnsembleLinear"].shape
+    (4, 5, 2)
+    >>> by_member.grad_statistics["BatchEnsembleLinear"].rms.shape
+    (4,)
+
+    The rows of a batch are on the first axis of a value as it was computed, behind the axes of
+    loops, maps and meshes, which stay where they are. How many members and rows there are is what
+    the BatchEnsemble layers among the sites say; `num_members` is for taps without them. A value
+    with another number of rows, a loss or an embedding of positions, is `shared`: it is left out,
+    and named.
+    """
+    if not isinstance(taps, Taps):
+        raise TypeError(
+            f"`taps` must be what a capture returned, but is {taps!r} of type "
+            f"{type(taps).__name__}."
+        )
+    sites = {site.name: site for site in taps.sites}
+    for found, reducer in ((taps.values, "reducer"), (taps.grads, "grad_reducer")):
+        for name in found:
+            if getattr(sites.get(name), reducer, None) is not None:
+                raise SiteError(
+                    f"The site {name!r} was reduced by {getattr(sites[name], reducer)} over the "
+                    "rows of all members. Capture it whole, and return only the statistics of "
+                    "tapax.nn.members(taps) from the jitted function that captures."
+                )
+    number = _number(taps) if num_members is None else checked_members(num_members)
+    batches = _batches(taps, sites)
+    shared: list[str] = []
+
+    def each(found: dict[str, Any]) -> dict[str, jax.Array]:
+        ordered = sorted(found, key=list(sites).index)
+        split = {name: _split(found[name], sites[name], number, batches) for name in ordered}
+        shared.extend(name for name, x in split.items() if x is None and name not in shared)
+        return {name: x for name, x in split.items() if x is not None}
+
+    return Members(each(taps.values), each(taps.grads), taps.valid, number, tuple(shared))
+
+
+def _number(taps: Taps) -> int:
+    numbers = {site.members for site in taps.sites if site.members is not None}
+    if len(numbers) != 1:
+        found = f"layers of {sorted(numbers)} members" if numbers else "no BatchEnsemble layer"
+        raise ValueError(f"`num_members` must be given for taps that have {found} among the sites.")
+    return numbers.pop()
+
+
+def _row(x: Any, site: Site) -> int | None:
+    """The axis of the rows: the first of a value, behind those of loops and maps."""
+    row = x.ndim - site.rank
+    return row if site.rank and row >= 0 else None
+
+
+def _batches(taps: Taps, sites: dict[str, Site]) -> set[int]:
+    """How many rows BatchEnsemble layers returned."""
+    rows = set()
+    for name, x in (*taps.values.items(), *taps.grads.items()):
+        row = _row(x, sites[name])
+        if sites[name].members is not None and row is not None:
+            rows.add(x.shape[row])
+    return rows
+
+
+def _split(x: Any, site: Site, members: int, batches: set[int]) -> jax.Array | None:
+    """`[loops..., E * B, ...]` as `[E, loops..., B, ...]`; None if members have no rows in it."""
+    row = _row(x, site)
+    if row is None or x.shape[row] % members or (batches and x.shape[row] not in batches):
+        return None
+    ahead, rows, after = x.shape[:row], x.shape[row], x.shape[row + 1 :]
+    return jnp.moveaxis(x.reshape(*ahead, members, rows // members, *after), row, 0)
+
+
+def _mask(valid: Any) -> Any:
+    """What was computed, where that is known; a count of iterations is for the last of them."""
+    return valid if valid is not None and valid.dtype == bool else None
+
+
+@jax.jit
+def _statistics(x: jax.Array, mask: jax.Array | None) -> Statistics:
+    x = jnp.abs(x) if jnp.iscomplexobj(x) else x
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    real = jnp.ones((), bool) if mask is None else mask
+    # The mask has the leading axes of the value, behind that of the members.
+    real = real.reshape(1, *real.shape, *(1,) * (x.ndim - 1 - real.ndim))
+    own = tuple(range(1, x.ndim))
+    square = jnp.mean(x**2, own, where=real)
+    apart = jnp.mean(jnp.mean((x - x.mean(0)) ** 2, 0), where=real[0])
+    size = jnp.mean(square)
+    return Statistics(
+        mean=jnp.mean(x, own, where=real),
+        rms=jnp.sqrt(square),
+        min=jnp.min(x, own, initial=jnp.inf, where=real),
+        max=jnp.max(x, own, initial=-jnp.inf, where=real),
+        nonfinite=jnp.sum(~jnp.isfinite(x), own, where=real),
+        disagreement=jnp.where(size == 0, 0, jnp.sqrt(apart / jnp.where(size == 0, 1, size))),
+    )

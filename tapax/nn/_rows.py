@@ -1,0 +1,109 @@
+"""How the members of a layer meet the rows of a batch: `[E * B, ...]`, one member after the other.
+
+Factors are spread over rows, and never the rows split into members, so that an array that is
+sharded by rows stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Unbiased:
+    """A layer without its bias, on which the method of its base class is run.
+
+    What that method would add has no axis of members, and comes before the factor `s`.
+    """
+
+    bias = None
+    use_bias = False
+
+    def __init__(self, layer: Any):
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def rows_each(layer: Any, inputs: Any, argument: str = "inputs") -> int:
+    """How many rows of a batch each member has."""
+    members = layer.num_members
+    if inputs.ndim == 0 or inputs.shape[0] % members:
+        rows = f"{inputs.shape[0]} rows" if inputs.ndim else "no rows"
+        raise ValueError(
+            f"`{argument}` of {type(layer).__name__} has the shape {list(inputs.shape)}, {rows}, "
+            f"but these must be a multiple of num_members={members}: those of one member after "
+            "those of the other, as tapax.nn.tile makes them."
+        )
+    return inputs.shape[0] // members
+
+
+def check_width(
+    layer: Any,
+    x: Any,
+    axes: Sequence[int],
+    size: Sequence[int],
+    what: str = "features",
+    argument: str = "inputs",
+) -> None:
+    """Refuses inputs whose features are not as many as the layer has."""
+    found = tuple(x.shape[a] for a in axes) if all(0 <= a < x.ndim for a in axes) else None
+    if found != tuple(size):
+        wide = size[0] if len(size) == 1 else list(size)
+        where = f"axis {axes[0]}" if len(axes) == 1 else f"the axes {list(axes)}"
+        raise ValueError(
+            f"`{argument}` of {type(layer).__name__} has the shape {list(x.shape)}, but must have "
+            f"{wide} {what} along {where}."
+        )
+
+
+def check_stack(layer: Any, shape: Sequence[int]) -> None:
+    """Refuses to run a stack of layers as if it were one."""
+    if tuple(layer.r.shape) != (layer.num_members, *shape):
+        raise ValueError(
+            f"The factor `r` of {type(layer).__name__} has the shape {list(layer.r.shape)}, but "
+            f"one layer has {[layer.num_members, *shape]}: run a stack of layers under nnx.scan or "
+            "nnx.vmap."
+        )
+
+
+def spread(factor: Any, batch: int, ndim: int, axes: Sequence[int]) -> jax.Array:
+    """What members have, `[E, ...]`, as rows of a batch, to be broadcast with an array of `ndim`.
+
+    `axes` are where the axes of the factor are in that array: first that of the rows.
+    """
+    members, *own = factor.shape
+    each = jnp.broadcast_to(factor[:, None], (members, batch, *own))
+    each = each.reshape(members * batch, *own)
+    each = each.transpose(sorted(range(len(axes)), key=lambda i: axes[i]))
+    return jnp.expand_dims(each, [a for a in range(ndim) if a not in axes])
+
+
+def modulated(
+    layer: Any,
+    inputs: jax.Array,
+    run: Callable[[Any, jax.Array], jax.Array],
+    ins: Sequence[int],
+    outs: Sequence[int],
+    row: int = 0,
+) -> jax.Array:
+    """`run(x * r) * s + bias`, in the precision that the base layer computes in.
+
+    `ins` are the axes of the inputs that `r` is on; `outs` are those of the result that `s` is on,
+    counted from the end; `row` is that of the rows in the result.
+    """
+    batch = rows_each(layer, inputs)
+    weights = layer.kernel[...], None if layer.bias is None else layer.bias[...]
+    x, _, bias = layer.promote_dtype((inputs, *weights), dtype=layer.dtype)
+    r, s = layer.r[...], layer.s[...]
+    x = x * spread(r.astype(x.dtype), batch, x.ndim, (0, *ins))
+    y = run(Unbiased(layer), x)
+    where = (row, *(y.ndim + a for a in outs))
+    y = y * spread(s.astype(y.dtype), batch, y.ndim, where)
+    if bias is None:
+        return y
+    return y + spread(bias.reshape(s.shape).astype(y.dtype), batch, y.ndim, where)

@@ -1,0 +1,6 @@
+"""The search for the first NaN or infinity: `find_nonfinite`, and what it finds."""
+
+from tapax.nonfinite._finding import Finding, Range
+from tapax.nonfinite._search import find_nonfinite, searching
+
+__all__ = ["Finding", "Range", "find_nonfinite", "searching"]

@@ -1,0 +1,231 @@
+"""Origins as numbers, and the frames in which they are solved: see `_origins`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tapax import _compat
+
+CLASS, _HERE = 2**28, 2**20
+MADE, GIVEN, NAN, REMOTE, INF, _NOTHING = range(6)
+NONE = _NOTHING * CLASS
+Origin = int | None
+"""The place of a value's origin in its frame; None for a value that can have no bad element."""
+_SOURCES = 4
+
+
+def made(kind: int, number: int) -> int:
+    """The origin of what happens in a frame at an equation."""
+    return kind * CLASS + _HERE + number
+
+
+def handed(kind: int, place: int) -> int:
+    """The origin of what a frame is handed, by its place in time."""
+    return kind * CLASS + place
+
+
+def read(origin: int) -> tuple[int, int | None, int]:
+    """The class of an origin, the number of its equation, and its place if it was handed in."""
+    kind, low = divmod(origin, CLASS)
+    return (kind, None, low) if low < _HERE else (kind, low - _HERE, 0)
+
+
+FINE, INFINITE, NOT_A_NUMBER = range(3)
+
+
+def badness(x: Any) -> Any:
+    """How bad the worst element of a value is, as a number.
+
+    It is no maximum of the elements themselves: between devices, a maximum may well drop a NaN.
+    """
+    if jnp.iscomplexobj(x):
+        return lax.max(badness(jnp.real(x)), badness(jnp.imag(x)))
+    x = jnp.asarray(x)
+    # The truth of both is 2 for what is finite, 1 for infinities, 0 for NaN.
+    numbers = (lax.convert_element_type(t, np.int32) for t in (lax.is_finite(x), lax.eq(x, x)))
+    return NOT_A_NUMBER - lax.reduce_min(lax.add(*numbers), tuple(range(x.ndim)))
+
+
+class Frame:
+    """What happens in one run of a body: origins, and tables of what came out of frames within.
+
+    `axes` are the axes of the mesh over which things differ here, `typed` those of them that types
+    tell; `width` is that of a row. If it is `strict`, NaNs made of infinite constants count.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        strict: bool,
+        axes: frozenset[str] = frozenset(),
+        typed: frozenset[str] = frozenset(),
+    ):
+        self.width, self.strict = width, strict
+        self.axes, self.typed = axes, typed
+        self.slots: list[int] = []
+        self.tables: list[Any] = []
+        self._solved = [jnp.full(1, NONE, jnp.int32)]
+        self._pending: list[tuple[list[int], Any, int]] = []
+        self._count = 1
+
+    def within(self) -> Frame:
+        """A frame for the body of a loop here."""
+        return Frame(self.width - 2, self.strict, self.axes, self.typed)
+
+    def fork(self) -> Frame:
+        """A frame for a body that is part of this one."""
+        return Frame(self.width, self.strict, self.axes, self.typed)
+
+    def same(self, x: Any) -> Any:
+        """`x` in the type that all rows and origins have here."""
+        return _compat.with_varying(x, self.typed)
+
+    def add(self, sources: Sequence[Origin], bad: Any, here: int) -> int:
+        """The origin of a value that is so bad: the earliest of the sources, or `here`.
+
+        It is bad in any case if that is None.
+        """
+        some = sorted({o for o in sources if o is not None})
+        while len(some) > _SOURCES:
+            head, some = some[:_SOURCES], some[_SOURCES:]
+            some.append(self.add(head, None, NONE))
+        self._pending.append((some, INFINITE if bad is None else bad, here))
+        self._count += 1
+        return self._count - 1
+
+    def known(self, origins: Any) -> list[int]:
+        """Origins that are known already, a vector of them."""
+        self._solve()
+        self._solved.append(origins)
+        self._count += origins.shape[0]
+        return list(range(self._count - origins.shape[0], self._count))
+
+    def packed(self, origins: Sequence[Origin]) -> Any:
+        """Some origins as one vector of numbers."""
+        self._solve()
+        places = np.asarray([o or 0 for o in origins], np.int32)
+        return self._solved[0][places]
+
+    def _solve(self) -> None:
+        if not self._pending:
+            self._solved = [jnp.concatenate([self.same(x) for x in self._solved])]
+            return
+        pending, self._pending = self._pending, []
+        start, count = self._count - len(pending), len(pending)
+        table = np.zeros((count, _SOURCES), np.int32)
+        for i, (sources, _, _) in enumerate(pending):
+            table[i, : len(sources)] = sources
+        here = np.asarray([h for _, _, h in pending], np.int32)
+        worst = jnp.stack([self.same(jnp.asarray(bad, np.int32)) for _, bad, _ in pending])
+        # What a NaN that was made of a constant infinity leaves out of account.
+        limit = jnp.where(worst == NOT_A_NUMBER, handed(INF, 0), NONE).astype(np.int32)
+        limit = limit if self.strict else _none(count)
+
+        def one(carry: Any, x: Any) -> Any:
+            origins, place = carry
+            sources, limit, fine, here = x
+            before = origins.at[sources].get(mode="promise_in_bounds").min()
+            bad = lax.select(before < limit, before, here)
+            new = lax.select(fine, np.int32(NONE), bad)
+            origins = lax.dynamic_update_index_in_dim(origins, new, place, 0)
+            return (origins, place + 1), None
+
+        known = [self.same(x) for x in self._solved]
+        origins = jnp.concatenate([*known, self.same(_none(count))])
+        items = tuple(map(self.same, (table, limit, worst == FINE, here)))
+        (origins, _), _ = lax.scan(one, (origins, np.int32(start)), items)
+        self._solved = [origins]
+
+    def lowest(self) -> Any:
+        """The first of all origins here of what was made, whether or not it is of use."""
+        self._solve()
+        (origins,) = self._solved
+        return jnp.where(origins < handed(GIVEN, 0), origins, NONE).min()[None]
+
+    def rows(self, origins: Any) -> Any:
+        """The rows of a vector of origins: those of the tables, where they are in one."""
+        own = jnp.pad(origins[:, None], ((0, 0), (0, self.width - 1)))
+        if not self.slots:
+            return own
+        tables = jnp.concatenate([self.same(t) for t in self.tables])
+        match = (origins % CLASS - _HERE)[:, None] == np.asarray(self.slots, np.int32)
+        return jnp.where(match.any(1)[:, None], _picked(match, tables), own)
+
+    def results(self, number: int, rows: Any) -> list[int]:
+        """The origins, here, of what comes out of the frame of an equation, given by their rows."""
+        from_inside = rows[:, 0] % CLASS == _HERE + number
+        rank = ranks(rows)
+        origins = jnp.where(from_inside, rows[:, 0] + 1 + rank, rows[:, 0])
+        count = rows.shape[0]
+        self.slots += [number + 1 + i for i in range(count)]
+        match = rank[None, :] == np.arange(count, dtype=np.int32)[:, None]
+        self.tables.append(_picked(match, rows))
+        return self.known(origins)
+
+
+class Handed:
+    """What a frame is handed: the rows of it, and the origins that stand for them inside."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+        self.rank = ranks(rows)
+        kind = rows[:, 0] // CLASS
+        self.origins = jnp.where(kind == _NOTHING, NONE, kind * CLASS + self.rank)
+
+    def leaving(
+        self, frame: Frame, origins: Any, number: int, iteration: Any, device: Any = None
+    ) -> Any:
+        """The rows outside of the frame for origins in it."""
+        inner = frame.rows(origins)
+        kind, low = origins // CLASS, origins % CLASS
+        count, width = inner.shape[0], inner.shape[1] + 2
+        around = (kind * CLASS + _HERE + number)[:, None]
+        when = jnp.broadcast_to(iteration, (count, 1))
+        devices = inner[:, -1:] if device is None else inner[:, -1:] * DEVICES + device
+        own = jnp.concatenate([around, when, inner[:, :-1], devices], 1)
+        out = jnp.where((kind == _NOTHING)[:, None], nowhere(count, width), own)
+        if not self.rows.shape[0]:
+            return out
+        mine = (kind != _NOTHING) & (low < _HERE)
+        return jnp.where(mine[:, None], _picked(low[:, None] == self.rank, self.rows), out)
+
+
+DEVICES = 4096
+"""More than a mesh has. A row has the number of a device, then that of one in a mesh within."""
+
+
+def nowhere(count: int, width: int) -> Any:
+    """Rows of values that are finite."""
+    rows = np.zeros((count, width), np.int32)
+    rows[:, 0] = NONE
+    return rows
+
+
+def _none(count: int) -> Any:
+    return np.full(count, NONE, np.int32)
+
+
+def _picked(match: Any, rows: Any) -> Any:
+    """For each row of a mask, one of the rows that it picks: they are all the same."""
+    return jnp.where(match[:, :, None], rows[None], 0).max(1)
+
+
+def _before(a: Any, b: Any) -> Any:
+    """Whether rows come before others; the last axis is that of the row."""
+    weights = 3 ** np.arange(a.shape[-1], dtype=np.int32)[::-1]
+    return jnp.sum(jnp.sign(a - b) * weights, -1, dtype=jnp.int32) < 0
+
+
+def ranks(rows: Any) -> Any:
+    """How many of the rows come before each; equal ones have the same rank."""
+    return jnp.sum(_before(rows[None, :], rows[:, None]), 1, dtype=jnp.int32)
+
+
+def sooner(a: Any, b: Any) -> Any:
+    """The earlier of two rows, for each of several."""
+    return jnp.where(_before(b, a)[..., None], b, a)

@@ -1,0 +1,166 @@
+"""Where a found equation is, in the user's words: file and line, pass, mapped axes, arguments.
+
+What a jaxpr does not say, the taps of the same program say, traced with every operation marked: a
+value of the forward pass has a tap, which knows the mapped axes of what it carries; what only
+derivatives compute has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from tapax import _compat, adapters
+from tapax._sites import Ops
+from tapax._tap import tap_p
+from tapax.nonfinite._layout import Step, frame_body, inside
+
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = ("optax", "chex")
+
+
+@dataclasses.dataclass(frozen=True)
+class Every(Ops):
+    """Marks the results of every operation."""
+
+    names: tuple[str, ...] = ()
+
+    def marks(self, op: str, source: str, label: str | None) -> bool:
+        return True
+
+
+def line_of(steps: Sequence[Step]) -> str:
+    """`file:line` of the user's code; of a framework's, or JAX's, if there is none."""
+    packages = {adapter.package for adapter in adapters.present()} | set(_LIBRARIES)
+    theirs = [f"{os.sep}site-packages{os.sep}{p.split('.')[0]}{os.sep}" for p in packages]
+    spare = ""
+    # Functions of JAX's own have no frame of the user's: whoever calls them does.
+    for step in reversed(steps):
+        for name, line in _compat.lines_of(step.eqn):
+            if name.startswith((_JAX, _HERE)):
+                continue
+            spare = spare or f"{name}:{line}"
+            if not any(part in name for part in theirs):
+                return f"{name}:{line}"
+    return spare
+
+
+def transforms(steps: Sequence[Step]) -> set[str]:
+    """The transformations that made some equations: `jvp`, `transpose`, `vmap`."""
+    return {name for step in steps for name in _compat.transforms_of(step.eqn)}
+
+
+def counterpart(jaxpr: Any, step: Step, marked: Any) -> Step | None:
+    """The equation of one program in the same program with other marks; None if it has none.
+
+    It is known by its operation, type and line, and, where several have these, by its turn. Loops
+    may carry more for the marks, so that numbers do not agree.
+    """
+    own = [s for s in _all(jaxpr) if _alike(s, step)]
+    turn = next((i for i, s in enumerate(own) if s.eqn is step.eqn), 0)
+    there = [s for s in _all(marked) if _alike(s, step)]
+    return there[min(turn, len(there) - 1)] if there else None
+
+
+def _all(jaxpr: Any) -> Iterator[Step]:
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        yield Step(eqn, 0, 0, (), jaxpr)
+        for body in (*inside(eqn), frame_body(eqn)):
+            if body is not None:
+                yield from _all(body)
+
+
+def _alike(a: Step, b: Step) -> bool:
+    first, second = a.eqn, b.eqn
+    if first.primitive is not second.primitive or len(first.outvars) != len(second.outvars):
+        return False
+    pairs = zip(first.outvars, second.outvars, strict=True)
+    if any(v.aval.shape != w.aval.shape or v.aval.dtype != w.aval.dtype for v, w in pairs):
+        return False
+    return _lines(first) == _lines(second) and transforms([a]) == transforms([b])
+
+
+def _lines(eqn: Any) -> list[tuple[str, int]]:
+    return [
+        (name, line) for name, line in _compat.lines_of(eqn) if not name.startswith((_JAX, _HERE))
+    ]
+
+
+def is_marked(step: Step) -> bool:
+    """Whether the user's own code computes the results of an equation."""
+    return any(
+        eqn.primitive is tap_p
+        and eqn.params["kind"] in ("value", "copy", "again")
+        and eqn.invars[0] in step.eqn.outvars
+        for eqn in _compat.open_jaxpr(step.jaxpr).eqns
+    )
+
+
+def mapped_axes(step: Step, result: int, hops: int = 8) -> tuple[int, ...]:
+    """The axes of a result over which `vmap` maps, outermost first; empty where nobody knows.
+
+    They are those of the nearest tap, by way of equations whose operands and results have the same
+    shape: such equations leave axes where they are.
+    """
+    eqns = _compat.open_jaxpr(step.jaxpr).eqns
+    target = step.eqn.outvars[result]
+    shape = target.aval.shape
+    taps = {}
+    for eqn in eqns:
+        if eqn.primitive is tap_p:
+            for v in (eqn.invars[0], eqn.outvars[0]):
+                if not isinstance(v, _compat.Literal):
+                    taps.setdefault(v, eqn.params["axes"])
+    near: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        alike = [
+            v
+            for v in (*eqn.invars, *eqn.outvars)
+            if not isinstance(v, _compat.Literal) and getattr(v.aval, "shape", None) == shape
+        ]
+        if eqn.primitive.name not in _MOVING:
+            for v in alike:
+                near.setdefault(v, []).extend(alike)
+    front, seen = [target], {target}
+    for _ in range(hops):
+        for v in front:
+            if v in taps:
+                return taps[v]
+        front = [w for v in front for w in near.get(v, ()) if w not in seen]
+        seen.update(front)
+    return ()
+
+
+_MOVING = frozenset({"transpose", "reshape", "dot_general", "rev", "gather", "scatter"})
+
+
+class Given(NamedTuple):
+    """An array among the arguments: its place in the call as it was taken apart, and itself.
+
+    `now` is what was looked at in its place.
+    """
+
+    keys: Any
+    array: Any
+    now: Any
+
+
+def argument_name(fn: Any, args: Any, kwargs: Any, given: Given) -> str:
+    """An argument by the name of the parameter, and its place in there."""
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    # What an object holds that was taken apart may not be among them.
+    known = next((keys for keys, x in leaves if x is given.array), None)
+    which, *rest = known or given.keys
+    if known and which.idx == 0:
+        try:
+            names = list(inspect.signature(fn).parameters)
+            rest[0] = jax.tree_util.GetAttrKey(names[rest[0].idx])
+        except (TypeError, ValueError, IndexError, AttributeError):
+            pass
+    return jax.tree_util.keystr(tuple(rest), simple=True, separator="/")

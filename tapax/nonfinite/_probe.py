@@ -1,0 +1,268 @@
+"""A probe: a program in which one equation is measured, in one iteration of the loops around it.
+
+All else is bound as it stands. Through loops go only the few numbers that are measured: the ranges
+of the operands, and how many elements of the results are bad, and which is the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from tapax import _compat
+from tapax._bodies import strip
+from tapax._record import where
+from tapax._tap import tap_p
+from tapax.nonfinite._layout import (
+    REMATS,
+    SHOWS,
+    Layout,
+    called,
+    checked,
+    frame_body,
+    inside,
+)
+
+
+class Target(NamedTuple):
+    """An equation: its number in each frame around it; and when, in each of these frames."""
+
+    numbers: tuple[int, ...]
+    times: tuple[int, ...]
+
+
+Measures = list[Any]
+"""Two arrays: for each operand its least and its largest finite element, and how many are bad; and
+for each result how many are NaN, how many infinite, and the place of the first of them."""
+
+
+def measured(args: Sequence[Any], outs: Sequence[Any]) -> Measures:
+    """What is measured of an equation."""
+    wide = jax.dtypes.canonicalize_dtype(np.float64)
+    reals = [jnp.stack([x.astype(wide) for x in limits(a)]) for a in args]
+    counts = [bad_in(jnp.asarray(x)) for x in outs]
+    return [
+        jnp.stack(reals) if reals else jnp.zeros((0, 3), wide),
+        jnp.stack(counts) if counts else jnp.zeros((0, 3), jnp.int32),
+    ]
+
+
+def limits(x: Any) -> list[Any]:
+    """The least and the largest finite element of a value, by magnitude if it is complex."""
+    aval = jax.typeof(x)
+    plain = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool
+    if _compat.is_reference(aval) or not aval.size or not plain:
+        return [jnp.float32(np.inf), jnp.float32(-np.inf), jnp.float32(0)]
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return [x.min(), x.max(), jnp.zeros_like(x.min())]
+    fine = jnp.isfinite(x)
+    size = jnp.abs(x) if jnp.iscomplexobj(x) else x
+    if size.dtype.itemsize < 4:
+        size = size.astype(jnp.float32)
+    return [
+        jnp.where(fine, size, jnp.inf).min(),
+        jnp.where(fine, size, -jnp.inf).max(),
+        jnp.sum(~fine).astype(size.dtype),
+    ]
+
+
+def bad_in(x: Any) -> Any:
+    """How many elements are NaN, how many are infinite, and which is the first."""
+    if not checked(jax.typeof(x)):
+        return jnp.zeros(3, jnp.int32)
+    nan = jnp.isnan(x)
+    inf = ~nan & jnp.isinf(x)
+    first = jnp.argmax((nan | inf).reshape(-1))
+    return jnp.stack([jnp.sum(nan), jnp.sum(inf), first]).astype(jnp.int32)
+
+
+class Probe:
+    """One evaluation of a program that measures one equation."""
+
+    def __init__(self, jaxpr: Any, target: Target):
+        self.jaxpr = jaxpr
+        self.target = target
+        self.layout = Layout()
+
+    def run(self, args: Sequence[Any]) -> Measures:
+        return self._body(self.jaxpr, args, 0, 0)[1]
+
+    def _body(
+        self, jaxpr: Any, args: Sequence[Any], base: int, level: int
+    ) -> tuple[list[Any], Measures]:
+        inner = _compat.open_jaxpr(jaxpr)
+        env = dict(_compat.jaxpr_inputs(jaxpr, args))
+        sizes = [*self.layout.offsets(jaxpr)[1:], self.layout.size(jaxpr)]
+        measures: Measures = []
+
+        def value(atom: Any) -> Any:
+            if isinstance(atom, _compat.Literal):
+                return _compat.literal_value(atom)
+            return env[atom]
+
+        for eqn, offset, end in zip(inner.eqns, self.layout.offsets(jaxpr), sizes, strict=True):
+            values = [value(v) for v in eqn.invars]
+            wanted = base + offset <= self.target.numbers[level] < base + end
+            if wanted:
+                found = _compat.in_context(eqn, self._on, eqn, values, base + offset, level)
+                outs, measures = found
+            else:
+                outs = _compat.in_context(eqn, _bound, eqn, values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [value(v) for v in inner.outvars], measures
+
+    def _on(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
+        name = eqn.primitive.name
+        if frame_body(eqn) is not None and level + 1 < len(self.target.numbers):
+            return {"scan": self._scan, "while": self._while, "shard_map": self._shard_map}[name](
+                eqn, args, level + 1
+            )
+        call = called(eqn, args)
+        if not inside(eqn) or self.target.numbers[level] == number:
+            outs = _bound(eqn, args)
+            return outs, measured(args, outs)
+        if call is not None:
+            return self._body(*call, number + 1, level)
+        if name == "cond":
+            return self._cond(eqn, args, number, level)
+        assert _compat.kind_of(eqn) in REMATS
+        # Bound again as the remat it is, else it would keep what it should drop.
+        staged = self._staged(eqn.params["jaxpr"], args, number + 1, level)
+        jaxpr, consts = _compat.closed(staged)
+        params = dict(eqn.params, jaxpr=jaxpr)
+        if isinstance(params["prevent_cse"], tuple):
+            params["prevent_cse"] = (*(False for _ in consts), *params["prevent_cse"])
+        return _split(eqn, eqn.primitive.bind(*consts, *args, **params))
+
+    def _staged(self, jaxpr: Any, args: Sequence[Any], base: int, level: int) -> Any:
+        """A body as a jaxpr that gives the measures besides its results."""
+
+        def flat(*args: Any) -> list[Any]:
+            outs, measures = self._body(jaxpr, args, base, level)
+            return [*map(jnp.asarray, outs), *measures]
+
+        return jax.make_jaxpr(flat)(*args)
+
+    def _cond(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
+        index, *values = args
+        starts = [number + self.layout.branch(eqn, i) for i in range(len(eqn.params["branches"]))]
+        here = max(i for i, s in enumerate(starts) if s <= self.target.numbers[level])
+        chosen = self._staged(eqn.params["branches"][here], values, starts[here], level)
+        types = [v.aval for v in _compat.open_jaxpr(chosen).outvars[len(eqn.outvars) :]]
+
+        def padded(branch: Any) -> Any:
+            def flat(*args: Any) -> list[Any]:
+                return [*jaxpr_as_fun(strip(branch))(*args), *map(_compat.zeros, types)]
+
+            return jax.make_jaxpr(flat)(*values)
+
+        branches = tuple(
+            chosen if i == here else padded(b) for i, b in enumerate(eqn.params["branches"])
+        )
+        return _split(
+            eqn, eqn.primitive.bind(index, *values, **dict(eqn.params, branches=branches))
+        )
+
+    def _scan(self, eqn: Any, args: list[Any], level: int) -> Any:
+        params = eqn.params
+        body, time = params["jaxpr"], self.target.times[level - 1]
+        nconsts, ncarry = _compat.scan_split(params)
+        consts, xs = args[:nconsts], args[nconsts + ncarry :]
+        init = [jnp.asarray(x) for x in args[nconsts : nconsts + ncarry]]
+        types = _compat.open_jaxpr(body).invars[len(args) - len(xs) :]
+        single = [_compat.zeros(v.aval) for v in types]
+        staged = self._staged(body, [*consts, *init, *single], 0, level)
+        zeros = [_compat.zeros(v.aval) for v in _compat.open_jaxpr(staged).outvars[-2:]]
+
+        def step(carry: Any, x: Any) -> Any:
+            state, held, count = carry
+            *outs, reals, counts = jaxpr_as_fun(staged)(*consts, *state, *x)
+            held = [
+                jnp.where(count == time, n, h) for n, h in zip((reals, counts), held, strict=True)
+            ]
+            return (outs[:ncarry], held, count + 1), outs[ncarry:]
+
+        (state, held, _), ys = lax.scan(
+            step,
+            (init, zeros, jnp.int32(0)),
+            list(xs),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*state, *ys], held
+
+    def _while(self, eqn: Any, args: list[Any], level: int) -> Any:
+        params = eqn.params
+        test, body = strip(params["cond_jaxpr"]), params["body_jaxpr"]
+        ntest, nbody = params["cond_nconsts"], params["body_nconsts"]
+        time = self.target.times[level - 1]
+        tconsts, bconsts = args[:ntest], args[ntest : ntest + nbody]
+        init = [jnp.asarray(x) for x in args[ntest + nbody :]]
+        staged = self._staged(body, [*bconsts, *init], 0, level)
+        zeros = [_compat.zeros(v.aval) for v in _compat.open_jaxpr(staged).outvars[-2:]]
+        mapped = bool(_compat.open_jaxpr(test).outvars[0].aval.shape)
+
+        def goes_on(state: Any) -> Any:
+            return jaxpr_as_fun(test)(*tconsts, *state)[0]
+
+        def check(carry: Any) -> Any:
+            go = goes_on(carry[0])
+            # What was measured is all that is wanted.
+            return (jnp.any(go) if mapped else go) & (carry[2] <= time)
+
+        def step(carry: Any) -> Any:
+            state, held, count = carry
+            *new, reals, counts = jaxpr_as_fun(staged)(*bconsts, *state)
+            if mapped:
+                go = goes_on(state)
+                new = [where(go, x, y) for x, y in zip(new, state, strict=True)]
+            held = [
+                jnp.where(count == time, n, h) for n, h in zip((reals, counts), held, strict=True)
+            ]
+            return new, held, count + 1
+
+        state, held, _ = lax.while_loop(check, step, (init, zeros, jnp.int32(0)))
+        return list(state), held
+
+    def _shard_map(self, eqn: Any, args: list[Any], level: int) -> Any:
+        params = eqn.params
+        body, mesh, typed = params["jaxpr"], params["mesh"], params["check_vma"]
+        order = [a for a in mesh.axis_names if a in params["newly_manual_axes"]]
+
+        def local(*flat: Any) -> list[Any]:
+            outs, measures = self._body(body, flat, 0, level)
+            if typed:
+                measures = [_compat.with_varying(m, frozenset(order)) for m in measures]
+            return [*outs, *(m.reshape((1,) * len(order) + m.shape) for m in measures)]
+
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=tuple(params["in_specs"]),
+            out_specs=[*params["out_specs"], *[PartitionSpec(*order)] * 2],
+            axis_names=frozenset(order),
+            check_vma=typed,
+        )
+        return _split(eqn, mapped(*args))
+
+
+def _bound(eqn: Any, args: list[Any]) -> list[Any]:
+    if eqn.primitive is tap_p:
+        return tap_p.impl(*args, **eqn.params)
+    if eqn.primitive.name in SHOWS:
+        return []
+    return _compat.bind_equation(eqn, args)
+
+
+def _split(eqn: Any, results: Sequence[Any]) -> tuple[list[Any], Measures]:
+    own = len(eqn.outvars)
+    return list(results[:own]), list(results[own:])

@@ -1,0 +1,379 @@
+"""`find_nonfinite`: where the first NaN or infinity comes from that reaches a result.
+
+>>> import jax, jax.numpy as jnp, tapax
+>>> @jax.jit
+... def f(x):
+...     return jax.lax.scan(lambda c, x: (c + jnp.log(x), None), 0.0, x)[0]
+>>> found = tapax.find_nonfinite(f)(jnp.array([1.0, 2.0, -1.0, 3.0]))
+>>> found.operation, found.iterations, found.kind
+('log', (2,), 'nan')
+>>> tapax.find_nonfinite(f)(jnp.array([1.0, 2.0, 3.0])) is None
+True
+
+Three compiled passes. The first is the function as it is, and one flag: whether a result is bad.
+That is all that is paid if none is. The second carries an origin with every value (`_origins`), and
+gives one place: an equation, and the iterations around it. The third measures that equation there
+(`_probe`).
+
+A value that is masked, as by `where`, or swallowed, as by `1 / inf`, is no finding, nor is a
+constant such as the `-inf` of a mask. The NaN of `inf - inf` is one. An argument that is not finite
+and reaches a result is found as the operation `"argument"`, if nothing else was made that is not
+finite; a constant as `"constant"`.
+
+Sharp edges: origins are those of whole arrays, so where two faults meet in one array, the earlier
+is taken to be the one that went on. Iterations count from 0 in the order of the indices: a backward
+pass that goes from the last layer to the first has those of the forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from tapax import _compat, adapters
+from tapax._adapter import FunctionCall
+from tapax._arguments import name_of, split
+from tapax._bodies import strip
+from tapax._job import Instrumented, Job, check_function
+from tapax._mark import not_the_users
+from tapax._plan import Plan
+from tapax._program import Program
+from tapax._scopes import path_in
+from tapax.nonfinite import _bodies  # noqa: F401  (rows of a table)
+from tapax.nonfinite._finding import Finding, Range
+from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, read
+from tapax.nonfinite._layout import Layout, Step, checked, frame_body
+from tapax.nonfinite._origins import Search
+from tapax.nonfinite._place import (
+    Every,
+    Given,
+    argument_name,
+    counterpart,
+    is_marked,
+    line_of,
+    mapped_axes,
+    transforms,
+)
+from tapax.nonfinite._probe import Probe, Target, measured
+
+P = ParamSpec("P")
+
+
+def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P, Finding | None]:
+    """A function that tells where the first NaN or infinity comes from that `fn` returns.
+
+    It is None if all results are finite, the state that `fn` updates included. Nothing is updated,
+    and no argument donated. With `masked`, values that reach no result count as well.
+    """
+    check_function(fn, "find_nonfinite")
+    if not isinstance(masked, bool):
+        raise TypeError(f"`masked` must be True or False, but is {masked!r}.")
+    search = searching(fn, masked)
+
+    @functools.wraps(fn, updated=())
+    def find(*args: P.args, **kwargs: P.kwargs) -> Finding | None:
+        return search.find(args, kwargs)
+
+    return find
+
+
+def searching(fn: Callable[..., Any], masked: bool = False) -> Searching:
+    """A search for what `fn` returns that is not finite."""
+    return Searching(fn, _Finding(Plan.make(None, None), masked))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finding(Job):
+    """Finds the first bad value of the results; objects stay as they are."""
+
+    plan: Plan
+    masked: bool
+
+    def finish(self, out: Any, extra: Any) -> Any:
+        return extra
+
+
+class Searching(Instrumented):
+    """A function whose first bad value is looked for. The results are not returned.
+
+    `given` are arrays to look at in the place of those of the arguments, as they once were.
+    """
+
+    given: Sequence[Any] | None = None
+
+    def find(self, args: Any, kwargs: Any) -> Finding | None:
+        """What is found for a call."""
+        place = self((), args, kwargs)
+        if isinstance(place, Given):
+            name = argument_name(self.fn, args, kwargs, place)
+            return _of_value("argument", name, place.now)
+        if place is None or isinstance(place, Finding):
+            return place
+        return place.told(self.fn, args, kwargs)
+
+    def arrays(self, args: Any, kwargs: Any) -> list[Any]:
+        """The arrays among the arguments, those in objects included."""
+        return adapters.on_opened(self._open(args, kwargs), self._split)
+
+    def _split(self, call: FunctionCall) -> list[Any]:
+        needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())
+        return split(self.fn, call.arguments, needed)[1]
+
+    def _inline(self, call: FunctionCall, operands: Any) -> Any:
+        if not _compat.trace_state_clean():
+            raise TypeError(
+                f"find_nonfinite({name_of(self.fn)}) was called inside of a transformation, such "
+                "as jax.jit or jax.vmap, where no value is known. Call it on the function that is "
+                "transformed: find_nonfinite(jax.jit(fn))(...)."
+            )
+        with jax.disable_jit(False):
+            return self._compiled(call, operands)
+
+    def _run(self, call: FunctionCall, operands: Any) -> Any:
+        found = super()._run(call, operands)
+        if not isinstance(found, _Argument):
+            return found
+        needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())
+        signature, arrays = split(self.fn, call.arguments, needed)
+        paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(call.arguments)]
+        keys = signature.traced(paths)[found.place]
+        now = arrays if self.given is None else self.given
+        return Given(keys, arrays[found.place], now[found.place])
+
+    def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+        passes = _Passes(program, self._job.masked)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def run(operands: Any, *arrays: Any) -> Any:
+            del operands
+            return None, passes(*(arrays if self.given is None else self.given))
+
+        return program, None, run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """The first bad value is one of the arguments."""
+
+    place: int
+
+
+class _Passes:
+    """The passes over one program, each compiled once."""
+
+    def __init__(self, program: Program, masked: bool):
+        self.program, self.masked = program, masked
+        self.jaxpr = program.jaxpr
+        plain = strip(self.jaxpr)
+
+        def flag(*arrays: Any) -> Any:
+            with not_the_users():
+                outs = jaxpr_as_fun(plain)(*arrays)
+                return [jnp.isfinite(x).all() for x in outs if checked(jax.typeof(x))]
+
+        self._flag = jax.jit(flag)
+        self._search = {m: jax.jit(functools.partial(self._run, m)) for m in (False, True)}
+        self._probes: dict[Any, Any] = {}
+
+    def __call__(self, *arrays: Any) -> Any:
+        if not self.masked and all(map(bool, jax.device_get(self._flag(*arrays)))):
+            return None
+        row = self._row(self.masked, arrays)
+        if row is not None and row[0] // CLASS == REMOTE and not self.masked:
+            # It came from another device, where it went no further.
+            row = self._row(True, arrays) or row
+        if row is None:
+            return None if self.masked else self._unexplained(arrays)
+        return self._located(row, arrays)
+
+    def _run(self, masked: bool, *arrays: Any) -> Any:
+        with not_the_users():
+            return Search(self.jaxpr, masked).run(arrays)
+
+    def _row(self, masked: bool, arrays: Sequence[Any]) -> list[int] | None:
+        row = np.asarray(self._search[masked](*arrays)).tolist()
+        return None if row[0] >= NONE else row
+
+    def _located(self, row: list[int], arrays: Sequence[Any]) -> Any:
+        kind, number, place = read(row[0])
+        if number is None:
+            return _Argument(place)
+        consts = _compat.jaxpr_consts(self.jaxpr)
+        if number < len(consts):
+            return _of_value("constant", "", consts[number])
+        layout, jaxpr = Layout(), self.jaxpr
+        numbers, times, frames, steps = [], [], [], []
+        *keys, device = row
+        constant = kind not in (MADE, REMOTE)
+        for i in range(0, len(keys), 2):
+            kind, number, _ = read(keys[i])
+            assert number is not None
+            found = layout.find(jaxpr, number, steps[-1].scopes if steps else ())
+            if not found:  # an array that the function closes over
+                break
+            steps += found
+            numbers.append(number)
+            body = frame_body(found[-1].eqn)
+            if body is None:
+                break
+            numbers[-1] = found[-1].number
+            frames.append(found[-1].eqn)
+            times.append(keys[i + 1])
+            jaxpr = body
+        target = Target(tuple(numbers), tuple(times))
+        return _Place(self, target, tuple(steps), tuple(frames), device, constant, tuple(arrays))
+
+    def _unexplained(self, arrays: Sequence[Any]) -> Finding:
+        """A bad result that is finite once the program is compiled in another way."""
+        outs = jax.jit(jaxpr_as_fun(strip(self.jaxpr)))(*arrays)
+        bad = [i for i, x in enumerate(outs) if checked(jax.typeof(x)) and _is_bad(x)]
+        at = bad[0] if bad else 0
+        return _of_value("result", f"{at}", outs[at])
+
+    def measure(self, target: Target, arrays: Sequence[Any]) -> Any:
+        if target not in self._probes:
+            probe = Probe(self.jaxpr, target)
+
+            def run(*arrays: Any) -> Any:
+                with not_the_users():
+                    return probe.run(arrays)
+
+            self._probes[target] = jax.jit(run)
+        return [np.asarray(x) for x in self._probes[target](*arrays)]
+
+
+def _of_value(operation: str, path: str, x: Any) -> Finding:
+    """The finding of a value that no operation made."""
+    _, ((nan, inf, first),) = map(np.asarray, measured([], [x]))
+    position = _position(first, jnp.shape(x))
+    return Finding(
+        path=path,
+        operation=operation,
+        source="",
+        phase="forward",
+        iterations=(),
+        loops=(),
+        index=position,
+        mapped=(),
+        examples=(),
+        position=position,
+        device={},
+        kind="nan" if nan else "inf",
+        operands=(),
+        count=int(nan + inf),
+        shape=tuple(jnp.shape(x)),
+        dtype=jax.typeof(x).dtype,
+    )
+
+
+def _position(first: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(first), tuple(shape)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """An equation of a program, and when it made what is bad."""
+
+    passes: _Passes
+    target: Target
+    steps: tuple[Step, ...]
+    frames: tuple[Any, ...]
+    device: int
+    constant: bool
+    arrays: tuple[Any, ...]
+
+    def told(self, fn: Any, args: Any, kwargs: Any) -> Finding:
+        """The finding, for a call of a function."""
+        eqn = self.steps[-1].eqn
+        coordinates = self._coordinates()
+        place = tuple(coordinates.values())
+        reals, counts = (x[place] for x in self.passes.measure(self.target, self.arrays))
+        bad = [i for i, (nan, inf, _) in enumerate(counts) if nan + inf]
+        inexact = [i for i, v in enumerate(eqn.outvars) if checked(v.aval)]
+        which = (bad or inexact or [0])[0]
+        nan, inf, first = counts[which].tolist()
+        shape = eqn.outvars[which].aval.shape
+        position = _position(first, shape)
+        marked = self._marked(fn, args, kwargs)
+        axes = () if marked is None else mapped_axes(marked, which)
+        loops = [(e, t) for e, t in zip(self.frames, self.target.times, strict=True) if _is_loop(e)]
+        return Finding(
+            path=path_in(self.steps[-1].scopes, ""),
+            operation="constant" if self.constant else _compat.kind_of(eqn),
+            source=line_of(self.steps),
+            phase=self._phase(marked),
+            iterations=tuple(_index(e, t) for e, t in loops),
+            loops=tuple(map(_loop_name, (e for e, _ in loops))),
+            index=tuple(p for i, p in enumerate(position) if i not in axes),
+            mapped=tuple(position[a] for a in axes),
+            examples=tuple(shape[a] for a in axes),
+            position=position,
+            device=coordinates,
+            kind="nan" if nan else "inf",
+            operands=tuple(map(_range, eqn.invars, reals.tolist())),
+            count=nan + inf,
+            shape=tuple(shape),
+            dtype=eqn.outvars[which].aval.dtype,
+        )
+
+    def _coordinates(self) -> dict[str, int]:
+        """The device, by the axes of the meshes, outermost first."""
+        found: dict[str, int] = {}
+        rest = self.device
+        for eqn in self.frames:
+            if _is_loop(eqn):
+                continue
+            mesh, new = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+            order = [a for a in mesh.axis_names if a in new]
+            rest, here = divmod(rest, DEVICES)
+            sizes = [mesh.shape[a] for a in order]
+            found.update(zip(order, map(int, np.unravel_index(here, sizes)), strict=True))
+        return found
+
+    def _marked(self, fn: Any, args: Any, kwargs: Any) -> Step | None:
+        """The equation in the program with every operation marked, if that has more to say."""
+        if not transforms(self.steps) & {"jvp", "vmap"}:
+            return None
+        plan = dataclasses.replace(Plan.make(None, None), values=Every())
+        program, _ = Instrumented(fn, _Finding(plan, False)).program(args, kwargs)
+        return counterpart(self.passes.jaxpr, self.steps[-1], program.jaxpr)
+
+    def _phase(self, marked: Step | None) -> str:
+        made_by = transforms(self.steps)
+        if "transpose" in made_by:
+            return "backward"
+        # A derivative computes what it needs of the values while these are computed.
+        derived = "jvp" in made_by and marked is not None and not is_marked(marked)
+        return "backward" if derived and not self.constant else "forward"
+
+
+def _is_loop(eqn: Any) -> bool:
+    return eqn.primitive.name != "shard_map"
+
+
+def _loop_name(eqn: Any) -> str:
+    name = eqn.primitive.name
+    return f"scan[{eqn.params['length']}]" if name == "scan" else name
+
+
+def _index(eqn: Any, time: int) -> int:
+    """The index of an iteration; a scan may go from the last to the first."""
+    return eqn.params["length"] - 1 - time if eqn.params.get("reverse") else time
+
+
+def _range(atom: Any, numbers: Sequence[float]) -> Range:
+    low, high, bad = numbers
+    aval = atom.aval
+    known = low <= high
+    shape = tuple(getattr(aval, "shape", ()))
+    return Range(shape, aval.dtype, low if known else None, high if known else None, int(bad))
+
+
+def _is_bad(x: Any) -> bool:
+    return not bool(jnp.isfinite(x).all())

@@ -1,0 +1,266 @@
+"""The numbers in a plot: what a capture or a log holds, by kind and statistic, and then by row.
+
+A row is a site, or an iteration of one in a scan: `GPT/blocks/mlp[3]`. Arrays that were captured
+whole count as their root mean square. Numbers of several units are made one: the rms of all, the
+norm of all, the mean of the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from tapax._reducer import Reducer
+from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
+from tapax._taps import Taps
+from tapax.watching._log import Histogram, Log
+from tapax.watching._numbers import labelled as labelled
+
+Statistic: TypeAlias = "tuple[str, str]"
+"""Of what, `value` or `grad`, and which: `rms`. What a log has besides has no `what`."""
+Number: TypeAlias = "float | Histogram"
+
+
+def of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Number]]:
+    """The numbers of a capture, of the sites that are selected, in the order of the program."""
+    if not taps.values and not taps.grads:
+        raise ValueError(
+            "There is nothing to plot: the capture returned no values and no gradients. "
+            "tapax.sites(fn)(...) says which sites a function has."
+        )
+    at = check(at, "at")
+    sites = {site.name: site for site in taps.sites}
+    rows: dict[str, dict[str, dict[Statistic, Number]]] = {}
+    selected, types = False, {}
+    for name in dict.fromkeys([*sites, *taps.values, *taps.grads]):
+        for kind, arrays in (("value", taps.values), ("grad", taps.grads)):
+            if name not in arrays:
+                continue
+            site = sites.get(name, Site(name))
+            reducer = site.reducer if kind == "value" else site.grad_reducer
+            own, first = _own(site, reducer)
+            described = taps.values.get(name, arrays[name])
+            lead = max(0, described.ndim - len(site.shape)) if name in sites else 0
+            types[str(arrays[name].dtype)] = None
+            selected |= _selected(at, own, own.name)
+            # The statistics of a site may be apart in the table, its gradient's from its value's.
+            of_site = rows.setdefault(own.name, {})
+            read = _read(own, reducer, first, arrays[name], taps.valid.get(name), lead)
+            for row, stat, number in read:
+                if _selected(at, own, row):
+                    of_site.setdefault(row, {})[kind, stat] = number
+    found: dict[Statistic, dict[str, Number]] = {}
+    for row, numbers in (entry for of_site in rows.values() for entry in of_site.items()):
+        for stat, number in numbers.items():
+            found.setdefault(stat, {})[row] = number
+    if not found and not selected:
+        raise _no_match(at, rows, "the capture")
+    if not found:
+        raise ValueError(
+            "There is nothing to plot: what was captured holds no numbers, or did not run. "
+            f"It is of type {', '.join(types)}."
+        )
+    return found
+
+
+def of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[int, Number]]]:
+    """The numbers of a log, of the sites that are selected, by step. A later record counts."""
+    if not len(log):
+        raise ValueError(
+            "There is nothing to plot: the log holds no records. A monitor fills one: "
+            "tapax.monitor(step, every=100, to=log)."
+        )
+    at = check(at, "at")
+    names = {name: _parted(name) for name in log.names}
+    rows = {row: _selected(at, _site(row), row) for _, row in names.values()}
+    if not any(rows.values()):
+        raise _no_match(at, rows, "the log")
+    found: dict[Statistic, dict[str, dict[int, Number]]] = {}
+    for stat, row in names.values():
+        if rows[row]:
+            found.setdefault(stat, {})[row] = {}
+    for step, record in sorted(log, key=lambda entry: entry[0]):
+        for name, number in record.items():
+            stat, row = names[name]
+            if rows[row] and (folded := _folded(stat[1], number)) is not None:
+                found[stat][row][step] = folded
+    kept = {
+        stat: {row: by_step for row, by_step in series.items() if by_step}
+        for stat, series in found.items()
+    }
+    if not any(kept.values()):
+        raise ValueError("There is nothing to plot: nothing that the log holds is a number.")
+    return {stat: series for stat, series in kept.items() if series}
+
+
+def _no_match(at: Selection, rows: Iterable[str], where: str) -> SiteError:
+    near = nearest(at, rows) if isinstance(at, str) else nearest("", rows)
+    return SiteError(f"`at` is {at!r}, which matches nothing in {where}. {near}")
+
+
+def chosen(found: Mapping[Statistic, Any], stats: str | Iterable[str] | None) -> list[Statistic]:
+    """The statistics to show: those of the scale first, a value's before a gradient's."""
+    there = list(dict.fromkeys(stat for _, stat in found))
+    if stats is None:
+        wanted = sorted(there, key=lambda stat: _ORDER.get(_base(stat), 2))
+    else:
+        wanted = [stats] if isinstance(stats, str) else list(stats)
+        for stat in wanted:
+            if stat not in there:
+                raise ValueError(
+                    f"`stats` has {stat!r}, which is not there. There "
+                    f"{'is' if len(there) == 1 else 'are'} {', '.join(map(repr, there))}."
+                )
+    return [
+        (kind, stat) for stat in wanted for kind in ("value", "grad", "") if (kind, stat) in found
+    ]
+
+
+_ORDER = {"rms": 0, "norm": 1, "histogram": 3}
+
+
+def on_log_axis(stat: str, numbers: np.ndarray) -> bool:
+    """Whether numbers are told apart by their order of magnitude."""
+    if _base(stat) in ("rms", "norm", "var", "update_ratio"):
+        return True
+    finite = numbers[np.isfinite(numbers)]
+    return bool(finite.size and finite.min() > 0 and finite.max() / finite.min() > 100)
+
+
+def _base(stat: str) -> str:
+    return stat.partition(".total")[0].partition("(")[0]
+
+
+def _own(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
+    """The site as it was marked, and the statistic: one of several is behind the last colon."""
+    if reducer is None:
+        return site, "rms"
+    path, _, leaf = site.path.rpartition(":")
+    if path and (leaf == reducer.label or leaf.startswith(f"{reducer.label}.")):
+        return dataclasses.replace(site, path=path), "rms" if _is_whole(reducer) else leaf
+    return site, "rms" if _is_whole(reducer) else reducer.label
+
+
+def _read(
+    site: Site, reducer: Reducer | None, stat: str, array: Any, valid: Any, lead: int
+) -> Iterator[tuple[str, str, Number]]:
+    """Each number of a site: its row, its statistic, and the number."""
+    if isinstance(array, Tracer):
+        raise TypeError(
+            f"A plot needs numbers, but {site.name!r} is traced: return the taps from the function "
+            "that is under jax.jit, grad, vmap or scan, and plot them there."
+        )
+    if not jax.numpy.issubdtype(array.dtype, np.number):
+        return
+    array = np.asarray(array)
+    mask = np.ones((), bool) if valid is None else np.asarray(valid)
+    axes = _iterated(site, array, mask, lead)
+    mask = mask.astype(bool)
+    if mask.shape != array.shape[: mask.ndim]:
+        mask = mask.any()
+    over = max(mask.ndim, *(axis + 1 for axis in axes), 0)
+    mask = np.broadcast_to(mask.reshape(mask.shape + (1,) * (over - mask.ndim)), array.shape[:over])
+    array, mask = (np.moveaxis(x, axes, range(len(axes))) for x in (array, mask))
+    for place in itertools.product(*(range(n) for n in array.shape[: len(axes)])):
+        ran = array[place][mask[place]]
+        if not mask[place].any() or not ran.size:
+            continue
+        row = f"{site.name}[{','.join(map(str, place))}]" if place else site.name
+        if _is_whole(reducer):
+            yield row, stat, rms(ran)
+            continue
+        assert reducer is not None
+        for name, number in labelled(reducer, stat, ran):
+            if (folded := _folded(name, number)) is not None:
+                yield row, name, folded
+
+
+def _is_whole(reducer: Reducer | None) -> bool:
+    return reducer is None or reducer.name == "last"
+
+
+def _iterated(site: Site, array: np.ndarray, mask: np.ndarray, lead: int) -> list[int]:
+    """The axes of an array along which the iterations of loops lie.
+
+    Those of a mesh are none. `lead` axes that a transformation of the capture added come first.
+    Where an axis has not the length of its loop, some iterations were picked: it is not known
+    which, and they count as one.
+    """
+    axis, found = lead, []
+    for loop in site.loops:
+        size = re.fullmatch(r"(.*)\[(\d+)\]", loop)
+        if size is None:  # a while loop has an axis if its first iterations were asked for
+            along = (
+                mask.dtype == bool and mask.shape[axis : axis + 1] == array.shape[axis : axis + 1]
+            )
+            if not along or not mask.shape[axis:]:
+                continue
+        elif array.shape[axis : axis + 1] != (int(size[2]),):
+            break
+        if size is None or size[1] == "scan":
+            found.append(axis)
+        axis += 1
+    return found
+
+
+def rms(array: np.ndarray) -> float:
+    """The root mean square, of numbers of any size and type."""
+    x = np.abs(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
+    largest = x.max()
+    if not np.isfinite(largest) or not largest:
+        return float(largest)
+    return float(largest * np.sqrt(np.mean((x / largest) ** 2)))
+
+
+_FOLDS: dict[str, Callable[[np.ndarray], Any]] = {
+    "rms": rms,
+    "norm": lambda x: rms(x) * np.sqrt(x.size),
+    "sum": np.sum,
+    "nonfinite": np.sum,
+    "min": np.min,
+    "max": np.max,
+}
+
+
+def _folded(stat: str, number: Any) -> Number | None:
+    """One number, or one histogram, of those of several units; None if there is none."""
+    if isinstance(number, Histogram):
+        counts, edges = (np.asarray(x, np.float64) for x in (number.counts, number.edges))
+        return Histogram(counts.reshape(-1, counts.shape[-1]).sum(0), edges)
+    array = np.asarray(number)
+    if array.dtype.kind not in "fiub" or not array.size:
+        return None
+    return float(_FOLDS.get(_base(stat), np.mean)(array.astype(np.float64)))
+
+
+def _parted(name: str) -> tuple[Statistic, str]:
+    """The statistic and the row of a name in a log."""
+    found = re.fullmatch(r"(.+)/(value|grad)_([^/]+)", name)
+    return ((found[2], found[3]), found[1]) if found else (("", name), name)
+
+
+def _site(row: str) -> Site:
+    """The site that a row of a log is of."""
+    found = re.fullmatch(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[[\d,]+\])?", row)
+    assert found is not None
+    return Site(found[1], call=int(found[2] or 0), pullback=int(found[3] or 0))
+
+
+def _selected(at: Selection, site: Site, row: str) -> bool:
+    for part in flatten(at):
+        if not isinstance(part, str):
+            found = matches(part, site)
+        else:
+            # A glob stands for operations too: what was captured is there to be seen.
+            marked = dataclasses.replace(site, kind="sow")
+            found = part == row or matches(part, marked) or matches(part, Site(row))
+        if found:
+            return True
+    return False

@@ -1,0 +1,311 @@
+"""How plots look: the colours, and the parts that they are made of.
+
+Everything is set on the figure itself: a user's `rcParams` are neither read for it nor changed.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, to_rgb
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from tapax.watching._log import Histogram
+
+KINDS = {"value": "#1f5fa8", "grad": "#7a3b96", "": "#3d4a54"}
+INK, MUTED, GUIDE, PAPER = "#1c2328", "#5b666e", "#e4e8eb", "#ffffff"
+BAD, OUTSIDE = "#d01c1f", "#a9b2b9"
+DEPTH, HEAT = "viridis", "viridis"
+SMALL, TEXT, TITLE = 7.5, 8.5, 10.0
+"""Sizes of type, in points: what stands at ticks, what stands elsewhere, titles."""
+LINE = 0.15
+"""The height in inches that a label needs."""
+
+TITLES = {"value": "Values", "grad": "Gradients"}
+STATISTICS = {
+    "rms": "root mean square",
+    "zeros": "fraction of zeros",
+    "nonfinite": "number of NaN and Inf",
+    "var": "variance",
+    "update_ratio": "norm of gradient / norm of value",
+}
+BEYOND, EMPTY = "share beyond the bins", "nothing in the bins"
+
+MARKS: dict[str, dict[str, Any]] = {
+    "NaN": {"marker": "X", "color": BAD, "markersize": 7, "markeredgecolor": PAPER},
+    "Inf": {"marker": "^", "color": BAD, "markersize": 7, "markeredgecolor": PAPER},
+    "−Inf": {"marker": "v", "color": BAD, "markersize": 7, "markeredgecolor": PAPER},
+    "zero": {"marker": "o", "color": PAPER, "markersize": 5, "markeredgecolor": MUTED},
+}
+
+
+HOLLOW: dict[str, Any] = {"color": OUTSIDE, "linewidth": 1.0, "linestyle": ":"}
+PATCHES = {"NaN or Inf": BAD, "all zero": GUIDE, BEYOND: OUTSIDE}
+
+
+class Plot(Figure):
+    """A figure that pyplot does not know: nothing is left open, and a notebook shows it once."""
+
+    def _repr_png_(self) -> bytes:
+        # Without this, notebooks show figures only where pyplot was imported.
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=self.dpi)
+        return file.getvalue()
+
+
+def new_figure(width: float, height: float) -> Plot:
+    return Plot((width, height), dpi=100, facecolor=PAPER, layout="constrained")
+
+
+def dress(
+    axes: Axes, title: str = "", x: str = "", y: str = "", strong: bool = True, pad: float = 6.0
+) -> None:
+    """Gives axes their looks."""
+    axes.set_facecolor(PAPER)
+    axes.tick_params(which="major", color=OUTSIDE, labelcolor=INK, labelsize=SMALL)
+    axes.tick_params(which="minor", color=OUTSIDE, labelcolor=MUTED, labelsize=SMALL - 1)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set(color=OUTSIDE, linewidth=0.8)
+    axes.grid(True, color=GUIDE, linewidth=0.7)
+    axes.set_axisbelow(True)
+    size, weight = (TITLE, "bold") if strong else (TEXT, "normal")
+    looks: dict[str, Any] = {"size": size, "color": INK, "weight": weight, "parse_math": False}
+    axes.set_title(title, loc="left", pad=pad, **looks)
+    axes.set_xlabel(x, size=TEXT, color=MUTED)
+    axes.set_ylabel(y, size=TEXT, color=MUTED)
+
+
+def title_of(kind: str, stat: str) -> str:
+    return f"{TITLES[kind]}: {stat}" if kind else stat
+
+
+def name_of(stat: str) -> str:
+    return STATISTICS.get(stat, stat)
+
+
+def by_depth(count: int) -> ListedColormap:
+    """A colour for each layer, dark to light; the lightest are too faint on white."""
+    return ListedColormap(colormaps[DEPTH](np.linspace(0, 0.88, max(count, 2))))
+
+
+def tint(colour: str, share: float) -> tuple[float, ...]:
+    """A colour mixed with the paper, so that it is opaque."""
+    mixed = zip(to_rgb(colour), to_rgb(PAPER), strict=True)
+    return tuple(share * a + (1 - share) * b for a, b in mixed)
+
+
+def legend(figure: FigureBase, names: Iterable[str]) -> None:
+    """Names the marks that are used, above a figure."""
+    names = dict.fromkeys(names)
+    handles: list[Any] = [
+        Line2D([], [], linestyle="", label=name, **MARKS[name]) for name in MARKS if name in names
+    ]
+    handles += [Patch(color=PATCHES[name], label=name) for name in PATCHES if name in names]
+    if EMPTY in names:
+        handles.append(Line2D([], [], label=EMPTY, **HOLLOW))
+    if handles:
+        figure.legend(
+            handles=handles,
+            loc="outside upper right",
+            ncols=len(handles),
+            frameon=False,
+            fontsize=TEXT,
+            labelcolor=INK,
+        )
+
+
+def limits(axes: Axes, along: str, numbers: np.ndarray, log: bool) -> None:
+    """The limits of an axis, with room for the marks at its ends."""
+    finite = numbers[np.isfinite(numbers) & ((numbers > 0) | (not log))]
+    if log:
+        axes.set(**{f"{along}scale": "log"})
+        exponents = np.log10(finite) if finite.size else np.zeros(1)
+        low, high = exponents.min(), exponents.max()
+        # At least as much as has two labels.
+        pad = max(0.05 * (high - low), 0.15, (0.8 - (high - low)) / 2)
+        ends = 10.0 ** max(low - pad, -307), 10.0 ** min(high + pad, 308)
+        axes.set(**{f"{along}lim": ends})
+        label_decades(getattr(axes, f"{along}axis"), *ends)
+    elif finite.size:
+        low, high = finite.min(), finite.max()
+        pad = 0.08 * (high - low) or 0.08 * abs(high) or 0.5
+        axes.set(**{f"{along}lim": (low - pad, high + pad)})
+
+
+def label_decades(axis: Any, low: float, high: float) -> None:
+    """Labels two and five times a power of ten too, where there are few powers."""
+    if high / low <= 120:
+        axis.set_major_formatter(FuncFormatter(_rounded))
+        axis.set_minor_formatter(FuncFormatter(_rounded))
+    else:
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _rounded(number: float, place: Any) -> str:
+    """The label of one, two or five times a power of ten; others have none."""
+    exponent = math.floor(math.log10(number) + 1e-9)
+    digit = round(number / 10.0**exponent)
+    if digit not in (1, 2, 5):
+        return ""
+    if -3 <= exponent <= 3:
+        return f"{number:g}"
+    return rf"${digit}\times10^{{{exponent}}}$" if digit > 1 else f"$10^{{{exponent}}}$"
+
+
+def mark_of(number: float, log: bool) -> str | None:
+    """The mark for a number that has no place on the axis."""
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "Inf" if number > 0 else "−Inf"
+    return "zero" if log and number <= 0 else None
+
+
+def mark(
+    axes: Axes, along: str, log: bool, places: Iterable[float], numbers: np.ndarray
+) -> set[str]:
+    """Marks at the edge of the axes what has no place on the axis of the numbers; says what."""
+    used: dict[str, list[float]] = {}
+    for place, number in zip(places, numbers, strict=True):
+        if (name := mark_of(number, log)) is not None:
+            used.setdefault(name, []).append(place)
+    for name, at in used.items():
+        edge = [0.0 if name in ("zero", "−Inf") else 1.0] * len(at)
+        xs, ys = (edge, at) if along == "x" else (at, edge)
+        transform = axes.get_yaxis_transform() if along == "x" else axes.get_xaxis_transform()
+        axes.plot(
+            xs,
+            ys,
+            linestyle="",
+            label=name,
+            transform=transform,
+            clip_on=False,
+            zorder=9,
+            **MARKS[name],
+        )
+    return set(used)
+
+
+def bins(histogram: Histogram) -> tuple[bool, np.ndarray, np.ndarray, tuple[float, float]]:
+    """What to draw of a histogram: whether on a log axis; its edges there, and the density, which
+    has 1 as its largest; and the shares below and above, in bins that have no end.
+    """
+    edges, counts = histogram.edges, histogram.counts
+    low, high = int(edges[0] == -np.inf), len(counts) - int(edges[-1] == np.inf)
+    positive = edges[edges > 0]
+    log = edges[0] >= 0 and len(positive) > 2 and positive[-2] / positive[0] >= 64
+    if log and edges[low] == 0:
+        low += 1
+    inner = edges[low : high + 1]
+    if len(inner) < 2:  # nothing but bins that have no end
+        inner, counts = (
+            np.append(inner, [0.0])[0] + np.array([-1.0, 1.0]),
+            np.insert(counts, low, 0),
+        )
+        high = low + 1
+    along = np.log10(inner) if log else inner
+    density = counts[low:high] / np.diff(along)
+    total = counts.sum() or 1.0
+    shares = float(counts[:low].sum() / total), float(counts[high:].sum() / total)
+    return bool(log), inner, density / (density.max(initial=0.0) or 1.0), shares
+
+
+def ridge(
+    axes: Axes,
+    histogram: Histogram,
+    base: float,
+    height: float,
+    colour: Any,
+    name: str,
+    order: float,
+) -> set[str]:
+    """Draws a histogram upon a base line; says which marks it used.
+
+    What lies beyond the bins is a bar apart, as high as its share of all.
+    """
+    log, edges, density, shares = bins(histogram)
+    if not np.sum(histogram.counts):
+        axes.plot([edges[0], edges[-1]], [base, base], label=name, zorder=order, **HOLLOW)
+        return {EMPTY}
+    middle = np.sqrt(edges[1:] * edges[:-1]) if log else (edges[1:] + edges[:-1]) / 2
+    xs = np.array([edges[0], *middle, edges[-1]])
+    ys = base + height * np.array([0.0, *density, 0.0])
+    axes.fill_between(xs, base, ys, color=tint(colour, 0.35), linewidth=0, zorder=order)
+    axes.plot(xs, ys, color=colour, linewidth=1.0, label=name, zorder=order + 0.1)
+    for share, (start, end) in zip(shares, beyond(log, edges), strict=True):
+        if share:
+            top = base + height * share
+            axes.fill_between([start, end], base, top, color=OUTSIDE, linewidth=0, zorder=order)
+    return {BEYOND} if any(shares) else set()
+
+
+def beyond(log: bool, edges: np.ndarray) -> list[tuple[float, float]]:
+    """Where the bars stand for what is below and above the bins."""
+    if log:
+        step = (edges[-1] / edges[0]) ** 0.03
+        return [(edges[0] / step**2, edges[0] / step), (edges[-1] * step, edges[-1] * step**2)]
+    step = 0.03 * (edges[-1] - edges[0])
+    return [
+        (edges[0] - 2 * step, edges[0] - step),
+        (edges[-1] + step, edges[-1] + 2 * step),
+    ]
+
+
+def ridge_axis(axes: Axes, histograms: Iterable[Histogram]) -> str:
+    """Sets the axis along which histograms lie; says what lies there."""
+    drawn = [(log, edges, beyond(log, edges)) for log, edges, *_ in map(bins, histograms)]
+    log = all(log for log, *_ in drawn)
+    if log:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(min(d[2][0][0] for d in drawn), max(d[2][1][1] for d in drawn))
+    return "magnitude" if log else "number"
+
+
+def shortened(names: Sequence[str], most: int = 30) -> tuple[str, list[str]]:
+    """What names begin with in common, and the names without it, long ones cut in the middle."""
+    split = [name.split("/") for name in names]
+    shared = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*split, strict=False))
+    common = [each[0] for each in shared]
+    if len(set(names)) == 1:
+        common = common[:-1]
+    # What is all that the names have in common is a name too: that of the model.
+    labels = ["/".join(parts[len(common) :] or parts[-1:]) for parts in split]
+    return "/".join(common), [elided(label, most) for label in labels]
+
+
+def elided(label: str, most: int) -> str:
+    if len(label) <= most:
+        return label
+    head = (most - 1) // 2
+    return f"{label[:head]}…{label[head + 1 - most :]}"
+
+
+def thinned(names: Sequence[str], apart: float) -> list[int]:
+    """Which of many rows get their label, `apart` rows from one another; outer modules first."""
+    kept: list[int] = []
+    depths = [name.count("/") for name in names]
+    for i in sorted(range(len(names)), key=lambda i: (depths[i], i)):
+        if all(abs(i - k) >= apart for k in kept):
+            kept.append(i)
+    return sorted(kept)
+
+
+def parts(names: Mapping[str, Any] | Sequence[str]) -> list[list[int]]:
+    """Rows that are the same part of one layer after another, `blocks/0/mlp`, `blocks/1/mlp`."""
+    groups: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        groups.setdefault(re.sub(r"\d+", "#", name), []).append(i)
+    return [group for group in groups.values() if len(group) > 1]

@@ -1,0 +1,286 @@
+"""The plot of a log: numbers over training, values beside gradients, and histograms below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize
+from matplotlib.figure import SubFigure
+from matplotlib.patheffects import withStroke
+
+from tapax.plot import _style as style
+from tapax.plot._numbers import Number, Statistic, on_log_axis
+from tapax.watching._log import Alarm, Histogram
+
+LINES, COLUMNS = 10, 400
+"""How many layers are lines, and how many columns a heat map has, at most."""
+LAYERS, RIDGES = 4, 16
+"""Of how many layers histograms are shown, and from how many records, at most."""
+ALARMS = 8
+
+Series = Mapping[str, Mapping[int, Number]]
+
+
+def draw(
+    found: Mapping[Statistic, Series],
+    shown: Sequence[Statistic],
+    alarms: Sequence[Alarm],
+    note: str,
+) -> style.Plot:
+    """A figure of the statistics that are shown."""
+    order = {row: i for i, row in enumerate(dict.fromkeys(r for s in found.values() for r in s))}
+    bands: list[tuple[float, Any]] = []
+    used: set[str] = set()
+    ridged = [s for s in shown if _has_histograms(found[s])]
+    for stat in dict.fromkeys(stat for kind, stat in shown if (kind, stat) not in ridged):
+        panels = [(s, found[s]) for s in shown if s[1] == stat and s not in ridged]
+        rows = sorted({row for _, series in panels for row in series}, key=order.__getitem__)
+        height = 2.6 if len(rows) <= LINES else min(1.0 + 0.2 * len(rows), 7.0)
+        bands.append((height, (_scales, panels, rows)))
+    bands += [(2.9, (_ridges, stat, found[stat])) for stat in ridged]
+    key = _key(alarms)
+    figure = style.new_figure(10.0, sum(height for height, _ in bands) + 0.35 + 0.17 * len(key))
+    parts = figure.subfigures(len(bands), 1, squeeze=False, height_ratios=[h for h, _ in bands])
+    for part, (height, (drawn, *what)) in zip(parts[:, 0], bands, strict=True):
+        part.set_facecolor(style.PAPER)
+        used |= drawn(part, *what) if drawn is _ridges else drawn(part, *what, alarms, height)
+    style.legend(figure, used)
+    lines = [*key, *([note] if note else [])]
+    if lines:
+        figure.supxlabel(
+            "\n".join(lines),
+            x=0.01,
+            ha="left",
+            size=style.TEXT,
+            color=style.MUTED,
+            parse_math=False,
+        )
+    return figure
+
+
+def _has_histograms(series: Series) -> bool:
+    return any(isinstance(n, Histogram) for by_step in series.values() for n in by_step.values())
+
+
+def _scales(
+    part: SubFigure,
+    panels: Sequence[tuple[Statistic, Series]],
+    rows: list[str],
+    alarms: Sequence[Alarm],
+    height: float,
+) -> set[str]:
+    """One statistic: of values at the left, of gradients at the right."""
+    axes = part.subplots(1, len(panels), squeeze=False)[0]
+    used: set[str] = set()
+    for axis, ((kind, stat), series) in zip(axes, panels, strict=True):
+        title, pad = style.title_of(kind, stat), 14.0 if alarms else 6.0
+        style.dress(axis, title, "step", style.name_of(stat), pad=pad)
+        steps = sorted({step for by_step in series.values() for step in by_step})
+        grid = np.full((len(rows), len(steps)), np.nan)
+        there = np.zeros(grid.shape, bool)
+        column = {step: i for i, step in enumerate(steps)}
+        for i, row in enumerate(rows):
+            for step, number in series.get(row, {}).items():
+                grid[i, column[step]], there[i, column[step]] = number, True
+        log = on_log_axis(stat, grid[there])
+        if len(rows) <= LINES:
+            used |= _lines(axis, np.array(steps), grid, there, log, rows)
+        else:
+            used |= _heat(part, axis, np.array(steps), grid, there, log)
+        _mark_alarms(axis, alarms, cased=len(rows) > LINES)
+    if len(rows) > LINES:
+        _label_rows(axes, rows, height)
+    elif len(rows) > 1:
+        _colour_key(part, axes, rows)
+    return used
+
+
+def _lines(
+    axis: Axes, steps: np.ndarray, grid: np.ndarray, there: np.ndarray, log: bool, rows: list[str]
+) -> set[str]:
+    used: set[str] = set()
+    style.limits(axis, "y", grid[there], log)
+    colours = style.by_depth(len(rows))
+    for i, row in enumerate(rows):
+        xs, ys = steps[there[i]], grid[i, there[i]]
+        seen = np.where([style.mark_of(y, log) is None for y in ys], ys, np.nan)
+        dots = "o" if len(xs) <= 40 else ""
+        axis.plot(xs, seen, dots + "-", color=colours(i), lw=1.4, ms=2.5, label=row, zorder=3)
+        used |= style.mark(axis, "y", log, xs, ys)
+    return used
+
+
+def _colour_key(part: SubFigure, axes: Any, rows: list[str]) -> None:
+    """A colour bar that names the layers."""
+    common, labels = style.shortened(rows)
+    norm = BoundaryNorm(np.arange(len(rows) + 1) - 0.5, len(rows))
+    mapped = ScalarMappable(norm, style.by_depth(len(rows)))
+    bar = part.colorbar(mapped, ax=list(axes), ticks=range(len(rows)), aspect=30, pad=0.015)
+    bar.ax.set_yticks(range(len(rows)), labels, parse_math=False)
+    _dress_bar(bar, f"{common}/…" if common else "")
+    bar.ax.invert_yaxis()
+
+
+def _dress_bar(bar: Any, title: str) -> None:
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(which="both", length=0, labelsize=style.SMALL, labelcolor=style.INK)
+    bar.ax.tick_params(which="minor", labelcolor=style.MUTED, labelsize=style.SMALL - 1)
+    bar.set_label(title, size=style.TEXT, color=style.MUTED, parse_math=False)
+
+
+def _heat(
+    part: SubFigure,
+    axis: Axes,
+    steps: np.ndarray,
+    grid: np.ndarray,
+    there: np.ndarray,
+    log: bool,
+) -> set[str]:
+    """A row for each layer. What has no colour on the map has the colour of its mark."""
+    starts = _starts(len(steps))
+    edges = _edges(steps)[[*starts, len(steps)]]
+    rows = np.arange(len(grid) + 1) - 0.5
+    usual = there & np.isfinite(grid) & ((grid > 0) | (not log))
+    cells = np.maximum.reduceat(np.where(usual, grid, -np.inf), starts, 1)
+    shown = np.ma.masked_where(np.isneginf(cells), cells)
+    low, high = (shown.min(), shown.max()) if shown.count() else (0.1, 1.0)
+    norm = (LogNorm if log else Normalize)(low, high if high > low else low + (abs(low) or 1.0))
+    looks: dict[str, Any] = {"rasterized": True, "zorder": 1}
+    mesh = axis.pcolormesh(edges, rows, shown, cmap=style.HEAT, norm=norm, **looks)
+    used: set[str] = set()
+    wrong = {
+        "all zero": (there & (grid <= 0) & log, style.GUIDE),
+        "NaN or Inf": (there & ~np.isfinite(grid), style.BAD),
+    }
+    for name, (where, colour) in wrong.items():
+        where = np.logical_or.reduceat(where, starts, 1)
+        if name == "all zero":
+            where &= np.ma.getmaskarray(shown)
+        if where.any():
+            used.add(name)
+            cells = np.ma.masked_where(~where, np.ones(where.shape))
+            axis.pcolormesh(edges, rows, cells, cmap=ListedColormap([colour]), label=name, **looks)
+    axis.set(ylim=(rows[-1], rows[0]), ylabel="")
+    axis.grid(False)
+    bar = part.colorbar(mesh, ax=axis, aspect=30, pad=0.015)
+    _dress_bar(bar, "")
+    if log:
+        style.label_decades(bar.ax.yaxis, *bar.ax.get_ylim())
+    return used
+
+
+def _starts(count: int) -> np.ndarray:
+    """Where the columns of a heat map begin: many records share one, the largest is shown."""
+    return np.unique(np.linspace(0, count, min(count, COLUMNS), endpoint=False).astype(int))
+
+
+def _edges(steps: np.ndarray) -> np.ndarray:
+    """Where a step begins and ends: half-way to the next."""
+    if len(steps) == 1:
+        return np.array([steps[0] - 0.5, steps[0] + 0.5])
+    middle = (steps[1:] + steps[:-1]) / 2
+    return np.array([steps[0] * 2 - middle[0], *middle, steps[-1] * 2 - middle[-1]])
+
+
+def _label_rows(axes: Any, rows: list[str], height: float) -> None:
+    common, labels = style.shortened(rows, 26)
+    kept = style.thinned(rows, style.LINE / ((height - 0.8) / len(rows)))
+    axes[0].set_yticks(kept, [labels[i] for i in kept], parse_math=False)
+    axes[0].set_ylabel(f"{common}/…" if common else "", size=style.TEXT, color=style.MUTED)
+    for axis in axes[1:]:
+        axis.set_yticks(kept, [""] * len(kept))
+    for axis in axes:
+        axis.tick_params(axis="y", length=0)
+
+
+def _ridges(part: SubFigure, stat: Statistic, series: Series) -> set[str]:
+    """Histograms of a few layers, the first record on top."""
+    picked = _spread(list(series), LAYERS)
+    common, labels = style.shortened(list(series), 24)
+    axes = part.subplots(1, len(picked), squeeze=False)[0]
+    used: set[str] = set()
+    for axis, row in zip(axes, picked, strict=True):
+        style.dress(axis, labels[list(series).index(row)], strong=False)
+        steps = _spread(list(series[row]), RIDGES)
+        height = 0.8 if len(steps) <= 3 else 1.6
+        colours = style.by_depth(len(steps))
+        for i, step in enumerate(steps):
+            histogram: Any = series[row][step]
+            used |= style.ridge(axis, histogram, i + 0.3, -height, colours(i), str(step), 2 + i)
+        drawn: list[Any] = [series[row][step] for step in steps]
+        axis.set_xlabel(style.ridge_axis(axis, drawn), size=style.TEXT, color=style.MUTED)
+        kept = style.thinned([""] * len(steps), max(1.0, len(steps) / 9))
+        axis.set_yticks(kept, [f"{steps[i]:,}" for i in kept])
+        axis.set_ylim(len(steps) - 0.4, -height)
+        axis.tick_params(axis="y", length=0)
+    axes[0].set_ylabel("step", size=style.TEXT, color=style.MUTED)
+    left = f"  ({len(picked)} of {len(series)} layers)" if len(picked) < len(series) else ""
+    where = f" of {common}/…" if common else ""
+    title = style.title_of(*stat) + where + left
+    part.suptitle(
+        title, x=0.01, ha="left", size=style.TITLE, color=style.INK, weight="bold", parse_math=False
+    )
+    return used
+
+
+def _spread(items: list[Any], most: int) -> list[Any]:
+    """Some of many, evenly, the first and the last among them."""
+    places = np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int))
+    return [items[i] for i in places]
+
+
+_OF = ("site", "stat")
+
+
+def _key(alarms: Sequence[Alarm]) -> list[str]:
+    """What the numbers of the alarms stand for: all of a step have one."""
+    lines = []
+    by_step: dict[int, list[Alarm]] = {}
+    for alarm in alarms:
+        by_step.setdefault(alarm.step, []).append(alarm)
+    for number, (step, found) in enumerate(sorted(by_step.items()), 1):
+        sites, stats = (list(dict.fromkeys(getattr(a, of) for a in found)) for of in _OF)
+        more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
+        named = ", ".join(style.elided(site, 36) for site in sites[:3])
+        lines.append(f"{number}  step {step:,}: {named}{more} ({', '.join(stats)})")
+    if len(lines) > ALARMS:
+        lines[ALARMS - 1 :] = [f"… and alarms at {len(lines) - ALARMS + 1} more steps"]
+    return lines
+
+
+def _mark_alarms(axis: Axes, alarms: Sequence[Alarm], cased: bool) -> None:
+    """A line at each step with an alarm, and its number on top; close ones have theirs together.
+
+    In a heat map it has a white casing: it may cross a red field.
+    """
+    steps = sorted({alarm.step for alarm in alarms})
+    casing = [withStroke(linewidth=3, foreground=style.PAPER)] if cased else []
+    looks: dict[str, Any] = {"color": style.BAD, "path_effects": casing, "zorder": 8}
+    for number, step in enumerate(steps, 1):
+        axis.axvline(step, lw=1.0, ls=(0, (4, 2)), label=f"alarm {number}", **looks)
+    low, high = axis.get_xlim()
+    groups: list[list[int]] = []
+    for number, step in enumerate(steps, 1):
+        if groups and step - steps[groups[-1][-1] - 1] < 0.04 * (high - low):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    for group in groups:
+        place = (steps[group[0] - 1] + steps[group[-1] - 1]) / 2
+        text = str(group[0]) if len(group) == 1 else f"{group[0]}–{group[-1]}"
+        axis.annotate(
+            text,
+            (place, 1.0),
+            (0, 2),
+            xycoords=axis.get_xaxis_transform(),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            size=style.SMALL,
+            color=style.BAD,
+            weight="bold",
+        )

@@ -1,0 +1,150 @@
+"""`Log`: what a monitored run wrote down, by step and by name.
+
+A *record* is what one watched step gave: a dict of numbers by names such as
+`GPT/blocks/3/mlp/value_rms` and `GPT/blocks/3/mlp/grad_norm`. The name of a site comes first, then
+`value` or `grad`, then the statistic. A site in a scan has a number for each iteration,
+`GPT/blocks/mlp[3]/value_rms`. A number is a float, an array (one for each unit), or a `Histogram`.
+
+>>> log = Log()
+>>> for step in range(0, 300, 100):
+...     log(step, {"Net/mlp/value_rms": 1.0 + step, "Net/mlp/grad_rms": 0.5})
+>>> len(log), log.names
+(3, ['Net/mlp/value_rms', 'Net/mlp/grad_rms'])
+>>> log["Net/mlp/value_rms"].values.tolist()
+[1.0, 101.0, 201.0]
+
+A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from tapax._sites import nearest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Histogram:
+    """How many numbers lie between each edge and the next."""
+
+    counts: np.ndarray
+    edges: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+    """What an alert found: the step, the layer, the statistic and its number, and a sentence."""
+
+    step: int
+    site: str
+    stat: str
+    number: float
+    message: str
+
+
+Number: TypeAlias = "float | np.ndarray | Histogram"
+Record: TypeAlias = "Mapping[str, Number]"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Series:
+    """The numbers of one name, one for each step that has it.
+
+    `values` has the steps as its first axis. Those of a histogram are its counts, [step, bin], and
+    `edges` are where its bins begin and end.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+    edges: np.ndarray | None = None
+
+    @property
+    def counts(self) -> np.ndarray | None:
+        """The counts of a histogram; None if it is none."""
+        return None if self.edges is None else self.values
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+class Log:
+    """The records of a run, in order. `log(step, record)` adds one; `log[name]` is a `Series`."""
+
+    def __init__(self) -> None:
+        self._records: list[tuple[int, dict[str, Number]]] = []
+        self._names: dict[str, None] = {}
+        self.alerts: list[Alarm] = []
+
+    def __call__(self, step: int, record: Record) -> None:
+        self._names.update(dict.fromkeys(record))
+        self._records.append((int(step), dict(record)))
+
+    def alert(self, alarm: Alarm) -> None:
+        """Adds what an alert found."""
+        self.alerts.append(alarm)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The step of each record."""
+        return np.array([step for step, _ in self._records], np.int64)
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that a record has, in the order in which they came."""
+        return list(self._names)
+
+    def __getitem__(self, name: str) -> Series:
+        found = [(step, record[name]) for step, record in self._records if name in record]
+        if not found:
+            near = nearest(name, self._names) if self._names else "It holds no numbers yet."
+            raise KeyError(f"The log has no {name!r}. {near}")
+        steps = np.array([step for step, _ in found], np.int64)
+        numbers = [number for _, number in found]
+        edges = [n.edges for n in numbers if isinstance(n, Histogram)]
+        values = [n.counts if isinstance(n, Histogram) else np.asarray(n) for n in numbers]
+        if (
+            len({v.shape for v in values}) > 1
+            or len(edges) not in (0, len(found))
+            or any(not np.array_equal(e, edges[0]) for e in edges)
+        ):
+            raise ValueError(
+                f"{name!r} changed in the course of the log: its numbers have not the same shape, "
+                "or not the same edges, at every step. Read them one by one: "
+                "`for step, record in log`."
+            )
+        return Series(steps, np.stack(values), edges[0] if edges else None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Number]]]:
+        return iter(list(self._records))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        from tapax.watching._trend import log_table
+
+        return log_table(self)
+
+
+def open(path: str | os.PathLike[str]) -> Log:
+    """Reads a log that a sink wrote: a `.jsonl` file, a `.parquet` or `.safetensors` folder.
+
+    What a run that was killed, or a disk that filled up, left half-written is left out, with a
+    warning.
+    """
+    from tapax.watching._parts import read
+
+    log = Log()
+    for step, record, alarms in read(path):
+        if record is not None:
+            log(step, record)
+        log.alerts += alarms
+    return log

@@ -1,0 +1,130 @@
+"""Tables of a log: how each number began, where it is, and the way it took."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from tapax.watching._log import Log, Number
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def render(table: Table) -> str:
+    """A table as text."""
+    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    console.print(table)
+    return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def summary(number: Number | None) -> float:
+    """One number for any: the mean over units, and the mean that a histogram tells."""
+    if number is None:
+        return math.nan
+    if isinstance(number, (int, float)):
+        return float(number)
+    if isinstance(number, np.ndarray):
+        return float(np.mean(number)) if number.size else math.nan
+    with np.errstate(all="ignore"):
+        edges = np.asarray(number.edges, np.float64)
+        total = np.sum(number.counts)
+        inside = np.isfinite(edges[:-1]) & np.isfinite(edges[1:])
+        middle = np.where(inside, (edges[:-1] + edges[1:]) / 2, 0.0)
+        return float(np.sum(np.asarray(number.counts) @ middle) / total) if total else math.nan
+
+
+def spark(numbers: Sequence[float], width: int = 16) -> str:
+    """A line of bars: some numbers, or the means of as many parts of them as there is room for."""
+    if not width:
+        return ""
+    if len(numbers) > width:
+        cuts = np.linspace(0, len(numbers), width + 1).astype(int)
+        parts = (numbers[a:b] for a, b in itertools.pairwise(cuts))
+        numbers = [_mean(part) for part in parts]
+    finite = [x for x in numbers if math.isfinite(x)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if low > 0 and high / low > 100:  # over some orders of magnitude, by the order
+        numbers = [math.log(x) if math.isfinite(x) else x for x in numbers]
+        low, high = math.log(low), math.log(high)
+    return "".join(_bar(x, low, high) for x in numbers)
+
+
+def _mean(part: Sequence[float]) -> float:
+    # A single nan or inf must be seen.
+    bad = [x for x in part if not math.isfinite(x)]
+    return bad[0] if bad else sum(part) / len(part)
+
+
+def _bar(x: float, low: float, high: float) -> str:
+    if not math.isfinite(x):
+        return "!"
+    if high <= low:
+        return BARS[3]
+    return BARS[min(7, int(8 * ((x - low) / (high - low))))]
+
+
+def show(x: float) -> str:
+    """A number in a table."""
+    return f"{x:.3g}"
+
+
+def log_table(log: Log, rows: int = 60) -> str:
+    """The first, the last and the trend of every name."""
+    what = f"{len(log)} records" if len(log) != 1 else "1 record"
+    if len(log):
+        steps = log.steps
+        what += f", steps {steps[0]} to {steps[-1]}"
+    if log.alerts:
+        what += f", {len(log.alerts)} alarms" if len(log.alerts) != 1 else ", 1 alarm"
+    names = log.names
+    left = len(names) - rows if len(names) > rows else 0
+    shown = names if not left else [*names[: rows // 2], *names[-(rows // 2) :]]
+    table = Table("name", "first", "last", "trend", title=what)
+    numbers: dict[str, list[float]] = {name: [] for name in shown}
+    for _, record in log:
+        for name in shown:
+            if name in record:
+                numbers[name].append(summary(record[name]))
+    for i, name in enumerate(shown):
+        if left and i == rows // 2:
+            table.add_row(f"... {left} more ...", "", "", "")
+        row = numbers[name]
+        # A name may hold brackets, which are no markup.
+        table.add_row(Text(name), show(row[0]), show(row[-1]), spark(row))
+    return render(table)
+
+
+def split(name: str) -> tuple[str, str]:
+    """The site and the statistic in a name: `Net/mlp/value_rms` is ("Net/mlp", "value rms")."""
+    site, _, stat = name.rpartition("/")
+    for kind in ("value", "grad"):
+        if stat.startswith(f"{kind}_"):
+            return site, f"{kind} {stat[len(kind) + 1 :]}"
+    return name, ""
+
+
+def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
+    """A row for each site, a column for each statistic: its last number, and its trend."""
+    rows: dict[str, dict[str, Sequence[float]]] = {}
+    for name, numbers in history.items():
+        site, stat = split(name)
+        rows.setdefault(site, {})[stat] = numbers
+    stats = list(dict.fromkeys(stat for row in rows.values() for stat in row))
+    stats.sort(key=lambda stat: stat.startswith("grad"))
+    width = 8 if len(stats) < 5 else 0  # many columns leave no room for trends
+    table = Table("site", title=f"step {step}")
+    for stat in stats:
+        table.add_column(stat, no_wrap=True)
+    for site, row in rows.items():
+        cells = (f"{show(row[s][-1])} {spark(row[s], width)}" if s in row else "" for s in stats)
+        table.add_row(Text(site), *cells)
+    return table

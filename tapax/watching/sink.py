@@ -1,0 +1,269 @@
+"""Sinks: where the records of a monitor go.
+
+A sink is any function of a step and a record, a dict of numbers by name:
+
+>>> import tapax
+>>> tapax.monitor(lambda x: x, to=lambda step, record: print(step, record)).close()
+
+It is called by a thread of its own, one record after the other. If it has a method `alert`, that is
+given each `Alarm`; if it has a method `close`, that is called in the end. One that raises is
+dropped, with a warning; the training goes on.
+
+`to=` also takes a path, `"run.jsonl"`, `"run.parquet"` or `"run.safetensors"`, which `tapax.open`
+reads; `"table"`; or a list of sinks and paths. A log that is there already is continued.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from tapax.watching._files import JsonLines, Parts, plain
+from tapax.watching._log import Alarm, Histogram, Number, Record
+from tapax.watching._parts import Parquet, Safetensors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+__all__ = ["jsonl", "make", "mlflow", "parquet", "safetensors", "table", "tensorboard", "wandb"]
+
+Sink: TypeAlias = Callable[[int, Record], Any]
+To: TypeAlias = "Sink | str | os.PathLike[str] | Sequence[To] | None"
+
+
+def jsonl(path: str | os.PathLike[str]) -> JsonLines:
+    """A file with a line of JSON for each record."""
+    return JsonLines(path)
+
+
+def parquet(path: str | os.PathLike[str]) -> Parts:
+    """A folder of Parquet files with a row for each number: step, name, value, counts, edges."""
+    return Parquet(path)
+
+
+def safetensors(path: str | os.PathLike[str]) -> Parts:
+    """A folder of safetensors files with an array for each name."""
+    return Safetensors(path)
+
+
+class table:
+    """A table in the terminal that is kept up to date: a row for each site.
+
+    Where there is no terminal, it is printed once, in the end.
+    """
+
+    def __init__(self, console: Console | None = None):
+        from rich.console import Console
+
+        self._console = console or Console()
+        self._history: dict[str, list[float]] = {}
+        self._live: Live | None = None
+        self._step = 0
+
+    def __repr__(self) -> str:
+        return "table()"
+
+    def __call__(self, step: int, record: Record) -> None:
+        from rich.live import Live
+
+        from tapax.watching._trend import sites_table, summary
+
+        self._step = step
+        for name, number in record.items():
+            numbers = self._history.setdefault(name, [])
+            numbers.append(summary(number))
+            if len(numbers) > 64:  # the trend is that of the last ones
+                del numbers[0]
+        if not self._console.is_terminal:
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(sites_table(step, self._history), refresh=True)
+
+    def alert(self, alarm: Alarm) -> None:
+        self._console.print(alarm.message, style="bold red", markup=False, highlight=False)
+
+    def close(self) -> None:
+        from tapax.watching._trend import render, sites_table
+
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._history and not self._console.is_terminal:
+            print(render(sites_table(self._step, self._history)), file=self._console.file)
+
+
+class tensorboard:
+    """Event files for TensorBoard, by tensorboardX: scalars, and histograms as they are.
+
+    An array, one number for each unit, is shown as the histogram of its numbers.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self._folder = str(folder)
+        made = _imported("tensorboardX", "tensorboard").SummaryWriter
+        try:
+            self._writer = made(self._folder)
+        except OSError as error:
+            raise OSError(
+                f"TensorBoard's folder {self._folder!r} cannot be written: "
+                f"{error.strerror or error}. Give a path that can be."
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"tensorboard({self._folder!r})"
+
+    def __call__(self, step: int, record: Record) -> None:
+        for name, number in _tags(record).items():
+            if isinstance(number, Histogram):
+                self._histogram(name, number, step)
+            elif isinstance(number, np.ndarray):
+                finite = number[np.isfinite(number)]
+                if finite.size:
+                    self._writer.add_histogram(name, finite, step)
+            else:
+                self._writer.add_scalar(name, number, step)
+        self._writer.flush()
+
+    def _histogram(self, name: str, found: Histogram, step: int) -> None:
+        edges, counts = _ended(found.edges), found.counts
+        middle = (edges[:-1] + edges[1:]) / 2
+        self._writer.add_histogram_raw(
+            name,
+            min=float(edges[0]),
+            max=float(edges[-1]),
+            num=float(counts.sum()),
+            sum=float(counts @ middle),
+            sum_squares=float(counts @ middle**2),
+            bucket_limits=edges[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+    def alert(self, alarm: Alarm) -> None:
+        self._writer.add_text("alerts", alarm.message, alarm.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class wandb:
+    """Weights & Biases: logs to `run`, or to the run that `wandb.init` began."""
+
+    def __init__(self, run: Any = None):
+        self._wandb = _imported("wandb")
+        self._run = run
+        if run is None and self._wandb.run is None:
+            raise RuntimeError(
+                "There is no run of Weights & Biases to log to. Call wandb.init() first, or give "
+                "a run: tapax.sink.wandb(run)."
+            )
+
+    def __repr__(self) -> str:
+        return "wandb()"
+
+    def __call__(self, step: int, record: Record) -> None:
+        run = self._run or self._wandb.run
+        # The user's own calls of wandb.log count steps too, and wandb's must not go back.
+        run.log({"monitor/step": step, **{n: self._shown(x) for n, x in plain(record).items()}})
+
+    def _shown(self, number: Number) -> Any:
+        if isinstance(number, Histogram):
+            return self._wandb.Histogram(np_histogram=(number.counts, _ended(number.edges)))
+        if isinstance(number, np.ndarray):
+            return self._wandb.Histogram(number[np.isfinite(number)])
+        return number
+
+    def alert(self, alarm: Alarm) -> None:
+        (self._run or self._wandb.run).alert(title=alarm.site, text=alarm.message)
+
+
+class mlflow:
+    """MLflow: logs the numbers to the active run. Histograms and arrays as their means."""
+
+    def __init__(self) -> None:
+        self._mlflow = _imported("mlflow")
+        # The active run is that of a thread, and records are written by another one.
+        self._run = (self._mlflow.active_run() or self._mlflow.start_run()).info.run_id
+
+    def __repr__(self) -> str:
+        return "mlflow()"
+
+    def __call__(self, step: int, record: Record) -> None:
+        from tapax.watching._trend import summary
+
+        numbers = {name: summary(x) for name, x in _tags(record).items()}
+        self._mlflow.log_metrics(numbers, step=step, run_id=self._run)
+
+    def alert(self, alarm: Alarm) -> None:
+        self._mlflow.MlflowClient().set_tag(self._run, f"alert.{alarm.step}", alarm.message)
+
+
+def _ended(edges: np.ndarray) -> np.ndarray:
+    """Edges that can be drawn: a bin without an end is made as wide as its neighbour."""
+    edges = edges.copy()
+    if not np.isfinite(edges[-1]):
+        edges[-1] = 2 * edges[-2] - edges[-3] if len(edges) > 2 else edges[-2] + 1
+    if not np.isfinite(edges[0]):
+        edges[0] = 2 * edges[1] - edges[2] if len(edges) > 2 else edges[1] - 1
+    return edges
+
+
+def _tags(record: Record) -> dict[str, Number]:
+    """A record with names for those who take no brackets in one: `mlp[3,0]` is `mlp.3.0`."""
+    dots = str.maketrans({"[": ".", "]": None, ",": ".", ":": ".", "@": ".", "~": "."})
+    return {re.sub(r"[^-/\w.]", "_", name.translate(dots)): x for name, x in plain(record).items()}
+
+
+def _imported(package: str, extra: str | None = None) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        install = f"tapax[{extra}]" if extra else package
+        raise ImportError(f"This sink needs {package}: pip install '{install}'.") from error
+
+
+_PATHS: dict[str, Callable[[Any], Sink]] = {
+    ".jsonl": jsonl,
+    ".parquet": parquet,
+    ".safetensors": safetensors,
+}
+
+
+def make(to: To) -> list[Sink]:
+    """The sinks that the argument `to` of a monitor stands for."""
+    if to is None:
+        return []
+    if isinstance(to, (str, os.PathLike)):
+        return [_by_name(to)]
+    if isinstance(to, type):
+        raise TypeError(f"`to` was given the class {to.__name__}: make a sink of it by calling it.")
+    if callable(to):
+        return [to]
+    if isinstance(to, (list, tuple)):
+        return [sink for part in to for sink in make(part)]
+    raise TypeError(
+        "`to` must be a function of a step and a record, a path such as 'run.jsonl', 'table', or a "
+        f"list of these, but is {to!r} of type {type(to).__name__}."
+    )
+
+
+def _by_name(to: str | os.PathLike[str]) -> Sink:
+    if to == "table":
+        return table()
+    known = _PATHS.get(Path(to).suffix)
+    if known is None:
+        raise ValueError(
+            f"to={os.fspath(to)!r} was asked for, but what to write is told by the end of a path, "
+            "which is one of .jsonl, .parquet and .safetensors; or 'table', or a sink of "
+            "tapax.sink, such as tapax.sink.tensorboard(folder)."
+        )
+    return known(to)
