@@ -21,7 +21,7 @@ import jax
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import bodies
 from tapax._scopes import Place, segment
 
@@ -51,12 +51,12 @@ class Anchor:
         return found[0] if origin is not None and found else None
 
 
-class AnchorEffect(_compat.Effect):
+class AnchorEffect(_jax.Effect):
     """Keeps anchors alive."""
 
 
 anchor_effect = AnchorEffect()
-anchor_p = _compat.Primitive("anchor")
+anchor_p = _jax.Primitive("anchor")
 anchor_p.multiple_results = True
 
 
@@ -97,12 +97,12 @@ def resolve(jaxpr: Any, origins: Sequence[Any]) -> Any:
     """The program without anchors, and with the names that they tell."""
     if not is_anchored(jaxpr):
         return jaxpr
-    inner = _compat.open_jaxpr(jaxpr)
-    known = dict(_compat.jaxpr_inputs(jaxpr, origins))
+    inner = _jax.open_jaxpr(jaxpr)
+    known = dict(_jax.jaxpr_inputs(jaxpr, origins))
     chosen: dict[int, str] = {}
     eqns = []
     for eqn in inner.eqns:
-        from_where = [v.val if isinstance(v, _compat.Literal) else known.get(v) for v in eqn.invars]
+        from_where = [v.val if isinstance(v, _jax.Literal) else known.get(v) for v in eqn.invars]
         if eqn.primitive is anchor_p:
             choice = eqn.params["anchor"].choose(from_where[0])
             if choice is not None:
@@ -127,7 +127,7 @@ _PASSING = frozenset(
 
 def is_anchored(jaxpr: Any) -> bool:
     """Whether there are anchors in a program; some equations keep effects to themselves."""
-    inner = _compat.open_jaxpr(jaxpr)
+    inner = _jax.open_jaxpr(jaxpr)
     return anchor_effect in inner.effects or any(
         is_anchored(body) for eqn in inner.eqns if eqn.effects for body in bodies(eqn)
     )
@@ -136,7 +136,7 @@ def is_anchored(jaxpr: Any) -> bool:
 def _resolve_param(eqn: Any, value: Any, origins: list[Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_resolve_param(eqn, part, origins) for part in value)
-    inner = _compat.open_jaxpr(value)
+    inner = _jax.open_jaxpr(value)
     if not hasattr(inner, "eqns"):
         return value
     count = len(inner.invars)
@@ -156,7 +156,7 @@ def _renamed(eqn: Any, chosen: dict[int, str]) -> Any:
             return name
         return name.moved(chosen[name.anchor])
 
-    return _compat.rename_scopes(eqn, rename) if chosen else eqn
+    return _jax.rename_scopes(eqn, rename) if chosen else eqn
 
 
 def _no_result(*args: Any, **params: Any) -> list[Any]:
@@ -174,11 +174,11 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return anchor_p.bind(*args, **params), []
 
 
-_compat.allow_effect(AnchorEffect)
+_jax.allow_effect(AnchorEffect)
 anchor_p.def_impl(_no_result)
 anchor_p.def_effectful_abstract_eval(lambda *args, **params: ([], {anchor_effect}))
 mlir.register_lowering(anchor_p, lambda ctx, *args, **params: [])
 ad.primitive_jvps[anchor_p] = _jvp
 batching.primitive_batchers[anchor_p] = _batch
 # An anchor stays in the loop that it is in, with the names that it is for.
-_compat.register_partial_eval(anchor_p, lambda stage, tracers, params: stage())
+_jax.register_partial_eval(anchor_p, lambda stage, tracers, params: stage())

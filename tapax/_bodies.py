@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tapax import _compat
+from tapax import _jax
 from tapax._derivative import change_p
 from tapax._scopes import Scopes, scopes_of
 from tapax._tap import Mark, tap_effect, tap_p
@@ -19,9 +19,9 @@ def bodies(eqn: Any) -> Iterator[Any]:
     """The jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
-            body = _compat.hidden_body(part)
+            body = _jax.hidden_body(part)
             body = part if body is None else body
-            if hasattr(_compat.open_jaxpr(body), "eqns"):
+            if hasattr(_jax.open_jaxpr(body), "eqns"):
                 yield body
 
 
@@ -35,17 +35,17 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
         return type(value)(*(strip(v, marks) for v in value))
     if isinstance(value, (list, tuple)):
         return type(value)(strip(v, marks) for v in value)
-    hidden = _compat.hidden_body(value)
+    hidden = _jax.hidden_body(value)
     if hidden is not None:
         strip(hidden, marks)
         return value
-    inner = _compat.open_jaxpr(value)
+    inner = _jax.open_jaxpr(value)
     if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
         return value
     renamed: dict[Any, Any] = {}
 
     def rename(v: Any) -> Any:
-        return v if isinstance(v, _compat.Literal) else renamed.get(v, v)
+        return v if isinstance(v, _jax.Literal) else renamed.get(v, v)
 
     eqns = []
     for eqn in inner.eqns:
@@ -78,8 +78,8 @@ def _unchanged(eqn: Any, renamed: dict[Any, Any], rename: Any) -> list[Any]:
 
 def _zeros(variable: Any) -> Any:
     """An equation that gives zeros."""
-    made = jax.make_jaxpr(lambda: _compat.zeros(variable.aval))()
-    (eqn,) = _compat.open_jaxpr(made).eqns
+    made = jax.make_jaxpr(lambda: _jax.zeros(variable.aval))()
+    (eqn,) = _jax.open_jaxpr(made).eqns
     return eqn.replace(outvars=[variable])
 
 
@@ -90,7 +90,7 @@ def quieted(value: Any, again: str | None = "copy") -> Any:
     """
     if type(value) is tuple:
         return tuple(quieted(v, again) for v in value)
-    inner: Any = _compat.open_jaxpr(value)
+    inner: Any = _jax.open_jaxpr(value)
     if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
         return value
     eqns = []
@@ -107,7 +107,7 @@ def quieted(value: Any, again: str | None = "copy") -> Any:
 
 def reaching(jaxpr: Any, results: Sequence[int] | None = None) -> frozenset[int]:
     """The marks of a program whose taps are needed for its results, or for some of them."""
-    return Uids().within(_compat.dce(quieted(jaxpr, again=None), results))
+    return Uids().within(_jax.dce(quieted(jaxpr, again=None), results))
 
 
 class Uids:
@@ -117,7 +117,7 @@ class Uids:
         self._known: dict[int, tuple[Any, frozenset[int]]] = {}
 
     def within(self, jaxpr: Any) -> frozenset[int]:
-        inner = _compat.open_jaxpr(jaxpr)
+        inner = _jax.open_jaxpr(jaxpr)
         if id(inner) not in self._known:
             found: set[int] = set()
             for eqn in inner.eqns:
@@ -134,7 +134,7 @@ def first_uid(jaxpr: Any) -> int:
     """The first mark that was traced in a body; a large number if there is none."""
     uids = [
         eqn.params["mark"].uid if eqn.primitive is tap_p else min(map(first_uid, bodies(eqn)))
-        for eqn in _compat.open_jaxpr(jaxpr).eqns
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
         if tap_effect in eqn.effects
     ]
     return min(uids, default=sys.maxsize)
@@ -143,7 +143,7 @@ def first_uid(jaxpr: Any) -> int:
 def count_calls(jaxpr: Any, scopes: Scopes = ()) -> Counter[str]:
     """How often each site is called in a body."""
     found: Counter[str] = Counter()
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
         here = scopes_of(eqn, scopes)
         if eqn.primitive is tap_p and eqn.params["kind"] == "value":
             found[eqn.params["mark"].within(here).path] += 1

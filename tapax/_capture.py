@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tapax import _compat
+from tapax import _jax
 from tapax._arguments import name_of
 from tapax._job import Instrumented, Job, check_function
 from tapax._patch import current
@@ -63,7 +63,7 @@ def capture(
     """
     check_function(fn, "capture")
     plan = Plan.make(values, grads, steps, modules, reducing=True)
-    if _compat.jit_options(fn) is None:
+    if _jax.jit_options(fn) is None:
         return _Captured(fn, plan)
     try:
         return _jitted(fn, plan)
@@ -92,7 +92,7 @@ def _jitted(fn: Any, plan: Plan) -> Any:
     So its static, donated and sharded arguments stay so, and calls take JAX's fast path. The same
     capture of the same function is the same function: it may well be written in a loop.
     """
-    inner, options = fn.__wrapped__, _compat.jit_options(fn) or {}
+    inner, options = fn.__wrapped__, _jax.jit_options(fn) or {}
     if "out_shardings" in options:
         options["out_shardings"] = (options["out_shardings"], None)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import Uids
 from tapax._derivative import derivative
 from tapax._sites import SiteError
@@ -176,7 +176,7 @@ class Changes:
         `then` is what happens to the changed value next, and is differentiated with it.
         """
         own = (True,) * len(axes) if own is None else own
-        varying = _compat.varying_axes(jax.typeof(operands[-1]))
+        varying = _jax.varying_axes(jax.typeof(operands[-1]))
         parts = [self.parts[key] for key in change.parts]
         counter = self.parts[COUNTER].array if change.counted else None
         if any(part.depths or part.mapped not in (0, sum(own)) for part in parts):
@@ -191,12 +191,12 @@ class Changes:
 
         def changed(x: Any, *ps: Any) -> Any:
             out = change.fn(x, counter, *ps)
-            return then(_compat.with_varying(out, varying))
+            return then(_jax.with_varying(out, varying))
 
         positions = [a - sum(b < a for b in axes[:i]) for i, a in enumerate(axes)]
         for position, is_own in reversed(list(zip(positions, own, strict=True))):
             lies = [0 if part.mapped and is_own else None for part in parts]
             in_axes = (*(position for _ in operands), *lies)
             one = jax.vmap(one, in_axes=in_axes, out_axes=position)
-        arrays = (_compat.with_varying(part.array, varying) for part in parts)
+        arrays = (_jax.with_varying(part.array, varying) for part in parts)
         return one(*map(jnp.asarray, operands), *arrays)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _compat
+from tapax import _jax
 from tapax._calls import Token
 from tapax._changes import Around
 from tapax._record import Entry, Slots, refuse_folded
@@ -44,9 +44,9 @@ def _jit(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     params.update(
         jaxpr=staged.jaxpr,
         donated_invars=inputs("donated_invars", False),
-        in_shardings=inputs("in_shardings", _compat.UNSPECIFIED),
+        in_shardings=inputs("in_shardings", _jax.UNSPECIFIED),
         in_layouts=inputs("in_layouts", None),
-        out_shardings=outputs("out_shardings", _compat.UNSPECIFIED),
+        out_shardings=outputs("out_shardings", _jax.UNSPECIFIED),
         out_layouts=outputs("out_layouts", None),
     )
     results = eqn.primitive.bind(*staged.ins.arrays(args), *handed, **params)
@@ -63,13 +63,13 @@ def _call(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     staged = walk.stage(body, args, threads)
     values = [*staged.ins.arrays(args), *walk.handed(threads)]
     bound = eqn.replace(params={**eqn.params, name: staged.jaxpr})
-    return walk.unstage(staged, _compat.bind_equation(bound, values))
+    return walk.unstage(staged, _jax.bind_equation(bound, values))
 
 
 @handles("optimization_barrier")
 def _barrier(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     slots = Slots.of(args)
-    return slots.fill(iter(_compat.bind_equation(eqn, slots.arrays(args))))
+    return slots.fill(iter(_jax.bind_equation(eqn, slots.arrays(args))))
 
 
 @handles("remat2", "remat", "checkpoint")
@@ -82,7 +82,7 @@ def _remat(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads, recomputing=params["differentiated"])
     handed = walk.handed(threads)
-    jaxpr, consts = _compat.closed(staged.jaxpr)
+    jaxpr, consts = _jax.closed(staged.jaxpr)
     if isinstance(params["prevent_cse"], tuple):
         kept = (params["prevent_cse"][i] for i in staged.ins.kept)
         params["prevent_cse"] = (*(False for _ in consts), *kept, *(False for _ in handed))
@@ -95,10 +95,10 @@ def _remat(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
 def _scan(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     params = eqn.params
     body, length = params["jaxpr"], params["length"]
-    nconsts, ncarry = _compat.scan_split(params)
+    nconsts, ncarry = _jax.scan_split(params)
     consts, init, xs = args[:nconsts], args[nconsts : nconsts + ncarry], args[nconsts + ncarry :]
     init = walk.materialize(eqn.invars[nconsts : nconsts + ncarry], init)
-    carried_out = _compat.open_jaxpr(body).outvars[:ncarry]
+    carried_out = _jax.open_jaxpr(body).outvars[:ncarry]
     threads = walk.enter(body)
     slots = Slots.of(xs)
     around = Around("scan", length)
@@ -204,7 +204,7 @@ def _cond(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             filled = [
                 x
                 for i, types in enumerate(held)
-                for x in (inner if i == chosen else [_compat.zeros(t) for t in types])
+                for x in (inner if i == chosen else [_jax.zeros(t) for t in types])
             ]
             return [*merged.arrays(own), *filled, *rest[len(rest) - nfolds :]]
 

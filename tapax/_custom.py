@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import strip
 from tapax._changes import COUNTER, part_name
 from tapax._mark import unmarked
@@ -28,7 +28,7 @@ def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     Where a derivative is taken, the values of the results are the rule's too, which may have code
     of its own for them; but not if the body is edited.
     """
-    body = _compat.call_body(eqn)
+    body = _jax.call_body(eqn)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
     inner = jaxpr_as_fun(staged.jaxpr)
@@ -58,7 +58,7 @@ def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
 @handles("custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced")
 def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
-    body = _compat.call_body(eqn)
+    body = _jax.call_body(eqn)
     threads = walk.enter(body)
     staged = walk.stage(body, args, threads)
     inner = jaxpr_as_fun(staged.jaxpr)
@@ -100,7 +100,7 @@ def _plain(eqn: Any) -> Callable[..., Any]:
 
     def call(*flat: Any) -> Any:
         with unmarked():
-            return _compat.bind_equation(eqn, flat)
+            return _jax.bind_equation(eqn, flat)
 
     return call
 
@@ -110,7 +110,7 @@ def _instantiated(t: Any) -> Any:
     if not isinstance(t, SymbolicZero):
         return t
     aval: Any = t.aval
-    return np.zeros(aval.shape, aval.dtype) if aval.dtype == float0 else _compat.zeros(aval)
+    return np.zeros(aval.shape, aval.dtype) if aval.dtype == float0 else _jax.zeros(aval)
 
 
 def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
@@ -157,8 +157,8 @@ def _linear_solve(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
 
     def transposed(_: Any, b: Any) -> Any:
         results = apply("transpose_solve")(b)
-        rest = _compat.open_jaxpr(staged.jaxpr).outvars[len(b) :]
-        return results[: len(b)], [_compat.zeros(v.aval) for v in rest]
+        rest = _jax.open_jaxpr(staged.jaxpr).outvars[len(b) :]
+        return results[: len(b)], [_jax.zeros(v.aval) for v in rest]
 
     x, aux = jax.lax.custom_linear_solve(
         apply("matvec"),

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _compat
+from tapax import _jax
 from tapax._arguments import as_array
 from tapax._bodies import Uids, strip
 from tapax._changes import Part
@@ -176,7 +176,7 @@ def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     """Evaluates a function without the operations that its results do not need."""
     made, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
     with not_the_users():
-        outs = jaxpr_as_fun(_compat.dce(made))(*arrays)
+        outs = jaxpr_as_fun(_jax.dce(made))(*arrays)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
@@ -218,7 +218,7 @@ class _Splitting(Walk):
 
     def _scan(self, eqn: Any, args: list[Any]) -> list[Any]:
         body, length, reverse = (eqn.params[k] for k in ("jaxpr", "length", "reverse"))
-        nconsts, ncarry = _compat.scan_split(eqn.params)
+        nconsts, ncarry = _jax.scan_split(eqn.params)
         consts, carry, xs = args[:nconsts], args[nconsts:][:ncarry], args[nconsts + ncarry :]
         plain = jaxpr_as_fun(strip(body))
 
@@ -236,7 +236,7 @@ class _Splitting(Walk):
         first, last = around[::-1] if reverse else around
         carry, early = some(carry, first)
         outs = self.run(body, [*consts, *carry, *(x[at] for x in xs)])
-        outs = self.materialize(_compat.open_jaxpr(body).outvars, outs)
+        outs = self.materialize(_jax.open_jaxpr(body).outvars, outs)
         carry, late = some(outs[:ncarry], last)
         below, above = (late, early) if reverse else (early, late)
         here = (y[None] for y in outs[ncarry:])

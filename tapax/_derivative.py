@@ -34,15 +34,15 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from tapax import _compat
+from tapax import _jax
 
-change_p = _compat.Primitive("change")
+change_p = _jax.Primitive("change")
 
 
 def identity(*operands: Any, order: int) -> Any:
     """What a change gives that is none."""
     last = operands[-1]
-    return last if order < 2 else _compat.zeros(jax.typeof(last))
+    return last if order < 2 else _jax.zeros(jax.typeof(last))
 
 
 def derivative(fn: Callable[[Any], Any], order: int, transposed: bool, x: Any, *ts: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import bodies
 from tapax._plan import Plan
 from tapax._scopes import Scopes, scopes_of
@@ -146,7 +146,7 @@ class Folds:
 
         Those of a mesh are not among them: they fold on each device, and leave it as entries.
         """
-        inner = _compat.open_jaxpr(jaxpr)
+        inner = _jax.open_jaxpr(jaxpr)
         key = id(inner), scopes
         if key in self._held:
             return self._held[key][1]
@@ -177,7 +177,7 @@ class Folds:
         aval = eqn.invars[0].aval
         front = tuple(aval.shape[a] for a in axes)
         own = tuple(n for i, n in enumerate(aval.shape) if i not in axes)
-        return _Held(mark, _compat.with_shape(aval, (*front, *own)), len(front))
+        return _Held(mark, _jax.with_shape(aval, (*front, *own)), len(front))
 
 
 def same_fold(a: Mark, b: Mark) -> bool:
@@ -234,10 +234,10 @@ def _fresh(mark: Mark, aval: Any, mapped: int) -> Fold:
             f"a branch, where its result must keep its type, but it gives {shown} the first time "
             "and something else the second. Make `reduce` return what it takes."
         )
-    varying = _compat.varying_axes(aval)
+    varying = _jax.varying_axes(aval)
 
     def zeros(s: Any) -> Any:
-        return _compat.with_varying(jnp.zeros(s.shape, s.dtype), varying)
+        return _jax.with_varying(jnp.zeros(s.shape, s.dtype), varying)
 
     return Fold(mark, jax.tree.map(zeros, once), False, mapped)
 

@@ -27,7 +27,7 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._job import Instrumented, Job, check_function
 from tapax._perturbations import AT, adding, differentiable
 from tapax._plan import Plan
@@ -105,7 +105,7 @@ class _Differentiating(Job):
     has_aux: bool
 
     def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        outs = _compat.open_jaxpr(program.jaxpr).outvars
+        outs = _jax.open_jaxpr(program.jaxpr).outvars
         kind = outs[0].aval if outs else None
         if kind is None or kind.shape or not jnp.issubdtype(kind.dtype, jnp.floating):
             what = "no array" if kind is None else f"{kind.dtype}{list(kind.shape)}"

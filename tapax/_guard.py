@@ -21,7 +21,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.core.primitives import cond_p, while_p
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import bodies, count_calls, first_uid, quieted, strip
 from tapax._fold import Thread
 from tapax._plan import Plan
@@ -67,8 +67,8 @@ class _Guard(Walk):
     def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
         if eqn.primitive is tap_p:
             return self._tap(eqn, args)
-        if not any(tap_effect in _compat.open_jaxpr(body).effects for body in bodies(eqn)):
-            return _compat.bind_equation(eqn, args)
+        if not any(tap_effect in _jax.open_jaxpr(body).effects for body in bodies(eqn)):
+            return _jax.bind_equation(eqn, args)
         name = eqn.primitive.name
         if name in _THREADED:
             return super()._equation(eqn, args)
@@ -78,7 +78,7 @@ class _Guard(Walk):
         strip(list(eqn.params.values()), marks)
         raise SiteError(
             f"The site {marks[0].path!r}, marked at {marks[0].source}, is inside a call of "
-            f"{_compat.kind_of(eqn)!r}, in a conditional or a loop whose predicate `vmap` has made "
+            f"{_jax.kind_of(eqn)!r}, in a conditional or a loop whose predicate `vmap` has made "
             "differ from example to example, so for which examples it ran cannot be told. Mark "
             "the value outside of that call."
         )
@@ -104,7 +104,7 @@ class _Guard(Walk):
 
 def _custom_jvp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
     def plain(*flat: Any) -> list[Any]:
-        return _compat.bind_equation(eqn, flat)
+        return _jax.bind_equation(eqn, flat)
 
     @jax.custom_jvp
     def call(live: Any, *flat: Any) -> list[Any]:
@@ -120,7 +120,7 @@ def _custom_jvp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
 
 def _custom_vjp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
     def plain(*flat: Any) -> list[Any]:
-        return _compat.bind_equation(eqn, flat)
+        return _jax.bind_equation(eqn, flat)
 
     @jax.custom_vjp
     def call(live: Any, *flat: Any) -> list[Any]:
@@ -157,7 +157,7 @@ def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
             *values, index = args
             return _Guard(index == number, (number,), shifts[number]).run(branch, values)
 
-        avals = [v.aval for v in _compat.open_jaxpr(branch).invars]
+        avals = [v.aval for v in _jax.open_jaxpr(branch).invars]
         return jax.make_jaxpr(body)(*avals, index)
 
     return tuple(guarded(i, branch) for i, branch in enumerate(branches))
@@ -166,7 +166,7 @@ def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
 def _batch_cond(rule: Any) -> Any:
     def batch(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
         if dims[0] is not None and any(tap_effect in b.effects for b in branches):
-            index = _compat.unmapped(args[0], dims[0])
+            index = _jax.unmapped(args[0], dims[0])
             branches = _in_branches(branches, index)
             args, dims = [*args, args[0]], [*dims, dims[0]]
         return rule(axis_data, args, dims, branches=branches, **params)
@@ -186,8 +186,8 @@ def _batch_while(rule: Any) -> Any:
                 (live,) = jaxpr_as_fun(strip(test))(*extra, *state)
                 return _Guard(live).run(body, rest)
 
-            tested = [v.aval for v in _compat.open_jaxpr(test).invars[:count]]
-            avals = [v.aval for v in _compat.open_jaxpr(body).invars]
+            tested = [v.aval for v in _jax.open_jaxpr(test).invars[:count]]
+            avals = [v.aval for v in _jax.open_jaxpr(body).invars]
             params = dict(
                 params,
                 body_jaxpr=jax.make_jaxpr(guarded)(*tested, *avals),
@@ -213,7 +213,7 @@ def _split_while(rule: Any) -> Any:
     return split
 
 
-_compat.wrap_batcher(cond_p, _batch_cond)
-_compat.wrap_batcher(while_p, _batch_while)
-_compat.wrap_partial_eval_custom(while_p, _split_while)
-_compat.wrap_partial_eval(while_p, quieted)
+_jax.wrap_batcher(cond_p, _batch_cond)
+_jax.wrap_batcher(while_p, _batch_while)
+_jax.wrap_partial_eval_custom(while_p, _split_while)
+_jax.wrap_partial_eval(while_p, quieted)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from tapax import _compat, adapters
+from tapax import _jax, adapters
 from tapax._adapter import FunctionCall
 from tapax._arguments import Signature, find_needed, name_of, numbers, split
 from tapax._plan import Plan
@@ -85,7 +85,7 @@ def _learned_of(fn: Any, job: Job) -> _Learned:
 
     It is forgotten with the function, which it must not keep alive.
     """
-    if not job.lasting or (not adapters.lasting(fn) and _compat.jit_options(fn) is None):
+    if not job.lasting or (not adapters.lasting(fn) and _jax.jit_options(fn) is None):
         return _Learned()
     new: dict[Job, _Learned] = {}
     found = _learned.setdefault(id(fn), new)
@@ -123,7 +123,7 @@ class Instrumented:
     def _run(self, call: FunctionCall, operands: Any) -> Any:
         if self._job.stateless:
             call = dataclasses.replace(call, close=lambda out: out)
-        inline = not _compat.trace_state_clean() or eager()
+        inline = not _jax.trace_state_clean() or eager()
         program, outs, extra = (self._inline if inline else self._compiled)(call, operands)
         out = None if outs is None else call.close(program.join(outs))
         return self._job.finish(out, extra)
@@ -185,23 +185,23 @@ class Instrumented:
 def _key(signature: Signature, operands: Any, arrays: Sequence[Any]) -> Any:
     leaves, treedef = jax.tree.flatten(operands)
     types = tuple(map(jax.typeof, (*leaves, *arrays)))
-    return signature, treedef, types, _compat.trace_context()
+    return signature, treedef, types, _jax.trace_context()
 
 
 def _donated(jaxpr: Any) -> tuple[int, ...]:
     """The inputs of a program that a jitted function in it is given for good."""
-    inner = _compat.open_jaxpr(jaxpr)
+    inner = _jax.open_jaxpr(jaxpr)
     uses: dict[Any, int] = {}
     given = set()
     for eqn in inner.eqns:
         for i, v in enumerate(eqn.invars):
-            if isinstance(v, _compat.Literal):
+            if isinstance(v, _jax.Literal):
                 continue
             uses[v] = uses.get(v, 0) + 1
             if eqn.params.get("donated_invars", ()) and eqn.params["donated_invars"][i]:
                 given.add(v)
     for v in inner.outvars:
-        if not isinstance(v, _compat.Literal):
+        if not isinstance(v, _jax.Literal):
             uses[v] = uses.get(v, 0) + 1
     return tuple(i for i, v in enumerate(inner.invars) if v in given and uses[v] == 1)
 

@@ -34,7 +34,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from tapax import _compat
+from tapax import _jax
 from tapax._scopes import ScopeName
 from tapax._sites import CALLS, Rule, SiteError
 from tapax._tap import Mark, tap, tap_p
@@ -112,7 +112,7 @@ def marked(marking_: Marking) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_context(here))
         if here.rules and not (outer and outer.rules):
-            stack.enter_context(_compat.intercept_bind(_mark_operation))
+            stack.enter_context(_jax.intercept_bind(_mark_operation))
         yield
 
 
@@ -260,7 +260,7 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     else:
         with not_the_users():
             out = bind(primitive, *args, **params)
-    op, label = _compat.operation(primitive, params)
+    op, label = _jax.operation(primitive, params)
     if not any(rule.marks(op, source, label) for rule in here.rules):
         return out
     path, kind = (label, "name") if label else (op, "op")
@@ -273,7 +273,7 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
             return x
         return tap(x, Mark(name, kind, source, op=op, **here.on_marks))
 
-    return _compat.map_results(marked, out, primitive)
+    return _jax.map_results(marked, out, primitive)
 
 
 def _user_line() -> str | None:

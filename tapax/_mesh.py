@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from tapax import _compat
+from tapax import _jax
 from tapax._changes import Around, Part
 from tapax._record import Entry, Slots
 from tapax._walk import Walk, handles
@@ -58,10 +58,10 @@ def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     jax.eval_shape(jax.shard_map(trace, out_specs=(), **options), *operands)
     outs, entries = cell["outs"], cell["entries"]
     own = len(outs.kept)
-    avals = [v.aval for v in _compat.open_jaxpr(cell["jaxpr"]).outvars[own:]]
+    avals = [v.aval for v in _jax.open_jaxpr(cell["jaxpr"]).outvars[own:]]
 
     def axes_of(aval: Any) -> tuple[str, ...]:
-        varying = _compat.varying_axes(aval) if params["check_vma"] else frozenset(order)
+        varying = _jax.varying_axes(aval) if params["check_vma"] else frozenset(order)
         return tuple(a for a in order if a in varying)
 
     over = [axes_of(aval) for aval in avals]

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import (
-    _compat,
-    _control,  # noqa: F401  (rows of the walk's table)
+    _control,  # noqa: F401
     _custom,  # noqa: F401
     _guard,  # noqa: F401
+    _jax,
     _mesh,  # noqa: F401
     _while,  # noqa: F401
     adapters,
@@ -62,12 +62,12 @@ class Program:
 
     def only(self, pick: Callable[[Any], Any]) -> Program:
         """The program with a part of its results."""
-        count = len(_compat.open_jaxpr(self.jaxpr).outvars)
+        count = len(_jax.open_jaxpr(self.jaxpr).outvars)
         picked = pick(self.join([_Result(i) for i in range(count)]))
         leaves, treedef = jax.tree.flatten(picked)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _Result))
         kept = [x.number for x in leaves if isinstance(x, _Result)]
-        return Program(_compat.dce(self.jaxpr, kept), treedef, statics, order_of(picked))
+        return Program(_jax.dce(self.jaxpr, kept), treedef, statics, order_of(picked))
 
     def walk(
         self, plan: Plan, arrays: Sequence[Any], changes: Changes | None = None
@@ -82,7 +82,7 @@ class Program:
         """Evaluates the program; its results as arrays."""
         with not_the_users():
             outs = walk.run(self.jaxpr, arrays)
-            return walk.materialize(_compat.open_jaxpr(self.jaxpr).outvars, outs)
+            return walk.materialize(_jax.open_jaxpr(self.jaxpr).outvars, outs)
 
 
 def trace(
@@ -120,7 +120,7 @@ def trace(
         marked(plan.marking(Structure.of(arguments))),
         tracing(),
         jax.disable_jit(False),
-        _compat.no_names(),
+        _jax.no_names(),
     ):
         jaxpr = adapters.traced(lambda: jax.make_jaxpr(flat)(*arrays))
     if is_anchored(jaxpr):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._calls import Call, Token
 from tapax._fold import Thread
 from tapax._reduction import Reduction
@@ -88,8 +88,8 @@ class Entry(NamedTuple):
     @property
     def even(self) -> Entry:
         """The entry with arrays that vary over the same axes of a mesh, as one state's do."""
-        axes = frozenset().union(*(_compat.varying_axes(jax.typeof(x)) for x in self.arrays))
-        return self.with_arrays(iter([_compat.with_varying(x, axes) for x in self.arrays]))
+        axes = frozenset().union(*(_jax.varying_axes(jax.typeof(x)) for x in self.arrays))
+        return self.with_arrays(iter([_jax.with_varying(x, axes) for x in self.arrays]))
 
     @property
     def bare(self) -> Entry:
@@ -132,7 +132,7 @@ class Staged:
     @property
     def types(self) -> list[Any]:
         """The types of what it gives besides: entries, then folds."""
-        return [v.aval for v in _compat.open_jaxpr(self.jaxpr).outvars[self.count :]]
+        return [v.aval for v in _jax.open_jaxpr(self.jaxpr).outvars[self.count :]]
 
 
 def refuse_folded(entry: Entry) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._calls import Call, Calls
 from tapax._changes import Around
 from tapax._fold import Folds
@@ -101,7 +101,7 @@ class Recorder:
             yield Entry(site, call, False, tuple(state), valid, step=step, reduction=found)
         if choice.whole:
             if live is not None:
-                x = where(live, x, _compat.zeros(jax.typeof(x)))
+                x = where(live, x, _jax.zeros(jax.typeof(x)))
             yield Entry(site, call, False, x, live, step=choice.step)
 
     def fold_entries(self) -> list[Entry]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._reducer import Reducer
 from tapax._sites import Site, SiteError
 
@@ -50,7 +50,7 @@ class Reduction(NamedTuple):
         """A state that has seen nothing, of the types of another, with all of its axes."""
         start = jax.tree.leaves(_started(self.reducer, self.own))
         return [
-            _compat.with_varying(jnp.broadcast_to(x, t.shape), _compat.varying_axes(t))
+            _jax.with_varying(jnp.broadcast_to(x, t.shape), _jax.varying_axes(t))
             for x, t in zip(start, like, strict=True)
         ]
 
@@ -121,7 +121,7 @@ def _started(reducer: Reducer, own: Any) -> Any:
 
 def _types_of(reducer: Reducer, own: Any) -> Any:
     """The types of a state that has seen something; Python's numbers have none of their own."""
-    return _known_types(reducer, own, _compat.trace_context())
+    return _known_types(reducer, own, _jax.trace_context())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -159,7 +159,7 @@ def refusal(site: Site, reducer: Reducer, own: Any) -> str | None:
 
 def _checked(site: Site, reducer: Reducer, own: Any) -> Any:
     """The structure of the state of a reducer; raises if it does not keep its types."""
-    wrong = _instability(reducer, own, _compat.trace_context())
+    wrong = _instability(reducer, own, _jax.trace_context())
     if wrong is not None:
         raise SiteError(
             f"The site {site.name!r}, marked at {site.source}, is reduced by {reducer.name!r}, "

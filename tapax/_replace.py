@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
 
-from tapax import _compat
+from tapax import _jax
 from tapax._changes import Change, Changes, Key, Part, PartKey
 from tapax._record import where
 from tapax._sites import Selection, SiteError, StepSlice, matches
@@ -112,8 +112,8 @@ class Making:
         def at_step(x: Any, counter: Any, *rest: Any) -> Any:
             steps, rest = rest[: len(given)], rest[len(given) :]
             now, valid = due(counter, *steps)
-            varying = _compat.varying_axes(jax.typeof(x))
-            change = lambda x, *rest: _compat.with_varying(replace(x, *rest), varying)  # noqa: E731
+            varying = _jax.varying_axes(jax.typeof(x))
+            change = lambda x, *rest: _jax.with_varying(replace(x, *rest), varying)  # noqa: E731
             if rule.fn is None:
                 out = jnp.where(now, change(x, *rest), x)
             else:
@@ -165,12 +165,12 @@ def _by_function(rule: Rule, spot: Spot) -> Replacing:
         made = jax.make_jaxpr(checked)(spot.own)
     except NameError:  # it uses the name of an axis, which has a meaning where the site is
         return checked, []
-    consts = _compat.jaxpr_consts(made)
+    consts = _jax.jaxpr_consts(made)
     if not any(isinstance(c, Tracer) for c in consts):
         return checked, []
 
     def with_traced(x: Any, *consts: Any) -> Any:
-        (out,) = eval_jaxpr(_compat.open_jaxpr(made), consts, x)
+        (out,) = eval_jaxpr(_jax.open_jaxpr(made), consts, x)
         return out
 
     return with_traced, [Part(c) for c in consts]

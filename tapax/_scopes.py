@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tapax import _compat
+from tapax import _jax
 
 
 class ScopeName(str):
@@ -77,7 +77,7 @@ Scopes = tuple[ScopeName, ...]
 def scopes_of(eqn: Any, outer: Scopes = ()) -> Scopes:
     """The scopes of an equation, in a body that is called within those of `outer`."""
     scopes = list(outer)
-    for name in _compat.names_of(eqn):
+    for name in _jax.names_of(eqn):
         if isinstance(name, Place):
             _leave(scopes, name.up)
             inside = any(isinstance(scope, Place) for scope in scopes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import reaching
 from tapax._calls import Call
 from tapax._changes import Around, Key
@@ -69,7 +69,7 @@ class Surveying(Walk):
         mapped = tuple(shape[a] for a in axes)
         own = tuple(n for i, n in enumerate(shape) if i not in axes)
         # An axis of a mesh over which the value does not vary is none of its own.
-        varying = _compat.varying_axes(jax.typeof(x))
+        varying = _jax.varying_axes(jax.typeof(x))
         around = tuple(
             a if a.is_loop or a.unchecked or a.kind in varying else a._replace(size=None)
             for a in self.around

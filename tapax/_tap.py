@@ -57,7 +57,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
-from tapax import _compat
+from tapax import _jax
 from tapax._derivative import change_p
 from tapax._scopes import Scopes, path_in
 
@@ -97,7 +97,7 @@ class Mark:
         return repr(self.path)
 
 
-class TapEffect(_compat.Effect):
+class TapEffect(_jax.Effect):
     """Keeps taps alive."""
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class TapEffect(_compat.Effect):
 
 
 tap_effect = TapEffect()
-tap_p = _compat.Primitive("tap")
+tap_p = _jax.Primitive("tap")
 tap_p.multiple_results = True
 
 
@@ -240,7 +240,7 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> A
     """
     del saveable
     inputs = [v for v, inst in zip(eqn.invars, known, strict=True) if not inst]
-    needed = [v for v in inputs if not isinstance(v, _compat.Literal)]
+    needed = [v for v in inputs if not isinstance(v, _jax.Literal)]
     if unknown[0] or eqn.params["kind"] != "value":
         if any(unknown):
             true = [True] * len(eqn.outvars)
@@ -249,7 +249,7 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> A
         return eqn, None, false, false, []
     value, token = eqn.outvars
     x, *live = eqn.invars
-    if _compat.is_splitting_while():
+    if _jax.is_splitting_while():
         copy = eqn.replace(params=dict(eqn.params, kind="copy"), effects=frozenset())
         return eqn, copy, [False, False], [True, True], needed
     again = eqn.replace(
@@ -284,13 +284,13 @@ def _hoist(stage: Any, tracers: Any, params: Any) -> Any:
     return [tracers[0], token]
 
 
-_compat.allow_effect(TapEffect)
+_jax.allow_effect(TapEffect)
 tap_p.def_impl(_impl)
 tap_p.def_effectful_abstract_eval(_abstract_eval)
 mlir.register_lowering(tap_p, _lowering)
 batching.fancy_primitive_batchers[tap_p] = _batch
 ad.primitive_jvps[tap_p] = _jvp
 ad.primitive_transposes[tap_p] = _transpose
-_compat.register_partial_eval_custom(tap_p, _partial_eval_custom)
-_compat.register_partial_eval(tap_p, _hoist)
-_compat.register_remat(tap_p, _remat)
+_jax.register_partial_eval_custom(tap_p, _partial_eval_custom)
+_jax.register_partial_eval(tap_p, _hoist)
+_jax.register_remat(tap_p, _remat)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _compat
+from tapax import _jax
 from tapax._record import Entry, refuse_folded, where
 
 
@@ -25,7 +25,7 @@ def scan_totals(
     end, and the totals as entries. Once traced, `step` has left in `cell` which they are.
     """
     treedef = jax.tree.structure((start, over))
-    slices = [_compat.unstacked(jax.typeof(x)) for x in jax.tree.leaves(over)]
+    slices = [_jax.unstacked(jax.typeof(x)) for x in jax.tree.leaves(over)]
     now = [jax.typeof(x) for x in jax.tree.leaves(start)]
 
     def body(*flat: Any) -> Any:
@@ -34,7 +34,7 @@ def scan_totals(
     jaxpr, shape = jax.make_jaxpr(body, return_shape=True)(*now, *slices)
     results = jax.tree.structure(shape)
     entries: Sequence[Entry] = cell["totals"]
-    avals = [v.aval for v in _compat.open_jaxpr(jaxpr).outvars]
+    avals = [v.aval for v in _jax.open_jaxpr(jaxpr).outvars]
     types = iter(avals[len(avals) - sum(len(e.arrays) for e in entries) :])
     totals = [(e, [next(types) for _ in e.arrays]) for e in entries]
 
@@ -66,10 +66,10 @@ def nothing_yet(entry: Entry, types: Sequence[Any]) -> list[Any]:
     refuse_folded(entry)
     assert entry.reduction is not None
     count = len(entry.state)
-    ran = _compat.zeros(types[count]) if entry.valid is not None else jnp.zeros((), bool)
+    ran = _jax.zeros(types[count]) if entry.valid is not None else jnp.zeros((), bool)
     start = [*entry.reduction.empty(types[:count]), ran.astype(jnp.int32)]
-    axes = frozenset().union(*map(_compat.varying_axes, types))
-    return [_compat.with_varying(x, axes) for x in start]
+    axes = frozenset().union(*map(_jax.varying_axes, types))
+    return [_jax.with_varying(x, axes) for x in start]
 
 
 def joined(entry: Entry, held: Sequence[Any], new: Entry, *, backwards: bool = False) -> list[Any]:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import bodies, is_of_two, strip
 from tapax._calls import Call, Token
 from tapax._changes import Around, Change, Changes, Key
@@ -56,19 +56,19 @@ class Walk(Recorder):
 
     def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr on `args`, recording what the plan selects."""
-        env = dict(_compat.jaxpr_inputs(jaxpr, args))
-        inner = _compat.open_jaxpr(jaxpr)
+        env = dict(_jax.jaxpr_inputs(jaxpr, args))
+        inner = _jax.open_jaxpr(jaxpr)
 
         def read(atom: Any) -> Any:
-            if isinstance(atom, _compat.Literal):
-                return _compat.literal_value(atom)
+            if isinstance(atom, _jax.Literal):
+                return _jax.literal_value(atom)
             return env[atom]
 
         for eqn in inner.eqns:
             values = [read(v) for v in eqn.invars]
             if eqn.primitive.name == "cond":
                 self.of_two = is_of_two(inner, eqn)
-            outs = _compat.in_context(eqn, self._equation, eqn, values)
+            outs = _jax.in_context(eqn, self._equation, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in inner.outvars]
 
@@ -83,8 +83,8 @@ class Walk(Recorder):
             # Some equations keep the effects of their bodies to themselves.
             tapped = any(self._holds_taps(body) for body in bodies(eqn))
             if not tapped:
-                return _compat.bind_equation(eqn, args)
-        handler = HANDLERS.get(_compat.kind_of(eqn))
+                return _jax.bind_equation(eqn, args)
+        handler = HANDLERS.get(_jax.kind_of(eqn))
         if handler is not None:
             outer, self.scopes = self.scopes, scopes_of(eqn, self.scopes)
             try:
@@ -96,21 +96,21 @@ class Walk(Recorder):
         # A residual without elements is only ever moved about: reshaped, selected, broadcast.
         calls = frozenset().union(*(t.calls for t in tokens))
         if not all(v.aval.size == 0 for v in eqn.outvars):
-            return _compat.bind_equation(eqn, self.materialize(eqn.invars, args))
+            return _jax.bind_equation(eqn, self.materialize(eqn.invars, args))
         if not self.nested:
             return [Token(calls)] * len(eqn.outvars)
-        outs = _compat.bind_equation(eqn, self.materialize(eqn.invars, args))
+        outs = _jax.bind_equation(eqn, self.materialize(eqn.invars, args))
         return [Token(calls, x) for x in outs]
 
     def _holds_taps(self, jaxpr: Any) -> bool:
         """Whether a body has to be walked: what is only computed once more may be edited too."""
-        return tap_effect in _compat.open_jaxpr(jaxpr).effects or self.changes.has_any(jaxpr)
+        return tap_effect in _jax.open_jaxpr(jaxpr).effects or self.changes.has_any(jaxpr)
 
     @staticmethod
     def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The operands with tokens made into the empty arrays that they stand for."""
         return [
-            a if type(a) is not Token else (_compat.zeros(v.aval) if a.array is None else a.array)
+            a if type(a) is not Token else (_jax.zeros(v.aval) if a.array is None else a.array)
             for v, a in zip(atoms, args, strict=True)
         ]
 
@@ -120,7 +120,7 @@ class Walk(Recorder):
         mark, kind = eqn.params["mark"], eqn.params["kind"]
         own = operands(kind, mark)
         (x, *rest), live = args[:own], args[own] if len(args) > own else None
-        if isinstance(eqn.invars[0], _compat.Literal):
+        if isinstance(eqn.invars[0], _jax.Literal):
             x = jnp.asarray(x, eqn.invars[0].aval.dtype)
         grad = kind.startswith("grad")
         new = kind == "value" and not (self._recomputing and self._calls.of(mark))
@@ -298,12 +298,12 @@ class Walk(Recorder):
         for mark in stripped:
             mark = mark.within(scopes_of(eqn, self.scopes))
             self.lost[mark.path] = (
-                f"it is marked at {mark.source}, inside a call of {_compat.kind_of(eqn)!r}, which "
+                f"it is marked at {mark.source}, inside a call of {_jax.kind_of(eqn)!r}, which "
                 "is opaque: only what goes in and comes out of it can be captured, "
                 f"with tapax.ops({eqn.primitive.name!r})"
             )
         effects = frozenset(e for e in eqn.effects if e is not tap_effect)
-        return _compat.bind_equation(
+        return _jax.bind_equation(
             eqn.replace(params=params, effects=effects), self.materialize(eqn.invars, args)
         )
 

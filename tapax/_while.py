@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import strip
 from tapax._changes import COUNTER, Around
 from tapax._record import Entry, Staged, refuse_folded, where
@@ -32,7 +32,7 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     ntest, nbody = params["cond_nconsts"], params["body_nconsts"]
     args = walk.materialize(eqn.invars, args)
     tconsts, bconsts, init = args[:ntest], args[ntest : ntest + nbody], args[ntest + nbody :]
-    mapped = bool(_compat.open_jaxpr(test).outvars[0].aval.shape)
+    mapped = bool(_jax.open_jaxpr(test).outvars[0].aval.shape)
     plain_test = test if walk.nested else strip(test)
     _refuse_changes(walk, test)
     with walk.inside():
@@ -44,9 +44,9 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
         items = walk.folds.items
     walk.folds.items = items
     buffers = [_Buffer.of(walk, entry, types) for entry, types in _typed(staged)]
-    tested = tap_effect in _compat.open_jaxpr(test).effects
+    tested = tap_effect in _jax.open_jaxpr(test).effects
     # If the loop ends on one device before it does on another, so does what is recorded in it.
-    over = _compat.varying_axes(_compat.open_jaxpr(test).outvars[0].aval)
+    over = _jax.varying_axes(_jax.open_jaxpr(test).outvars[0].aval)
     # Whoever asks for nothing in the loop finds it as it was, without a count.
     counts = [jnp.zeros((), jnp.int32)] if buffers or COUNTER in threads.parts or tested else []
 
@@ -79,10 +79,10 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
             for x in buffer.update([next(kept) for _ in range(buffer.count)], entry, count)
         ]
         recorded = [*([] if count is None else [count + 1]), *updated]
-        return [*new, *results, *(_compat.with_varying(x, over) for x in recorded)]
+        return [*new, *results, *(_jax.with_varying(x, over) for x in recorded)]
 
     start = [*counts, *(x for buffer in buffers for x in buffer.start())]
-    carry = [*init, *folds, *(_compat.with_varying(x, over) for x in start)]
+    carry = [*init, *folds, *(_jax.with_varying(x, over) for x in start)]
     results = _loop(eqn, check, step, tconsts, [*tconsts, *bconsts, *parts], carry)
     flat = iter(results)
     own = [next(flat) for _ in init]
@@ -188,12 +188,12 @@ class _Buffer:
         if self.window is None and self.entry.reduction is not None:
             return nothing_yet(self.entry, self.types)
         own = self.types[: self.count - 1]
-        valid = None if self.entry.valid is None else _compat.zeros(self.types[-1])
+        valid = None if self.entry.valid is None else _jax.zeros(self.types[-1])
         ran = self._ran(valid) * 0
         if self.window is None:
-            return [*map(_compat.zeros, own), ran]
+            return [*map(_jax.zeros, own), ran]
         mask = jax.typeof(ran > 0)
-        return [_compat.zeros(_compat.stacked(t, self.window[1])) for t in (*own, mask)]
+        return [_jax.zeros(_jax.stacked(t, self.window[1])) for t in (*own, mask)]
 
     def update(self, held: list[Any], entry: Entry, iteration: Any) -> list[Any]:
         if self.window is None and entry.reduction is not None:
@@ -210,7 +210,7 @@ class _Buffer:
         place = jnp.where((offset >= 0) & (offset % stride == 0), offset // stride, length)
         new = entry.state
         if entry.valid is not None:
-            new = [where(ran, x, _compat.zeros(jax.typeof(x))) for x in new]
+            new = [where(ran, x, _jax.zeros(jax.typeof(x))) for x in new]
         both = zip(held, [*new, ran > 0], strict=True)
         return [old.at[place].set(x, mode="drop") for old, x in both]
 

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax import _compat, adapters
+from tapax import _jax, adapters
 from tapax._arguments import name_of
 from tapax.nonfinite._finding import Finding
 from tapax.nonfinite._search import Searching, searching
@@ -151,7 +151,7 @@ class _Watch:
 
     def call(self, fn: Any, args: Any, kwargs: Any) -> Any:
         """Calls a jitted function, and checks what it does."""
-        if self.busy or not _compat.trace_state_clean():
+        if self.busy or not _jax.trace_state_clean():
             return fn(*args, **kwargs)
         count = self._calls[id(fn)] = self._calls.get(id(fn), 0) + 1
         if (count - 1) % self.every and self.saved is None:
@@ -224,7 +224,7 @@ def _bad(arrays: Sequence[Any]) -> Any:
 
 def _donates(fn: Any) -> bool:
     """Whether a function may be given its arguments for good; only `jax.jit`'s tell."""
-    options = _compat.jit_options(fn)
+    options = _jax.jit_options(fn)
     return options is None or bool(options["donate_argnums"] or options["donate_argnames"])
 
 

@@ -8,7 +8,7 @@ from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import jaxpr_as_fun
 
 import tapax
-from tapax import _compat
+from tapax import _jax
 from tapax._mark import Marking, marked
 from tests import oracle
 from tests.programs import CASES
@@ -28,14 +28,14 @@ STEPS = dict(steps())
 def operations(jaxpr):
     """What a program computes, as nested lists of operations with their types, taps left out."""
     found = []
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "tap":
             continue
         inside = [
             operations(part)
             for value in eqn.params.values()
             for part in (value if isinstance(value, (list, tuple)) else (value,))
-            if hasattr(_compat.open_jaxpr(part), "eqns")
+            if hasattr(_jax.open_jaxpr(part), "eqns")
         ]
         types = [] if inside else [str(v.aval) for v in eqn.outvars]
         found.append((eqn.primitive.name, types, inside))
@@ -44,7 +44,7 @@ def operations(jaxpr):
 
 def used_alone(jaxpr, count):
     """The part of a program that its first `count` results need."""
-    inner = _compat.open_jaxpr(jaxpr)
+    inner = _jax.open_jaxpr(jaxpr)
     used = [i < count for i in range(len(inner.outvars))]
     return pe.dce_jaxpr(inner, used)[0]
 
@@ -68,11 +68,11 @@ def test_taps_are_all_that_marks_add(name):
 
 
 def flat_all(jaxpr):
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield eqn.primitive.name
         for value in eqn.params.values():
             for part in value if isinstance(value, (list, tuple)) else (value,):
-                if hasattr(_compat.open_jaxpr(part), "eqns"):
+                if hasattr(_jax.open_jaxpr(part), "eqns"):
                     yield from flat_all(part)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from tapax import _compat
+from tapax import _jax
 from tapax._mark import is_array
 
 TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True, False)})
@@ -119,7 +119,7 @@ def is_result(value: Any) -> bool:
 
 def _is_returned(leaf: Any) -> bool:
     if isinstance(leaf, Tracer):
-        return _compat.is_traced_here(leaf)
+        return _jax.is_traced_here(leaf)
     return is_object(leaf) or is_array(leaf) or isinstance(leaf, (str, bytes))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tapax import _compat
+from tapax import _jax
 from tapax._adapter import Adapter, FunctionCall, Reopen
 from tapax._mark import marking
 from tapax._patch import Patch, Replacements, methods
@@ -83,7 +83,7 @@ class NNX(Adapter):
             yield call
             return
         # In a transformation it is traced for every call, and numbers stay what they are.
-        inline = not _compat.trace_state_clean()
+        inline = not _jax.trace_state_clean()
 
         def pure(graphdef: Any, state: Any, args: Any, kwargs: Any, values: Any) -> Any:
             with nnx.merge_context(_TAG, inner=True) as context:

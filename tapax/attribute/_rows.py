@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import tapax
-from tapax import _compat, adapters
+from tapax import _jax, adapters
 from tapax._sites import At, Site, SiteError, StepSlice, check, flatten, is_exact, matches
 
 
@@ -172,7 +172,7 @@ def compiled(body: Callable[..., Any], fn: Any, *options: Any) -> Callable[..., 
 
     A plain function may mean something else at the next call, as what it closes over may.
     """
-    if _compat.jit_options(fn) is None and not adapters.lasting(fn):
+    if _jax.jit_options(fn) is None and not adapters.lasting(fn):
         return _compile(body, fn, options)
     try:
         return _kept(body, fn, options)

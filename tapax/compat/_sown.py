@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import strip
 from tapax._calls import Call, Token
 from tapax._mark import marking
@@ -175,7 +175,7 @@ class Reaping(Placed):
         return super()._equation(eqn, args)
 
     def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:
-        self._refuse(list(eqn.params.values()), f"a call of {_compat.kind_of(eqn)!r}")
+        self._refuse(list(eqn.params.values()), f"a call of {_jax.kind_of(eqn)!r}")
         return super()._opaque(eqn, args)
 
     def _refuse(self, value: Any, place: str) -> None:

@@ -20,7 +20,7 @@ from brainstate import HiddenState, graph, transform
 from brainunit import get_mantissa
 from jax.ad_checkpoint import checkpoint_name
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import bodies
 from tapax._scopes import segment
 from tapax.hidden._definitions import JIT, WRITE, find, is_copy, written_by
@@ -120,7 +120,7 @@ def perturbation(model: Any, inputs: Sequence[Any], state: Any) -> HiddenPerturb
     """A module with a perturbation for every write of its hidden states."""
     traced = _Traced(model, inputs, named=True)
     jaxpr = _inlined(traced.jaxpr) if _names_in_calls(traced.jaxpr) else traced.jaxpr
-    inner = _compat.open_jaxpr(jaxpr)
+    inner = _jax.open_jaxpr(jaxpr)
     made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
     states = dict(zip(traced.names, traced.states, strict=True))
     types = dict(zip(traced.hidden, traced.types, strict=True))
@@ -195,17 +195,17 @@ def _naming(name: str) -> Callable[[Any], None]:
 def _names_of(made: Any, atom: Any) -> set[str]:
     """The writes that a value is of, with copies in between."""
     names = set()
-    while not isinstance(atom, _compat.Literal) and atom in made and is_copy(made[atom]):
+    while not isinstance(atom, _jax.Literal) and atom in made and is_copy(made[atom]):
         names.add(written_by(made[atom]))
         atom = made[atom].invars[0]
     return names
 
 
 def _names_in_calls(jaxpr: Any) -> bool:
-    calls = [e for e in _compat.open_jaxpr(jaxpr).eqns if _compat.kind_of(e) in JIT]
+    calls = [e for e in _jax.open_jaxpr(jaxpr).eqns if _jax.kind_of(e) in JIT]
     inner = [body for eqn in calls for body in bodies(eqn)]
     return any(
-        any(written_by(e) for e in _compat.open_jaxpr(body).eqns) or _names_in_calls(body)
+        any(written_by(e) for e in _jax.open_jaxpr(body).eqns) or _names_in_calls(body)
         for body in inner
     )
 
@@ -214,22 +214,22 @@ def _inlined(jaxpr: Any) -> Any:
     """A program without calls of jitted functions: their equations stand in their places."""
 
     def run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        env = dict(_compat.jaxpr_inputs(jaxpr, args))
-        inner = _compat.open_jaxpr(jaxpr)
+        env = dict(_jax.jaxpr_inputs(jaxpr, args))
+        inner = _jax.open_jaxpr(jaxpr)
 
         def read(atom: Any) -> Any:
-            return _compat.literal_value(atom) if isinstance(atom, _compat.Literal) else env[atom]
+            return _jax.literal_value(atom) if isinstance(atom, _jax.Literal) else env[atom]
 
         for eqn in inner.eqns:
             values = [read(v) for v in eqn.invars]
-            if _compat.kind_of(eqn) in JIT:
-                outs = _compat.in_context(eqn, run, eqn.params["jaxpr"], values)
+            if _jax.kind_of(eqn) in JIT:
+                outs = _jax.in_context(eqn, run, eqn.params["jaxpr"], values)
             else:
-                outs = _compat.in_context(eqn, _compat.bind_equation, eqn, values)
+                outs = _jax.in_context(eqn, _jax.bind_equation, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in inner.outvars]
 
     types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(jaxpr).invars
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _jax.open_jaxpr(jaxpr).invars
     ]
     return jax.make_jaxpr(lambda *args: run(jaxpr, args))(*types)

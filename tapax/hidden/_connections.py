@@ -20,7 +20,7 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import bodies
 from tapax._sites import CALLS
 from tapax.hidden._definitions import REMAT
@@ -60,19 +60,19 @@ NOTHING: Found = frozenset()
 
 def connections(jaxpr: Any, inputs: Mapping[int, Any]) -> list[Found]:
     """What each result of a program depends on, of some of its inputs, which are named."""
-    count = len(_compat.open_jaxpr(jaxpr).invars)
+    count = len(_jax.open_jaxpr(jaxpr).invars)
     seeds = [frozenset({(inputs[i], How.UNITS)}) if i in inputs else NOTHING for i in range(count)]
     return _through(jaxpr, seeds)
 
 
 def _through(jaxpr: Any, args: Sequence[Found]) -> list[Found]:
-    inner = _compat.open_jaxpr(jaxpr)
+    inner = _jax.open_jaxpr(jaxpr)
     missing = len(inner.invars) + len(inner.constvars) - len(args)
     variables = [*inner.constvars, *inner.invars]
     known: dict[Any, Found] = dict(zip(variables, [*[NOTHING] * missing, *args], strict=True))
 
     def read(atom: Any) -> Found:
-        return NOTHING if isinstance(atom, _compat.Literal) else known.get(atom, NOTHING)
+        return NOTHING if isinstance(atom, _jax.Literal) else known.get(atom, NOTHING)
 
     for eqn in inner.eqns:
         given = [read(v) for v in eqn.invars]
@@ -82,7 +82,7 @@ def _through(jaxpr: Any, args: Sequence[Found]) -> list[Found]:
 
 
 def _equation(eqn: Any, args: list[Found]) -> list[Found]:
-    kind = _compat.kind_of(eqn)
+    kind = _jax.kind_of(eqn)
     if kind in _CALLS:
         body = next(bodies(eqn), None)
         if body is not None:
@@ -107,7 +107,7 @@ def _equation(eqn: Any, args: list[Found]) -> list[Found]:
 
 
 def _scan(eqn: Any, args: list[Found]) -> list[Found]:
-    consts, carried = _compat.scan_split(eqn.params)
+    consts, carried = _jax.scan_split(eqn.params)
     fixed, carry = args[:consts], args[consts : consts + carried]
     sliced = [_at_least(x, How.OTHER) for x in args[consts + carried :]]
     while True:
@@ -142,7 +142,7 @@ def _at_least(found: Found, how: How) -> Found:
 
 def primitives(jaxpr: Any) -> Iterator[str]:
     """The operations of a program, those in bodies included."""
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        yield _compat.kind_of(eqn)
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        yield _jax.kind_of(eqn)
         for body in bodies(eqn):
             yield from primitives(body)

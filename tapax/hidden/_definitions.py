@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import bodies
 from tapax._tap import tap_p
 
@@ -111,7 +111,7 @@ def _find(
     writes: Mapping[Any, str],
     in_loops: bool,
 ) -> Definitions:
-    inner = _compat.open_jaxpr(jaxpr)
+    inner = _jax.open_jaxpr(jaxpr)
     made = _made(inner)
     at: dict[Any, Definition] = {}
     results: dict[int, Definition] = {}
@@ -159,7 +159,7 @@ def origin(
     The variable is None if the body computes neither.
     """
     moves: list[Any] = []
-    while not isinstance(atom, _compat.Literal) and atom in made:
+    while not isinstance(atom, _jax.Literal) and atom in made:
         number, place = made[atom]
         eqn = inner.eqns[number]
         if atom in writes or not (is_copy(eqn, place) or _is_move(eqn)):
@@ -172,7 +172,7 @@ def origin(
 
 def is_copy(eqn: Any, place: int = 0) -> bool:
     """Whether a result of an equation is what it was given in the same place."""
-    kind = _compat.operation(eqn.primitive, eqn.params)[0]
+    kind = _jax.operation(eqn.primitive, eqn.params)[0]
     if kind == "convert_element_type":
         before, after = eqn.invars[0].aval, eqn.outvars[0].aval
         return before.dtype == after.dtype
@@ -183,7 +183,7 @@ def is_copy(eqn: Any, place: int = 0) -> bool:
 
 def written_by(eqn: Any) -> str | None:
     """The name of the hidden state that an equation says a value is written as."""
-    label = _compat.operation(eqn.primitive, eqn.params)[1]
+    label = _jax.operation(eqn.primitive, eqn.params)[1]
     return label.removeprefix(WRITE) if label is not None and label.startswith(WRITE) else None
 
 
@@ -197,7 +197,7 @@ def _is_move(eqn: Any) -> bool:
 
 def _there(moves: Sequence[Any], value: Any) -> Any:
     for eqn in moves:
-        (value,) = _compat.bind_equation(eqn, [value])
+        (value,) = _jax.bind_equation(eqn, [value])
     return value
 
 
@@ -211,11 +211,11 @@ def _back(moves: Sequence[Any], value: Any) -> Any:
 
 
 def _openable(eqn: Any, in_loops: bool = True) -> list[Any]:
-    kind = _compat.kind_of(eqn)
+    kind = _jax.kind_of(eqn)
     if kind in JIT:
         return [eqn.params["jaxpr"]]
     if kind in REMAT:
-        return [_compat.remat_parts(eqn)[0]]
+        return [_jax.remat_parts(eqn)[0]]
     if kind == "scan" and in_loops and eqn.params["length"]:
         return [eqn.params["jaxpr"]]
     return list(eqn.params["branches"]) if kind == "cond" else []
@@ -223,19 +223,19 @@ def _openable(eqn: Any, in_loops: bool = True) -> list[Any]:
 
 def _opens(eqn: Any, place: int, in_loops: bool = True) -> bool:
     """Whether a result has to be defined in the body, for the sake of the other results."""
-    kind = _compat.kind_of(eqn)
+    kind = _jax.kind_of(eqn)
     if kind in JIT:
         return True
-    if kind == "scan" and place >= _compat.scan_split(eqn.params)[1]:
+    if kind == "scan" and place >= _jax.scan_split(eqn.params)[1]:
         return False
     found = _openable(eqn, in_loops)
-    return any(_has_others(_compat.open_jaxpr(body), place) for body in found)
+    return any(_has_others(_jax.open_jaxpr(body), place) for body in found)
 
 
 def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
     """Warns of what is computed from a state's value in a way that a definition does not reach."""
     eqn = inner.eqns[number]
-    kind = _compat.kind_of(eqn)
+    kind = _jax.kind_of(eqn)
     if kind == "convert_element_type":
         (before,) = eqn.invars
         users = [e for e in inner.eqns if e is not eqn and any(v is before for v in e.invars)]
@@ -247,10 +247,10 @@ def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
                 stacklevel=2,
             )
         return
-    if len(eqn.outvars) < 2 or (kind == "scan" and place >= _compat.scan_split(eqn.params)[1]):
+    if len(eqn.outvars) < 2 or (kind == "scan" and place >= _jax.scan_split(eqn.params)[1]):
         return
     for body in bodies(eqn):
-        inner = _compat.open_jaxpr(body)
+        inner = _jax.open_jaxpr(body)
         if len(inner.outvars) == len(eqn.outvars) and _has_others(inner, place):
             warnings.warn(
                 f"The hidden state {key!r} leaves a {kind} together with other results that are "
@@ -272,10 +272,10 @@ def _has_others(inner: Any, place: int) -> bool:
     if _opens(inner.eqns[number], at):
         reached.update(inner.eqns[number].outvars)
     for eqn in inner.eqns[number + 1 :]:
-        if any(v in reached for v in eqn.invars if not isinstance(v, _compat.Literal)):
+        if any(v in reached for v in eqn.invars if not isinstance(v, _jax.Literal)):
             reached.update(eqn.outvars)
     others = (v for i, v in enumerate(inner.outvars) if i != place)
-    return any(v in reached for v in others if not isinstance(v, _compat.Literal))
+    return any(v in reached for v in others if not isinstance(v, _jax.Literal))
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write) -> list[Any]:
@@ -287,12 +287,12 @@ def _evaluate(
     jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write
 ) -> tuple[list[Any], list[Any]]:
     """The results; and those that are states, as they were before they were written anew."""
-    inner = _compat.open_jaxpr(jaxpr)
-    env = dict(_compat.jaxpr_inputs(jaxpr, args))
+    inner = _jax.open_jaxpr(jaxpr)
+    env = dict(_jax.jaxpr_inputs(jaxpr, args))
     plain: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
-        return _compat.literal_value(atom) if isinstance(atom, _compat.Literal) else env[atom]
+        return _jax.literal_value(atom) if isinstance(atom, _jax.Literal) else env[atom]
 
     def anew(definition: Definition, moves: Sequence[Any], value: Any) -> Any:
         return _back(moves, write(definition.key, _there(moves, value)))
@@ -301,9 +301,9 @@ def _evaluate(
         values = [read(v) for v in eqn.invars]
         inside = found.within.get(number)
         if inside is None:
-            outs = _compat.in_context(eqn, _compat.bind_equation, eqn, values)
+            outs = _jax.in_context(eqn, _jax.bind_equation, eqn, values)
         else:
-            outs, before = _compat.in_context(eqn, _open, eqn, values, inside, write)
+            outs, before = _jax.in_context(eqn, _open, eqn, values, inside, write)
             defined = (eqn.outvars[i] for i in inside[0].results)
             plain.update(zip(defined, before, strict=True))
         for variable, value in zip(eqn.outvars, outs, strict=True):
@@ -332,7 +332,7 @@ def _open(
     eqn: Any, args: list[Any], found: tuple[Definitions, ...], write: Write
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates an equation whose body has definitions."""
-    kind = _compat.kind_of(eqn)
+    kind = _jax.kind_of(eqn)
     if kind in JIT:
         return _evaluate(eqn.params["jaxpr"], args, found[0], write)
 
@@ -347,7 +347,7 @@ def _open(
         return jax.lax.switch(index, branches, *operands)
     if kind == "scan":
         return _open_scan(eqn, args, found[0], write)
-    body, policy, cse = _compat.remat_parts(eqn)
+    body, policy, cse = _jax.remat_parts(eqn)
     cse = any(cse) if isinstance(cse, tuple) else cse
     return jax.checkpoint(run(body, found[0]), policy=policy, prevent_cse=cse)(*args)
 
@@ -357,7 +357,7 @@ def _open_scan(
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates a scan whose last iteration has definitions."""
     body, length, reverse = (eqn.params[k] for k in ("jaxpr", "length", "reverse"))
-    consts, carried = _compat.scan_split(eqn.params)
+    consts, carried = _jax.scan_split(eqn.params)
     fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _compat
+from tapax import _jax
 from tapax._arguments import as_array
 from tapax.hidden._definitions import Definition, Definitions, evaluate, written_by
 from tapax.hidden._groups import HiddenGroup
@@ -81,7 +81,7 @@ class HiddenPerturbation(_Fields):
         """The results of the program, given its inputs and one array for every variable."""
         inputs = list(inputs)
         perturb_data = self._checked(perturb_data)
-        expected = _compat.open_jaxpr(self.perturb_jaxpr).invars[: -len(perturb_data)]
+        expected = _jax.open_jaxpr(self.perturb_jaxpr).invars[: -len(perturb_data)]
         if len(inputs) != len(expected):
             raise HiddenError(
                 f"`inputs` has {len(inputs)} arrays, but the program of the step takes "
@@ -154,14 +154,14 @@ class HiddenPerturbation(_Fields):
         if any(isinstance(x, Tracer) for x in args):
             return jaxpr_as_fun(self.perturb_jaxpr)(*args)
         # Evaluated, and not compiled, as other functions are: whoever runs it often jits the whole.
-        inner = _compat.open_jaxpr(self.perturb_jaxpr)
-        env = dict(_compat.jaxpr_inputs(self.perturb_jaxpr, args))
+        inner = _jax.open_jaxpr(self.perturb_jaxpr)
+        env = dict(_jax.jaxpr_inputs(self.perturb_jaxpr, args))
 
         def read(atom: Any) -> Any:
-            return _compat.literal_value(atom) if isinstance(atom, _compat.Literal) else env[atom]
+            return _jax.literal_value(atom) if isinstance(atom, _jax.Literal) else env[atom]
 
         for eqn in inner.eqns:
-            outs = _compat.bind_equation(eqn, [read(v) for v in eqn.invars])
+            outs = _jax.bind_equation(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in inner.outvars]
 
@@ -224,7 +224,7 @@ def perturbed(
     names = [w.name for w in written]
     made = _edited(jaxpr, found, names, types) or _traced(jaxpr, found, names, types)
     fields = (
-        _compat.open_jaxpr(made).invars[-len(written) :],
+        _jax.open_jaxpr(made).invars[-len(written) :],
         [w.path for w in written],
         [w.state for w in written],
         made,
@@ -236,9 +236,9 @@ def perturbed(
 
 def _traced(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]) -> Any:
     """The program, traced anew, with what is added to its definitions."""
-    count = len(_compat.open_jaxpr(jaxpr).invars)
+    count = len(_jax.open_jaxpr(jaxpr).invars)
     given = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _compat.open_jaxpr(jaxpr).invars
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _jax.open_jaxpr(jaxpr).invars
     ]
 
     def run(*args: Any) -> list[Any]:
@@ -255,13 +255,13 @@ def _edited(
     definitions = [*found.at.values(), *found.results.values()]
     if found.within or any(d.path for d in definitions):
         return None
-    inner = _compat.open_jaxpr(jaxpr)
+    inner = _jax.open_jaxpr(jaxpr)
     sums = {n: _sum(i, t.shape, t.dtype) for i, (n, t) in enumerate(zip(names, types, strict=True))}
     now: dict[Any, Any] = {}
     eqns = []
 
     def read(atom: Any) -> Any:
-        return atom if isinstance(atom, _compat.Literal) else now.get(atom, atom)
+        return atom if isinstance(atom, _jax.Literal) else now.get(atom, atom)
 
     def added(definition: Definition, value: Any) -> Any:
         equation = sums[definition.key]
@@ -299,5 +299,5 @@ def _sum(number: int, shape: tuple[int, ...], dtype: Any) -> Any:
     like = jax.ShapeDtypeStruct(shape, dtype)
     # A function of its own: what JAX traced for another would have the other's variables.
     made = jax.make_jaxpr(lambda x, y: x + y)(like, like)
-    (eqn,) = _compat.open_jaxpr(made).eqns
+    (eqn,) = _jax.open_jaxpr(made).eqns
     return eqn

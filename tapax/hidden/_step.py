@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax import _compat
+from tapax import _jax
 from tapax._arguments import name_of
 from tapax._scopes import segment
 from tapax._sites import SiteError, nearest
@@ -75,7 +75,7 @@ class Step:
                 f"{name_of(self.fn)} was traced for a state and inputs of the structure "
                 f"{self.in_tree}, but was given {treedef}. Trace it for these."
             )
-        for variable, leaf in zip(_compat.open_jaxpr(self.jaxpr).invars, leaves, strict=True):
+        for variable, leaf in zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True):
             if variable.aval.shape != jnp.shape(leaf):
                 raise HiddenError(
                     f"{name_of(self.fn)} was traced for an argument of shape "
@@ -84,7 +84,7 @@ class Step:
                 )
         return [
             jnp.asarray(leaf, variable.aval.dtype)
-            for variable, leaf in zip(_compat.open_jaxpr(self.jaxpr).invars, leaves, strict=True)
+            for variable, leaf in zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True)
         ]
 
     def definitions(self, *, in_loops: bool = True) -> Definitions:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import strip
 from tapax._record import where
 from tapax.nonfinite._frames import NONE, Frame, Handed, Origin, badness, nowhere, sooner
@@ -48,7 +48,7 @@ def _scan(
 ) -> Found:
     params = eqn.params
     body, length = params["jaxpr"], params["length"]
-    nconsts, ncarry = _compat.scan_split(params)
+    nconsts, ncarry = _jax.scan_split(params)
     carried = slice(nconsts, nconsts + ncarry)
     consts, init, xs = args[:nconsts], args[carried], args[nconsts + ncarry :]
     moving = _tracked(init)
@@ -58,7 +58,7 @@ def _scan(
     const_rows = outer(const_at)
     x_rows = outer([nconsts + ncarry + i for i in x_at])
     start = outer([nconsts + i for i in moving])
-    outs = _compat.open_jaxpr(body).outvars
+    outs = _jax.open_jaxpr(body).outvars
     y_at = [i for i, v in enumerate(outs[ncarry:]) if checked(v.aval)]
     seen = frame.same(nowhere(len(y_at) + 1, frame.width))
 
@@ -123,7 +123,7 @@ def _while(
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     ntest, nbody = params["cond_nconsts"], params["body_nconsts"]
     tconsts, bconsts, init = args[:ntest], args[ntest : ntest + nbody], args[ntest + nbody :]
-    mapped = bool(_compat.open_jaxpr(test).outvars[0].aval.shape)
+    mapped = bool(_jax.open_jaxpr(test).outvars[0].aval.shape)
     moving = _tracked(init)
     const_at = [i for i in range(nbody) if origins[ntest + i] is not None]
     const_rows = _outer_rows(frame, [origins[ntest + i] for i in const_at])
@@ -193,7 +193,7 @@ class _Part:
         self.operands = [frame.packed([origins[i] for i in self.places] or [None]), *args]
         self.jaxpr = jax.make_jaxpr(body)(*self.operands)
         self.slots: list[int] = cell["slots"]
-        self.own = _compat.open_jaxpr(jaxpr).outvars
+        self.own = _jax.open_jaxpr(jaxpr).outvars
 
 
 def _taken(part: _Part, results: Sequence[Any], frame: Frame) -> Found:
@@ -211,7 +211,7 @@ def _remat(
     """Bound again as the remat it is, else it would keep what it should drop."""
     params = dict(eqn.params)
     part = _Part(search, params["jaxpr"], args, origins, number + 1, frame)
-    jaxpr, consts = _compat.closed(part.jaxpr)
+    jaxpr, consts = _jax.closed(part.jaxpr)
     if isinstance(params["prevent_cse"], tuple):
         params["prevent_cse"] = (*(False for _ in consts), False, *params["prevent_cse"])
     params["jaxpr"] = jaxpr
@@ -232,7 +232,7 @@ def _cond(
         for branch, start in zip(eqn.params["branches"], starts, strict=True)
     ]
     own = len(parts[0].own)
-    kept = [[v.aval for v in _compat.open_jaxpr(p.jaxpr).outvars[own + 1 :]] for p in parts]
+    kept = [[v.aval for v in _jax.open_jaxpr(p.jaxpr).outvars[own + 1 :]] for p in parts]
 
     def padded(chosen: int) -> Any:
         def branch(*flat: Any) -> list[Any]:
@@ -240,7 +240,7 @@ def _cond(
             tables = [
                 t
                 for i, types in enumerate(kept)
-                for t in (results[own + 1 :] if i == chosen else map(_compat.zeros, types))
+                for t in (results[own + 1 :] if i == chosen else map(_jax.zeros, types))
             ]
             return [*results[: own + 1], *tables]
 
@@ -263,7 +263,7 @@ def _shard_map(
     order = [a for a in mesh.axis_names if a in params["newly_manual_axes"]]
     here = frame.axes | frozenset(order)
     places = [i for i, o in enumerate(origins) if o is not None]
-    out_at = [i for i, v in enumerate(_compat.open_jaxpr(body).outvars) if checked(v.aval)]
+    out_at = [i for i, v in enumerate(_jax.open_jaxpr(body).outvars) if checked(v.aval)]
 
     def local(rows: Any, *flat: Any) -> list[Any]:
         inner = frame.within()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tapax import _compat
+from tapax import _jax
 
 CLASS, _HERE = 2**28, 2**20
 MADE, GIVEN, NAN, REMOTE, INF, _NOTHING = range(6)
@@ -83,7 +83,7 @@ class Frame:
 
     def same(self, x: Any) -> Any:
         """`x` in the type that all rows and origins have here."""
-        return _compat.with_varying(x, self.typed)
+        return _jax.with_varying(x, self.typed)
 
     def add(self, sources: Sequence[Origin], bad: Any, here: int) -> int:
         """The origin of a value that is so bad: the earliest of the sources, or `here`.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._scopes import Scopes, scopes_of
 from tapax._tap import tap_p
 
@@ -38,7 +38,7 @@ REMATS = ("remat2", "remat", "checkpoint")
 
 def checked(aval: Any) -> bool:
     """Whether a value of this type can have an element that is not finite."""
-    if _compat.is_reference(aval):
+    if _jax.is_reference(aval):
         return False
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and aval.size > 0
@@ -76,10 +76,10 @@ def _keeps_range(operand: Any, result: Any) -> bool:
 
 def called(eqn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
     """The body of an equation that does no more than run it, and what it is run on."""
-    kind = _compat.kind_of(eqn)
+    kind = _jax.kind_of(eqn)
     if kind in _CALLS:
         body = eqn.params.get("jaxpr")
-        return (_compat.call_body(eqn) if body is None else body), args
+        return (_jax.call_body(eqn) if body is None else body), args
     if kind in REMATS and not eqn.params["differentiated"]:
         return eqn.params["jaxpr"], args
     if kind in _SOLVES:
@@ -99,7 +99,7 @@ def inside(eqn: Any) -> list[Any]:
         return [found[0]]
     if eqn.primitive.name == "cond":
         return list(eqn.params["branches"])
-    if _compat.kind_of(eqn) in REMATS:
+    if _jax.kind_of(eqn) in REMATS:
         return [eqn.params["jaxpr"]]
     return []
 
@@ -143,7 +143,7 @@ class Layout:
     def depth(self, jaxpr: Any) -> int:
         """How many frames are within one another."""
         depths = [0]
-        for eqn in _compat.open_jaxpr(jaxpr).eqns:
+        for eqn in _jax.open_jaxpr(jaxpr).eqns:
             body = frame_body(eqn)
             if body is not None:
                 depths.append(1 + self.depth(body))
@@ -151,7 +151,7 @@ class Layout:
         return max(depths)
 
     def _of(self, jaxpr: Any) -> tuple[Any, list[int], int]:
-        inner = _compat.open_jaxpr(jaxpr)
+        inner = _jax.open_jaxpr(jaxpr)
         if id(inner) not in self._known:
             offsets, at = [], len(inner.constvars)
             for eqn in inner.eqns:
@@ -181,7 +181,7 @@ class Layout:
         steps: list[Step] = []
         base = 0
         while True:
-            inner = _compat.open_jaxpr(jaxpr)
+            inner = _jax.open_jaxpr(jaxpr)
             offsets = self.offsets(jaxpr)
             ends = [*offsets[1:], self.size(jaxpr)]
             found = (i for i, end in enumerate(ends) if base + offsets[i] <= number < base + end)

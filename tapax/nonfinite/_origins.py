@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import bodies
 from tapax._tap import tap_p
 from tapax.nonfinite._frames import (
@@ -90,20 +90,20 @@ class Search:
         self, jaxpr: Any, args: Sequence[Any], origins: Sequence[Origin], base: int, frame: Frame
     ) -> tuple[list[Any], list[Origin]]:
         """Evaluates a body whose equations are numbered from `base`."""
-        inner = _compat.open_jaxpr(jaxpr)
-        env = dict(_compat.jaxpr_inputs(jaxpr, args))
-        consts = [_constant(c, base + i, frame) for i, c in enumerate(_compat.jaxpr_consts(jaxpr))]
+        inner = _jax.open_jaxpr(jaxpr)
+        env = dict(_jax.jaxpr_inputs(jaxpr, args))
+        consts = [_constant(c, base + i, frame) for i, c in enumerate(_jax.jaxpr_consts(jaxpr))]
         known: dict[Any, Origin] = dict(
             zip((*inner.constvars, *inner.invars), (*consts, *origins), strict=True)
         )
 
         def value(atom: Any) -> Any:
-            if isinstance(atom, _compat.Literal):
-                return _compat.literal_value(atom)
+            if isinstance(atom, _jax.Literal):
+                return _jax.literal_value(atom)
             return env[atom]
 
         def origin(atom: Any, number: int) -> Origin:
-            if isinstance(atom, _compat.Literal):
+            if isinstance(atom, _jax.Literal):
                 return _literal(atom, number, frame)
             return known[atom]
 
@@ -111,10 +111,10 @@ class Search:
             number = base + offset
             values = [value(v) for v in eqn.invars]
             # Most literals that are no matter are the bounds of comparisons.
-            held = [v for v in eqn.outvars if _compat.is_reference(v.aval)]
+            held = [v for v in eqn.outvars if _jax.is_reference(v.aval)]
             matters = held or any(checked(v.aval) for v in eqn.outvars)
             before = [origin(v, number) if matters else None for v in eqn.invars]
-            found = _compat.in_context(eqn, self._equation, eqn, values, before, number, frame)
+            found = _jax.in_context(eqn, self._equation, eqn, values, before, number, frame)
             env.update(zip(eqn.outvars, found[0], strict=True))
             known.update(zip(eqn.outvars, found[1], strict=True))
             # What is read of a reference has the origin of what was written to it.
@@ -136,10 +136,10 @@ class Search:
             body, given = call
             values, before = [x for x, _ in given], [o for _, o in given]
             return self.body(body, values, before, number + 1, frame)
-        handler = HANDLERS.get(_compat.kind_of(eqn))
+        handler = HANDLERS.get(_jax.kind_of(eqn))
         if handler is not None:
             return handler(self, eqn, args, origins, number, frame)
-        outs = _compat.bind_equation(eqn, args)
+        outs = _jax.bind_equation(eqn, args)
         return outs, self._judged(eqn, args, outs, origins, number, frame)
 
     def _judged(
@@ -251,11 +251,11 @@ def _constant(x: Any, number: int, frame: Frame) -> Origin:
 
 
 def _has_bad_constants(jaxpr: Any) -> bool:
-    inner = _compat.open_jaxpr(jaxpr)
-    if any(checked(jax.typeof(c)) for c in _compat.jaxpr_consts(jaxpr)):
+    inner = _jax.open_jaxpr(jaxpr)
+    if any(checked(jax.typeof(c)) for c in _jax.jaxpr_consts(jaxpr)):
         return True
     for eqn in inner.eqns:
-        literals = (v for v in eqn.invars if isinstance(v, _compat.Literal))
+        literals = (v for v in eqn.invars if isinstance(v, _jax.Literal))
         if any(map(_is_bad, literals)):
             return True
         if any(map(_has_bad_constants, bodies(eqn))):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tapax import _compat, adapters
+from tapax import _jax, adapters
 from tapax._sites import Ops
 from tapax._tap import tap_p
 from tapax.nonfinite._layout import Step, frame_body, inside
@@ -42,7 +42,7 @@ def line_of(steps: Sequence[Step]) -> str:
     spare = ""
     # Functions of JAX's own have no frame of the user's: whoever calls them does.
     for step in reversed(steps):
-        for name, line in _compat.lines_of(step.eqn):
+        for name, line in _jax.lines_of(step.eqn):
             if name.startswith((_JAX, _HERE)):
                 continue
             spare = spare or f"{name}:{line}"
@@ -53,7 +53,7 @@ def line_of(steps: Sequence[Step]) -> str:
 
 def transforms(steps: Sequence[Step]) -> set[str]:
     """The transformations that made some equations: `jvp`, `transpose`, `vmap`."""
-    return {name for step in steps for name in _compat.transforms_of(step.eqn)}
+    return {name for step in steps for name in _jax.transforms_of(step.eqn)}
 
 
 def counterpart(jaxpr: Any, step: Step, marked: Any) -> Step | None:
@@ -69,7 +69,7 @@ def counterpart(jaxpr: Any, step: Step, marked: Any) -> Step | None:
 
 
 def _all(jaxpr: Any) -> Iterator[Step]:
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield Step(eqn, 0, 0, (), jaxpr)
         for body in (*inside(eqn), frame_body(eqn)):
             if body is not None:
@@ -87,9 +87,7 @@ def _alike(a: Step, b: Step) -> bool:
 
 
 def _lines(eqn: Any) -> list[tuple[str, int]]:
-    return [
-        (name, line) for name, line in _compat.lines_of(eqn) if not name.startswith((_JAX, _HERE))
-    ]
+    return [(name, line) for name, line in _jax.lines_of(eqn) if not name.startswith((_JAX, _HERE))]
 
 
 def is_marked(step: Step) -> bool:
@@ -98,7 +96,7 @@ def is_marked(step: Step) -> bool:
         eqn.primitive is tap_p
         and eqn.params["kind"] in ("value", "copy", "again")
         and eqn.invars[0] in step.eqn.outvars
-        for eqn in _compat.open_jaxpr(step.jaxpr).eqns
+        for eqn in _jax.open_jaxpr(step.jaxpr).eqns
     )
 
 
@@ -108,21 +106,21 @@ def mapped_axes(step: Step, result: int, hops: int = 8) -> tuple[int, ...]:
     They are those of the nearest tap, by way of equations whose operands and results have the same
     shape: such equations leave axes where they are.
     """
-    eqns = _compat.open_jaxpr(step.jaxpr).eqns
+    eqns = _jax.open_jaxpr(step.jaxpr).eqns
     target = step.eqn.outvars[result]
     shape = target.aval.shape
     taps = {}
     for eqn in eqns:
         if eqn.primitive is tap_p:
             for v in (eqn.invars[0], eqn.outvars[0]):
-                if not isinstance(v, _compat.Literal):
+                if not isinstance(v, _jax.Literal):
                     taps.setdefault(v, eqn.params["axes"])
     near: dict[Any, list[Any]] = {}
     for eqn in eqns:
         alike = [
             v
             for v in (*eqn.invars, *eqn.outvars)
-            if not isinstance(v, _compat.Literal) and getattr(v.aval, "shape", None) == shape
+            if not isinstance(v, _jax.Literal) and getattr(v.aval, "shape", None) == shape
         ]
         if eqn.primitive.name not in _MOVING:
             for v in alike:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from tapax import _compat
+from tapax import _jax
 from tapax._bodies import strip
 from tapax._record import where
 from tapax._tap import tap_p
@@ -58,7 +58,7 @@ def limits(x: Any) -> list[Any]:
     """The least and the largest finite element of a value, by magnitude if it is complex."""
     aval = jax.typeof(x)
     plain = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool
-    if _compat.is_reference(aval) or not aval.size or not plain:
+    if _jax.is_reference(aval) or not aval.size or not plain:
         return [jnp.float32(np.inf), jnp.float32(-np.inf), jnp.float32(0)]
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -98,24 +98,24 @@ class Probe:
     def _body(
         self, jaxpr: Any, args: Sequence[Any], base: int, level: int
     ) -> tuple[list[Any], Measures]:
-        inner = _compat.open_jaxpr(jaxpr)
-        env = dict(_compat.jaxpr_inputs(jaxpr, args))
+        inner = _jax.open_jaxpr(jaxpr)
+        env = dict(_jax.jaxpr_inputs(jaxpr, args))
         sizes = [*self.layout.offsets(jaxpr)[1:], self.layout.size(jaxpr)]
         measures: Measures = []
 
         def value(atom: Any) -> Any:
-            if isinstance(atom, _compat.Literal):
-                return _compat.literal_value(atom)
+            if isinstance(atom, _jax.Literal):
+                return _jax.literal_value(atom)
             return env[atom]
 
         for eqn, offset, end in zip(inner.eqns, self.layout.offsets(jaxpr), sizes, strict=True):
             values = [value(v) for v in eqn.invars]
             wanted = base + offset <= self.target.numbers[level] < base + end
             if wanted:
-                found = _compat.in_context(eqn, self._on, eqn, values, base + offset, level)
+                found = _jax.in_context(eqn, self._on, eqn, values, base + offset, level)
                 outs, measures = found
             else:
-                outs = _compat.in_context(eqn, _bound, eqn, values)
+                outs = _jax.in_context(eqn, _bound, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [value(v) for v in inner.outvars], measures
 
@@ -133,10 +133,10 @@ class Probe:
             return self._body(*call, number + 1, level)
         if name == "cond":
             return self._cond(eqn, args, number, level)
-        assert _compat.kind_of(eqn) in REMATS
+        assert _jax.kind_of(eqn) in REMATS
         # Bound again as the remat it is, else it would keep what it should drop.
         staged = self._staged(eqn.params["jaxpr"], args, number + 1, level)
-        jaxpr, consts = _compat.closed(staged)
+        jaxpr, consts = _jax.closed(staged)
         params = dict(eqn.params, jaxpr=jaxpr)
         if isinstance(params["prevent_cse"], tuple):
             params["prevent_cse"] = (*(False for _ in consts), *params["prevent_cse"])
@@ -156,11 +156,11 @@ class Probe:
         starts = [number + self.layout.branch(eqn, i) for i in range(len(eqn.params["branches"]))]
         here = max(i for i, s in enumerate(starts) if s <= self.target.numbers[level])
         chosen = self._staged(eqn.params["branches"][here], values, starts[here], level)
-        types = [v.aval for v in _compat.open_jaxpr(chosen).outvars[len(eqn.outvars) :]]
+        types = [v.aval for v in _jax.open_jaxpr(chosen).outvars[len(eqn.outvars) :]]
 
         def padded(branch: Any) -> Any:
             def flat(*args: Any) -> list[Any]:
-                return [*jaxpr_as_fun(strip(branch))(*args), *map(_compat.zeros, types)]
+                return [*jaxpr_as_fun(strip(branch))(*args), *map(_jax.zeros, types)]
 
             return jax.make_jaxpr(flat)(*values)
 
@@ -174,13 +174,13 @@ class Probe:
     def _scan(self, eqn: Any, args: list[Any], level: int) -> Any:
         params = eqn.params
         body, time = params["jaxpr"], self.target.times[level - 1]
-        nconsts, ncarry = _compat.scan_split(params)
+        nconsts, ncarry = _jax.scan_split(params)
         consts, xs = args[:nconsts], args[nconsts + ncarry :]
         init = [jnp.asarray(x) for x in args[nconsts : nconsts + ncarry]]
-        types = _compat.open_jaxpr(body).invars[len(args) - len(xs) :]
-        single = [_compat.zeros(v.aval) for v in types]
+        types = _jax.open_jaxpr(body).invars[len(args) - len(xs) :]
+        single = [_jax.zeros(v.aval) for v in types]
         staged = self._staged(body, [*consts, *init, *single], 0, level)
-        zeros = [_compat.zeros(v.aval) for v in _compat.open_jaxpr(staged).outvars[-2:]]
+        zeros = [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
 
         def step(carry: Any, x: Any) -> Any:
             state, held, count = carry
@@ -208,8 +208,8 @@ class Probe:
         tconsts, bconsts = args[:ntest], args[ntest : ntest + nbody]
         init = [jnp.asarray(x) for x in args[ntest + nbody :]]
         staged = self._staged(body, [*bconsts, *init], 0, level)
-        zeros = [_compat.zeros(v.aval) for v in _compat.open_jaxpr(staged).outvars[-2:]]
-        mapped = bool(_compat.open_jaxpr(test).outvars[0].aval.shape)
+        zeros = [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
+        mapped = bool(_jax.open_jaxpr(test).outvars[0].aval.shape)
 
         def goes_on(state: Any) -> Any:
             return jaxpr_as_fun(test)(*tconsts, *state)[0]
@@ -241,7 +241,7 @@ class Probe:
         def local(*flat: Any) -> list[Any]:
             outs, measures = self._body(body, flat, 0, level)
             if typed:
-                measures = [_compat.with_varying(m, frozenset(order)) for m in measures]
+                measures = [_jax.with_varying(m, frozenset(order)) for m in measures]
             return [*outs, *(m.reshape((1,) * len(order) + m.shape) for m in measures)]
 
         mapped = jax.shard_map(
@@ -260,7 +260,7 @@ def _bound(eqn: Any, args: list[Any]) -> list[Any]:
         return tap_p.impl(*args, **eqn.params)
     if eqn.primitive.name in SHOWS:
         return []
-    return _compat.bind_equation(eqn, args)
+    return _jax.bind_equation(eqn, args)
 
 
 def _split(eqn: Any, results: Sequence[Any]) -> tuple[list[Any], Measures]:

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _compat, adapters
+from tapax import _jax, adapters
 from tapax._adapter import FunctionCall
 from tapax._arguments import name_of, split
 from tapax._bodies import strip
@@ -127,7 +127,7 @@ class Searching(Instrumented):
         return split(self.fn, call.arguments, needed)[1]
 
     def _inline(self, call: FunctionCall, operands: Any) -> Any:
-        if not _compat.trace_state_clean():
+        if not _jax.trace_state_clean():
             raise TypeError(
                 f"find_nonfinite({name_of(self.fn)}) was called inside of a transformation, such "
                 "as jax.jit or jax.vmap, where no value is known. Call it on the function that is "
@@ -204,7 +204,7 @@ class _Passes:
         kind, number, place = read(row[0])
         if number is None:
             return _Argument(place)
-        consts = _compat.jaxpr_consts(self.jaxpr)
+        consts = _jax.jaxpr_consts(self.jaxpr)
         if number < len(consts):
             return _of_value("constant", "", consts[number])
         layout, jaxpr = Layout(), self.jaxpr
@@ -305,7 +305,7 @@ class _Place:
         loops = [(e, t) for e, t in zip(self.frames, self.target.times, strict=True) if _is_loop(e)]
         return Finding(
             path=path_in(self.steps[-1].scopes, ""),
-            operation="constant" if self.constant else _compat.kind_of(eqn),
+            operation="constant" if self.constant else _jax.kind_of(eqn),
             source=line_of(self.steps),
             phase=self._phase(marked),
             iterations=tuple(_index(e, t) for e, t in loops),

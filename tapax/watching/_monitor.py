@@ -34,7 +34,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from tapax import _compat, reduce
+from tapax import _jax, reduce
 from tapax._arguments import name_of
 from tapax._job import Instrumented, Job, check_function
 from tapax._plan import Plan
@@ -138,7 +138,7 @@ class Monitor(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not _compat.trace_state_clean():
+        if not _jax.trace_state_clean():
             raise RuntimeError(
                 f"The monitor of {name_of(self._step)} was called while a function is traced, by "
                 "jax.jit, grad, vmap or scan, where no call can be told from the next. Monitor the "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tapax import _compat
+from tapax import _jax
 from tapax._arguments import name_of
 from tapax.hidden._step import HiddenError
 from tapax.hidden.online._program import check_params, check_state
@@ -71,7 +71,7 @@ class Planned:
         check_state(state)
         leaves, tree = jax.tree.flatten((params, state, *inputs))
         avals = tuple(map(_type_of, leaves))
-        key = tree, avals, _compat.trace_context()
+        key = tree, avals, _jax.trace_context()
         if key not in self._made:
             like = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in avals]
             given, old, *rest = tree.unflatten(like)

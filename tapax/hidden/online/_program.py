@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from tapax import _compat
+from tapax import _jax
 from tapax._arguments import name_of
 from tapax._mark import unmarked
 from tapax.hidden._connections import ELEMENTWISE
@@ -32,15 +32,15 @@ _CALLS = {
 
 def call_of(eqn: Any) -> Any:
     """The body of an equation that only calls it; None for any other equation."""
-    kind = _compat.kind_of(eqn)
+    kind = _jax.kind_of(eqn)
     if kind == "RematTraced":
-        return _compat.call_body(eqn)
+        return _jax.call_body(eqn)
     name = _CALLS.get(kind)
     return None if name is None else eqn.params.get(name, eqn.params.get("jaxpr"))
 
 
 def is_variable(atom: Any) -> bool:
-    return not isinstance(atom, _compat.Literal)
+    return not isinstance(atom, _jax.Literal)
 
 
 def is_float(aval: Any) -> bool:
@@ -165,7 +165,7 @@ class Program:
 
 
 def _read(env: Mapping[Any, Any], atom: Any) -> Any:
-    return env[atom] if is_variable(atom) else _compat.literal_value(atom)
+    return env[atom] if is_variable(atom) else _jax.literal_value(atom)
 
 
 def _evaluate(
@@ -179,7 +179,7 @@ def _evaluate(
             continue  # what is done for its effect is done by the step itself
         args = [_read(env, v) for v in eqn.invars]
         args = before(i, args) if before else args
-        outs = _compat.in_context(eqn, _compat.bind_equation, eqn, args)
+        outs = _jax.in_context(eqn, _jax.bind_equation, eqn, args)
         env.update(zip(eqn.outvars, after(i, eqn, outs) if after else outs, strict=True))
 
 
@@ -187,23 +187,23 @@ def flattened(jaxpr: Any) -> Any:
     """A program without the calls in it that only call: jit, remat."""
 
     def inline(body: Any, args: Sequence[Any]) -> list[Any]:
-        inner = _compat.open_jaxpr(body)
-        env = dict(_compat.jaxpr_inputs(body, args))
+        inner = _jax.open_jaxpr(body)
+        env = dict(_jax.jaxpr_inputs(body, args))
         for eqn in inner.eqns:
             values = [_read(env, v) for v in eqn.invars]
             called = call_of(eqn)
             if called is None:
-                if _compat.kind_of(eqn) in ELEMENTWISE:
+                if _jax.kind_of(eqn) in ELEMENTWISE:
                     values = [_as_large(x, eqn.outvars[0].aval.shape) for x in values]
-                outs = _compat.in_context(eqn, _compat.bind_equation, eqn, values)
+                outs = _jax.in_context(eqn, _jax.bind_equation, eqn, values)
             else:
                 outs = inline(called, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [_read(env, v) for v in inner.outvars]
 
-    avals = [v.aval for v in _compat.open_jaxpr(jaxpr).invars]
+    avals = [v.aval for v in _jax.open_jaxpr(jaxpr).invars]
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    return _compat.dce(jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*like))
+    return _jax.dce(jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*like))
 
 
 def _as_large(x: Any, shape: tuple[int, ...]) -> Any:
@@ -236,13 +236,13 @@ def trace(step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[An
     arrays, in_tree = jax.tree.flatten((params, state, *inputs))
     with unmarked():
         jaxpr = flattened(jax.make_jaxpr(flat)(*arrays))
-    inner = _compat.open_jaxpr(jaxpr)
+    inner = _jax.open_jaxpr(jaxpr)
     n, m = len(keyed), len(states)
     given = {id(v): jax.tree_util.keystr(k) for v, (k, _) in zip(inner.invars, keyed, strict=False)}
     trained = tuple(i for i in range(n) if is_float(inner.invars[i].aval))
     return _divided(
         inner,
-        dict(zip(inner.constvars, _compat.jaxpr_consts(jaxpr), strict=True)),
+        dict(zip(inner.constvars, _jax.jaxpr_consts(jaxpr), strict=True)),
         name=name_of(step),
         states=states,
         state_tree=state_tree,

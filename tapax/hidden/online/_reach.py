@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax import _compat
+from tapax import _jax
 from tapax.hidden._connections import ELEMENTWISE
 from tapax.hidden.online._program import call_of, is_variable
 
@@ -109,7 +109,7 @@ class Ways:
         return found[v]
 
     def _through(self, eqn: Any, outs: list[Reach]) -> list[Reach | None]:
-        kind = _compat.kind_of(eqn)
+        kind = _jax.kind_of(eqn)
         shapes = [v.aval.shape for v in eqn.invars]
         if kind == "stop_gradient" and not self.inside:
             return [None] * len(shapes)
@@ -143,7 +143,7 @@ class Ways:
         return [Reach(np.full(s, low), np.full(s, high)) for s in shapes]
 
     def _value(self, atom: Any) -> Any:
-        return self.known.get(atom) if is_variable(atom) else _compat.literal_value(atom)
+        return self.known.get(atom) if is_variable(atom) else _jax.literal_value(atom)
 
     def _bound(self, eqn: Any, shapes: Any, outs: list[Reach], moved: int) -> list[Reach | None]:
         """An operation that moves elements, done to their numbers."""
@@ -153,7 +153,7 @@ class Ways:
             rest = [np.int32(-1)]
         with jax.ensure_compile_time_eval():
             moving = [jnp.asarray(n, jnp.int32) for n in numbers]
-            made = _compat.bind_equation(eqn, [*moving, *map(jnp.asarray, rest)])
+            made = _jax.bind_equation(eqn, [*moving, *map(jnp.asarray, rest)])
         back = _gathered([np.asarray(m) for m in made], outs, shapes[:moved])
         return [*back, *[None] * len(rest)]
 
@@ -164,9 +164,9 @@ class Ways:
         if called is not None:
             return self._body(called, outs)
         if kind.startswith("custom_jvp_call") or kind == "CustomJVPTraced":
-            return dataclasses.replace(self, inside=True)._body(_compat.call_body(eqn), outs)
+            return dataclasses.replace(self, inside=True)._body(_jax.call_body(eqn), outs)
         if kind.startswith("custom_vjp_call") or kind == "CustomVJPTraced":
-            found = dataclasses.replace(self, inside=True)._body(_compat.call_body(eqn), outs)
+            found = dataclasses.replace(self, inside=True)._body(_jax.call_body(eqn), outs)
             if not self.mixing:
                 return found
             # An argument that only the derivative uses may do anything there.
@@ -186,18 +186,18 @@ class Ways:
         return self._scan(eqn, outs) if kind == "scan" else None
 
     def _body(self, body: Any, outs: list[Reach]) -> list[Reach | None]:
-        inner = _compat.open_jaxpr(body)
+        inner = _jax.open_jaxpr(body)
         found: dict[Any, Reach] = {}
         for v, out in zip(inner.outvars, outs, strict=True):
             if is_variable(v):
                 found[v] = found[v] | out if v in found else out
-        constants = dict(zip(inner.constvars, _compat.jaxpr_consts(body), strict=False))
+        constants = dict(zip(inner.constvars, _jax.jaxpr_consts(body), strict=False))
         dataclasses.replace(self, known=constants).back(inner.eqns, found)
         return [found.get(v) for v in inner.invars]
 
     def _scan(self, eqn: Any, outs: list[Reach]) -> list[Reach | None]:
         """Bodies are gone through until what is carried reaches no more."""
-        first, carried = _compat.scan_split(eqn.params)
+        first, carried = _jax.scan_split(eqn.params)
         body = eqn.params["jaxpr"]
         ys = [out.merged(0) for out in outs[carried:]]
         carry = outs[:carried]

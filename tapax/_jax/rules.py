@@ -1,4 +1,4 @@
-"""How JAX's own rules are registered and wrapped: partial evaluation, remat, batching."""
+"""Registering and wrapping JAX's own rules: effects, partial evaluation, remat, batching."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import remat as _remat
 from jax.extend.core import Primitive, mapped_aval
@@ -120,3 +121,18 @@ def unmapped(x: Any, dim: int | None) -> Any:
     """The type that one example of a mapped value has."""
     aval = jax.typeof(x)
     return aval if dim is None else mapped_aval(aval.shape[dim], dim, aval)
+
+
+Effect = _effects.Effect
+
+
+def allow_effect(effect: type) -> None:
+    """Lets `effect` through every transformation, and keeps it alive in partial evaluation."""
+    for allowed in (
+        _effects.lowerable_effects,
+        _effects.control_flow_allowed_effects,
+        _effects.custom_derivatives_allowed_effects,
+        _effects.remat_allowed_effects,
+        _effects.partial_eval_kept_effects,
+    ):
+        allowed.add_type(effect)

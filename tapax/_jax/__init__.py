@@ -1,0 +1,105 @@
+"""Everything that depends on the version of JAX, and every private import, in one place.
+
+The rest of the library uses public names of JAX and the functions below. They detect differences
+between versions by what JAX can do, never by its version number, so that a version released after
+this was written has a fair chance to work.
+"""
+
+from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Literal, Primitive
+
+from tapax._jax.equations import (
+    bind_equation,
+    in_context,
+    lines_of,
+    map_results,
+    names_of,
+    no_names,
+    rename_scopes,
+    transforms_of,
+)
+from tapax._jax.jaxprs import (
+    call_body,
+    closed,
+    dce,
+    hidden_body,
+    is_reference,
+    jaxpr_consts,
+    jaxpr_inputs,
+    kind_of,
+    open_jaxpr,
+    operation,
+    remat_parts,
+    scan_split,
+)
+from tapax._jax.jit import jit_options
+from tapax._jax.rules import (
+    Effect,
+    allow_effect,
+    is_splitting_while,
+    register_partial_eval,
+    register_partial_eval_custom,
+    register_remat,
+    unmapped,
+    wrap_batcher,
+    wrap_partial_eval,
+    wrap_partial_eval_custom,
+)
+from tapax._jax.tracing import intercept_bind, is_traced_here, trace_context, trace_state_clean
+from tapax._jax.types import (
+    literal_value,
+    stacked,
+    unstacked,
+    varying_axes,
+    with_shape,
+    with_varying,
+    zeros,
+)
+
+__all__ = [
+    "UNSPECIFIED",
+    "Effect",
+    "Literal",
+    "Primitive",
+    "allow_effect",
+    "bind_equation",
+    "call_body",
+    "closed",
+    "dce",
+    "hidden_body",
+    "in_context",
+    "intercept_bind",
+    "is_reference",
+    "is_splitting_while",
+    "is_traced_here",
+    "jaxpr_consts",
+    "jaxpr_inputs",
+    "jit_options",
+    "kind_of",
+    "lines_of",
+    "literal_value",
+    "map_results",
+    "names_of",
+    "no_names",
+    "open_jaxpr",
+    "operation",
+    "register_partial_eval",
+    "register_partial_eval_custom",
+    "register_remat",
+    "remat_parts",
+    "rename_scopes",
+    "scan_split",
+    "stacked",
+    "trace_context",
+    "trace_state_clean",
+    "transforms_of",
+    "unmapped",
+    "unstacked",
+    "varying_axes",
+    "with_shape",
+    "with_varying",
+    "wrap_batcher",
+    "wrap_partial_eval",
+    "wrap_partial_eval_custom",
+    "zeros",
+]

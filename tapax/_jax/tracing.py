@@ -1,0 +1,59 @@
+"""The state of the trace under way, and how every `bind` on a thread is intercepted."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax._src import config as _config
+from jax._src import core as _core
+from jax.extend.core import Primitive
+
+
+def trace_state_clean() -> bool:
+    """Whether no transformation is under way on this thread."""
+    return _core.trace_state_clean()
+
+
+def is_traced_here(tracer: Any) -> bool:
+    """Whether a traced value belongs to the innermost transformation under way."""
+    return tracer._trace is _core.trace_ctx.trace
+
+
+def trace_context() -> Any:
+    """Everything besides arguments that decides what a trace looks like; hashable."""
+    return _config.trace_context()
+
+
+_bind = Primitive.bind
+
+
+_lock = threading.Lock()
+
+
+_intercepting: list[Callable[..., Any]] = []
+
+
+@contextlib.contextmanager
+def intercept_bind(hook: Callable[..., Any]) -> Iterator[None]:
+    """Routes `Primitive.bind` through `hook(bind, primitive, args, params)`, on every thread.
+
+    The hook must be the same in every use, and tell by itself whether it has to do with a thread:
+    the first to enter installs it, the last to leave takes it out.
+    """
+
+    def bind(self: Any, *args: Any, **params: Any) -> Any:
+        return hook(_bind, self, args, params)
+
+    with _lock:
+        _intercepting.append(bind)
+        Primitive.bind = bind
+    try:
+        yield
+    finally:
+        with _lock:
+            _intercepting.remove(bind)
+            if not _intercepting:
+                Primitive.bind = _bind

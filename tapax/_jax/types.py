@@ -1,0 +1,65 @@
+"""Types of arrays: their shapes, the mesh axes they vary over, zeros and literals of a type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import mapped_aval, unmapped_aval
+
+
+def with_shape(aval: Any, shape: tuple[int, ...]) -> Any:
+    """A type like another, strong, of another shape, on as many devices."""
+    return ShapedArray(shape, aval.dtype, manual_axis_type=aval.manual_axis_type)
+
+
+def stacked(aval: Any, length: int) -> Any:
+    """The type of several values along a new leading axis."""
+    return unmapped_aval(length, 0, aval)
+
+
+def unstacked(aval: Any) -> Any:
+    """The type of what lies along the first axis."""
+    return mapped_aval(aval.shape[0], 0, aval)
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value differs from device to device."""
+    kind = getattr(aval, "manual_axis_type", None)
+    if kind is not None:
+        return frozenset(kind.varying)
+    return frozenset(getattr(aval, "vma", ()))
+
+
+def with_varying(x: Any, axes: frozenset[str]) -> Any:
+    """`x`, declared to vary over `axes` too, as a carry or a branch must be to match another."""
+    missing = tuple(sorted(axes - varying_axes(jax.typeof(x))))
+    if not missing:
+        return x
+    return jax.lax.pcast(x, missing, to="varying")
+
+
+def zeros(aval: Any) -> Any:
+    """An array of zeros of the type `aval`, random keys and device-varying types included."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        out = jax.random.wrap_key_data(
+            jnp.zeros(data.shape, data.dtype), impl=aval.dtype._impl.name
+        )
+    else:
+        out = jnp.zeros(aval.shape, aval.dtype)
+    out = with_varying(out, varying_axes(aval))
+    # In explicit mode the sharding is part of the type.
+    spec = aval.sharding.spec
+    return jax.reshard(out, aval.sharding) if any(part is not None for part in spec) else out
+
+
+def literal_value(literal: Any) -> Any:
+    """A literal as an array of its own type: a bare Python number would be weakly typed."""
+    value, aval = literal.val, literal.aval
+    if isinstance(value, (bool, int, float, complex)) and not getattr(aval, "weak_type", False):
+        return np.asarray(value, aval.dtype)
+    return value
