@@ -56,11 +56,11 @@ from jax.core import Tracer
 from tapax._job import Instrumented, Job, check_function
 from tapax._plan import Plan
 from tapax._program import Program
-from tapax._reducer import Reducer
 from tapax._replace import Making, Rule, check_step
 from tapax._sites import At, SiteError, StepSlice, check, flatten
 from tapax._survey import Spot, survey
 from tapax._walk import Walk
+from tapax.reduce import Reducer
 
 P = ParamSpec("P")
 R = TypeVar("R")

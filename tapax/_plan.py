@@ -17,7 +17,6 @@ from typing import Any, cast
 from jax.core import Tracer
 
 from tapax._mark import Marking, Policy, Structure
-from tapax._reducer import Reducer
 from tapax._sites import (
     At,
     Reduced,
@@ -33,6 +32,7 @@ from tapax._sites import (
     rules,
 )
 from tapax._tap import Mark
+from tapax.reduce import Reducer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ from tapax._fold import Folds
 from tapax._mark import leaf_name
 from tapax._plan import Choice, Plan
 from tapax._record import Entry, where
-from tapax._reducer import Reducer
 from tapax._reduction import reduce, refusal
 from tapax._sites import Site
+from tapax.reduce import Reducer
 
 
 class Recorder:

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._reducer import Reducer
 from tapax._sites import Site, SiteError
+from tapax.reduce import Reducer
 
 
 class Reduction(NamedTuple):

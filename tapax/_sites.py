@@ -34,7 +34,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from tapax._reducer import Reducer
+from tapax.reduce import Reducer
 
 CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 

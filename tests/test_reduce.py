@@ -559,7 +559,7 @@ def test_low_precision_is_accumulated_in_float32():
 
 
 def test_counts_stop_at_the_largest_number():
-    from tapax._counts import COUNT
+    from tapax.reduce._sums import COUNT
 
     most = 2**32 - 1
     counting = dataclasses.replace(

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tapax._reducer import Reducer
 from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
 from tapax._taps import Taps
+from tapax.reduce import Reducer
 from tapax.watching._log import Histogram, Log
 from tapax.watching._numbers import labelled as labelled
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapax._reducer import Reducer
 from tapax._sites import At, Site, check, flatten, matches
 from tapax._taps import SiteTable
+from tapax.reduce import Reducer
 from tapax.watching._log import Histogram, Number
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from tapax import reduce
-from tapax._reducer import Reducer
 from tapax._sites import Selection, check, flatten, is_exact, matches
+from tapax.reduce import Reducer
 from tapax.watching._log import Alarm
 
 __all__ = ["Alarm", "Alert", "AlertWarning", "above", "below", "dead", "nonfinite"]

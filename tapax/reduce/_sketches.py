@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._counts import COUNT, add, add_all, as_integers, count, wide
+from tapax.reduce._sums import COUNT, add, add_all, as_integers, count, wide
 
 
 def histogram_of(edges: tuple[float, ...], magnitudes: bool) -> dict[str, Any]:

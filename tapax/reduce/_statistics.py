@@ -1,0 +1,216 @@
+"""Statistics with a state of a few numbers: sums, moments, extremes, the last value."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax.reduce._reducer import Reducer
+from tapax.reduce._sums import (
+    COUNT,
+    add,
+    add_all,
+    all_but,
+    as_integers,
+    extremes,
+    ordered,
+    root,
+    size,
+    square,
+    squares,
+    wide,
+)
+
+
+def _over(n: Any, total: Any) -> Any:
+    return total / n.astype(total.dtype)
+
+
+def _along(name: str, make: Callable[[Any], dict[str, Any]], needs: str = "numbers") -> Reducer:
+    """A reducer that can be had along an axis. Equal axes make equal reducers."""
+
+    @functools.cache
+    def made(axis: Any) -> Reducer:
+        return Reducer(**make(axis), name=name, needs=needs, axis=axis, make=made)
+
+    return made(None)
+
+
+def _summing(
+    name: str,
+    terms: Callable[..., Any],
+    finish: Callable[[Any], Any],
+    needs: str = "numbers",
+    **options: Any,
+) -> Reducer:
+    """A reducer whose state is the sum of something over the elements, and how many there were."""
+
+    def make(axis: Any) -> dict[str, Any]:
+        def see(*xs: Any) -> Any:
+            axes = all_but(xs[0], axis)
+            found = [t.sum(axes, dtype=t.dtype) for t in terms(*map(wide, xs))]
+            return (*found, jnp.broadcast_to(size(xs[0], axes), found[0].shape))
+
+        def init(x: Any) -> Any:
+            like = jax.eval_shape(see, *[x] * (2 if options.get("paired") else 1))
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+
+        return {
+            "init": init,
+            "update": lambda state, *xs: add(state, see(*xs)),
+            "combine": add,
+            "merge": add_all,
+            "finish": finish,
+            **options,
+        }
+
+    return _along(name, make, needs)
+
+
+_FLOATS = "floating-point numbers"
+
+
+def _flag(mask: Any) -> Any:
+    return mask.astype(COUNT)
+
+
+sum = _summing("sum", lambda x: [x], lambda s: s[0])
+mean = _summing("mean", lambda x: [x], lambda s: _over(s[1], s[0]), _FLOATS)
+norm = _summing("norm", squares, lambda s: root(s[:2]), _FLOATS)
+rms = _summing("rms", squares, lambda s: root(s[:2], s[2].astype(s[0].dtype)), _FLOATS)
+nonfinite = _summing("nonfinite", lambda x: [_flag(~jnp.isfinite(x))], lambda s: as_integers(s[0]))
+zeros = _summing(
+    "zeros",
+    lambda x: [_flag(x == 0)],
+    lambda s: s[0].astype(jnp.float32) / s[1].astype(jnp.float32),
+)
+
+
+def _dot(g: Any, v: Any) -> Any:
+    return jnp.real(jnp.conj(g) * v)
+
+
+def _cosine(state: Any) -> Any:
+    dot, g, v = state[0], root(state[1:3]), root(state[3:5])
+    none = (g == 0) | (v == 0)
+    return jnp.where(none, 0, dot / jnp.where(none, 1, g) / jnp.where(none, 1, v))
+
+
+cosine = _summing(
+    "cosine", lambda g, v: [_dot(g, v), *squares(g), *squares(v)], _cosine, _FLOATS, paired=True
+)
+update_ratio = _summing(
+    "update_ratio",
+    lambda g, v: [*squares(g), *squares(v)],
+    lambda s: root(s[:2]) / root(s[2:4]),
+    _FLOATS,
+    paired=True,
+)
+
+
+# Chan, Golub and LeVeque (1979): the moments of two samples from those of each. With n elements of
+# the mean m, and q the sum of the squares of their distances from it:
+#   n = na + nb,  m = ma + (mb - ma) nb / n,  q = qa + qb + |mb - ma|^2 na nb / n
+# A mean is kept as two numbers, one of about its size and the small rest, so that means which lie
+# close together can be told apart.
+
+
+def _moments_of(x: Any, axes: tuple[int, ...]) -> Any:
+    x = wide(x)
+    n = size(x, axes)
+    count = jnp.maximum(n, 1).astype(x.real.dtype)
+    m = x.sum(axes, keepdims=True) / count
+    apart = x - jnp.where(jnp.isfinite(m), m, 0)
+    rest = jnp.where(jnp.isfinite(m), apart.sum(axes, keepdims=True) / count, 0)
+    q = square(x - m - rest).sum(axes)
+    return jnp.broadcast_to(n, q.shape), m.reshape(q.shape), rest.reshape(q.shape), q
+
+
+def _combine_moments(a: Any, b: Any) -> Any:
+    (na, ma, ra, qa), (nb, mb, rb, qb) = a, b
+    n = add(na, nb)
+    fa, fb = (k.astype(qa.dtype) / jnp.maximum(n, 1).astype(qa.dtype) for k in (na, nb))
+    apart = (mb - ma) + (rb - ra)
+    # Of numbers that are none there is no small rest.
+    finite = jnp.isfinite(ma) & jnp.isfinite(mb)
+    m = jnp.where(finite, ma, ma * fa + mb * fb)
+    rest = jnp.where(finite, ra + apart * fb, 0)
+    both = n, m, rest, qa + qb + square(apart) * fa * nb.astype(qa.dtype)
+    one = jax.tree.map(lambda x, y: jnp.where(na == 0, y, x), a, b)
+    return jax.tree.map(lambda x, y: jnp.where((na == 0) | (nb == 0), x, y), one, both)
+
+
+def _mean_of(state: Any) -> Any:
+    n, m, rest, _ = state
+    return jnp.where(n == 0, jnp.nan, m + rest)
+
+
+def _moments(name: str, finish: Callable[[Any], Any], **options: Any) -> Reducer:
+    def make(axis: Any) -> dict[str, Any]:
+        def see(x: Any) -> Any:
+            return _moments_of(x, all_but(x, axis))
+
+        def init(x: Any) -> Any:
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(see, x))
+
+        return {
+            "init": init,
+            "update": lambda state, x: _combine_moments(state, see(x)),
+            "combine": _combine_moments,
+            "finish": finish,
+            **options,
+        }
+
+    return _along(name, make, _FLOATS)
+
+
+def _variance(state: Any) -> Any:
+    return _over(state[0], state[3])
+
+
+var = _moments("var", _variance)
+moments = _moments(
+    "moments",
+    lambda s: jnp.stack([_mean_of(s), _variance(s).astype(s[1].dtype)], -1),
+    labels=("mean", "var"),
+)
+
+
+def _minmax(axis: Any) -> dict[str, Any]:
+    def init(x: Any) -> Any:
+        kept = tuple(n for i, n in enumerate(x.shape) if i not in all_but(x, axis))
+        dtype = ordered(x.dtype)
+        low, high = extremes(dtype)
+        return jnp.full(kept, high, dtype), jnp.full(kept, low, dtype)
+
+    def see(x: Any) -> Any:
+        x = x.astype(ordered(x.dtype))
+        axes, (low, high) = all_but(x, axis), extremes(x.dtype)
+        return x.min(axes, initial=high), x.max(axes, initial=low)
+
+    def combine(a: Any, b: Any) -> Any:
+        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
+
+    return {
+        "init": init,
+        "update": lambda state, x: combine(state, see(x)),
+        "combine": combine,
+        "merge": lambda states: (states[0].min(0), states[1].max(0)),
+        "finish": lambda state: jnp.stack(state, -1),
+        "labels": ("min", "max"),
+    }
+
+
+minmax = _along("minmax", _minmax, "real numbers")
+
+last = Reducer(
+    init=lambda x: jnp.zeros(x.shape, x.dtype),
+    update=lambda state, x: x,
+    combine=lambda a, b: b,
+    name="last",
+    over_maps=False,
+)
