@@ -11,7 +11,9 @@ from tapax._gradients import grad, jacobian, value_and_grad
 from tapax._listing import ModuleTable, modules
 from tapax._mark import perturb, scope, sow
 from tapax._perturbations import perturbations, perturbed
-from tapax._sites import Site, SiteError, at, lines, named, ops
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import at, lines, named, ops
+from tapax._sites.site import Site
 from tapax._taps import SiteTable, Taps
 from tapax.hidden import (
     HiddenPerturbation,

@@ -23,7 +23,8 @@ from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
 from tapax._bodies import bodies
-from tapax._scopes import Place, segment
+from tapax._scopes import Place
+from tapax._sites.names import segment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from tapax._jax.pytrees import in_order, order_of
+from tapax._sites.errors import name_of
 
 _NUMBERS = (int, float, complex, np.generic)
 # What is raised where a traced number is used as a shape, an index, a condition or a key: errors of
@@ -51,34 +53,6 @@ class Signature:
         """Of something for every leaf, what there is for those that are traced."""
         fixed = {i for i, _, _ in self.statics}
         return [leaf for i, leaf in enumerate(leaves) if i not in fixed]
-
-
-def order_of(tree: Any) -> Any:
-    """The order of the keys in the dicts of a structure, which JAX sorts; None if it is sorted."""
-    if type(tree) is dict:
-        inner = tuple(map(order_of, tree.values()))
-        if not any(inner) and list(tree) == sorted(tree, key=str):
-            return None
-        return dict, tuple(tree), inner
-    if type(tree) in (list, tuple):
-        inner = tuple(map(order_of, tree))
-        return (list, None, inner) if any(inner) else None
-    return None
-
-
-def in_order(tree: Any, order: Any) -> Any:
-    """A structure with the keys of its dicts in an order."""
-    if order is None:
-        return tree
-    kind, keys, inner = order
-    if kind is dict:
-        return {k: in_order(tree[k], o) for k, o in zip(keys, inner, strict=True)}
-    return type(tree)(in_order(t, o) for t, o in zip(tree, inner, strict=True))
-
-
-def map_in_order(fn: Callable[..., Any], tree: Any, is_leaf: Any = None) -> Any:
-    """`jax.tree.map` over one structure, whose dicts keep the order of their keys."""
-    return in_order(jax.tree.map(fn, tree, is_leaf=is_leaf), order_of(tree))
 
 
 def split(fn: Any, arguments: Any, needed: frozenset[int]) -> tuple[Signature, list[Any]]:
@@ -169,20 +143,3 @@ def find_needed(
             continue
         needed -= {place}
     return needed, result
-
-
-def as_array(x: Any, what: str) -> Any:
-    """`x` as an array; `what` it is, should it be none."""
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{what} must be an array, but is {x!r} of type {type(x).__name__}."
-        ) from None
-
-
-def name_of(fn: Any) -> str:
-    """What to call a function in a message."""
-    name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
-    # A function that is a structure, as a model is, shows all that is in it.
-    return name or (repr(fn) if jax.tree_util.all_leaves([fn]) else type(fn).__name__)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tapax._fold import same_fold
-from tapax._sites import Site, SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.site import Site
 from tapax._tap import Mark
 
 

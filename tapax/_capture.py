@@ -30,12 +30,12 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._arguments import name_of
 from tapax._job import Instrumented, Job, check_function
 from tapax._patch import current
 from tapax._plan import Plan
 from tapax._program import Program, trace
-from tapax._sites import Selection
+from tapax._sites.errors import name_of
+from tapax._sites.selections import Selection
 from tapax._taps import SiteTable, Taps
 from tapax._walk import eager
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._bodies import Uids
 from tapax._derivative import derivative
-from tapax._sites import SiteError
+from tapax._sites.errors import SiteError
 
 
 class Around(NamedTuple):

@@ -20,7 +20,8 @@ from tapax import _jax
 from tapax._calls import Token
 from tapax._changes import Around
 from tapax._record import Entry, Slots, refuse_folded
-from tapax._sites import SiteError, StepSlice
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import StepSlice
 from tapax._totals import scan_totals, selected
 from tapax._walk import Walk, eager, handles
 

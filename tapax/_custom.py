@@ -17,7 +17,7 @@ from tapax._bodies import strip
 from tapax._changes import COUNTER, part_name
 from tapax._mark import unmarked
 from tapax._record import Threads
-from tapax._sites import SiteError
+from tapax._sites.errors import SiteError
 from tapax._walk import Walk, handles
 
 

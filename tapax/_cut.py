@@ -29,7 +29,6 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._arguments import as_array
 from tapax._bodies import Uids, strip
 from tapax._changes import Part
 from tapax._job import Instrumented, Job, check_function
@@ -37,7 +36,8 @@ from tapax._mark import not_the_users
 from tapax._plan import Plan
 from tapax._program import Program
 from tapax._replace import Making, check_step
-from tapax._sites import At, Selection, SiteError
+from tapax._sites.errors import SiteError, as_array
+from tapax._sites.selections import At, Selection
 from tapax._survey import Spot, survey
 from tapax._walk import Walk
 

@@ -21,7 +21,8 @@ from tapax import _jax
 from tapax._bodies import bodies
 from tapax._plan import Plan
 from tapax._scopes import Scopes, scopes_of
-from tapax._sites import Site, SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.site import Site
 from tapax._tap import Mark, tap_effect, tap_p
 
 

@@ -33,7 +33,8 @@ from tapax._perturbations import AT, adding, differentiable
 from tapax._plan import Plan
 from tapax._program import Program
 from tapax._replace import check_step
-from tapax._sites import Selection, SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import Selection
 from tapax._survey import Spot, survey
 from tapax._walk import Walk
 

@@ -26,7 +26,7 @@ from tapax._bodies import bodies, count_calls, first_uid, quieted, strip
 from tapax._fold import Thread
 from tapax._plan import Plan
 from tapax._scopes import scopes_of
-from tapax._sites import SiteError
+from tapax._sites.errors import SiteError
 from tapax._tap import Mark, operands, tap_effect, tap_p
 from tapax._walk import Walk
 

@@ -16,7 +16,7 @@ from typing import Any
 from tapax import adapters
 from tapax._capture import sites
 from tapax._model import in_order
-from tapax._scopes import join
+from tapax._sites.names import join
 from tapax._taps import SiteTable
 
 

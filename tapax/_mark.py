@@ -36,7 +36,8 @@ import numpy as np
 
 from tapax import _jax
 from tapax._scopes import ScopeName
-from tapax._sites import CALLS, Rule, SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import CALLS, Rule
 from tapax._tap import Mark, tap, tap_p
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import jax
 
 from tapax._adapter import Adapter
 from tapax._anchors import leaf_path
-from tapax._scopes import join, segment
+from tapax._sites.names import join, segment
 
 CONTAINERS = (list, tuple, dict)
 

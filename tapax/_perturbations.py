@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tapax._arguments import as_array
 from tapax._changes import Changes, Part
 from tapax._job import Instrumented, Job, check_function
 from tapax._plan import Plan
 from tapax._program import Program
 from tapax._replace import Making
-from tapax._sites import At, Selection, SiteError, check, flatten, is_exact, matches, nearest
+from tapax._sites.errors import SiteError, as_array, nearest
+from tapax._sites.selections import At, Selection, check, flatten, is_exact, matches
 from tapax._survey import Spot, survey
 from tapax._taps import SiteTable
 from tapax._walk import Walk

@@ -24,7 +24,8 @@ from jax.core import Tracer
 from tapax._adapter import Adapter
 from tapax._anchors import anchor
 from tapax._model import CONTAINERS, arrays, descendants, index, kind
-from tapax._scopes import Place, join
+from tapax._scopes import Place
+from tapax._sites.names import join
 
 
 @dataclasses.dataclass(eq=False)

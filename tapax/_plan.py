@@ -17,20 +17,19 @@ from typing import Any, cast
 from jax.core import Tracer
 
 from tapax._mark import Marking, Policy, Structure
-from tapax._sites import (
+from tapax._sites.errors import SiteError, nearest
+from tapax._sites.selections import (
     At,
     Reduced,
     Selection,
-    Site,
-    SiteError,
     StepSlice,
     check,
     flatten,
     is_exact,
     matches,
-    nearest,
     rules,
 )
+from tapax._sites.site import Site
 from tapax._tap import Mark
 from tapax.reduce import Reducer
 

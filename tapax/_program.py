@@ -27,13 +27,14 @@ from tapax import (
     adapters,
 )
 from tapax._anchors import is_anchored, labels, resolve
-from tapax._arguments import in_order, name_of, order_of
 from tapax._changes import Changes
+from tapax._jax.pytrees import in_order, order_of
 from tapax._mark import Structure, leaf_name, marked, not_the_users
 from tapax._places import tracing
 from tapax._plan import Plan
 from tapax._record import Entry
-from tapax._sites import Site, SiteError
+from tapax._sites.errors import SiteError, name_of
+from tapax._sites.site import Site
 from tapax._taps import SiteTable, Taps
 from tapax._walk import Walk
 

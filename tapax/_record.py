@@ -13,7 +13,8 @@ from tapax import _jax
 from tapax._calls import Call, Token
 from tapax._fold import Thread
 from tapax._reduction import Reduction
-from tapax._sites import Site, SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.site import Site
 
 
 @dataclasses.dataclass(frozen=True)

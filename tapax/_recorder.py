@@ -17,7 +17,7 @@ from tapax._mark import leaf_name
 from tapax._plan import Choice, Plan
 from tapax._record import Entry, where
 from tapax._reduction import reduce, refusal
-from tapax._sites import Site
+from tapax._sites.site import Site
 from tapax.reduce import Reducer
 
 

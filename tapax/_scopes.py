@@ -10,10 +10,10 @@ is, it stays right where one traced body is called by several modules.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from tapax import _jax
+from tapax._sites.names import join
 
 
 class ScopeName(str):
@@ -103,15 +103,3 @@ def path_in(scopes: Scopes, name: str) -> str:
     if not name or name[0] in ".:":
         return around + name
     return f"{around}/{name}" if around else name
-
-
-def join(path: str, name: str) -> str:
-    """Two paths as one, where either may be empty."""
-    return f"{path}/{name}" if path and name else path or name
-
-
-def segment(key: Any) -> str:
-    """A key as one segment of a path; characters that mean something else are escaped."""
-    if type(key) is str and key.isidentifier():
-        return key
-    return re.sub(r"[*?@~:/%]", lambda found: f"%{ord(found.group()):02X}", str(key))

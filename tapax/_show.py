@@ -13,7 +13,7 @@ from jax.core import Tracer
 from rich.console import Console
 from rich.table import Table
 
-from tapax._sites import Site
+from tapax._sites.site import Site
 
 if TYPE_CHECKING:
     from tapax._listing import ModuleTable

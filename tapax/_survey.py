@@ -14,7 +14,7 @@ from tapax._calls import Call
 from tapax._changes import Around, Key
 from tapax._plan import Plan
 from tapax._program import Program
-from tapax._sites import Site
+from tapax._sites.site import Site
 from tapax._walk import Walk
 
 

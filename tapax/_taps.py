@@ -11,7 +11,9 @@ from typing import Any, overload
 
 import jax
 
-from tapax._sites import Selection, Site, nearest
+from tapax._sites.errors import nearest
+from tapax._sites.selections import Selection
+from tapax._sites.site import Site
 
 
 class SiteTable(Sequence[Site]):

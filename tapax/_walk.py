@@ -36,7 +36,7 @@ from tapax._plan import Plan
 from tapax._record import Slots, Staged, Threads
 from tapax._recorder import Recorder
 from tapax._scopes import Scopes, scopes_of
-from tapax._sites import SiteError
+from tapax._sites.errors import SiteError
 from tapax._tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 
 

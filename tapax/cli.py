@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax, adapters
-from tapax._arguments import name_of
+from tapax._sites.errors import name_of
 from tapax.nonfinite._finding import Finding
 from tapax.nonfinite._search import Searching, searching
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tapax
-from tapax._sites import matches
+from tapax._sites.selections import matches
 
 X = jnp.array([1.0, 2.0])
 

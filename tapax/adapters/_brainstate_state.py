@@ -41,7 +41,7 @@ from brainstate import (
 from jax.core import Tracer
 
 from tapax._adapter import FunctionCall, Reopen
-from tapax._arguments import map_in_order
+from tapax._jax.pytrees import map_in_order
 from tapax._mark import is_array
 from tapax._patch import current
 

@@ -21,7 +21,7 @@ from flax.linen import module as _module
 
 from tapax._mark import mark, marking
 from tapax._modules import within
-from tapax._scopes import segment
+from tapax._sites.names import segment
 
 # Part of the key of every `jit` cache, as what is traced depends on it.
 _recording = jax.make_user_context(None)

@@ -28,8 +28,8 @@ from tapax._adapter import Adapter, Reopen
 from tapax._mark import is_array, mark, marking
 from tapax._modules import within
 from tapax._patch import is_first
-from tapax._scopes import segment
-from tapax._sites import SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.names import segment
 from tapax.adapters._nnx_holders import is_object
 
 # Both are part of the key of every `jit` cache, as what is traced depends on them.

@@ -22,8 +22,8 @@ import jax
 from jax.core import Tracer
 
 from tapax._anchors import PathKey, leaf_path
-from tapax._arguments import in_order, map_in_order, order_of
-from tapax._scopes import join
+from tapax._jax.pytrees import in_order, map_in_order, order_of
+from tapax._sites.names import join
 from tapax.adapters._nnx_holders import (
     assigned_by_methods,
     assigned_globals,

@@ -32,7 +32,7 @@ from tapax._mark import marking, unmarked
 from tapax._modules import mark_result, within
 from tapax._patch import Patch, Replacements, current, is_method, subclasses
 from tapax._places import running
-from tapax._scopes import segment
+from tapax._sites.names import segment
 from tapax.adapters import _brainstate_state as state
 
 _FORWARD = ("__call__", "update")

@@ -29,7 +29,7 @@ from tapax._mark import marking
 from tapax._modules import within
 from tapax._patch import Patch, Replacements, methods, subclasses
 from tapax._places import find, running
-from tapax._scopes import join, segment
+from tapax._sites.names import join, segment
 
 # Its result is run elsewhere, where the place is another.
 _MAKE_JAXPR = type(eqx.filter_make_jaxpr(lambda: None))

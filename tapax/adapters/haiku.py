@@ -23,7 +23,8 @@ from tapax._mark import marking
 from tapax._modules import called
 from tapax._patch import is_first
 from tapax._places import running
-from tapax._scopes import Place, join
+from tapax._scopes import Place
+from tapax._sites.names import join
 
 # Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
 _MACHINERY = frozenset({hk.Module.__module__, hk.lift.__module__})

@@ -29,7 +29,8 @@ from tapax._mark import marking, unmarked
 from tapax._modules import mark_result, within
 from tapax._patch import Patch, Replacements
 from tapax._places import locate, running
-from tapax._scopes import Place, join, segment
+from tapax._scopes import Place
+from tapax._sites.names import join, segment
 from tapax.adapters._linen_marks import perturb, record_result, sow
 
 

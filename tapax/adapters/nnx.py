@@ -25,7 +25,7 @@ from tapax import _jax
 from tapax._adapter import Adapter, FunctionCall, Reopen
 from tapax._mark import marking
 from tapax._patch import Patch, Replacements, methods
-from tapax._scopes import segment
+from tapax._sites.names import segment
 from tapax.adapters import _nnx_marks
 from tapax.adapters._nnx_holders import TRANSFORMED, is_object
 from tapax.adapters._nnx_objects import Filling, Objects, fill

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tapax
-from tapax._sites import At, SiteError, StepSlice, check, flatten
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import At, StepSlice, check, flatten
 from tapax.attribute._rows import axis_of, bare, compiled, fits, one, rows, single
 
 

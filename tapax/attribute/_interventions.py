@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 import tapax
-from tapax._sites import Site, SiteError, check
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import check
+from tapax._sites.site import Site
 from tapax.attribute._rows import arguments, bare, compiled, fits
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from jax.core import Tracer
 
 import tapax
-from tapax._sites import SiteError, check
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import check
 from tapax.attribute._rows import (
     Row,
     arguments,

@@ -11,7 +11,9 @@ import numpy as np
 
 import tapax
 from tapax import _jax, adapters
-from tapax._sites import At, Site, SiteError, StepSlice, check, flatten, is_exact, matches
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import At, StepSlice, check, flatten, is_exact, matches
+from tapax._sites.site import Site
 
 
 class Row(NamedTuple):

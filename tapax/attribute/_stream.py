@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import tapax
-from tapax._sites import SiteError, check
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import check
 from tapax.attribute._rows import bare, compiled, fits, one, rows
 
 

@@ -17,7 +17,7 @@ from tapax._plan import Plan
 from tapax._program import Program
 from tapax._record import Entry, where
 from tapax._replace import Making
-from tapax._sites import SiteError
+from tapax._sites.errors import SiteError
 from tapax._survey import Spot
 from tapax.compat._sown import (
     Frame,

@@ -19,8 +19,8 @@ from tapax._calls import Call, Token
 from tapax._mark import marking
 from tapax._plan import Plan
 from tapax._replace import Making
-from tapax._scopes import segment
-from tapax._sites import SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.names import segment
 from tapax._survey import Surveying
 from tapax._tap import Mark, tap
 from tapax._walk import Walk

@@ -48,8 +48,9 @@ from flax import nnx
 
 from tapax._capture import capture as _capture
 from tapax._model import index
-from tapax._scopes import segment
-from tapax._sites import Site, SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.names import segment
+from tapax._sites.site import Site
 from tapax.adapters._nnx_marks import Recording, Sown, carry, drop, recording, rename
 from tapax.adapters.nnx import ADAPTER
 

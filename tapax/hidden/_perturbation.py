@@ -36,7 +36,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._arguments import as_array
+from tapax._sites.errors import as_array
 from tapax.hidden._definitions import Definition, Definitions, evaluate, written_by
 from tapax.hidden._groups import HiddenGroup
 from tapax.hidden._step import HiddenError, Path, Step, check_names, trace

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax
-from tapax._arguments import name_of
-from tapax._scopes import segment
-from tapax._sites import SiteError, nearest
+from tapax._sites.errors import SiteError, name_of, nearest
+from tapax._sites.names import segment
 from tapax.hidden._definitions import Definitions, find
 
 Path = tuple[str, ...]

@@ -10,8 +10,9 @@ import jax
 from flax import nnx
 
 from tapax._mark import leaf_name
-from tapax._scopes import segment
-from tapax._sites import Site, matches
+from tapax._sites.names import segment
+from tapax._sites.selections import matches
+from tapax._sites.site import Site
 from tapax.nn._conv import BatchEnsembleConv
 from tapax.nn._einsum import BatchEnsembleEinsum
 from tapax.nn._embed import BatchEnsembleEmbed

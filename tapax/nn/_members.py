@@ -11,7 +11,8 @@ from jax.core import Tracer
 from rich.table import Table
 
 from tapax._show import _render, _type
-from tapax._sites import Site, SiteError
+from tapax._sites.errors import SiteError
+from tapax._sites.site import Site
 from tapax._taps import Taps
 from tapax.nn._factors import checked_members
 

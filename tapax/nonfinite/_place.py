@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tapax import _jax, adapters
-from tapax._sites import Ops
+from tapax._sites.selections import Ops
 from tapax._tap import tap_p
 from tapax.nonfinite._layout import Step, frame_body, inside
 

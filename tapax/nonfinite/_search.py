@@ -39,13 +39,14 @@ from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax, adapters
 from tapax._adapter import FunctionCall
-from tapax._arguments import name_of, split
+from tapax._arguments import split
 from tapax._bodies import strip
 from tapax._job import Instrumented, Job, check_function
 from tapax._mark import not_the_users
 from tapax._plan import Plan
 from tapax._program import Program
 from tapax._scopes import path_in
+from tapax._sites.errors import name_of
 from tapax.nonfinite import _bodies  # noqa: F401  (rows of a table)
 from tapax.nonfinite._finding import Finding, Range
 from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, read

@@ -23,7 +23,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tapax._sites import Selection
+from tapax._sites.selections import Selection
 from tapax._taps import Taps
 from tapax.plot._numbers import Statistic, chosen, of_log, of_taps
 from tapax.watching._log import Log

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tapax._sites import nearest
+from tapax._sites.errors import nearest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

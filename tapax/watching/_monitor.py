@@ -35,11 +35,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from tapax import _jax, reduce
-from tapax._arguments import name_of
 from tapax._job import Instrumented, Job, check_function
 from tapax._plan import Plan
 from tapax._program import Program
-from tapax._sites import SiteError
+from tapax._sites.errors import SiteError, name_of
 from tapax._taps import SiteTable, Taps
 from tapax.watching import sink as sinks
 from tapax.watching._delivery import Delivery, Found, warn

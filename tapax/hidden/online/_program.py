@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._arguments import name_of
 from tapax._mark import unmarked
+from tapax._sites.errors import name_of
 from tapax.hidden._connections import ELEMENTWISE
 from tapax.hidden._definitions import is_copy
 from tapax.hidden._step import HiddenError, HiddenState, check_new_state, hidden_states

@@ -24,68 +24,20 @@ A *selection* picks sites:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
 
+from tapax._sites.errors import SiteError
+from tapax._sites.site import Site
 from tapax.reduce import Reducer
 
 CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-
-
-class SiteError(ValueError):
-    """A site was asked for that cannot be given. The message names it, the cause and the fix."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """A named value in a program.
-
-    `shape` and `dtype` are those of the captured array, the axes of loops and maps included;
-    `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`, and
-    `rank` how many axes the value itself has, behind those of loops, maps and meshes. `reducer` is
-    what the value was reduced by, if it was, and `grad_reducer` the gradient. `kind` is how the
-    site came about: `sow`, `perturb`, `module`, `hidden`, `op` or `name`. `module` is the class
-    whose `method` returned the value; `members` is how many members of an ensemble share the batch
-    of that module, see `tapax.nn`. `collection` is what a framework's own mark says: a Variable
-    type of NNX, the name of a collection of Linen.
-    """
-
-    path: str
-    kind: str = "sow"
-    shape: tuple[int, ...] = ()
-    dtype: Any = None
-    source: str = ""
-    loops: tuple[str, ...] = ()
-    rank: int = 0
-    call: int = 0
-    pullback: int = 0
-    op: str = ""
-    module: type | None = None
-    method: str = ""
-    members: int | None = None
-    collection: Any = None
-    reducer: Reducer | None = None
-    grad_reducer: Reducer | None = None
-
-    @property
-    def name(self) -> str:
-        """The key of this site in the results: `path`, `path@call`, `path~pullback`."""
-        call = f"@{self.call}" if self.call else ""
-        return f"{self.path}{call}" + (f"~{self.pullback}" if self.pullback else "")
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the captured array."""
-        if self.dtype is None:
-            return 0
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,20 +320,3 @@ def rules(selection: Selection) -> Iterator[Rule]:
             yield from rules(part.selection)
         elif isinstance(part, (Ops, Lines, Named)):
             yield part
-
-
-def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
-    """A sentence with the names closest to `name`, or the names there are, or that none are."""
-    known = sorted(set(names))
-    if not known:
-        return "The program has no sites: mark a value with tapax.sow(value, name)."
-    bare = name.replace("*", "").strip("/") or name
-    close = difflib.get_close_matches(bare, known, n=count, cutoff=0.6)
-    tails = {k.rsplit("/", 1)[-1]: k for k in known}
-    for tail in difflib.get_close_matches(bare.rsplit("/", 1)[-1], list(tails), n=count):
-        if tails[tail] not in close:
-            close.append(tails[tail])
-    if close:
-        return "The nearest names are " + ", ".join(repr(c) for c in close[:count]) + "."
-    more = f" and {len(known) - 5} more" if len(known) > 5 else ""
-    return "The sites are " + ", ".join(repr(k) for k in known[:5]) + more + "."

@@ -1,0 +1,48 @@
+"""`SiteError`, and what messages about sites and functions are made of."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class SiteError(ValueError):
+    """A site was asked for that cannot be given. The message names it, the cause and the fix."""
+
+
+def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
+    """A sentence with the names closest to `name`, or the names there are, or that none are."""
+    known = sorted(set(names))
+    if not known:
+        return "The program has no sites: mark a value with tapax.sow(value, name)."
+    bare = name.replace("*", "").strip("/") or name
+    close = difflib.get_close_matches(bare, known, n=count, cutoff=0.6)
+    tails = {k.rsplit("/", 1)[-1]: k for k in known}
+    for tail in difflib.get_close_matches(bare.rsplit("/", 1)[-1], list(tails), n=count):
+        if tails[tail] not in close:
+            close.append(tails[tail])
+    if close:
+        return "The nearest names are " + ", ".join(repr(c) for c in close[:count]) + "."
+    more = f" and {len(known) - 5} more" if len(known) > 5 else ""
+    return "The sites are " + ", ".join(repr(k) for k in known[:5]) + more + "."
+
+
+def as_array(x: Any, what: str) -> Any:
+    """`x` as an array; `what` it is, should it be none."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{what} must be an array, but is {x!r} of type {type(x).__name__}."
+        ) from None
+
+
+def name_of(fn: Any) -> str:
+    """What to call a function in a message."""
+    name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
+    # A function that is a structure, as a model is, shows all that is in it.
+    return name or (repr(fn) if jax.tree_util.all_leaves([fn]) else type(fn).__name__)

@@ -1,0 +1,18 @@
+"""Paths: how names are escaped and joined."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def join(path: str, name: str) -> str:
+    """Two paths as one, where either may be empty."""
+    return f"{path}/{name}" if path and name else path or name
+
+
+def segment(key: Any) -> str:
+    """A key as one segment of a path; characters that mean something else are escaped."""
+    if type(key) is str and key.isidentifier():
+        return key
+    return re.sub(r"[*?@~:/%]", lambda found: f"%{ord(found.group()):02X}", str(key))
