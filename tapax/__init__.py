@@ -8,13 +8,15 @@ from tapax._capture import capture, sites
 from tapax._cut import prefix, suffix
 from tapax._edit import edit
 from tapax._gradients import grad, jacobian, value_and_grad
-from tapax._listing import ModuleTable, modules
+from tapax._listing import modules
 from tapax._mark import perturb, scope, sow
 from tapax._perturbations import perturbations, perturbed
+from tapax._results.module_table import ModuleTable
+from tapax._results.site_table import SiteTable
+from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import at, lines, named, ops
 from tapax._sites.site import Site
-from tapax._taps import SiteTable, Taps
 from tapax.hidden import (
     HiddenPerturbation,
     add_hidden_perturbation,
@@ -72,3 +74,6 @@ def __getattr__(name: str) -> Any:
     if name == "nn":
         return importlib.import_module("tapax.nn")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+Taps.plotter = plot.taps

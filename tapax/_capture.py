@@ -34,9 +34,10 @@ from tapax._job import Instrumented, Job, check_function
 from tapax._patch import current
 from tapax._plan import Plan
 from tapax._program import Program, trace
+from tapax._results.site_table import SiteTable
+from tapax._results.taps import Taps
 from tapax._sites.errors import name_of
 from tapax._sites.selections import Selection
-from tapax._taps import SiteTable, Taps
 from tapax._walk import eager
 
 P = ParamSpec("P")

@@ -16,19 +16,9 @@ from typing import Any
 from tapax import adapters
 from tapax._capture import sites
 from tapax._model import in_order
+from tapax._results.module_table import ModuleTable
+from tapax._results.site_table import SiteTable
 from tapax._sites.names import join
-from tapax._taps import SiteTable
-
-
-class ModuleTable(tuple[tuple[str, type], ...]):
-    """Paths and classes, in the order of the model; prints as a table."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        from tapax._show import modules_table
-
-        return modules_table(self)
 
 
 def modules(model: Any, *args: Any, **kwargs: Any) -> ModuleTable:

@@ -31,10 +31,10 @@ from tapax._job import Instrumented, Job, check_function
 from tapax._plan import Plan
 from tapax._program import Program
 from tapax._replace import Making
+from tapax._results.site_table import SiteTable
 from tapax._sites.errors import SiteError, as_array, nearest
 from tapax._sites.selections import At, Selection, check, flatten, is_exact, matches
 from tapax._survey import Spot, survey
-from tapax._taps import SiteTable
 from tapax._walk import Walk
 
 P = ParamSpec("P")

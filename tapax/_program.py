@@ -33,9 +33,10 @@ from tapax._mark import Structure, leaf_name, marked, not_the_users
 from tapax._places import tracing
 from tapax._plan import Plan
 from tapax._record import Entry
+from tapax._results.site_table import SiteTable
+from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, name_of
 from tapax._sites.site import Site
-from tapax._taps import SiteTable, Taps
 from tapax._walk import Walk
 
 

@@ -44,7 +44,12 @@ def test_docstrings_have_examples():
     tested = {
         t.name for m in MODULES for t in finder.find(importlib.import_module(m)) if t.examples
     }
-    assert {"tapax._mark.sow", "tapax._capture", "tapax._sites.selections", "tapax._mark.scope"} <= tested
+    assert {
+        "tapax._mark.sow",
+        "tapax._capture",
+        "tapax._sites.selections",
+        "tapax._mark.scope",
+    } <= tested
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from rich.table import Table
 
-from tapax._show import _render, _type
+from tapax._results.tables import render, type_of
+from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
-from tapax._taps import Taps
 from tapax.nn._factors import checked_members
 
 
@@ -74,10 +74,10 @@ class Members:
         both = self.statistics, self.grad_statistics
         for name in dict.fromkeys([*self.values, *self.grads]):
             x = self.values.get(name, self.grads.get(name))
-            table.add_row(name, _type(x), *(cell for part in both for cell in _cells(part, name)))
+            table.add_row(name, type_of(x), *(cell for part in both for cell in _cells(part, name)))
         if self.shared:
             table.caption = f"shared by all members: {', '.join(self.shared)}"
-        return _render(table)
+        return render(table)
 
 
 jax.tree_util.register_dataclass(

@@ -23,8 +23,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tapax._results.taps import Taps
 from tapax._sites.selections import Selection
-from tapax._taps import Taps
 from tapax.plot._numbers import Statistic, chosen, of_log, of_taps
 from tapax.watching._log import Log
 from tapax.watching._log import open as open_log

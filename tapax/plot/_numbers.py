@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, nearest
 from tapax._sites.selections import Selection, check, flatten, matches
 from tapax._sites.site import Site
-from tapax._taps import Taps
 from tapax.reduce import Reducer
 from tapax.watching._log import Histogram, Log
 from tapax.watching._numbers import labelled as labelled

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tapax._results.site_table import SiteTable
 from tapax._sites.selections import At, check, flatten, matches
 from tapax._sites.site import Site
-from tapax._taps import SiteTable
 from tapax.reduce import Reducer
 from tapax.watching._log import Histogram, Number
 

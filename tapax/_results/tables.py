@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,12 +16,8 @@ from rich.table import Table
 
 from tapax._sites.site import Site
 
-if TYPE_CHECKING:
-    from tapax._listing import ModuleTable
-    from tapax._taps import SiteTable, Taps
 
-
-def _render(table: Table) -> str:
+def render(table: Table) -> str:
     console = Console(file=io.StringIO(), width=140, force_terminal=False)
     console.print(table)
     return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
@@ -33,7 +30,7 @@ def _bytes(n: int) -> str:
     return f"{n / 1024**power:.1f} {' KMGT'[power]}iB"
 
 
-def _type(x: Any) -> str:
+def type_of(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
@@ -41,28 +38,28 @@ def _place(source: str) -> str:
     return os.path.basename(source)
 
 
-def sites_table(sites: SiteTable) -> str:
+def sites_table(sites: Sequence[Site]) -> str:
     """Every site with its type, size, loops and place in the source."""
-    title = f"{len(sites)} sites, {_bytes(sites.nbytes)}"
+    title = f"{len(sites)} sites, {_bytes(sum(site.nbytes for site in sites))}"
     table = Table("site", "kind", "type", "bytes", "loops", "source", title=title)
     for site in sites:
         table.add_row(
             site.name,
             site.kind,
-            _type(site) if site.dtype is not None else "",
+            type_of(site) if site.dtype is not None else "",
             _bytes(site.nbytes),
             " ".join(site.loops),
             _place(site.source),
         )
-    return _render(table)
+    return render(table)
 
 
-def modules_table(modules: ModuleTable) -> str:
+def modules_table(modules: Sequence[tuple[str, type]]) -> str:
     """Every module with its class."""
     table = Table("module", "class", title=f"{len(modules)} modules")
     for path, cls in modules:
         table.add_row(path, f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
-    return _render(table)
+    return render(table)
 
 
 def _number(x: Any, reducer: Any) -> str:
@@ -79,24 +76,29 @@ def _number(x: Any, reducer: Any) -> str:
     return f"{np.sqrt(np.mean(x**2)):.3g}" if x.size else ""
 
 
-def taps_table(taps: Taps) -> str:
+def taps_table(
+    sites: Sequence[Site],
+    values: Mapping[str, Any],
+    grads: Mapping[str, Any],
+    valid: Mapping[str, Any],
+) -> str:
     """Every captured site with its type, and the root mean square of its value and gradient."""
-    found = {**taps.values, **taps.grads}
-    names = [name for name in dict.fromkeys([*taps.sites.names, *found]) if name in found]
-    title = f"{len(taps.values)} values, {len(taps.grads)} gradients"
+    by_name = {site.name: site for site in sites}
+    title = f"{len(values)} values, {len(grads)} gradients"
     table = Table("site", "type", "value rms", "grad rms", "valid", "source", title=title)
-    sites = {s.name: s for s in taps.sites}
-    for name in names:
-        x, g, site = taps.values.get(name), taps.grads.get(name), sites.get(name, Site(name))
+    for name in dict.fromkeys([*by_name, *values, *grads]):
+        x, g, site = values.get(name), grads.get(name), by_name.get(name, Site(name))
+        if x is None and g is None:
+            continue
         table.add_row(
             name,
-            _type(x if x is not None else g),
+            type_of(x if x is not None else g),
             "" if x is None else _number(x, site.reducer),
             "" if g is None else _number(g, site.grad_reducer),
-            _valid(taps.valid.get(name)),
+            _valid(valid.get(name)),
             _place(site.source),
         )
-    return _render(table)
+    return render(table)
 
 
 def _valid(mask: Any) -> str:

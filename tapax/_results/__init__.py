@@ -1,0 +1,1 @@
+"""Results: what a capture returns, and the tables that results print as."""

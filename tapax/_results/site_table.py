@@ -1,0 +1,61 @@
+"""`SiteTable`: the sites of a program, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from tapax._sites.errors import nearest
+from tapax._sites.site import Site
+
+
+class SiteTable(Sequence[Site]):
+    """Sites in the order of the program; `table["net/h"]` finds one by name."""
+
+    def __init__(self, sites: Sequence[Site] = ()):
+        self._sites = tuple(sites)
+        self._hash = hash(self._sites)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sites, each once."""
+        return list(dict.fromkeys(s.name for s in self._sites))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of everything that a capture of these sites returns."""
+        return sum(s.nbytes for s in self._sites)
+
+    @overload
+    def __getitem__(self, key: int | str) -> Site: ...
+    @overload
+    def __getitem__(self, key: slice) -> SiteTable: ...
+    def __getitem__(self, key: int | str | slice) -> Site | SiteTable:
+        if isinstance(key, slice):
+            return SiteTable(self._sites[key])
+        if isinstance(key, int):
+            return self._sites[key]
+        for site in self._sites:
+            if site.name == key:
+                return site
+        raise KeyError(f"There is no site {key!r}. {nearest(key, self.names)}")
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sites or any(s.name == key for s in self._sites)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SiteTable) and self._sites == other._sites
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        from tapax._results.tables import sites_table
+
+        return sites_table(self)

@@ -1,0 +1,83 @@
+"""`Taps`: the values and gradients that a capture returns.
+
+It prints as a table, and passes through `jit`, `vmap` and `scan` as any pytree does: its arrays are
+leaves, its sites are static.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from tapax._results.site_table import SiteTable
+from tapax._sites.selections import Selection
+
+
+class Taps:
+    """The values and gradients that a capture returned, by name.
+
+    `valid[name]` is there for a site that may not have run: a mask for one in a branch or for the
+    first iterations of a while loop (`steps=n`), a count of iterations for one in a while loop.
+    `sites` says where each comes from.
+    """
+
+    # No frozen dataclass: this is made on every call, and its constructor must be fast.
+    __slots__ = ("grads", "sites", "valid", "values")
+
+    plotter: ClassVar[Callable[..., Any]]
+    """Draws taps. The package sets it, so that results need not import plots."""
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        grads: dict[str, Any],
+        valid: dict[str, Any],
+        sites: SiteTable,
+    ):
+        self.values = values
+        self.grads = grads
+        self.valid = valid
+        self.sites = sites
+
+    def __repr__(self) -> str:
+        from tapax._results.tables import taps_table
+
+        return taps_table(self.sites, self.values, self.grads, self.valid)
+
+    def plot(self, at: Selection = "**", stats: str | Sequence[str] | None = None) -> Any:
+        """The scale of values and gradients by depth, as a figure: see `tapax.plot.taps`."""
+        return type(self).plotter(self, at, stats)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        from treescope import repr_lib
+
+        return repr_lib.render_object_constructor(
+            object_type=type(self),
+            attributes={"values": self.values, "grads": self.grads, "valid": self.valid},
+            path=path,
+            subtree_renderer=subtree_renderer,
+            roundtrippable=False,
+        )
+
+
+def _flatten(taps: Taps) -> tuple[Any, SiteTable]:
+    return (taps.values, taps.grads, taps.valid), taps.sites
+
+
+def _flatten_with_keys(taps: Taps) -> tuple[Any, SiteTable]:
+    key = jax.tree_util.GetAttrKey
+    return (
+        (key("values"), taps.values),
+        (key("grads"), taps.grads),
+        (key("valid"), taps.valid),
+    ), taps.sites
+
+
+def _unflatten(sites: SiteTable, children: Any) -> Taps:
+    values, grads, valid = children
+    return Taps(values, grads, valid, sites)
+
+
+jax.tree_util.register_pytree_with_keys(Taps, _flatten_with_keys, _unflatten, _flatten)
