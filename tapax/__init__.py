@@ -9,7 +9,7 @@ from tapax._cut import prefix, suffix
 from tapax._edit import edit
 from tapax._gradients import grad, jacobian, value_and_grad
 from tapax._listing import modules
-from tapax._mark import perturb, scope, sow
+from tapax._marks.sow import perturb, scope, sow
 from tapax._perturbations import perturbations, perturbed
 from tapax._results.module_table import ModuleTable
 from tapax._results.site_table import SiteTable

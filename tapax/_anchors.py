@@ -22,8 +22,8 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
-from tapax._bodies import bodies
-from tapax._scopes import Place
+from tapax._jaxpr.bodies import bodies
+from tapax._marks.scopes import Place
 from tapax._sites.names import segment
 
 

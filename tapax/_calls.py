@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tapax._fold import same_fold
+from tapax._marks.tap import Mark
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
-from tapax._tap import Mark
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._bodies import Uids
-from tapax._derivative import derivative
+from tapax._marks.change import derivative
+from tapax._marks.jaxprs import Uids
 from tapax._sites.errors import SiteError
 
 

@@ -13,9 +13,9 @@ from jax.dtypes import float0
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._bodies import strip
 from tapax._changes import COUNTER, part_name
-from tapax._mark import unmarked
+from tapax._marks.context import without_marks
+from tapax._marks.jaxprs import strip
 from tapax._record import Threads
 from tapax._sites.errors import SiteError
 from tapax._walk import Walk, handles
@@ -99,7 +99,7 @@ def _plain(eqn: Any) -> Callable[..., Any]:
     """A call as it stands, with its own rule and without marks."""
 
     def call(*flat: Any) -> Any:
-        with unmarked():
+        with without_marks():
             return _jax.bind_equation(eqn, flat)
 
     return call

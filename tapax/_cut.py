@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._bodies import Uids, strip
 from tapax._changes import Part
 from tapax._job import Instrumented, Job, check_function
-from tapax._mark import not_the_users
+from tapax._marks.jaxprs import Uids, strip
+from tapax._marks.operations import internal_operations
 from tapax._plan import Plan
 from tapax._program import Program
 from tapax._replace import Making, check_step
@@ -175,7 +175,7 @@ class _Suffix(_Cut):
 def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     """Evaluates a function without the operations that its results do not need."""
     made, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-    with not_the_users():
+    with internal_operations():
         outs = jaxpr_as_fun(_jax.dce(made))(*arrays)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 

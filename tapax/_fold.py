@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._bodies import bodies
+from tapax._jaxpr.bodies import bodies
+from tapax._marks.scopes import Scopes, scopes_of
+from tapax._marks.tap import Mark, tap_effect, tap_p
 from tapax._plan import Plan
-from tapax._scopes import Scopes, scopes_of
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
-from tapax._tap import Mark, tap_effect, tap_p
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,13 @@ from jax.extend.core import jaxpr_as_fun
 from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
-from tapax._bodies import bodies, count_calls, first_uid, quieted, strip
 from tapax._fold import Thread
+from tapax._jaxpr.bodies import bodies
+from tapax._marks.jaxprs import count_calls, first_uid, quieted, strip
+from tapax._marks.scopes import scopes_of
+from tapax._marks.tap import Mark, operands, tap_effect, tap_p
 from tapax._plan import Plan
-from tapax._scopes import scopes_of
 from tapax._sites.errors import SiteError
-from tapax._tap import Mark, operands, tap_effect, tap_p
 from tapax._walk import Walk
 
 _NOTHING = Plan(None, None)

@@ -15,10 +15,11 @@ import jax
 import numpy as np
 
 from tapax._adapter import Adapter
-from tapax._mark import leaf_name, marking
+from tapax._marks.context import marking
+from tapax._marks.scopes import Place
+from tapax._marks.sow import leaf_name
+from tapax._marks.tap import Mark, tap
 from tapax._places import Running, entered, locate, rooted
-from tapax._scopes import Place
-from tapax._tap import Mark, tap
 
 
 def called(

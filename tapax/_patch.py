@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tapax._adapter import Adapter
-from tapax._mark import marking
+from tapax._marks.context import marking
 from tapax._modules import called
 
 _lock = threading.RLock()

@@ -23,8 +23,8 @@ from jax.core import Tracer
 
 from tapax._adapter import Adapter
 from tapax._anchors import anchor
+from tapax._marks.scopes import Place
 from tapax._model import CONTAINERS, arrays, descendants, index, kind
-from tapax._scopes import Place
 from tapax._sites.names import join
 
 

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 from jax.core import Tracer
 
-from tapax._mark import Marking, Policy, Structure
+from tapax._marks.context import Marking, Policy, Structure
+from tapax._marks.tap import Mark
 from tapax._sites.errors import SiteError, nearest
 from tapax._sites.selections import (
     At,
@@ -30,7 +31,6 @@ from tapax._sites.selections import (
     rules,
 )
 from tapax._sites.site import Site
-from tapax._tap import Mark
 from tapax.reduce import Reducer
 
 

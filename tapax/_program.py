@@ -29,7 +29,9 @@ from tapax import (
 from tapax._anchors import is_anchored, labels, resolve
 from tapax._changes import Changes
 from tapax._jax.pytrees import in_order, order_of
-from tapax._mark import Structure, leaf_name, marked, not_the_users
+from tapax._marks.context import Structure
+from tapax._marks.operations import internal_operations, with_marks
+from tapax._marks.sow import leaf_name
 from tapax._places import tracing
 from tapax._plan import Plan
 from tapax._record import Entry
@@ -77,12 +79,12 @@ class Program:
         """Evaluates the program; its results as arrays, and what the plan selects."""
         walk = Walk(plan, changes)
         outs = self.run(walk, arrays)
-        with not_the_users():
+        with internal_operations():
             return outs, _collect(walk)
 
     def run(self, walk: Walk, arrays: Sequence[Any]) -> list[Any]:
         """Evaluates the program; its results as arrays."""
-        with not_the_users():
+        with internal_operations():
             outs = walk.run(self.jaxpr, arrays)
             return walk.materialize(_jax.open_jaxpr(self.jaxpr).outvars, outs)
 
@@ -119,7 +121,7 @@ def trace(
 
     with (
         adapters.seen(),
-        marked(plan.marking(Structure.of(arguments))),
+        with_marks(plan.marking(Structure.of(arguments))),
         tracing(),
         jax.disable_jit(False),
         _jax.no_names(),

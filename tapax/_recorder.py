@@ -13,7 +13,7 @@ from tapax import _jax
 from tapax._calls import Call, Calls
 from tapax._changes import Around
 from tapax._fold import Folds
-from tapax._mark import leaf_name
+from tapax._marks.sow import leaf_name
 from tapax._plan import Choice, Plan
 from tapax._record import Entry, where
 from tapax._reduction import reduce, refusal

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from tapax import _jax
-from tapax._bodies import reaching
 from tapax._calls import Call
 from tapax._changes import Around, Key
+from tapax._marks.jaxprs import reaching
 from tapax._plan import Plan
 from tapax._program import Program
 from tapax._sites.site import Site

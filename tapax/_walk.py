@@ -27,17 +27,18 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._bodies import bodies, is_of_two, strip
 from tapax._calls import Call, Token
 from tapax._changes import Around, Change, Changes, Key
-from tapax._derivative import change_p, identity
-from tapax._mark import marking
+from tapax._jaxpr.bodies import bodies
+from tapax._marks.change import change_p, identity
+from tapax._marks.context import marking
+from tapax._marks.jaxprs import is_of_two, strip
+from tapax._marks.scopes import Scopes, scopes_of
+from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._plan import Plan
 from tapax._record import Slots, Staged, Threads
 from tapax._recorder import Recorder
-from tapax._scopes import Scopes, scopes_of
 from tapax._sites.errors import SiteError
-from tapax._tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 
 
 class Walk(Recorder):

@@ -16,12 +16,12 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._bodies import strip
 from tapax._changes import COUNTER, Around
+from tapax._marks.jaxprs import strip
+from tapax._marks.tap import Mark, tap_effect
 from tapax._record import Entry, Staged, refuse_folded, where
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import StepSlice
-from tapax._tap import Mark, tap_effect
 from tapax._totals import joined, nothing_yet, selected
 from tapax._walk import Walk, eager, handles
 

@@ -9,7 +9,7 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import pytest
 
-from tapax._mark import marking
+from tapax._marks.context import marking
 
 
 def pytest_collection_modifyitems(items):

@@ -45,10 +45,10 @@ def test_docstrings_have_examples():
         t.name for m in MODULES for t in finder.find(importlib.import_module(m)) if t.examples
     }
     assert {
-        "tapax._mark.sow",
+        "tapax._marks.sow.sow",
         "tapax._capture",
         "tapax._sites.selections",
-        "tapax._mark.scope",
+        "tapax._marks.sow.scope",
     } <= tested
 
 

@@ -9,7 +9,8 @@ from jax.extend.core import jaxpr_as_fun
 
 import tapax
 from tapax import _jax
-from tapax._mark import Marking, marked
+from tapax._marks.context import Marking
+from tapax._marks.operations import with_marks
 from tests import oracle
 from tests.programs import CASES
 from tests.test_values_and_gradients import X
@@ -61,7 +62,7 @@ def flat(found):
 def test_taps_are_all_that_marks_add(name):
     x = jnp.asarray(X)
     plain = jax.make_jaxpr(STEPS[name](oracle.plain))(x)
-    with marked(Marking()):
+    with with_marks(Marking()):
         tapped = jax.make_jaxpr(STEPS[name](tapax.sow))(x)
     assert "tap" in list(flat_all(tapped))
     assert operations(tapped) == operations(plain)

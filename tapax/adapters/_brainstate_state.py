@@ -42,7 +42,7 @@ from jax.core import Tracer
 
 from tapax._adapter import FunctionCall, Reopen
 from tapax._jax.pytrees import map_in_order
-from tapax._mark import is_array
+from tapax._marks.sow import is_array
 from tapax._patch import current
 
 # While one thread traces, the states hold its traced values: others wait.

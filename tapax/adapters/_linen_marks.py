@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from flax.linen import module as _module
 
-from tapax._mark import mark, marking
+from tapax._marks.context import marking
+from tapax._marks.sow import mark
 from tapax._modules import within
 from tapax._sites.names import segment
 

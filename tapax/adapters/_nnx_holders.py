@@ -19,7 +19,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._mark import is_array
+from tapax._marks.sow import is_array
 
 TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True, False)})
 

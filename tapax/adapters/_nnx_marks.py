@@ -25,7 +25,8 @@ import numpy as np
 from flax import config, errors, nnx
 
 from tapax._adapter import Adapter, Reopen
-from tapax._mark import is_array, mark, marking
+from tapax._marks.context import marking
+from tapax._marks.sow import is_array, mark
 from tapax._modules import within
 from tapax._patch import is_first
 from tapax._sites.errors import SiteError

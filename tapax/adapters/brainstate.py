@@ -28,7 +28,7 @@ from brainstate.transform import _mapping1, _mapping2, _mapping_core
 from brainunit import Quantity
 
 from tapax._adapter import Adapter, FunctionCall
-from tapax._mark import marking, unmarked
+from tapax._marks.context import marking, without_marks
 from tapax._modules import mark_result, within
 from tapax._patch import Patch, Replacements, current, is_method, subclasses
 from tapax._places import running
@@ -95,7 +95,7 @@ def _rehearsed(original: Any) -> Any:
 
     @functools.wraps(original)
     def build_plan(*args: Any, **kwargs: Any) -> Any:
-        with unmarked():
+        with without_marks():
             return original(*args, **kwargs)
 
     return build_plan
@@ -104,7 +104,7 @@ def _rehearsed(original: Any) -> Any:
 def _rehearsal(original: Any) -> Any:
     @contextlib.contextmanager
     def probe() -> Iterator[None]:
-        with unmarked(), original():
+        with without_marks(), original():
             yield
 
     return probe

@@ -25,7 +25,7 @@ import equinox as eqx
 import jax
 
 from tapax._adapter import Adapter, FunctionCall
-from tapax._mark import marking
+from tapax._marks.context import marking
 from tapax._modules import within
 from tapax._patch import Patch, Replacements, methods, subclasses
 from tapax._places import find, running

@@ -19,11 +19,11 @@ import haiku as hk
 import jax
 
 from tapax._adapter import Adapter
-from tapax._mark import marking
+from tapax._marks.context import marking
+from tapax._marks.scopes import Place
 from tapax._modules import called
 from tapax._patch import is_first
 from tapax._places import running
-from tapax._scopes import Place
 from tapax._sites.names import join
 
 # Where modules that are no layers are from: name scopes, and what `hk.lift` makes.

@@ -25,11 +25,11 @@ from flax.core import axes_scan
 from flax.linen import transforms as _transforms
 
 from tapax._adapter import Adapter
-from tapax._mark import marking, unmarked
+from tapax._marks.context import marking, without_marks
+from tapax._marks.scopes import Place
 from tapax._modules import mark_result, within
 from tapax._patch import Patch, Replacements
 from tapax._places import locate, running
-from tapax._scopes import Place
 from tapax._sites.names import join, segment
 from tapax.adapters._linen_marks import perturb, record_result, sow
 
@@ -215,7 +215,7 @@ def _scan(original: Any) -> Any:
             trials = iter([True])
 
             def body(*state: Any) -> Any:
-                with unmarked() if next(trials, False) else contextlib.nullcontext():
+                with without_marks() if next(trials, False) else contextlib.nullcontext():
                     return fn(*state)
 
             return original(body, *args, **kwargs)(*operands)

@@ -23,7 +23,7 @@ from flax import nnx
 
 from tapax import _jax
 from tapax._adapter import Adapter, FunctionCall, Reopen
-from tapax._mark import marking
+from tapax._marks.context import marking
 from tapax._patch import Patch, Replacements, methods
 from tapax._sites.names import segment
 from tapax.adapters import _nnx_marks

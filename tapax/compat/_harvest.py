@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from tapax._calls import Call
 from tapax._changes import Part
 from tapax._job import Job
-from tapax._mark import not_the_users
+from tapax._marks.operations import internal_operations
 from tapax._plan import Plan
 from tapax._program import Program
 from tapax._record import Entry, where
@@ -87,7 +87,7 @@ class Harvesting(Job):
 
         walk = Reaping(picks, takes, Plan(lambda site: picks(site.collection), None), making)
         outs = program.run(walk, arrays)
-        with not_the_users():
+        with internal_operations():
             return outs, _reaped(walk, self._own)
 
     def finish(self, out: Any, extra: Any) -> Any:

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._bodies import strip
 from tapax._calls import Call, Token
-from tapax._mark import marking
+from tapax._marks.context import marking
+from tapax._marks.jaxprs import strip
+from tapax._marks.tap import Mark, tap
 from tapax._plan import Plan
 from tapax._replace import Making
 from tapax._sites.errors import SiteError
 from tapax._sites.names import segment
 from tapax._survey import Surveying
-from tapax._tap import Mark, tap
 from tapax._walk import Walk
 
 T = TypeVar("T")

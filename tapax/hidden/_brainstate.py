@@ -21,7 +21,7 @@ from brainunit import get_mantissa
 from jax.ad_checkpoint import checkpoint_name
 
 from tapax import _jax
-from tapax._bodies import bodies
+from tapax._jaxpr.bodies import bodies
 from tapax._sites.names import segment
 from tapax.hidden._definitions import JIT, WRITE, find, is_copy, written_by
 from tapax.hidden._groups import HiddenGroup, groups_of

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tapax import _jax
-from tapax._bodies import bodies
+from tapax._jaxpr.bodies import bodies
 from tapax._sites.selections import CALLS
 from tapax.hidden._definitions import REMAT
 

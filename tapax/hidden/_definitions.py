@@ -44,8 +44,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._bodies import bodies
-from tapax._tap import tap_p
+from tapax._jaxpr.bodies import bodies
+from tapax._marks.tap import tap_p
 
 Write = Callable[[str, Any], Any]
 """What a definition becomes: from its key and its value."""

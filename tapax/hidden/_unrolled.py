@@ -25,9 +25,9 @@ from typing import Any
 
 import jax
 
-from tapax._mark import marking
-from tapax._scopes import Ground, Grounded
-from tapax._tap import Mark, tap
+from tapax._marks.context import marking
+from tapax._marks.scopes import Ground, Grounded
+from tapax._marks.tap import Mark, tap
 from tapax.hidden._definitions import evaluate
 from tapax.hidden._step import trace
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from tapax._mark import leaf_name
+from tapax._marks.sow import leaf_name
 from tapax._sites.names import segment
 from tapax._sites.selections import matches
 from tapax._sites.site import Site

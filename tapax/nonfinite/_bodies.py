@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from tapax import _jax
-from tapax._bodies import strip
+from tapax._marks.jaxprs import strip
 from tapax._record import where
 from tapax.nonfinite._frames import NONE, Frame, Handed, Origin, badness, nowhere, sooner
 from tapax.nonfinite._layout import REMATS, checked

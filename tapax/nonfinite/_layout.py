@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._scopes import Scopes, scopes_of
-from tapax._tap import tap_p
+from tapax._marks.scopes import Scopes, scopes_of
+from tapax._marks.tap import tap_p
 
 FRAMES = ("scan", "while", "shard_map")
 _CALLS = frozenset(

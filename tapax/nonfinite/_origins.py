@@ -39,8 +39,8 @@ import numpy as np
 from jax import lax
 
 from tapax import _jax
-from tapax._bodies import bodies
-from tapax._tap import tap_p
+from tapax._jaxpr.bodies import bodies
+from tapax._marks.tap import tap_p
 from tapax.nonfinite._frames import (
     GIVEN,
     INF,

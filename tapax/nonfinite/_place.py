@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import jax
 
 from tapax import _jax, adapters
+from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
+from tapax._marks.tap import tap_p
 from tapax._sites.selections import Ops
-from tapax._tap import tap_p
 from tapax.nonfinite._layout import Step, frame_body, inside
 
-_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = ("optax", "chex")
 
 
@@ -43,7 +42,7 @@ def line_of(steps: Sequence[Step]) -> str:
     # Functions of JAX's own have no frame of the user's: whoever calls them does.
     for step in reversed(steps):
         for name, line in _jax.lines_of(step.eqn):
-            if name.startswith((_JAX, _HERE)):
+            if name.startswith((JAX_FOLDER, TAPAX_FOLDER)):
                 continue
             spare = spare or f"{name}:{line}"
             if not any(part in name for part in theirs):
@@ -87,7 +86,11 @@ def _alike(a: Step, b: Step) -> bool:
 
 
 def _lines(eqn: Any) -> list[tuple[str, int]]:
-    return [(name, line) for name, line in _jax.lines_of(eqn) if not name.startswith((_JAX, _HERE))]
+    return [
+        (name, line)
+        for name, line in _jax.lines_of(eqn)
+        if not name.startswith((JAX_FOLDER, TAPAX_FOLDER))
+    ]
 
 
 def is_marked(step: Step) -> bool:

@@ -17,9 +17,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from tapax import _jax
-from tapax._bodies import strip
+from tapax._marks.jaxprs import strip
+from tapax._marks.tap import tap_p
 from tapax._record import where
-from tapax._tap import tap_p
 from tapax.nonfinite._layout import (
     REMATS,
     SHOWS,

@@ -40,12 +40,12 @@ from jax.extend.core import jaxpr_as_fun
 from tapax import _jax, adapters
 from tapax._adapter import FunctionCall
 from tapax._arguments import split
-from tapax._bodies import strip
 from tapax._job import Instrumented, Job, check_function
-from tapax._mark import not_the_users
+from tapax._marks.jaxprs import strip
+from tapax._marks.operations import internal_operations
+from tapax._marks.scopes import path_in
 from tapax._plan import Plan
 from tapax._program import Program
-from tapax._scopes import path_in
 from tapax._sites.errors import name_of
 from tapax.nonfinite import _bodies  # noqa: F401  (rows of a table)
 from tapax.nonfinite._finding import Finding, Range
@@ -174,7 +174,7 @@ class _Passes:
         plain = strip(self.jaxpr)
 
         def flag(*arrays: Any) -> Any:
-            with not_the_users():
+            with internal_operations():
                 outs = jaxpr_as_fun(plain)(*arrays)
                 return [jnp.isfinite(x).all() for x in outs if checked(jax.typeof(x))]
 
@@ -194,7 +194,7 @@ class _Passes:
         return self._located(row, arrays)
 
     def _run(self, masked: bool, *arrays: Any) -> Any:
-        with not_the_users():
+        with internal_operations():
             return Search(self.jaxpr, masked).run(arrays)
 
     def _row(self, masked: bool, arrays: Sequence[Any]) -> list[int] | None:
@@ -242,7 +242,7 @@ class _Passes:
             probe = Probe(self.jaxpr, target)
 
             def run(*arrays: Any) -> Any:
-                with not_the_users():
+                with internal_operations():
                     return probe.run(arrays)
 
             self._probes[target] = jax.jit(run)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._mark import unmarked
+from tapax._marks.context import without_marks
 from tapax._sites.errors import name_of
 from tapax.hidden._connections import ELEMENTWISE
 from tapax.hidden._definitions import is_copy
@@ -234,7 +234,7 @@ def trace(step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[An
         return [*jax.tree.leaves(result[0]), *outs]
 
     arrays, in_tree = jax.tree.flatten((params, state, *inputs))
-    with unmarked():
+    with without_marks():
         jaxpr = flattened(jax.make_jaxpr(flat)(*arrays))
     inner = _jax.open_jaxpr(jaxpr)
     n, m = len(keyed), len(states)

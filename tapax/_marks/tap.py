@@ -29,9 +29,10 @@ does with everything that a derivative needs.
 
 *Live* is a boolean with the outermost mapped axes of the value. It is there where `vmap` made the
 predicate of a conditional or of a loop differ from example to example, so that branches and bodies
-run for examples that they do not count for. It says for which they do: see `_guard`. `branches`
-says which branches of such conditionals the tap was in, and `shift` by how much the number of its
-call is off, where branches run in another order than they were written in.
+run for examples that they do not count for. It says for which they do: see
+`_walk.mapped_predicates`. `branches` says which branches of such conditionals the tap was in, and
+`shift` by how much the number of its call is off, where branches run in another order than they
+were written in.
 
 `level` says how many times the value had been differentiated before: a tangent and a gradient have
 that of the derivative that they belong to, from the innermost on.
@@ -42,7 +43,7 @@ left as it lies, so that a marked program has the operations of the plain one.
 `value` and `grad` carry an effect, which keeps them alive where nothing uses their result.
 
 Where an edit may change what a tap carries, the tangent goes through a `change` as well: see
-`_derivative`.
+`_marks.change`.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
-from tapax._derivative import change_p
-from tapax._scopes import Scopes, path_in
+from tapax._marks.change import change_p
+from tapax._marks.scopes import Scopes, path_in
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,28 +1,19 @@
-"""Reading jaxprs without evaluating them: the bodies of equations, and the taps in them."""
+"""Jaxprs that hold taps, read and rewritten without being evaluated."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from tapax import _jax
-from tapax._derivative import change_p
-from tapax._scopes import Scopes, scopes_of
-from tapax._tap import Mark, tap_effect, tap_p
-
-
-def bodies(eqn: Any) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters."""
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            body = _jax.hidden_body(part)
-            body = part if body is None else body
-            if hasattr(_jax.open_jaxpr(body), "eqns"):
-                yield body
+from tapax._jaxpr.bodies import bodies
+from tapax._marks.change import change_p
+from tapax._marks.scopes import Scopes, scopes_of
+from tapax._marks.tap import Mark, tap_effect, tap_p
 
 
 def strip(value: Any, marks: list[Mark] | None = None) -> Any:

@@ -1,0 +1,1 @@
+"""Tools for jaxprs that know nothing of taps."""

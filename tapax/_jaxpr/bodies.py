@@ -1,0 +1,18 @@
+"""The jaxprs inside equations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tapax import _jax
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The jaxprs in an equation's parameters."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            body = _jax.hidden_body(part)
+            body = part if body is None else body
+            if hasattr(_jax.open_jaxpr(body), "eqns"):
+                yield body

@@ -1,0 +1,1 @@
+"""Marks: the primitives that name values in a program, their rules, and their context."""

@@ -1,0 +1,90 @@
+"""The context in which marks exist: what the captures of this thread mark.
+
+It is one of JAX's user contexts, which are part of the key of every `jit` cache: a function that
+was jitted and called before is traced afresh under capture, and equal captures share what was
+traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+from tapax._sites.selections import Rule
+
+Policy: TypeAlias = Callable[[Any, str], bool] | bool
+"""Which modules are sites: a filter `(module, method name) -> bool`, or all with public methods."""
+
+
+class Structure:
+    """The structure of the arguments of a captured function: equal ones are the same object.
+
+    Where a module is depends on the model, and so what is traced for one model is not for another.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, arguments: Any) -> Structure | None:
+        try:
+            return cls._known(jax.tree.structure(arguments))
+        except TypeError:  # something in it cannot be hashed
+            return None
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def _known(treedef: Any) -> Structure:
+        del treedef
+        return Structure()
+
+
+@dataclasses.dataclass(frozen=True)
+class Marking:
+    """What a capture marks: a hashable value, so that equal captures hit the caches of JAX.
+
+    `changing` if what is marked may be edited, `pairs` if gradients meet their values.
+    """
+
+    rules: frozenset[Rule] = frozenset()
+    modules: frozenset[Policy] = frozenset()
+    structure: Structure | None = None
+    changing: bool = False
+    pairs: bool = False
+
+    def admits(self, module: Any, method: str) -> frozenset[Policy]:
+        """The policies by which what a method of a module returns is a site."""
+        public = method == "__call__" or not method.startswith("_")
+        return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
+
+    def __or__(self, other: Marking) -> Marking:
+        changing = self.changing or other.changing
+        rules, modules = self.rules | other.rules, self.modules | other.modules
+        return Marking(rules, modules, self.structure, changing, self.pairs or other.pairs)
+
+    @property
+    def on_marks(self) -> dict[str, Any]:
+        """What every mark is told."""
+        return {"changing": self.changing, "pairs": self.pairs}
+
+
+_context = jax.make_user_context(None)
+
+
+def marking() -> Marking | None:
+    """What is being marked on this thread; None outside of a capture."""
+    return _context.value
+
+
+def set_marking(marking: Marking | None) -> contextlib.AbstractContextManager[Any]:
+    """Within, this is what is being marked on this thread."""
+    return _context(marking)
+
+
+def without_marks() -> contextlib.AbstractContextManager[Any]:
+    """Within, marks do not exist."""
+    return set_marking(None)

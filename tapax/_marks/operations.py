@@ -1,0 +1,94 @@
+"""Marks on the results of operations that rules pick: `ops`, `lines`, `named`.
+
+Rules mark what a user's code binds, before it is differentiated, so that the results have
+gradients. So the marks are made where operations are bound. A bind that is part of another (a
+derivative rule), or of evaluating a jaxpr (a backward pass), is not an operation of the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from tapax import _jax
+from tapax._marks.context import Marking, marking, set_marking
+from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
+from tapax._marks.tap import Mark, tap, tap_p
+from tapax._sites.selections import CALLS
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def with_marks(marking_: Marking) -> Iterator[None]:
+    """Within, marks exist; and results that its rules pick are marked too."""
+    outer = marking()
+    here = marking_ if outer is None else marking_ | outer
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(set_marking(here))
+        if here.rules and not (outer and outer.rules):
+            stack.enter_context(_jax.intercept_bind(_mark_operation))
+        yield
+
+
+# These trace the user's function while they are bound; `jit` has done so before.
+_TRACING = (CALLS - {"jit", "pjit"}) | {"shard_map"}
+
+
+@contextlib.contextmanager
+def internal_operations() -> Iterator[None]:
+    """Within, operations that are bound are not the user's, and rules do not mark them."""
+    before = getattr(_thread, "binding", False)
+    _thread.binding = True
+    try:
+        yield
+    finally:
+        _thread.binding = before
+
+
+def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
+    here = marking()
+    if here is None or primitive is tap_p or getattr(_thread, "binding", False):
+        return bind(primitive, *args, **params)
+    source = _user_line()
+    if source is None:
+        return bind(primitive, *args, **params)
+    if primitive.name in _TRACING:
+        out = bind(primitive, *args, **params)
+    else:
+        with internal_operations():
+            out = bind(primitive, *args, **params)
+    op, label = _jax.operation(primitive, params)
+    if not any(rule.marks(op, source, label) for rule in here.rules):
+        return out
+    path, kind = (label, "name") if label else (op, "op")
+    several = primitive.multiple_results and len(list(out)) > 1
+    numbers = itertools.count()
+
+    def marked(x: Any) -> Any:
+        name = f"{path}:{next(numbers)}" if several else path
+        if not isinstance(x, jax.Array):
+            return x
+        return tap(x, Mark(name, kind, source, op=op, **here.on_marks))
+
+    return _jax.map_results(marked, out, primitive)
+
+
+def _user_line() -> str | None:
+    """`file:line` of the user's code that binds an operation; None where JAX does so itself."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(JAX_FOLDER):
+            if code.co_name == "eval_jaxpr" or code.co_name.startswith("backward_pass"):
+                return None
+        elif not code.co_filename.startswith(TAPAX_FOLDER):
+            return f"{code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None

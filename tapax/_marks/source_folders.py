@@ -1,0 +1,8 @@
+"""The folders of files that no user wrote: JAX's, and this package's."""
+
+import os
+
+import jax
+
+JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+TAPAX_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

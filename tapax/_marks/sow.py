@@ -1,0 +1,133 @@
+"""`sow`, `perturb` and `scope`: marks that a user writes.
+
+A mark binds nothing unless a capture is tracing; outside of a capture, a program with marks has the
+jaxpr of the program without them.
+
+>>> import jax.numpy as jnp, tapax
+>>> def f(x):
+...     with tapax.scope("net"):
+...         return tapax.sow(jnp.sin(x), "h") * 2
+>>> out, taps = tapax.capture(f)(1.0)
+>>> list(taps.values)
+['net/h']
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from tapax._marks.context import marking
+from tapax._marks.scopes import ScopeName
+from tapax._marks.tap import Mark, tap
+from tapax._sites.errors import SiteError
+
+T = TypeVar("T")
+
+
+def sow(
+    value: T,
+    name: str,
+    *,
+    reduce: Callable[[Any, Any], Any] | None = None,
+    init: Callable[[], Any] | None = None,
+) -> T:
+    """Marks `value`, an array or a pytree of arrays, as the site `name`; returns it.
+
+    Every call is kept: the second is `name@1`. With `reduce` and `init` the calls are folded into
+    one instead, `reduce(reduce(init(), first), second)`, over the iterations of loops as well, so
+    that a sum in a scan is the total. Use the value that `sow` returns where the site's gradient
+    is wanted: the gradient is that of what goes on from here.
+
+    >>> import jax, jax.numpy as jnp, tapax
+    >>> @jax.jit
+    ... def step(w, x):
+    ...     loss = lambda w: jnp.sum(tapax.sow(w * x, "h") ** 2)
+    ...     return w - 0.1 * jax.grad(loss)(w)
+    >>> out, taps = tapax.capture(step)(2.0, 3.0)
+    >>> float(taps.values["h"]), float(taps.grads["h"])
+    (6.0, 12.0)
+    """
+    if (reduce is None) != (init is None):
+        raise TypeError(
+            f"sow(..., {name!r}) was given {'`init`' if reduce is None else '`reduce`'} alone. "
+            "`reduce(previous, new)` and `init()` go together: give both, or neither to keep "
+            "every call."
+        )
+    return mark(value, name, "sow", reduce=reduce, init=init)
+
+
+def perturb(value: T, name: str) -> T:
+    """Marks `value` as a site meant for gradients and for explicit perturbations; returns it."""
+    return mark(value, name, "perturb")
+
+
+def scope(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Puts `name/` before the names of the sites within; also a `jax.named_scope`.
+
+    >>> import jax.numpy as jnp, tapax
+    >>> def f(x):
+    ...     for i in range(2):
+    ...         with tapax.scope(f"block{i}"):
+    ...             x = tapax.sow(jnp.sin(x), "h")
+    ...     return x
+    >>> tapax.sites(f)(1.0).names
+    ['block0/h', 'block1/h']
+    """
+    _check_name(name, "scope")
+    return jax.named_scope(ScopeName(name))
+
+
+def _check_name(name: Any, function: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`{function}` takes a string as its name, but was given {name!r} of type "
+            f"{type(name).__name__}."
+        )
+    if "Tracer" in name:
+        raise TypeError(
+            f"`{function}` was given the name {name!r}, which has a traced value in it. Make the "
+            "number that it is made from static."
+        )
+    if not name or re.search(r"[*?@~:]|^/|/$|//", name):
+        raise SiteError(
+            f"{name!r} cannot be the name of a site: a name is made of segments with '/' between "
+            "them, and the characters * ? @ ~ : have a meaning of their own in selections."
+        )
+
+
+def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
+    """Marks the arrays in `value`, from the line that called the caller; returns it."""
+    _check_name(name, kind)
+    here = marking()
+    if here is None:
+        return value
+    frame = sys._getframe(2)
+    source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def leaf(keys: tuple[Any, ...], x: Any) -> Any:
+        if not is_array(x):
+            return x
+        path = name + (f":{leaf_name(keys)}" if keys else "")
+        tapped = tap(x, Mark(path, kind, source, **here.on_marks, **fields))
+        # A Python number stays one: the program may need its value.
+        return tapped if isinstance(x, (jax.Array, np.ndarray, np.generic)) else x
+
+    return jax.tree_util.tree_map_with_path(leaf, value)
+
+
+def is_array(x: Any) -> bool:
+    """Whether `mark` marks a leaf: an array, or a number."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def leaf_name(keys: tuple[Any, ...]) -> str:
+    """The name of a leaf in its structure; characters that mean something else are escaped."""
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return re.sub(r"[*?@~:]", lambda found: f"%{ord(found.group()):02X}", name)
