@@ -32,13 +32,13 @@ from jax.core import Tracer
 from tapax import _jax
 from tapax._job import Instrumented, Job, check_function
 from tapax._patch import current
-from tapax._plan import Plan
 from tapax._program import Program, trace
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import name_of
 from tapax._sites.selections import Selection
-from tapax._walk import eager
+from tapax._walk.interpreter import eager
+from tapax._walk.plan import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -54,13 +54,13 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax._job import Instrumented, Job, check_function
-from tapax._plan import Plan
 from tapax._program import Program
 from tapax._replace import Making, Rule, check_step
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import At, StepSlice, check, flatten
 from tapax._survey import Spot, survey
-from tapax._walk import Walk
+from tapax._walk.plan import Plan
+from tapax._walk.walk import Walk
 from tapax.reduce import Reducer
 
 P = ParamSpec("P")

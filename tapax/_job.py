@@ -21,10 +21,10 @@ from jax.core import Tracer
 from tapax import _jax, adapters
 from tapax._adapter import FunctionCall
 from tapax._arguments import Signature, find_needed, numbers, split
-from tapax._plan import Plan
 from tapax._program import Program, trace
 from tapax._sites.errors import name_of
-from tapax._walk import eager
+from tapax._walk.interpreter import eager
+from tapax._walk.plan import Plan
 
 
 class Job:

@@ -17,29 +17,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax import (
-    _control,  # noqa: F401
-    _custom,  # noqa: F401
-    _guard,  # noqa: F401
-    _jax,
-    _mesh,  # noqa: F401
-    _while,  # noqa: F401
-    adapters,
-)
+from tapax import _jax, adapters
 from tapax._anchors import is_anchored, labels, resolve
-from tapax._changes import Changes
 from tapax._jax.pytrees import in_order, order_of
 from tapax._marks.context import Structure
 from tapax._marks.operations import internal_operations, with_marks
 from tapax._marks.sow import leaf_name
 from tapax._places import tracing
-from tapax._plan import Plan
-from tapax._record import Entry
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, name_of
 from tapax._sites.site import Site
-from tapax._walk import Walk
+from tapax._walk import mapped_predicates
+from tapax._walk.changes import Changes
+from tapax._walk.entries import Entry
+from tapax._walk.plan import Plan
+from tapax._walk.walk import Walk
+
+mapped_predicates.register()
 
 
 @dataclasses.dataclass(frozen=True)

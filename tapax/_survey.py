@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from tapax import _jax
-from tapax._calls import Call
-from tapax._changes import Around, Key
 from tapax._marks.jaxprs import reaching
-from tapax._plan import Plan
 from tapax._program import Program
 from tapax._sites.site import Site
-from tapax._walk import Walk
+from tapax._walk.calls import Call
+from tapax._walk.changes import Around, Key
+from tapax._walk.plan import Plan
+from tapax._walk.walk import Walk
 
 
 @dataclasses.dataclass(frozen=True)

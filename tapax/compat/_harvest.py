@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tapax._calls import Call
-from tapax._changes import Part
 from tapax._job import Job
 from tapax._marks.operations import internal_operations
-from tapax._plan import Plan
 from tapax._program import Program
-from tapax._record import Entry, where
 from tapax._replace import Making
 from tapax._sites.errors import SiteError
 from tapax._survey import Spot
+from tapax._walk.calls import Call
+from tapax._walk.changes import Part
+from tapax._walk.entries import Entry, where
+from tapax._walk.plan import Plan
 from tapax.compat._sown import (
     Frame,
     Name,

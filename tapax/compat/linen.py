@@ -48,9 +48,9 @@ from flax.core.scope import in_filter, union_filters
 from tapax._capture import capture
 from tapax._job import Instrumented
 from tapax._perturbations import Adding
-from tapax._plan import Plan
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
+from tapax._walk.plan import Plan
 from tapax.adapters._linen_marks import Recording, Sown, recording
 from tapax.adapters.linen import ADAPTER
 

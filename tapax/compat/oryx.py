@@ -68,7 +68,7 @@ import jax.numpy as jnp
 
 from tapax._job import Instrumented, check_function
 from tapax._marks.context import marking
-from tapax._plan import Plan
+from tapax._walk.plan import Plan
 from tapax.compat._harvest import Harvesting
 from tapax.compat._sown import Sown, caller, check_string, mark, nesting, tied
 

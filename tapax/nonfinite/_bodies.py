@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from tapax import _jax
 from tapax._marks.jaxprs import strip
-from tapax._record import where
+from tapax._walk.entries import where
 from tapax.nonfinite._frames import NONE, Frame, Handed, Origin, badness, nowhere, sooner
 from tapax.nonfinite._layout import REMATS, checked
 from tapax.nonfinite._origins import HANDLERS, Handler, Search

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from tapax import _jax
 from tapax._marks.jaxprs import strip
 from tapax._marks.tap import tap_p
-from tapax._record import where
+from tapax._walk.entries import where
 from tapax.nonfinite._layout import (
     REMATS,
     SHOWS,

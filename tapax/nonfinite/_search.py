@@ -44,9 +44,9 @@ from tapax._job import Instrumented, Job, check_function
 from tapax._marks.jaxprs import strip
 from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
-from tapax._plan import Plan
 from tapax._program import Program
 from tapax._sites.errors import name_of
+from tapax._walk.plan import Plan
 from tapax.nonfinite import _bodies  # noqa: F401  (rows of a table)
 from tapax.nonfinite._finding import Finding, Range
 from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, read

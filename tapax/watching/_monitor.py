@@ -36,11 +36,11 @@ import jax
 
 from tapax import _jax, reduce
 from tapax._job import Instrumented, Job, check_function
-from tapax._plan import Plan
 from tapax._program import Program
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, name_of
+from tapax._walk.plan import Plan
 from tapax.watching import sink as sinks
 from tapax.watching._delivery import Delivery, Found, warn
 from tapax.watching._log import Alarm

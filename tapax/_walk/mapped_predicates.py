@@ -14,6 +14,7 @@ the second run marks nothing again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,14 +23,14 @@ from jax.extend.core import jaxpr_as_fun
 from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
-from tapax._fold import Thread
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.jaxprs import count_calls, first_uid, quieted, strip
 from tapax._marks.scopes import scopes_of
 from tapax._marks.tap import Mark, operands, tap_effect, tap_p
-from tapax._plan import Plan
 from tapax._sites.errors import SiteError
-from tapax._walk import Walk
+from tapax._walk.folds import Thread
+from tapax._walk.plan import Plan
+from tapax._walk.walk import Walk
 
 _NOTHING = Plan(None, None)
 _THREADED = frozenset({"jit", "pjit", "scan", "cond", "while", "remat2", "remat", "checkpoint"})
@@ -214,7 +215,10 @@ def _split_while(rule: Any) -> Any:
     return split
 
 
-_jax.wrap_batcher(cond_p, _batch_cond)
-_jax.wrap_batcher(while_p, _batch_while)
-_jax.wrap_partial_eval_custom(while_p, _split_while)
-_jax.wrap_partial_eval(while_p, quieted)
+@functools.cache
+def register() -> None:
+    """Has JAX's own rules for conditionals and while loops keep the taps inside right."""
+    _jax.wrap_batcher(cond_p, _batch_cond)
+    _jax.wrap_batcher(while_p, _batch_while)
+    _jax.wrap_partial_eval_custom(while_p, _split_while)
+    _jax.wrap_partial_eval(while_p, quieted)

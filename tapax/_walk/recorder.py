@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._calls import Call, Calls
-from tapax._changes import Around
-from tapax._fold import Folds
 from tapax._marks.sow import leaf_name
-from tapax._plan import Choice, Plan
-from tapax._record import Entry, where
-from tapax._reduction import reduce, refusal
 from tapax._sites.site import Site
+from tapax._walk.calls import Call, Calls
+from tapax._walk.changes import Around
+from tapax._walk.entries import Entry, where
+from tapax._walk.folds import Folds
+from tapax._walk.plan import Choice, Plan
+from tapax._walk.reductions import reduce, refusal
 from tapax.reduce import Reducer
 
 

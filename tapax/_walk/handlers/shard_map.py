@@ -1,4 +1,4 @@
-"""The handler of `shard_map`: see `_control`."""
+"""The handler of `jax.shard_map`: what a device records gets an axis of the mesh."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from tapax import _jax
-from tapax._changes import Around, Part
-from tapax._record import Entry, Slots
-from tapax._walk import Walk, handles
+from tapax._walk.changes import Around, Part
+from tapax._walk.entries import Entry, Slots
+from tapax._walk.interpreter import Interpreter
 
 
-@handles("shard_map")
-def _shard_map(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_shard_map(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     """Each device's part comes along a new leading axis for each mesh axis that it varies over."""
     params = eqn.params
     body, mesh = params["jaxpr"], params["mesh"]

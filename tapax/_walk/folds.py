@@ -21,9 +21,9 @@ from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import Mark, tap_effect, tap_p
-from tapax._plan import Plan
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
+from tapax._walk.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,48 +1,50 @@
 """The walk: an interpreter that goes over a traced program and collects what its taps carry.
 
-`Walk.run` evaluates a jaxpr equation by equation. A tap is taken out: its operand goes through,
-and what the plan selects is recorded. An equation that holds no tap is bound as it stands. One
-that holds a tap in its body goes to its row of `HANDLERS`, which re-stages it with a body that
-returns what was recorded inside as extra results.
+`Interpreter.run` evaluates a jaxpr equation by equation. A tap is taken out: its operand goes
+through, and what the plan selects is recorded. An equation that holds no tap is bound as it stands.
+One that holds a tap in its body goes to its handler (`_walk.handlers`), which re-stages it with a
+body that returns what was recorded inside as extra results.
 
 What is recorded is a list of `Entry`s. Leaving a body changes them: a scan stacks them, a branch
 adds a mask, a mesh adds an axis. The axes of an entry are, in order: loops and meshes (`lead` of
 them), mapped axes, the value's own.
 
-Marks with a reducer are not recorded but folded: see `_fold`. Folds are threaded through bodies as
-operands and extra results.
+Marks with a reducer are not recorded but folded: see `_walk.folds`. Folds are threaded through
+bodies as operands and extra results.
 
-Gradients are paired with the call of a site by `Token`s: see `_tap`. In the walk a token is the set
-of the calls that it may stand for. Inside another capture, whose own walk comes later, taps are
-left in the program, and a token has its array too.
+Gradients are paired with the call of a site by `Token`s: see `_marks.tap`. In the walk a token is
+the set of the calls that it may stand for. Inside another capture, whose own walk comes later, taps
+are left in the program, and a token has its array too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._calls import Call, Token
-from tapax._changes import Around, Change, Changes, Key
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.change import change_p, identity
 from tapax._marks.context import marking
 from tapax._marks.jaxprs import is_of_two, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
-from tapax._plan import Plan
-from tapax._record import Slots, Staged, Threads
-from tapax._recorder import Recorder
 from tapax._sites.errors import SiteError
+from tapax._walk.calls import Call, Token
+from tapax._walk.changes import Around, Change, Changes, Key
+from tapax._walk.entries import Slots, Staged, Threads
+from tapax._walk.plan import Plan
+from tapax._walk.recorder import Recorder
 
 
-class Walk(Recorder):
-    """One walk over one program, under one plan."""
+class Interpreter(Recorder):
+    """Goes over one program under one plan. `Walk` is the interpreter with its handlers."""
+
+    handlers: ClassVar[Mapping[str, Handler]] = {}
 
     def __init__(self, plan: Plan, changes: Changes | None = None):
         super().__init__(plan)
@@ -85,7 +87,7 @@ class Walk(Recorder):
             tapped = any(self._holds_taps(body) for body in bodies(eqn))
             if not tapped:
                 return _jax.bind_equation(eqn, args)
-        handler = HANDLERS.get(_jax.kind_of(eqn))
+        handler = self.handlers.get(_jax.kind_of(eqn))
         if handler is not None:
             outer, self.scopes = self.scopes, scopes_of(eqn, self.scopes)
             try:
@@ -314,15 +316,4 @@ def eager() -> bool:
     return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-Handler = Callable[[Walk, Any, list[Any]], list[Any]]
-HANDLERS: dict[str, Handler] = {}
-
-
-def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Puts a handler into the table, under the names of the primitives that it handles."""
-
-    def register(handler: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(names, handler))
-        return handler
-
-    return register
+Handler = Callable[[Interpreter, Any, list[Any]], list[Any]]

@@ -16,18 +16,17 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._changes import COUNTER, Around
 from tapax._marks.jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
-from tapax._record import Entry, Staged, refuse_folded, where
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import StepSlice
-from tapax._totals import joined, nothing_yet, selected
-from tapax._walk import Walk, eager, handles
+from tapax._walk.carried_states import joined, nothing_yet, selected
+from tapax._walk.changes import COUNTER, Around
+from tapax._walk.entries import Entry, Staged, refuse_folded, where
+from tapax._walk.interpreter import Interpreter, eager
 
 
-@handles("while")
-def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_while(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     params = eqn.params
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     ntest, nbody = params["cond_nconsts"], params["body_nconsts"]
@@ -96,7 +95,7 @@ def _while(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     return own
 
 
-def _refuse_changes(walk: Walk, test: Any) -> None:
+def _refuse_changes(walk: Interpreter, test: Any) -> None:
     if walk.changes.has_any(test):
         marks: list[Mark] = []
         strip(test, marks)
@@ -106,7 +105,7 @@ def _refuse_changes(walk: Walk, test: Any) -> None:
         )
 
 
-def _last_test(walk: Walk, test: Any, args: list[Any], count: Any) -> None:
+def _last_test(walk: Interpreter, test: Any, args: list[Any], count: Any) -> None:
     """Records what the predicate of a loop marks: it ran last on what the loop ended with."""
     nested, walk.nested = walk.nested, False  # the tap in the loop is there for the other capture
     with walk.inside(around=[Around("while", None)]):
@@ -167,7 +166,7 @@ class _Buffer:
     single: bool
 
     @classmethod
-    def of(cls, walk: Walk, entry: Entry, types: list[Any]) -> _Buffer:
+    def of(cls, walk: Interpreter, entry: Entry, types: list[Any]) -> _Buffer:
         refuse_folded(entry)
         window, single = None, False
         if entry.step is not None:

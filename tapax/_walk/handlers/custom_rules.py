@@ -1,4 +1,4 @@
-"""Handlers of the calls that have a derivative rule of their own: see `_control`."""
+"""The handlers of functions with a derivative rule of their own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from jax.dtypes import float0
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._changes import COUNTER, part_name
 from tapax._marks.context import without_marks
-from tapax._marks.jaxprs import strip
-from tapax._record import Threads
 from tapax._sites.errors import SiteError
-from tapax._walk import Walk, handles
+from tapax._walk.changes import COUNTER, part_name
+from tapax._walk.entries import Threads
+from tapax._walk.interpreter import Interpreter
 
 
-@handles("custom_jvp_call", "CustomJVPTraced", "RematTraced")
-def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_custom_jvp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     """The values come from the body; the derivative of its results is that of the custom rule.
 
     Where a derivative is taken, the values of the results are the rule's too, which may have code
@@ -55,8 +53,7 @@ def _custom_jvp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
     return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
 
 
-@handles("custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced")
-def _custom_vjp(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
     body = _jax.call_body(eqn)
     threads = walk.enter(body)
@@ -127,44 +124,3 @@ def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
 
 def _add(a: Any, b: Any) -> Any:
     return a if a.dtype == float0 else a + b
-
-
-@handles("custom_linear_solve", "linear_solve")
-def _linear_solve(walk: Walk, eqn: Any, args: list[Any]) -> list[Any]:
-    """What the solver marks comes out as the auxiliary result that solvers may have."""
-    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    args = walk.materialize(eqn.invars, args)
-    consts, at = {}, 0
-    for name, length in zip(lengths._fields, lengths, strict=True):
-        consts[name], at = args[at : at + length], at + length
-    b = args[at:]
-    threads = walk.enter(jaxprs.solve)
-    if threads.parts or walk.changes.has_any(jaxprs.solve):
-        raise SiteError(
-            "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed: the "
-            "derivative of a solve is that of the equation it solves. Mark what goes into it."
-        )
-    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads)
-    handed = walk.handed(threads)
-
-    def apply(name: str) -> Any:
-        jaxpr = getattr(jaxprs, name)
-        return lambda x: jaxpr_as_fun(strip(jaxpr))(*consts[name], *x)
-
-    def solve(_: Any, b: Any) -> Any:
-        results = jaxpr_as_fun(staged.jaxpr)(*consts["solve"], *b, *handed)
-        return results[: len(b)], results[len(b) :]
-
-    def transposed(_: Any, b: Any) -> Any:
-        results = apply("transpose_solve")(b)
-        rest = _jax.open_jaxpr(staged.jaxpr).outvars[len(b) :]
-        return results[: len(b)], [_jax.zeros(v.aval) for v in rest]
-
-    x, aux = jax.lax.custom_linear_solve(
-        apply("matvec"),
-        list(b),
-        solve,
-        transposed if jaxprs.transpose_solve is not None else None,
-        has_aux=True,
-    )
-    return walk.unstage(staged, [*x, *aux])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._record import Entry, refuse_folded, where
+from tapax._walk.entries import Entry, refuse_folded, where
 
 
 def scan_totals(

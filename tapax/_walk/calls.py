@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tapax._fold import same_fold
 from tapax._marks.tap import Mark
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
+from tapax._walk.folds import same_fold
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

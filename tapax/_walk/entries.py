@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._calls import Call, Token
-from tapax._fold import Thread
-from tapax._reduction import Reduction
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
+from tapax._walk.calls import Call, Token
+from tapax._walk.folds import Thread
+from tapax._walk.reductions import Reduction
 
 
 @dataclasses.dataclass(frozen=True)

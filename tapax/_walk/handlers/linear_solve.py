@@ -1,0 +1,53 @@
+"""The handler of `lax.custom_linear_solve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from tapax import _jax
+from tapax._marks.jaxprs import strip
+from tapax._sites.errors import SiteError
+from tapax._walk.interpreter import Interpreter
+
+
+def walk_linear_solve(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
+    """What the solver marks comes out as the auxiliary result that solvers may have."""
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    args = walk.materialize(eqn.invars, args)
+    consts, at = {}, 0
+    for name, length in zip(lengths._fields, lengths, strict=True):
+        consts[name], at = args[at : at + length], at + length
+    b = args[at:]
+    threads = walk.enter(jaxprs.solve)
+    if threads.parts or walk.changes.has_any(jaxprs.solve):
+        raise SiteError(
+            "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed: the "
+            "derivative of a solve is that of the equation it solves. Mark what goes into it."
+        )
+    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads)
+    handed = walk.handed(threads)
+
+    def apply(name: str) -> Any:
+        jaxpr = getattr(jaxprs, name)
+        return lambda x: jaxpr_as_fun(strip(jaxpr))(*consts[name], *x)
+
+    def solve(_: Any, b: Any) -> Any:
+        results = jaxpr_as_fun(staged.jaxpr)(*consts["solve"], *b, *handed)
+        return results[: len(b)], results[len(b) :]
+
+    def transposed(_: Any, b: Any) -> Any:
+        results = apply("transpose_solve")(b)
+        rest = _jax.open_jaxpr(staged.jaxpr).outvars[len(b) :]
+        return results[: len(b)], [_jax.zeros(v.aval) for v in rest]
+
+    x, aux = jax.lax.custom_linear_solve(
+        apply("matvec"),
+        list(b),
+        solve,
+        transposed if jaxprs.transpose_solve is not None else None,
+        has_aux=True,
+    )
+    return walk.unstage(staged, [*x, *aux])

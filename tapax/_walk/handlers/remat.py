@@ -1,0 +1,26 @@
+"""The handler of `jax.checkpoint`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tapax import _jax
+from tapax._walk.interpreter import Interpreter, eager
+
+
+def walk_remat(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
+    """Bound again as the remat it is, else the backward half would keep what it should drop."""
+    params = dict(eqn.params)
+    body = params["jaxpr"]
+    if eager():
+        return walk.run(body, args)
+    threads = walk.enter(body)
+    staged = walk.stage(body, args, threads, recomputing=params["differentiated"])
+    handed = walk.handed(threads)
+    jaxpr, consts = _jax.closed(staged.jaxpr)
+    if isinstance(params["prevent_cse"], tuple):
+        kept = (params["prevent_cse"][i] for i in staged.ins.kept)
+        params["prevent_cse"] = (*(False for _ in consts), *kept, *(False for _ in handed))
+    params["jaxpr"] = jaxpr
+    results = eqn.primitive.bind(*consts, *staged.ins.arrays(args), *handed, **params)
+    return walk.unstage(staged, results)

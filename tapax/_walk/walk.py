@@ -1,0 +1,12 @@
+"""`Walk`: the interpreter with a handler for every kind of equation that holds taps."""
+
+from __future__ import annotations
+
+from tapax._walk.handlers import HANDLERS
+from tapax._walk.interpreter import Interpreter
+
+
+class Walk(Interpreter):
+    """One walk over one program, under one plan."""
+
+    handlers = HANDLERS
