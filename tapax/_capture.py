@@ -30,9 +30,9 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._job import Instrumented, Job, check_function
-from tapax._patch import current
-from tapax._program import Program, trace
+from tapax._calling.program import Program, trace
+from tapax._calling.transform import Instrumented, Job, check_function
+from tapax._frameworks.patches import current
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import name_of

@@ -29,14 +29,14 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._job import Instrumented, Job, check_function
+from tapax._calling.program import Program
+from tapax._calling.survey import Spot, survey
+from tapax._calling.transform import Instrumented, Job, check_function
 from tapax._marks.jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
-from tapax._program import Program
 from tapax._replace import Making, check_step
 from tapax._sites.errors import SiteError, as_array
 from tapax._sites.selections import At, Selection
-from tapax._survey import Spot, survey
 from tapax._walk.changes import Part
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk

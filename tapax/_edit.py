@@ -53,12 +53,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tapax._job import Instrumented, Job, check_function
-from tapax._program import Program
+from tapax._calling.program import Program
+from tapax._calling.survey import Spot, survey
+from tapax._calling.transform import Instrumented, Job, check_function
 from tapax._replace import Making, Rule, check_step
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import At, StepSlice, check, flatten
-from tapax._survey import Spot, survey
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
 from tapax.reduce import Reducer

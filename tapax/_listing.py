@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tapax import adapters
 from tapax._capture import sites
-from tapax._model import in_order
+from tapax._frameworks.module_tree import in_order
+from tapax._frameworks.registry import loaded_adapters
 from tapax._results.module_table import ModuleTable
 from tapax._results.site_table import SiteTable
 from tapax._sites.names import join
@@ -29,7 +29,7 @@ def modules(model: Any, *args: Any, **kwargs: Any) -> ModuleTable:
     when it is called, and those of a transformed Haiku function as well: give the arguments that
     you would give to `init`, without the random key. Nothing is computed.
     """
-    for adapter in adapters.present():
+    for adapter in loaded_adapters():
         maker = adapter.maker(model)
         if maker is not None:
             if not (args or kwargs):

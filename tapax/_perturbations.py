@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tapax._job import Instrumented, Job, check_function
-from tapax._program import Program
+from tapax._calling.program import Program
+from tapax._calling.survey import Spot, survey
+from tapax._calling.transform import Instrumented, Job, check_function
 from tapax._replace import Making
 from tapax._results.site_table import SiteTable
 from tapax._sites.errors import SiteError, as_array, nearest
 from tapax._sites.selections import At, Selection, check, flatten, is_exact, matches
-from tapax._survey import Spot, survey
 from tapax._walk.changes import Changes, Part
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk

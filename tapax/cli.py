@@ -36,7 +36,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax import _jax, adapters
+from tapax import _jax
+from tapax._frameworks.registry import loaded_adapters
 from tapax._sites.errors import name_of
 from tapax.nonfinite._finding import Finding
 from tapax.nonfinite._search import Searching, searching
@@ -349,7 +350,7 @@ def _watched(watch: _Watch) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(module: Any, name: str) -> None:
-        adapters.present()  # they look at what a `jit` makes, and must see the framework's own
+        loaded_adapters()  # they look at what a `jit` makes, and must see the framework's own
         *around, name = name.split(".")
         module = functools.reduce(getattr, around, module)
         jit = getattr(module, name)

@@ -14,7 +14,7 @@ import pytest
 
 import tapax
 from tapax import SiteError
-from tapax._patch import subclasses
+from tapax._frameworks.patches import subclasses
 
 B, D = 3, 4
 X = jax.random.normal(jax.random.key(7), (B, D))

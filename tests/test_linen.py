@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import tapax
-from tapax._places import running
+from tapax._frameworks.module_paths import running
 from tests import linen_models
 from tests import linen_oracle as oracle
 from tests.linen_models import (

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 import tapax
-from tapax import _jax, adapters
+from tapax import _jax
+from tapax._frameworks import registry
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import At, StepSlice, check, flatten, is_exact, matches
 from tapax._sites.site import Site
@@ -174,7 +175,7 @@ def compiled(body: Callable[..., Any], fn: Any, *options: Any) -> Callable[..., 
 
     A plain function may mean something else at the next call, as what it closes over may.
     """
-    if _jax.jit_options(fn) is None and not adapters.lasting(fn):
+    if _jax.jit_options(fn) is None and not registry.has_repeatable_calls(fn):
         return _compile(body, fn, options)
     try:
         return _kept(body, fn, options)

@@ -47,12 +47,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tapax._capture import capture as _capture
-from tapax._model import index
+from tapax._frameworks.module_tree import index
+from tapax._frameworks.nnx.adapter import ADAPTER
+from tapax._frameworks.nnx.marks import Recording, Sown, carry, drop, recording, rename
 from tapax._sites.errors import SiteError
 from tapax._sites.names import segment
 from tapax._sites.site import Site
-from tapax.adapters._nnx_marks import Recording, Sown, carry, drop, recording, rename
-from tapax.adapters.nnx import ADAPTER
 
 
 def capture(

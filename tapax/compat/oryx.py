@@ -66,7 +66,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from tapax._job import Instrumented, check_function
+from tapax._calling.transform import Instrumented, check_function
 from tapax._marks.context import marking
 from tapax._walk.plan import Plan
 from tapax.compat._harvest import Harvesting

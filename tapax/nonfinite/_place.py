@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tapax import _jax, adapters
+from tapax import _jax
+from tapax._frameworks.registry import loaded_adapters
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import tap_p
 from tapax._sites.selections import Ops
@@ -36,7 +37,7 @@ class Every(Ops):
 
 def line_of(steps: Sequence[Step]) -> str:
     """`file:line` of the user's code; of a framework's, or JAX's, if there is none."""
-    packages = {adapter.package for adapter in adapters.present()} | set(_LIBRARIES)
+    packages = {adapter.package for adapter in loaded_adapters()} | set(_LIBRARIES)
     theirs = [f"{os.sep}site-packages{os.sep}{p.split('.')[0]}{os.sep}" for p in packages]
     spare = ""
     # Functions of JAX's own have no frame of the user's: whoever calls them does.

@@ -37,14 +37,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from tapax import _jax, adapters
-from tapax._adapter import FunctionCall
-from tapax._arguments import split
-from tapax._job import Instrumented, Job, check_function
+from tapax import _jax
+from tapax._calling.program import Program
+from tapax._calling.signature import split
+from tapax._calling.transform import Instrumented, Job, check_function
+from tapax._frameworks import registry
+from tapax._frameworks.interface import FunctionCall
 from tapax._marks.jaxprs import strip
 from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
-from tapax._program import Program
 from tapax._sites.errors import name_of
 from tapax._walk.plan import Plan
 from tapax.nonfinite import _bodies  # noqa: F401  (rows of a table)
@@ -121,7 +122,7 @@ class Searching(Instrumented):
 
     def arrays(self, args: Any, kwargs: Any) -> list[Any]:
         """The arrays among the arguments, those in objects included."""
-        return adapters.on_opened(self._open(args, kwargs), self._split)
+        return registry.run_opened(self._open(args, kwargs), self._split)
 
     def _split(self, call: FunctionCall) -> list[Any]:
         needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())

@@ -35,8 +35,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from tapax import _jax, reduce
-from tapax._job import Instrumented, Job, check_function
-from tapax._program import Program
+from tapax._calling.program import Program
+from tapax._calling.transform import Instrumented, Job, check_function
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, name_of

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from tapax import _jax, adapters
-from tapax._adapter import FunctionCall
-from tapax._arguments import Signature, find_needed, numbers, split
-from tapax._program import Program, trace
+from tapax import _jax
+from tapax._calling.program import Program, trace
+from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
+from tapax._frameworks import registry
+from tapax._frameworks.interface import FunctionCall
 from tapax._sites.errors import name_of
 from tapax._walk.interpreter import eager
 from tapax._walk.plan import Plan
@@ -86,7 +87,7 @@ def _learned_of(fn: Any, job: Job) -> _Learned:
 
     It is forgotten with the function, which it must not keep alive.
     """
-    if not job.lasting or (not adapters.lasting(fn) and _jax.jit_options(fn) is None):
+    if not job.lasting or (not registry.has_repeatable_calls(fn) and _jax.jit_options(fn) is None):
         return _Learned()
     new: dict[Job, _Learned] = {}
     found = _learned.setdefault(id(fn), new)
@@ -111,11 +112,11 @@ class Instrumented:
 
     def __call__(self, operands: Any, args: Any, kwargs: Any) -> Any:
         """Calls the function."""
-        return adapters.on_opened(self._open(args, kwargs), lambda call: self._run(call, operands))
+        return registry.run_opened(self._open(args, kwargs), lambda call: self._run(call, operands))
 
     def program(self, args: Any, kwargs: Any) -> tuple[Program, Any]:
         """The traced function, and the arrays among these arguments."""
-        program, _, arrays = adapters.on_opened(self._open(args, kwargs), self._trace)
+        program, _, arrays = registry.run_opened(self._open(args, kwargs), self._trace)
         return program, arrays
 
     def _open(self, args: Any, kwargs: Any) -> FunctionCall:
@@ -141,7 +142,7 @@ class Instrumented:
 
         known = self._known.needed.get(structure)
         if known is None:
-            known = adapters.fixed(call)
+            known = static_numbers(call)
         needed, result = find_needed(attempt, numbers(call.arguments), known)
         self._known.needed[structure] = needed
         return result
@@ -181,6 +182,12 @@ class Instrumented:
         captured.__name__ = captured.__qualname__ = name_of(self.fn)
         donated = () if job.stateless else (i + 1 for i in _donated(program.jaxpr))
         return program, prepared, jax.jit(captured, donate_argnums=tuple(donated))
+
+
+def static_numbers(call: FunctionCall) -> frozenset[int]:
+    """The places among the arguments of a call at which a framework keeps numbers static."""
+    found = (places_in(call.arguments, parts) for parts in registry.static_parts(call))
+    return frozenset().union(*found)
 
 
 def _key(signature: Signature, operands: Any, arrays: Sequence[Any]) -> Any:

@@ -7,7 +7,7 @@ would be without capture.
 
 Objects that the function closes over are taken apart too, be they in its closure, its module, a
 helper's closure, or attributes of the object whose method it is. `self.sow` and `self.perturb` are
-marks: see `_nnx_marks`.
+marks: see `_frameworks.nnx.marks`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import jax
 from flax import nnx
 
 from tapax import _jax
-from tapax._adapter import Adapter, FunctionCall, Reopen
+from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
+from tapax._frameworks.nnx import marks
+from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
+from tapax._frameworks.nnx.objects import Filling, Objects, fill
+from tapax._frameworks.patches import Patch, Replacements, methods
 from tapax._marks.context import marking
-from tapax._patch import Patch, Replacements, methods
 from tapax._sites.names import segment
-from tapax.adapters import _nnx_marks
-from tapax.adapters._nnx_holders import TRANSFORMED, is_object
-from tapax.adapters._nnx_objects import Filling, Objects, fill
 
 _BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
 _CONTAINERS = [getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name)]
@@ -48,15 +48,15 @@ class NNX(Adapter):
         return ((segment(key), value) for key, value in vars(module).items())
 
     def name(self, module: Any) -> str:
-        return _nnx_marks.name_of(module)
+        return marks.name_of(module)
 
     def state(self, module: Any) -> Any:
-        return nnx.state(module, _nnx_marks.is_own)
+        return nnx.state(module, marks.is_own)
 
     def is_opaque(self, value: Any) -> bool:
         return is_object(value)
 
-    def seen(self) -> contextlib.AbstractContextManager[Any]:
+    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
 
     def _replacements(self) -> Replacements:
@@ -64,17 +64,17 @@ class NNX(Adapter):
             yield cls, name, functools.partial(_with_outputs, self, cls, name, wrap)
         for cls in TRANSFORMED:
             yield cls, "__call__", _of_foreign_objects
-        yield nnx.Module, "sow", functools.partial(_nnx_marks.sow, self)
-        yield nnx.Module, "perturb", functools.partial(_nnx_marks.perturb, self)
+        yield nnx.Module, "sow", functools.partial(marks.sow, self)
+        yield nnx.Module, "perturb", functools.partial(marks.perturb, self)
 
-    def lasting(self, fn: Any) -> bool:
+    def has_repeatable_calls(self, fn: Any) -> bool:
         return isinstance(fn, (nnx.Module, *TRANSFORMED))
 
-    def traced(self, trace: Callable[[], Any]) -> Any:
-        return _nnx_marks.traced(trace)
+    def trace_program(self, trace: Callable[[], Any]) -> Any:
+        return marks.traced(trace)
 
     @contextlib.contextmanager
-    def opened(self, call: FunctionCall) -> Iterator[FunctionCall]:
+    def open_call(self, call: FunctionCall) -> Iterator[FunctionCall]:
         changing: set[str] = call.memory.setdefault(__name__, set())
         objects = Objects(changing)
         fn = objects.lift(call.fn)
@@ -89,7 +89,7 @@ class NNX(Adapter):
             with nnx.merge_context(_TAG, inner=True) as context:
                 named = context.merge(graphdef, state)
             inner = tuple(named[path] for path in objects.paths)
-            before, variables = _nnx_marks.Attributes(inner), _Variables(named)
+            before, variables = marks.Attributes(inner), _Variables(named)
             with Filling(inner, objects.values if inline else values) as filling:
                 args, kwargs = fill((args, kwargs), inner, filling)
                 out = (fn(filling) if fn else call.fn)(*args, **kwargs)
@@ -191,7 +191,7 @@ def _is_foreign(arguments: Any) -> bool:
 
 
 def _with_outputs(adapter: NNX, cls: type, name: str, wrap: Any, original: Any) -> Any:
-    return _nnx_marks.outputs(adapter, cls, name, wrap(original))
+    return marks.outputs(adapter, cls, name, wrap(original))
 
 
 ADAPTER = NNX()

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from tapax import _jax
+from tapax._calling.program import Program
 from tapax._marks.jaxprs import reaching
-from tapax._program import Program
 from tapax._sites.site import Site
 from tapax._walk.calls import Call
 from tapax._walk.changes import Around, Key

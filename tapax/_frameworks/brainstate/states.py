@@ -40,10 +40,10 @@ from brainstate import (
 )
 from jax.core import Tracer
 
-from tapax._adapter import FunctionCall, Reopen
+from tapax._frameworks.interface import FunctionCall, Reopen
+from tapax._frameworks.patches import current
 from tapax._jax.pytrees import map_in_order
 from tapax._marks.sow import is_array
-from tapax._patch import current
 
 # While one thread traces, the states hold its traced values: others wait.
 _lock = threading.RLock()

@@ -21,10 +21,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from tapax._anchors import PathKey, leaf_path
-from tapax._jax.pytrees import in_order, map_in_order, order_of
-from tapax._sites.names import join
-from tapax.adapters._nnx_holders import (
+from tapax._frameworks.anchors import PathKey, leaf_path
+from tapax._frameworks.nnx.holders import (
     assigned_by_methods,
     assigned_globals,
     attributes,
@@ -42,6 +40,8 @@ from tapax.adapters._nnx_holders import (
     refilled,
     set_attributes,
 )
+from tapax._jax.pytrees import in_order, map_in_order, order_of
+from tapax._sites.names import join
 
 
 @jax.tree_util.register_static

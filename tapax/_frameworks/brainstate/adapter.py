@@ -27,13 +27,13 @@ from brainstate import State, graph, nn, transform
 from brainstate.transform import _mapping1, _mapping2, _mapping_core
 from brainunit import Quantity
 
-from tapax._adapter import Adapter, FunctionCall
+from tapax._frameworks.brainstate import states
+from tapax._frameworks.interface import Adapter, FunctionCall
+from tapax._frameworks.module_calls import mark_result, within
+from tapax._frameworks.module_paths import running
+from tapax._frameworks.patches import Patch, Replacements, current, is_method, subclasses
 from tapax._marks.context import marking, without_marks
-from tapax._modules import mark_result, within
-from tapax._patch import Patch, Replacements, current, is_method, subclasses
-from tapax._places import running
 from tapax._sites.names import segment
-from tapax.adapters import _brainstate_state as state
 
 _FORWARD = ("__call__", "update")
 
@@ -53,11 +53,11 @@ class Brainstate(Adapter):
     def is_opaque(self, value: Any) -> bool:
         return isinstance(value, (graph.Node, State))
 
-    def seen(self) -> contextlib.AbstractContextManager[Any]:
+    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
 
-    def opened(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
-        return contextlib.nullcontext(state.taken_apart(call))
+    def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
+        return contextlib.nullcontext(states.taken_apart(call))
 
     def _replacements(self) -> Replacements:
         yield transform.StatefulFunction, "get_arg_cache_key", _kept_apart
@@ -166,7 +166,7 @@ def _method(adapter: Brainstate, owner: type, name: str, original: Any) -> Any:
         first = next(cls for cls in type(self).__mro__ if name in cls.__dict__)
         if marking() is None or first is not owner or (forward and _is_being_called(self)):
             return run()
-        state.ran(self)
+        states.ran(self)
         with within(adapter, self):
             if not forward:
                 return _marked(adapter, self, name, run())

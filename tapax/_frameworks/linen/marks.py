@@ -19,9 +19,9 @@ import jax
 import numpy as np
 from flax.linen import module as _module
 
+from tapax._frameworks.module_calls import within
 from tapax._marks.context import marking
 from tapax._marks.sow import mark
-from tapax._modules import within
 from tapax._sites.names import segment
 
 # Part of the key of every `jit` cache, as what is traced depends on it.

@@ -24,14 +24,14 @@ import jax
 import numpy as np
 from flax import config, errors, nnx
 
-from tapax._adapter import Adapter, Reopen
+from tapax._frameworks.interface import Adapter, Reopen
+from tapax._frameworks.module_calls import within
+from tapax._frameworks.nnx.holders import is_object
+from tapax._frameworks.patches import is_first
 from tapax._marks.context import marking
 from tapax._marks.sow import is_array, mark
-from tapax._modules import within
-from tapax._patch import is_first
 from tapax._sites.errors import SiteError
 from tapax._sites.names import segment
-from tapax.adapters._nnx_holders import is_object
 
 # Both are part of the key of every `jit` cache, as what is traced depends on them.
 _storing = jax.make_user_context(True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from tapax._adapter import Adapter
-from tapax._anchors import leaf_path
+from tapax._frameworks.anchors import leaf_path
+from tapax._frameworks.interface import Adapter
 from tapax._sites.names import join, segment
 
 CONTAINERS = (list, tuple, dict)

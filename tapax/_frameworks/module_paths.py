@@ -21,10 +21,10 @@ from typing import Any
 
 from jax.core import Tracer
 
-from tapax._adapter import Adapter
-from tapax._anchors import anchor
+from tapax._frameworks.anchors import anchor
+from tapax._frameworks.interface import Adapter
+from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, kind
 from tapax._marks.scopes import Place
-from tapax._model import CONTAINERS, arrays, descendants, index, kind
 from tapax._sites.names import join
 
 

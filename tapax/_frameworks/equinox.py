@@ -24,11 +24,11 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from tapax._adapter import Adapter, FunctionCall
+from tapax._frameworks.interface import Adapter, FunctionCall
+from tapax._frameworks.module_calls import within
+from tapax._frameworks.module_paths import find, running
+from tapax._frameworks.patches import Patch, Replacements, methods, subclasses
 from tapax._marks.context import marking
-from tapax._modules import within
-from tapax._patch import Patch, Replacements, methods, subclasses
-from tapax._places import find, running
 from tapax._sites.names import join, segment
 
 # Its result is run elsewhere, where the place is another.
@@ -59,10 +59,10 @@ class Equinox(Adapter):
             return True
         return isinstance(value, eqx.Module) and callable(value)
 
-    def lasting(self, fn: Any) -> bool:
+    def has_repeatable_calls(self, fn: Any) -> bool:
         return isinstance(fn, eqx.Module)
 
-    def keeps_numbers(self, call: FunctionCall) -> Any:
+    def static_parts(self, call: FunctionCall) -> Any:
         fn = call.fn
         while fn is not None:
             if isinstance(fn, _JIT):
@@ -70,14 +70,14 @@ class Equinox(Adapter):
             fn = _wrapped(fn)
         return lambda value: isinstance(value, eqx.Module)
 
-    def opened(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
+    def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         # `model.__call__` is Python's own bound method, and not Equinox's as others are.
         if inspect.ismethod(call.fn) and isinstance(call.fn.__self__, eqx.Module):
             bound = _BOUND(call.fn.__func__, call.fn.__self__)
             call = dataclasses.replace(call, fn=bound)
         return contextlib.nullcontext(call)
 
-    def seen(self) -> contextlib.AbstractContextManager[Any]:
+    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
 
     def _replacements(self) -> Replacements:

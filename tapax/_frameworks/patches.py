@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tapax._adapter import Adapter
+from tapax._frameworks.interface import Adapter
+from tapax._frameworks.module_calls import called
 from tapax._marks.context import marking
-from tapax._modules import called
 
 _lock = threading.RLock()
 

@@ -1,6 +1,6 @@
 """What an adapter is: all that tapax knows of a framework.
 
-The files in `adapters/` have one each. Nothing else in the library knows a framework.
+There is one for each framework. Nothing outside of `_frameworks` knows a framework.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class Adapter:
         """Whether a part of a result is an object of its own, whose arrays are not results."""
         return self.is_module(value)
 
-    def seen(self) -> contextlib.AbstractContextManager[Any]:
+    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         """Within, calls of modules are seen; afterwards the framework is as it was before."""
         raise NotImplementedError
 
-    def traced(self, trace: Callable[[], Any]) -> Any:
+    def trace_program(self, trace: Callable[[], Any]) -> Any:
         """Traces a program, and once more in another way if the first fails and may have to."""
         return trace()
 
-    def lasting(self, fn: Any) -> bool:
+    def has_repeatable_calls(self, fn: Any) -> bool:
         """Whether equal arguments, and equal state, mean equal calls of a function.
 
         They do if it is a module; or if it is jitted by the framework, and so keeps what it closes
@@ -70,11 +70,11 @@ class Adapter:
         """
         return False
 
-    def keeps_numbers(self, call: FunctionCall) -> Callable[[Any], bool] | None:
+    def static_parts(self, call: FunctionCall) -> Callable[[Any], bool] | None:
         """Tells the parts of a call's arguments in which Python numbers are static."""
         return None
 
-    def opened(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
+    def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         """The call of a captured function with its stateful objects taken apart into arrays."""
         return contextlib.nullcontext(call)
 

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tapax._adapter import Adapter
+from tapax._frameworks.interface import Adapter
+from tapax._frameworks.module_paths import Running, entered, locate, rooted
 from tapax._marks.context import marking
 from tapax._marks.scopes import Place
 from tapax._marks.sow import leaf_name
 from tapax._marks.tap import Mark, tap
-from tapax._places import Running, entered, locate, rooted
 
 
 def called(

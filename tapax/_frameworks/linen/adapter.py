@@ -24,14 +24,14 @@ from flax import linen as nn
 from flax.core import axes_scan
 from flax.linen import transforms as _transforms
 
-from tapax._adapter import Adapter
+from tapax._frameworks.interface import Adapter
+from tapax._frameworks.linen.marks import perturb, record_result, sow
+from tapax._frameworks.module_calls import mark_result, within
+from tapax._frameworks.module_paths import locate, running
+from tapax._frameworks.patches import Patch, Replacements
 from tapax._marks.context import marking, without_marks
 from tapax._marks.scopes import Place
-from tapax._modules import mark_result, within
-from tapax._patch import Patch, Replacements
-from tapax._places import locate, running
 from tapax._sites.names import join, segment
-from tapax.adapters._linen_marks import perturb, record_result, sow
 
 
 class _Call(NamedTuple):
@@ -97,7 +97,7 @@ class Linen(Adapter):
         return isinstance(value, (nn.Module, nn.Variable))
 
     @contextlib.contextmanager
-    def seen(self) -> Iterator[None]:
+    def observe_calls(self) -> Iterator[None]:
         calls = self._calls
         with self._patch():
             if calls.seen:  # by a capture around this one

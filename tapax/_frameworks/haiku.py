@@ -18,12 +18,12 @@ from typing import Any
 import haiku as hk
 import jax
 
-from tapax._adapter import Adapter
+from tapax._frameworks.interface import Adapter
+from tapax._frameworks.module_calls import called
+from tapax._frameworks.module_paths import running
+from tapax._frameworks.patches import is_first
 from tapax._marks.context import marking
 from tapax._marks.scopes import Place
-from tapax._modules import called
-from tapax._patch import is_first
-from tapax._places import running
 from tapax._sites.names import join
 
 # Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
@@ -61,7 +61,7 @@ class Haiku(Adapter):
         return lambda *args, **kwargs: model.init(jax.random.key(0), *args, **kwargs)
 
     @contextlib.contextmanager
-    def seen(self) -> Iterator[None]:
+    def observe_calls(self) -> Iterator[None]:
         calls = self._calls
         calls.captures += 1
         try:

@@ -1,0 +1,1 @@
+"""From a user's call to a walked program: its arguments, its trace, what is compiled and kept."""

@@ -1,0 +1,135 @@
+"""A program: a function traced with its marks; and the walk over it, which gives the results.
+
+What happens to a function here does not depend on where its arguments came from, or on whether it
+is compiled: see `_capture` for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tapax import _jax
+from tapax._calling.collect import collect
+from tapax._frameworks import registry
+from tapax._frameworks.anchors import is_anchored, labels, resolve
+from tapax._frameworks.module_paths import tracing
+from tapax._jax.pytrees import in_order, order_of
+from tapax._marks.context import Structure
+from tapax._marks.operations import internal_operations, with_marks
+from tapax._results.taps import Taps
+from tapax._sites.errors import name_of
+from tapax._walk import mapped_predicates
+from tapax._walk.changes import Changes
+from tapax._walk.plan import Plan
+from tapax._walk.walk import Walk
+
+mapped_predicates.register()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """Stands for a result of a program."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function: its jaxpr, and how its results are put together again."""
+
+    jaxpr: Any
+    treedef: Any
+    statics: tuple[tuple[int, Any], ...]
+    order: Any
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        leaves = list(arrays)
+        for i, leaf in self.statics:
+            leaves.insert(i, leaf)
+        return in_order(self.treedef.unflatten(leaves), self.order)
+
+    def only(self, pick: Callable[[Any], Any]) -> Program:
+        """The program with a part of its results."""
+        count = len(_jax.open_jaxpr(self.jaxpr).outvars)
+        picked = pick(self.join([_Result(i) for i in range(count)]))
+        leaves, treedef = jax.tree.flatten(picked)
+        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _Result))
+        kept = [x.number for x in leaves if isinstance(x, _Result)]
+        return Program(_jax.dce(self.jaxpr, kept), treedef, statics, order_of(picked))
+
+    def walk(
+        self, plan: Plan, arrays: Sequence[Any], changes: Changes | None = None
+    ) -> tuple[list[Any], Taps]:
+        """Evaluates the program; its results as arrays, and what the plan selects."""
+        walk = Walk(plan, changes)
+        outs = self.run(walk, arrays)
+        with internal_operations():
+            return outs, collect(walk)
+
+    def run(self, walk: Walk, arrays: Sequence[Any]) -> list[Any]:
+        """Evaluates the program; its results as arrays."""
+        with internal_operations():
+            outs = walk.run(self.jaxpr, arrays)
+            return walk.materialize(_jax.open_jaxpr(self.jaxpr).outvars, outs)
+
+
+def trace(
+    fn: Any,
+    run: Callable[[Any], Any],
+    plan: Plan,
+    arguments: Any,
+    arrays: Sequence[Any],
+    join: Callable[[Sequence[Any]], Any],
+    pick: Callable[[list[Any]], list[Any]],
+) -> Program:
+    """Traces `run`, the call of `fn` on some arguments.
+
+    `arrays` are those of the leaves of `arguments` that are traced: `join` puts others into their
+    places, `pick` picks what belongs to them out of a list with something for every leaf.
+    """
+    cell: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        arguments = join(arrays)
+        given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+        out = run(arguments)
+        leaves, treedef = jax.tree.flatten(out)
+        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
+        for _, x in statics:
+            # A function in a model that comes out as it went in has nothing traced in it.
+            if not (callable(x) and id(x) in given):
+                _check_result(fn, x)
+        cell.update(treedef=treedef, statics=statics, order=order_of(out))
+        fixed = {i for i, _ in statics}
+        return [x for i, x in enumerate(leaves) if i not in fixed]
+
+    with (
+        registry.observe_calls(),
+        with_marks(plan.marking(Structure.of(arguments))),
+        tracing(),
+        jax.disable_jit(False),
+        _jax.no_names(),
+    ):
+        jaxpr = registry.trace_program(lambda: jax.make_jaxpr(flat)(*arrays))
+    if is_anchored(jaxpr):
+        jaxpr = resolve(jaxpr, pick(labels(arguments)))
+    return Program(jaxpr, **cell)
+
+
+def _check_result(fn: Any, x: Any) -> None:
+    """Refuses a result that may hide traced values where nothing can find them."""
+    if not isinstance(x, (str, bytes, bool, int, float, complex, np.generic, np.ndarray, *_FIXED)):
+        raise TypeError(
+            f"{name_of(fn)} returns {type(x).__name__}, which is neither an array nor a container "
+            "that JAX knows, so what is in it cannot be returned from a traced program. Return a "
+            "pytree: register the class with jax.tree_util.register_dataclass."
+        )
+
+
+_FIXED = (type(None), enum.Enum, type, np.dtype)

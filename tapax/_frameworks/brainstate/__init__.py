@@ -1,0 +1,1 @@
+"""The adapter of brainstate, and the parts it is made of."""

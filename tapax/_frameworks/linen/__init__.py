@@ -1,0 +1,1 @@
+"""The adapter of Flax Linen, and the parts it is made of."""

@@ -1,0 +1,82 @@
+"""The adapters of the frameworks that the user has imported, and what is done with all of them.
+
+An adapter is imported once its framework has been imported by the user, and not before. Adding a
+framework is adding a module with an `ADAPTER`, and a row to the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
+
+T = TypeVar("T")
+
+ADAPTERS = {
+    "flax.nnx": "tapax._frameworks.nnx.adapter",
+    "flax.linen": "tapax._frameworks.linen.adapter",
+    "equinox": "tapax._frameworks.equinox",
+    "haiku": "tapax._frameworks.haiku",
+    "brainstate": "tapax._frameworks.brainstate.adapter",
+}
+"""The module of each adapter, by the package whose import makes it needed."""
+
+
+def loaded_adapters() -> list[Adapter]:
+    """The adapters of the frameworks that have been imported."""
+    return [
+        importlib.import_module(module).ADAPTER
+        for package, module in ADAPTERS.items()
+        if package in sys.modules
+    ]
+
+
+@contextlib.contextmanager
+def observe_calls() -> Iterator[None]:
+    """Within, the calls of the modules of every framework become sites."""
+    with contextlib.ExitStack() as stack:
+        for adapter in loaded_adapters():
+            stack.enter_context(adapter.observe_calls())
+        yield
+
+
+def trace_program(trace: Callable[[], T]) -> T:
+    """Traces a program, in the way of every framework."""
+    for adapter in loaded_adapters():
+        trace = functools.partial(adapter.trace_program, trace)
+    return trace()
+
+
+def has_repeatable_calls(fn: Any) -> bool:
+    """Whether equal arguments mean equal calls of a function, in any of the frameworks."""
+    return any(adapter.has_repeatable_calls(fn) for adapter in loaded_adapters())
+
+
+def static_parts(call: FunctionCall) -> list[Callable[[Any], bool]]:
+    """Predicates on the parts of a call's arguments in which numbers are static."""
+    kept = (adapter.static_parts(call) for adapter in loaded_adapters())
+    return [parts for parts in kept if parts is not None]
+
+
+@contextlib.contextmanager
+def open_call(call: FunctionCall) -> Iterator[FunctionCall]:
+    """The call of a function with the stateful objects of every framework taken apart."""
+    with contextlib.ExitStack() as stack:
+        for adapter in loaded_adapters():
+            call = stack.enter_context(adapter.open_call(call))
+        yield call
+
+
+def run_opened(call: FunctionCall, run: Callable[[FunctionCall], T]) -> T:
+    """Runs the call taken apart; anew as long as there is more to take apart."""
+    while True:
+        try:
+            with open_call(call) as opened:
+                return run(opened)
+        except Reopen:
+            continue
