@@ -4,13 +4,13 @@ import importlib
 from typing import Any
 
 from tapax import hidden, plot, reduce
-from tapax._capture import capture, sites
-from tapax._cut import prefix, suffix
-from tapax._edit import edit
-from tapax._gradients import grad, jacobian, value_and_grad
-from tapax._listing import modules
+from tapax._api.capture import capture, sites
+from tapax._api.cut import prefix, suffix
+from tapax._api.edit import edit
+from tapax._api.gradients import grad, jacobian, value_and_grad
+from tapax._api.modules import modules
+from tapax._api.perturbations import perturbations, perturbed
 from tapax._marks.sow import perturb, scope, sow
-from tapax._perturbations import perturbations, perturbed
 from tapax._results.module_table import ModuleTable
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
@@ -22,8 +22,8 @@ from tapax.hidden import (
     add_hidden_perturbation,
     add_hidden_perturbation_in_module,
 )
+from tapax.monitoring import Histogram, Log, Monitor, alert, monitor, open, sink
 from tapax.nonfinite import Finding, find_nonfinite
-from tapax.watching import Histogram, Log, Monitor, alert, monitor, open, sink
 
 __version__ = "0.2.0"
 

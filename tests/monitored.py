@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import tapax
-from tapax.watching._log import Log
-from tapax.watching._monitor import monitor
+from tapax.monitoring._log import Log
+from tapax.monitoring._monitor import monitor
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (6, 4), jnp.float32)

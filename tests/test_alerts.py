@@ -11,8 +11,8 @@ from jax import lax
 
 import tapax
 from tapax import alert, reduce
-from tapax.watching._log import Log
-from tapax.watching._monitor import monitor
+from tapax.monitoring._log import Log
+from tapax.monitoring._monitor import monitor
 from tests.monitored import ONES, layers, watched
 
 pytestmark = pytest.mark.once
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.once
         (alert.dead(0.6, at="Net/a"), [(jnp.array([[1.0, 0, -2, 0], [0, 1, 0, 0]]), 1.0)], {}),
     ],
 )
-@pytest.mark.filterwarnings("ignore::tapax.watching.alert.AlertWarning")
+@pytest.mark.filterwarnings("ignore::tapax.monitoring.alert.AlertWarning")
 def test_alerts_name_the_layer(made, calls, sentences):
     log, alarms = watched(layers, *calls, alerts=[made], values=None, grads="Net/a")
     assert {a.message for a in alarms} == set(sentences)

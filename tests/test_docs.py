@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "tapax", "tapax.attribute", "tapax.compat", "tapax.hidden", "tapax.hidden.online",
-    "tapax.nn", "tapax.plot", "tapax.watching",
+    "tapax.nn", "tapax.plot", "tapax.monitoring",
 )  # fmt: skip
 MODULES = [
     name
@@ -46,7 +46,7 @@ def test_docstrings_have_examples():
     }
     assert {
         "tapax._marks.sow.sow",
-        "tapax._capture",
+        "tapax._api.capture",
         "tapax._sites.selections",
         "tapax._marks.sow.scope",
     } <= tested

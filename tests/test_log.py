@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tapax import sink
-from tapax.watching._log import Alarm, Histogram, Log
-from tapax.watching._log import open as open_log
+from tapax.monitoring._log import Alarm, Histogram, Log
+from tapax.monitoring._log import open as open_log
 
 pytestmark = pytest.mark.once
 

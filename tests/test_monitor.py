@@ -21,9 +21,9 @@ from flax.training.train_state import TrainState
 
 import tapax
 from tapax import alert
-from tapax.watching._log import Log
-from tapax.watching._log import open as open_log
-from tapax.watching._monitor import Monitor, monitor
+from tapax.monitoring._log import Log
+from tapax.monitoring._log import open as open_log
+from tapax.monitoring._monitor import Monitor, monitor
 from tests.monitored import KEY, W, X, batch, scanned
 
 pytestmark = pytest.mark.once
@@ -284,7 +284,7 @@ def test_what_waits_is_fetched_and_written_at_the_end_of_the_interpreter(tmp_pat
         import sys, time
         import jax, jax.numpy as jnp
         import tapax
-        from tapax.watching._monitor import monitor
+        from tapax.monitoring._monitor import monitor
 
         m = monitor(
             jax.jit(lambda x: tapax.sow(x @ x, "h")), every=1,

@@ -11,8 +11,8 @@ from jax import lax
 
 import tapax
 from tapax import alert, reduce
-from tapax.watching._log import Histogram, Log
-from tapax.watching._monitor import monitor
+from tapax.monitoring._log import Histogram, Log
+from tapax.monitoring._monitor import monitor
 from tests.monitored import W, X, batch, scanned, watched
 
 EDGES = (-1.0, 0.0, 0.5, 3.0)

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 import tapax
 from tapax import plot
 from tapax import reduce as R
-from tapax.watching._log import Alarm, Histogram, Log
+from tapax.monitoring._log import Alarm, Histogram, Log
 
 pytestmark = pytest.mark.once
 
@@ -435,7 +435,7 @@ def test_history_of_a_run_that_was_continued():
 
 
 def test_history_reads_a_path_and_selects(tmp_path):
-    from tapax.watching.sink import jsonl
+    from tapax.monitoring.sink import jsonl
 
     sink = jsonl(tmp_path / "log.jsonl")
     for step, record in filled():

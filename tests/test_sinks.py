@@ -20,9 +20,9 @@ import pytest
 from rich.console import Console
 
 from tapax import sink
-from tapax.watching._delivery import Delivery
-from tapax.watching._log import Alarm, Histogram, Log
-from tapax.watching._log import open as open_log
+from tapax.monitoring._delivery import Delivery
+from tapax.monitoring._log import Alarm, Histogram, Log
+from tapax.monitoring._log import open as open_log
 
 pytestmark = pytest.mark.once
 
@@ -295,7 +295,7 @@ def test_what_waits_is_written_at_the_end_of_the_interpreter(tmp_path):
     done = script(
         """
         import sys, time
-        from tapax.watching._delivery import Delivery
+        from tapax.monitoring._delivery import Delivery
         from tapax import sink
 
         slow = lambda step, record: time.sleep(0.01)
@@ -350,7 +350,7 @@ def test_a_full_disk_leaves_what_was_written(paths):
         import resource, sys
         import numpy as np
         from tapax import sink
-        from tapax.watching._delivery import Delivery
+        from tapax.monitoring._delivery import Delivery
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         seen = []

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tapax._api.change_builder import Making
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot
 from tapax._calling.transform import Job
 from tapax._marks.operations import internal_operations
-from tapax._replace import Making
 from tapax._sites.errors import SiteError
 from tapax._walk.calls import Call
 from tapax._walk.changes import Part

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._api.change_builder import Making
 from tapax._calling.survey import Surveying
 from tapax._marks.context import marking
 from tapax._marks.jaxprs import strip
 from tapax._marks.tap import Mark, tap
-from tapax._replace import Making
 from tapax._sites.errors import SiteError
 from tapax._sites.names import segment
 from tapax._walk.calls import Call, Token

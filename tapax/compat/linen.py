@@ -45,11 +45,11 @@ from flax import linen as nn
 from flax.core import FrozenDict, freeze, unfreeze
 from flax.core.scope import in_filter, union_filters
 
+from tapax._api.capture import capture
+from tapax._api.perturbations import Adding
 from tapax._calling.transform import Instrumented
-from tapax._capture import capture
 from tapax._frameworks.linen.adapter import ADAPTER
 from tapax._frameworks.linen.marks import Recording, Sown, recording
-from tapax._perturbations import Adding
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
 from tapax._walk.plan import Plan

@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tapax._capture import capture as _capture
+from tapax._api.capture import capture as _capture
 from tapax._frameworks.module_tree import index
 from tapax._frameworks.nnx.adapter import ADAPTER
 from tapax._frameworks.nnx.marks import Recording, Sown, carry, drop, recording, rename

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from tapax._results.taps import Taps
 from tapax._sites.selections import Selection
+from tapax.monitoring._log import Log
+from tapax.monitoring._log import open as open_log
 from tapax.plot._numbers import Statistic, chosen, of_log, of_taps
-from tapax.watching._log import Log
-from tapax.watching._log import open as open_log
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from tapax.monitoring._log import Histogram
 from tapax.plot import _style as style
 from tapax.plot._numbers import Number, Statistic, on_log_axis
-from tapax.watching._log import Histogram
 
 ROW, TALLEST = 0.24, 12.0
 """The height of a row in inches, and of all of them at most."""

@@ -21,9 +21,9 @@ from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, nearest
 from tapax._sites.selections import Selection, check, flatten, matches
 from tapax._sites.site import Site
+from tapax.monitoring._log import Histogram, Log
+from tapax.monitoring._numbers import labelled as labelled
 from tapax.reduce import Reducer
-from tapax.watching._log import Histogram, Log
-from tapax.watching._numbers import labelled as labelled
 
 Statistic: TypeAlias = "tuple[str, str]"
 """Of what, `value` or `grad`, and which: `rms`. What a log has besides has no `what`."""

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from tapax.watching._log import Histogram
+from tapax.monitoring._log import Histogram
 
 KINDS = {"value": "#1f5fa8", "grad": "#7a3b96", "": "#3d4a54"}
 INK, MUTED, GUIDE, PAPER = "#1c2328", "#5b666e", "#e4e8eb", "#ffffff"

@@ -12,9 +12,9 @@ from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import SubFigure
 from matplotlib.patheffects import withStroke
 
+from tapax.monitoring._log import Alarm, Histogram
 from tapax.plot import _style as style
 from tapax.plot._numbers import Number, Statistic, on_log_axis
-from tapax.watching._log import Alarm, Histogram
 
 LINES, COLUMNS = 10, 400
 """How many layers are lines, and how many columns a heat map has, at most."""

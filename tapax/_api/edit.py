@@ -53,10 +53,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from tapax._api.change_builder import Making, Rule, check_step
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Instrumented, Job, check_function
-from tapax._replace import Making, Rule, check_step
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import At, StepSlice, check, flatten
 from tapax._walk.plan import Plan

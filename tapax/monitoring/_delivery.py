@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tapax.watching._log import Alarm, Record
+from tapax.monitoring._log import Alarm, Record
 
 Found = tuple[int, Record, Iterable[Alarm]]
 """A step, its record, and its alarms."""

@@ -20,8 +20,8 @@ import numpy as np
 from tapax._results.site_table import SiteTable
 from tapax._sites.selections import At, check, flatten, matches
 from tapax._sites.site import Site
+from tapax.monitoring._log import Histogram, Number
 from tapax.reduce import Reducer
-from tapax.watching._log import Histogram, Number
 
 
 @dataclasses.dataclass(frozen=True)

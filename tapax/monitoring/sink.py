@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from tapax.watching._files import JsonLines, Parts, plain
-from tapax.watching._log import Alarm, Histogram, Number, Record
-from tapax.watching._parts import Parquet, Safetensors
+from tapax.monitoring._files import JsonLines, Parts, plain
+from tapax.monitoring._log import Alarm, Histogram, Number, Record
+from tapax.monitoring._parts import Parquet, Safetensors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +73,7 @@ class table:
     def __call__(self, step: int, record: Record) -> None:
         from rich.live import Live
 
-        from tapax.watching._trend import sites_table, summary
+        from tapax.monitoring._trend import sites_table, summary
 
         self._step = step
         for name, number in record.items():
@@ -92,7 +92,7 @@ class table:
         self._console.print(alarm.message, style="bold red", markup=False, highlight=False)
 
     def close(self) -> None:
-        from tapax.watching._trend import render, sites_table
+        from tapax.monitoring._trend import render, sites_table
 
         if self._live is not None:
             self._live.stop()
@@ -198,7 +198,7 @@ class mlflow:
         return "mlflow()"
 
     def __call__(self, step: int, record: Record) -> None:
-        from tapax.watching._trend import summary
+        from tapax.monitoring._trend import summary
 
         numbers = {name: summary(x) for name, x in _tags(record).items()}
         self._mlflow.log_metrics(numbers, step=step, run_id=self._run)

@@ -41,11 +41,11 @@ from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, name_of
 from tapax._walk.plan import Plan
-from tapax.watching import sink as sinks
-from tapax.watching._delivery import Delivery, Found, warn
-from tapax.watching._log import Alarm
-from tapax.watching._numbers import Asked, Slot, ask, layout, numbered, read
-from tapax.watching.alert import Alert, AlertWarning, Limit
+from tapax.monitoring import sink as sinks
+from tapax.monitoring._delivery import Delivery, Found, warn
+from tapax.monitoring._log import Alarm
+from tapax.monitoring._numbers import Asked, Slot, ask, layout, numbered, read
+from tapax.monitoring.alert import Alert, AlertWarning, Limit
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tapax._capture import sites
+from tapax._api.capture import sites
 from tapax._frameworks.module_tree import in_order
 from tapax._frameworks.registry import loaded_adapters
 from tapax._results.module_table import ModuleTable

@@ -29,12 +29,12 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
+from tapax._api.change_builder import Making, check_step
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Instrumented, Job, check_function
 from tapax._marks.jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
-from tapax._replace import Making, check_step
 from tapax._sites.errors import SiteError, as_array
 from tapax._sites.selections import At, Selection
 from tapax._walk.changes import Part

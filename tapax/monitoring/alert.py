@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from tapax import reduce
 from tapax._sites.selections import Selection, check, flatten, is_exact, matches
+from tapax.monitoring._log import Alarm
 from tapax.reduce import Reducer
-from tapax.watching._log import Alarm
 
 __all__ = ["Alarm", "Alert", "AlertWarning", "above", "below", "dead", "nonfinite"]
 

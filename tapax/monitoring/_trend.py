@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from tapax.watching._log import Log, Number
+    from tapax.monitoring._log import Log, Number
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tapax._api.change_builder import Making
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Instrumented, Job, check_function
-from tapax._replace import Making
 from tapax._results.site_table import SiteTable
 from tapax._sites.errors import SiteError, as_array, nearest
 from tapax._sites.selections import At, Selection, check, flatten, is_exact, matches

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from tapax.watching._log import Alarm, Histogram, Number, Record
+from tapax.monitoring._log import Alarm, Histogram, Number, Record
 
 VERSION = 1
 RECORDS, BYTES = 256, 1 << 20

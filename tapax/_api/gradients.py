@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._api.change_builder import check_step
+from tapax._api.perturbations import AT, adding, differentiable
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Instrumented, Job, check_function
-from tapax._perturbations import AT, adding, differentiable
-from tapax._replace import check_step
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import Selection
 from tapax._walk.plan import Plan

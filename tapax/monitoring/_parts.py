@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from tapax.watching._files import (
+from tapax.monitoring._files import (
     Entry,
     Parts,
     Torn,
@@ -23,7 +23,7 @@ from tapax.watching._files import (
     parts,
     read_lines,
 )
-from tapax.watching._log import Histogram, Number
+from tapax.monitoring._log import Histogram, Number
 
 
 class Safetensors(Parts):

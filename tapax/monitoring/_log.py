@@ -129,7 +129,7 @@ class Log:
         return len(self._records)
 
     def __repr__(self) -> str:
-        from tapax.watching._trend import log_table
+        from tapax.monitoring._trend import log_table
 
         return log_table(self)
 
@@ -140,7 +140,7 @@ def open(path: str | os.PathLike[str]) -> Log:
     What a run that was killed, or a disk that filled up, left half-written is left out, with a
     warning.
     """
-    from tapax.watching._parts import read
+    from tapax.monitoring._parts import read
 
     log = Log()
     for step, record, alarms in read(path):

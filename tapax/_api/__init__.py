@@ -1,0 +1,1 @@
+"""The functions of the package that trace a function and walk it."""
