@@ -18,16 +18,18 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import within
 from tapax._frameworks.module_paths import find, running
 from tapax._frameworks.patches import Patch, Replacements, methods, subclasses
+from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
 from tapax._marks.context import marking
 from tapax._sites.names import join, segment
 
@@ -79,6 +81,29 @@ class Equinox(Adapter):
 
     def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
+
+    def recurrent_cell(
+        self, module: Any, inputs: Sequence[Any], state: Any
+    ) -> RecurrentCell | None:
+        """Describes a module; a cell of Equinox takes its state last and starts from zeros."""
+        if not isinstance(module, eqx.Module):
+            return None
+        check_inputs(module, inputs)
+        params, rest = eqx.partition(module, eqx.is_array)
+        is_lstm = isinstance(module, eqx.nn.LSTMCell)
+        if not is_lstm and not isinstance(module, eqx.nn.GRUCell):
+            run = lambda params, *args: eqx.combine(params, rest)(*args)  # noqa: E731
+            return RecurrentCell(run, params, state)
+
+        def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+            new = eqx.combine(params, rest)(*inputs, state)
+            return new, new[0] if is_lstm else new
+
+        if state is not None:
+            return RecurrentCell(step, params, state)
+        zeros = jnp.zeros(module.hidden_size, module.weight_hh.dtype)
+        initial = (zeros, zeros) if is_lstm else zeros
+        return RecurrentCell(step, params, initial, pair_paths(initial, "h", "c"))
 
     def _replacements(self) -> Replacements:
         wrappers = [cls for cls in subclasses(eqx.Module) if not _is_users(cls)]

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_calls import called
 from tapax._frameworks.module_paths import running
 from tapax._frameworks.patches import is_first
+from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs
 from tapax._marks.context import marking
 from tapax._marks.scopes import Place
 from tapax._sites.names import join
@@ -73,6 +75,26 @@ class Haiku(Adapter):
             calls.captures -= 1
             if not calls.captures:
                 calls.made.clear()
+
+    def recurrent_cell(
+        self, module: Any, inputs: Sequence[Any], state: Any
+    ) -> RecurrentCell | None:
+        """Describes a core. Its parameters are the transformed function's, so it has none here."""
+        if not isinstance(module, hk.RNNCore):
+            return None
+        check_inputs(module, inputs)
+        ndim = len(getattr(module, "input_shape", ())) + 1
+        batch = jnp.shape(inputs[0])[0] if jnp.ndim(inputs[0]) > ndim else None
+        initial = module.initial_state(batch)
+        # The first call makes the parameters, which must not happen under a trace.
+        module(*inputs, initial)
+
+        def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+            del params
+            out, new = module(*inputs, state)
+            return new, out
+
+        return RecurrentCell(step, {}, initial if state is None else state)
 
     def _intercept(self, run: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
         if marking() is None:

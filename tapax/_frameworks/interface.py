@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+
+from tapax._frameworks.recurrent_cells import RecurrentCell, StatefulProgram
 
 
 class Adapter:
@@ -77,6 +79,21 @@ class Adapter:
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         """The call of a captured function with its stateful objects taken apart into arrays."""
         return contextlib.nullcontext(call)
+
+    def recurrent_cell(
+        self, module: Any, inputs: Sequence[Any], state: Any
+    ) -> RecurrentCell | None:
+        """Describes a recurrent module of this framework as a pure step; None for anything else.
+
+        `inputs` are an example of the inputs; `state` replaces the initial state unless it is None.
+        """
+        return None
+
+    def stateful_program(
+        self, module: Any, inputs: Sequence[Any], state: Any
+    ) -> StatefulProgram | None:
+        """Traces a recurrent module that writes its hidden states in place; None for others."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,11 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
+from tapax._frameworks.recurrent_cells import RecurrentCell, StatefulProgram
 
 T = TypeVar("T")
 
@@ -80,3 +81,15 @@ def run_opened(call: FunctionCall, run: Callable[[FunctionCall], T]) -> T:
                 return run(opened)
         except Reopen:
             continue
+
+
+def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell | None:
+    """Describes a recurrent module of any framework as a pure step; None for anything else."""
+    found = (adapter.recurrent_cell(module, inputs, state) for adapter in loaded_adapters())
+    return next((cell for cell in found if cell is not None), None)
+
+
+def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram | None:
+    """Traces a recurrent module that writes its hidden states in place; None for others."""
+    found = (adapter.stateful_program(module, inputs, state) for adapter in loaded_adapters())
+    return next((program for program in found if program is not None), None)

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from brainstate import State, graph, nn, transform
 from brainstate.transform import _mapping1, _mapping2, _mapping_core
 from brainunit import Quantity
 
-from tapax._frameworks.brainstate import states
+from tapax._frameworks.brainstate import cells, states
 from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import running
@@ -58,6 +58,12 @@ class Brainstate(Adapter):
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         return contextlib.nullcontext(states.taken_apart(call))
+
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
+        return cells.recurrent_cell(module, inputs, state)
+
+    def stateful_program(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
+        return cells.stateful_program(module, inputs, state)
 
     def _replacements(self) -> Replacements:
         yield transform.StatefulFunction, "get_arg_cache_key", _kept_apart

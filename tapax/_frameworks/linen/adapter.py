@@ -25,6 +25,7 @@ from flax.core import axes_scan
 from flax.linen import transforms as _transforms
 
 from tapax._frameworks.interface import Adapter
+from tapax._frameworks.linen import cells
 from tapax._frameworks.linen.marks import perturb, record_result, sow
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import locate, running
@@ -109,6 +110,9 @@ class Linen(Adapter):
                     yield
             finally:
                 calls.seen = False
+
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
+        return cells.recurrent_cell(module, inputs, state)
 
     def _replacements(self) -> Replacements:
         yield nn.Module, "sow", functools.partial(sow, self)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from flax import nnx
 
 from tapax import _jax
 from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
-from tapax._frameworks.nnx import marks
+from tapax._frameworks.nnx import cells, marks
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import Filling, Objects, fill
 from tapax._frameworks.patches import Patch, Replacements, methods
@@ -58,6 +58,9 @@ class NNX(Adapter):
 
     def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
+
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
+        return cells.recurrent_cell(module, inputs, state)
 
     def _replacements(self) -> Replacements:
         for cls, name, wrap in methods(self, nnx.Module, skip=[*_BASES, *_CONTAINERS]):

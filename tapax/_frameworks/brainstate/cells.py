@@ -1,0 +1,149 @@
+"""Recurrent modules of brainstate: their hidden states are objects, which they write in place.
+
+A hook of the state sees each write as it happens and names the value in the traced program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from brainstate import HiddenState, graph, transform
+from brainunit import get_mantissa
+
+from tapax._frameworks.recurrent_cells import (
+    HiddenError,
+    RecurrentCell,
+    StatefulProgram,
+    StateObject,
+    StatePath,
+    check_names,
+    mark_write,
+)
+from tapax._sites.names import segment
+
+
+def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell | None:
+    """Describes a module: its parameters are its other states, its state is nested dicts."""
+    if not isinstance(module, graph.Node):
+        return None
+    traced = _TracedModule(module, inputs, state, name_writes=False)
+    hidden, params = traced.split(traced.values)
+
+    def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+        given = [
+            functools.reduce(operator.getitem, s.path, state if s.hidden_type else params)
+            for s in traced.states
+        ]
+        new, out = traced.function.jaxpr_call(given, *inputs)
+        return traced.split(new)[0], out
+
+    return RecurrentCell(step, params, hidden, objects=traced.objects)
+
+
+def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram | None:
+    """Traces a module with a name for every write of a hidden state."""
+    if not isinstance(module, graph.Node):
+        return None
+    traced = _TracedModule(module, inputs, state, name_writes=True)
+    treedef = jax.tree.structure(tuple(inputs))
+
+    def flatten(state: Any, inputs: Sequence[Any]) -> list[Any]:
+        leaves, given = jax.tree.flatten(tuple(inputs))
+        if given != treedef:
+            raise HiddenError(
+                f"{type(module).__name__} was traced for inputs of the structure {treedef}, but "
+                f"was given {given}. Trace it for these."
+            )
+        return [*leaves, *jax.tree.leaves(traced.replace(state))]
+
+    def join(results: Sequence[Any]) -> tuple[Any, Any]:
+        out, new = traced.out_tree.unflatten(results)
+        return traced.split(new)[0], out
+
+    return StatefulProgram(traced.jaxpr, traced.states, flatten, join)
+
+
+class _TracedModule:
+    """A traced module: its program, its states in the order of the operands, and their values."""
+
+    def __init__(self, module: Any, inputs: Sequence[Any], state: Any, *, name_writes: bool):
+        self.objects = _states_by_path(module)
+        hidden = {path: s for path, s in self.objects.items() if isinstance(s, HiddenState)}
+        if not hidden:
+            raise HiddenError(
+                f"`model`, a {type(module).__name__}, has no hidden states: they come to be with "
+                "brainstate.nn.init_all_states(model)."
+            )
+        with contextlib.ExitStack() as stack:
+            for path, s in hidden.items() if name_writes else ():
+                hook = _write_hook("/".join(path))
+                stack.enter_context(s.temporary_hook("write_before", hook))
+            self.function = transform.StatefulFunction(module, return_only_write=False)
+            self.function.make_jaxpr(*inputs)
+        key = self.function.get_arg_cache_key(*inputs)
+        self.jaxpr = self.function.get_jaxpr_by_cache(key)
+        self.out_tree = self.function.get_out_treedef_by_cache(key)
+        objects = list(self.function.get_states_by_cache(key))
+        paths = {id(s): path for path, s in self.objects.items()}
+        self.states = tuple(_describe(s, paths.get(id(s), (f"state{id(s)}",))) for s in objects)
+        self.values = [s.value for s in objects]
+        self.values = self.replace(state or {})
+
+    def replace(self, state: Mapping[str, Any]) -> list[Any]:
+        """The values of all states, with the values in `state` for the hidden states it has."""
+        given = {"/".join(path): value for path, value in _flatten(state)}
+        check_names(given, [s.name for s in self.states if s.hidden_type])
+        return [given.get(s.name, v) for s, v in zip(self.states, self.values, strict=True)]
+
+    def split(self, values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values of the hidden states, and those of the others, in nested dicts."""
+        hidden: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for state, value in zip(self.states, values, strict=True):
+            *around, last = state.path
+            into = hidden if state.hidden_type else others
+            for key in around:
+                into = into.setdefault(key, {})
+            into[last] = value
+        return hidden, others
+
+
+def _flatten(values: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:
+    """The values in nested dicts, by path."""
+    if not isinstance(values, dict):
+        yield path, values
+        return
+    for key, value in values.items():
+        yield from _flatten(value, (*path, key))
+
+
+def _states_by_path(module: Any) -> dict[StatePath, Any]:
+    found: Any = graph.states(module)
+    return {tuple(segment(key) for key in keys): state for keys, state in found.items()}
+
+
+def _describe(state: Any, path: StatePath) -> StateObject:
+    count = len(jax.tree.leaves(state.value))
+    if not isinstance(state, HiddenState):
+        return StateObject(path, state, count, None)
+    (leaf,) = jax.tree.leaves(get_mantissa(state.value))
+    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+        raise HiddenError(
+            f"The hidden state {'/'.join(path)!r} is of type {leaf.dtype}, but a hidden state has "
+            "to be of a floating-point type, for there is no derivative by another."
+        )
+    return StateObject(path, state, count, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+
+def _write_hook(name: str) -> Callable[[Any], None]:
+    def hook(context: Any) -> None:
+        value = context.transformed_value
+        value = context.value if value is None else value
+        context.transformed_value = mark_write(value, name)
+
+    return hook

@@ -1,0 +1,124 @@
+"""Recurrent modules as adapters describe them to `tapax.hidden`.
+
+An adapter describes a module as a `RecurrentCell`, a pure step with its parameters and its state.
+Where modules write their hidden states in place, it also traces one to a `StatefulProgram`, in
+which every write is an equation that names the state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from tapax import _jax
+from tapax._sites.errors import SiteError, nearest
+
+StatePath = tuple[str, ...]
+"""The keys that lead to a hidden state."""
+
+_WRITE = "tapax.hidden: "
+
+
+class HiddenError(SiteError, AssertionError):
+    """A step, a state or a perturbation does not fit: the message says what was expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentCell:
+    """A recurrent module as `step(params, state, *inputs) -> (state, out)`.
+
+    `state` is None if the module does not define an initial one. `paths` are the paths of the
+    leaves of `state` where its keys do not name them. `objects` are the framework's own objects for
+    the hidden states, by path.
+    """
+
+    step: Callable[..., tuple[Any, Any]]
+    params: Any
+    state: Any = None
+    paths: Sequence[StatePath] | None = None
+    objects: Mapping[StatePath, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StateObject:
+    """A state of a module whose value is the next `num_leaves` operands of its program.
+
+    `hidden_type` is the shape and dtype of a hidden state; it is None for any other state.
+    """
+
+    path: StatePath
+    object: Any
+    num_leaves: int
+    hidden_type: jax.ShapeDtypeStruct | None
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class StatefulProgram:
+    """A traced module that writes its hidden states in place.
+
+    `jaxpr` takes the leaves of the inputs and then those of `states`; it returns the leaves of the
+    output and then those of `states`. `mark_write` named each write of a hidden state in it.
+    `flatten(state, inputs)` makes its operands, `join(results)` makes `(state, out)`.
+    """
+
+    jaxpr: Any
+    states: tuple[StateObject, ...]
+    flatten: Callable[[Any, Sequence[Any]], Sequence[Any]]
+    join: Callable[[Sequence[Any]], tuple[Any, Any]]
+
+
+def mark_write(value: Any, name: str) -> Any:
+    """Names a value in the traced program as one that is written to the hidden state `name`."""
+    return jax.tree.map(lambda x: checkpoint_name(x, _WRITE + name), value)
+
+
+def written_by(eqn: Any) -> str | None:
+    """The name of the hidden state that an equation of `mark_write` names; None for any other."""
+    label = _jax.operation(eqn.primitive, eqn.params)[1]
+    return label.removeprefix(_WRITE) if label is not None and label.startswith(_WRITE) else None
+
+
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuses names that no hidden state has."""
+    for name in names:
+        if name not in known:
+            near = nearest(name, known).replace("The sites are", "The hidden states are")
+            raise HiddenError(f"There is no hidden state {name!r}. {near}")
+
+
+def check_inputs(module: Any, inputs: Sequence[Any]) -> None:
+    """Refuses to trace a module without an example of its input."""
+    if not inputs:
+        raise HiddenError(
+            f"`inputs` is empty, but {type(module).__name__} is traced for what it is called on: "
+            "give an example of its input."
+        )
+
+
+def refuse_loop(module: Any, cell: str) -> None:
+    """Refuses a module that runs a whole sequence; `cell` is what to give in its place."""
+    raise HiddenError(
+        f"`model` is of type {type(module).__name__}, which runs over a whole sequence and has no "
+        f"hidden state of its own. Give its cell: {cell}."
+    )
+
+
+def refuse_other(value: Any, fix: str) -> None:
+    """Refuses what is not a recurrent module of any framework; `fix` is what to do about it."""
+    raise HiddenError(
+        f"`model` is of type {type(value).__name__}, but expected is a recurrent module: one of "
+        f"brainstate, an RNN cell of Flax, a cell of Equinox, a core of Haiku. {fix}"
+    )
+
+
+def pair_paths(state: Any, *names: str) -> Sequence[StatePath] | None:
+    """The paths of a state that is a pair without names; None for any other state."""
+    return [(name,) for name in names] if type(state) is tuple and len(state) == 2 else None
