@@ -43,7 +43,7 @@ def unrolled(rounds: int) -> list[Result]:
 
         zeros = jnp.zeros((BATCH, WIDTH), jnp.float32)
         return jnp.sum(
-            jax.lax.scan(tapax.hidden.unrolled(step), {"one": zeros, "two": zeros}, xs)[1]
+            jax.lax.scan(tapax.hidden.mark_states(step), {"one": zeros, "two": zeros}, xs)[1]
         )
 
     plain = build(jax.grad(loss), params, xs)

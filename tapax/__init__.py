@@ -17,11 +17,6 @@ from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import at, lines, named, ops
 from tapax._sites.site import Site
-from tapax.hidden import (
-    HiddenPerturbation,
-    add_hidden_perturbation,
-    add_hidden_perturbation_in_module,
-)
 from tapax.monitoring import Histogram, Log, Monitor, alert, monitor, open, sink
 from tapax.nonfinite import Finding, find_nonfinite
 
@@ -29,7 +24,6 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Finding",
-    "HiddenPerturbation",
     "Histogram",
     "Log",
     "ModuleTable",
@@ -38,8 +32,6 @@ __all__ = [
     "SiteError",
     "SiteTable",
     "Taps",
-    "add_hidden_perturbation",
-    "add_hidden_perturbation_in_module",
     "alert",
     "at",
     "capture",

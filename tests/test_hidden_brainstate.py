@@ -8,11 +8,12 @@ import pytest
 from brainstate import HiddenState, nn, transform
 
 import tapax
+from tapax.compat import braintrace
 from tapax.hidden import (
     HiddenError,
-    add_hidden_perturbation_in_module,
+    add_hidden_perturbation,
     functional,
-    hidden_groups_in_module,
+    hidden_groups,
 )
 
 X = jnp.array([0.3, -0.5, 0.8], jnp.float32)
@@ -23,13 +24,39 @@ def close(a, b):
 
 
 def test_the_documented_example():
-    gru = tapax.nn.GRUCell(3, 4)
+    gru = braintrace.nn.GRUCell(3, 4)
     _ = brainstate.nn.init_all_states(gru)
     inputs = brainstate.random.randn(3)
-    hidden_perturb = tapax.add_hidden_perturbation_in_module(gru, inputs)
-    assert isinstance(hidden_perturb, tapax.HiddenPerturbation)
+    hidden_perturb = braintrace.add_hidden_perturbation_in_module(gru, inputs)
+    assert isinstance(hidden_perturb, braintrace.HiddenPerturbation)
     assert hidden_perturb.perturb_hidden_paths == [("h",)]
     assert hidden_perturb.perturb_hidden_states == [gru.h]
+
+
+def test_a_perturbation_made_of_its_documented_fields():
+    lstm = braintrace.nn.LSTMCell(3, 4)
+    _ = brainstate.nn.init_all_states(lstm)
+    made = braintrace.add_hidden_perturbation_in_module(lstm, X)
+    assert list(made.dict()) == list(made._fields) == list(braintrace.HiddenPerturbation._fields)
+    built = braintrace.HiddenPerturbation(**made.dict())
+    function = transform.StatefulFunction(lstm, return_only_write=False)
+    function.make_jaxpr(X)
+    inputs = jax.tree.leaves((X, [s.value for s in function.get_states(X)]))
+    data = [value + 1 for value in built.init_perturb_data()]
+    jax.tree.map(close, built.eval_jaxpr(inputs, data), made.eval_jaxpr(inputs, data))
+    assert built.names == made.names
+    with pytest.raises(HiddenError, match="was made of its four fields"):
+        built({}, {}, X)
+
+
+def test_perturbations_are_in_the_order_in_which_states_are_read():
+    def run(m, x):
+        b, a = m.b.value, m.a.value
+        m.a.value = jnp.tanh(a + x)
+        m.b.value = jnp.sin(b + x)
+        return x
+
+    assert add_hidden_perturbation(Model(run, a=X, b=X), X).names == ("b", "a")
 
 
 CELLS = [nn.GRUCell, nn.LSTMCell, nn.MGUCell, nn.ValinaRNNCell, nn.URLSTMCell]
@@ -39,7 +66,7 @@ CELLS = [nn.GRUCell, nn.LSTMCell, nn.MGUCell, nn.ValinaRNNCell, nn.URLSTMCell]
 def test_cells(cls):
     cell = cls(3, 4)
     nn.init_all_states(cell)
-    p = add_hidden_perturbation_in_module(cell, X)
+    p = add_hidden_perturbation(cell, X)
     paths = {("h",), ("c",)} if "LSTM" in cls.__name__ else {("h",)}
     assert set(p.perturb_hidden_paths) == paths
     new, out = p(p.zeros(), {}, X)
@@ -51,7 +78,7 @@ def test_cells(cls):
     close(out, cell(X))
     for name in new:
         close(new[name], getattr(cell, name).value)
-    (group,) = hidden_groups_in_module(cell, X)
+    (group,) = hidden_groups(cell, X)
     assert set(group.hidden_paths) == paths
     (joined,) = p.perturb_data_to_hidden_group_data(p.init_perturb_data(), [group])
     assert joined.shape == (4, len(paths))
@@ -71,7 +98,7 @@ class Model(nn.Module):
 
 
 def gradients(model, total):
-    p = add_hidden_perturbation_in_module(model, X)
+    p = add_hidden_perturbation(model, X)
     return p, jax.grad(lambda q: total(*p(q, {}, X)))(p.zeros())
 
 
@@ -105,7 +132,7 @@ def test_written_twice():
     assert p.perturb_hidden_paths == [("h",), ("h",)]
     close(grads["h"], np.full(3, 2.0 + 0.5))
     close(grads["h@1"], np.ones(3))
-    (group,) = hidden_groups_in_module(model, X)
+    (group,) = hidden_groups(model, X)
     # The last write is what the state is after the step.
     (joined,) = p.by_group({"h": 5 * X, "h@1": 7 * X}, [group])
     close(joined[:, 0], 7 * X)
@@ -196,9 +223,9 @@ class Stack(nn.Module):
 def test_several_cells():
     model = Stack()
     nn.init_all_states(model)
-    p = add_hidden_perturbation_in_module(model, X)
+    p = add_hidden_perturbation(model, X)
     assert set(p.names) == {"a/h", "b/c", "b/h"}
-    groups = hidden_groups_in_module(model, X)
+    groups = hidden_groups(model, X)
     assert [set(g.names) for g in groups] == [{"a/h"}, {"b/c", "b/h"}]
     data = p.perturb_data_to_hidden_group_data(p.init_perturb_data(), groups)
     assert [d.shape for d in data] == [(4, 1), (4, 2)]
@@ -209,7 +236,7 @@ def test_several_cells():
     xs = jnp.stack([X, -X, 2 * X])
 
     def loss(params):
-        marked = tapax.hidden.unrolled(lambda s, x: step(params, s, x))
+        marked = tapax.hidden.mark_states(lambda s, x: step(params, s, x))
         return jnp.sum(jax.lax.scan(marked, state, xs)[1] ** 2)
 
     _, taps = tapax.capture(jax.grad(loss), grads=("a/h", "b/h"))(params)
@@ -224,7 +251,7 @@ def test_the_order_of_the_program():
     """Inputs, then the values of all states; what is put out, then these."""
     model = Stack()
     nn.init_all_states(model)
-    p = add_hidden_perturbation_in_module(model, X)
+    p = add_hidden_perturbation(model, X)
     function = transform.StatefulFunction(model, return_only_write=False)
     function.make_jaxpr(X)
     values = [s.value for s in function.get_states(X)]
@@ -238,16 +265,16 @@ def test_the_order_of_the_program():
 
 def test_what_is_refused():
     with pytest.raises(HiddenError, match="has no hidden states: they come to be with"):
-        add_hidden_perturbation_in_module(nn.GRUCell(3, 4), X)
+        add_hidden_perturbation(nn.GRUCell(3, 4), X)
 
     def run(m, x):
         m.n.value = m.n.value + 1
         return x
 
     with pytest.raises(HiddenError, match="The hidden state 'n' is of type int32, but a hidden"):
-        add_hidden_perturbation_in_module(Model(run, n=jnp.arange(3, dtype=jnp.int32)), X)
+        add_hidden_perturbation(Model(run, n=jnp.arange(3, dtype=jnp.int32)), X)
     model = Stack()
     nn.init_all_states(model)
-    p = add_hidden_perturbation_in_module(model, X)
+    p = add_hidden_perturbation(model, X)
     with pytest.raises(HiddenError, match="There is no hidden state 'a/c'"):
         p({}, {"a": {"c": X}}, X)

@@ -12,9 +12,9 @@ from flax import nnx
 import tapax
 from tapax.hidden import (
     HiddenError,
-    add_hidden_perturbation_in_module,
+    add_hidden_perturbation,
     functional,
-    hidden_groups_in_module,
+    hidden_groups,
 )
 
 rng = np.random.default_rng(0)
@@ -69,8 +69,8 @@ def random_like(tree):
 def test_cells(name):
     make, x, states = CELLS[name]
     cell = make(x)
-    p = add_hidden_perturbation_in_module(cell, x)
-    assert isinstance(p, tapax.HiddenPerturbation)
+    p = add_hidden_perturbation(cell, x)
+    assert isinstance(p, tapax.hidden.HiddenPerturbation)
     assert list(p.names) == states.split()
     step, params, state = functional(cell, x)
     state = random_like(state)
@@ -102,9 +102,9 @@ def test_cells(name):
 def test_groups_of_cells(name):
     make, x, states = CELLS[name]
     cell = make(x)
-    (group,) = hidden_groups_in_module(cell, x)
+    (group,) = hidden_groups(cell, x)
     assert list(group.names) == states.split()
-    p = add_hidden_perturbation_in_module(cell, x)
+    p = add_hidden_perturbation(cell, x)
     state = random_like(functional(cell, x).state)
     (joined,) = p.perturb_data_to_hidden_group_data(p.init_perturb_data(), [group])
     assert joined.shape == (*group.varshape, len(states.split()))
@@ -113,7 +113,7 @@ def test_groups_of_cells(name):
 
 def test_the_diagonal_of_an_lstm_is_its_forget_gate():
     cell = nnx.OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0))
-    (group,) = hidden_groups_in_module(cell, X)
+    (group,) = hidden_groups(cell, X)
     state = random_like(functional(cell, X).state)
     whole = jax.jacfwd(lambda s: cell(s, X)[0])(state)
     found = group.diagonal_jacobian(state, X)
@@ -141,7 +141,7 @@ def test_cores_of_haiku(name):
 
     def run(x):
         core = make()
-        p = add_hidden_perturbation_in_module(core, x)
+        p = add_hidden_perturbation(core, x)
         assert p.names == states
         batch = None if x is X or x.ndim == 1 else x.shape[0]
         state = jax.tree.map(lambda v: v + 0.3, core.initial_state(batch))
@@ -178,12 +178,12 @@ def test_a_model_that_is_called_as_a_step():
     model = Stack(nnx.Rngs(0))
     zeros = jnp.zeros(4)
     state = random_like({"first": zeros, "second": (zeros, zeros)})
-    p = add_hidden_perturbation_in_module(model, X, state=state)
+    p = add_hidden_perturbation(model, X, state=state)
     assert p.names == ("first", "second/0", "second/1")
     jax.tree.map(close, p(p.zeros(), state, X), model(state, X))
     grads = jax.grad(lambda q: jnp.sum(p(q, state, X)[1]))(p.zeros())
     close(grads["second/1"], model.out.kernel[...].sum(1))
-    groups = hidden_groups_in_module(model, X, state=state)
+    groups = hidden_groups(model, X, state=state)
     assert [g.names for g in groups] == [("first",), ("second/0", "second/1")]
     # The model is as it was, and trains.
     nnx.grad(lambda m: jnp.sum(m(state, X)[1]))(model)
@@ -195,7 +195,7 @@ def test_sites_inside_of_a_cell_in_a_scan():
     xs = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
 
     def loss(cell, xs):
-        _, ys = jax.lax.scan(tapax.hidden.unrolled(cell), jnp.zeros(4), xs)
+        _, ys = jax.lax.scan(tapax.hidden.mark_states(cell), jnp.zeros(4), xs)
         return jnp.sum(ys**2)
 
     _, taps = tapax.capture(nnx.grad(loss))(cell, xs)
@@ -214,7 +214,7 @@ def test_sites_inside_of_a_cell_in_a_scan():
 
 def refusal(model, *inputs, **kwargs):
     with pytest.raises(HiddenError) as info:
-        add_hidden_perturbation_in_module(model, *inputs, **kwargs)
+        add_hidden_perturbation(model, *inputs, **kwargs)
     return str(info.value)
 
 
@@ -229,6 +229,6 @@ def test_what_is_refused():
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
     assert "has to be of a floating-point type" in refusal(cell, X, state=jnp.arange(4))
     assert refusal(cell).startswith("`inputs` is empty, but GRUCell is traced for what it is")
-    (group,) = hidden_groups_in_module(cell, X)
+    (group,) = hidden_groups(cell, X)
     with pytest.raises(HiddenError, match=r"^GRUCell was traced for an argument of shape \[4\]"):
         group.transition(jnp.zeros(5), X)

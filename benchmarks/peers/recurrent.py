@@ -46,7 +46,7 @@ def raced(name: str, rounds: int) -> list[Result]:
     brainstate.nn.init_all_states(cell)
     x = jnp.asarray(np.random.default_rng(0).normal(size=INPUTS), jnp.float32)
     makers = {
-        "tapax": lambda: tapax.add_hidden_perturbation_in_module(cell, x),
+        "tapax": lambda: tapax.hidden.add_hidden_perturbation(cell, x),
         "braintrace": lambda: braintrace.add_hidden_perturbation_in_module(cell, x),
     }
     made: dict[str, Any] = {who: make() for who, make in makers.items()}

@@ -85,13 +85,14 @@ class Haiku(Adapter):
         check_inputs(module, inputs)
         ndim = len(getattr(module, "input_shape", ())) + 1
         batch = jnp.shape(inputs[0])[0] if jnp.ndim(inputs[0]) > ndim else None
-        initial = module.initial_state(batch)
+        core: Any = module
+        initial = core.initial_state(batch)
         # The first call makes the parameters, which must not happen under a trace.
-        module(*inputs, initial)
+        core(*inputs, initial)
 
         def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
             del params
-            out, new = module(*inputs, state)
+            out, new = core(*inputs, state)
             return new, out
 
         return RecurrentCell(step, {}, initial if state is None else state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -80,7 +80,7 @@ def mark_write(value: Any, name: str) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, _WRITE + name), value)
 
 
-def written_by(eqn: Any) -> str | None:
+def find_written_name(eqn: Any) -> str | None:
     """The name of the hidden state that an equation of `mark_write` names; None for any other."""
     label = _jax.operation(eqn.primitive, eqn.params)[1]
     return label.removeprefix(_WRITE) if label is not None and label.startswith(_WRITE) else None
@@ -103,7 +103,7 @@ def check_inputs(module: Any, inputs: Sequence[Any]) -> None:
         )
 
 
-def refuse_loop(module: Any, cell: str) -> None:
+def refuse_loop(module: Any, cell: str) -> NoReturn:
     """Refuses a module that runs a whole sequence; `cell` is what to give in its place."""
     raise HiddenError(
         f"`model` is of type {type(module).__name__}, which runs over a whole sequence and has no "
@@ -111,7 +111,7 @@ def refuse_loop(module: Any, cell: str) -> None:
     )
 
 
-def refuse_other(value: Any, fix: str) -> None:
+def refuse_other(value: Any, fix: str) -> NoReturn:
     """Refuses what is not a recurrent module of any framework; `fix` is what to do about it."""
     raise HiddenError(
         f"`model` is of type {type(value).__name__}, but expected is a recurrent module: one of "

@@ -1,31 +1,24 @@
-"""Hidden states of recurrent models: perturbed, grouped, watched over a whole sequence.
+"""Hidden states of recurrent models: perturb them, group them, watch them over a whole sequence.
 
-Everything here is for a pure function `step(state, *inputs) -> (state, out)`; `functional` makes
-one of a recurrent module of brainstate, Flax, Equinox or Haiku. `tapax.hidden.online` learns with
-it.
+Functions take a step, `step(state, *inputs) -> (state, out)`, or a recurrent module of a supported
+framework; `functional` makes a step of such a module. `tapax.hidden.online` learns with steps.
 """
 
+from tapax._frameworks.recurrent_cells import HiddenError
 from tapax.hidden._groups import HiddenGroup, hidden_groups
-from tapax.hidden._modules import (
-    Functional,
-    add_hidden_perturbation_in_module,
-    functional,
-    hidden_groups_in_module,
-)
-from tapax.hidden._perturbation import HiddenPerturbation, add_hidden_perturbation
-from tapax.hidden._step import HiddenError, HiddenState
-from tapax.hidden._unrolled import unrolled
+from tapax.hidden._hidden_perturbation import HiddenPerturbation, add_hidden_perturbation
+from tapax.hidden._mark_states import mark_states
+from tapax.hidden._pure_step import PureStep, functional
+from tapax.hidden._step import HiddenState
 
 __all__ = [
-    "Functional",
     "HiddenError",
     "HiddenGroup",
     "HiddenPerturbation",
     "HiddenState",
+    "PureStep",
     "add_hidden_perturbation",
-    "add_hidden_perturbation_in_module",
     "functional",
     "hidden_groups",
-    "hidden_groups_in_module",
-    "unrolled",
+    "mark_states",
 ]

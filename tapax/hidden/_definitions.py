@@ -1,16 +1,16 @@
-"""Where a step defines its new hidden states; and evaluating it with those written anew.
+"""Where a step defines its new hidden states, and how to run it with other values for them.
 
-The program of a step returns its new states, but what it returns beside them may be computed from
-them: a read-out is. So a state is written anew where it is *defined*, and everything computed from
-it afterwards sees that. `find` looks for the definitions, `evaluate` runs the program and gives
-what is defined to a function that says what to go on with:
+The program of a step returns its new states, and other results may be computed from them, such as a
+read-out. So a state is replaced where it is *defined*, and everything computed from it afterwards
+sees the replacement. `find_definitions` finds the definitions; `evaluate` runs the program and
+calls a function on each defined value for the value to go on with:
 
 >>> import jax, jax.numpy as jnp
 >>> def step(h, x):
 ...     h = jnp.sin(h) + x
 ...     return h, 3 * h
 >>> program = jax.make_jaxpr(step)(0.0, 1.0)
->>> found = find(program, {0: "h"})
+>>> found = find_definitions(program, {0: "h"})
 >>> h, out = evaluate(program, [0.0, 1.0], found, lambda key, value: value + 10)
 >>> float(h), float(out)
 (11.0, 33.0)
@@ -50,9 +50,6 @@ from tapax._marks.tap import tap_p
 Write = Callable[[str, Any], Any]
 """What a definition becomes: from its key and its value."""
 
-WRITE = "tapax.hidden: "
-"""What the name of a value begins with that is written as a hidden state."""
-
 JIT = frozenset({"jit", "pjit"})
 REMAT = frozenset({"remat", "remat2", "checkpoint", "RematTraced"})
 _COPIES = frozenset(
@@ -90,7 +87,7 @@ class Definitions:
     within: Mapping[int, tuple[Definitions, ...]]
 
 
-def find(
+def find_definitions(
     jaxpr: Any,
     wanted: Mapping[int, str],
     writes: Mapping[Any, str] | None = None,
@@ -119,7 +116,7 @@ def _find(
     claimed: set[Any] = set()
 
     def define(key: str, atom: Any, beyond: tuple[Any, ...]) -> Definition:
-        root, moves = origin(inner, made, atom, writes)
+        root, moves = find_origin(inner, made, atom, writes)
         if root is None or root in writes:
             return Definition(key, None, (), beyond, False)
         found = Definition(key, root, moves, beyond, root in claimed)
@@ -151,7 +148,7 @@ def _made(inner: Any) -> dict[Any, tuple[int, int]]:
     return {v: (i, j) for i, eqn in enumerate(inner.eqns) for j, v in enumerate(eqn.outvars)}
 
 
-def origin(
+def find_origin(
     inner: Any, made: Mapping[Any, tuple[int, int]], atom: Any, writes: Container[Any] = ()
 ) -> tuple[Any, tuple[Any, ...]]:
     """The variable that a value is a copy of, or the write, and the equations that move it.
@@ -179,12 +176,6 @@ def is_copy(eqn: Any, place: int = 0) -> bool:
     if eqn.primitive is tap_p:
         return place == 0
     return kind in _COPIES
-
-
-def written_by(eqn: Any) -> str | None:
-    """The name of the hidden state that an equation says a value is written as."""
-    label = _jax.operation(eqn.primitive, eqn.params)[1]
-    return label.removeprefix(WRITE) if label is not None and label.startswith(WRITE) else None
 
 
 def _is_move(eqn: Any) -> bool:
@@ -263,7 +254,7 @@ def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
 def _has_others(inner: Any, place: int) -> bool:
     """Whether other results of a body are computed from one."""
     made = _made(inner)
-    root, _ = origin(inner, made, inner.outvars[place])
+    root, _ = find_origin(inner, made, inner.outvars[place])
     if root is None:
         return False
     number, at = made[root]

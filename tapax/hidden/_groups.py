@@ -1,15 +1,15 @@
-"""Hidden groups: the states of the same units, which a step's own dynamics connect.
+"""Hidden groups: states of the same units that the dynamics of a step connect.
 
-The states `h` and `c` of an LSTM are one group: of every unit, `c` at one step decides on `c` and
-`h` at the next. Two layers are two groups, though one drives the other, for what is between them is
-a matrix; and a state without such dynamics is a group of its own.
+The states `h` and `c` of an LSTM are one group: for every unit, `c` at one step decides on `c` and
+`h` at the next. Two layers are two groups although one drives the other, because a matrix is
+between them. A state without such dynamics is a group by itself.
 
 >>> import jax.numpy as jnp, tapax
 >>> def step(state, x):
 ...     v = 0.9 * state["v"] - state["a"] + x
 ...     return {"v": v, "a": 0.5 * state["a"] + 0.1 * v}, v
 >>> state = {"v": jnp.zeros(2), "a": jnp.zeros(2)}
->>> (group,) = tapax.hidden.hidden_groups(step, state, jnp.ones(2))
+>>> (group,) = tapax.hidden.hidden_groups(step, jnp.ones(2), state=state)
 >>> group
 HiddenGroup(a, v: float32[2])
 >>> print(group.diagonal_jacobian(state, jnp.ones(2))[0])
@@ -28,8 +28,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from tapax.hidden._connections import CUSTOM_VJP, How, connections, primitives
-from tapax.hidden._step import HiddenError, HiddenState, Path, Step, trace
+from tapax._frameworks.recurrent_cells import HiddenError, StatePath
+from tapax.hidden._connections import CUSTOM_VJP, Dependence, find_connections, list_primitives
+from tapax.hidden._pure_step import trace_step_or_module
+from tapax.hidden._step import HiddenState, Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -41,9 +43,9 @@ class HiddenGroup:
 
     index: int
     hidden_states: tuple[Any, ...]
-    hidden_paths: tuple[Path, ...]
+    hidden_paths: tuple[StatePath, ...]
     step: Step
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     diagonal: bool
 
     @property
@@ -62,8 +64,8 @@ class HiddenGroup:
 
     def transition(self, state: Any, *inputs: Any) -> list[jax.Array]:
         """The new values of the group's states, by the whole step."""
-        results = jaxpr_as_fun(self.step.jaxpr)(*self.step.flat(state, inputs))
-        return [results[i] for i in self.places]
+        results = jaxpr_as_fun(self.step.jaxpr)(*self.step.flatten(state, inputs))
+        return [results[i] for i in self.indices]
 
     def diagonal_jacobian(self, state: Any, *inputs: Any) -> jax.Array:
         """How the states of every unit depend on its own states before: `[*varshape, n, n]`.
@@ -72,20 +74,20 @@ class HiddenGroup:
         state `b`. What goes through another unit and back takes more than a step, and so is not in
         it; what goes from a unit through a matrix to itself is.
         """
-        flat = self.step.flat(state, inputs)
+        flat = self.step.flatten(state, inputs)
 
         def transition(joined: jax.Array) -> jax.Array:
             given = list(flat)
-            for i, value in zip(self.places, self.split_hidden(joined), strict=True):
+            for i, value in zip(self.indices, self.split_hidden(joined), strict=True):
                 given[i] = value.astype(given[i].dtype)
             results = jaxpr_as_fun(self.step.jaxpr)(*given)
-            return self.concat_hidden([results[i] for i in self.places])
+            return self.concat_hidden([results[i] for i in self.indices])
 
-        old = self.concat_hidden([flat[i] for i in self.places])
+        old = self.concat_hidden([flat[i] for i in self.indices])
         # A derivative that is given for the way back alone cannot be taken forward; that of a while
         # loop cannot be taken back.
-        backward = not CUSTOM_VJP.isdisjoint(primitives(self.step.jaxpr))
-        return _blocks(transition, old, self.diagonal, backward)
+        backward = not CUSTOM_VJP.isdisjoint(list_primitives(self.step.jaxpr))
+        return _find_blocks(transition, old, self.diagonal, backward)
 
     def concat_hidden(self, values: Sequence[Any]) -> jax.Array:
         """The values of the group's states as one array: `[*varshape, num_state]`."""
@@ -108,46 +110,48 @@ class HiddenGroup:
         return parts
 
     def __repr__(self) -> str:
-        dtype = self.step.states[self.places[0]].dtype
+        dtype = self.step.states[self.indices[0]].dtype
         shape = ",".join(map(str, self.varshape))
         return f"HiddenGroup({', '.join(self.names)}: {dtype}[{shape}])"
 
 
-def hidden_groups(step: Callable[..., Any], state: Any, *inputs: Any) -> list[HiddenGroup]:
-    """The hidden states of a step in groups: those that it connects and whose shapes agree.
+def hidden_groups(step: Any, *inputs: Any, state: Any = None) -> list[HiddenGroup]:
+    """Groups the hidden states of a step that it connects and whose shapes agree.
 
-    Two states are connected if the new value of one is computed from the old value of the other
-    without a product with a matrix or a convolution in between.
+    Two states are connected if the step computes the new value of one from the old value of the
+    other without a product with a matrix or a convolution in between.
+
+    `step`, `inputs` and `state` are as for `add_hidden_perturbation`. The `transition` and the
+    `diagonal_jacobian` of a group take a state like `state`, or like that of `functional`.
     """
-    return groups_of(trace(step, state, inputs))
+    return _group_states(trace_step_or_module(step, inputs, state))
 
 
-def groups_of(step: Step, states: Sequence[Any] | None = None) -> list[HiddenGroup]:
-    """The groups of a traced step; `states` are the objects that a framework has for its own."""
-    own = step.states if states is None else tuple(states)
-    found = connections(step.jaxpr, {i: i for i in range(len(own))})[: len(own)]
-    group = list(range(len(own)))
+def _group_states(step: Step) -> list[HiddenGroup]:
+    states = step.objects or step.states
+    found = find_connections(step.jaxpr, {i: i for i in range(len(states))})[: len(states)]
+    group = list(range(len(states)))
     for new, depends in enumerate(found):
         for old, how in sorted(depends):
-            if how < How.MIXING and _agree(own[old], own[new]):
+            if how < Dependence.MIXING and _has_units_of(states[old], states[new]):
                 group = [group[new] if g == group[old] else g for g in group]
     made = []
     for label in dict.fromkeys(group):
-        places = tuple(i for i, g in enumerate(group) if g == label)
-        hows = {how for i in places for old, how in found[i] if old in places}
-        grouped = any(own[i].num_state > 1 for i in places)
-        paths = tuple(step.states[i].path for i in places)
-        members = tuple(own[i] for i in places)
-        diagonal = hows <= {How.UNITS} and not grouped
-        made.append(HiddenGroup(len(made), members, paths, step, places, diagonal))
+        indices = tuple(i for i, g in enumerate(group) if g == label)
+        hows = {how for i in indices for old, how in found[i] if old in indices}
+        stacked = any(states[i].num_state > 1 for i in indices)
+        paths = tuple(step.states[i].path for i in indices)
+        members = tuple(states[i] for i in indices)
+        diagonal = hows <= {Dependence.UNITS} and not stacked
+        made.append(HiddenGroup(len(made), members, paths, step, indices, diagonal))
     return made
 
 
-def _agree(a: HiddenState, b: HiddenState) -> bool:
+def _has_units_of(a: HiddenState, b: HiddenState) -> bool:
     return tuple(a.varshape) == tuple(b.varshape)
 
 
-def _blocks(
+def _find_blocks(
     transition: Callable[[Any], Any], old: jax.Array, diagonal: bool, backward: bool
 ) -> jax.Array:
     """The derivatives `[*varshape, n, n]` of a unit's new states by its old ones."""

@@ -8,7 +8,7 @@ array alone has the path `("h",)`. The name of a hidden state is its path in one
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax
-from tapax._sites.errors import SiteError, name_of, nearest
+from tapax._frameworks.recurrent_cells import HiddenError, StatePath
+from tapax._sites.errors import name_of
 from tapax._sites.names import segment
-from tapax.hidden._definitions import Definitions, find
-
-Path = tuple[str, ...]
-
-
-class HiddenError(SiteError, AssertionError):
-    """A step, a state or a perturbation does not fit: the message says what was expected."""
+from tapax.hidden._definitions import Definitions, find_definitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +29,7 @@ class HiddenState:
     `num_state` is more than one if the last axis holds several states of every unit.
     """
 
-    path: Path
+    path: StatePath
     shape: tuple[int, ...]
     dtype: Any
     num_state: int = 1
@@ -55,8 +50,10 @@ class HiddenState:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A traced step: `jaxpr` takes the leaves of the state and of the inputs, and returns those of
-    the new state and of what is put out.
+    """A traced step.
+
+    `jaxpr` takes the leaves of the state and of the inputs, and returns the leaves of the new state
+    and of the output. `objects` are the objects that a framework has for the states, if it does.
     """
 
     fn: Any
@@ -65,9 +62,10 @@ class Step:
     state_tree: Any
     in_tree: Any
     out_tree: Any
+    objects: tuple[Any, ...] = ()
 
-    def flat(self, state: Any, inputs: Sequence[Any]) -> list[Any]:
-        """The arrays that the program takes; raises if they are not such as it was traced for."""
+    def flatten(self, state: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Makes the operands of `jaxpr`; raises if it was traced for other structures or shapes."""
         leaves, treedef = jax.tree.flatten((state, *inputs))
         if treedef != self.in_tree:
             raise HiddenError(
@@ -86,18 +84,18 @@ class Step:
             for variable, leaf in zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True)
         ]
 
-    def definitions(self, *, in_loops: bool = True) -> Definitions:
-        """Where the new states are defined: see `find`."""
+    def find_definitions(self, *, in_loops: bool = True) -> Definitions:
+        """Finds where the step defines its new states."""
         wanted = {i: s.name for i, s in enumerate(self.states) if s.is_float}
-        return find(self.jaxpr, wanted, in_loops=in_loops)
+        return find_definitions(self.jaxpr, wanted, in_loops=in_loops)
 
     def join(self, results: Sequence[Any]) -> tuple[Any, Any]:
-        """The new state and what is put out, from the results of the program."""
+        """Makes the new state and the output of the results of `jaxpr`."""
         count = self.state_tree.num_leaves
         return self.state_tree.unflatten(results[:count]), self.out_tree.unflatten(results[count:])
 
 
-def trace(
+def trace_step(
     step: Callable[..., Any],
     state: Any,
     inputs: Sequence[Any],
@@ -105,10 +103,10 @@ def trace(
     paths: Any = None,
     counts: bool = False,
 ) -> Step:
-    """Traces a step for arguments like these; raises if it is no step.
+    """Traces a step for `state` and `inputs`; raises if it does not return a state and an output.
 
-    `paths` are those of the leaves of the state, where its own keys do not say what they are. With
-    `counts`, integers and keys may be beside the hidden states, and are none.
+    `paths` are the paths of the leaves of the state, where its own keys do not name them. With
+    `counts`, the state may also hold integers and random keys, which are not hidden states.
     """
     if not callable(step):
         raise HiddenError(
@@ -116,7 +114,7 @@ def trace(
             f"type {type(step).__name__}."
         )
     leaves, state_tree = jax.tree.flatten(state)
-    states = hidden_states(state, paths, counts)
+    states = list_hidden_states(state, paths, counts)
     cell: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
@@ -124,7 +122,7 @@ def trace(
         result = step(given, *rest)
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise HiddenError(
-                f"{name_of(step)} returns {_described(result)}, but a step returns two things: "
+                f"{name_of(step)} returns {_describe(result)}, but a step returns two things: "
                 "the new state, and what it puts out."
             )
         new, out = result
@@ -137,20 +135,10 @@ def trace(
     return Step(step, jaxpr, states, state_tree, in_tree, cell["out_tree"])
 
 
-def bound(step: Callable[..., Any], params: Any, name: str) -> Callable[..., Any]:
-    """A step of parameters, a state and inputs with its parameters; named in messages."""
-
-    def run(state: Any, *inputs: Any) -> Any:
-        return step(params, state, *inputs)
-
-    run.__qualname__ = name
-    return run
-
-
-def hidden_states(
-    state: Any, paths: Sequence[Path] | None = None, counts: bool = False
+def list_hidden_states(
+    state: Any, paths: Sequence[StatePath] | None = None, counts: bool = False
 ) -> tuple[HiddenState, ...]:
-    """The hidden states that a state consists of; raises if one is no floating-point array."""
+    """Lists the leaves of a state; raises if one is not a floating-point array."""
     keyed = jax.tree_util.tree_leaves_with_path(state)
     if not keyed:
         raise HiddenError(
@@ -194,17 +182,6 @@ def check_new_state(
                 )
 
 
-def check_names(names: Iterable[str], known: Sequence[str]) -> None:
-    """Refuses the name of a hidden state that there is not."""
-    for name in names:
-        if name not in known:
-            raise HiddenError(f"There is no hidden state {name!r}. {_nearest(name, known)}")
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    return nearest(name, known).replace("The sites are", "The hidden states are")
-
-
 def _key(key: Any) -> str:
     return segment(jax.tree_util.keystr((key,), simple=True))
 
@@ -217,7 +194,7 @@ def _dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(type(leaf)) if is_number else None
 
 
-def _described(result: Any) -> str:
+def _describe(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of {len(result)}"
     return f"one value of type {type(result).__name__}"

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tapax.hidden._step import HiddenError
+from tapax._frameworks.recurrent_cells import HiddenError
 from tapax.hidden.online._learner import (
     Learned,
     Memory,

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._frameworks.recurrent_cells import HiddenError
 from tapax._sites.errors import name_of
-from tapax.hidden._step import HiddenError
 from tapax.hidden.online._program import check_params, check_state
 
 

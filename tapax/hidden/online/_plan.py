@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tapax.hidden._step import HiddenError
+from tapax._frameworks.recurrent_cells import HiddenError
 from tapax.hidden.online._program import Dot, Program, is_variable
 from tapax.hidden.online._reach import Reach, Ways
 

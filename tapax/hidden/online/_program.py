@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from tapax import _jax
+from tapax._frameworks.recurrent_cells import HiddenError
 from tapax._marks.context import without_marks
 from tapax._sites.errors import name_of
 from tapax.hidden._connections import ELEMENTWISE
 from tapax.hidden._definitions import is_copy
-from tapax.hidden._step import HiddenError, HiddenState, check_new_state, hidden_states
+from tapax.hidden._step import HiddenState, check_new_state, list_hidden_states
 
 _CALLS = {
     **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint", "eval_jaxpr"), "jaxpr"),
@@ -318,7 +319,7 @@ def _constants(first: Any, values: Any, learned: Any, params: Any) -> dict[Any, 
 
 
 def check_state(state: Any) -> tuple[HiddenState, ...]:
-    states = hidden_states(state)
+    states = list_hidden_states(state)
     for one in states:
         if not jnp.issubdtype(one.dtype, jnp.floating):
             raise HiddenError(

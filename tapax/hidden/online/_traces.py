@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tapax.hidden._step import HiddenError
+from tapax._frameworks.recurrent_cells import HiddenError
 from tapax.hidden.online._layout import Layout, layout
 from tapax.hidden.online._learner import Planned, check_loss, wide
 from tapax.hidden.online._moment import Moment

@@ -1,15 +1,15 @@
-"""Perturbations of hidden states: a variable that is added to each, where the step defines it.
+"""Perturbations of hidden states: a variable for each, added where the step defines the state.
 
-`h = f(x)` becomes `h = f(x) + p`, and what the step computes from `h` sees the sum. At zero nothing
-changes, and the derivative of a loss by `p` is that by the hidden state, what goes through the
-step's own output included.
+`h = f(x)` becomes `h = f(x) + p`, and everything that the step computes from `h` sees the sum. At
+zero nothing changes, and the derivative of a loss by `p` is the derivative by the hidden state,
+including what goes through the output of the step.
 
 >>> import jax, jax.numpy as jnp, tapax
 >>> def step(state, x):
 ...     h = jnp.tanh(state["h"] + x)
 ...     return {"h": h}, 3 * h
 >>> state, x = {"h": jnp.zeros(2)}, jnp.ones(2)
->>> perturbation = tapax.hidden.add_hidden_perturbation(step, state, x)
+>>> perturbation = tapax.hidden.add_hidden_perturbation(step, x, state=state)
 >>> perturbation
 HiddenPerturbation(h: float32[2])
 >>> def loss(p):
@@ -18,8 +18,8 @@ HiddenPerturbation(h: float32[2])
 >>> jax.grad(loss)(perturbation.zeros())["h"].tolist()
 [4.0, 4.0]
 
-The fields and methods with lists go by the order of `perturb_vars`; `zeros`, the call, and
-`by_group` go by name. A state that a module writes several times has a variable for every write:
+Fields and methods with lists are in the order of `perturb_vars`; `zeros`, the call and `by_group`
+go by name. A state that a module writes several times has a variable for every write:
 `h` the first, `h@1` the second.
 """
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,46 +37,43 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
+from tapax._frameworks.recurrent_cells import (
+    HiddenError,
+    StatePath,
+    check_names,
+    find_written_name,
+)
+from tapax._frameworks.registry import stateful_program
 from tapax._sites.errors import as_array
-from tapax.hidden._definitions import Definition, Definitions, evaluate, written_by
+from tapax.hidden._definitions import Definition, Definitions, evaluate
 from tapax.hidden._groups import HiddenGroup
-from tapax.hidden._step import HiddenError, Path, Step, check_names, trace
+from tapax.hidden._pure_step import trace_step_or_module
+from tapax.hidden._state_writes import WrittenProgram, find_named_writes, find_step_writes
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
-    """A write of a hidden state: its name, its path, the state, and what is like its value."""
+class StepInterface:
+    """The way from the arguments of a step to the operands of its program, and back."""
 
-    name: str
-    path: Path
-    state: Any
-    like: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a state and inputs become the arrays that a program takes, and its results a step's."""
-
-    names: tuple[str, ...]
-    flat: Callable[[Any, Sequence[Any]], Sequence[Any]]
+    flatten: Callable[[Any, Sequence[Any]], Sequence[Any]]
     join: Callable[[Sequence[Any]], tuple[Any, Any]]
 
 
-class _Fields(NamedTuple):
+class _PerturbationFields(NamedTuple):
     perturb_vars: Sequence[Any]
-    perturb_hidden_paths: Sequence[Path]
+    perturb_hidden_paths: Sequence[StatePath]
     perturb_hidden_states: Sequence[Any]
     perturb_jaxpr: Any
 
 
-class HiddenPerturbation(_Fields):
+class HiddenPerturbation(_PerturbationFields):
     """A step with a perturbation variable for every write of a hidden state.
 
     `perturb_jaxpr` takes what the program of the step takes, and then the `perturb_vars`. The state
     `perturb_hidden_states[i]`, at `perturb_hidden_paths[i]`, is what `perturb_vars[i]` is added to.
     """
 
-    layout: Layout
+    interface: StepInterface | None = None
 
     def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[jax.Array]:
         """The results of the program, given its inputs and one array for every variable."""
@@ -124,7 +122,12 @@ class HiddenPerturbation(_Fields):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the variables, in order."""
-        return self.layout.names
+        counts: Counter[str] = Counter()
+        names = []
+        for name in map("/".join, self.perturb_hidden_paths):
+            names.append(f"{name}@{counts[name]}" if counts[name] else name)
+            counts[name] += 1
+        return tuple(names)
 
     def zeros(self) -> dict[str, jax.Array]:
         """Zeros by name."""
@@ -135,7 +138,12 @@ class HiddenPerturbation(_Fields):
     ) -> tuple[Any, Any]:
         """The step, `(state, out)`, with perturbations by name; those not given are zero."""
         data = self._listed(perturbations)
-        return self.layout.join(self._run(*self.layout.flat(state, inputs), *data))
+        if self.interface is None:
+            raise HiddenError(
+                "This HiddenPerturbation was made of its four fields, which do not tell how the "
+                "results make a state. Make it with add_hidden_perturbation, or use eval_jaxpr."
+            )
+        return self.interface.join(self._run(*self.interface.flatten(state, inputs), *data))
 
     def by_group(
         self, perturbations: Mapping[str, Any], hidden_groups: Sequence[HiddenGroup]
@@ -198,43 +206,44 @@ class HiddenPerturbation(_Fields):
         return data
 
 
-def add_hidden_perturbation(
-    step: Callable[..., Any], state: Any, *inputs: Any
-) -> HiddenPerturbation:
-    """Adds a perturbation to every hidden state of `step(state, *inputs) -> (state, out)`.
+def add_hidden_perturbation(step: Any, *inputs: Any, state: Any = None) -> HiddenPerturbation:
+    """Adds a perturbation to every hidden state of a step.
+
+    `step` is a function `step(state, *inputs) -> (state, out)`, or a recurrent module; `inputs` are
+    an example of what it is called on. A function needs `state`, any pytree of floating-point
+    arrays, and so does a module that is called like such a function. A cell of a framework starts
+    from its own state unless `state` is given.
 
     The program, `perturb_jaxpr`, takes the leaves of `(state, *inputs)` and then the perturbations,
-    and returns the leaves of `(state, out)`.
+    and returns the leaves of `(state, out)`. For a module that writes its hidden states in place,
+    it takes the inputs and then the values of all states of the module, in the order in which the
+    module reads them, and returns the output and then those values.
     """
-    return perturbation_of(trace(step, state, inputs))
+    program = stateful_program(step, inputs, state)
+    if program is not None:
+        return _perturb(find_named_writes(program), program.flatten, program.join)
+    traced = trace_step_or_module(step, inputs, state)
+    return _perturb(find_step_writes(traced), traced.flatten, traced.join)
 
 
-def perturbation_of(step: Step) -> HiddenPerturbation:
-    """A traced step with a perturbation of each of its hidden states."""
-    written = [Written(s.name, s.path, s, s) for s in step.states]
-    layout = Layout(tuple(w.name for w in written), step.flat, step.join)
-    return perturbed(step.jaxpr, step.definitions(), written, layout)
-
-
-def perturbed(
-    jaxpr: Any, found: Definitions, written: Sequence[Written], layout: Layout
-) -> HiddenPerturbation:
-    """A program with a variable that is added to each of its definitions."""
-    types = [jax.ShapeDtypeStruct(w.like.shape, w.like.dtype) for w in written]
-    names = [w.name for w in written]
-    made = _edited(jaxpr, found, names, types) or _traced(jaxpr, found, names, types)
-    fields = (
-        _jax.open_jaxpr(made).invars[-len(written) :],
-        [w.path for w in written],
-        [w.state for w in written],
+def _perturb(program: WrittenProgram, flatten: Any, join: Any) -> HiddenPerturbation:
+    """Adds a variable to each definition of a program."""
+    writes = program.writes
+    types = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in writes]
+    names = [w.name for w in writes]
+    arguments = program.jaxpr, program.definitions, names, types
+    made = _edit(*arguments) or _retrace(*arguments)
+    perturbation = HiddenPerturbation(
+        _jax.open_jaxpr(made).invars[-len(writes) :],
+        [w.path for w in writes],
+        [w.state for w in writes],
         made,
     )
-    perturbation = HiddenPerturbation(*fields)
-    perturbation.layout = layout
+    perturbation.interface = StepInterface(flatten, join)
     return perturbation
 
 
-def _traced(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]) -> Any:
+def _retrace(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]) -> Any:
     """The program, traced anew, with what is added to its definitions."""
     count = len(_jax.open_jaxpr(jaxpr).invars)
     given = [
@@ -248,9 +257,7 @@ def _traced(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequenc
     return jax.make_jaxpr(run)(*given, *types)
 
 
-def _edited(
-    jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]
-) -> Any | None:
+def _edit(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]) -> Any | None:
     """The same by putting equations into the program: several times faster, if it is as simple."""
     definitions = [*found.at.values(), *found.results.values()]
     if found.within or any(d.path for d in definitions):
@@ -289,7 +296,7 @@ def _edited(
 def _does_nothing(eqn: Any) -> bool:
     if eqn.primitive.name == "convert_element_type":
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
-    return written_by(eqn) is not None
+    return find_written_name(eqn) is not None
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import tapax
-from tapax.hidden import HiddenError, unrolled
+from tapax.hidden import HiddenError, mark_states
 
 T, B, D, H = 12, 2, 3, 4
 
@@ -108,7 +108,7 @@ def loss_of(wrap):
         def step(state, x):
             return cells(params, state, x)
 
-        last, outs = lax.scan(unrolled(wrap(step)), start, xs)
+        last, outs = lax.scan(mark_states(wrap(step)), start, xs)
         return jnp.sum((outs - ys) ** 2) + jnp.sum(jnp.sin(last["h1"])) + jnp.sum(last["h2"] ** 3)
 
     return loss
@@ -146,7 +146,7 @@ def test_it_is_the_step_itself_outside_of_a_capture():
     params, start, xs, _ = two_layers(T, np.random.default_rng(3))
     step = lambda s, x: cells(params, s, x)
     plain = jax.make_jaxpr(lambda xs: lax.scan(step, start, xs))(xs)
-    marked = jax.make_jaxpr(lambda xs: lax.scan(unrolled(step), start, xs))(xs)
+    marked = jax.make_jaxpr(lambda xs: lax.scan(mark_states(step), start, xs))(xs)
     assert str(plain) == str(marked)
 
 
@@ -171,7 +171,7 @@ def test_names_are_those_of_the_state_wherever_it_is_defined():
 
     def outer(xs):
         with tapax.scope("rnn"):
-            return lax.scan(unrolled(jax.checkpoint(inner)), jnp.zeros(H), xs)[1].sum()
+            return lax.scan(mark_states(jax.checkpoint(inner)), jnp.zeros(H), xs)[1].sum()
 
     _, taps = tapax.capture(jax.grad(outer))(np.ones((T, H)))
     assert set(taps.values) == {"rnn/h", "rnn/inside/act"}
@@ -182,7 +182,7 @@ def test_names_are_those_of_the_state_wherever_it_is_defined():
 def test_statistics_and_batches():
     def loss(w, xs):
         step = lambda h, x: (jnp.tanh(w * h + x),) * 2
-        return jnp.sum(lax.scan(unrolled(step), jnp.zeros(H), xs)[1] ** 2)
+        return jnp.sum(lax.scan(mark_states(step), jnp.zeros(H), xs)[1] ** 2)
 
     xs = np.random.default_rng(5).normal(size=(B, T, H))
     batched = jax.vmap(jax.grad(loss), in_axes=(None, 0))
@@ -198,7 +198,7 @@ def test_a_conditional_has_a_site_in_each_branch():
         return lax.cond(x.sum() > 0, lambda: ((g := jnp.tanh(h + x)), g * 3), lambda: (h, h * 0))
 
     def loss(w, xs):
-        return jnp.sum(lax.scan(unrolled(step), jnp.zeros(H), w * xs)[1])
+        return jnp.sum(lax.scan(mark_states(step), jnp.zeros(H), w * xs)[1])
 
     xs = np.random.default_rng(6).normal(size=(T, H))
     _, taps = tapax.capture(jax.grad(loss))(1.0, xs)
@@ -218,9 +218,9 @@ def test_a_conditional_has_a_site_in_each_branch():
 
 
 def test_what_is_refused():
-    with pytest.raises(TypeError, match="`unrolled` takes a function"):
-        unrolled(3)
-    step = unrolled(lambda h, x: (h[:1], x))
+    with pytest.raises(TypeError, match="`mark_states` takes a function"):
+        mark_states(3)
+    step = mark_states(lambda h, x: (h[:1], x))
     with pytest.raises(HiddenError, match=r"goes into .* with shape \[4\] and comes out with"):
         tapax.capture(lambda x: step(jnp.zeros(H), x))(1.0)
 
@@ -233,7 +233,7 @@ def test_a_state_without_gradients_beside_others():
         return (jnp.tanh(h + x), n + 1), h
 
     def loss(xs):
-        (h, n), _ = lax.scan(unrolled(step), (jnp.zeros(H), 0), xs)
+        (h, n), _ = lax.scan(mark_states(step), (jnp.zeros(H), 0), xs)
         return jnp.sum(h) + n
 
     value, taps = tapax.capture(jax.value_and_grad(loss))(np.ones((T, H)))

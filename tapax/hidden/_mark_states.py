@@ -1,4 +1,4 @@
-"""Steps in a user's own loop: every hidden state of every step of a sequence is a site.
+"""`mark_states`: makes the hidden states of every step of a user's loop sites.
 
 >>> import jax, jax.numpy as jnp, tapax
 >>> def step(state, x):
@@ -6,14 +6,14 @@
 ...     return {"h": h}, h
 >>> @jax.jit
 ... def loss(w, xs):
-...     last, outs = jax.lax.scan(tapax.hidden.unrolled(step), {"h": jnp.zeros(2)}, w * xs)
+...     last, outs = jax.lax.scan(tapax.hidden.mark_states(step), {"h": jnp.zeros(2)}, w * xs)
 ...     return jnp.sum(outs**2)
 >>> out, taps = tapax.capture(jax.grad(loss))(0.5, jnp.ones((7, 2)))
 >>> taps.values["h"].shape, taps.grads["h"].shape
 ((7, 2), (7, 2))
 
-The gradient is that of the loss by the state with all that follows from it: what the step puts out,
-and every later step. It is what backpropagation through time computes anyway, in the same pass.
+The gradient of a state includes all that follows from the state: the output of the step and every
+later step. Backpropagation through time computes it anyway, in the same pass.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tapax._marks.context import marking
 from tapax._marks.scopes import Ground, Grounded
 from tapax._marks.tap import Mark, tap
 from tapax.hidden._definitions import evaluate
-from tapax.hidden._step import trace
+from tapax.hidden._step import trace_step
 
 
-def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step like `step` whose new hidden states are sites, by their names.
+def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the new hidden states of `step(state, *inputs) -> (state, out)` sites, by their names.
 
-    Outside of a capture it is `step` itself. Integers and keys in the state are no hidden states. A
-    state that is defined in branches of a conditional together with what is put out is a site in
-    every branch: `h`, `h@1`.
+    Outside of a capture the returned function does what `step` does. Integers and random keys in
+    the state are not hidden states. A state that branches of a conditional define together with
+    the output is a site in every branch: `h`, `h@1`.
     """
     if not callable(step):
         raise TypeError(
-            f"`unrolled` takes a function step(state, *inputs) -> (state, out), but `step` is "
+            f"`mark_states` takes a function step(state, *inputs) -> (state, out), but `step` is "
             f"{step!r} of type {type(step).__name__}."
         )
 
@@ -58,10 +58,10 @@ def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
                 return tap(value, Mark(name, "hidden", source, **here.on_marks))
 
         with jax.named_scope(Ground("")):
-            traced = trace(step, state, inputs, counts=True)
+            traced = trace_step(step, state, inputs, counts=True)
             # A loop stays one, with the sites in it.
-            found = traced.definitions(in_loops=False)
-            flat = traced.flat(state, inputs)
+            found = traced.find_definitions(in_loops=False)
+            flat = traced.flatten(state, inputs)
             return traced.join(evaluate(traced.jaxpr, flat, found, write))
 
     return marked

@@ -1,0 +1,45 @@
+"""`HiddenPerturbation` under the names and in the forms of braintrace.
+
+>>> import brainstate
+>>> from tapax.compat import braintrace
+>>> gru = braintrace.nn.GRUCell(3, 4)
+>>> _ = brainstate.nn.init_all_states(gru)
+>>> inputs = brainstate.random.randn(3)
+>>> hidden_perturb = braintrace.add_hidden_perturbation_in_module(gru, inputs)
+>>> isinstance(hidden_perturb, braintrace.HiddenPerturbation)
+True
+
+Fields and arguments with lists have one entry for each hidden state, in the order in which the
+module reads its states. `nn` holds the recurrent cells of brainstate that braintrace has too; they
+compute the same, and their parameters have no eligibility traces: `tapax.hidden.online` learns
+online. `perturb_data_to_hidden_group_data` takes groups of `tapax.hidden.hidden_groups`, or of
+braintrace.
+
+Where it differs from braintrace's, braintrace's loses something: a state that the module writes
+several times has a perturbation for every write, and a write in a jitted function, a loop or a
+branch is perturbed too.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import brainstate
+
+from tapax.hidden import HiddenPerturbation, add_hidden_perturbation
+
+__all__ = ["HiddenPerturbation", "add_hidden_perturbation_in_module", "nn"]
+
+_CELLS = ("GRUCell", "LSTMCell", "MGUCell", "URLSTMCell", "ValinaRNNCell")
+
+nn = types.SimpleNamespace(**{name: getattr(brainstate.nn, name) for name in _CELLS})
+
+
+def add_hidden_perturbation_in_module(model: Any, *model_args: Any) -> HiddenPerturbation:
+    """Adds a perturbation to every hidden state of a module of brainstate, called on `model_args`.
+
+    `eval_jaxpr` of the result takes the leaves of `model_args` and then the values of all states of
+    the module, in the order in which it reads them; it returns the output and then those values.
+    """
+    return add_hidden_perturbation(model, *model_args)

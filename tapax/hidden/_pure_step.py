@@ -1,0 +1,78 @@
+"""Recurrent modules as pure steps, by what the adapter of their framework says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tapax._frameworks.recurrent_cells import HiddenError, RecurrentCell, refuse_other
+from tapax._frameworks.registry import recurrent_cell
+from tapax.hidden._step import Step, trace_step
+
+
+class PureStep(NamedTuple):
+    """A recurrent module as `step(params, state, *inputs) -> (state, out)`."""
+
+    step: Callable[..., tuple[Any, Any]]
+    params: Any
+    state: Any
+
+
+def functional(model: Any, *inputs: Any, state: Any = None) -> PureStep:
+    """Makes a pure step of a recurrent module, with its parameters and its initial state.
+
+    A cell of a framework starts from its own initial state. Another module that is called like a
+    step, `model(state, *inputs) -> (state, out)`, needs `state`. `inputs` are an example of what
+    the module is called on.
+
+    The parameters hold everything else that the module keeps, such as the key of a dropout, and
+    the step does not change them. They are empty for a module whose framework keeps parameters
+    itself, within a transformed function.
+
+    >>> import jax.numpy as jnp, tapax
+    >>> from flax import nnx
+    >>> cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+    >>> step, params, state = tapax.hidden.functional(cell, jnp.ones(3))
+    >>> state, out = step(params, state, jnp.ones(3))
+    >>> state.shape
+    (4,)
+    """
+    cell = recurrent_cell(model, inputs, state)
+    if cell is None:
+        refuse_other(model, "A function step(state, *inputs) is a pure step already.")
+    return PureStep(cell.step, cell.params, _get_state(model, cell))
+
+
+def trace_step_or_module(step: Any, inputs: Sequence[Any], state: Any) -> Step:
+    """Traces a pure step, or a recurrent module, for `inputs` and `state`."""
+    cell = recurrent_cell(step, inputs, state)
+    if cell is None:
+        if callable(step) and state is None:
+            refuse_other(step, "For a function step(state, *inputs), give its state: state=...")
+        return trace_step(step, state, inputs)
+    bound = _bind_params(cell, type(step).__name__)
+    traced = trace_step(bound, _get_state(step, cell), inputs, paths=cell.paths)
+    if cell.objects is None:
+        return traced
+    return dataclasses.replace(traced, objects=tuple(cell.objects[s.path] for s in traced.states))
+
+
+def _get_state(model: Any, cell: RecurrentCell) -> Any:
+    if cell.state is None:
+        raise HiddenError(
+            f"`model` is of type {type(model).__name__}, which says nothing of its hidden state. "
+            "Give it: state=..., for a model that is called as model(state, *inputs) and returns "
+            "the new state and what it puts out."
+        )
+    return cell.state
+
+
+def _bind_params(cell: RecurrentCell, name: str) -> Callable[..., Any]:
+    """The step of a cell with its parameters; `name` is what error messages call it."""
+
+    def run(state: Any, *inputs: Any) -> Any:
+        return cell.step(cell.params, state, *inputs)
+
+    run.__qualname__ = name
+    return run

@@ -1,0 +1,131 @@
+"""Writes of hidden states, in a step and in a program that writes its states in place.
+
+A step writes each of its hidden states once. A module whose states are objects may write one
+several times in a step: then each write is a definition of its own, `h` and `h@1`. Two states that
+are written with the same value have one each, and a state that is written in a body that runs many
+times is defined where it leaves that body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tapax import _jax
+from tapax._frameworks.recurrent_cells import (
+    StatefulProgram,
+    StateObject,
+    StatePath,
+    find_written_name,
+)
+from tapax._jaxpr.bodies import bodies
+from tapax.hidden._definitions import JIT, Definitions, find_definitions, is_copy
+from tapax.hidden._step import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class StateWrite:
+    """A write of a hidden state: its name, the path and the object of the state, and its type."""
+
+    name: str
+    path: StatePath
+    state: Any
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenProgram:
+    """A program, its writes in the order of its states, and where it defines the written values."""
+
+    jaxpr: Any
+    writes: tuple[StateWrite, ...]
+    definitions: Definitions
+
+
+def find_step_writes(step: Step) -> WrittenProgram:
+    """Finds the writes of a traced step: one for each hidden state."""
+    writes = tuple(StateWrite(s.name, s.path, s, s.shape, s.dtype) for s in step.states)
+    return WrittenProgram(step.jaxpr, writes, step.find_definitions())
+
+
+def find_named_writes(program: StatefulProgram) -> WrittenProgram:
+    """Finds the writes that equations of a program name, and states it returns without a write."""
+    jaxpr = _inline_jit(program.jaxpr) if _has_names_in_jit(program.jaxpr) else program.jaxpr
+    inner = _jax.open_jaxpr(jaxpr)
+    made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    hidden = {s.name: s for s in program.states if s.hidden_type is not None}
+    writes: list[StateWrite] = []
+    counts: Counter[str] = Counter()
+
+    def add(state: StateObject) -> str:
+        number = counts[state.name]
+        counts[state.name] += 1
+        key = f"{state.name}@{number}" if number else state.name
+        like = state.hidden_type
+        assert like is not None
+        writes.append(StateWrite(key, state.path, state.object, like.shape, like.dtype))
+        return key
+
+    copies: dict[Any, str] = {}
+    for eqn in inner.eqns:
+        name = find_written_name(eqn)
+        # A transform of the framework writes what it hands out once more, with the same value.
+        if name is not None and name not in _find_names(made, eqn.invars[0]):
+            copies[eqn.outvars[0]] = add(hidden[name])
+    index = len(inner.outvars) - sum(s.num_leaves for s in program.states)
+    results: dict[int, str] = {}
+    for state in program.states:
+        if state.name in hidden and state.name not in _find_names(made, inner.outvars[index]):
+            results[index] = add(state)
+        index += state.num_leaves
+    order = {s.path: i for i, s in enumerate(program.states)}
+    writes.sort(key=lambda write: order[write.path])
+    return WrittenProgram(jaxpr, tuple(writes), find_definitions(jaxpr, results, copies))
+
+
+def _find_names(made: Any, atom: Any) -> set[str | None]:
+    """The names under which a value is written, with copies in between."""
+    names = set()
+    while not isinstance(atom, _jax.Literal) and atom in made and is_copy(made[atom]):
+        names.add(find_written_name(made[atom]))
+        atom = made[atom].invars[0]
+    return names
+
+
+def _has_names_in_jit(jaxpr: Any) -> bool:
+    calls = [e for e in _jax.open_jaxpr(jaxpr).eqns if _jax.kind_of(e) in JIT]
+    inner = [body for eqn in calls for body in bodies(eqn)]
+    return any(
+        any(find_written_name(e) for e in _jax.open_jaxpr(body).eqns) or _has_names_in_jit(body)
+        for body in inner
+    )
+
+
+def _inline_jit(jaxpr: Any) -> Any:
+    """A program with the equations of jitted functions in the place of their calls."""
+
+    def run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        env = dict(_jax.jaxpr_inputs(jaxpr, args))
+        inner = _jax.open_jaxpr(jaxpr)
+
+        def read(atom: Any) -> Any:
+            return _jax.literal_value(atom) if isinstance(atom, _jax.Literal) else env[atom]
+
+        for eqn in inner.eqns:
+            values = [read(v) for v in eqn.invars]
+            if _jax.kind_of(eqn) in JIT:
+                outs = _jax.in_context(eqn, run, eqn.params["jaxpr"], values)
+            else:
+                outs = _jax.in_context(eqn, _jax.bind_equation, eqn, values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _jax.open_jaxpr(jaxpr).invars
+    ]
+    return jax.make_jaxpr(lambda *args: run(jaxpr, args))(*types)
