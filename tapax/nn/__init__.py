@@ -31,13 +31,7 @@ Tran and Ba, "BatchEnsemble", 2020).
 - `members` gives what was captured an axis of members, with statistics for each.
 
 Calls change nothing: they work under `jax.jit`, `grad`, `vmap` and those of NNX, in any thread.
-
-The recurrent cells of brainstate are here too, under the names that `braintrace.nn` has them by:
-`tapax.nn.GRUCell`. See `tapax.hidden`.
 """
-
-import importlib
-from typing import Any
 
 from tapax.nn._conv import BatchEnsembleConv
 from tapax.nn._convert import batch_ensemble
@@ -65,11 +59,3 @@ __all__ = [
     "tile",
     "unfold",
 ]
-
-_CELLS = ("GRUCell", "LSTMCell", "MGUCell", "URLSTMCell", "ValinaRNNCell")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _CELLS:
-        return getattr(importlib.import_module("brainstate.nn"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
