@@ -21,9 +21,10 @@ parameters and its state; a rule is made of one and of a `loss(out, target)`. Ea
 functions, as in optax, that work under `jit`, `scan` and `vmap`:
 
 - `init(params, state, *inputs)` makes the memory at the start of a sequence.
-- `update(memory, params, *inputs, target=...)` takes a step. It returns `Learned(grads, loss, out)`
-  and the next memory. `grads` are like the parameters and go into optax, at every step or summed
-  over some: their sum over a sequence stands for the gradient of its summed loss.
+- `update(memory, params, *inputs, target=...)` takes a step. It returns the `OnlineGradients`,
+  `(grads, loss, out)`, and the next memory. `grads` are like the parameters and go into optax, at
+  every step or summed over some: their sum over a sequence stands for the gradient of its summed
+  loss.
 
 The memory has the same size however long the sequence is. A new sequence begins with another
 `init`; `dataclasses.replace(memory, state=...)` puts another state in its place.
@@ -63,10 +64,10 @@ no floats have zeros. A `while` loop that the state goes through has no derivati
 `fori_loop` with a fixed count, or `scan`.
 """
 
-from tapax.hidden.online._diagonal import d_rtrl
-from tapax.hidden.online._eprop import e_prop
-from tapax.hidden.online._exact import rtrl
-from tapax.hidden.online._learner import Learned, Memory, Online
-from tapax.hidden.online._pp import pp_prop
+from tapax.hidden.online._d_rtrl import d_rtrl
+from tapax.hidden.online._e_prop import e_prop
+from tapax.hidden.online._learner import OnlineGradients, OnlineMemory, OnlineRule
+from tapax.hidden.online._pp_prop import pp_prop
+from tapax.hidden.online._rtrl import rtrl
 
-__all__ = ["Learned", "Memory", "Online", "d_rtrl", "e_prop", "pp_prop", "rtrl"]
+__all__ = ["OnlineGradients", "OnlineMemory", "OnlineRule", "d_rtrl", "e_prop", "pp_prop", "rtrl"]

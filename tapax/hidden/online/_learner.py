@@ -1,4 +1,4 @@
-"""What every rule of online learning is: a pair of functions, and what goes in and out of them."""
+"""A rule of online learning: a pair of functions, and what they take and return."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError
 from tapax._sites.errors import name_of
-from tapax.hidden.online._program import check_params, check_state
+from tapax.hidden.online._flat_step import check_params, check_state
 
 
-class Learned(NamedTuple):
-    """What an update gives: the gradient of this step's loss, the loss, what the step put out."""
+class OnlineGradients(NamedTuple):
+    """The gradient of the loss of one step, the loss, and the output of the step."""
 
     grads: Any
     loss: Any
     out: Any
 
 
-class Online(NamedTuple):
+class OnlineRule(NamedTuple):
     """A rule of online learning: two pure functions.
 
     `init(params, state, *inputs)` makes the memory for a new sequence that begins with `state`. Of
     the parameters and the inputs it takes only shapes and types: `jax.ShapeDtypeStruct` will do.
 
-    `update(memory, params, *inputs, target=None)` takes one step, and returns what was `Learned`
-    and the memory for the next one.
+    `update(memory, params, *inputs, target=None)` takes one step, and returns the `OnlineGradients`
+    and the memory for the next step.
     """
 
     init: Callable[..., Any]
@@ -39,8 +39,8 @@ class Online(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """What is known of the past: its size does not depend on how much of it there was.
+class OnlineMemory:
+    """The past of a sequence, in a size that does not depend on the length of the past.
 
     `state` is the hidden state as it is now, and may be replaced. `traces` are the influences of
     the parameters on it, as the rule keeps them. `feedback` are the fixed random matrices of
@@ -53,13 +53,13 @@ class Memory:
     count: Any = ()
 
 
-def wide(dtype: Any) -> Any:
-    """The type that traces of values of a type have: of no less than 32 bits."""
+def widen_dtype(dtype: Any) -> Any:
+    """The dtype of the traces of values of a dtype: 32 bits or more."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-class Planned:
-    """A function of the shapes of a step's arguments, computed once for each."""
+class ShapeCache:
+    """What `make` makes for the shapes of a step's arguments, kept for each of them."""
 
     def __init__(self, step: Any, make: Callable[..., Any]) -> None:
         if not callable(step):
@@ -70,27 +70,27 @@ class Planned:
         check_params(params)
         check_state(state)
         leaves, tree = jax.tree.flatten((params, state, *inputs))
-        avals = tuple(map(_type_of, leaves))
+        avals = tuple(map(_get_type, leaves))
         key = tree, avals, _jax.trace_context()
         if key not in self._made:
             like = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in avals]
             given, old, *rest = tree.unflatten(like)
-            made, lasting = self._make(self._step, given, old, rest)
-            if not lasting:
+            made, is_reusable = self._make(self._step, given, old, rest)
+            if not is_reusable:
                 return made
             self._made[key] = made
         return self._made[key]
 
 
-def _type_of(leaf: Any) -> Any:
+def _get_type(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, bool(leaf.weak_type)
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, bool(aval.weak_type)
 
 
-def scalar_loss(loss: Callable[..., Any], out: Any, target: Any) -> Any:
-    """The loss of a step; raises if it is no number."""
+def compute_loss(loss: Callable[..., Any], out: Any, target: Any) -> Any:
+    """Computes the loss of a step; raises if it is not one real number."""
     value = loss(out, target)
     shape, dtype = jnp.shape(value), getattr(value, "dtype", type(value))
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
@@ -107,20 +107,20 @@ def check_loss(loss: Any) -> None:
 
 
 def check_decay(decay: Any) -> None:
-    """Refuses what is no number from 0 up to 1, 1 not included."""
+    """Refuses a decay that is not a number in [0, 1)."""
     is_number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
     if not is_number or not 0 <= decay < 1:
         raise HiddenError(f"`decay` is a number in [0, 1), but is {decay!r}.")
 
 
-def settled(state: Any) -> Any:
-    """A state as arrays of a type of their own, as every later one is."""
+def settle_dtypes(state: Any) -> Any:
+    """Makes the dtypes of a state strong, as those of every later state are."""
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
 
 
-def state_of(memory: Any) -> Any:
-    """The hidden state in a memory; raises if it is none."""
-    if not isinstance(memory, Memory):
+def get_state(memory: Any) -> Any:
+    """The hidden state in a memory; raises if `memory` is not one."""
+    if not isinstance(memory, OnlineMemory):
         raise HiddenError(f"`memory` is what `init` returned, but is a {type(memory).__name__}.")
     return memory.state
 
@@ -135,8 +135,8 @@ def check_traces(memory: Any, like: Any) -> None:
         )
 
 
-def as_grads(params: Any, trained: Sequence[int], grads: Sequence[Any]) -> Any:
-    """Gradients like the parameters, in their types; zeros for those that have none."""
+def make_grads(params: Any, trained: Sequence[int], grads: Sequence[Any]) -> Any:
+    """Makes gradients like the parameters, with their dtypes, and zeros where there are none."""
     leaves, tree = jax.tree.flatten(params)
     made = [jnp.zeros_like(leaf) for leaf in leaves]
     for i, grad in zip(trained, grads, strict=True):

@@ -1,7 +1,7 @@
 """A step as one flat program, cut where parameters meet data, and evaluated with changes to it.
 
 The equations that parameters alone decide (a transpose, a concatenation of kernels, the `exp` of a
-decay) are the *weights'* part of the program: `Program.weights`. All others are its *body*. A
+decay) are the *weights'* part of the program: `FlatStep.first`. All others are its *body*. A
 weight is a value of the first part that the second one uses; a trace is kept for a weight, and its
 gradient goes back to the parameters through the first part.
 """
@@ -31,8 +31,8 @@ _CALLS = {
 }
 
 
-def call_of(eqn: Any) -> Any:
-    """The body of an equation that only calls it; None for any other equation."""
+def find_call_body(eqn: Any) -> Any:
+    """Finds the body of an equation that only calls it; None for any other equation."""
     kind = _jax.kind_of(eqn)
     if kind == "RematTraced":
         return _jax.call_body(eqn)
@@ -49,7 +49,7 @@ def is_float(aval: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dot:
+class WeightProduct:
     """A product of a weight with data: where it is in the body, and which operand the weight is."""
 
     at: int
@@ -70,8 +70,8 @@ class Dot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """A traced step, flat.
+class FlatStep:
+    """A traced step without calls, divided into the equations of its weights and the others.
 
     `values` are constants. `first` are the equations of the weights, `body` the others; `weights`
     are the variables that go from one to the other and have a gradient. `writes` says which
@@ -93,19 +93,19 @@ class Program:
     body: tuple[Any, ...]
     weights: tuple[Any, ...]
     known: dict[Any, Any]
-    dots: tuple[Dot, ...]
+    dots: tuple[WeightProduct, ...]
     writes: dict[Any, int]
     names: dict[Any, str]
 
     @property
-    def lasting(self) -> bool:
-        """Whether it can be used again: not if it closed over what a transformation traces."""
+    def is_reusable(self) -> bool:
+        """Whether another call may use the step: not if it closed over traced values."""
         return not any(isinstance(x, Tracer) for x in self.values.values())
 
     def prepare(
         self, leaves: Sequence[Any]
     ) -> tuple[list[Any], dict[Any, Any], Callable[..., Any]]:
-        """The weights, everything else that the body reads, and the way back to the parameters."""
+        """Makes the weights, all else that the body reads, and the pullback to the parameters."""
         env = {**self.values, **dict(zip(self.params, leaves, strict=True))}
 
         def weights(trained: Sequence[Any]) -> Any:
@@ -129,11 +129,11 @@ class Program:
         operand: Mapping[int, Any] | None = None,
         added: Mapping[int, Any] | None = None,
     ) -> tuple[list[Any], list[Any], dict[int, Any]]:
-        """The new states, what is put out, and the data that each product was taken of.
+        """Returns the new states, the output, and the data that each product was taken of.
 
-        `write` makes new states from those defined. `operand` has weights for some products alone;
-        `added`, where it is given, takes the place of what the derivative of a product would be:
-        the product is held fixed, and this is added to it.
+        `write` maps each defined state to the value to go on with. `operand` has other weights for
+        some products. With `added`, every product counts as a constant, and `added` has the values
+        to add to some of them.
         """
         env = dict(env)
         env.update(zip(self.weights, weights, strict=True))
@@ -184,18 +184,18 @@ def _evaluate(
         env.update(zip(eqn.outvars, after(i, eqn, outs) if after else outs, strict=True))
 
 
-def flattened(jaxpr: Any) -> Any:
-    """A program without the calls in it that only call: jit, remat."""
+def flatten_calls(jaxpr: Any) -> Any:
+    """Inlines the calls of a program that only call: jit, remat."""
 
     def inline(body: Any, args: Sequence[Any]) -> list[Any]:
         inner = _jax.open_jaxpr(body)
         env = dict(_jax.jaxpr_inputs(body, args))
         for eqn in inner.eqns:
             values = [_read(env, v) for v in eqn.invars]
-            called = call_of(eqn)
+            called = find_call_body(eqn)
             if called is None:
                 if _jax.kind_of(eqn) in ELEMENTWISE:
-                    values = [_as_large(x, eqn.outvars[0].aval.shape) for x in values]
+                    values = [_broadcast(x, eqn.outvars[0].aval.shape) for x in values]
                 outs = _jax.in_context(eqn, _jax.bind_equation, eqn, values)
             else:
                 outs = inline(called, values)
@@ -207,16 +207,18 @@ def flattened(jaxpr: Any) -> Any:
     return _jax.dce(jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*like))
 
 
-def _as_large(x: Any, shape: tuple[int, ...]) -> Any:
-    """A parameter used for several units, a bias or a gain, is one for each of them by then."""
+def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
+    """Repeats a parameter that several units share, a bias or a gain, for each of them."""
     if jnp.shape(x) == shape or not isinstance(x, Tracer) or not is_float(x.aval):
         return x
     start = len(shape) - jnp.ndim(x)
     return jax.lax.broadcast_in_dim(x, shape, tuple(range(start, len(shape))))
 
 
-def trace(step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[Any]) -> Program:
-    """Traces a step for arguments like these; raises if it is no step, or has nothing to learn."""
+def trace_flat_step(
+    step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[Any]
+) -> FlatStep:
+    """Traces a step for arguments like these; raises if it has nothing to learn."""
     keyed = jax.tree_util.tree_leaves_with_path(params)
     states = check_state(state)
     leaves, state_tree = jax.tree.flatten(state)
@@ -236,12 +238,12 @@ def trace(step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[An
 
     arrays, in_tree = jax.tree.flatten((params, state, *inputs))
     with without_marks():
-        jaxpr = flattened(jax.make_jaxpr(flat)(*arrays))
+        jaxpr = flatten_calls(jax.make_jaxpr(flat)(*arrays))
     inner = _jax.open_jaxpr(jaxpr)
     n, m = len(keyed), len(states)
     given = {id(v): jax.tree_util.keystr(k) for v, (k, _) in zip(inner.invars, keyed, strict=False)}
     trained = tuple(i for i in range(n) if is_float(inner.invars[i].aval))
-    return _divided(
+    return _divide(
         inner,
         dict(zip(inner.constvars, _jax.jaxpr_consts(jaxpr), strict=True)),
         name=name_of(step),
@@ -258,7 +260,7 @@ def trace(step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[An
     )
 
 
-def _divided(inner: Any, values: dict[Any, Any], **parts: Any) -> Program:
+def _divide(inner: Any, values: dict[Any, Any], **parts: Any) -> FlatStep:
     """Divides the equations into those of the weights and the others."""
     trained = {parts["params"][i] for i in parts["trained"]}
     data = {*parts["olds"], *parts["inputs"]}
@@ -277,7 +279,7 @@ def _divided(inner: Any, values: dict[Any, Any], **parts: Any) -> Program:
     read = [v for eqn in body for v in eqn.invars] + [*parts["news"], *parts["outs"]]
     weights = tuple(dict.fromkeys(v for v in read if is_variable(v) and v in learned))
     dots = tuple(
-        Dot(i, side, eqn)
+        WeightProduct(i, side, eqn)
         for i, eqn in enumerate(body)
         if eqn.primitive.name == "dot_general"
         for side in (0, 1)
@@ -295,20 +297,20 @@ def _divided(inner: Any, values: dict[Any, Any], **parts: Any) -> Program:
         if is_variable(atom) and atom in made:
             # Of several states with one value the first has what is computed from it.
             writes.setdefault(atom, k)
-    return Program(
+    return FlatStep(
         values=values,
         first=tuple(first),
         body=tuple(body),
         weights=weights,
-        known=_constants(first, values, learned, parts["params"]),
+        known=_find_constants(first, values, learned, parts["params"]),
         dots=dots,
         writes=writes,
         **parts,
     )
 
 
-def _constants(first: Any, values: Any, learned: Any, params: Any) -> dict[Any, Any]:
-    """The values that nothing given to the step has a part in: indices, above all."""
+def _find_constants(first: Any, values: Any, learned: Any, params: Any) -> dict[Any, Any]:
+    """Finds the values that do not depend on the arguments of the step, indices above all."""
     known = {v: x for v, x in values.items() if not isinstance(x, Tracer)}
     with jax.ensure_compile_time_eval():
         for eqn in first:

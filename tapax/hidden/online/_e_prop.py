@@ -10,28 +10,28 @@ import jax
 import jax.numpy as jnp
 
 from tapax._frameworks.recurrent_cells import HiddenError
+from tapax.hidden.online._evaluated_step import EvaluatedStep, collect_gradients, evaluate_step
+from tapax.hidden.online._flat_step import FlatStep, is_float
 from tapax.hidden.online._learner import (
-    Learned,
-    Memory,
-    Online,
+    OnlineGradients,
+    OnlineMemory,
+    OnlineRule,
     check_decay,
     check_traces,
-    settled,
-    state_of,
-    wide,
+    get_state,
+    settle_dtypes,
+    widen_dtype,
 )
-from tapax.hidden.online._moment import Moment, finished, moment
-from tapax.hidden.online._plan import Group, Source
-from tapax.hidden.online._program import Program, is_float
 from tapax.hidden.online._traces import (
-    advanced,
-    diagonal_plan,
-    instant,
-    kept,
-    summed,
-    traced,
-    zeros,
+    add_gradient,
+    advance,
+    compute_instant,
+    list_kept,
+    list_traced,
+    make_zeros,
+    plan_diagonal_rule,
 )
+from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 _FEEDBACK = ("symmetric", "random")
 
@@ -44,7 +44,7 @@ def e_prop(
     decay: float = 0.0,
     key: Any = None,
     indirect: str = "trace",
-) -> Online:
+) -> OnlineRule:
     """e-prop: the eligibility traces of `d_rtrl`, times a learning signal.
 
     `feedback` says what the signal is. "symmetric": the gradient of the step's loss by the hidden
@@ -60,7 +60,7 @@ def e_prop(
     Bellec et al., A solution to the learning dilemma for recurrent networks of spiking neurons,
     2020 (doi:10.1038/s41467-020-17236-y).
     """
-    planned = diagonal_plan(step, loss, indirect)
+    planned = plan_diagonal_rule(step, loss, indirect)
     check_decay(decay)
     if feedback not in _FEEDBACK:
         raise HiddenError(f"`feedback` is 'symmetric' or 'random', but is {feedback!r}.")
@@ -71,62 +71,64 @@ def e_prop(
             "feedback takes none."
         )
 
-    def filtered(group: Group, source: Source) -> tuple[int, ...]:
+    def filtered(group: UnitGroup, source: DrivingWeight) -> tuple[int, ...]:
         return source.states if decay and not group.readout else ()
 
-    def empty(program: Program, groups: Any) -> Any:
-        def both(group: Group, source: Source, lay: Any) -> Any:
-            states = kept(group, source), filtered(group, source)
-            return tuple(zeros(program, lay, part) for part in states)
+    def empty(program: FlatStep, groups: Any) -> Any:
+        def both(group: UnitGroup, source: DrivingWeight, lay: Any) -> Any:
+            states = list_kept(group, source), filtered(group, source)
+            return tuple(make_zeros(program, lay, part) for part in states)
 
-        return [[both(g, s, lay) for _, s, lay in traced(program, g)] for g in groups]
+        return [[both(g, s, lay) for _, s, lay in list_traced(program, g)] for g in groups]
 
-    def init(params: Any, state: Any, *inputs: Any) -> Memory:
+    def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
         program, groups = planned(params, state, inputs)
-        matrices = () if key is None else _matrices(key, program, groups)
-        return Memory(settled(state), empty(program, groups), matrices)
+        matrices = () if key is None else _make_matrices(key, program, groups)
+        return OnlineMemory(settle_dtypes(state), empty(program, groups), matrices)
 
     def update(
-        memory: Memory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[Learned, Memory]:
-        program, groups = planned(params, state_of(memory), inputs)
+        memory: OnlineMemory, params: Any, *inputs: Any, target: Any = None
+    ) -> tuple[OnlineGradients, OnlineMemory]:
+        program, groups = planned(params, get_state(memory), inputs)
         check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
-        now, back = moment(step, program, params, memory.state, inputs, loss, target)
-        grads, olds = now.beside
+        now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
+        grads, olds = now.beside_gradients
         grads, traces = list(grads), []
         for group, before in zip(groups, memory.traces, strict=True):
-            carried, driven = now.units(group)
+            carried, driven = now.differentiate_units(group)
             symmetric = key is None or group.readout
             if symmetric:
-                signal = now.signal(group)
+                signal = now.compute_signal(group)
             else:
-                signal = _broadcast(now, group, memory.feedback)
+                signal = _broadcast_errors(now, group, memory.feedback)
             made = []
-            for (i, source, lay), (eps, bars) in zip(traced(program, group), before, strict=True):
-                new = advanced(now, group, i, lay, carried, driven[i], eps, source.states)
+            for (i, source, lay), (eps, bars) in zip(
+                list_traced(program, group), before, strict=True
+            ):
+                new = advance(now, group, i, lay, carried, driven[i], eps, source.states)
                 more = {k: decay * bar + new[k] for k, bar in bars.items()}
                 at = source.weight
                 for k, x in (more or new).items():
-                    grads[at] = summed(grads[at], lay.contract(signal[k], x))
+                    grads[at] = add_gradient(grads[at], lay.contract(signal[k], x))
                 for k, x in ((bars or eps) if symmetric else {}).items():
                     if k in group.read:
-                        grads[at] = summed(grads[at], lay.contract(olds[k], x))
+                        grads[at] = add_gradient(grads[at], lay.contract(olds[k], x))
                 made.append(({k: new[k] for k in eps}, more))
             for source in group.sources:
                 if not source.traced:
-                    grads[source.weight] += instant(now, group, source, signal)
+                    grads[source.weight] += compute_instant(now, group, source, signal)
             traces.append(made)
-        learned = finished(now, back, params, grads)
-        return learned, Memory(now.state, traces, memory.feedback)
+        learned = collect_gradients(now, back, params, grads)
+        return learned, OnlineMemory(now.state, traces, memory.feedback)
 
-    return Online(init, update)
+    return OnlineRule(init, update)
 
 
-def _leaves(program: Program) -> list[tuple[int, ...]]:
+def _list_output_shapes(program: FlatStep) -> list[tuple[int, ...]]:
     return [v.aval.shape for v in program.outs if is_float(v.aval)]
 
 
-def _common(out: tuple[int, ...], state: tuple[int, ...]) -> int:
+def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:
     """How many first axes are of a batch."""
     n = 0
     while n < min(len(out), len(state)) - 1 and out[n] == state[n]:
@@ -134,28 +136,28 @@ def _common(out: tuple[int, ...], state: tuple[int, ...]) -> int:
     return n
 
 
-def _matrices(key: Any, program: Program, groups: Any) -> Any:
+def _make_matrices(key: Any, program: FlatStep, groups: Any) -> Any:
     """For every state that is seen, and everything that is put out, a matrix of fixed numbers."""
     made: dict[int, list[Any]] = {}
     for group in groups:
         for k in () if group.readout else sorted(group.seen):
             made[k] = []
-            for i, out in enumerate(_leaves(program)):
-                n = _common(out, group.shape)
+            for i, out in enumerate(_list_output_shapes(program)):
+                n = _count_batch_axes(out, group.shape)
                 one = jax.random.fold_in(jax.random.fold_in(key, k), i)
                 size = math.prod(out[n:]), math.prod(group.shape[n:])
-                matrix = jax.random.normal(one, size, wide(program.states[k].dtype))
+                matrix = jax.random.normal(one, size, widen_dtype(program.states[k].dtype))
                 made[k].append(matrix / math.sqrt(max(size[1], 1)))
     return made
 
 
-def _broadcast(now: Moment, group: Group, matrices: Any) -> dict[int, Any]:
+def _broadcast_errors(now: EvaluatedStep, group: UnitGroup, matrices: Any) -> dict[int, Any]:
     """The gradient by what is put out, through the matrices."""
-    errors = now.by_out()
-    signal = {k: jnp.zeros(group.shape, wide(now.olds[k].dtype)) for k in group.states}
+    errors = now.differentiate_output()
+    signal = {k: jnp.zeros(group.shape, widen_dtype(now.olds[k].dtype)) for k in group.states}
     for k in group.seen:
         for error, matrix in zip(errors, matrices[k], strict=True):
-            n = _common(error.shape, group.shape)
+            n = _count_batch_axes(error.shape, group.shape)
             rows = error.reshape(*error.shape[:n], -1).astype(matrix.dtype)
             signal[k] += (rows @ matrix).reshape(group.shape)
     return signal

@@ -1,4 +1,4 @@
-"""What traces a step needs: its states in groups of units, and what drives each of those.
+"""The traces that a step needs: its states in groups of units, and the weights that drive them.
 
 With the products of weights and data held fixed, the new states are functions of the old ones, of
 these products, and of the other weights. Where that is unit by unit, a weight's influence on a
@@ -19,45 +19,46 @@ from typing import Any
 import numpy as np
 
 from tapax._frameworks.recurrent_cells import HiddenError
-from tapax.hidden.online._program import Dot, Program, is_variable
-from tapax.hidden.online._reach import Reach, Ways
+from tapax.hidden.online._flat_step import FlatStep, WeightProduct, is_variable
+from tapax.hidden.online._unit_ranges import RangePropagation, UnitRange
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
-    """A weight that drives units of a group, and how.
+class DrivingWeight:
+    """A weight that drives units of a group.
 
-    `dot` is the product in which it does, None if it is used element by element. `units` says for
-    each element of the product, or of the weight, which unit of the group it drives; it is None if
-    the weight has an influence on many, and then all of that is kept, or, if not `traced`, only
-    what it is within a step. `states` are those of the group that it reaches, now or later.
+    `dot` is the product in which it does; it is None if the weight is used element by element.
+    `units` has, for each element of the product or of the weight, the unit of the group that the
+    element drives. It is None if the weight drives many units: then a trace keeps all of its
+    influence, or, if not `traced`, only the influence within a step counts. `states` are the states
+    of the group that the weight reaches, now or later.
     """
 
     weight: int
-    dot: Dot | None
+    dot: WeightProduct | None
     units: np.ndarray | None
     states: tuple[int, ...]
     traced: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Group:
+class UnitGroup:
     """States of one shape that the transition connects unit by unit.
 
-    `carries` has the pairs (new, old) of states for which there is a derivative of a unit by
-    itself. `block` is the number of units in a row that may depend on each other: one if the
-    transition is exactly unit by unit. `seen` are those that what is put out depends on, not
-    through others of the group, and `read` those whose old values it depends on, not through new
-    ones or, if the signal is that of the old ones, in any way. `readout` says that it is a read-out
-    with a memory: other groups drive it, it drives none, and what is put out has it without another
-    weight.
+    `carries` has the pairs (new, old) of states for which a unit has a derivative by itself.
+    `block` is the number of units in a row that may depend on each other: one if the transition is
+    exactly unit by unit. `seen` are the states that the output depends on, not through others of
+    the group. `read` are the states whose old values the output depends on: not through new states
+    or, if the signal is that of the old states, in any way. A group is a `readout` if it is a
+    read-out with a memory: other groups drive it, it drives none, and the output has it without
+    another weight.
     """
 
     states: tuple[int, ...]
     shape: tuple[int, ...]
     block: int
     carries: frozenset[tuple[int, int]]
-    sources: tuple[Source, ...]
+    sources: tuple[DrivingWeight, ...]
     seen: frozenset[int]
     read: frozenset[int]
     readout: bool
@@ -77,40 +78,42 @@ INDIRECT = ("trace", "instant", "refuse")
 SIGNALS = ("new", "old")
 
 
-def plan(program: Program, indirect: str, signal: str = "new") -> tuple[Group, ...]:
-    """The groups of a step, with everything that drives them."""
+def find_unit_groups(
+    program: FlatStep, indirect: str, signal: str = "new"
+) -> tuple[UnitGroup, ...]:
+    """Finds the groups of a step, with the weights that drive them."""
     held = frozenset(dot.result for dot in program.dots)
-    parts = _components(program, held)
-    before = {g: _before(program, g, parts) for g in parts}
+    parts = _connect_states(program, held)
+    before = {g: _list_drivers(program, g, parts) for g in parts}
     made = []
     for states in parts:
         last = bool(before[states]) and not any(states in b for b in before.values())
         readout = last and _is_shown(program, states, held)
-        made.append(_group(program, states, held, indirect, signal, readout))
+        made.append(_make_group(program, states, held, indirect, signal, readout))
     return tuple(made)
 
 
-def _ways(program: Program, k: int, held: Iterable[Any], stop: Iterable[Any]) -> list[Any]:
-    """What reaches the new state `k`, directly and in all ways."""
+def _find_ranges(program: FlatStep, k: int, held: Iterable[Any], stop: Iterable[Any]) -> list[Any]:
+    """Finds the ranges of what reaches the new state `k`, directly and in all ways."""
     found = []
     for mixing in (False, True):
-        seeds: dict[Any, Reach] = {}
+        seeds: dict[Any, UnitRange] = {}
         if is_variable(program.news[k]):
-            seeds[program.news[k]] = Reach.own(program.states[k].shape)
-        ways = Ways(mixing, program.known)
-        found.append(ways.back(program.body, seeds, frozenset((*held, *stop))))
+            seeds[program.news[k]] = UnitRange.identity(program.states[k].shape)
+        ways = RangePropagation(mixing, program.known)
+        found.append(ways.propagate(program.body, seeds, frozenset((*held, *stop))))
     return found
 
 
-def _others(program: Program, states: Iterable[int]) -> frozenset[Any]:
-    """Where states that are not among these are defined; but not where one of these is, too."""
+def _list_other_writes(program: FlatStep, states: Iterable[int]) -> frozenset[Any]:
+    """Lists the definitions of states that are not in `states`, nor define one of them too."""
     own = {program.news[k] for k in states if is_variable(program.news[k])}
     return frozenset(
         v for v, k in program.writes.items() if k not in tuple(states) and v not in own
     )
 
 
-def _components(program: Program, held: frozenset[Any]) -> list[tuple[int, ...]]:
+def _connect_states(program: FlatStep, held: frozenset[Any]) -> list[tuple[int, ...]]:
     parent = list(range(len(program.states)))
 
     def root(k: int) -> int:
@@ -120,19 +123,21 @@ def _components(program: Program, held: frozenset[Any]) -> list[tuple[int, ...]]
 
     drives: list[dict[Any, np.ndarray]] = []
     for k, state in enumerate(program.states):
-        direct, wide = _ways(program, k, held, _others(program, [k]))
-        own = Reach.own(state.shape).low
+        direct, wide = _find_ranges(program, k, held, _list_other_writes(program, [k]))
+        own = UnitRange.identity(state.shape).low
         at = [(k, v) for v, k in program.writes.items()]
         for other, v in [*enumerate(program.olds), *at]:
             if program.states[other].shape != state.shape:
                 continue
-            is_own = v in direct and (direct[v].one & (direct[v].low == own)).any()
+            is_own = v in direct and (direct[v].is_single & (direct[v].low == own)).any()
             is_old = v is program.olds[other]
-            mixed = is_old and v in wide and (wide[v].some & ~wide[v].one).any()
+            mixed = is_old and v in wide and (wide[v].reaches_any & ~wide[v].is_single).any()
             if is_own or mixed:
                 parent[root(other)] = root(k)
         driven = (*(dot.result for dot in program.dots), *program.weights)
-        drives.append({v: direct[v].low for v in driven if v in direct and direct[v].one.any()})
+        drives.append(
+            {v: direct[v].low for v in driven if v in direct and direct[v].is_single.any()}
+        )
         for other in range(k):
             if program.states[other].shape == state.shape and any(
                 v in drives[other] and np.array_equal(units, drives[other][v])
@@ -145,8 +150,8 @@ def _components(program: Program, held: frozenset[Any]) -> list[tuple[int, ...]]
     return [tuple(states) for states in parts.values()]
 
 
-def _reached(program: Program, targets: Iterable[Any], stop: Iterable[Any]) -> set[Any]:
-    """The variables that some others depend on, in whatever way, not through those in `stop`."""
+def _find_reached(program: FlatStep, targets: Iterable[Any], stop: Iterable[Any]) -> set[Any]:
+    """Finds the variables that `targets` depend on, not through those in `stop`."""
     stop = frozenset(stop)
     found = {v for v in targets if is_variable(v)}
     for eqn in reversed(program.body):
@@ -155,41 +160,43 @@ def _reached(program: Program, targets: Iterable[Any], stop: Iterable[Any]) -> s
     return found
 
 
-def _before(program: Program, states: tuple[int, ...], parts: Any) -> list[tuple[int, ...]]:
-    """The groups that drive a group within a step."""
-    reached = _reached(program, [program.news[k] for k in states], _others(program, states))
+def _list_drivers(program: FlatStep, states: tuple[int, ...], parts: Any) -> list[tuple[int, ...]]:
+    """Lists the groups that drive the group of `states` within a step."""
+    reached = _find_reached(
+        program, [program.news[k] for k in states], _list_other_writes(program, states)
+    )
     drivers = {k for v, k in program.writes.items() if v in reached}
     return [other for other in parts if other != states and drivers & set(other)]
 
 
-def _group(
-    program: Program,
+def _make_group(
+    program: FlatStep,
     states: tuple[int, ...],
     held: frozenset[Any],
     indirect: str,
     signal: str,
     readout: bool,
-) -> Group:
-    others = _others(program, states)
+) -> UnitGroup:
+    others = _list_other_writes(program, states)
     shape = program.states[states[0]].shape
-    own = Reach.own(shape)
-    ways = {k: _ways(program, k, held, others) for k in states}
+    own = UnitRange.identity(shape)
+    ways = {k: _find_ranges(program, k, held, others) for k in states}
     carries, wides = set(), []
     for k in states:
         for old in states:
             wide = ways[k][1].get(program.olds[old])
-            if wide is not None and wide.some.any():
+            if wide is not None and wide.reaches_any.any():
                 carries.add((k, old))
                 wides.append(wide | wide.where(own))
-    beside = _reached(program, program.outs, program.writes if signal == "new" else ())
+    beside = _find_reached(program, program.outs, program.writes if signal == "new" else ())
     sources = []
-    for i, dot in _uses(program, states, others):
+    for i, dot in _list_uses(program, states, others):
         v = program.weights[i] if dot is None else dot.result
-        direct, wide = (_joined(ways[k][way].get(v) for k in states) for way in (0, 1))
-        if direct is not None and wide is not None and np.all(direct.one | ~wide.some):
-            now = {k for k in states if v in ways[k][1] and ways[k][1][v].some.any()}
-            units = np.where(direct.one, direct.low, 0)
-            sources.append(Source(i, dot, units, _later(states, now, carries)))
+        direct, wide = (_join(ways[k][way].get(v) for k in states) for way in (0, 1))
+        if direct is not None and wide is not None and np.all(direct.is_single | ~wide.reaches_any):
+            now = {k for k in states if v in ways[k][1] and ways[k][1][v].reaches_any.any()}
+            units = np.where(direct.is_single, direct.low, 0)
+            sources.append(DrivingWeight(i, dot, units, _list_later(states, now, carries)))
             wides.append(wide)
             continue
         if indirect == "refuse":
@@ -201,25 +208,25 @@ def _group(
                 "`indirect` is 'refuse'. Give 'trace' to keep it, or 'instant' to learn from what "
                 "it does within a step alone."
             )
-        sources.append(Source(i, dot, None, states, indirect == "trace"))
-    return Group(
+        sources.append(DrivingWeight(i, dot, None, states, indirect == "trace"))
+    return UnitGroup(
         states,
         shape,
-        _block(shape, wides),
+        _find_block(shape, wides),
         frozenset(carries),
         tuple(sources),
-        _seen(program, states),
+        _list_seen(program, states),
         frozenset(k for k in states if program.olds[k] in beside),
         readout,
     )
 
 
-def _uses(
-    program: Program, states: tuple[int, ...], others: frozenset[Any]
-) -> Iterator[tuple[int, Dot | None]]:
-    """The weights that a group depends on: in a product, or (None) in other equations."""
+def _list_uses(
+    program: FlatStep, states: tuple[int, ...], others: frozenset[Any]
+) -> Iterator[tuple[int, WeightProduct | None]]:
+    """Lists the weights a group depends on, each in a product, or (None) in other equations."""
     news = [program.news[k] for k in states]
-    reached = _reached(program, news, others) - others
+    reached = _find_reached(program, news, others) - others
     at = {dot.at: dot for dot in program.dots}
     for i, weight in enumerate(program.weights):
         otherwise = any(weight is v for v in news)
@@ -233,35 +240,35 @@ def _uses(
             yield i, None
 
 
-def _joined(found: Iterable[Reach | None]) -> Reach | None:
+def _join(found: Iterable[UnitRange | None]) -> UnitRange | None:
     there = [reach for reach in found if reach is not None]
     return functools.reduce(operator.or_, there) if there else None
 
 
-def _later(
+def _list_later(
     states: tuple[int, ...], reached: set[int], carries: set[tuple[int, int]]
 ) -> tuple[int, ...]:
-    """The states that are reached now, or from those at later steps."""
+    """Lists the states that are reached now or, through `carries`, at later steps."""
     for _ in states:
         reached = reached | {new for new, old in carries if old in reached}
     return tuple(k for k in states if k in reached)
 
 
-def _block(shape: tuple[int, ...], wides: Iterable[Reach]) -> int:
-    """The smallest number of last axes' units within which all influence stays."""
+def _find_block(shape: tuple[int, ...], wides: Iterable[UnitRange]) -> int:
+    """Finds the smallest number of units, of the last axes, within which all influence stays."""
     sizes = [math.prod(shape[i:]) for i in range(len(shape), -1, -1)]
-    inside = lambda b, w: np.all((w.low // b == w.high // b) | ~w.some)  # noqa: E731
+    inside = lambda b, w: np.all((w.low // b == w.high // b) | ~w.reaches_any)  # noqa: E731
     wides = list(wides)
     return next((b for b in sizes if b and all(inside(b, w) for w in wides)), sizes[-1])
 
 
-def _is_shown(program: Program, states: tuple[int, ...], held: frozenset[Any]) -> bool:
+def _is_shown(program: FlatStep, states: tuple[int, ...], held: frozenset[Any]) -> bool:
     own = [v for v, k in program.writes.items() if k in states]
-    reached = _reached(program, program.outs, held - frozenset(own))
+    reached = _find_reached(program, program.outs, held - frozenset(own))
     return any(v in reached for v in own)
 
 
-def _seen(program: Program, states: tuple[int, ...]) -> frozenset[int]:
+def _list_seen(program: FlatStep, states: tuple[int, ...]) -> frozenset[int]:
     own = frozenset(v for v, k in program.writes.items() if k in states)
-    reached = _reached(program, program.outs, own)
+    reached = _find_reached(program, program.outs, own)
     return frozenset(program.writes[v] for v in own if v in reached)

@@ -9,23 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax.hidden.online._flat_step import FlatStep, trace_flat_step
 from tapax.hidden.online._learner import (
-    Learned,
-    Memory,
-    Online,
-    Planned,
-    as_grads,
+    OnlineGradients,
+    OnlineMemory,
+    OnlineRule,
+    ShapeCache,
     check_loss,
     check_traces,
-    scalar_loss,
-    settled,
-    state_of,
-    wide,
+    compute_loss,
+    get_state,
+    make_grads,
+    settle_dtypes,
+    widen_dtype,
 )
-from tapax.hidden.online._program import Program, trace
 
 
-def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> Online:
+def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> OnlineRule:
     """Exact gradients: the influence of every parameter on every hidden state is kept.
 
     With parameters that stay the same, the gradients of the steps of a sequence sum to what
@@ -36,17 +36,17 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> Online:
     Networks, 1989.
     """
     check_loss(loss)
-    planned = Planned(step, _planned)
+    planned = ShapeCache(step, _plan)
 
-    def init(params: Any, state: Any, *inputs: Any) -> Memory:
-        traces = _zeros(planned(params, state, inputs))
-        return Memory(settled(state), traces)
+    def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
+        traces = _make_zeros(planned(params, state, inputs))
+        return OnlineMemory(settle_dtypes(state), traces)
 
     def update(
-        memory: Memory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[Learned, Memory]:
-        program = planned(params, state_of(memory), inputs)
-        check_traces(memory, jax.eval_shape(lambda: _zeros(program)))
+        memory: OnlineMemory, params: Any, *inputs: Any, target: Any = None
+    ) -> tuple[OnlineGradients, OnlineMemory]:
+        program = planned(params, get_state(memory), inputs)
+        check_traces(memory, jax.eval_shape(lambda: _make_zeros(program)))
         leaves, tree = jax.tree.flatten(params)
 
         def run(trained: Any, olds: Any) -> Any:
@@ -58,43 +58,43 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> Online:
 
         def value(trained: Any, olds: Any) -> Any:
             _, out = run(trained, olds)
-            return scalar_loss(loss, out, target), out
+            return compute_loss(loss, out, target), out
 
         trained = [jnp.asarray(leaves[i]) for i in program.trained]
         olds = [jnp.asarray(x) for x in jax.tree.leaves(memory.state)]
         worth, back, out = jax.vjp(value, trained, olds, has_aux=True)
         now, by_state = back(jnp.ones_like(worth))
         news, back = jax.vjp(lambda *args: run(*args)[0], trained, olds)
-        by_params, by_olds = jax.vmap(back)(_units(program))
-        influence, signal = _flat(by_olds, 1), _flat(by_state, 0)
+        by_params, by_olds = jax.vmap(back)(_make_cotangents(program))
+        influence, signal = _flatten(by_olds, 1), _flatten(by_state, 0)
         grads, traces = [], []
         for grad, old, new in zip(now, memory.traces, by_params, strict=True):
             grads.append(grad + jnp.tensordot(signal, old, 1))
             traces.append(jnp.tensordot(influence, old, 1) + new.astype(old.dtype))
-        learned = Learned(as_grads(params, program.trained, grads), worth, out)
-        return learned, Memory(program.state_tree.unflatten(news), traces)
+        learned = OnlineGradients(make_grads(params, program.trained, grads), worth, out)
+        return learned, OnlineMemory(program.state_tree.unflatten(news), traces)
 
-    return Online(init, update)
-
-
-def _planned(*args: Any) -> tuple[Program, bool]:
-    program = trace(*args)
-    return program, program.lasting
+    return OnlineRule(init, update)
 
 
-def _size(program: Program) -> int:
+def _plan(*args: Any) -> tuple[FlatStep, bool]:
+    program = trace_flat_step(*args)
+    return program, program.is_reusable
+
+
+def _count_units(program: FlatStep) -> int:
     return sum(math.prod(s.shape) for s in program.states)
 
 
-def _zeros(program: Program) -> list[Any]:
-    kind = [wide(program.params[i].aval.dtype) for i in program.trained]
+def _make_zeros(program: FlatStep) -> list[Any]:
+    kind = [widen_dtype(program.params[i].aval.dtype) for i in program.trained]
     shapes = [program.params[i].aval.shape for i in program.trained]
-    return [jnp.zeros((_size(program), *s), d) for s, d in zip(shapes, kind, strict=True)]
+    return [jnp.zeros((_count_units(program), *s), d) for s, d in zip(shapes, kind, strict=True)]
 
 
-def _units(program: Program) -> list[Any]:
+def _make_cotangents(program: FlatStep) -> list[Any]:
     """A cotangent for every unit of every state, along a first axis."""
-    whole, start, made = jnp.eye(_size(program)), 0, []
+    whole, start, made = jnp.eye(_count_units(program)), 0, []
     for state in program.states:
         n = math.prod(state.shape)
         made.append(whole[:, start : start + n].reshape(-1, *state.shape).astype(state.dtype))
@@ -102,6 +102,6 @@ def _units(program: Program) -> list[Any]:
     return made
 
 
-def _flat(parts: Any, batch: int) -> Any:
+def _flatten(parts: Any, batch: int) -> Any:
     flat = [x.reshape(*x.shape[:batch], -1) for x in parts]
-    return jnp.concatenate([x.astype(wide(x.dtype)) for x in flat], -1)
+    return jnp.concatenate([x.astype(widen_dtype(x.dtype)) for x in flat], -1)

@@ -1,12 +1,12 @@
-"""Which units of a state each element of every value in a program has an influence on.
+"""The range of units of a state that each element of every value in a program influences.
 
-It is found from the equations alone, backwards from a new state whose elements are numbered: what
-is computed element by element passes the numbers on, what moves elements moves the numbers, and
-where several units are reached the answer is the interval from the first to the last.
+The equations alone decide it, backwards from a new state whose elements are numbered: elementwise
+equations pass the numbers on, equations that move elements move the numbers, and an element that
+reaches several units has the range from the first to the last.
 
-There are two answers. *All* ways count for `wide`. For `direct` only those count on which every
-element is computed from its own: not the ones through sums and products of matrices. Under a layer
-normalisation an element reaches all units of its row, but one of them directly.
+There are two kinds of ranges. *Wide* ranges count all ways. *Direct* ranges count only those ways
+on which each element is computed from one element, not through sums and products of matrices. Under
+a layer normalisation an element reaches all units of its row, but one of them directly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax.hidden._connections import ELEMENTWISE
-from tapax.hidden.online._program import call_of, is_variable
+from tapax.hidden.online._flat_step import find_call_body, is_variable
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -32,83 +32,86 @@ _RUNNING = frozenset(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Reach:
-    """For every element the first and the last unit reached; none if these are in no order."""
+class UnitRange:
+    """The first and the last unit that each element reaches; it reaches none if low > high."""
 
     low: np.ndarray
     high: np.ndarray
 
     @staticmethod
-    def none(shape: Sequence[int]) -> Reach:
-        return Reach(np.full(shape, _NEVER), np.full(shape, -1))
+    def empty(shape: Sequence[int]) -> UnitRange:
+        return UnitRange(np.full(shape, _NEVER), np.full(shape, -1))
 
     @staticmethod
-    def own(shape: Sequence[int]) -> Reach:
+    def identity(shape: Sequence[int]) -> UnitRange:
         units = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
-        return Reach(units, units)
+        return UnitRange(units, units)
 
-    def __or__(self, other: Reach) -> Reach:
-        return Reach(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+    def __or__(self, other: UnitRange) -> UnitRange:
+        return UnitRange(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
-    def map(self, fn: Callable[[np.ndarray], np.ndarray]) -> Reach:
-        return Reach(fn(self.low), fn(self.high))
+    def map(self, fn: Callable[[np.ndarray], np.ndarray]) -> UnitRange:
+        return UnitRange(fn(self.low), fn(self.high))
 
-    def where(self, other: Reach) -> Reach:
-        """Another one, for those elements that reach anything."""
-        none = Reach.none(self.low.shape)
-        return Reach(
+    def where(self, other: UnitRange) -> UnitRange:
+        """The ranges of `other` for the elements that reach any unit, and none for the rest."""
+        none = UnitRange.empty(self.low.shape)
+        return UnitRange(
             *(
-                np.where(self.some, a, b)
+                np.where(self.reaches_any, a, b)
                 for a, b in ((other.low, none.low), (other.high, none.high))
             )
         )
 
-    def merged(self, axes: Any, keepdims: bool = False) -> Reach:
+    def merge(self, axes: Any, keepdims: bool = False) -> UnitRange:
         """One answer for all elements along some axes."""
         least = {"axis": axes, "keepdims": keepdims}
-        return Reach(self.low.min(**least, initial=_NEVER), self.high.max(**least, initial=-1))
+        return UnitRange(self.low.min(**least, initial=_NEVER), self.high.max(**least, initial=-1))
 
     @property
-    def some(self) -> np.ndarray:
+    def reaches_any(self) -> np.ndarray:
         return self.low <= self.high
 
     @property
-    def one(self) -> np.ndarray:
+    def is_single(self) -> np.ndarray:
         return self.low == self.high
 
 
 @dataclasses.dataclass(frozen=True)
-class Ways:
-    """What counts as a way. In the body of a call with its own derivative every equation does, also
-    where nothing could be differentiated: a spike is a comparison."""
+class RangePropagation:
+    """A backward pass over equations; with `mixing`, sums and products of matrices count as ways.
+
+    `inside` the body of a call with a custom derivative every equation counts, also those that
+    cannot be differentiated: a spike is a comparison.
+    """
 
     mixing: bool
     known: Mapping[Any, Any]
     inside: bool = False
 
-    def back(
-        self, eqns: Sequence[Any], found: dict[Any, Reach], stop: frozenset[Any] = frozenset()
-    ) -> dict[Any, Reach]:
-        """Completes `found`, which has the reach of what equations lead to.
+    def propagate(
+        self, eqns: Sequence[Any], found: dict[Any, UnitRange], stop: frozenset[Any] = frozenset()
+    ) -> dict[Any, UnitRange]:
+        """Completes `found`, which has the ranges of what the equations lead to.
 
-        What is in `stop` is reached, but nothing on the way to it.
+        Variables in `stop` have a range, and nothing before them does.
         """
         for eqn in reversed(eqns):
-            outs = [self._of(v, found, stop) for v in eqn.outvars]
-            if not any(out.some.any() for out in outs):
+            outs = [self._get(v, found, stop) for v in eqn.outvars]
+            if not any(out.reaches_any.any() for out in outs):
                 continue
-            for atom, reach in zip(eqn.invars, self._through(eqn, outs), strict=True):
+            for atom, reach in zip(eqn.invars, self._cross(eqn, outs), strict=True):
                 if reach is None or not is_variable(atom):
                     continue
                 found[atom] = found[atom] | reach if atom in found else reach
         return found
 
-    def _of(self, v: Any, found: dict[Any, Reach], stop: frozenset[Any]) -> Reach:
-        if v not in found or v in stop or not (self.inside or _differentiable(v.aval)):
-            return Reach.none(v.aval.shape)
+    def _get(self, v: Any, found: dict[Any, UnitRange], stop: frozenset[Any]) -> UnitRange:
+        if v not in found or v in stop or not (self.inside or _is_differentiable(v.aval)):
+            return UnitRange.empty(v.aval.shape)
         return found[v]
 
-    def _through(self, eqn: Any, outs: list[Reach]) -> list[Reach | None]:
+    def _cross(self, eqn: Any, outs: list[UnitRange]) -> list[UnitRange | None]:
         kind = _jax.kind_of(eqn)
         shapes = [v.aval.shape for v in eqn.invars]
         if kind == "stop_gradient" and not self.inside:
@@ -116,12 +119,14 @@ class Ways:
         if kind == "optimization_barrier":
             return list(outs)
         if kind in ELEMENTWISE:
-            return [_fitted(outs[0], shape) for shape in shapes]
+            return [_fit(outs[0], shape) for shape in shapes]
         if kind in _MOVES:
-            return _moved(eqn, shapes, outs)
-        if kind in _BOUND and all(self._value(v) is not None for v in eqn.invars[_BOUND[kind] :]):
-            return self._bound(eqn, shapes, outs, _BOUND[kind])
-        inner = self._inner(kind, eqn, shapes, outs)
+            return _move(eqn, shapes, outs)
+        if kind in _BOUND and all(
+            self._find_value(v) is not None for v in eqn.invars[_BOUND[kind] :]
+        ):
+            return self._move_numbers(eqn, shapes, outs, _BOUND[kind])
+        inner = self._enter(kind, eqn, shapes, outs)
         if inner is not None:
             return inner
         if not self.mixing:
@@ -131,90 +136,94 @@ class Ways:
             spread = outs[0].map(lambda x: np.expand_dims(x, axes))
             return [spread.map(lambda x: np.broadcast_to(x, shapes[0]))]
         if kind in _RUNNING:
-            whole = outs[0].merged(eqn.params["axis"], keepdims=True)
+            whole = outs[0].merge(eqn.params["axis"], keepdims=True)
             return [whole.map(lambda x: np.broadcast_to(x, shapes[0]))]
         if kind == "dot_general":
-            return _product(eqn, shapes, outs[0])
-        return self._everything(shapes, outs)
+            return _multiply(eqn, shapes, outs[0])
+        return self._reach_everything(shapes, outs)
 
-    def _everything(self, shapes: Sequence[Any], outs: Sequence[Reach]) -> list[Reach | None]:
+    def _reach_everything(
+        self, shapes: Sequence[Any], outs: Sequence[UnitRange]
+    ) -> list[UnitRange | None]:
         low = min(int(out.low.min(initial=_NEVER)) for out in outs)
         high = max(int(out.high.max(initial=-1)) for out in outs)
-        return [Reach(np.full(s, low), np.full(s, high)) for s in shapes]
+        return [UnitRange(np.full(s, low), np.full(s, high)) for s in shapes]
 
-    def _value(self, atom: Any) -> Any:
+    def _find_value(self, atom: Any) -> Any:
         return self.known.get(atom) if is_variable(atom) else _jax.literal_value(atom)
 
-    def _bound(self, eqn: Any, shapes: Any, outs: list[Reach], moved: int) -> list[Reach | None]:
+    def _move_numbers(
+        self, eqn: Any, shapes: Any, outs: list[UnitRange], moved: int
+    ) -> list[UnitRange | None]:
         """An operation that moves elements, done to their numbers."""
-        numbers = _numbers(shapes[:moved])
-        rest = [self._value(v) for v in eqn.invars[moved:]]
+        numbers = _number_elements(shapes[:moved])
+        rest = [self._find_value(v) for v in eqn.invars[moved:]]
         if eqn.primitive.name == "pad":
             rest = [np.int32(-1)]
         with jax.ensure_compile_time_eval():
             moving = [jnp.asarray(n, jnp.int32) for n in numbers]
             made = _jax.bind_equation(eqn, [*moving, *map(jnp.asarray, rest)])
-        back = _gathered([np.asarray(m) for m in made], outs, shapes[:moved])
+        back = _gather([np.asarray(m) for m in made], outs, shapes[:moved])
         return [*back, *[None] * len(rest)]
 
-    def _inner(
-        self, kind: str, eqn: Any, shapes: Any, outs: list[Reach]
-    ) -> list[Reach | None] | None:
-        called = call_of(eqn)
+    def _enter(
+        self, kind: str, eqn: Any, shapes: Any, outs: list[UnitRange]
+    ) -> list[UnitRange | None] | None:
+        called = find_call_body(eqn)
         if called is not None:
-            return self._body(called, outs)
+            return self._enter_body(called, outs)
         if kind.startswith("custom_jvp_call") or kind == "CustomJVPTraced":
-            return dataclasses.replace(self, inside=True)._body(_jax.call_body(eqn), outs)
+            return dataclasses.replace(self, inside=True)._enter_body(_jax.call_body(eqn), outs)
         if kind.startswith("custom_vjp_call") or kind == "CustomVJPTraced":
-            found = dataclasses.replace(self, inside=True)._body(_jax.call_body(eqn), outs)
+            found = dataclasses.replace(self, inside=True)._enter_body(_jax.call_body(eqn), outs)
             if not self.mixing:
                 return found
             # An argument that only the derivative uses may do anything there.
-            rest = self._everything(shapes, outs)
-            floats = [_differentiable(v.aval) for v in eqn.invars]
+            rest = self._reach_everything(shapes, outs)
+            floats = [_is_differentiable(v.aval) for v in eqn.invars]
             return [
-                other if ok and (one is None or not one.some.any()) else one
+                other if ok and (one is None or not one.reaches_any.any()) else one
                 for one, other, ok in zip(found, rest, floats, strict=True)
             ]
         if kind == "cond":
-            found: list[Reach | None] = [None] * (len(shapes) - 1)
+            found: list[UnitRange | None] = [None] * (len(shapes) - 1)
             for branch in eqn.params["branches"]:
                 found = [
-                    _either(a, b) for a, b in zip(found, self._body(branch, outs), strict=True)
+                    _join(a, b) for a, b in zip(found, self._enter_body(branch, outs), strict=True)
                 ]
             return [None, *found]
-        return self._scan(eqn, outs) if kind == "scan" else None
+        return self._enter_scan(eqn, outs) if kind == "scan" else None
 
-    def _body(self, body: Any, outs: list[Reach]) -> list[Reach | None]:
+    def _enter_body(self, body: Any, outs: list[UnitRange]) -> list[UnitRange | None]:
         inner = _jax.open_jaxpr(body)
-        found: dict[Any, Reach] = {}
+        found: dict[Any, UnitRange] = {}
         for v, out in zip(inner.outvars, outs, strict=True):
             if is_variable(v):
                 found[v] = found[v] | out if v in found else out
         constants = dict(zip(inner.constvars, _jax.jaxpr_consts(body), strict=False))
-        dataclasses.replace(self, known=constants).back(inner.eqns, found)
+        dataclasses.replace(self, known=constants).propagate(inner.eqns, found)
         return [found.get(v) for v in inner.invars]
 
-    def _scan(self, eqn: Any, outs: list[Reach]) -> list[Reach | None]:
+    def _enter_scan(self, eqn: Any, outs: list[UnitRange]) -> list[UnitRange | None]:
         """Bodies are gone through until what is carried reaches no more."""
         first, carried = _jax.scan_split(eqn.params)
         body = eqn.params["jaxpr"]
-        ys = [out.merged(0) for out in outs[carried:]]
+        ys = [out.merge(0) for out in outs[carried:]]
         carry = outs[:carried]
         for _ in range(8):
-            found = self._body(body, [*carry, *ys])
+            found = self._enter_body(body, [*carry, *ys])
             more = [
                 a if b is None else a | b
                 for a, b in zip(carry, found[first : first + carried], strict=True)
             ]
-            if all(_same(a, b) for a, b in zip(more, carry, strict=True)):
+            if all(_is_same(a, b) for a, b in zip(more, carry, strict=True)):
                 break
             carry = more
         else:
             # Elements wander from one iteration to the next; each may go anywhere.
             if not self.mixing:
                 return [None] * len(eqn.invars)
-            return self._everything([v.aval.shape for v in eqn.invars], outs)
+            return self._reach_everything([v.aval.shape for v in eqn.invars], outs)
         length = eqn.params["length"]
         xs = [
             None if x is None else x.map(lambda a: np.broadcast_to(a, (length, *a.shape)))
@@ -223,38 +232,38 @@ class Ways:
         return [*found[:first], *carry, *xs]
 
 
-def _differentiable(aval: Any) -> bool:
+def _is_differentiable(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", np.int32), jnp.inexact)
 
 
-def _same(a: Reach, b: Reach) -> bool:
+def _is_same(a: UnitRange, b: UnitRange) -> bool:
     return np.array_equal(a.low, b.low) and np.array_equal(a.high, b.high)
 
 
-def _either(a: Reach | None, b: Reach | None) -> Reach | None:
+def _join(a: UnitRange | None, b: UnitRange | None) -> UnitRange | None:
     return b if a is None else a if b is None else a | b
 
 
-def _fitted(reach: Reach, shape: Sequence[int]) -> Reach:
+def _fit(reach: UnitRange, shape: Sequence[int]) -> UnitRange:
     """The reach of an operand of the result's shape, or one that is repeated along axes."""
     start = reach.low.ndim - len(shape)
     if reach.low.shape[start:] == tuple(shape):
-        return reach.merged(tuple(range(start)))
+        return reach.merge(tuple(range(start)))
     repeated = (i for i, size in enumerate(shape) if size != reach.low.shape[start + i])
-    whole = reach.merged((*range(start), *(start + i for i in repeated)), keepdims=True)
+    whole = reach.merge((*range(start), *(start + i for i in repeated)), keepdims=True)
     return whole.map(lambda x: x.reshape(shape))
 
 
-def _numbers(shapes: Sequence[Any]) -> list[np.ndarray]:
+def _number_elements(shapes: Sequence[Any]) -> list[np.ndarray]:
     starts = np.cumsum([0, *(math.prod(s) for s in shapes)])
     return [
         np.arange(a, b).reshape(s) for a, b, s in zip(starts[:-1], starts[1:], shapes, strict=True)
     ]
 
 
-def _gathered(
-    moved: Sequence[np.ndarray], outs: Sequence[Reach], shapes: Sequence[Any]
-) -> list[Reach | None]:
+def _gather(
+    moved: Sequence[np.ndarray], outs: Sequence[UnitRange], shapes: Sequence[Any]
+) -> list[UnitRange | None]:
     """What the elements reach whose numbers were `moved` to where they are in the results."""
     ends = np.cumsum([math.prod(s) for s in shapes])
     low, high = np.full(ends[-1], _NEVER), np.full(ends[-1], -1)
@@ -263,13 +272,13 @@ def _gathered(
         np.minimum.at(low, numbers[inside], out.low[inside])
         np.maximum.at(high, numbers[inside], out.high[inside])
     parts = zip(np.split(low, ends[:-1]), np.split(high, ends[:-1]), shapes, strict=True)
-    return [Reach(a.reshape(s), b.reshape(s)) for a, b, s in parts]
+    return [UnitRange(a.reshape(s), b.reshape(s)) for a, b, s in parts]
 
 
-def _moved(eqn: Any, shapes: Sequence[Any], outs: list[Reach]) -> list[Reach | None]:
-    numbers = _numbers(shapes)
+def _move(eqn: Any, shapes: Sequence[Any], outs: list[UnitRange]) -> list[UnitRange | None]:
+    numbers = _number_elements(shapes)
     made = _MOVES[eqn.primitive.name](eqn, *numbers)
-    return _gathered(made if isinstance(made, list) else [made], outs, shapes)
+    return _gather(made if isinstance(made, list) else [made], outs, shapes)
 
 
 def _broadcast(eqn: Any, x: np.ndarray, *sizes: Any) -> np.ndarray:
@@ -310,7 +319,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
 _BOUND = {"pad": 1, "gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
 
 
-def _product(eqn: Any, shapes: Sequence[Any], out: Reach) -> list[Reach | None]:
+def _multiply(eqn: Any, shapes: Sequence[Any], out: UnitRange) -> list[UnitRange | None]:
     """An element of one operand reaches what its row of the other one leads to."""
     (contract, batch) = eqn.params["dimension_numbers"]
     free = [
@@ -318,15 +327,15 @@ def _product(eqn: Any, shapes: Sequence[Any], out: Reach) -> list[Reach | None]:
         for i, s in enumerate(shapes)
     ]
     shared = len(batch[0])
-    found: list[Reach | None] = []
+    found: list[UnitRange | None] = []
     for i, shape in enumerate(shapes):
         start = shared + (0 if i else len(free[0]))
-        left = out.merged(tuple(range(start, start + len(free[1 - i]))))
+        left = out.merge(tuple(range(start, start + len(free[1 - i]))))
         new = tuple(range(left.low.ndim, len(shape)))
         back = tuple(np.argsort([*batch[i], *free[i], *contract[i]]))
-        found.append(left.map(functools.partial(_placed, new, back, shape)))
+        found.append(left.map(functools.partial(_place, new, back, shape)))
     return found
 
 
-def _placed(new: Any, back: Any, shape: Any, x: np.ndarray) -> np.ndarray:
+def _place(new: Any, back: Any, shape: Any, x: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.expand_dims(x, new).transpose(back), shape)

@@ -1,9 +1,10 @@
-"""How the influence of one weight on the units of a group is laid out, and what is done with it.
+"""Layouts of the influence of one weight on the units of a group.
 
-`Product`: a weight times data. The result has axes of a batch, of the data alone and of the weight
-alone, `[b, d, w]`, each of them several or none; and the influence `[b, d, c, w]`, with the ones
-that are summed over for `c`. `Each`: a weight used element by element; the influence is like the
-weight. `Full`: the influence of each element of the weight on each unit, `[unit, element]`.
+`ProductLayout` is for a weight times data. The result has axes of a batch, of the data alone and of
+the weight alone, `[b, d, w]`, each of them several or none; the influence is `[b, d, c, w]`, where
+`c` are the axes that the product sums over. `ElementwiseLayout` is for a weight used element by
+element: the influence is like the weight. `FullLayout` has the influence of each element of the
+weight on each unit, `[unit, element]`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tapax.hidden.online._plan import Group, Source
-from tapax.hidden.online._program import Program
+from tapax.hidden.online._flat_step import FlatStep
+from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 
 def _at(x: Any, units: np.ndarray) -> Any:
-    """What the units have, for each element that drives one."""
+    """Takes the values of the units that elements drive."""
     flat = x.reshape(-1)
     if units.size == flat.size and np.array_equal(units.reshape(-1), np.arange(units.size)):
         return flat.reshape(units.shape)
@@ -28,7 +29,7 @@ def _at(x: Any, units: np.ndarray) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Product:
+class ProductLayout:
     units: np.ndarray
     order: tuple[int, ...]  # axes of the result as [b, d, w]
     data: tuple[int, ...]  # axes of the data as [b, d, c]
@@ -62,13 +63,13 @@ class Product:
         return made.reshape(self.weight).transpose(self.back)
 
     def outer(self, y: Any, x: Any) -> Any:
-        """The gradient by the weight, from that by the result `[b, d, w]` and the data."""
+        """The gradient by the weight, from the gradient by the result `[b, d, w]` and the data."""
         made = jnp.einsum("bdc,bdw->bcw", x, y)
         return made.reshape(self.weight).transpose(self.back)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Each:
+class ElementwiseLayout:
     units: np.ndarray
 
     @property
@@ -87,7 +88,7 @@ class Each:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Full:
+class FullLayout:
     shape: tuple[int, ...]
     weight: tuple[int, ...]
 
@@ -102,15 +103,15 @@ class Full:
         return (signal.reshape(-1) @ trace).reshape(self.weight)
 
 
-Layout = Product | Each | Full
+InfluenceLayout = ProductLayout | ElementwiseLayout | FullLayout
 
 
-def layout(program: Program, group: Group, source: Source) -> Layout:
+def choose_layout(program: FlatStep, group: UnitGroup, source: DrivingWeight) -> InfluenceLayout:
     shape = program.weights[source.weight].aval.shape
     if source.units is None:
-        return Full((group.units, math.prod(shape)), shape)
+        return FullLayout((group.units, math.prod(shape)), shape)
     if source.dot is None:
-        return Each(source.units)
+        return ElementwiseLayout(source.units)
     eqn, side = source.dot.eqn, source.dot.side
     contract, batch = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
@@ -134,7 +135,7 @@ def layout(program: Program, group: Group, source: Source) -> Layout:
     )
     axes = (*batch[ours], *contract[ours], *free[ours])
     units = source.units.transpose(order).reshape(sizes[0], sizes[1], sizes[3])
-    return Product(
+    return ProductLayout(
         units,
         order,
         (*batch[theirs], *free[theirs], *contract[theirs]),

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax.hidden.online._learner import Learned, as_grads, scalar_loss, wide
-from tapax.hidden.online._plan import Group, Source
-from tapax.hidden.online._program import Program
+from tapax.hidden.online._flat_step import FlatStep
+from tapax.hidden.online._learner import OnlineGradients, compute_loss, make_grads, widen_dtype
+from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moment:
-    """One step at its arguments."""
+class EvaluatedStep:
+    """A step that ran on its arguments, and the derivatives of its loss there."""
 
-    program: Program
+    program: FlatStep
     env: Any
     weights: list[Any]
     olds: list[Any]
@@ -35,48 +35,48 @@ class Moment:
     out: Any
 
     @property
-    def worth(self) -> Any:
+    def loss_value(self) -> Any:
         """The loss."""
         return self.loss(jax.tree.leaves(self.out))
 
     @functools.cached_property
     def data(self) -> dict[int, Any]:
-        """What the weights are multiplied with, by the place of the product."""
+        """The data that the weights are multiplied with, by the index of the product."""
         return self.program.run(self.env, self.weights, self.olds, self.inputs)[2]
 
-    def _lost(self, write: Any, weights: Any = None, olds: Any = None) -> Any:
+    def _compute_loss(self, write: Any, weights: Any = None, olds: Any = None) -> Any:
         weights = self.weights if weights is None else weights
         olds = self.olds if olds is None else olds
         _, outs, _ = self.program.run(self.env, weights, olds, self.inputs, write=write)
         return self.loss(outs)
 
     @functools.cached_property
-    def whole(self) -> tuple[list[Any], list[Any]]:
-        """The gradients by the weights and the old states, through everything."""
-        return self._gradients(None)
+    def whole_gradients(self) -> tuple[list[Any], list[Any]]:
+        """The gradients by the weights and the old states."""
+        return self._differentiate(None)
 
     @functools.cached_property
-    def beside(self) -> tuple[list[Any], list[Any]]:
+    def beside_gradients(self) -> tuple[list[Any], list[Any]]:
         """The gradients by the weights and the old states that do not go through new states."""
-        return self._gradients(lambda k, x: jax.lax.stop_gradient(x))
+        return self._differentiate(lambda k, x: jax.lax.stop_gradient(x))
 
-    def _gradients(self, write: Any) -> tuple[list[Any], list[Any]]:
-        found = jax.grad(lambda w, o: self._lost(write, w, o), (0, 1))
+    def _differentiate(self, write: Any) -> tuple[list[Any], list[Any]]:
+        found = jax.grad(lambda w, o: self._compute_loss(write, w, o), (0, 1))
         weights, olds = found(self.weights, self.olds)
-        return weights, [o.astype(wide(o.dtype)) for o in olds]
+        return weights, [o.astype(widen_dtype(o.dtype)) for o in olds]
 
-    def signal(self, group: Group) -> dict[int, Any]:
-        """The gradient of the loss by each new state of a group."""
+    def compute_signal(self, group: UnitGroup) -> dict[int, Any]:
+        """Computes the gradient of the loss by each new state of a group."""
 
         def lost(added: dict[int, Any]) -> Any:
             cut = jax.lax.stop_gradient
-            return self._lost(lambda k, x: cut(x) + added[k] if k in added else x)
+            return self._compute_loss(lambda k, x: cut(x) + added[k] if k in added else x)
 
         zeros = {k: jnp.zeros_like(self.olds[k]) for k in group.states}
-        return {k: g.astype(wide(g.dtype)) for k, g in jax.grad(lost)(zeros).items()}
+        return {k: g.astype(widen_dtype(g.dtype)) for k, g in jax.grad(lost)(zeros).items()}
 
-    def by_out(self) -> list[Any]:
-        """The gradient of the loss by what is put out."""
+    def differentiate_output(self) -> list[Any]:
+        """Computes the gradient of the loss by the output."""
         outs = jax.tree.leaves(self.out)
         floats = [i for i, x in enumerate(outs) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -88,8 +88,8 @@ class Moment:
 
         return jax.grad(lost)([outs[i] for i in floats])
 
-    def units(self, group: Group) -> tuple[dict[Any, Any], list[dict[int, Any]]]:
-        """The derivatives of units by their own old values, and by what drives them.
+    def differentiate_units(self, group: UnitGroup) -> tuple[dict[Any, Any], list[dict[int, Any]]]:
+        """Computes the derivatives of units by their own old values, and by what drives them.
 
         The first by pairs of states (new, old); the second for each of the group's sources by the
         state. With a block of one unit there is one pass backwards for each state.
@@ -107,7 +107,7 @@ class Moment:
                 given[s.weight] = x
             more = {s.dot.at: x for s, x in zip(dots, added, strict=True) if s.dot}
             made, _, _ = program.run(
-                self.env, given, here, self.inputs, write=_outside(group), added=more
+                self.env, given, here, self.inputs, write=_cut_outside(group), added=more
             )
             return [made[k] for k in group.states]
 
@@ -122,7 +122,7 @@ class Moment:
         carried: dict[Any, Any] = {}
         driven: dict[int, dict[int, Any]] = {id(s): {} for s in single}
         for n, k in enumerate(group.states):
-            olds, *rest = _diagonal(back, group, n, self.olds[k].dtype, places)
+            olds, *rest = _take_diagonal(back, group, n, self.olds[k].dtype, places)
             for old, x in zip(group.states, olds, strict=True):
                 if (k, old) in group.carries:
                     carried[k, old] = x
@@ -130,8 +130,8 @@ class Moment:
                 driven[id(s)][k] = x
         return carried, [driven.get(id(s), {}) for s in group.sources]
 
-    def reached(self, group: Group, source: Source) -> Callable[[dict[int, Any]], Any]:
-        """From cotangents of a group's new states, the gradient by a weight in one of its uses."""
+    def pull_back(self, group: UnitGroup, source: DrivingWeight) -> Callable[[dict[int, Any]], Any]:
+        """Pulls cotangents of a group's new states back to a weight, in one of its uses."""
         at = [d.at for d in self.program.dots if d.weight is self.program.weights[source.weight]]
         now = self.weights[source.weight]
 
@@ -143,7 +143,7 @@ class Moment:
             else:
                 operand = {source.dot.at: weight}
             made, _, _ = self.program.run(
-                self.env, given, self.olds, self.inputs, write=_outside(group), operand=operand
+                self.env, given, self.olds, self.inputs, write=_cut_outside(group), operand=operand
             )
             return [made[k] for k in group.states]
 
@@ -151,21 +151,23 @@ class Moment:
         dtypes = {k: x.dtype for k, x in zip(group.states, made, strict=True)}
         return lambda cots: back([cots[k].astype(dtypes[k]) for k in group.states])[0]
 
-    def full(self, group: Group, source: Source, k: int) -> Any:
-        """The derivatives of all units of a state by all elements of a weight."""
-        back = self.reached(group, source)
+    def differentiate_weight(self, group: UnitGroup, source: DrivingWeight, k: int) -> Any:
+        """Computes the derivatives of all units of a state by all elements of a weight."""
+        back = self.pull_back(group, source)
         shape = (group.units, *group.shape)
         zeros = {j: jnp.zeros(group.shape, self.olds[j].dtype) for j in group.states}
         unit = jnp.eye(group.units, dtype=self.olds[k].dtype).reshape(shape)
         rows = jax.vmap(lambda one: back({**zeros, k: one}))(unit)
-        return rows.reshape(group.units, -1).astype(wide(rows.dtype))
+        return rows.reshape(group.units, -1).astype(widen_dtype(rows.dtype))
 
 
-def _outside(group: Group) -> Callable[[int, Any], Any]:
+def _cut_outside(group: UnitGroup) -> Callable[[int, Any], Any]:
     return lambda k, x: x if k in group.states else jax.lax.stop_gradient(x)
 
 
-def _diagonal(back: Callable[..., Any], group: Group, n: int, dtype: Any, places: Any) -> Any:
+def _take_diagonal(
+    back: Callable[..., Any], group: UnitGroup, n: int, dtype: Any, places: Any
+) -> Any:
     """The derivative of the `n`th state, at the unit that each element belongs to, by the element.
 
     An element has an influence on units of one block alone, so one unit of every block can be
@@ -187,28 +189,32 @@ def _diagonal(back: Callable[..., Any], group: Group, n: int, dtype: Any, places
     else:
         every = jax.vmap(rows)(jnp.arange(group.block))
         found = jax.tree.map(picked, every, tuple(places))
-    return jax.tree.map(lambda x: x.astype(wide(x.dtype)), found)
+    return jax.tree.map(lambda x: x.astype(widen_dtype(x.dtype)), found)
 
 
-def moment(
-    step: Any, program: Program, params: Any, state: Any, inputs: Any, loss: Any, target: Any
-) -> tuple[Moment, Any]:
-    """A step at its arguments, and the way from gradients by weights to those by parameters.
+def evaluate_step(
+    step: Any, program: FlatStep, params: Any, state: Any, inputs: Any, loss: Any, target: Any
+) -> tuple[EvaluatedStep, Any]:
+    """Runs a step; returns it and the pullback from weights to parameters.
 
-    The step itself is called once, so that what it does besides, printing or marking, is done once.
+    The step itself is called once, so that its side effects, printing or marking, happen once.
     """
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
     weights, env, back = program.prepare(leaves)
 
     def lost(outs: Any) -> Any:
-        return scalar_loss(loss, program.out_tree.unflatten(outs), target)
+        return compute_loss(loss, program.out_tree.unflatten(outs), target)
 
     olds = [jnp.asarray(x) for x in jax.tree.leaves(state)]
     given = [jnp.asarray(x) for x in jax.tree.leaves(inputs)]
     new, out = step(params, state, *inputs)
-    return Moment(program, env, weights, olds, given, lost, new, out), back
+    return EvaluatedStep(program, env, weights, olds, given, lost, new, out), back
 
 
-def finished(now: Moment, back: Any, params: Any, grads: list[Any]) -> Learned:
-    """What was learned at a step, from the gradients by the weights."""
-    return Learned(as_grads(params, now.program.trained, back(grads)), now.worth, now.out)
+def collect_gradients(
+    now: EvaluatedStep, back: Any, params: Any, grads: list[Any]
+) -> OnlineGradients:
+    """Makes the gradients by the parameters of those by the weights."""
+    return OnlineGradients(
+        make_grads(params, now.program.trained, back(grads)), now.loss_value, now.out
+    )

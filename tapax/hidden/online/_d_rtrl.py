@@ -7,16 +7,23 @@ from typing import Any
 
 import jax
 
-from tapax.hidden.online._learner import Learned, Memory, Online, check_traces, settled, state_of
-from tapax.hidden.online._moment import finished, moment
+from tapax.hidden.online._evaluated_step import collect_gradients, evaluate_step
+from tapax.hidden.online._learner import (
+    OnlineGradients,
+    OnlineMemory,
+    OnlineRule,
+    check_traces,
+    get_state,
+    settle_dtypes,
+)
 from tapax.hidden.online._traces import (
-    advanced,
-    back_through,
-    diagonal_plan,
-    kept,
-    summed,
-    traced,
-    zeros,
+    add_gradient,
+    advance,
+    list_kept,
+    list_traced,
+    make_zeros,
+    plan_diagonal_rule,
+    pull_back_signal,
 )
 
 
@@ -26,7 +33,7 @@ def d_rtrl(
     *,
     signal: str = "new",
     indirect: str = "trace",
-) -> Online:
+) -> OnlineRule:
     """Diagonal RTRL: for each weight, its influence on the units that it drives is kept.
 
     To the gradient within a step, which is exact, comes that through the old states: their signal
@@ -39,36 +46,39 @@ def d_rtrl(
     (doi:10.1038/s41467-026-68453-w); with the diagonal of the matrices from state to state it would
     be the SnAp-1 of Menick et al., 2020 (arXiv:2006.07232).
     """
-    planned = diagonal_plan(step, loss, indirect, signal)
+    planned = plan_diagonal_rule(step, loss, indirect, signal)
 
     def empty(program: Any, groups: Any) -> Any:
         return [
-            [zeros(program, lay, kept(g, s)) for _, s, lay in traced(program, g)] for g in groups
+            [make_zeros(program, lay, list_kept(g, s)) for _, s, lay in list_traced(program, g)]
+            for g in groups
         ]
 
-    def init(params: Any, state: Any, *inputs: Any) -> Memory:
+    def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
         traces = empty(*planned(params, state, inputs))
-        return Memory(settled(state), traces)
+        return OnlineMemory(settle_dtypes(state), traces)
 
     def update(
-        memory: Memory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[Learned, Memory]:
-        program, groups = planned(params, state_of(memory), inputs)
+        memory: OnlineMemory, params: Any, *inputs: Any, target: Any = None
+    ) -> tuple[OnlineGradients, OnlineMemory]:
+        program, groups = planned(params, get_state(memory), inputs)
         check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
-        now, back = moment(step, program, params, memory.state, inputs, loss, target)
-        grads, given = now.whole
+        now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
+        grads, given = now.whole_gradients
         grads, traces = list(grads), []
         for group, olds in zip(groups, memory.traces, strict=True):
-            carried, driven = now.units(group)
+            carried, driven = now.differentiate_units(group)
             if signal == "new":
-                given = back_through(group, now.signal(group), carried, now.beside[1])
+                given = pull_back_signal(
+                    group, now.compute_signal(group), carried, now.beside_gradients[1]
+                )
             made = []
-            for (i, source, lay), old in zip(traced(program, group), olds, strict=True):
+            for (i, source, lay), old in zip(list_traced(program, group), olds, strict=True):
                 for k, eps in old.items():
                     at = source.weight
-                    grads[at] = summed(grads[at], lay.contract(given[k], eps))
-                made.append(advanced(now, group, i, lay, carried, driven[i], old, tuple(old)))
+                    grads[at] = add_gradient(grads[at], lay.contract(given[k], eps))
+                made.append(advance(now, group, i, lay, carried, driven[i], old, tuple(old)))
             traces.append(made)
-        return finished(now, back, params, grads), Memory(now.state, traces)
+        return collect_gradients(now, back, params, grads), OnlineMemory(now.state, traces)
 
-    return Online(init, update)
+    return OnlineRule(init, update)
