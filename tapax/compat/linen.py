@@ -49,7 +49,7 @@ from tapax._api.capture import capture
 from tapax._api.perturbations import Adding
 from tapax._calling.transform import Instrumented
 from tapax._frameworks.linen.adapter import ADAPTER
-from tapax._frameworks.linen.marks import Recording, Sown, recording
+from tapax._frameworks.linen.marks import LinenRecordOptions, LinenSownValue, recording
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
 from tapax._walk.plan import Plan
@@ -70,31 +70,31 @@ def apply(
     With `capture_intermediates`, the collection 'intermediates' has what the `__call__` methods
     return, or those methods for which `capture_intermediates(module, method_name)` is true.
     """
-    outputs = _calls if capture_intermediates is True else capture_intermediates or None
+    outputs = _is_call if capture_intermediates is True else capture_intermediates or None
     if outputs is not None:
         mutable = union_filters(mutable, "intermediates")
-    arguments = _Arguments(variables, rngs, args, kwargs)
+    arguments = _ApplyArguments(variables, rngs, args, kwargs)
     if not isinstance(module, nn.Module):
         return nn.Module.apply(module, variables, *args, **kwargs)  # it raises
-    key = module, method, _hashable(mutable), outputs
+    key = module, method, _make_hashable(mutable), outputs
     try:
-        captured = _captured(*key)
+        captured = _make_capture(*key)
     except TypeError:  # a module with attributes that cannot be hashed
-        captured = _captured.__wrapped__(*key)
+        captured = _make_capture.__wrapped__(*key)
     out, taps = captured(arguments)
     if mutable is False:
         return out
     out, state = out
     frozen = isinstance(state, FrozenDict)
     state = unfreeze(state)
-    for sown, path, calls in _sown(taps.sites, ADAPTER.name(module)):
+    for sown, path, calls in _list_sown(taps.sites, ADAPTER.name(module)):
         if not in_filter(mutable, sown.collection):
             continue  # perturbations that were given, and are only added
         inner = state.setdefault(sown.collection, {})
         for part in path:
             inner = inner.setdefault(part, {})
         values = [sown.join([taps.values[site.name] for site in sites]) for sites in calls]
-        given = _given(variables, sown, path)
+        given = _find_given(variables, sown, path)
         if calls[0][0].kind == "perturb":
             zeros = [jax.tree.map(jnp.zeros_like, value) for value in values]
             made = zeros[0] if len(zeros) == 1 else tuple(zeros)
@@ -106,57 +106,59 @@ def apply(
     return out, freeze(state) if frozen else state
 
 
-class _Arguments(NamedTuple):
+class _ApplyArguments(NamedTuple):
     variables: Any
     rngs: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def _calls(module: nn.Module, method: str) -> bool:
+def _is_call(module: nn.Module, method: str) -> bool:
     del module
     return method == "__call__"
 
 
-def _hashable(mutable: Any) -> Any:
+def _make_hashable(mutable: Any) -> Any:
     return frozenset(mutable) if isinstance(mutable, (list, set, tuple)) else mutable
 
 
 @functools.lru_cache(maxsize=64)
-def _captured(module: Any, method: Any, mutable: Any, outputs: Any) -> Any:
-    """The captured call of a module: the same for the same call, so that it is compiled once."""
+def _make_capture(module: Any, method: Any, mutable: Any, outputs: Any) -> Any:
+    """Makes the captured call of a module; equal calls share one, so that it compiles once."""
     collections = list(mutable) if isinstance(mutable, frozenset) else mutable
 
     def is_mutable(collection: str) -> bool:
         return in_filter(collections, collection)
 
-    def run(given: _Arguments) -> Any:
-        what = Recording(is_mutable, outputs, frozenset(given.variables))
+    def run(given: _ApplyArguments) -> Any:
+        what = LinenRecordOptions(is_mutable, outputs, frozenset(given.variables))
 
         def recorded(bound: Any, *args: Any, **kwargs: Any) -> Any:
             what.root = bound.scope.root
             with recording(what):
-                return _method(bound, method)(*args, **kwargs)
+                return _get_method(bound, method)(*args, **kwargs)
 
         options = {"rngs": given.rngs, "mutable": collections, "method": recorded}
         return module.apply(given.variables, *given.args, **options, **given.kwargs)
 
-    def perturbed(given: _Arguments) -> Any:
+    def perturbed(given: _ApplyArguments) -> Any:
         def choose(sites: Any) -> Mapping[str, Any]:
-            found = _perturbations(given.variables, sites, ADAPTER.name(module), is_mutable)
+            found = _list_perturbations(given.variables, sites, ADAPTER.name(module), is_mutable)
             return {name: jnp.asarray(x, sites[name].dtype) for name, x in found}
 
         adding = Adding(Plan.make("**", None, modules=False), choose)
         return Instrumented(run, adding)((), (given,), {})
 
-    def call(given: _Arguments) -> Any:
+    def call(given: _ApplyArguments) -> Any:
         others = set(given.variables) - {"params", "batch_stats", "intermediates"}
         return perturbed(given) if others else run(given)
 
-    return capture(call, lambda site: isinstance(site.collection, Sown), None, modules=False)
+    return capture(
+        call, lambda site: isinstance(site.collection, LinenSownValue), None, modules=False
+    )
 
 
-def _method(bound: Any, method: Any) -> Any:
+def _get_method(bound: Any, method: Any) -> Any:
     if method is None:
         return bound
     if isinstance(method, str):
@@ -164,11 +166,13 @@ def _method(bound: Any, method: Any) -> Any:
     return functools.partial(getattr(method, "__func__", method), bound)
 
 
-def _sown(sites: Any, root: str) -> Iterator[tuple[Sown, tuple[str, ...], list[list[Site]]]]:
-    """What was sown: what it was made from, where its module is, and the leaves of each call."""
+def _list_sown(
+    sites: Any, root: str
+) -> Iterator[tuple[LinenSownValue, tuple[str, ...], list[list[Site]]]]:
+    """Lists the sown values: value, path of the module, and the leaves of each call."""
     found: dict[Any, dict[int, list[Site]]] = {}
     for site in sites:
-        if not isinstance(site.collection, Sown):
+        if not isinstance(site.collection, LinenSownValue):
             continue
         first, *path = site.path.partition(":")[0].split("/")[:-1]
         key = tuple(map(unquote, path)), site.collection.collection, site.collection.name
@@ -179,8 +183,8 @@ def _sown(sites: Any, root: str) -> Iterator[tuple[Sown, tuple[str, ...], list[l
         yield leaves[0][0].collection, path, leaves
 
 
-def _given(variables: Any, sown: Sown, path: tuple[str, ...]) -> Any:
-    """What `apply` was given in the place of what was sown; None if nothing."""
+def _find_given(variables: Any, sown: LinenSownValue, path: tuple[str, ...]) -> Any:
+    """Finds what `apply` was given for a sown value; None if nothing."""
     tree = variables.get(sown.collection, {})
     for part in (*path, sown.name):
         if not isinstance(tree, Mapping) or part not in tree:
@@ -189,14 +193,14 @@ def _given(variables: Any, sown: Sown, path: tuple[str, ...]) -> Any:
     return tree
 
 
-def _perturbations(
+def _list_perturbations(
     variables: Any, sites: Any, root: str, is_mutable: Callable[[str], bool]
 ) -> Iterator[tuple[str, Any]]:
-    """The perturbations that were given, by the names of the sites that they are for."""
-    for sown, path, calls in _sown(sites, root):
+    """Lists the perturbations that were given, by the names of their sites."""
+    for sown, path, calls in _list_sown(sites, root):
         if calls[0][0].kind != "perturb" or sown.collection not in variables:
             continue
-        given = _given(variables, sown, path)
+        given = _find_given(variables, sown, path)
         if given is None:
             if is_mutable(sown.collection):
                 continue

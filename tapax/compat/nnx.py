@@ -49,7 +49,14 @@ from flax import nnx
 from tapax._api.capture import capture as _capture
 from tapax._frameworks.module_tree import index
 from tapax._frameworks.nnx.adapter import ADAPTER
-from tapax._frameworks.nnx.marks import Recording, Sown, carry, drop, recording, rename
+from tapax._frameworks.nnx.marks import (
+    NNXRecordOptions,
+    NNXSownValue,
+    carry,
+    drop,
+    recording,
+    rename,
+)
 from tapax._sites.errors import SiteError
 from tapax._sites.names import segment
 from tapax._sites.site import Site
@@ -68,11 +75,11 @@ def capture(
     if isinstance(fn, type) and issubclass(fn, nnx.Variable):
         types = (fn, *var_types)
         return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs)
-    what = Recording(method_outputs, perturbed=init is not None)
-    kinds = {*var_types, *(type(variable) for _, variable in _flat(init))}
+    what = NNXRecordOptions(method_outputs, perturbed=init is not None)
+    kinds = {*var_types, *(type(variable) for _, variable in _flatten(init))}
 
     def run(init: Any, args: Any, kwargs: Any) -> Any:
-        roots = _roots(fn, args, kwargs)
+        roots = _find_roots(fn, args, kwargs)
         marked = [*_rename(roots), *_give(roots, init)]
         with recording(what):
             out = fn(*args, **kwargs)
@@ -81,18 +88,18 @@ def capture(
         return out
 
     def wanted(site: Site) -> bool:
-        return isinstance(site.collection, Sown) and site.collection.kind in kinds
+        return isinstance(site.collection, NNXSownValue) and site.collection.kind in kinds
 
     captured = _capture(run, wanted, None, modules=False)
 
     @functools.wraps(fn, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         out, taps = captured(init, args, kwargs)
-        roots = _roots(fn, args, kwargs)
-        sown = list(_sown(taps, _Paths(roots)))
+        roots = _find_roots(fn, args, kwargs)
+        sown = list(_list_sown(taps, _ModulePaths(roots)))
         if init is not None:
             _check(init, sown)
-        states = [_state(kind, sown, init) for kind in var_types]
+        states = [_make_state(kind, sown, init) for kind in var_types]
         return (out, *states) if states else out
 
     return wrapper
@@ -101,8 +108,8 @@ def capture(
 # --- where things are ---------------------------------------------------------------------------
 
 
-def _roots(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The modules of a call: the first has no name, the others have those of their arguments."""
+def _find_roots(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Finds the modules of a call: the first has no name, others those of their arguments."""
     found: list[tuple[str, Any]] = []
     if isinstance(fn, nnx.Module):
         found.append(("", fn))
@@ -120,8 +127,8 @@ def _roots(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def _names(roots: dict[str, Any]) -> dict[str, str]:
-    """What the sites of each root begin with: its class, or its own name if that is taken."""
+def _name_roots(roots: dict[str, Any]) -> dict[str, str]:
+    """Names the roots as their sites do: by class, or by argument if the class is taken."""
     names: dict[str, str] = {}
     for name, root in roots.items():
         cls = type(root).__name__
@@ -130,17 +137,17 @@ def _names(roots: dict[str, Any]) -> dict[str, str]:
 
 
 def _rename(roots: dict[str, Any]) -> Iterator[Any]:
-    for shown, name in _names(roots).items():
+    for shown, name in _name_roots(roots).items():
         if shown != type(roots[name]).__name__:
             rename(roots[name], shown)
             yield roots[name]
 
 
-class _Paths:
-    """The paths of modules as NNX has them, by those of sites."""
+class _ModulePaths:
+    """The paths of modules in NNX, by the paths of their sites."""
 
     def __init__(self, roots: dict[str, Any]):
-        self._names = _names(roots)
+        self._names = _name_roots(roots)
         self._paths: dict[str, dict[str, tuple[Any, ...]]] = {}
         for name, root in roots.items():
             paths = {id(m): path for path, m in nnx.iter_modules(root, graph=True)}
@@ -162,10 +169,12 @@ class _Paths:
 # --- what was sown ------------------------------------------------------------------------------
 
 
-def _sown(taps: Any, paths: _Paths) -> Iterator[tuple[tuple[Any, ...], Sown, list[Any], Any]]:
-    """What was sown: its path, the mark, its calls as they were sown, and their sites."""
+def _list_sown(
+    taps: Any, paths: _ModulePaths
+) -> Iterator[tuple[tuple[Any, ...], NNXSownValue, list[Any], Any]]:
+    """Lists the sown values: path, mark, the value of each call, and their sites."""
     calls: dict[Any, dict[int, list[Any]]] = {}
-    marks: dict[Any, Sown] = {}
+    marks: dict[Any, NNXSownValue] = {}
     for site in taps.sites:
         mark = site.collection
         key = site.path.partition(":")[0], mark.kind, mark.name
@@ -181,9 +190,9 @@ def _sown(taps: Any, paths: _Paths) -> Iterator[tuple[tuple[Any, ...], Sown, lis
         yield path, marks[key], values, sites
 
 
-def _state(kind: Any, sown: Any, init: Any) -> Any:
+def _make_state(kind: Any, sown: Any, init: Any) -> Any:
     flat: dict[tuple[Any, ...], Any] = {}
-    given = dict(_flat(init))
+    given = dict(_flatten(init))
     for path, mark, values, sites in sown:
         if mark.kind is not kind:
             continue
@@ -205,10 +214,10 @@ def _state(kind: Any, sown: Any, init: Any) -> Any:
         else:
             (value,) = values
         flat[path] = kind(value)
-    return nnx.State(_nested(flat))
+    return nnx.State(_nest(flat))
 
 
-def _nested(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
+def _nest(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
     tree: dict[Any, Any] = {}
     for path, value in flat.items():
         inner = tree
@@ -226,7 +235,7 @@ def _nested(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
 # --- perturbations ------------------------------------------------------------------------------
 
 
-def _flat(init: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _flatten(init: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     def walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
         for key, value in tree.items():
             if isinstance(value, nnx.Variable):
@@ -244,7 +253,7 @@ def _give(roots: dict[str, Any], init: Any) -> Iterator[Any]:
         start = (name,) if name else ()
         for path, module in nnx.iter_modules(root, graph=True):
             modules.setdefault((*start, *path), module)
-    for path, variable in _flat(init):
+    for path, variable in _flatten(init):
         if path[:-1] not in modules:
             known = ", ".join(map(_show, sorted(modules, key=str)))
             raise SiteError(
@@ -258,7 +267,7 @@ def _give(roots: dict[str, Any], init: Any) -> Iterator[Any]:
 def _check(init: Any, sown: Any) -> None:
     """Raises if a perturbation was not added, or not to the value that it is for."""
     found = {path: (mark, sites) for path, mark, _, sites in sown}
-    for path, variable in _flat(init):
+    for path, variable in _flatten(init):
         if path not in found:
             near = ", ".join(_show(p) for p, (mark, _) in found.items() if mark.index is not None)
             raise SiteError(

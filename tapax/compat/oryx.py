@@ -69,8 +69,8 @@ import jax.numpy as jnp
 from tapax._calling.transform import Instrumented, check_function
 from tapax._marks.context import marking
 from tapax._walk.plan import Plan
-from tapax.compat._harvest import Harvesting
-from tapax.compat._sown import Sown, caller, check_string, mark, nesting, tied
+from tapax.compat._oryx_harvest import OryxHarvest
+from tapax.compat._oryx_marks import SownLeaf, check_string, find_caller, mark_sow, nesting, tie
 
 __all__ = ["call_and_reap", "harvest", "nest", "plant", "reap", "sow", "sow_cond"]
 
@@ -90,7 +90,7 @@ def sow(value: T, *, tag: Hashable, name: str, mode: str = "strict", key: Any = 
             f"sow(..., name={name!r}) was given mode={mode!r}, but a mode is 'strict', 'clobber' "
             f"or 'append'.{other}"
         )
-    return mark(tied(value, key), Sown(tag, (name,), mode))
+    return mark_sow(tie(value, key), SownLeaf(tag, (name,), mode))
 
 
 def sow_cond(
@@ -102,11 +102,11 @@ def sow_cond(
             f"sow_cond(..., name={name!r}) was given mode={mode!r}, but it has no mode other than "
             "'cond_clobber'."
         )
-    sown = Sown(tag, (name,), mode, only="plant")
-    value = mark(tied(value, key), sown)
+    sown = SownLeaf(tag, (name,), mode, only="plant")
+    value = mark_sow(tie(value, key), sown)
     if marking() is not None:
-        source, reaped = caller(), dataclasses.replace(sown, only="reap")
-        jax.lax.cond(pred, lambda x: mark(x, reaped, source), lambda x: x, value)
+        source, reaped = find_caller(), dataclasses.replace(sown, only="reap")
+        jax.lax.cond(pred, lambda x: mark_sow(x, reaped, source), lambda x: x, value)
     return value
 
 
@@ -133,31 +133,31 @@ def harvest(
 
     A value whose name is in `plants` is replaced by what is there, and not returned.
     """
-    return _made("harvest", f, tag, allowlist, blocklist, exclusive)
+    return _make("harvest", f, tag, allowlist, blocklist, exclusive)
 
 
 def plant(
     f: Fn, *, tag: Hashable, allowlist: Names = None, blocklist: Names = (), exclusive: bool = False
 ) -> Fn:
     """A function `g(plants, *args)` that returns what `f` does, with the plants sown instead."""
-    return _made("plant", f, tag, allowlist, blocklist, exclusive)
+    return _make("plant", f, tag, allowlist, blocklist, exclusive)
 
 
 def call_and_reap(
     f: Fn, *, tag: Hashable, allowlist: Names = None, blocklist: Names = (), exclusive: bool = False
 ) -> Fn:
     """A function that returns what `f` does, and a dict of the values that it sows."""
-    return _made("call_and_reap", f, tag, allowlist, blocklist, exclusive)
+    return _make("call_and_reap", f, tag, allowlist, blocklist, exclusive)
 
 
 def reap(
     f: Fn, *, tag: Hashable, allowlist: Names = None, blocklist: Names = (), exclusive: bool = False
 ) -> Fn:
     """A function that returns a dict of the values that `f` sows."""
-    return _made("reap", f, tag, allowlist, blocklist, exclusive)
+    return _make("reap", f, tag, allowlist, blocklist, exclusive)
 
 
-def _made(function: str, f: Fn, tag: Any, allowed: Any, blocked: Any, exclusive: bool) -> Fn:
+def _make(function: str, f: Fn, tag: Any, allowed: Any, blocked: Any, exclusive: bool) -> Fn:
     check_function(f, function)
     hash(tag)
     for argument, names in (("allowlist", allowed), ("blocklist", blocked)):
@@ -169,7 +169,7 @@ def _made(function: str, f: Fn, tag: Any, allowed: Any, blocked: Any, exclusive:
     plants = function in ("harvest", "plant")
     plan = Plan(None, None, policy=None, changing=plants)
     lists = None if allowed is None else frozenset(allowed), frozenset(blocked or ())
-    call = Instrumented(f, Harvesting(plan, function, plants, tag, *lists, exclusive))
+    call = Instrumented(f, OryxHarvest(plan, function, plants, tag, *lists, exclusive))
 
     @functools.wraps(f, updated=())
     def planted(plants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

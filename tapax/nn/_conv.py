@@ -8,19 +8,19 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tapax.nn._factors import Base, Ensemble, Shapes
-from tapax.nn._rows import check_stack, check_width, modulated
+from tapax.nn._factors import BaseLayer, EnsembleLayer, LayerShapes
+from tapax.nn._member_rows import check_stack, check_width, modulate
 
 # A capture puts its own function in the place of this one while it traces.
 _conv = inspect.unwrap(nnx.Conv.__call__)
 
 
-def _shapes(base: Any) -> Shapes:
+def _get_shapes(base: Any) -> LayerShapes:
     ins, outs = base.in_features, base.out_features
-    return Shapes(tuple(base.kernel_shape), (ins,), (outs,), (outs,))
+    return LayerShapes(tuple(base.kernel_shape), (ins,), (outs,), (outs,))
 
 
-class BatchEnsembleConv(Ensemble, nnx.Conv):
+class BatchEnsembleConv(EnsembleLayer, nnx.Conv):
     """A convolution of several members, in any number of dimensions.
 
     >>> from flax import nnx
@@ -35,7 +35,7 @@ class BatchEnsembleConv(Ensemble, nnx.Conv):
     and precision are those of the base layer; arguments are as for `BatchEnsembleLinear`.
     """
 
-    base = Base(nnx.Conv, _shapes)
+    base = BaseLayer(nnx.Conv, _get_shapes)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The results of all members, `[E * B, *spatial, out_features]`."""
@@ -49,4 +49,4 @@ class BatchEnsembleConv(Ensemble, nnx.Conv):
         last = inputs.ndim - 1
         check_width(self, inputs, (last,), (self.in_features,), "channels")
         run = lambda layer, x: _conv(layer, x, out_sharding)  # noqa: E731
-        return modulated(self, inputs, run, (last,), (-1,))
+        return modulate(self, inputs, run, (last,), (-1,))

@@ -16,13 +16,13 @@ from tapax._sites.site import Site
 from tapax.nn._conv import BatchEnsembleConv
 from tapax.nn._einsum import BatchEnsembleEinsum
 from tapax.nn._embed import BatchEnsembleEmbed
-from tapax.nn._factors import Ensemble, Options
-from tapax.nn._keys import keys
+from tapax.nn._factors import EnsembleLayer, FactorOptions
+from tapax.nn._keys import make_keys
 from tapax.nn._linear import BatchEnsembleLinear, BatchEnsembleLinearGeneral
 
 M = TypeVar("M", bound=nnx.Module)
 
-LAYERS: tuple[type[Ensemble], ...] = (
+LAYERS: tuple[type[EnsembleLayer], ...] = (
     BatchEnsembleLinear,
     BatchEnsembleLinearGeneral,
     BatchEnsembleConv,
@@ -76,7 +76,7 @@ def batch_ensemble(
     `where` picks layers, by a glob on their path such as `"Net/blocks/**"` or by a function of path
     and layer; the others stay as they are. The paths are those that captures use.
     """
-    options = Options(num_members, use_base_weights, init, r_mean, r_std, s_mean, s_std)
+    options = FactorOptions(num_members, use_base_weights, init, r_mean, r_std, s_mean, s_std)
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"`model` must be an nnx.Module, but is {model!r} of type {type(model).__name__}."
@@ -87,8 +87,8 @@ def batch_ensemble(
             f"but is {where!r} of type {type(where).__name__}."
         )
     new = nnx.clone(model)
-    picked = _picked(new, where)
-    key = keys(rngs, model)
+    picked = _pick(new, where)
+    key = make_keys(rngs, model)
     # The weights are those of the copy, new or not: what shares them still does.
     fields: Any = dataclasses.astuple(dataclasses.replace(options, use_base_weights=True))
     drawn: set[int] = set()
@@ -106,7 +106,7 @@ def batch_ensemble(
     return _replace(new, replaced, {})
 
 
-def _picked(model: Any, where: str | Where | None) -> list[tuple[str, Any]]:
+def _pick(model: Any, where: str | Where | None) -> list[tuple[str, Any]]:
     """The layers to convert, each once, with the path it was found by."""
     found: dict[int, tuple[str, Any]] = {}
     known: list[str] = []
@@ -117,7 +117,7 @@ def _picked(model: Any, where: str | Where | None) -> list[tuple[str, Any]]:
             return matches(where, Site(path, "module"))
         return where is None or bool(where(path, layer))
 
-    for path, layer in _candidates(model, type(model).__name__, wanted, set()):
+    for path, layer in _list_candidates(model, type(model).__name__, wanted, set()):
         if type(layer) not in CONVERTED:
             raise TypeError(
                 f"{path} is of type {type(layer).__module__.partition('.')[0]}."
@@ -137,7 +137,9 @@ def _picked(model: Any, where: str | Where | None) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def _candidates(node: Any, path: str, wanted: Where, above: set[int]) -> Iterator[tuple[str, Any]]:
+def _list_candidates(
+    node: Any, path: str, wanted: Where, above: set[int]
+) -> Iterator[tuple[str, Any]]:
     """Layers with a weight that are wanted, with every path that leads to them."""
     if id(node) in above:
         return
@@ -145,11 +147,11 @@ def _candidates(node: Any, path: str, wanted: Where, above: set[int]) -> Iterato
         if wanted(path, node):
             yield path, node
         return
-    for key, child in _children(node):
-        yield from _candidates(child, f"{path}/{key}", wanted, above | {id(node)})
+    for key, child in _list_children(node):
+        yield from _list_candidates(child, f"{path}/{key}", wanted, above | {id(node)})
 
 
-def _children(node: Any) -> list[tuple[str, Any]]:
+def _list_children(node: Any) -> list[tuple[str, Any]]:
     """What is in a module or a container, by name."""
     if isinstance(node, nnx.Variable):
         return []

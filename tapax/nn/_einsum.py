@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from tapax.nn._factors import Base, Ensemble, Shapes
-from tapax.nn._rows import check_stack, check_width, modulated
+from tapax.nn._factors import BaseLayer, EnsembleLayer, LayerShapes
+from tapax.nn._member_rows import check_stack, check_width, modulate
 
 # A capture puts its own function in the place of this one while it traces.
 _einsum = inspect.unwrap(nnx.Einsum.__call__)
 
 
-def _shapes(base: Any) -> Shapes:
+def _get_shapes(base: Any) -> LayerShapes:
     inputs = base.einsum_str.partition(",")[0]
     # How many axes an ellipsis stands for is known when the layer is called: one is the least.
     letters = _letters(base.einsum_str, len(inputs.replace("...", "")) + ("..." in inputs))
     sizes = dict(zip(letters.kernel, base.kernel_shape, strict=True))
     ins, outs = (tuple(sizes[c] for c in part) for part in (letters.ins, letters.outs))
-    return Shapes(tuple(base.kernel_shape), ins, outs, base.bias_shape or outs)
+    return LayerShapes(tuple(base.kernel_shape), ins, outs, base.bias_shape or outs)
 
 
-class BatchEnsembleEinsum(Ensemble, nnx.Einsum):
+class BatchEnsembleEinsum(EnsembleLayer, nnx.Einsum):
     """An einsum with a kernel, of several members.
 
     >>> from flax import nnx
@@ -42,7 +42,7 @@ class BatchEnsembleEinsum(Ensemble, nnx.Einsum):
     it must be in the result and not in the kernel. Arguments are as for `BatchEnsembleLinear`.
     """
 
-    base = Base(nnx.Einsum, _shapes)
+    base = BaseLayer(nnx.Einsum, _get_shapes)
 
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
@@ -68,7 +68,7 @@ class BatchEnsembleEinsum(Ensemble, nnx.Einsum):
         where = [letters.result.index(c) - len(letters.result) for c in letters.outs]
         run = lambda layer, x: _einsum(layer, x, einsum_str, out_sharding)  # noqa: E731
         row = letters.result.index(letters.inputs[0])
-        return modulated(self, inputs, run, ins, where, row)
+        return modulate(self, inputs, run, ins, where, row)
 
 
 class _Letters(NamedTuple):

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tapax.nn._factors import Base, Ensemble, Shapes
-from tapax.nn._rows import check_stack, check_width, rows_each, spread
+from tapax.nn._factors import BaseLayer, EnsembleLayer, LayerShapes
+from tapax.nn._member_rows import check_stack, check_width, count_rows, spread_rows
 
 # A capture puts its own function in the place of this one while it traces.
 _embed = inspect.unwrap(nnx.Embed.__call__)
@@ -18,17 +18,19 @@ _attend = inspect.unwrap(nnx.Embed.attend)
 _variance = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 
-def _weighed(y: jax.Array, r: jax.Array, tokens: jax.Array) -> jax.Array:
+def _weigh(y: jax.Array, r: jax.Array, tokens: jax.Array) -> jax.Array:
     """Embeddings times the number that a member has for each token."""
     each = jax.vmap(jnp.take)(r, tokens.reshape(len(r), -1))
     return y * each.reshape(*tokens.shape, 1)
 
 
-def _shapes(base: Any) -> Shapes:
-    return Shapes((base.num_embeddings, base.features), (base.num_embeddings,), (base.features,))
+def _get_shapes(base: Any) -> LayerShapes:
+    return LayerShapes(
+        (base.num_embeddings, base.features), (base.num_embeddings,), (base.features,)
+    )
 
 
-class BatchEnsembleEmbed(Ensemble, nnx.Embed):
+class BatchEnsembleEmbed(EnsembleLayer, nnx.Embed):
     """A table of embeddings of several members.
 
     >>> from flax import nnx
@@ -49,7 +51,7 @@ class BatchEnsembleEmbed(Ensemble, nnx.Embed):
     members have no rows in these: see `where` of `batch_ensemble`.
     """
 
-    base = Base(nnx.Embed, _shapes, _variance, "embedding")
+    base = BaseLayer(nnx.Embed, _get_shapes, _variance, "embedding")
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The embeddings of integer tokens `[E * B, T, ...]`, `[E * B, T, ..., features]`."""
@@ -66,24 +68,24 @@ class BatchEnsembleEmbed(Ensemble, nnx.Embed):
                 "one token for each row or positions that all rows share: give tokens an axis of "
                 "their own, [rows, 1], and leave an embedding of positions out of the ensemble."
             )
-        batch = rows_each(self, inputs)
+        batch = count_rows(self, inputs)
         y = _embed(self, inputs, out_sharding)
         # As in the base layer: with one embedding tokens do not matter, and a gather has no
         # sharding in explicit mode.
         tokens = jnp.zeros_like(inputs) if self.num_embeddings == 1 else inputs
-        weigh = _weighed
+        weigh = _weigh
         if out_sharding is not None:
-            weigh = jax.sharding.auto_axes(out_sharding=out_sharding)(_weighed)
+            weigh = jax.sharding.auto_axes(out_sharding=out_sharding)(_weigh)
         y = weigh(y, self.r[...].astype(y.dtype), tokens)
-        return y * spread(self.s[...].astype(y.dtype), batch, y.ndim, (0, y.ndim - 1))
+        return y * spread_rows(self.s[...].astype(y.dtype), batch, y.ndim, (0, y.ndim - 1))
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The inner products of queries `[E * B, ..., features]` with every embedding."""
         check_stack(self, (self.num_embeddings,))
         last = max(query.ndim - 1, 1)
         check_width(self, query, (last,), (self.features,), argument="query")
-        batch = rows_each(self, query, "query")
+        batch = count_rows(self, query, "query")
         x, _ = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
-        x = x * spread(self.s[...].astype(x.dtype), batch, x.ndim, (0, last))
+        x = x * spread_rows(self.s[...].astype(x.dtype), batch, x.ndim, (0, last))
         y = _attend(self, x, out_sharding)
-        return y * spread(self.r[...].astype(y.dtype), batch, y.ndim, (0, last))
+        return y * spread_rows(self.r[...].astype(y.dtype), batch, y.ndim, (0, last))

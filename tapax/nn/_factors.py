@@ -1,4 +1,4 @@
-"""What all BatchEnsemble layers are made of: a base layer, the factors `r` and `s`, a bias each.
+"""The parts of a BatchEnsemble layer: a base layer, the factors `r` and `s`, a bias each.
 
 A layer has the attributes of its base layer, its weight or a new one, and for each of its members a
 row of `r`, of `s` and of the bias. Where the base layer is a stack of layers, as `nnx.vmap` makes
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tapax.nn._keys import keys
+from tapax.nn._keys import make_keys
 
 INITS = ("normal", "random_sign")
 LECUN = jax.nn.initializers.lecun_normal()
@@ -28,7 +28,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class FactorOptions:
     """The arguments that every layer takes, checked."""
 
     num_members: int = 1
@@ -40,7 +40,7 @@ class Options:
     s_std: float = 0.5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_members", checked_members(self.num_members))
+        object.__setattr__(self, "num_members", check_members(self.num_members))
         if self.init not in INITS:
             raise ValueError(f"`init` must be 'normal' or 'random_sign', but is {self.init!r}.")
         for name in ("r_mean", "s_mean", "r_std", "s_std"):
@@ -56,8 +56,8 @@ class Options:
                 )
 
 
-def checked_members(number: Any) -> int:
-    """A number of members, as an int."""
+def check_members(number: Any) -> int:
+    """Checks a number of members; returns it as an int."""
     try:
         members = operator.index(number)
     except TypeError:
@@ -72,7 +72,7 @@ def checked_members(number: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shapes:
+class LayerShapes:
     """The shapes of a base layer's weight and bias, and of one member's factors.
 
     `flat` is the shape in which a new weight is drawn, if not its own.
@@ -86,18 +86,18 @@ class Shapes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Base:
-    """What a BatchEnsemble layer is made from: a class of Flax, and how a new weight is drawn."""
+class BaseLayer:
+    """The class of Flax that a BatchEnsemble layer extends, and how to draw a new weight."""
 
     kind: type
-    shapes: Callable[[Any], Shapes]
+    shapes: Callable[[Any], LayerShapes]
     initializer: Initializer = LECUN
     weight: str = "kernel"
 
     def check(self, layer: Any, name: str) -> None:
-        """Refuses what is no such layer, and what computes something else than such a layer."""
+        """Refuses a layer of another class, and one with a `__call__` of its own."""
         plain = f"`base_layer` of {name} must be a plain nnx.{self.kind.__name__}"
-        if isinstance(layer, Ensemble):
+        if isinstance(layer, EnsembleLayer):
             kind = type(layer).__name__
             raise TypeError(f"{plain}, but is a {kind}, which has members already.")
         of = f"of type {type(layer).__module__.partition('.')[0]}.{type(layer).__qualname__}"
@@ -108,7 +108,7 @@ class Base:
 
     def stack(self, layer: Any) -> tuple[int, ...]:
         """The axes in front of a layer's weight that several layers are stacked along."""
-        weight, bias, shapes = getattr(layer, self.weight), _bias(layer), self.shapes(layer)
+        weight, bias, shapes = getattr(layer, self.weight), _get_bias(layer), self.shapes(layer)
         stack = tuple(weight.shape[: max(weight.ndim - len(shapes.weight), 0)])
         fits = tuple(weight.shape) == (*stack, *shapes.weight)
         if bias is not None and shapes.bias is not None:
@@ -133,14 +133,14 @@ class Base:
         return made.reshape((*stack, *shapes.weight))
 
 
-def _bias(layer: Any) -> Any:
+def _get_bias(layer: Any) -> Any:
     return getattr(layer, "bias", None)
 
 
-class Ensemble:
-    """What all BatchEnsemble layers have in common; `base` is what each is made from."""
+class EnsembleLayer:
+    """The base class of all BatchEnsemble layers; `base` describes the layer of Flax."""
 
-    base: ClassVar[Base]
+    base: ClassVar[BaseLayer]
     num_members: int
     r: Any
     s: Any
@@ -158,11 +158,11 @@ class Ensemble:
         s_mean: float = 1.0,
         s_std: float = 0.5,
     ):
-        options = Options(num_members, use_base_weights, init, r_mean, r_std, s_mean, s_std)
+        options = FactorOptions(num_members, use_base_weights, init, r_mean, r_std, s_mean, s_std)
         base, members = self.base, options.num_members
         base.check(base_layer, type(self).__name__)
         shapes, stack = base.shapes(base_layer), base.stack(base_layer)
-        key = keys(rngs, base_layer)
+        key = make_keys(rngs, base_layer)
         for name, value in vars(base_layer).items():
             # What begins so is the bookkeeping of NNX, which the new layer has itself.
             if not name.startswith("_pytree__") and name not in (base.weight, "bias"):
@@ -170,20 +170,20 @@ class Ensemble:
         self.num_members = members
         weight = getattr(base_layer, base.weight)
         if not use_base_weights:
-            weight = _like(weight, base.fresh(base_layer, key()))
+            weight = _make_like(weight, base.fresh(base_layer, key()))
         setattr(self, base.weight, weight)
 
         def factor(size: tuple[int, ...], mean: float, std: float) -> nnx.Param:
             shape = (*stack, members, *size)
-            return nnx.Param(_sampled(key(), shape, init, mean, std, base_layer.param_dtype))
+            return nnx.Param(_sample(key(), shape, init, mean, std, base_layer.param_dtype))
 
         self.r = factor(shapes.r, r_mean, r_std)
         self.s = factor(shapes.s, s_mean, s_std)
-        bias = _bias(base_layer)
+        bias = _get_bias(base_layer)
         if bias is not None:
             each = jnp.expand_dims(bias[...], len(stack))
             each = jnp.broadcast_to(each, (*stack, members, *bias.shape[len(stack) :]))
-            self.bias = _like(bias, each, members_at=len(stack))
+            self.bias = _make_like(bias, each, members_at=len(stack))
         elif shapes.bias is not None:
             self.bias = nnx.data(None)
 
@@ -193,7 +193,7 @@ class Ensemble:
         return self.num_members
 
 
-def _like(variable: Any, value: jax.Array, members_at: int | None = None) -> Any:
+def _make_like(variable: Any, value: jax.Array, members_at: int | None = None) -> Any:
     """A variable with the type and metadata of another; its members may be a new axis."""
     metadata = dict(variable.get_metadata())
     names = metadata.get("out_sharding")
@@ -202,7 +202,7 @@ def _like(variable: Any, value: jax.Array, members_at: int | None = None) -> Any
     return type(variable)(value, **metadata)
 
 
-def _sampled(
+def _sample(
     key: jax.Array, shape: tuple[int, ...], init: str, mean: float, std: float, dtype: Any
 ) -> jax.Array:
     if init == "random_sign":

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 
-def keys(rngs: Any, model: nnx.Module) -> nnx.RngStream:
-    """What gives another key on every call, for a layer or for all layers of a model.
+def make_keys(rngs: Any, model: nnx.Module) -> nnx.RngStream:
+    """Makes a stream of keys for a layer, or for all layers of a model.
 
     A seed or a key is joined with the weights of the model, so that several layers made with one
     seed have factors of their own, and each has the same ones whenever it is made; and so that new
@@ -23,11 +23,11 @@ def keys(rngs: Any, model: nnx.Module) -> nnx.RngStream:
     if not isinstance(rngs, nnx.Rngs):
         weights = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
         own = [w for w in weights if jnp.issubdtype(w.dtype, jnp.number)]
-        rngs = nnx.Rngs(jax.random.fold_in(_key(rngs), _fingerprint(own)))
+        rngs = nnx.Rngs(jax.random.fold_in(_make_key(rngs), _compute_fingerprint(own)))
     return rngs.params
 
 
-def _key(rngs: Any) -> jax.Array:
+def _make_key(rngs: Any) -> jax.Array:
     if isinstance(rngs, numbers.Integral) and not isinstance(rngs, bool):
         return jax.random.key(int(rngs))
     if isinstance(rngs, (jax.Array, np.ndarray)):
@@ -44,12 +44,12 @@ def _key(rngs: Any) -> jax.Array:
 
 
 @jax.jit
-def _fingerprint(weights: list[Any]) -> jax.Array:
+def _compute_fingerprint(weights: list[Any]) -> jax.Array:
     """A number made of every bit of some arrays and of where it is."""
     total = jnp.uint32(0)
     for leaf in weights:
         x = jnp.stack([leaf.real, leaf.imag]) if jnp.iscomplexobj(leaf) else jnp.asarray(leaf)
-        bits = jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).astype(jnp.uint32).ravel()
+        bits = jax.lax.bitcast_convert_type(x, _get_unsigned(x.dtype)).astype(jnp.uint32).ravel()
         # Odd factors, which lose no bit of what they multiply.
         place = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1
         mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x2C1B3C6D) * place
@@ -57,5 +57,5 @@ def _fingerprint(weights: list[Any]) -> jax.Array:
     return total
 
 
-def _unsigned(dtype: Any) -> Any:
+def _get_unsigned(dtype: Any) -> Any:
     return {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, jnp.uint32)

@@ -9,20 +9,20 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tapax.nn._factors import Base, Ensemble, Shapes
-from tapax.nn._rows import check_stack, check_width, modulated
+from tapax.nn._factors import BaseLayer, EnsembleLayer, LayerShapes
+from tapax.nn._member_rows import check_stack, check_width, modulate
 
 # A capture puts its own function in the place of this one while it traces.
 _linear = inspect.unwrap(nnx.Linear.__call__)
 _linear_general = inspect.unwrap(nnx.LinearGeneral.__call__)
 
 
-def _shapes(base: Any) -> Shapes:
+def _get_shapes(base: Any) -> LayerShapes:
     ins, outs = base.in_features, base.out_features
-    return Shapes((ins, outs), (ins,), (outs,), (outs,))
+    return LayerShapes((ins, outs), (ins,), (outs,), (outs,))
 
 
-class BatchEnsembleLinear(Ensemble, nnx.Linear):
+class BatchEnsembleLinear(EnsembleLayer, nnx.Linear):
     """A linear layer of several members, each with the weight `W * outer(r_k, s_k)`.
 
     >>> from flax import nnx
@@ -51,7 +51,7 @@ class BatchEnsembleLinear(Ensemble, nnx.Linear):
     - `init`: of `r` and `s`: `"normal"`, with their means and deviations, or `"random_sign"`.
     """
 
-    base = Base(nnx.Linear, _shapes)
+    base = BaseLayer(nnx.Linear, _get_shapes)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The results of all members, `[E * B, ..., out_features]`."""
@@ -59,10 +59,10 @@ class BatchEnsembleLinear(Ensemble, nnx.Linear):
         last = max(inputs.ndim - 1, 1)
         check_width(self, inputs, (last,), (self.in_features,))
         run = lambda layer, x: _linear(layer, x, out_sharding)  # noqa: E731
-        return modulated(self, inputs, run, (last,), (-1,))
+        return modulate(self, inputs, run, (last,), (-1,))
 
 
-def _general_shapes(base: Any) -> Shapes:
+def _get_general_shapes(base: Any) -> LayerShapes:
     if base.batch_axis:
         raise ValueError(
             "`base_layer` of BatchEnsembleLinearGeneral must have no batch_axis, but has "
@@ -72,10 +72,10 @@ def _general_shapes(base: Any) -> Shapes:
     ins, outs = base.in_features, base.out_features
     # Flax draws it as if all input axes were one, and all output axes.
     flat = math.prod(ins), math.prod(outs)
-    return Shapes((*ins, *outs), ins, outs, outs, flat)
+    return LayerShapes((*ins, *outs), ins, outs, outs, flat)
 
 
-class BatchEnsembleLinearGeneral(Ensemble, nnx.LinearGeneral):
+class BatchEnsembleLinearGeneral(EnsembleLayer, nnx.LinearGeneral):
     """A linear layer over several axes, as `nnx.MultiHeadAttention` has them, of several members.
 
     >>> from flax import nnx
@@ -89,7 +89,7 @@ class BatchEnsembleLinearGeneral(Ensemble, nnx.LinearGeneral):
     *out_features]`. Everything else is as for `BatchEnsembleLinear`.
     """
 
-    base = Base(nnx.LinearGeneral, _general_shapes)
+    base = BaseLayer(nnx.LinearGeneral, _get_general_shapes)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The results of all members, `[E * B, ..., *out_features]`."""
@@ -104,4 +104,4 @@ class BatchEnsembleLinearGeneral(Ensemble, nnx.LinearGeneral):
             )
         outs = range(-len(self.out_features), 0)
         run = lambda layer, x: _linear_general(layer, x, out_sharding)  # noqa: E731
-        return modulated(self, inputs, run, axes, outs)
+        return modulate(self, inputs, run, axes, outs)

@@ -14,7 +14,7 @@ from tapax._results.tables import render, type_of
 from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
-from tapax.nn._factors import checked_members
+from tapax.nn._factors import check_members
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +61,7 @@ class Members:
 
     def _statistics(self, found: dict[str, jax.Array]) -> dict[str, Statistics]:
         return {
-            name: _statistics(x, _mask(self.valid.get(name)))
+            name: _compute_statistics(x, _get_mask(self.valid.get(name)))
             for name, x in found.items()
             if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
         }
@@ -74,7 +74,9 @@ class Members:
         both = self.statistics, self.grad_statistics
         for name in dict.fromkeys([*self.values, *self.grads]):
             x = self.values.get(name, self.grads.get(name))
-            table.add_row(name, type_of(x), *(cell for part in both for cell in _cells(part, name)))
+            table.add_row(
+                name, type_of(x), *(cell for part in both for cell in _make_cells(part, name))
+            )
         if self.shared:
             table.caption = f"shared by all members: {', '.join(self.shared)}"
         return render(table)
@@ -87,7 +89,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-def _cells(statistics: dict[str, Statistics], name: str) -> tuple[str, str]:
+def _make_cells(statistics: dict[str, Statistics], name: str) -> tuple[str, str]:
     if name not in statistics:
         return "", ""
     found = statistics[name]
@@ -131,8 +133,8 @@ def members(taps: Taps, num_members: int | None = None) -> Members:
                     "rows of all members. Capture it whole, and return only the statistics of "
                     "tapax.nn.members(taps) from the jitted function that captures."
                 )
-    number = _number(taps) if num_members is None else checked_members(num_members)
-    batches = _batches(taps, sites)
+    number = _find_number(taps) if num_members is None else check_members(num_members)
+    batches = _find_batches(taps, sites)
     shared: list[str] = []
 
     def each(found: dict[str, Any]) -> dict[str, jax.Array]:
@@ -144,7 +146,7 @@ def members(taps: Taps, num_members: int | None = None) -> Members:
     return Members(each(taps.values), each(taps.grads), taps.valid, number, tuple(shared))
 
 
-def _number(taps: Taps) -> int:
+def _find_number(taps: Taps) -> int:
     numbers = {site.members for site in taps.sites if site.members is not None}
     if len(numbers) != 1:
         found = f"layers of {sorted(numbers)} members" if numbers else "no BatchEnsemble layer"
@@ -152,17 +154,17 @@ def _number(taps: Taps) -> int:
     return numbers.pop()
 
 
-def _row(x: Any, site: Site) -> int | None:
+def _find_row(x: Any, site: Site) -> int | None:
     """The axis of the rows: the first of a value, behind those of loops and maps."""
     row = x.ndim - site.rank
     return row if site.rank and row >= 0 else None
 
 
-def _batches(taps: Taps, sites: dict[str, Site]) -> set[int]:
+def _find_batches(taps: Taps, sites: dict[str, Site]) -> set[int]:
     """How many rows BatchEnsemble layers returned."""
     rows = set()
     for name, x in (*taps.values.items(), *taps.grads.items()):
-        row = _row(x, sites[name])
+        row = _find_row(x, sites[name])
         if sites[name].members is not None and row is not None:
             rows.add(x.shape[row])
     return rows
@@ -170,20 +172,20 @@ def _batches(taps: Taps, sites: dict[str, Site]) -> set[int]:
 
 def _split(x: Any, site: Site, members: int, batches: set[int]) -> jax.Array | None:
     """`[loops..., E * B, ...]` as `[E, loops..., B, ...]`; None if members have no rows in it."""
-    row = _row(x, site)
+    row = _find_row(x, site)
     if row is None or x.shape[row] % members or (batches and x.shape[row] not in batches):
         return None
     ahead, rows, after = x.shape[:row], x.shape[row], x.shape[row + 1 :]
     return jnp.moveaxis(x.reshape(*ahead, members, rows // members, *after), row, 0)
 
 
-def _mask(valid: Any) -> Any:
+def _get_mask(valid: Any) -> Any:
     """What was computed, where that is known; a count of iterations is for the last of them."""
     return valid if valid is not None and valid.dtype == bool else None
 
 
 @jax.jit
-def _statistics(x: jax.Array, mask: jax.Array | None) -> Statistics:
+def _compute_statistics(x: jax.Array, mask: jax.Array | None) -> Statistics:
     x = jnp.abs(x) if jnp.iscomplexobj(x) else x
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     real = jnp.ones((), bool) if mask is None else mask

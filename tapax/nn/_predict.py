@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tapax.nn._factors import Ensemble, checked_members
+from tapax.nn._factors import EnsembleLayer, check_members
 
 KINDS = ("classification", "regression")
 
@@ -40,7 +40,7 @@ def fold(x: Any) -> Any:
 
 def unfold(x: Any, num_members: int) -> Any:
     """`[E * B, ...]` as `[E, B, ...]`: one member after the other. Of a pytree, every array."""
-    members = checked_members(num_members)
+    members = check_members(num_members)
 
     def leaf(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -56,7 +56,7 @@ def unfold(x: Any, num_members: int) -> Any:
 
 def tile(x: Any, num_members: int) -> Any:
     """A plain batch `[B, ...]` once for each member, `[E * B, ...]`. Of a pytree, every array."""
-    members = checked_members(num_members)
+    members = check_members(num_members)
 
     def leaf(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -115,7 +115,7 @@ def predict(
     """
     if kind not in KINDS:
         raise ValueError(f"`kind` must be 'classification' or 'regression', but is {kind!r}.")
-    members = members_of(model) if num_members is None else checked_members(num_members)
+    members = count_members(model) if num_members is None else check_members(num_members)
     out = model(tile(x, members))
     pair = kind == "regression" and isinstance(out, (tuple, list)) and len(out) == 2
     for array in out if pair else (out,):
@@ -123,24 +123,24 @@ def predict(
             either = " or a pair of them, means and variances" if kind == "regression" else ""
             raise TypeError(
                 f"`model` must return an array of real numbers{either} for kind={kind!r}, but "
-                f"returned {_described(array)}."
+                f"returned {_describe(array)}."
             )
     if kind == "classification":
-        return _classified(unfold(out, members))
-    return _regressed(unfold(tuple(out) if pair else out, members))
+        return _classify(unfold(out, members))
+    return _regress(unfold(tuple(out) if pair else out, members))
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, jax.Array):
         return f"one of the dtype {value.dtype}"
     return f"a {type(value).__name__}"
 
 
-def members_of(model: Any) -> int:
-    """The number of members that the layers of a model have."""
+def count_members(model: Any) -> int:
+    """Counts the members of the layers of a model."""
     numbers = set()
     if isinstance(model, nnx.Module):
-        layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, Ensemble))
+        layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, EnsembleLayer))
         numbers = {layer.num_members for layer in layers}
     if len(numbers) != 1:
         found = f"layers of {sorted(numbers)} members" if numbers else "no BatchEnsemble layer"
@@ -150,33 +150,33 @@ def members_of(model: Any) -> int:
     return numbers.pop()
 
 
-def _precise(x: jax.Array) -> jax.Array:
+def _widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _classified(logits: jax.Array) -> Prediction:
+def _classify(logits: jax.Array) -> Prediction:
     if logits.ndim < 3 or logits.shape[-1] < 2:
         raise ValueError(
             "`model` must return logits of 2 classes or more along the last axis for "
             f"kind='classification', but each member returned the shape {list(logits.shape[1:])}."
         )
-    log_p = jax.nn.log_softmax(_precise(logits))
+    log_p = jax.nn.log_softmax(_widen(logits))
     log_mean = jax.nn.logsumexp(log_p, axis=0) - jnp.log(logits.shape[0])
     p, mean = jnp.exp(log_p), jnp.exp(log_mean)
     # As a mean of divergences it is no difference of large numbers, and not negative.
-    epistemic = jnp.maximum(_weighted(p, log_p - log_mean).mean(0), 0)
-    entropies = -_weighted(p, log_p)
-    return Prediction(logits, mean, -_weighted(mean, log_mean), entropies.mean(0), epistemic)
+    epistemic = jnp.maximum(_sum_weighted(p, log_p - log_mean).mean(0), 0)
+    entropies = -_sum_weighted(p, log_p)
+    return Prediction(logits, mean, -_sum_weighted(mean, log_mean), entropies.mean(0), epistemic)
 
 
-def _weighted(p: jax.Array, x: jax.Array) -> jax.Array:
+def _sum_weighted(p: jax.Array, x: jax.Array) -> jax.Array:
     """The sum of `p * x` over classes, where those of no probability count nothing."""
     return jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, x, 0), 0), axis=-1)
 
 
-def _regressed(out: Any) -> Prediction:
+def _regress(out: Any) -> Prediction:
     means, variances = out if isinstance(out, tuple) else (out, None)
-    epistemic = _precise(means).var(0)
-    aleatoric = None if variances is None else _precise(variances).mean(0)
+    epistemic = _widen(means).var(0)
+    aleatoric = None if variances is None else _widen(variances).mean(0)
     total = epistemic if aleatoric is None else epistemic + aleatoric
-    return Prediction(out, _precise(means).mean(0), total, aleatoric, epistemic)
+    return Prediction(out, _widen(means).mean(0), total, aleatoric, epistemic)

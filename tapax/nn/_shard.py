@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tapax.nn._factors import Ensemble
-from tapax.nn._predict import members_of
+from tapax.nn._factors import EnsembleLayer
+from tapax.nn._predict import count_members
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -36,7 +36,7 @@ def shard(model: M, mesh: Mesh, axis: str) -> M:
         )
     if axis not in mesh.axis_names:
         raise ValueError(f"`axis` must be one of the mesh's, {mesh.axis_names}, but is {axis!r}.")
-    members = members_of(model)
+    members = count_members(model)
     if members % mesh.shape[axis]:
         raise ValueError(
             f"`axis` {axis!r} of the mesh has {mesh.shape[axis]} devices, which do not divide the "
@@ -45,7 +45,7 @@ def shard(model: M, mesh: Mesh, axis: str) -> M:
     new = nnx.clone(model)
     own: dict[int, PartitionSpec] = {}
     for _, layer in nnx.iter_graph(new):
-        if isinstance(layer, Ensemble):
+        if isinstance(layer, EnsembleLayer):
             ahead = layer.r.ndim - len(layer.base.shapes(layer).r) - 1
             for variable in (layer.r, layer.s, getattr(layer, "bias", None)):
                 if variable is not None:

@@ -29,10 +29,10 @@ _recording = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sown:
-    """What a site was made from: a value that may have many leaves, in a module at some depth.
+class LinenSownValue:
+    """The sown or perturbed value that a site is a leaf of, in a module at some `depth`.
 
-    `fixed` are the leaves that are no arrays, and where they are. `appends` if every call is kept.
+    `fixed` are the leaves that are not arrays, with their indices. `appends` if every call is kept.
     """
 
     collection: str
@@ -51,10 +51,10 @@ class Sown:
 
 
 @dataclasses.dataclass(eq=False)
-class Recording:
-    """What is recorded of one `apply`: collections, and what methods return.
+class LinenRecordOptions:
+    """Options of a recording of one `apply`: which collections, which method results.
 
-    `perturbed` are the collections that there are perturbations in.
+    `perturbed` are the collections that hold perturbations.
     """
 
     is_mutable: Callable[[str], bool]
@@ -69,13 +69,13 @@ class Recording:
 
 
 @contextlib.contextmanager
-def recording(what: Recording) -> Iterator[None]:
-    """Within, marks are `Sown`s."""
+def recording(what: LinenRecordOptions) -> Iterator[None]:
+    """Within, marks are `LinenSownValue`s."""
     with _recording(what):
         yield
 
 
-def _recorded(module: Any) -> Recording | None:
+def _recorded(module: Any) -> LinenRecordOptions | None:
     what = _recording.value
     return what if what is not None and what.covers(module) else None
 
@@ -87,11 +87,11 @@ def record_result(module: Any, method: str, out: Any) -> None:
         mark(out, method, "sow", collection=_sown(module, "intermediates", method, out))
 
 
-def _sown(module: Any, collection: str, name: str, value: Any) -> Sown:
+def _sown(module: Any, collection: str, name: str, value: Any) -> LinenSownValue:
     leaves, treedef = jax.tree.flatten(value)
     known = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     fixed = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, known))
-    return Sown(collection, name, len(module.path), treedef, fixed)
+    return LinenSownValue(collection, name, len(module.path), treedef, fixed)
 
 
 def sow(adapter: Any, original: Any) -> Any:

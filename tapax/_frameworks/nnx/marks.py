@@ -48,8 +48,8 @@ _NAME = "_tapax_name"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sown:
-    """What a site was made from: the whole of a value that may have many leaves.
+class NNXSownValue:
+    """The sown or perturbed value that a site is a leaf of.
 
     `calls` is the container that a default reducer appends to. `late` is a reducer of structures,
     with what it begins with: arrays alone are folded, so every call is kept for it. `index` counts
@@ -65,16 +65,16 @@ class Sown:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recording:
-    """What is recorded: the variable type of method results, and whether perturbations are due."""
+class NNXRecordOptions:
+    """Options of a recording: the variable type for method results, whether to perturb."""
 
     outputs: Any = None
     perturbed: bool = False
 
 
 @contextlib.contextmanager
-def recording(what: Recording) -> Iterator[None]:
-    """Within, marks are `Sown`s."""
+def recording(what: NNXRecordOptions) -> Iterator[None]:
+    """Within, marks are `NNXSownValue`s."""
     before = getattr(_thread, "calls", None)
     _thread.calls = {}
     try:
@@ -164,7 +164,10 @@ def _fields(
         return {"collection": kind, **fold}
     tree = jax.eval_shape(lambda x: reduce(init(), x), value) if fold else _arrays(value)
     late = None if calls or whole else (reduce, init)
-    return {"collection": Sown(kind, name, jax.tree.structure(tree), calls, index, late), **fold}
+    return {
+        "collection": NNXSownValue(kind, name, jax.tree.structure(tree), calls, index, late),
+        **fold,
+    }
 
 
 def _arrays(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The harvest of `compat.oryx`: what is planted in a program, and what is reaped from it."""
+"""The harvest of `compat.oryx`: plants values in a program, and reaps what it sows."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tapax._walk.calls import Call
 from tapax._walk.changes import Part
 from tapax._walk.entries import Entry, where
 from tapax._walk.plan import Plan
-from tapax.compat._sown import (
-    Frame,
+from tapax.compat._oryx_marks import (
     Name,
-    PlacedSurvey,
-    Reaping,
-    Sown,
-    by_name,
-    check_places,
+    ReapWalk,
+    SowFrame,
+    SownLeaf,
+    SowSurvey,
+    check_modes,
+    group_by_name,
     nesting,
     show,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Harvesting(Job):
-    """Plants, reaps, or both."""
+class OryxHarvest(Job):
+    """A transformation that plants, reaps, or does both."""
 
     plan: Plan
     function: str
@@ -48,18 +48,18 @@ class Harvesting(Job):
         """The sites that are planted."""
         if not self.plants:
             return []
-        walk = PlacedSurvey(Plan(lambda site: self._has(site.collection), None), frozenset())
+        walk = SowSurvey(Plan(lambda site: self._has(site.collection), None), frozenset())
         jax.eval_shape(lambda *arrays: program.run(walk, arrays), *arrays)
         own = {call: at for call, at in walk.placed.items() if self._has(call.mark.collection)}
         _check_known(operands, {self._own(call.mark.collection) for call in own}, self.tag)
 
-        def is_planted(sown: Sown) -> bool:
+        def is_planted(sown: SownLeaf) -> bool:
             found = _find(operands, self._own(sown)) is not _MISSING
             return found and sown.only != "reap" and self._allows(sown)
 
         planted = {call: at for call, at in own.items() if is_planted(call.mark.collection)}
-        for name, calls in by_name(planted, self._own).items():
-            check_places(name, {call: planted[call] for call in calls}, "planted")
+        for name, calls in group_by_name(planted, self._own).items():
+            check_modes(name, {call: planted[call] for call in calls}, "planted")
         spots = [spot for spot in walk.spots.values() if is_planted(spot.site.collection)]
         for spot in spots:
             _check_plant(spot, _find(operands, self._own(spot.site.collection)))
@@ -72,7 +72,7 @@ class Harvesting(Job):
         for spot in prepared:
             sown = spot.site.collection
             for x in jax.tree.leaves(_find(operands, self._own(sown)))[sown.index :][:1]:
-                making.change(spot, _planted, [_part(spot, x)])
+                making.change(spot, _plant, [_make_part(spot, x)])
         planted = {self._own(spot.site.collection) for spot in prepared}
 
         def picks(sown: Any) -> bool:
@@ -83,24 +83,24 @@ class Harvesting(Job):
         def takes(sown: Any) -> bool:
             if self._has(sown):
                 return self.function != "plant" or self._own(sown) in planted
-            return self.exclusive and isinstance(sown, Sown)
+            return self.exclusive and isinstance(sown, SownLeaf)
 
-        walk = Reaping(picks, takes, Plan(lambda site: picks(site.collection), None), making)
+        walk = ReapWalk(picks, takes, Plan(lambda site: picks(site.collection), None), making)
         outs = program.run(walk, arrays)
         with internal_operations():
-            return outs, _reaped(walk, self._own)
+            return outs, _collect_reaps(walk, self._own)
 
     def finish(self, out: Any, extra: Any) -> Any:
         return {"plant": out, "reap": extra}.get(self.function, (out, extra))
 
     def _has(self, sown: Any) -> bool:
-        return isinstance(sown, Sown) and sown.tag == self.tag
+        return isinstance(sown, SownLeaf) and sown.tag == self.tag
 
-    def _own(self, sown: Sown) -> Name:
+    def _own(self, sown: SownLeaf) -> Name:
         """A name as it is in here: without the scopes that the whole function is in."""
         return sown.name[len(nesting.value) :]
 
-    def _allows(self, sown: Sown) -> bool:
+    def _allows(self, sown: SownLeaf) -> bool:
         inside = self.allowed is None or sown.name[-1] in self.allowed
         return inside and self.blocked.isdisjoint(self._own(sown))
 
@@ -137,18 +137,19 @@ def _check_plant(spot: Spot, plant: Any) -> None:
     found, expected = jax.tree.structure(plant), spot.site.collection.treedef
     if found != expected:
         raise SiteError(
-            f"The plant for {_where(spot)} has the structure {found}, but the value has {expected}."
+            f"The plant for {_describe(spot)} has the structure {found}, but the value has "
+            f"{expected}."
         )
 
 
-def _part(spot: Spot, array: Any) -> Part:
+def _make_part(spot: Spot, array: Any) -> Part:
     """What is planted at a site: for each iteration its own if they are appended."""
     own, each = spot.own, spot.site.collection.mode == "append"
     dtype = jnp.result_type(own.dtype, array) if array.weak_type else array.dtype
     if dtype != own.dtype:
         raise SiteError(
-            f"The plant for {_where(spot)} is of type {dtype}, but the value is {own.dtype}. Cast "
-            "the plant."
+            f"The plant for {_describe(spot)} is of type {dtype}, but the value is {own.dtype}. "
+            "Cast the plant."
         )
     depths = tuple(d for d in spot.depths if each or not spot.around[d].is_loop)
     loops = tuple(spot.around[d].size for d in depths)
@@ -157,49 +158,49 @@ def _part(spot: Spot, array: Any) -> Part:
     if array.shape == (*loops, *own.shape):
         return Part(array, depths)
     raise SiteError(
-        f"The plant for {_where(spot)} has shape {list(array.shape)}, but the value has shape "
+        f"The plant for {_describe(spot)} has shape {list(array.shape)}, but the value has shape "
         f"{[*loops, *spot.mapped, *own.shape]}."
     )
 
 
-def _planted(x: Any, counter: Any, plant: Any) -> Any:
+def _plant(x: Any, counter: Any, plant: Any) -> Any:
     del counter
     return plant if plant.dtype == x.dtype else plant.astype(x.dtype)
 
 
-def _where(spot: Spot) -> str:
+def _describe(spot: Spot) -> str:
     return f"{show(spot.site.collection.name)}, sown at {spot.site.source},"
 
 
-class _Item(NamedTuple):
-    """What was sown in one place. `single` if it has no axis of appended ones yet."""
+class _ReapedValue(NamedTuple):
+    """A reaped value of one sow. `single` if it has no axis of appended values yet."""
 
-    frames: tuple[Frame, ...]
+    frames: tuple[SowFrame, ...]
     value: Any
     valid: Any
     meshes: int
     single: bool = True
 
 
-def _reaped(walk: Reaping, own: Callable[[Sown], Name]) -> dict[str, Any]:
+def _collect_reaps(walk: ReapWalk, own: Callable[[SownLeaf], Name]) -> dict[str, Any]:
     picked = {c: at for c, at in walk.placed.items() if walk.picks(c.mark.collection)}
     entries: dict[Any, list[Entry]] = {}
     for entry in (*walk.entries, *walk.fold_entries()):
         sown = entry.site.collection
         entries.setdefault((own(sown), sown.index), []).append(entry)
     reaps: dict[str, Any] = {}
-    for name, calls in by_name(picked, own).items():
-        check_places(name, {call: picked[call] for call in calls}, "reaped")
+    for name, calls in group_by_name(picked, own).items():
+        check_modes(name, {call: picked[call] for call in calls}, "reaped")
         treedef = calls[0].mark.collection.treedef
         inner = reaps
         for scope in name[:-1]:
             inner = inner.setdefault(scope, {})
-        leaves = [_one(name, entries[name, i], picked) for i in range(treedef.num_leaves)]
+        leaves = [_join_entries(name, entries[name, i], picked) for i in range(treedef.num_leaves)]
         inner[name[-1]] = treedef.unflatten(leaves)
     return reaps
 
 
-def _one(name: Name, entries: Sequence[Entry], placed: Mapping[Call, Any]) -> Any:
+def _join_entries(name: Name, entries: Sequence[Entry], placed: Mapping[Call, Any]) -> Any:
     """The value of a name, of what was sown under it."""
     first, *others = entries
     if first.folded:
@@ -213,60 +214,60 @@ def _one(name: Name, entries: Sequence[Entry], placed: Mapping[Call, Any]) -> An
     for entry in entries:
         frames = placed[entry.call]
         meshes = len(entry.loops) - sum(frame.kind == "scan" for frame in frames)
-        items.append(_Item(frames, entry.value, entry.valid, meshes))
+        items.append(_ReapedValue(frames, entry.value, entry.valid, meshes))
     try:
-        return _joined(items, 0).value
-    except _Mismatch as mismatch:
+        return _join(items, 0).value
+    except _TypeMismatch as mismatch:
         raise SiteError(
             f"{show(name)}, sown at {first.site.source} and at {others[-1].site.source}, has "
             f"values of different types: {mismatch}. Give one of them another name."
         ) from None
 
 
-class _Mismatch(Exception):
+class _TypeMismatch(Exception):
     pass
 
 
-def _joined(items: Sequence[_Item], axis: int) -> _Item:
+def _join(items: Sequence[_ReapedValue], axis: int) -> _ReapedValue:
     """One value of several, along an axis if they do not exclude each other."""
-    groups: dict[Any, list[_Item]] = {}
+    groups: dict[Any, list[_ReapedValue]] = {}
     for number, item in enumerate(items):
         groups.setdefault(item.frames[0][:2] if item.frames else number, []).append(item)
-    parts = [_grouped(group, axis) for group in groups.values()]
+    parts = [_join_group(group, axis) for group in groups.values()]
     if len(parts) == 1:
         return parts[0]
     values = [jnp.expand_dims(p.value, axis) if p.single else p.value for p in parts]
-    _same((v.dtype, v.shape[:axis] + v.shape[axis + 1 :]) for v in values)
+    _check_same((v.dtype, v.shape[:axis] + v.shape[axis + 1 :]) for v in values)
     valid = None
     if any(part.valid is not None for part in parts):
-        masks = [_mask(part, part.value.shape) for part in parts]
+        masks = [_make_mask(part, part.value.shape) for part in parts]
         valid = jnp.concatenate(
             [m.reshape(v.shape) for m, v in zip(masks, values, strict=True)], axis
         )
-    return _Item((), jnp.concatenate(values, axis), valid, 0, single=False)
+    return _ReapedValue((), jnp.concatenate(values, axis), valid, 0, single=False)
 
 
-def _grouped(group: Sequence[_Item], axis: int) -> _Item:
+def _join_group(group: Sequence[_ReapedValue], axis: int) -> _ReapedValue:
     """One value of those in one loop, mesh or conditional."""
     if not group[0].frames:
         return group[0]
     kind, key, _ = group[0].frames[0]
-    branches: dict[Any, list[_Item]] = {}
+    branches: dict[Any, list[_ReapedValue]] = {}
     for item in group:
         inside = item._replace(frames=item.frames[1:])
         branches.setdefault(item.frames[0].branch, []).append(inside)
     if kind == "scan":
-        return _joined(branches[0], axis + 1)._replace(single=False)
+        return _join(branches[0], axis + 1)._replace(single=False)
     if kind == "mesh":
-        _same(f"{item.meshes} axes of a mesh" for item in group)
+        _check_same(f"{item.meshes} axes of a mesh" for item in group)
         inner = [item._replace(meshes=0) for item in branches[0]]
-        return _joined(inner, axis + group[0].meshes)._replace(single=True)
-    parts = [_joined(branch, axis) for branch in branches.values()]
-    _same((part.value.dtype, part.value.shape) for part in parts)
+        return _join(inner, axis + group[0].meshes)._replace(single=True)
+    parts = [_join(branch, axis) for branch in branches.values()]
+    _check_same((part.value.dtype, part.value.shape) for part in parts)
     merged = parts[0]
     for part in parts[1:]:
         shape = max(merged.valid.shape, part.valid.shape, key=len)
-        ran, runs = _mask(merged, shape), _mask(part, shape)
+        ran, runs = _make_mask(merged, shape), _make_mask(part, shape)
         value = where(runs, part.value, merged.value)
         if key == "vmap" and jnp.issubdtype(value.dtype, jnp.inexact):
             # They may be branches of two conditionals; if both ran, the name was sown twice.
@@ -275,7 +276,7 @@ def _grouped(group: Sequence[_Item], axis: int) -> _Item:
     return merged
 
 
-def _mask(item: _Item, shape: tuple[int, ...]) -> Any:
+def _make_mask(item: _ReapedValue, shape: tuple[int, ...]) -> Any:
     """Where an item is valid, with all the axes of a shape."""
     if item.valid is None:
         return jnp.ones(shape, bool)
@@ -283,9 +284,9 @@ def _mask(item: _Item, shape: tuple[int, ...]) -> Any:
     return jnp.broadcast_to(valid.reshape(valid.shape + (1,) * (len(shape) - valid.ndim)), shape)
 
 
-def _same(types: Iterable[Any]) -> None:
+def _check_same(types: Iterable[Any]) -> None:
     """Raises unless they are all the same."""
     shown = (t if isinstance(t, str) else f"{t[0]}{list(t[1])}" for t in types)
     first, *others = dict.fromkeys(shown)
     if others:
-        raise _Mismatch(f"{first} and {others[0]}")
+        raise _TypeMismatch(f"{first} and {others[0]}")

@@ -1,7 +1,7 @@
-"""How the members of a layer meet the rows of a batch: `[E * B, ...]`, one member after the other.
+"""Members of a layer and the rows of a batch: `[E * B, ...]`, one member after the other.
 
-Factors are spread over rows, and never the rows split into members, so that an array that is
-sharded by rows stays as it is.
+Factors are spread over rows; rows are never split into members. So an array that is sharded by rows
+keeps its sharding.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 
-class Unbiased:
-    """A layer without its bias, on which the method of its base class is run.
+class BiaslessLayer:
+    """A view of a layer without its bias, for the method of its base class to run on.
 
-    What that method would add has no axis of members, and comes before the factor `s`.
+    That method would add a bias without an axis of members, and before the factor `s`.
     """
 
     bias = None
@@ -29,8 +29,8 @@ class Unbiased:
         return getattr(self._layer, name)
 
 
-def rows_each(layer: Any, inputs: Any, argument: str = "inputs") -> int:
-    """How many rows of a batch each member has."""
+def count_rows(layer: Any, inputs: Any, argument: str = "inputs") -> int:
+    """Counts the rows of a batch that each member has."""
     members = layer.num_members
     if inputs.ndim == 0 or inputs.shape[0] % members:
         rows = f"{inputs.shape[0]} rows" if inputs.ndim else "no rows"
@@ -71,8 +71,8 @@ def check_stack(layer: Any, shape: Sequence[int]) -> None:
         )
 
 
-def spread(factor: Any, batch: int, ndim: int, axes: Sequence[int]) -> jax.Array:
-    """What members have, `[E, ...]`, as rows of a batch, to be broadcast with an array of `ndim`.
+def spread_rows(factor: Any, batch: int, ndim: int, axes: Sequence[int]) -> jax.Array:
+    """Repeats a factor of the members, `[E, ...]`, for rows, to broadcast with an array of `ndim`.
 
     `axes` are where the axes of the factor are in that array: first that of the rows.
     """
@@ -83,7 +83,7 @@ def spread(factor: Any, batch: int, ndim: int, axes: Sequence[int]) -> jax.Array
     return jnp.expand_dims(each, [a for a in range(ndim) if a not in axes])
 
 
-def modulated(
+def modulate(
     layer: Any,
     inputs: jax.Array,
     run: Callable[[Any, jax.Array], jax.Array],
@@ -91,19 +91,19 @@ def modulated(
     outs: Sequence[int],
     row: int = 0,
 ) -> jax.Array:
-    """`run(x * r) * s + bias`, in the precision that the base layer computes in.
+    """Computes `run(x * r) * s + bias`, in the precision of the base layer.
 
     `ins` are the axes of the inputs that `r` is on; `outs` are those of the result that `s` is on,
     counted from the end; `row` is that of the rows in the result.
     """
-    batch = rows_each(layer, inputs)
+    batch = count_rows(layer, inputs)
     weights = layer.kernel[...], None if layer.bias is None else layer.bias[...]
     x, _, bias = layer.promote_dtype((inputs, *weights), dtype=layer.dtype)
     r, s = layer.r[...], layer.s[...]
-    x = x * spread(r.astype(x.dtype), batch, x.ndim, (0, *ins))
-    y = run(Unbiased(layer), x)
+    x = x * spread_rows(r.astype(x.dtype), batch, x.ndim, (0, *ins))
+    y = run(BiaslessLayer(layer), x)
     where = (row, *(y.ndim + a for a in outs))
-    y = y * spread(s.astype(y.dtype), batch, y.ndim, where)
+    y = y * spread_rows(s.astype(y.dtype), batch, y.ndim, where)
     if bias is None:
         return y
-    return y + spread(bias.reshape(s.shape).astype(y.dtype), batch, y.ndim, where)
+    return y + spread_rows(bias.reshape(s.shape).astype(y.dtype), batch, y.ndim, where)

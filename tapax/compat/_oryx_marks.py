@@ -1,4 +1,4 @@
-"""Sown values of `compat.oryx`: how they are marked, and where in a program they are."""
+"""The marks of `compat.oryx`, and the walks that find where in a program they are."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _HERE = os.path.dirname(__file__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sown:
-    """What a leaf of a sown value is of. `only` if it is there to be reaped or planted alone."""
+class SownLeaf:
+    """A leaf of a sown value. `only` is set if it can only be reaped, or only be planted."""
 
     tag: Hashable
     name: Name
@@ -60,14 +60,14 @@ class Sown:
         return f"{path}:{leaf}" if leaf else path
 
 
-class _Mark(Mark):
-    """A mark whose path is whole: a name is the same in every `tapax.scope` and every module."""
+class _UnscopedMark(Mark):
+    """A mark that has the same name in every `tapax.scope` and every module."""
 
     def within(self, scopes: Any) -> Mark:
         return self
 
 
-def mark(value: Any, sown: Sown, source: str = "") -> Any:
+def mark_sow(value: Any, sown: SownLeaf, source: str = "") -> Any:
     check_string("name", sown.name[-1])
     hash(sown.tag)
     here = marking()
@@ -77,28 +77,28 @@ def mark(value: Any, sown: Sown, source: str = "") -> Any:
     # A value without leaves is reaped all the same: an array without elements stands for it.
     arrays = list(map(jnp.asarray, leaves)) or [jnp.zeros((0,), bool)]
     name = (*nesting.value, *sown.name)
-    fold = {"reduce": _last, "init": _nothing} if sown.folds else {}
+    fold = {"reduce": _keep_last, "init": _make_nothing} if sown.folds else {}
     for i, x in enumerate(arrays):
         leaf = dataclasses.replace(sown, name=name, index=i, treedef=treedef)
-        where = leaf.path, "sow", source or caller()
-        arrays[i] = tap(x, _Mark(*where, collection=leaf, **here.on_marks, **fold))
+        where = leaf.path, "sow", source or find_caller()
+        arrays[i] = tap(x, _UnscopedMark(*where, collection=leaf, **here.on_marks, **fold))
     return treedef.unflatten(arrays[: len(leaves)])
 
 
-def tied(value: T, key: Any) -> T:
+def tie(value: T, key: Any) -> T:
     return value if key is None else jax.lax.optimization_barrier((value, key))[0]
 
 
-def _last(before: Any, new: Any) -> Any:
+def _keep_last(before: Any, new: Any) -> Any:
     del before
     return new
 
 
-def _nothing() -> None:
+def _make_nothing() -> None:
     return None
 
 
-def caller() -> str:
+def find_caller() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
         frame = frame.f_back
@@ -111,21 +111,21 @@ def check_string(argument: str, value: Any) -> None:
         raise TypeError(f"`{argument}` must be a string, but is {value!r} of type {kind}.")
 
 
-class Frame(NamedTuple):
-    """A loop, a mesh or a branch of a conditional; which one, is its `key`."""
+class SowFrame(NamedTuple):
+    """A loop, a mesh or a branch around a sow; `key` tells it from others of its kind."""
 
     kind: str
     key: Any
     branch: Any = 0
 
 
-class Placed(Walk):
-    """A walk that notes what is around each call of a sow."""
+class SowWalk(Walk):
+    """A walk that records the frames around each call of a sow."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.placed: dict[Call, tuple[Frame, ...]] = {}
-        self._frames: tuple[Frame, ...] = ()
+        self.placed: dict[Call, tuple[SowFrame, ...]] = {}
+        self._frames: tuple[SowFrame, ...] = ()
         self._path: tuple[int, ...] = ()
 
     def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
@@ -139,10 +139,10 @@ class Placed(Walk):
     def inside(self, *, branch: Any = None, around: Any = (), **rest: Any) -> Iterator[None]:
         before = self._frames
         if branch is not None:
-            self._frames = (*before, Frame("cond", self._path, branch))
+            self._frames = (*before, SowFrame("cond", self._path, branch))
         elif around:
             kind = around[0].kind if around[0].is_loop else "mesh"
-            self._frames = (*before, Frame(kind, self._path))
+            self._frames = (*before, SowFrame(kind, self._path))
         try:
             with super().inside(branch=branch, around=around, **rest):
                 yield
@@ -150,20 +150,20 @@ class Placed(Walk):
             self._frames = before
 
     def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
-        if not grad and isinstance(call.mark.collection, Sown):
+        if not grad and isinstance(call.mark.collection, SownLeaf):
             # Conditionals that `vmap` made selections are to be seen no more.
             numbers = eqn.params["branches"]
-            selected = (Frame("cond", "vmap", numbers),) if numbers else ()
+            selected = (SowFrame("cond", "vmap", numbers),) if numbers else ()
             self.placed[call] = (*self._frames, *selected)
         super()._record(eqn, xs, live, call, grad=grad)
 
 
-class PlacedSurvey(Placed, Surveying):
-    pass
+class SowSurvey(SowWalk, Surveying):
+    """A survey that records the frames around each call of a sow."""
 
 
-class Reaping(Placed):
-    """A walk that records what it `picks`, and leaves nothing of what it `takes`."""
+class ReapWalk(SowWalk):
+    """A walk that records the sows that it `picks`, and takes out those that it `takes`."""
 
     def __init__(self, picks: Fn, takes: Fn, plan: Plan, making: Making):
         super().__init__(plan, making.changes())
@@ -200,8 +200,8 @@ class Reaping(Placed):
         return [Token(out.calls, empty) if type(out) is Token else out for out in outs]
 
 
-def by_name(calls: Iterable[Call], own: Callable[[Sown], Name]) -> dict[Name, list[Call]]:
-    """The calls of each name; raises for one that is the name of a scope too."""
+def group_by_name(calls: Iterable[Call], own: Callable[[SownLeaf], Name]) -> dict[Name, list[Call]]:
+    """Groups calls by their names; raises for a name that is also the name of a scope."""
     found: dict[Name, list[Call]] = {}
     for call in calls:
         found.setdefault(own(call.mark.collection), []).append(call)
@@ -214,8 +214,8 @@ def by_name(calls: Iterable[Call], own: Callable[[Sown], Name]) -> dict[Name, li
     return found
 
 
-def check_places(name: Name, calls: Mapping[Call, Any], what: str) -> None:
-    """Raises for what the mode of a name does not allow where it is sown."""
+def check_modes(name: Name, calls: Mapping[Call, Any], what: str) -> None:
+    """Raises if the mode of a name does not allow it where it is sown."""
     first = next(iter(calls))
     mode, treedef = first.mark.collection.mode, first.mark.collection.treedef
     where = f"{show(name)} is sown at {first.mark.source}"
@@ -240,7 +240,7 @@ def check_places(name: Name, calls: Mapping[Call, Any], what: str) -> None:
     if mode == "strict" or (mode == "append" and what == "planted"):
         for a, b in itertools.combinations(calls, 2):
             leaves = a.mark.collection.index, b.mark.collection.index
-            if leaves == (0, 0) and not _exclusive(calls[a], calls[b]):
+            if leaves == (0, 0) and not _is_exclusive(calls[a], calls[b]):
                 raise SiteError(
                     f"{show(name)} is sown at {a.mark.source}, and again at {b.mark.source}: in "
                     f"mode {mode!r} it can be {what} but once. Give one of them another name or, "
@@ -248,7 +248,7 @@ def check_places(name: Name, calls: Mapping[Call, Any], what: str) -> None:
                 )
 
 
-def _exclusive(a: Sequence[Frame], b: Sequence[Frame]) -> bool:
+def _is_exclusive(a: Sequence[SowFrame], b: Sequence[SowFrame]) -> bool:
     """Whether two places are in different branches of one conditional."""
     for one, two in zip(a, b, strict=False):
         if one != two:
