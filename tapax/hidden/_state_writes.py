@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from tapax._frameworks.recurrent_cells import (
     find_written_name,
 )
 from tapax._jaxpr.bodies import bodies
-from tapax.hidden._definitions import JIT, Definitions, find_definitions, is_copy
+from tapax.hidden._definitions import JIT, Definitions, evaluate, find_definitions, is_copy
 from tapax.hidden._step import Step
 
 
@@ -108,24 +107,16 @@ def _has_names_in_jit(jaxpr: Any) -> bool:
 
 def _inline_jit(jaxpr: Any) -> Any:
     """A program with the equations of jitted functions in the place of their calls."""
-
-    def run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        env = dict(_jax.jaxpr_inputs(jaxpr, args))
-        inner = _jax.open_jaxpr(jaxpr)
-
-        def read(atom: Any) -> Any:
-            return _jax.literal_value(atom) if isinstance(atom, _jax.Literal) else env[atom]
-
-        for eqn in inner.eqns:
-            values = [read(v) for v in eqn.invars]
-            if _jax.kind_of(eqn) in JIT:
-                outs = _jax.in_context(eqn, run, eqn.params["jaxpr"], values)
-            else:
-                outs = _jax.in_context(eqn, _jax.bind_equation, eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in inner.outvars]
-
     types = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _jax.open_jaxpr(jaxpr).invars
     ]
-    return jax.make_jaxpr(lambda *args: run(jaxpr, args))(*types)
+    opened = _open_jit(jaxpr)
+    run = lambda *args: evaluate(jaxpr, args, opened, lambda key, value: value)  # noqa: E731
+    return jax.make_jaxpr(run)(*types)
+
+
+def _open_jit(jaxpr: Any) -> Definitions:
+    """Opens the bodies of jitted functions, without a definition in them."""
+    eqns = enumerate(_jax.open_jaxpr(jaxpr).eqns)
+    calls = {i: (_open_jit(e.params["jaxpr"]),) for i, e in eqns if _jax.kind_of(e) in JIT}
+    return Definitions({}, {}, calls)

@@ -77,6 +77,10 @@ class UnitRange:
         return self.low == self.high
 
 
+Ranges = list[UnitRange | None]
+"""The ranges of the operands of an equation; None for an operand that reaches nothing."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RangePropagation:
     """A backward pass over equations; with `mixing`, sums and products of matrices count as ways.
@@ -111,7 +115,7 @@ class RangePropagation:
             return UnitRange.empty(v.aval.shape)
         return found[v]
 
-    def _cross(self, eqn: Any, outs: list[UnitRange]) -> list[UnitRange | None]:
+    def _cross(self, eqn: Any, outs: list[UnitRange]) -> Ranges:
         kind = _jax.kind_of(eqn)
         shapes = [v.aval.shape for v in eqn.invars]
         if kind == "stop_gradient" and not self.inside:
@@ -142,9 +146,7 @@ class RangePropagation:
             return _multiply(eqn, shapes, outs[0])
         return self._reach_everything(shapes, outs)
 
-    def _reach_everything(
-        self, shapes: Sequence[Any], outs: Sequence[UnitRange]
-    ) -> list[UnitRange | None]:
+    def _reach_everything(self, shapes: Sequence[Any], outs: Sequence[UnitRange]) -> Ranges:
         low = min(int(out.low.min(initial=_NEVER)) for out in outs)
         high = max(int(out.high.max(initial=-1)) for out in outs)
         return [UnitRange(np.full(s, low), np.full(s, high)) for s in shapes]
@@ -152,9 +154,7 @@ class RangePropagation:
     def _find_value(self, atom: Any) -> Any:
         return self.known.get(atom) if is_variable(atom) else _jax.literal_value(atom)
 
-    def _move_numbers(
-        self, eqn: Any, shapes: Any, outs: list[UnitRange], moved: int
-    ) -> list[UnitRange | None]:
+    def _move_numbers(self, eqn: Any, shapes: Any, outs: list[UnitRange], moved: int) -> Ranges:
         """An operation that moves elements, done to their numbers."""
         numbers = _number_elements(shapes[:moved])
         rest = [self._find_value(v) for v in eqn.invars[moved:]]
@@ -166,9 +166,7 @@ class RangePropagation:
         back = _gather([np.asarray(m) for m in made], outs, shapes[:moved])
         return [*back, *[None] * len(rest)]
 
-    def _enter(
-        self, kind: str, eqn: Any, shapes: Any, outs: list[UnitRange]
-    ) -> list[UnitRange | None] | None:
+    def _enter(self, kind: str, eqn: Any, shapes: Any, outs: list[UnitRange]) -> Ranges | None:
         called = find_call_body(eqn)
         if called is not None:
             return self._enter_body(called, outs)
@@ -186,7 +184,7 @@ class RangePropagation:
                 for one, other, ok in zip(found, rest, floats, strict=True)
             ]
         if kind == "cond":
-            found: list[UnitRange | None] = [None] * (len(shapes) - 1)
+            found: Ranges = [None] * (len(shapes) - 1)
             for branch in eqn.params["branches"]:
                 found = [
                     _join(a, b) for a, b in zip(found, self._enter_body(branch, outs), strict=True)
@@ -194,7 +192,7 @@ class RangePropagation:
             return [None, *found]
         return self._enter_scan(eqn, outs) if kind == "scan" else None
 
-    def _enter_body(self, body: Any, outs: list[UnitRange]) -> list[UnitRange | None]:
+    def _enter_body(self, body: Any, outs: list[UnitRange]) -> Ranges:
         inner = _jax.open_jaxpr(body)
         found: dict[Any, UnitRange] = {}
         for v, out in zip(inner.outvars, outs, strict=True):
@@ -204,7 +202,7 @@ class RangePropagation:
         dataclasses.replace(self, known=constants).propagate(inner.eqns, found)
         return [found.get(v) for v in inner.invars]
 
-    def _enter_scan(self, eqn: Any, outs: list[UnitRange]) -> list[UnitRange | None]:
+    def _enter_scan(self, eqn: Any, outs: list[UnitRange]) -> Ranges:
         """Bodies are gone through until what is carried reaches no more."""
         first, carried = _jax.scan_split(eqn.params)
         body = eqn.params["jaxpr"]
@@ -263,7 +261,7 @@ def _number_elements(shapes: Sequence[Any]) -> list[np.ndarray]:
 
 def _gather(
     moved: Sequence[np.ndarray], outs: Sequence[UnitRange], shapes: Sequence[Any]
-) -> list[UnitRange | None]:
+) -> Ranges:
     """What the elements reach whose numbers were `moved` to where they are in the results."""
     ends = np.cumsum([math.prod(s) for s in shapes])
     low, high = np.full(ends[-1], _NEVER), np.full(ends[-1], -1)
@@ -275,7 +273,7 @@ def _gather(
     return [UnitRange(a.reshape(s), b.reshape(s)) for a, b, s in parts]
 
 
-def _move(eqn: Any, shapes: Sequence[Any], outs: list[UnitRange]) -> list[UnitRange | None]:
+def _move(eqn: Any, shapes: Sequence[Any], outs: list[UnitRange]) -> Ranges:
     numbers = _number_elements(shapes)
     made = _MOVES[eqn.primitive.name](eqn, *numbers)
     return _gather(made if isinstance(made, list) else [made], outs, shapes)
@@ -319,7 +317,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
 _BOUND = {"pad": 1, "gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
 
 
-def _multiply(eqn: Any, shapes: Sequence[Any], out: UnitRange) -> list[UnitRange | None]:
+def _multiply(eqn: Any, shapes: Sequence[Any], out: UnitRange) -> Ranges:
     """An element of one operand reaches what its row of the other one leads to."""
     (contract, batch) = eqn.params["dimension_numbers"]
     free = [
@@ -327,7 +325,7 @@ def _multiply(eqn: Any, shapes: Sequence[Any], out: UnitRange) -> list[UnitRange
         for i, s in enumerate(shapes)
     ]
     shared = len(batch[0])
-    found: list[UnitRange | None] = []
+    found: Ranges = []
     for i, shape in enumerate(shapes):
         start = shared + (0 if i else len(free[0]))
         left = out.merge(tuple(range(start, start + len(free[1 - i]))))
