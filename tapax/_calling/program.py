@@ -111,7 +111,7 @@ def trace(
 
     with (
         registry.observe_calls(),
-        with_marks(plan.marking(Structure.of(arguments))),
+        with_marks(plan.marking_policy(Structure.of(arguments))),
         tracing(),
         jax.disable_jit(False),
         _jax.no_names(),

@@ -22,7 +22,7 @@ from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_calls import called
 from tapax._frameworks.module_paths import running
 from tapax._frameworks.patches import is_first
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._marks.scopes import Place
 from tapax._sites.names import join
 
@@ -75,7 +75,7 @@ class Haiku(Adapter):
                 calls.made.clear()
 
     def _intercept(self, run: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
-        if marking() is None:
+        if active_policy() is None:
             return run(*args, **kwargs)
         module, method, stack = context.module, context.method_name, self._calls.stack
         if method == "__init__" and id(module) not in self._calls.made:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_paths import Running, entered, locate, rooted
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._marks.scopes import Place
 from tapax._marks.sow import leaf_name
 from tapax._marks.tap import Mark, tap
@@ -29,7 +29,7 @@ def called(
 
     `place` is where the module is, if the framework knows.
     """
-    if marking() is None:
+    if active_policy() is None:
         return run()
     with within(adapter, module, place):
         return mark_result(adapter, module, method, run())
@@ -51,7 +51,7 @@ def within(adapter: Adapter, module: Any, place: Place | None = None) -> Iterato
 
 def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
     """Makes what a method of a module returned a site, if a capture admits it; returns it."""
-    here = marking()
+    here = active_policy()
     admitted = here.admits(module, method) if here is not None else frozenset()
     if here is None or not admitted:
         return out

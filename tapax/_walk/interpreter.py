@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.change import change_p, identity
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._marks.jaxprs import is_of_two, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
@@ -52,7 +52,7 @@ class Interpreter(Recorder):
         self.lost: dict[str, str] = {}
         self.scopes: Scopes = ()
         self.mesh: Any = None
-        self.nested = marking() is not None
+        self.nested = active_policy() is not None
         self.of_two = False
         self._recomputing = False
         self._branches: tuple[int, ...] = ()

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._marks.scopes import Ground, Grounded
 from tapax._marks.tap import Mark, tap
 from tapax.hidden._definitions import evaluate
@@ -47,7 +47,7 @@ def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step, updated=())
     def marked(state: Any, *inputs: Any) -> tuple[Any, Any]:
-        here = marking()
+        here = active_policy()
         if here is None:
             return step(state, *inputs)
         frame = getattr(step, "__code__", None) or sys._getframe(1).f_code

@@ -32,7 +32,7 @@ from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import running
 from tapax._frameworks.patches import Patch, Replacements, current, is_method, subclasses
-from tapax._marks.context import marking, without_marks
+from tapax._marks.context import active_policy, without_marks
 from tapax._sites.names import segment
 
 _FORWARD = ("__call__", "update")
@@ -76,7 +76,7 @@ def _kept_apart(original: Any) -> Any:
 
     @functools.wraps(original)
     def get_arg_cache_key(self: Any, *args: Any, compile_if_miss: bool = False, **kwargs: Any):
-        here = marking()
+        here = active_policy()
         if here is None:
             return original(self, *args, compile_if_miss=compile_if_miss, **kwargs)
         if compile_if_miss:
@@ -115,7 +115,7 @@ def _of_the_current(original: Any) -> Any:
 
     @functools.wraps(original)
     def make_jaxpr(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None:
+        if active_policy() is None:
             return original(self, *args, **kwargs)
         before, self.fun = self.fun, current(self.fun)
         try:
@@ -164,7 +164,7 @@ def _method(adapter: Brainstate, owner: type, name: str, original: Any) -> Any:
 
         # What a subclass calls by `super()` is a part of its own method.
         first = next(cls for cls in type(self).__mro__ if name in cls.__dict__)
-        if marking() is None or first is not owner or (forward and _is_being_called(self)):
+        if active_policy() is None or first is not owner or (forward and _is_being_called(self)):
             return run()
         states.ran(self)
         with within(adapter, self):

@@ -29,7 +29,7 @@ from tapax._frameworks.linen.marks import perturb, record_result, sow
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import locate, running
 from tapax._frameworks.patches import Patch, Replacements
-from tapax._marks.context import marking, without_marks
+from tapax._marks.context import active_policy, without_marks
 from tapax._marks.scopes import Place
 from tapax._sites.names import join, segment
 
@@ -118,9 +118,9 @@ class Linen(Adapter):
 
     def _intercept(self, run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
-        if marking() is not None and method == "setup" and not module.path:
+        if active_policy() is not None and method == "setup" and not module.path:
             self._models[module.scope.root] = self.name(module)
-        if marking() is None or method == "setup":
+        if active_policy() is None or method == "setup":
             return run(*args, **kwargs)
         call = _Call(module, method, getattr(context.orig_method, "func", None))
         stack = self._calls.stack
@@ -191,7 +191,7 @@ def _from_module(adapter: Linen, original: Any) -> Any:
 
     def from_module(cls: Any, module: Any) -> Any:
         proxy = original.__get__(None, cls)(module)
-        if marking() is None or module.scope is None:
+        if active_policy() is None or module.scope is None:
             return proxy
         place = adapter.place(module)
         where = module.path, str(place), place.up
@@ -208,7 +208,7 @@ def _scan(original: Any) -> Any:
     def scan(fn: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(fn, *args, **kwargs)
         bound.apply_defaults()
-        if marking() is None or not bound.arguments["check_constancy_invariants"]:
+        if active_policy() is None or not bound.arguments["check_constancy_invariants"]:
             return original(fn, *args, **kwargs)
 
         def scanned(*operands: Any) -> Any:

@@ -27,7 +27,7 @@ from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import Filling, Objects, fill
 from tapax._frameworks.patches import Patch, Replacements, methods
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._sites.names import segment
 
 _BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
@@ -177,7 +177,7 @@ def _of_foreign_objects(original: Any) -> Any:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None or not _is_foreign((args, kwargs)):
+        if active_policy() is None or not _is_foreign((args, kwargs)):
             return original(self, *args, **kwargs)
         return self.__wrapped__(*args, **kwargs)
 
