@@ -14,7 +14,7 @@
 >>> tapax.sites(step)(jnp.ones((3, 2)), jnp.ones(3)).names
 ['h']
 
-See `_job` for when a captured function is compiled.
+See `_calling.transform` for when a captured function is compiled.
 """
 
 from __future__ import annotations

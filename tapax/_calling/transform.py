@@ -39,7 +39,7 @@ class Transform:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether equal transforms do the same at any time: objects in them may have changed since."""
+        """Whether equal transforms do the same at any time: objects in them may change."""
         return True
 
     def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:

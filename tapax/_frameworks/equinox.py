@@ -26,7 +26,7 @@ import jax
 
 from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import within
-from tapax._frameworks.module_paths import find, running
+from tapax._frameworks.module_paths import find, running_modules
 from tapax._frameworks.patches import Patch, Replacements, methods, subclasses
 from tapax._marks.context import active_policy
 from tapax._sites.names import join, segment
@@ -166,9 +166,9 @@ def _shared(adapter: Equinox, original: Any) -> Any:
     @functools.wraps(original)
     def call(self: Any, /) -> Any:
         out = original(self)
-        place = find(adapter, self) if active_policy() is not None and running() else None
+        place = find(adapter, self) if active_policy() is not None and running_modules() else None
         if place is not None:
-            running()[-1 - place.up].adopt(out, join(place, "pytree"))
+            running_modules()[-1 - place.up].adopt(out, join(place, "pytree"))
         return out
 
     return call

@@ -20,7 +20,7 @@ import jax
 
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_calls import called
-from tapax._frameworks.module_paths import running
+from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import is_first
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import Place
@@ -31,7 +31,7 @@ _MACHINERY = frozenset({hk.Module.__module__, hk.lift.__module__})
 _FORCED = hk.experimental.force_name("")  # pyright: ignore[reportPrivateImportUsage]
 
 
-class _Calls(threading.local):
+class _HaikuCalls(threading.local):
     """The modules whose methods are running on this thread, and where each module was made."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Haiku(Adapter):
     package = "haiku"
 
     def __init__(self) -> None:
-        self._calls = _Calls()
+        self._calls = _HaikuCalls()
 
     def is_module(self, value: Any) -> bool:
         return isinstance(value, hk.Module)
@@ -103,7 +103,7 @@ class Haiku(Adapter):
     def _place(self, module: Any) -> Place:
         path = self._path(module)
         up = 0
-        for around in reversed(running()):
+        for around in reversed(running_modules()):
             if around.adapter is not self:
                 break
             outer = self._path(around.module)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tapax._frameworks.interface import Adapter
-from tapax._frameworks.module_paths import Running, entered, locate, rooted
+from tapax._frameworks.module_paths import RunningModule, enter_module, locate, rooted
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import Place
 from tapax._marks.sow import leaf_name
@@ -42,10 +42,10 @@ def within(adapter: Adapter, module: Any, place: Place | None = None) -> Iterato
     if not place and not place.up:
         yield
         return
-    # The frame of whoever entered this: two of contextlib's are between.
+    # The frame of whoever enter_module this: two of contextlib's are between.
     frame = sys._getframe(2)
-    new = Running(adapter, module, frame, place.root) if place else None
-    with entered(new, place.up), jax.named_scope(place):
+    new = RunningModule(adapter, module, frame, place.root) if place else None
+    with enter_module(new, place.up), jax.named_scope(place):
         yield
 
 

@@ -10,7 +10,7 @@ traces they keep it apart, so that a function that was jitted and called before 
 capture traced is not run without one.
 
 The `State`s that a captured function reads and writes become arguments and results: see
-`_brainstate_state`.
+`_frameworks.brainstate.states`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from brainunit import Quantity
 from tapax._frameworks.brainstate import states
 from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import mark_result, within
-from tapax._frameworks.module_paths import running
+from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import Patch, Replacements, current, is_method, subclasses
 from tapax._marks.context import active_policy, without_marks
 from tapax._sites.names import segment
@@ -126,14 +126,14 @@ def _of_the_current(original: Any) -> Any:
     return make_jaxpr
 
 
-class _Calls(threading.local):
+class _BrainstateCalls(threading.local):
     """The modules that are being called on this thread."""
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
 
 
-_calls = _Calls()
+_calls = _BrainstateCalls()
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def _being_called(module: Any) -> Iterator[None]:
 
 def _is_being_called(module: Any) -> bool:
     """Whether the module that is running is this one, in its call."""
-    around = running()
+    around = running_modules()
     innermost = around[-1].module if around else None
     return innermost is module and any(m is module for m in _calls.modules)
 

@@ -27,14 +27,14 @@ from flax.linen import transforms as _transforms
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.linen.marks import perturb, record_result, sow
 from tapax._frameworks.module_calls import mark_result, within
-from tapax._frameworks.module_paths import locate, running
+from tapax._frameworks.module_paths import locate, running_modules
 from tapax._frameworks.patches import Patch, Replacements
 from tapax._marks.context import active_policy, without_marks
 from tapax._marks.scopes import Place
 from tapax._sites.names import join, segment
 
 
-class _Call(NamedTuple):
+class _RunningFunction(NamedTuple):
     """A function that is running, with a module as its first argument."""
 
     module: Any
@@ -48,7 +48,7 @@ class _Call(NamedTuple):
         owners = (cls.__dict__.get(self.method) for cls in type(self.module).__mro__)
         return not dunder and any(inspect.unwrap(f) is self.function for f in owners if callable(f))
 
-    def is_part_of(self, outer: _Call) -> bool:
+    def is_part_of(self, outer: _RunningFunction) -> bool:
         """Whether it is what `outer`, of a subclass, calls by `super()`.
 
         Where the method is a transformed one, a clone of the module runs it.
@@ -61,11 +61,11 @@ class _Call(NamedTuple):
         )
 
 
-class _Calls(threading.local):
+class _LinenCalls(threading.local):
     """The methods that are running on this thread, and whether calls are seen on it."""
 
     def __init__(self) -> None:
-        self.stack: list[_Call] = []
+        self.stack: list[_RunningFunction] = []
         self.seen = False
 
 
@@ -73,7 +73,7 @@ class Linen(Adapter):
     package = "flax"
 
     def __init__(self) -> None:
-        self._calls = _Calls()
+        self._calls = _LinenCalls()
         self._patch = Patch(self._replacements)
         self._models: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
 
@@ -122,7 +122,7 @@ class Linen(Adapter):
             self._models[module.scope.root] = self.name(module)
         if active_policy() is None or method == "setup":
             return run(*args, **kwargs)
-        call = _Call(module, method, getattr(context.orig_method, "func", None))
+        call = _RunningFunction(module, method, getattr(context.orig_method, "func", None))
         stack = self._calls.stack
         marks = call.is_method and not (stack and call.is_part_of(stack[-1]))
         stack.append(call)
@@ -141,7 +141,7 @@ class Linen(Adapter):
         if module.scope is None:
             return locate(self, module)
         path, root = module.path, self._whole(module)
-        for up, around in enumerate(reversed(running())):
+        for up, around in enumerate(reversed(running_modules())):
             if around.adapter is self and _holds(around.module, module):
                 return Place(_text(path[len(around.module.path) :]), root, up)
         return Place(root, root)

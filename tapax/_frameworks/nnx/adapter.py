@@ -25,7 +25,7 @@ from tapax import _jax
 from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
 from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
-from tapax._frameworks.nnx.objects import Filling, Objects, fill
+from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
 from tapax._frameworks.patches import Patch, Replacements, methods
 from tapax._marks.context import active_policy
 from tapax._sites.names import segment
@@ -90,15 +90,15 @@ class NNX(Adapter):
                 named = context.merge(graphdef, state)
             inner = tuple(named[path] for path in objects.paths)
             before, variables = marks.Attributes(inner), _Variables(named)
-            with Filling(inner, objects.values if inline else values) as filling:
-                args, kwargs = fill((args, kwargs), inner, filling)
-                out = (fn(filling) if fn else call.fn)(*args, **kwargs)
-            changing.update(filling.changed)
-            if filling.missed:
+            with ObjectBindings(inner, objects.values if inline else values) as bindings:
+                args, kwargs = fill((args, kwargs), inner, bindings)
+                out = (fn(bindings) if fn else call.fn)(*args, **kwargs)
+            changing.update(bindings.changed)
+            if bindings.missed:
                 raise Reopen
             before.restore(inner)
             returned = Objects()
-            out, assigned = returned.take((out, filling.assigned))
+            out, assigned = returned.take((out, bindings.assigned))
             if not returned.taken and variables.are_all():
                 return out, assigned, variables.changed()
             with nnx.split_context(_TAG) as context:
