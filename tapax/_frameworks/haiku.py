@@ -23,7 +23,7 @@ from tapax._frameworks.module_calls import called
 from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import is_first
 from tapax._marks.context import active_policy
-from tapax._marks.scopes import Place
+from tapax._marks.scopes import ModuleScope
 from tapax._sites.names import join
 
 # Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
@@ -100,7 +100,7 @@ class Haiku(Adapter):
         outer = _without_methods(maker.module_name)
         return join(self._path(maker), name.removeprefix(f"{outer}/"))
 
-    def _place(self, module: Any) -> Place:
+    def _place(self, module: Any) -> ModuleScope:
         path = self._path(module)
         up = 0
         for around in reversed(running_modules()):
@@ -108,9 +108,9 @@ class Haiku(Adapter):
                 break
             outer = self._path(around.module)
             if f"{path}/".startswith(f"{outer}/"):
-                return Place(path[len(outer) + 1 :], path, up)
+                return ModuleScope(path[len(outer) + 1 :], path, up)
             up += 1
-        return Place(path, path, up)
+        return ModuleScope(path, path, up)
 
 
 def _is_seen(context: hk.MethodContext) -> bool:

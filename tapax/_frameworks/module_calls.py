@@ -17,13 +17,17 @@ import numpy as np
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_paths import RunningModule, enter_module, locate, rooted
 from tapax._marks.context import active_policy
-from tapax._marks.scopes import Place
+from tapax._marks.scopes import ModuleScope
 from tapax._marks.sow import leaf_name
 from tapax._marks.tap import Mark, tap
 
 
 def called(
-    adapter: Adapter, module: Any, method: str, run: Callable[[], Any], place: Place | None = None
+    adapter: Adapter,
+    module: Any,
+    method: str,
+    run: Callable[[], Any],
+    place: ModuleScope | None = None,
 ) -> Any:
     """Runs a method of a module, within the module's scope; its result becomes a site.
 
@@ -36,7 +40,7 @@ def called(
 
 
 @contextlib.contextmanager
-def within(adapter: Adapter, module: Any, place: Place | None = None) -> Iterator[None]:
+def within(adapter: Adapter, module: Any, place: ModuleScope | None = None) -> Iterator[None]:
     """The scope of a module; entering the one that is running already changes nothing."""
     place = rooted(locate(adapter, module) if place is None else place)
     if not place and not place.up:

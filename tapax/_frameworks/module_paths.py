@@ -24,7 +24,7 @@ from jax.core import Tracer
 from tapax._frameworks.anchors import anchor
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, kind
-from tapax._marks.scopes import Place
+from tapax._marks.scopes import ModuleScope
 from tapax._sites.names import join
 
 
@@ -98,7 +98,7 @@ def enter_module(module: RunningModule | None, up: int) -> Iterator[None]:
         _stack.running = before
 
 
-def rooted(place: Place) -> Place:
+def rooted(place: ModuleScope) -> ModuleScope:
     """The place of the first module in a capture within another, of the same model.
 
     It is named from the root of the model. So the modules that the outer capture sees around it are
@@ -109,10 +109,10 @@ def rooted(place: Place) -> Place:
         return place
     model = place.root.partition("/")[0]
     same = outer[0].root.partition("/")[0] == model
-    return Place(place, place.root, len(outer)) if same else place
+    return ModuleScope(place, place.root, len(outer)) if same else place
 
 
-def locate(adapter: Adapter, module: Any) -> Place:
+def locate(adapter: Adapter, module: Any) -> ModuleScope:
     """The place of a module, from the module that is running; empty if it is that one."""
     if not _stack.running:
         return _root(adapter, module)
@@ -124,16 +124,16 @@ def locate(adapter: Adapter, module: Any) -> Place:
     paths = _copied(adapter, owner, caller.module) if caller.adapter is adapter else {}
     if "" in paths:
         caller.adopt(owner, "")
-        return Place(path, adapter.name(module))
+        return ModuleScope(path, adapter.name(module))
     return _undecided(adapter, owner, paths, caller.adapter.name(caller.module), path)
 
 
-def find(adapter: Adapter, part: Any) -> Place | None:
+def find(adapter: Adapter, part: Any) -> ModuleScope | None:
     """The place of a part of a model, be it a module or what is around one; None if of none."""
     if not _stack.running:
         owner, path = _owner(adapter, part, _stack.frame)
         name = join(adapter.name(owner), path)
-        return Place(name, name) if path else None
+        return ModuleScope(name, name) if path else None
     found = _known(adapter, part)
     if found is not None:
         return found
@@ -141,19 +141,19 @@ def find(adapter: Adapter, part: Any) -> Place | None:
     owner, path = _owner(adapter, part, caller.frame)
     if caller.adapter is adapter and "" in _copied(adapter, owner, caller.module):
         caller.adopt(owner, "")
-        return Place(path, adapter.name(part))
+        return ModuleScope(path, adapter.name(part))
     return None
 
 
-def _known(adapter: Adapter, part: Any) -> Place | None:
+def _known(adapter: Adapter, part: Any) -> ModuleScope | None:
     for up, around in enumerate(reversed(_stack.running)):
         path = around.find(part)
         if path is not None:
-            return Place(path, adapter.name(part), up)
+            return ModuleScope(path, adapter.name(part), up)
     return None
 
 
-def _root(adapter: Adapter, module: Any) -> Place:
+def _root(adapter: Adapter, module: Any) -> ModuleScope:
     """The place of a module that no module calls, in the model that it is a part of."""
     owner, path = _owner(adapter, module, _stack.frame)
     if not path:
@@ -163,23 +163,25 @@ def _root(adapter: Adapter, module: Any) -> Place:
         if paths and "" not in paths:
             return _undecided(adapter, owner, paths, adapter.name(model), path)
     name = join(adapter.name(owner), path)
-    return Place(name, name)
+    return ModuleScope(name, name)
 
 
-def _undecided(adapter: Adapter, owner: Any, paths: dict[str, Any], model: str, tail: str) -> Place:
+def _undecided(
+    adapter: Adapter, owner: Any, paths: dict[str, Any], model: str, tail: str
+) -> ModuleScope:
     """The place of a module in a copy of another, whose arrays will tell which that is."""
     name = join(adapter.name(owner), tail)
     for leaf, x in arrays(adapter, owner):
         same = [p for p, part in paths.items() if dict(arrays(adapter, part)).get(leaf) is x]
         if len(same) == 1:
             path = join(same[0], tail)
-            return Place(path, join(model, path))
+            return ModuleScope(path, join(model, path))
     for leaf, x in arrays(adapter, owner):
         if isinstance(x, Tracer):
             others = [dict(arrays(adapter, part)).get(leaf) for part in paths.values()]
             uid = anchor(x, tuple(paths), leaf, others)
-            return Place(name, name, anchor=uid, model=model, tail=tail)
-    return Place(name, name)
+            return ModuleScope(name, name, anchor=uid, model=model, tail=tail)
+    return ModuleScope(name, name)
 
 
 def _owner(adapter: Adapter, module: Any, until: Any) -> tuple[Any, str]:

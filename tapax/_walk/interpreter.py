@@ -36,7 +36,7 @@ from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._sites.errors import SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.changes import Around, Change, Changes, Key
-from tapax._walk.entries import Slots, Staged, Threads
+from tapax._walk.entries import Slots, StagedBody, Threads
 from tapax._walk.plan import Plan
 from tapax._walk.recorder import Recorder
 
@@ -261,7 +261,7 @@ class Interpreter(Recorder):
         args: Sequence[Any],
         threads: Threads,
         **where: Any,
-    ) -> Staged:
+    ) -> StagedBody:
         """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
         ins = Slots.of(args)
         cell: dict[str, Any] = {}
@@ -284,9 +284,9 @@ class Interpreter(Recorder):
                 ]
 
         made = jax.make_jaxpr(body)(*ins.arrays(args), *self.handed(threads))
-        return Staged(made, ins, threads=threads, **cell)
+        return StagedBody(made, ins, threads=threads, **cell)
 
-    def unstage(self, staged: Staged, results: Sequence[Any]) -> list[Any]:
+    def unstage(self, staged: StagedBody, results: Sequence[Any]) -> list[Any]:
         """Takes apart what a staged body gave: records its entries, returns its own results."""
         flat = iter(results)
         outs = staged.outs.fill(flat)

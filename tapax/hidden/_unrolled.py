@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from tapax._marks.context import active_policy
-from tapax._marks.scopes import Ground, Grounded
+from tapax._marks.scopes import GroundedScope, GroundScope
 from tapax._marks.tap import Mark, tap
 from tapax.hidden._definitions import evaluate
 from tapax.hidden._step import trace
@@ -54,10 +54,10 @@ def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
         source = f"{frame.co_filename}:{frame.co_firstlineno}"
 
         def write(name: str, value: Any) -> Any:
-            with jax.named_scope(Grounded("")):
+            with jax.named_scope(GroundedScope("")):
                 return tap(value, Mark(name, "hidden", source, **here.on_marks))
 
-        with jax.named_scope(Ground("")):
+        with jax.named_scope(GroundScope("")):
             traced = trace(step, state, inputs, counts=True)
             # A loop stays one, with the sites in it.
             found = traced.definitions(in_loops=False)

@@ -30,7 +30,7 @@ from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import locate, running_modules
 from tapax._frameworks.patches import Patch, Replacements
 from tapax._marks.context import active_policy, without_marks
-from tapax._marks.scopes import Place
+from tapax._marks.scopes import ModuleScope
 from tapax._sites.names import join, segment
 
 
@@ -136,15 +136,15 @@ class Linen(Adapter):
         finally:
             stack.pop()
 
-    def place(self, module: Any) -> Place:
+    def place(self, module: Any) -> ModuleScope:
         """Where a module is, from the module that is running."""
         if module.scope is None:
             return locate(self, module)
         path, root = module.path, self._whole(module)
         for up, around in enumerate(reversed(running_modules())):
             if around.adapter is self and _holds(around.module, module):
-                return Place(_text(path[len(around.module.path) :]), root, up)
-        return Place(root, root)
+                return ModuleScope(_text(path[len(around.module.path) :]), root, up)
+        return ModuleScope(root, root)
 
     def _whole(self, module: Any) -> str:
         """The path of a module from the class of the model, by which that is called."""
