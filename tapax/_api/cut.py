@@ -33,7 +33,7 @@ from tapax._api.change_builder import ChangeBuilder, check_step
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
-from tapax._marks.jaxprs import Uids, strip
+from tapax._marks.marked_jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
 from tapax._sites.errors import SiteError, as_array
 from tapax._sites.selections import At, Selection

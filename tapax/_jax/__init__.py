@@ -32,7 +32,7 @@ from tapax._jax.jaxprs import (
     remat_parts,
     scan_split,
 )
-from tapax._jax.jit import jit_options
+from tapax._jax.jitted import jit_options
 from tapax._jax.rules import (
     Effect,
     allow_effect,

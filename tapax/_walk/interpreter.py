@@ -30,7 +30,7 @@ from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.change import change_p, identity
 from tapax._marks.context import active_policy
-from tapax._marks.jaxprs import is_of_two, strip
+from tapax._marks.marked_jaxprs import is_of_two, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._sites.errors import SiteError

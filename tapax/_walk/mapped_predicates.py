@@ -24,7 +24,7 @@ from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
-from tapax._marks.jaxprs import count_calls, first_uid, quieted, strip
+from tapax._marks.marked_jaxprs import count_calls, first_uid, quieted, strip
 from tapax._marks.scopes import scopes_of
 from tapax._marks.tap import Mark, operands, tap_effect, tap_p
 from tapax._sites.errors import SiteError

@@ -17,7 +17,7 @@ from tapax import _jax
 from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.survey import SurveyWalk
 from tapax._marks.context import active_policy
-from tapax._marks.jaxprs import strip
+from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap
 from tapax._sites.errors import SiteError
 from tapax._sites.names import segment

@@ -43,7 +43,7 @@ from tapax._calling.signature import split
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
-from tapax._marks.jaxprs import strip
+from tapax._marks.marked_jaxprs import strip
 from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
 from tapax._sites.errors import name_of

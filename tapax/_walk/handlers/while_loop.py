@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._marks.jaxprs import strip
+from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import StepSlice
