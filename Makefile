@@ -10,16 +10,17 @@ PYTEST_ARGS ?=
 
 environment = $(PYTHON) scripts/environment.py $(if $(PY),--python $(PY)) $(if $(JAX),--jax $(JAX))
 linters = $(PYTHON) scripts/environment.py --lint
+newest = $(PYTHON) scripts/environment.py --python newest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo structure-factor delayed-match test lint unit test-matrix bench conformance fuzz format pythons clean
+.PHONY: help demo structure-factor delayed-match test lint unit test-matrix coverage bench conformance fuzz format hooks pythons clean
 
 help: ## show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 demo: ## train a small GPT, print its sites, save a plot of gradient flow
-	@python=$$($(environment)) && "$$python" examples/gradient_flow.py
+	@python=$$($(PYTHON) scripts/environment.py --demo) && "$$python" examples/gradient_flow.py
 
 structure-factor: ## solve plasmas, train a network on them, look inside it; ARGS="--species CH"
 	@python=$$($(environment)) && "$$python" -m examples.structure_factor $(ARGS)
@@ -29,14 +30,18 @@ delayed-match: ## learn a task online, and compare with backpropagation through 
 
 test: lint unit ## lint, types, and tests on the default Python and the newest one found
 
-lint: ## ruff and pyright
+lint: ## ruff, import-linter and pyright
 	@python=$$($(environment)) && lint=$$($(linters)) && \
 	"$$lint" -m ruff check . && \
 	"$$lint" -m ruff format --check . && \
+	"$$(dirname "$$lint")/lint-imports" && \
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$lint" -m pyright --pythonpath "$$python"
 
 unit: ## the tests alone; PYTEST_ARGS="-k scan" chooses some
 	@$(PYTHON) scripts/matrix.py --default -- $(PYTEST_ARGS)
+
+coverage: ## branch coverage of tapax/ by the tests of the newest Python; COVERAGE_FILE names the data
+	@python=$$($(newest)) && "$$python" -m pytest -q -n 2 -m "not many" --cov --cov-report=term $(PYTEST_ARGS)
 
 test-matrix: ## the tests on every Python from 3.11 to 3.14 found, with every jax supported on it
 	@$(PYTHON) scripts/matrix.py -- $(PYTEST_ARGS)
@@ -54,9 +59,12 @@ fuzz: ## many planted NaNs, then random programs for MINUTES (10) minutes
 format: ## apply ruff's format and its safe fixes
 	@lint=$$($(linters)) && { "$$lint" -m ruff check --fix .; "$$lint" -m ruff format .; }
 
+hooks: ## install the pre-commit hooks
+	@lint=$$($(linters)) && "$$lint" -m pre_commit install
+
 pythons: ## the Pythons found on this machine
 	@$(PYTHON) scripts/pythons.py
 
 clean: ## remove environments, caches and build products
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

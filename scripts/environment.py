@@ -1,6 +1,7 @@
 """Makes the environment a command runs in, and prints the path of its Python.
 
-    python scripts/environment.py [--python 3.13] [--jax 0.12.0.1]
+    python scripts/environment.py [--python 3.13 | --python newest] [--jax 0.12.0.1]
+    python scripts/environment.py --demo
     python scripts/environment.py --lint
     python scripts/environment.py --peers
     python scripts/environment.py --jax-peers
@@ -8,8 +9,9 @@
 An environment is a directory `.venv/<python>-<jax>`: tapax, editable, with the `test` dependency
 group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is the Python that runs
 this script, or the newest one found if that one is not supported, with the newest jax for it.
-`.venv/lint` holds the linters alone, which are large and the same for all; `.venv/peers` the
-libraries of PyTorch that a benchmark races against, `.venv/jax-peers` tapax beside those of JAX.
+`.venv/demo` holds tapax with what the demo needs, and nothing else; `.venv/lint` the linters;
+`.venv/peers` the libraries of PyTorch that a benchmark races against; `.venv/jax-peers` tapax and
+those of JAX.
 
 An environment is built again, from nothing, when its Python, the constraints or the part of
 `pyproject.toml` that says what to install has changed since; one whose building was interrupted
@@ -42,10 +44,10 @@ def jax_versions(python: Python) -> list[str]:
     """The versions of jax tested on this Python, oldest first."""
     versions = []
     for path in CONSTRAINTS.glob("jax-[0-9]*.txt"):
-        floor = re.search(r"^# python >= (\d+)\.(\d+)$", path.read_text(), re.MULTILINE)
-        if floor is None:
-            raise EnvironmentFailed(f"{path.name} has no line '# python >= ...'.")
-        if python.minor >= (int(floor[1]), int(floor[2])):
+        tested = re.search(r"^# tested on Python (.+)$", path.read_text(), re.MULTILINE)
+        if tested is None:
+            raise EnvironmentFailed(f"{path.name} has no line '# tested on Python ...'.")
+        if python.name in tested[1].split(", "):
             versions.append(path.stem.removeprefix("jax-"))
     return sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
 
@@ -67,12 +69,19 @@ def default_python() -> Python:
 def make(python: Python, jax: str) -> Path:
     """The Python of the environment for this combination, which is built if need be."""
     constraints = CONSTRAINTS / f"jax-{jax}.txt"
-    what = ["--build-constraint", str(constraints), "--editable", ".", "--group", "test"]
-    return _make(f"{python.name}-{jax}", python, constraints, what)
+    name = f"{python.name}-{jax}"
+    return _make(name, python, constraints, _with_tapax(constraints, "test"))
+
+
+def make_demo() -> Path:
+    """The Python of the environment in which the demo runs: a small one, made in a minute."""
+    python = default_python()
+    constraints = CONSTRAINTS / f"jax-{jax_versions(python)[-1]}.txt"
+    return _make("demo", python, constraints, _with_tapax(constraints, "demo"))
 
 
 def make_lint() -> Path:
-    """The Python of the environment with ruff and pyright."""
+    """The Python of the environment with ruff, pyright, import-linter and pre-commit."""
     return _make("lint", default_python(), CONSTRAINTS / "common.txt", ["--group", "lint"])
 
 
@@ -85,14 +94,18 @@ def make_jax_peers() -> Path:
     """The Python of the environment with tapax and the libraries of JAX that it races against."""
     python = max(find().items())[1]
     constraints = CONSTRAINTS / "jax-peers.txt"
-    what = ["--build-constraint", str(constraints), "--editable", ".", "--group", "jax-peers"]
-    return _make("jax-peers", python, constraints, what)
+    return _make("jax-peers", python, constraints, _with_tapax(constraints, "jax-peers"))
+
+
+def _with_tapax(constraints: Path, group: str) -> list[str]:
+    """What pip is told to install: tapax, editable, and a dependency group."""
+    return ["--build-constraint", str(constraints), "--editable", ".", "--group", group]
 
 
 def _make(name: str, python: Python, constraints: Path, what: list[str]) -> Path:
     folder = ROOT / ".venv" / name
     inner = folder / "bin" / "python"
-    stamp = folder / "tapax-stamp"
+    stamp = folder / "stamp"
     state = _state(python, constraints, what)
     folder.parent.mkdir(exist_ok=True)
     # Two commands at once must not both build it.
@@ -131,20 +144,28 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make an environment; print its Python.")
-    parser.add_argument("--python", metavar="3.N", help="minor version; else the default Python")
+    parser.add_argument("--python", metavar="3.N", help="or newest; else the default Python")
     parser.add_argument("--jax", metavar="VERSION", help="else the newest for that Python")
+    parser.add_argument("--demo", action="store_true", help="the environment of the demo")
     parser.add_argument("--lint", action="store_true", help="the environment of the linters")
     parser.add_argument("--peers", action="store_true", help="that of the peers of PyTorch")
     parser.add_argument("--jax-peers", action="store_true", help="that of the peers of JAX")
     chosen = parser.parse_args()
     try:
-        named = {"lint": make_lint, "peers": make_peers, "jax_peers": make_jax_peers}
-        for name, made in named.items():
+        named = {
+            "demo": make_demo,
+            "lint": make_lint,
+            "peers": make_peers,
+            "jax_peers": make_jax_peers,
+        }
+        for name, make_named in named.items():
             if getattr(chosen, name):
-                print(made())
+                print(make_named())
                 return 0
         if chosen.python:
             found = {python.name: python for python in find().values()}
+            if found and chosen.python == "newest":
+                found["newest"] = list(found.values())[-1]
             if chosen.python not in found:
                 names = ", ".join(found) or "none"
                 raise EnvironmentFailed(

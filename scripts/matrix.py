@@ -3,12 +3,17 @@
     python scripts/matrix.py            every supported Python found, every jax tested on it
     python scripts/matrix.py --default  the default Python, and the newest one if it is newer
 
-The whole matrix runs each combination with `jax_enable_x64` off and on, and the newest one with
-`jax_enable_checks` too. It ends in a table of what ran, how it went, and what could not run. The
-exit status is 1 if a test failed, or if some Python that was found could run nothing at all. With
-`--default` each Python runs the tests once, those marked `once` on the last one alone, those marked
-`many` on none, and a combination that cannot be installed is a failure.
-What follows `--` goes to pytest.
+The whole matrix runs every combination as it is, every jax once more with `jax_enable_x64`, on the
+newest Python found for it, and the newest jax with `jax_enable_checks`. Tests marked `once` and
+`many` run in the newest combination alone. The matrix ends in a table of what ran, how it went, and
+what could not run. The exit status is 1 if a test failed, or if some Python that was found could
+run nothing at all.
+
+With `--default` each Python runs the tests once, those marked `once` on the last one alone, those
+marked `many` on none, and a combination that cannot be installed is a failure.
+
+Arguments after `--` go to pytest. A combination in which they select no test is not a failure, as
+long as they select one in another.
 """
 
 from __future__ import annotations
@@ -26,6 +31,10 @@ from pythons import SUPPORTED, Python, find
 PLAIN: dict[str, str] = {}
 X64 = {"JAX_ENABLE_X64": "1"}
 CHECKS = {"JAX_ENABLE_CHECKS": "1"}
+
+PASSED, NOT_INSTALLED, NO_TEST = "passed", "could not be installed", "no test selected"
+NO_TEST_CODE = 5
+"""The exit status of pytest where nothing was selected."""
 
 
 class Row(NamedTuple):
@@ -49,7 +58,7 @@ def run_tests(python: Python, jax: str, settings: dict[str, str], arguments: lis
         inner = make(python, jax)
     except EnvironmentFailed as error:
         print(error, file=sys.stderr)
-        return Row(python.name, jax, shown, "could not be installed", time.monotonic() - start)
+        return Row(python.name, jax, shown, NOT_INSTALLED, time.monotonic() - start)
     # A setting in the caller's shell must not turn the plain run into another one.
     unset = {*X64, *CHECKS}
     environ = {key: value for key, value in os.environ.items() if key not in unset}
@@ -60,7 +69,8 @@ def run_tests(python: Python, jax: str, settings: dict[str, str], arguments: lis
         stdin=subprocess.DEVNULL,
         check=False,
     )
-    result = "passed" if done.returncode == 0 else f"FAILED (pytest exit {done.returncode})"
+    results = {0: PASSED, NO_TEST_CODE: NO_TEST}
+    result = results.get(done.returncode, f"FAILED (pytest exit {done.returncode})")
     return Row(python.name, jax, shown, result, time.monotonic() - start)
 
 
@@ -75,7 +85,9 @@ def run_default(arguments: list[str]) -> int:
         some = "not many" if python is pythons[-1] else "not many and not once"
         asked = ["-m", some, *arguments]
         rows.append(run_tests(python, jax_versions(python)[-1], PLAIN, asked))
-    bad = [row for row in rows if row.result != "passed"]
+    bad = [row for row in rows if row.failed or row.result == NOT_INSTALLED]
+    if all(row.result == NO_TEST for row in rows):
+        bad = rows
     for row in bad:
         print(f"Python {row.python}, jax {row.jax}: {row.result}", file=sys.stderr)
     return 1 if bad else 0
@@ -84,26 +96,28 @@ def run_default(arguments: list[str]) -> int:
 def run_matrix(arguments: list[str]) -> int:
     found = find()
     rows = []
+    newest = {jax: python for python in found.values() for jax in jax_versions(python)}
     for minor, python in found.items():
         versions = jax_versions(python)
         for jax in versions:
-            settings = [PLAIN, X64]
-            if minor == max(found) and jax == versions[-1]:
-                settings.append(CHECKS)
+            last = minor == max(found) and jax == versions[-1]
+            settings = [PLAIN, *([X64] if python == newest[jax] else []), *([CHECKS] * last)]
             for setting in settings:
-                rows.append(run_tests(python, jax, setting, arguments))
-                if rows[-1].result == "could not be installed":
+                some = [] if last and setting is PLAIN else ["-m", "not many and not once"]
+                rows.append(run_tests(python, jax, setting, [*some, *arguments]))
+                if rows[-1].result == NOT_INSTALLED:
                     break
     print_table(rows)
     for minor in SUPPORTED:
         if minor not in found:
             print(f"Python {minor[0]}.{minor[1]} was not found on this machine: nothing ran on it.")
     empty = {python.name for python in found.values()} - {
-        row.python for row in rows if row.result != "could not be installed"
+        row.python for row in rows if row.result != NOT_INSTALLED
     }
     for name in sorted(empty):
         print(f"Python {name} was found, but no jax could be installed on it.")
-    return 1 if empty or not found or any(row.failed for row in rows) else 0
+    idle = all(row.result == NO_TEST for row in rows)
+    return 1 if empty or idle or any(row.failed for row in rows) else 0
 
 
 def print_table(rows: list[Row]) -> None:

@@ -1,24 +1,27 @@
 """tapax: see, differentiate and change what happens inside any JAX program."""
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tapax import hidden, plot, reduce
-from tapax._api.capture import capture, sites
-from tapax._api.cut import prefix, suffix
-from tapax._api.edit import edit
-from tapax._api.gradients import grad, jacobian, value_and_grad
-from tapax._api.modules import modules
-from tapax._api.perturbations import perturbations, perturbed
+from tapax import reduce
+from tapax._lazy import load_lazily
 from tapax._marks.sow import perturb, scope, sow
-from tapax._results.module_table import ModuleTable
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import at, lines, named, ops
 from tapax._sites.site import Site
-from tapax.monitoring import Histogram, Log, Monitor, alert, monitor, open, sink
-from tapax.nonfinite import Finding, find_nonfinite
+
+if TYPE_CHECKING:
+    from tapax import attribute, compat, hidden, nn, plot
+    from tapax._api.capture import capture, sites
+    from tapax._api.cut import prefix, suffix
+    from tapax._api.edit import edit
+    from tapax._api.gradients import grad, jacobian, value_and_grad
+    from tapax._api.modules import modules
+    from tapax._api.perturbations import perturbations, perturbed
+    from tapax._results.module_table import ModuleTable
+    from tapax.monitoring import Histogram, Log, Monitor, alert, monitor, open, sink
+    from tapax.nonfinite import Finding, find_nonfinite
 
 __version__ = "0.2.0"
 
@@ -34,7 +37,9 @@ __all__ = [
     "Taps",
     "alert",
     "at",
+    "attribute",
     "capture",
+    "compat",
     "edit",
     "find_nonfinite",
     "grad",
@@ -44,6 +49,7 @@ __all__ = [
     "modules",
     "monitor",
     "named",
+    "nn",
     "open",
     "ops",
     "perturb",
@@ -60,12 +66,22 @@ __all__ = [
     "value_and_grad",
 ]
 
+# Models import tapax for their marks alone, so everything else is imported when it is first used.
+__getattr__, __dir__ = load_lazily(
+    __name__,
+    __all__,
+    {
+        "tapax": ("attribute", "compat", "hidden", "nn", "plot"),
+        "tapax._api.capture": ("capture", "sites"),
+        "tapax._api.cut": ("prefix", "suffix"),
+        "tapax._api.edit": ("edit",),
+        "tapax._api.gradients": ("grad", "jacobian", "value_and_grad"),
+        "tapax._api.modules": ("modules",),
+        "tapax._api.perturbations": ("perturbations", "perturbed"),
+        "tapax._results.module_table": ("ModuleTable",),
+        "tapax.monitoring": ("Histogram", "Log", "Monitor", "alert", "monitor", "open", "sink"),
+        "tapax.nonfinite": ("Finding", "find_nonfinite"),
+    },
+)
 
-def __getattr__(name: str) -> Any:
-    # Its layers are modules of Flax, which is imported only where it is used.
-    if name == "nn":
-        return importlib.import_module("tapax.nn")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-Taps.plotter = plot.taps
+Taps.plotter = lambda taps, at, stats: __getattr__("plot").taps(taps, at, stats)

@@ -9,7 +9,7 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import pytest
 
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 
 
 def pytest_collection_modifyitems(items):
@@ -30,7 +30,7 @@ def nothing_left_behind():
 
     bind = Primitive.bind
     yield
-    assert marking() is None
+    assert active_policy() is None
     assert Primitive.bind is bind
 
 

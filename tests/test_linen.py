@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import tapax
-from tapax._frameworks.module_paths import running
+from tapax._frameworks.module_paths import running_modules
 from tests import linen_models
 from tests import linen_oracle as oracle
 from tests.linen_models import (
@@ -354,7 +354,7 @@ def patched():
         vars(transforms._HashableProxy)["from_module"],
         axes_scan.scan,
         len(module._global_interceptor_stack),
-        len(running()),
+        len(running_modules()),
     )
 
 

@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import tapax
 from tapax import _jax
-from tapax._marks.context import Marking
+from tapax._marks.context import MarkingPolicy
 from tapax._marks.operations import with_marks
 from tests import oracle
 from tests.programs import CASES
@@ -62,7 +62,7 @@ def flat(found):
 def test_taps_are_all_that_marks_add(name):
     x = jnp.asarray(X)
     plain = jax.make_jaxpr(STEPS[name](oracle.plain))(x)
-    with with_marks(Marking()):
+    with with_marks(MarkingPolicy()):
         tapped = jax.make_jaxpr(STEPS[name](tapax.sow))(x)
     assert "tap" in list(flat_all(tapped))
     assert operations(tapped) == operations(plain)

@@ -14,7 +14,7 @@
 >>> tapax.sites(step)(jnp.ones((3, 2)), jnp.ones(3)).names
 ['h']
 
-See `_job` for when a captured function is compiled.
+See `_calling.transform` for when a captured function is compiled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jax.core import Tracer
 
 from tapax import _jax
 from tapax._calling.program import Program, trace
-from tapax._calling.transform import Instrumented, Job, check_function
+from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks.patches import current
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
@@ -65,7 +65,7 @@ def capture(
     check_function(fn, "capture")
     plan = Plan.make(values, grads, steps, modules, reducing=True)
     if _jax.jit_options(fn) is None:
-        return _Captured(fn, plan)
+        return _CapturedFunction(fn, plan)
     try:
         return _jitted(fn, plan)
     except TypeError:  # a predicate that cannot be hashed
@@ -79,7 +79,7 @@ def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
 
     @functools.wraps(fn)
     def listed(*args: P.args, **kwargs: P.kwargs) -> SiteTable:
-        if isinstance(captured, _Captured):
+        if isinstance(captured, _CapturedFunction):
             return captured.survey(args, kwargs)
         return captured.eval_shape(*args, **kwargs)[1].sites  # pyright: ignore
 
@@ -123,7 +123,7 @@ def _jitted(fn: Any, plan: Plan) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Capturing(Job):
+class _CaptureTransform(Transform):
     """Returns what the plan selects besides the results."""
 
     plan: Plan
@@ -137,13 +137,13 @@ class _Capturing(Job):
         return out, extra
 
 
-class _Captured(Generic[P, R]):
+class _CapturedFunction(Generic[P, R]):
     """A captured function."""
 
     def __init__(self, fn: Callable[P, R], plan: Plan):
         functools.update_wrapper(self, fn, updated=())
         self._plan = plan
-        self._call = Instrumented(fn, _Capturing(plan))
+        self._call = TransformedFunction(fn, _CaptureTransform(plan))
 
     def __repr__(self) -> str:
         return f"capture({name_of(self._call.fn)})"

@@ -25,7 +25,7 @@ from tapax._walk.entries import where
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class EditRule:
     """One edit: which sites, and by which function, or by an array if there is none.
 
     `step` is True if the edit is of one iteration, whose number is given; or it is a slice of them.
@@ -62,8 +62,8 @@ def _takes_site(fn: Callable[..., Any]) -> bool:
     return False
 
 
-class Making:
-    """Changes in the making: those of each site, and their parts."""
+class ChangeBuilder:
+    """Changes in the builder: those of each site, and their parts."""
 
     def __init__(self, checked: bool = True):
         self._checked = checked
@@ -98,7 +98,7 @@ class Making:
         self._changes.setdefault(spot.key, []).append(change)
         self._sites.setdefault(spot.uid, set()).add(spot.key)
 
-    def add(self, rule: Rule, spot: Spot, array: Any, step: Any) -> None:
+    def add(self, rule: EditRule, spot: Spot, array: Any, step: Any) -> None:
         """Has a site changed as a rule says, with the array and the number of an iteration."""
         made = _by_array(rule, spot, array) if rule.fn is None else _by_function(rule, spot)
         replace, parts = made
@@ -140,10 +140,10 @@ def _composed(changes: Sequence[Change]) -> Change:
     return Change(same, fn, keys, counted, changes[0].level)
 
 
-Replacing = tuple[Callable[..., Any], list[Part]]
+Replacement = tuple[Callable[..., Any], list[Part]]
 
 
-def _by_function(rule: Rule, spot: Spot) -> Replacing:
+def _by_function(rule: EditRule, spot: Spot) -> Replacement:
     def replace(x: Any) -> Any:
         out = rule.replace(x, spot.site)
         if not isinstance(out, (jax.Array, np.ndarray, np.generic, int, float, complex)):
@@ -177,7 +177,7 @@ def _by_function(rule: Rule, spot: Spot) -> Replacing:
     return with_traced, [Part(c) for c in consts]
 
 
-def _by_array(rule: Rule, spot: Spot, array: Any) -> Replacing:
+def _by_array(rule: EditRule, spot: Spot, array: Any) -> Replacement:
     """In the place of the value comes an array, or the part of it that is due."""
     own = spot.own
     weak = not isinstance(array, jax.Array) or jax.typeof(array).weak_type
@@ -213,7 +213,7 @@ def _cast(a: Any, like: Any) -> Any:
     return a if is_key else jax.lax.convert_element_type(a, like.dtype)
 
 
-def _due(rule: Rule, spot: Spot, traced: bool) -> Callable[..., tuple[Any, Any]]:
+def _due(rule: EditRule, spot: Spot, traced: bool) -> Callable[..., tuple[Any, Any]]:
     """Tells whether an iteration is to be edited; and whether its number is a number at all."""
     if spot.loop is None:
         raise SiteError(f"`step` was given for {_where(spot)} which is in no loop. Leave it out.")

@@ -29,11 +29,11 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._api.change_builder import Making, check_step
+from tapax._api.change_builder import ChangeBuilder, check_step
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
-from tapax._calling.transform import Instrumented, Job, check_function
-from tapax._marks.jaxprs import Uids, strip
+from tapax._calling.transform import Transform, TransformedFunction, check_function
+from tapax._marks.marked_jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
 from tapax._sites.errors import SiteError, as_array
 from tapax._sites.selections import At, Selection
@@ -47,7 +47,7 @@ P = ParamSpec("P")
 def prefix(fn: Callable[P, Any], site: Selection, *, modules: Any = True) -> Callable[P, Any]:
     """A function that returns the value of a site of `fn`, and computes nothing after it."""
     check_function(fn, "prefix")
-    call = Instrumented(fn, _Prefix(*_cut(site, modules)))
+    call = TransformedFunction(fn, _PrefixTransform(*_cut(site, modules)))
 
     @functools.wraps(fn, updated=())
     def before(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -62,7 +62,7 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
     It computes nothing that only leads to the site.
     """
     check_function(fn, "suffix")
-    call = Instrumented(fn, _Suffix(*_cut(site, modules)))
+    call = TransformedFunction(fn, _SuffixTransform(*_cut(site, modules)))
 
     @functools.wraps(fn, updated=())
     def after(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def _cut(site: Any, modules: Any) -> tuple[Plan, int | None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut(Job):
+class _CutTransform(Transform):
     """Cuts a program at a site."""
 
     plan: Plan
@@ -125,7 +125,7 @@ class _Cut(Job):
         )
 
 
-class _Prefix(_Cut):
+class _PrefixTransform(_CutTransform):
     def run(
         self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
     ) -> Any:
@@ -142,7 +142,7 @@ class _Prefix(_Cut):
         return extra
 
 
-class _Suffix(_Cut):
+class _SuffixTransform(_CutTransform):
     def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         program, spot = super().prepare(program, operands, arrays)
         if not spot.reaches:
@@ -164,10 +164,10 @@ class _Suffix(_Cut):
         program, spot = prepared
 
         def after(value: Any, *arrays: Any) -> Any:
-            making = Making()
+            builder = ChangeBuilder()
             part = Part(value, spot.depths, len(spot.mapped))
-            making.change(spot, lambda x, counter, part: part, [part])
-            return program.run(Walk(Plan(None, None), making.changes()), arrays)
+            builder.change(spot, lambda x, counter, part: part, [part])
+            return program.run(Walk(Plan(None, None), builder.changes()), arrays)
 
         return _needed(after, [operands, *arrays]), ()
 
@@ -194,12 +194,12 @@ def _split(program: Program, spot: Spot, step: int, arrays: Sequence[Any]) -> Pr
             "the function cannot be cut at one of its iterations."
         )
     check_step(spot, step)
-    walk = _Splitting(spot, step)
+    walk = _SplitWalk(spot, step)
     made = jax.make_jaxpr(lambda *arrays: program.run(walk, arrays))(*arrays)
     return dataclasses.replace(program, jaxpr=made)
 
 
-class _Splitting(Walk):
+class _SplitWalk(Walk):
     """A walk that leaves taps where they are, and takes a scan apart."""
 
     def __init__(self, spot: Spot, step: int):

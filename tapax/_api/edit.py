@@ -53,10 +53,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tapax._api.change_builder import Making, Rule, check_step
+from tapax._api.change_builder import ChangeBuilder, EditRule, check_step
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
-from tapax._calling.transform import Instrumented, Job, check_function
+from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import At, StepSlice, check, flatten
 from tapax._walk.plan import Plan
@@ -86,7 +86,7 @@ def edit(
         operands.append(operand)
     picked = [tuple(r.selection for r in rules if r.of == of) for of in ("value", "grad")]
     plan = Plan.make(*picked, modules=modules, changing=True)
-    call = Instrumented(fn, _Editing(plan, tuple(rules)))
+    call = TransformedFunction(fn, _EditTransform(plan, tuple(rules)))
 
     @functools.wraps(fn, updated=())
     def edited(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -95,7 +95,7 @@ def edit(
     return edited
 
 
-def _rules(edits: Any, argument: str) -> Iterator[tuple[Rule, tuple[Any, Any]]]:
+def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, tuple[Any, Any]]]:
     """Each edit as a rule, and what it is given: an array, the number of an iteration."""
     pairs = edits.items() if isinstance(edits, Mapping) else () if edits is None else edits
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
@@ -122,12 +122,12 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[Rule, tuple[Any, Any]]]:
                     f"is edited. Leave {part[part.index('~') :]!r} out."
                 )
             if not isinstance(part, At):
-                yield Rule(of, part, fn), (array, None)
+                yield EditRule(of, part, fn), (array, None)
             elif isinstance(part.step, StepSlice):
-                yield Rule(of, part.selection, fn, part.step), (array, None)
+                yield EditRule(of, part.selection, fn, part.step), (array, None)
             else:
                 step = np.int32(part.step) if isinstance(part.step, int) else part.step
-                yield Rule(of, part.selection, fn, True), (array, step)
+                yield EditRule(of, part.selection, fn, True), (array, step)
 
 
 def _as_array(what: Any, argument: str, selection: Any) -> Any:
@@ -141,14 +141,14 @@ def _as_array(what: Any, argument: str, selection: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Editing(Job):
+class _EditTransform(Transform):
     """Does some edits."""
 
     plan: Plan
-    rules: tuple[Rule, ...]
+    rules: tuple[EditRule, ...]
 
     @property
-    def lasting(self) -> bool:
+    def is_reusable(self) -> bool:
         functions = (types.FunctionType, types.BuiltinFunctionType)
         return all(rule.fn is None or isinstance(rule.fn, functions) for rule in self.rules)
 
@@ -172,15 +172,15 @@ class _Editing(Job):
         arrays: Sequence[Any],
         checked: bool,
     ) -> Any:
-        making = Making(checked)
+        builder = ChangeBuilder(checked)
         for spot in prepared:
             for rule, (array, step) in zip(self.rules, operands, strict=True):
                 if rule.picks(spot):
-                    making.add(rule, spot, array, step)
-        return program.run(Walk(Plan(None, None), making.changes()), arrays), ()
+                    builder.add(rule, spot, array, step)
+        return program.run(Walk(Plan(None, None), builder.changes()), arrays), ()
 
 
-def _check_reached(rule: Rule, spots: Sequence[Spot]) -> None:
+def _check_reached(rule: EditRule, spots: Sequence[Spot]) -> None:
     """Raises for an edit that would do nothing."""
     picked = [spot for spot in spots if rule.picks(spot)]
     if not picked and not callable(rule.selection):

@@ -32,7 +32,7 @@ from tapax._api.change_builder import check_step
 from tapax._api.perturbations import AT, adding, differentiable
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
-from tapax._calling.transform import Instrumented, Job, check_function
+from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import Selection
 from tapax._walk.plan import Plan
@@ -64,8 +64,8 @@ def value_and_grad(
 ) -> Callable[P, Any]:
     """A function that returns what `loss` does, and its gradients by the values of its sites."""
     check_function(loss, "value_and_grad")
-    call = Instrumented(
-        loss, _Differentiating(Plan.make(at, None, modules=modules, names=AT), has_aux)
+    call = TransformedFunction(
+        loss, _GradientTransform(Plan.make(at, None, modules=modules, names=AT), has_aux)
     )
 
     @functools.wraps(loss, updated=())
@@ -89,7 +89,7 @@ def jacobian(
         for name, selection in (("wrt", wrt), ("of", of))
     ]
     plan = dataclasses.replace(both[0], values=(both[0].values, both[1].values))
-    call = Instrumented(fn, _Jacobian(plan, *both))
+    call = TransformedFunction(fn, _JacobianTransform(plan, *both))
 
     @functools.wraps(fn, updated=())
     def derivative(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -99,7 +99,7 @@ def jacobian(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Differentiating(Job):
+class _GradientTransform(Transform):
     """Takes the gradient of the first result."""
 
     plan: Plan
@@ -173,7 +173,7 @@ def _iterations(spot: Spot, grad: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Jacobian(Job):
+class _JacobianTransform(Transform):
     """Takes the derivative of one site, or of the results if there is none, by another."""
 
     plan: Plan

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tapax._api.change_builder import Making
+from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
-from tapax._calling.transform import Instrumented, Job, check_function
+from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._results.site_table import SiteTable
 from tapax._sites.errors import SiteError, as_array, nearest
 from tapax._sites.selections import At, Selection, check, flatten, is_exact, matches
@@ -52,7 +52,7 @@ def perturbations(
     check_function(fn, "perturbations")
     _refuse_steps(at)
     plan = Plan.make(at, None, modules=modules, names=AT)
-    call = Instrumented(fn, _Perturbing(plan))
+    call = TransformedFunction(fn, _PerturbationTransform(plan))
 
     @functools.wraps(fn, updated=())
     def zeros(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
@@ -73,7 +73,9 @@ def perturbed(
     """
     check_function(fn, "perturbed")
     _refuse_steps(at)
-    call = Instrumented(fn, _Perturbing(Plan.make(at, None, modules=modules, names=AT)))
+    call = TransformedFunction(
+        fn, _PerturbationTransform(Plan.make(at, None, modules=modules, names=AT))
+    )
 
     @functools.wraps(fn, updated=())
     def added(perturbations: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +94,7 @@ def perturbed(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Perturbing(Job):
+class _PerturbationTransform(Transform):
     """Adds the operands to the values of sites."""
 
     plan: Plan
@@ -112,7 +114,7 @@ class _Perturbing(Job):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Adding(Job):
+class AdditionTransform(Transform):
     """Adds to the values of sites what `choose` gives, once it is known which there are."""
 
     plan: Plan
@@ -132,11 +134,11 @@ class Adding(Job):
 
 def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]) -> Changes:
     """The changes that add an array, by a function, to the value of each site."""
-    making = Making()
+    builder = ChangeBuilder()
     for spot, array in zip(spots, arrays, strict=True):
         part = Part(array, spot.depths, len(spot.mapped))
-        making.change(spot, lambda x, counter, part: add(x, part), [part])
-    return making.changes()
+        builder.change(spot, lambda x, counter, part: add(x, part), [part])
+    return builder.changes()
 
 
 def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False) -> list[Spot]:

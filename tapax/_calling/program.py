@@ -1,7 +1,7 @@
 """A program: a function traced with its marks; and the walk over it, which gives the results.
 
 What happens to a function here does not depend on where its arguments came from, or on whether it
-is compiled: see `_capture` for that.
+is compiled: see `_calling.transform` for that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tapax import _jax
 from tapax._calling.collect import collect
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import is_anchored, labels, resolve
-from tapax._frameworks.module_paths import tracing
+from tapax._frameworks.module_paths import new_call_stack
 from tapax._jax.pytrees import in_order, order_of
 from tapax._marks.context import Structure
 from tapax._marks.operations import internal_operations, with_marks
@@ -111,8 +111,8 @@ def trace(
 
     with (
         registry.observe_calls(),
-        with_marks(plan.marking(Structure.of(arguments))),
-        tracing(),
+        with_marks(plan.marking_policy(Structure.of(arguments))),
+        new_call_stack(),
         jax.disable_jit(False),
         _jax.no_names(),
     ):

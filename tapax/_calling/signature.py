@@ -28,14 +28,14 @@ _NEEDS_A_VALUE = (TypeError, LookupError, ValueError, AttributeError)
 class Signature:
     """The static half of a call: its structure, and its static leaves with their places.
 
-    It is `lasting` if equal signatures mean equal calls. They do not where an object is compared by
-    its identity, since it may have changed in between.
+    It is `is_repeatable` if equal signatures mean equal calls. They do not where an object is
+    compared by its identity, since it may have changed in between.
     """
 
     treedef: Any
     statics: tuple[tuple[int, Any, Any], ...]
     count: int
-    lasting: bool
+    is_repeatable: bool
     order: Any
 
     def join(self, arrays: Sequence[Any]) -> Any:
@@ -77,9 +77,9 @@ def split(fn: Any, arguments: Any, needed: frozenset[int]) -> tuple[Signature, l
         # 0.0 equals -0.0, and True equals 1.
         told_apart = repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf)
         statics.append((i, leaf, told_apart))
-    lasting = all(map(_is_value, (leaf for _, leaf, _ in statics)))
+    is_repeatable = all(map(_is_value, (leaf for _, leaf, _ in statics)))
     order = order_of(arguments)
-    return Signature(treedef, tuple(statics), len(leaves), lasting, order), arrays
+    return Signature(treedef, tuple(statics), len(leaves), is_repeatable, order), arrays
 
 
 def _is_value(leaf: Any) -> bool:

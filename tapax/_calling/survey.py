@@ -10,7 +10,7 @@ import jax
 
 from tapax import _jax
 from tapax._calling.program import Program
-from tapax._marks.jaxprs import reaching
+from tapax._marks.marked_jaxprs import reaching
 from tapax._sites.site import Site
 from tapax._walk.calls import Call
 from tapax._walk.changes import Around, Key
@@ -51,7 +51,7 @@ class Spot:
         return max((i for i, a in enumerate(self.around) if a.is_loop), default=None)
 
 
-class Surveying(Walk):
+class SurveyWalk(Walk):
     """A walk that notes where the sites are."""
 
     def __init__(self, plan: Plan, reached: frozenset[int]):
@@ -98,7 +98,7 @@ def survey(
 
     What they reach are the results of the program, or some of them.
     """
-    walk = Surveying(plan, reaching(program.jaxpr, results))
+    walk = SurveyWalk(plan, reaching(program.jaxpr, results))
     jax.eval_shape(lambda *arrays: program.run(walk, arrays), *arrays)
     spots = list(walk.spots.values())
     found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]

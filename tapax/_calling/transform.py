@@ -1,10 +1,9 @@
-"""Calls of functions that are traced and walked: when they are compiled, and what is kept.
+"""From the call of a function to a walked program: when it is traced, compiled, and kept.
 
-A `Job` says what is done with the program; here it does not matter which. The function is compiled
-once for each structure, shape and type of its arguments, as a function under `jax.jit` is; and like
-one it keeps the closed-over values it was traced with. Under a transformation, or in another jitted
-function, it becomes part of that program instead. Under `jax.disable_jit()` it is evaluated one
-operation at a time.
+A `Transform` says what to do with the program. The function is compiled once for each structure,
+shape and type of its arguments, as a function under `jax.jit` is, and keeps the closed-over values
+it was traced with. Under a transformation, or in another jitted function, it becomes part of that
+program instead. Under `jax.disable_jit()` it is evaluated one operation at a time.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from tapax._walk.interpreter import eager
 from tapax._walk.plan import Plan
 
 
-class Job:
-    """What is done with a traced program. Equal jobs do the same.
+class Transform:
+    """Something to do with a traced program. Equal transforms do the same.
 
-    `operands`, a pytree of arrays, are what the job is given besides the program's own arguments.
+    `operands`, a pytree of arrays, are inputs of the transform that the program does not have.
     """
 
     plan: Plan
@@ -39,8 +38,8 @@ class Job:
     """Whether objects that the function changes stay as they are."""
 
     @property
-    def lasting(self) -> bool:
-        """Whether equal jobs do the same at any time: objects in them may have changed since."""
+    def is_reusable(self) -> bool:
+        """Whether equal transforms do the same at any time: objects in them may change."""
         return True
 
     def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
@@ -69,7 +68,7 @@ class Job:
         return out
 
 
-class _Learned:
+class _CallCache:
     """What calls of a function have found out, for the calls that come after."""
 
     def __init__(self) -> None:
@@ -79,36 +78,37 @@ class _Learned:
         self.lock = threading.RLock()
 
 
-_learned: dict[int, dict[Job, _Learned]] = {}
+_caches: dict[int, dict[Transform, _CallCache]] = {}
 
 
-def _learned_of(fn: Any, job: Job) -> _Learned:
-    """What is known of a function, from other jobs like this too if it is one that lasts.
+def _cache_of(fn: Any, transform: Transform) -> _CallCache:
+    """The cache of a function, shared by equal transforms if calls of it can be repeated.
 
     It is forgotten with the function, which it must not keep alive.
     """
-    if not job.lasting or (not registry.has_repeatable_calls(fn) and _jax.jit_options(fn) is None):
-        return _Learned()
-    new: dict[Job, _Learned] = {}
-    found = _learned.setdefault(id(fn), new)
+    repeatable = registry.has_repeatable_calls(fn) or _jax.jit_options(fn) is not None
+    if not transform.is_reusable or not repeatable:
+        return _CallCache()
+    new: dict[Transform, _CallCache] = {}
+    found = _caches.setdefault(id(fn), new)
     if found is new:
-        weakref.finalize(fn, _learned.pop, id(fn), None).atexit = False
+        weakref.finalize(fn, _caches.pop, id(fn), None).atexit = False
     try:
-        known = found.setdefault(job, _Learned())
+        known = found.setdefault(transform, _CallCache())
     except TypeError:  # a predicate that cannot be hashed
-        return _Learned()
+        return _CallCache()
     if len(found) > 64:  # predicates that are written in a loop
         found.pop(next(iter(found)), None)
     return known
 
 
-class Instrumented:
-    """A function that a job is done on: traced and compiled once for each kind of call."""
+class TransformedFunction:
+    """A function under a transform, traced and compiled once for each kind of call."""
 
-    def __init__(self, fn: Callable[..., Any], job: Job):
+    def __init__(self, fn: Callable[..., Any], transform: Transform):
         self.fn = fn
-        self._job = job
-        self._known = _learned_of(fn, job)
+        self._transform = transform
+        self._known = _cache_of(fn, transform)
 
     def __call__(self, operands: Any, args: Any, kwargs: Any) -> Any:
         """Calls the function."""
@@ -123,12 +123,12 @@ class Instrumented:
         return FunctionCall(self.fn, args, kwargs, memory=self._known.memory)
 
     def _run(self, call: FunctionCall, operands: Any) -> Any:
-        if self._job.stateless:
+        if self._transform.stateless:
             call = dataclasses.replace(call, close=lambda out: out)
         inline = not _jax.trace_state_clean() or eager()
         program, outs, extra = (self._inline if inline else self._compiled)(call, operands)
         out = None if outs is None else call.close(program.join(outs))
-        return self._job.finish(out, extra)
+        return self._transform.finish(out, extra)
 
     def _trace(self, call: FunctionCall) -> tuple[Program, Signature, list[Any]]:
         """The traced function; numbers that it needs the values of are made static."""
@@ -137,8 +137,12 @@ class Instrumented:
         def attempt(needed: frozenset[int]) -> Any:
             signature, arrays = split(self.fn, call.arguments, needed)
             whole = call.arguments, arrays, signature.join, signature.traced
-            program = trace(self.fn, call.run, self._job.plan, *whole)
-            return program.only(call.own) if self._job.stateless else program, signature, arrays
+            program = trace(self.fn, call.run, self._transform.plan, *whole)
+            return (
+                program.only(call.own) if self._transform.stateless else program,
+                signature,
+                arrays,
+            )
 
         known = self._known.needed.get(structure)
         if known is None:
@@ -149,38 +153,38 @@ class Instrumented:
 
     def _inline(self, call: FunctionCall, operands: Any) -> Any:
         program, _, arrays = self._trace(call)
-        prepared = self._job.prepare(program, operands, arrays)
-        self._job.check(prepared, operands)
+        prepared = self._transform.prepare(program, operands, arrays)
+        self._transform.check(prepared, operands)
         known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-        return program, *self._job.run(program, prepared, operands, arrays, known)
+        return program, *self._transform.run(program, prepared, operands, arrays, known)
 
     def _compiled(self, call: FunctionCall, operands: Any) -> Any:
         structure = jax.tree.structure(call.arguments)
         needed = self._known.needed.get(structure, frozenset())
         signature, arrays = split(self.fn, call.arguments, needed)
         found = None
-        if signature.lasting:
+        if signature.is_repeatable:
             found = self._known.programs.get(_key(signature, operands, arrays))
         if found is None:
             with self._known.lock:
                 program, signature, arrays = self._trace(call)
                 found = self._compile(program, operands, arrays)
-                if signature.lasting:
+                if signature.is_repeatable:
                     key = _key(signature, operands, arrays)
                     found = self._known.programs.setdefault(key, found)
         program, prepared, run = found
-        self._job.check(prepared, operands)
+        self._transform.check(prepared, operands)
         return program, *run(operands, *arrays)
 
     def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        job = self._job
-        prepared = job.prepare(program, operands, arrays)
+        transform = self._transform
+        prepared = transform.prepare(program, operands, arrays)
 
         def captured(operands: Any, *arrays: Any) -> Any:
-            return job.run(program, prepared, operands, arrays, True)
+            return transform.run(program, prepared, operands, arrays, True)
 
         captured.__name__ = captured.__qualname__ = name_of(self.fn)
-        donated = () if job.stateless else (i + 1 for i in _donated(program.jaxpr))
+        donated = () if transform.stateless else (i + 1 for i in _donated(program.jaxpr))
         return program, prepared, jax.jit(captured, donate_argnums=tuple(donated))
 
 

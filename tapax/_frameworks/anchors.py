@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
-from tapax._marks.scopes import Place
+from tapax._marks.scopes import ModuleScope
 from tapax._sites.names import segment
 
 
@@ -62,7 +62,7 @@ anchor_p.multiple_results = True
 
 
 def anchor(x: Any, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -> int:
-    """Anchors an array; returns what a `Place` refers to it by."""
+    """Anchors an array; returns what a `ModuleScope` refers to it by."""
     # A traced array must not outlive its trace.
     kept = tuple(None if isinstance(a, Tracer) else a for a in arrays)
     made = Anchor(choices, leaf, kept)
@@ -153,7 +153,7 @@ def _resolve_param(eqn: Any, value: Any, origins: list[Any]) -> Any:
 
 def _renamed(eqn: Any, chosen: dict[int, str]) -> Any:
     def rename(name: str) -> str:
-        if not isinstance(name, Place) or name.anchor not in chosen:
+        if not isinstance(name, ModuleScope) or name.anchor not in chosen:
             return name
         return name.moved(chosen[name.anchor])
 

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 
 from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import within
-from tapax._frameworks.module_paths import find, running
+from tapax._frameworks.module_paths import find, running_modules
 from tapax._frameworks.patches import Patch, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._sites.names import join, segment
 
 # Its result is run elsewhere, where the place is another.
@@ -163,7 +163,7 @@ def _transformed(adapter: Equinox, original: Any) -> Any:
 
     @functools.wraps(original)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None:
+        if active_policy() is None:
             return original(self, *args, **kwargs)
         with _entered(adapter, self, args, kwargs):
             return original(self, *args, **kwargs)
@@ -191,9 +191,9 @@ def _shared(adapter: Equinox, original: Any) -> Any:
     @functools.wraps(original)
     def call(self: Any, /) -> Any:
         out = original(self)
-        place = find(adapter, self) if marking() is not None and running() else None
+        place = find(adapter, self) if active_policy() is not None and running_modules() else None
         if place is not None:
-            running()[-1 - place.up].adopt(out, join(place, "pytree"))
+            running_modules()[-1 - place.up].adopt(out, join(place, "pytree"))
         return out
 
     return call
@@ -204,7 +204,7 @@ def _bound(original: Any) -> Any:
 
     @functools.wraps(original)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None:
+        if active_policy() is None:
             return original(self, *args, **kwargs)
         return _current(self.__func__, self.__self__)(self.__self__, *args, **kwargs)
 
@@ -216,7 +216,7 @@ def _partial(original: Any) -> Any:
 
     @functools.wraps(original)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None or not self.args:
+        if active_policy() is None or not self.args:
             return original(self, *args, **kwargs)
         func = _current(self.func, self.args[0])
         return func(*self.args, *args, **kwargs, **self.keywords)

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_calls import called
-from tapax._frameworks.module_paths import running
+from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import is_first
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs
-from tapax._marks.context import marking
-from tapax._marks.scopes import Place
+from tapax._marks.context import active_policy
+from tapax._marks.scopes import ModuleScope
 from tapax._sites.names import join
 
 # Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
@@ -33,7 +33,7 @@ _MACHINERY = frozenset({hk.Module.__module__, hk.lift.__module__})
 _FORCED = hk.experimental.force_name("")  # pyright: ignore[reportPrivateImportUsage]
 
 
-class _Calls(threading.local):
+class _HaikuCalls(threading.local):
     """The modules whose methods are running on this thread, and where each module was made."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Haiku(Adapter):
     package = "haiku"
 
     def __init__(self) -> None:
-        self._calls = _Calls()
+        self._calls = _HaikuCalls()
 
     def is_module(self, value: Any) -> bool:
         return isinstance(value, hk.Module)
@@ -98,7 +98,7 @@ class Haiku(Adapter):
         return RecurrentCell(step, {}, initial if state is None else state)
 
     def _intercept(self, run: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
-        if marking() is None:
+        if active_policy() is None:
             return run(*args, **kwargs)
         module, method, stack = context.module, context.method_name, self._calls.stack
         if method == "__init__" and id(module) not in self._calls.made:
@@ -123,17 +123,17 @@ class Haiku(Adapter):
         outer = _without_methods(maker.module_name)
         return join(self._path(maker), name.removeprefix(f"{outer}/"))
 
-    def _place(self, module: Any) -> Place:
+    def _place(self, module: Any) -> ModuleScope:
         path = self._path(module)
         up = 0
-        for around in reversed(running()):
+        for around in reversed(running_modules()):
             if around.adapter is not self:
                 break
             outer = self._path(around.module)
             if f"{path}/".startswith(f"{outer}/"):
-                return Place(path[len(outer) + 1 :], path, up)
+                return ModuleScope(path[len(outer) + 1 :], path, up)
             up += 1
-        return Place(path, path, up)
+        return ModuleScope(path, path, up)
 
 
 def _is_seen(context: hk.MethodContext) -> bool:

@@ -15,43 +15,47 @@ import jax
 import numpy as np
 
 from tapax._frameworks.interface import Adapter
-from tapax._frameworks.module_paths import Running, entered, locate, rooted
-from tapax._marks.context import marking
-from tapax._marks.scopes import Place
+from tapax._frameworks.module_paths import RunningModule, enter_module, locate, rooted
+from tapax._marks.context import active_policy
+from tapax._marks.scopes import ModuleScope
 from tapax._marks.sow import leaf_name
 from tapax._marks.tap import Mark, tap
 
 
 def called(
-    adapter: Adapter, module: Any, method: str, run: Callable[[], Any], place: Place | None = None
+    adapter: Adapter,
+    module: Any,
+    method: str,
+    run: Callable[[], Any],
+    place: ModuleScope | None = None,
 ) -> Any:
     """Runs a method of a module, within the module's scope; its result becomes a site.
 
     `place` is where the module is, if the framework knows.
     """
-    if marking() is None:
+    if active_policy() is None:
         return run()
     with within(adapter, module, place):
         return mark_result(adapter, module, method, run())
 
 
 @contextlib.contextmanager
-def within(adapter: Adapter, module: Any, place: Place | None = None) -> Iterator[None]:
+def within(adapter: Adapter, module: Any, place: ModuleScope | None = None) -> Iterator[None]:
     """The scope of a module; entering the one that is running already changes nothing."""
     place = rooted(locate(adapter, module) if place is None else place)
     if not place and not place.up:
         yield
         return
-    # The frame of whoever entered this: two of contextlib's are between.
+    # The frame of whoever enter_module this: two of contextlib's are between.
     frame = sys._getframe(2)
-    new = Running(adapter, module, frame, place.root) if place else None
-    with entered(new, place.up), jax.named_scope(place):
+    new = RunningModule(adapter, module, frame, place.root) if place else None
+    with enter_module(new, place.up), jax.named_scope(place):
         yield
 
 
 def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
     """Makes what a method of a module returned a site, if a capture admits it; returns it."""
-    here = marking()
+    here = active_policy()
     admitted = here.admits(module, method) if here is not None else frozenset()
     if here is None or not admitted:
         return out

@@ -5,8 +5,8 @@ Transformations make that less simple than it sounds. `nnx.jit`, `filter_checkpo
 take a module apart and put a *twin* together inside, which is another object. So a module that is
 not among the attributes of its caller by identity may be a part of a twin: twins are found among
 the variables of the functions that are running, and recognised by the classes in them. If one may
-be a copy of several modules, its arrays tell which: see `_anchors`. A module that cannot be found
-anywhere is named by its class.
+be a copy of several modules, its arrays tell which: see `_frameworks.anchors`. A module that cannot
+be found anywhere is named by its class.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jax.core import Tracer
 from tapax._frameworks.anchors import anchor
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, kind
-from tapax._marks.scopes import Place
+from tapax._marks.scopes import ModuleScope
 from tapax._sites.names import join
 
 
 @dataclasses.dataclass(eq=False)
-class Running:
+class RunningModule:
     """A module whose method is running, and the objects known to be twins of it."""
 
     adapter: Adapter
@@ -57,129 +57,131 @@ class Running:
         return None
 
 
-class _Tracing(threading.local):
+class _CallStack(threading.local):
     """The modules that are running on this thread, outermost first, in one capture."""
 
     def __init__(self) -> None:
-        self.running: list[Running] = []
+        self.running: list[RunningModule] = []
         self.frame: Any = None
-        self.outer: list[Running] = []  # in the captures around this one
+        self.outer: list[RunningModule] = []  # in the captures around this one
 
 
-_tracing = _Tracing()
+_stack = _CallStack()
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
+def new_call_stack() -> Iterator[None]:
     """Within, no module is running yet: a capture begins."""
-    before = _tracing.running, _tracing.frame, _tracing.outer
-    around = [*_tracing.outer, *_tracing.running]
-    _tracing.running, _tracing.frame, _tracing.outer = [], sys._getframe(2), around
+    before = _stack.running, _stack.frame, _stack.outer
+    around = [*_stack.outer, *_stack.running]
+    _stack.running, _stack.frame, _stack.outer = [], sys._getframe(2), around
     try:
         yield
     finally:
-        _tracing.running, _tracing.frame, _tracing.outer = before
+        _stack.running, _stack.frame, _stack.outer = before
 
 
-def running() -> list[Running]:
+def running_modules() -> list[RunningModule]:
     """The modules that are running on this thread, outermost first."""
-    return _tracing.running
+    return _stack.running
 
 
 @contextlib.contextmanager
-def entered(module: Running | None, up: int) -> Iterator[None]:
+def enter_module(module: RunningModule | None, up: int) -> Iterator[None]:
     """Within, a module is running that another calls, or one `up` from that."""
-    before = _tracing.running
+    before = _stack.running
     around = before[: len(before) - up]
-    _tracing.running = around if module is None else [*around, module]
+    _stack.running = around if module is None else [*around, module]
     try:
         yield
     finally:
-        _tracing.running = before
+        _stack.running = before
 
 
-def rooted(place: Place) -> Place:
+def rooted(place: ModuleScope) -> ModuleScope:
     """The place of the first module in a capture within another, of the same model.
 
     It is named from the root of the model. So the modules that the outer capture sees around it are
     left, lest it has the root in its name twice.
     """
-    outer = [] if _tracing.running else _tracing.outer
+    outer = [] if _stack.running else _stack.outer
     if not outer or place.anchor is not None or place.up:
         return place
     model = place.root.partition("/")[0]
     same = outer[0].root.partition("/")[0] == model
-    return Place(place, place.root, len(outer)) if same else place
+    return ModuleScope(place, place.root, len(outer)) if same else place
 
 
-def locate(adapter: Adapter, module: Any) -> Place:
+def locate(adapter: Adapter, module: Any) -> ModuleScope:
     """The place of a module, from the module that is running; empty if it is that one."""
-    if not _tracing.running:
+    if not _stack.running:
         return _root(adapter, module)
     found = _known(adapter, module)
     if found is not None:
         return found
-    caller = _tracing.running[-1]
+    caller = _stack.running[-1]
     owner, path = _owner(adapter, module, caller.frame)
     paths = _copied(adapter, owner, caller.module) if caller.adapter is adapter else {}
     if "" in paths:
         caller.adopt(owner, "")
-        return Place(path, adapter.name(module))
+        return ModuleScope(path, adapter.name(module))
     return _undecided(adapter, owner, paths, caller.adapter.name(caller.module), path)
 
 
-def find(adapter: Adapter, part: Any) -> Place | None:
+def find(adapter: Adapter, part: Any) -> ModuleScope | None:
     """The place of a part of a model, be it a module or what is around one; None if of none."""
-    if not _tracing.running:
-        owner, path = _owner(adapter, part, _tracing.frame)
+    if not _stack.running:
+        owner, path = _owner(adapter, part, _stack.frame)
         name = join(adapter.name(owner), path)
-        return Place(name, name) if path else None
+        return ModuleScope(name, name) if path else None
     found = _known(adapter, part)
     if found is not None:
         return found
-    caller = _tracing.running[-1]
+    caller = _stack.running[-1]
     owner, path = _owner(adapter, part, caller.frame)
     if caller.adapter is adapter and "" in _copied(adapter, owner, caller.module):
         caller.adopt(owner, "")
-        return Place(path, adapter.name(part))
+        return ModuleScope(path, adapter.name(part))
     return None
 
 
-def _known(adapter: Adapter, part: Any) -> Place | None:
-    for up, around in enumerate(reversed(_tracing.running)):
+def _known(adapter: Adapter, part: Any) -> ModuleScope | None:
+    for up, around in enumerate(reversed(_stack.running)):
         path = around.find(part)
         if path is not None:
-            return Place(path, adapter.name(part), up)
+            return ModuleScope(path, adapter.name(part), up)
     return None
 
 
-def _root(adapter: Adapter, module: Any) -> Place:
+def _root(adapter: Adapter, module: Any) -> ModuleScope:
     """The place of a module that no module calls, in the model that it is a part of."""
-    owner, path = _owner(adapter, module, _tracing.frame)
+    owner, path = _owner(adapter, module, _stack.frame)
     if not path:
-        models = {id(model): model for model in _models_running(adapter, _tracing.frame)}
+        models = {id(model): model for model in _models_running(adapter, _stack.frame)}
         copies = [(model, _copied(adapter, owner, model)) for model in models.values()]
         model, paths = max(copies, key=lambda found: len(found[1]), default=(None, {}))
         if paths and "" not in paths:
             return _undecided(adapter, owner, paths, adapter.name(model), path)
     name = join(adapter.name(owner), path)
-    return Place(name, name)
+    return ModuleScope(name, name)
 
 
-def _undecided(adapter: Adapter, owner: Any, paths: dict[str, Any], model: str, tail: str) -> Place:
+def _undecided(
+    adapter: Adapter, owner: Any, paths: dict[str, Any], model: str, tail: str
+) -> ModuleScope:
     """The place of a module in a copy of another, whose arrays will tell which that is."""
     name = join(adapter.name(owner), tail)
     for leaf, x in arrays(adapter, owner):
         same = [p for p, part in paths.items() if dict(arrays(adapter, part)).get(leaf) is x]
         if len(same) == 1:
             path = join(same[0], tail)
-            return Place(path, join(model, path))
+            return ModuleScope(path, join(model, path))
     for leaf, x in arrays(adapter, owner):
         if isinstance(x, Tracer):
             others = [dict(arrays(adapter, part)).get(leaf) for part in paths.values()]
             uid = anchor(x, tuple(paths), leaf, others)
-            return Place(name, name, anchor=uid, model=model, tail=tail)
-    return Place(name, name)
+            return ModuleScope(name, name, anchor=uid, model=model, tail=tail)
+    return ModuleScope(name, name)
 
 
 def _owner(adapter: Adapter, module: Any, until: Any) -> tuple[Any, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_calls import called
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 
 _lock = threading.RLock()
 
@@ -129,7 +129,7 @@ def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
             return original.__get__(self, type(self))(*args, **kwargs)
 
         # What a subclass calls by `super()` is a part of its own method.
-        if marking() is None or not is_first(owner, name, type(self)):
+        if active_policy() is None or not is_first(owner, name, type(self)):
             return run()
         return called(adapter, self, name, run)
 

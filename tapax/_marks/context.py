@@ -17,7 +17,7 @@ import jax
 
 from tapax._sites.selections import Rule
 
-Policy: TypeAlias = Callable[[Any, str], bool] | bool
+ModuleFilter: TypeAlias = Callable[[Any, str], bool] | bool
 """Which modules are sites: a filter `(module, method name) -> bool`, or all with public methods."""
 
 
@@ -44,27 +44,27 @@ class Structure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Marking:
+class MarkingPolicy:
     """What a capture marks: a hashable value, so that equal captures hit the caches of JAX.
 
     `changing` if what is marked may be edited, `pairs` if gradients meet their values.
     """
 
     rules: frozenset[Rule] = frozenset()
-    modules: frozenset[Policy] = frozenset()
+    modules: frozenset[ModuleFilter] = frozenset()
     structure: Structure | None = None
     changing: bool = False
     pairs: bool = False
 
-    def admits(self, module: Any, method: str) -> frozenset[Policy]:
+    def admits(self, module: Any, method: str) -> frozenset[ModuleFilter]:
         """The policies by which what a method of a module returns is a site."""
         public = method == "__call__" or not method.startswith("_")
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
 
-    def __or__(self, other: Marking) -> Marking:
+    def __or__(self, other: MarkingPolicy) -> MarkingPolicy:
         changing = self.changing or other.changing
         rules, modules = self.rules | other.rules, self.modules | other.modules
-        return Marking(rules, modules, self.structure, changing, self.pairs or other.pairs)
+        return MarkingPolicy(rules, modules, self.structure, changing, self.pairs or other.pairs)
 
     @property
     def on_marks(self) -> dict[str, Any]:
@@ -75,16 +75,16 @@ class Marking:
 _context = jax.make_user_context(None)
 
 
-def marking() -> Marking | None:
+def active_policy() -> MarkingPolicy | None:
     """What is being marked on this thread; None outside of a capture."""
     return _context.value
 
 
-def set_marking(marking: Marking | None) -> contextlib.AbstractContextManager[Any]:
+def set_policy(policy: MarkingPolicy | None) -> contextlib.AbstractContextManager[Any]:
     """Within, this is what is being marked on this thread."""
-    return _context(marking)
+    return _context(policy)
 
 
 def without_marks() -> contextlib.AbstractContextManager[Any]:
     """Within, marks do not exist."""
-    return set_marking(None)
+    return set_policy(None)

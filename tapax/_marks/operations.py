@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from tapax import _jax
-from tapax._marks.context import Marking, marking, set_marking
+from tapax._marks.context import MarkingPolicy, active_policy, set_policy
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import Mark, tap, tap_p
 from tapax._sites.selections import CALLS
@@ -26,12 +26,12 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def with_marks(marking_: Marking) -> Iterator[None]:
+def with_marks(policy: MarkingPolicy) -> Iterator[None]:
     """Within, marks exist; and results that its rules pick are marked too."""
-    outer = marking()
-    here = marking_ if outer is None else marking_ | outer
+    outer = active_policy()
+    here = policy if outer is None else policy | outer
     with contextlib.ExitStack() as stack:
-        stack.enter_context(set_marking(here))
+        stack.enter_context(set_policy(here))
         if here.rules and not (outer and outer.rules):
             stack.enter_context(_jax.intercept_bind(_mark_operation))
         yield
@@ -53,7 +53,7 @@ def internal_operations() -> Iterator[None]:
 
 
 def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
-    here = marking()
+    here = active_policy()
     if here is None or primitive is tap_p or getattr(_thread, "binding", False):
         return bind(primitive, *args, **params)
     source = _user_line()

@@ -4,8 +4,8 @@ Every equation has the names within which it was traced, but they start anew in 
 jit, scan or remat. So the walk joins those of a body to those of the equation that calls it, and a
 function that is traced once and called in two scopes has two sites.
 
-A `Place` is the scope of a module: where it is, seen from the module that called it. Relative as it
-is, it stays right where one traced body is called by several modules.
+A `ModuleScope` is the scope of a module: where it is, seen from the module that called it. Relative
+as it is, it stays right where one traced body is called by several modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ScopeName(str):
     __slots__ = ()
 
 
-class Place(ScopeName):
+class ModuleScope(ScopeName):
     """The path of a module from the module that called it: an attribute, an index, a key.
 
     `up` is how many modules to leave first: a module may call one that an ancestor owns, or, if the
@@ -47,25 +47,25 @@ class Place(ScopeName):
         anchor: int | None = None,
         model: str = "",
         tail: str = "",
-    ) -> Place:
+    ) -> ModuleScope:
         place = super().__new__(cls, path)
         place.root, place.up = root, up
         place.anchor, place.model, place.tail = anchor, model, tail
         return place
 
-    def moved(self, path: str) -> Place:
+    def moved(self, path: str) -> ModuleScope:
         """The place, now that its path is known."""
         found = join(path, self.tail)
-        return Place(found, join(self.model, found), self.up)
+        return ModuleScope(found, join(self.model, found), self.up)
 
 
-class Ground(ScopeName):
-    """A scope without a name: those entered above it do not count for what is `Grounded`."""
+class GroundScope(ScopeName):
+    """A scope without a name: those entered above it do not count for what is `GroundedScope`."""
 
     __slots__ = ()
 
 
-class Grounded(ScopeName):
+class GroundedScope(ScopeName):
     """The scope, without a name, of a mark that is named as if it were made on the ground."""
 
     __slots__ = ()
@@ -78,13 +78,13 @@ def scopes_of(eqn: Any, outer: Scopes = ()) -> Scopes:
     """The scopes of an equation, in a body that is called within those of `outer`."""
     scopes = list(outer)
     for name in _jax.names_of(eqn):
-        if isinstance(name, Place):
+        if isinstance(name, ModuleScope):
             _leave(scopes, name.up)
-            inside = any(isinstance(scope, Place) for scope in scopes)
+            inside = any(isinstance(scope, ModuleScope) for scope in scopes)
             if name or not inside:
-                scopes.append(name if inside else Place(name.root, name.root))
-        elif isinstance(name, Grounded):
-            while scopes and not isinstance(scopes[-1], Ground):
+                scopes.append(name if inside else ModuleScope(name.root, name.root))
+        elif isinstance(name, GroundedScope):
+            while scopes and not isinstance(scopes[-1], GroundScope):
                 scopes.pop()
         elif isinstance(name, ScopeName):
             scopes.append(name)
@@ -93,8 +93,8 @@ def scopes_of(eqn: Any, outer: Scopes = ()) -> Scopes:
 
 def _leave(scopes: list[ScopeName], modules: int) -> None:
     """Takes the scopes of the innermost modules away, and what is within them."""
-    while modules and any(isinstance(scope, Place) for scope in scopes):
-        modules -= isinstance(scopes.pop(), Place)
+    while modules and any(isinstance(scope, ModuleScope) for scope in scopes):
+        modules -= isinstance(scopes.pop(), ModuleScope)
 
 
 def path_in(scopes: Scopes, name: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._marks.scopes import ScopeName
 from tapax._marks.tap import Mark, tap
 from tapax._sites.errors import SiteError
@@ -105,7 +105,7 @@ def _check_name(name: Any, function: str) -> None:
 def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
     """Marks the arrays in `value`, from the line that called the caller; returns it."""
     _check_name(name, kind)
-    here = marking()
+    here = active_policy()
     if here is None:
         return value
     frame = sys._getframe(2)

@@ -13,7 +13,7 @@ from tapax import _jax
 from tapax._sites.errors import SiteError
 from tapax._sites.site import Site
 from tapax._walk.calls import Call, Token
-from tapax._walk.folds import Thread
+from tapax._walk.folds import FoldThread
 from tapax._walk.reductions import Reduction
 
 
@@ -110,12 +110,12 @@ class Entry(NamedTuple):
 class Threads(NamedTuple):
     """What goes through a body besides its operands: folds, and the parts of changes."""
 
-    folds: tuple[Thread, ...]
+    folds: tuple[FoldThread, ...]
     parts: tuple[Hashable, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class StagedBody:
     """A body after the walk: what it takes, what it gives, and what it recorded."""
 
     jaxpr: Any

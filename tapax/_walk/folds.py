@@ -37,7 +37,7 @@ class Fold:
 
 
 @dataclasses.dataclass(frozen=True)
-class Thread:
+class FoldThread:
     """A fold that goes through a body; `flagged` if its `seen` goes along, as an array."""
 
     path: str
@@ -45,7 +45,7 @@ class Thread:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class _FoldMark:
     """A reducing mark in a body, with the type of what it folds."""
 
     mark: Mark
@@ -58,7 +58,7 @@ class Folds:
 
     def __init__(self, plan: Plan):
         self._plan = plan
-        self._held: dict[Any, tuple[Any, dict[str, _Held]]] = {}
+        self._held: dict[Any, tuple[Any, dict[str, _FoldMark]]] = {}
         self.items: dict[str, Fold] = {}
 
     def _put(self, fold: Fold) -> None:
@@ -97,9 +97,9 @@ class Folds:
         seen = True if live is None else seen
         self._put(dataclasses.replace(fold, state=state, seen=seen))
 
-    def enter(self, jaxprs: Sequence[Any], scopes: Scopes) -> tuple[Thread, ...]:
+    def enter(self, jaxprs: Sequence[Any], scopes: Scopes) -> tuple[FoldThread, ...]:
         """The folds that bodies go on with; those that begin there are made, with their types."""
-        threads: dict[str, Thread] = {}
+        threads: dict[str, FoldThread] = {}
         for jaxpr in jaxprs:
             for path, held in self.held(jaxpr, scopes).items():
                 fresh = _fresh(held.mark, held.aval, held.mapped)
@@ -112,10 +112,10 @@ class Folds:
                         "before. Give the values there another name."
                     )
                 self._put(fold)
-                threads[path] = Thread(path, fold.seen is not True)
+                threads[path] = FoldThread(path, fold.seen is not True)
         return tuple(threads.values())
 
-    def arrays(self, threads: Sequence[Thread]) -> list[Any]:
+    def arrays(self, threads: Sequence[FoldThread]) -> list[Any]:
         """The arrays of some folds."""
         arrays = []
         for thread in threads:
@@ -127,7 +127,7 @@ class Folds:
         return arrays
 
     def restore(
-        self, threads: Sequence[Thread], arrays: Sequence[Any], certain: Sequence[bool] = ()
+        self, threads: Sequence[FoldThread], arrays: Sequence[Any], certain: Sequence[bool] = ()
     ) -> None:
         """Puts arrays back into the folds they came from; `certain` says which have seen one."""
         flat = iter(arrays)
@@ -138,11 +138,11 @@ class Folds:
             seen = True if certain and certain[i] else seen
             self._put(dataclasses.replace(fold, state=state, seen=seen))
 
-    def certain(self, threads: Sequence[Thread]) -> tuple[bool, ...]:
+    def certain(self, threads: Sequence[FoldThread]) -> tuple[bool, ...]:
         """Which folds have seen something for sure."""
         return tuple(self.items[thread.path].seen is True for thread in threads)
 
-    def held(self, jaxpr: Any, scopes: Scopes) -> dict[str, _Held]:
+    def held(self, jaxpr: Any, scopes: Scopes) -> dict[str, _FoldMark]:
         """The reducing marks in a body that the plan selects.
 
         Those of a mesh are not among them: they fold on each device, and leave it as entries.
@@ -151,7 +151,7 @@ class Folds:
         key = id(inner), scopes
         if key in self._held:
             return self._held[key][1]
-        found: dict[str, _Held] = {}
+        found: dict[str, _FoldMark] = {}
         for eqn in inner.eqns:
             if tap_effect not in eqn.effects or eqn.primitive.name == "shard_map":
                 continue
@@ -167,7 +167,7 @@ class Folds:
         self._held[key] = (inner, found)  # `inner` is kept so that its id stays its own
         return found
 
-    def _hold(self, eqn: Any, scopes: Scopes) -> _Held | None:
+    def _hold(self, eqn: Any, scopes: Scopes) -> _FoldMark | None:
         mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
         mark = mark.within(scopes)
         site = Site(
@@ -178,7 +178,7 @@ class Folds:
         aval = eqn.invars[0].aval
         front = tuple(aval.shape[a] for a in axes)
         own = tuple(n for i, n in enumerate(aval.shape) if i not in axes)
-        return _Held(mark, _jax.with_shape(aval, (*front, *own)), len(front))
+        return _FoldMark(mark, _jax.with_shape(aval, (*front, *own)), len(front))
 
 
 def same_fold(a: Mark, b: Mark) -> bool:

@@ -29,14 +29,14 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.change import change_p, identity
-from tapax._marks.context import marking
-from tapax._marks.jaxprs import is_of_two, strip
+from tapax._marks.context import active_policy
+from tapax._marks.marked_jaxprs import is_of_two, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._sites.errors import SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.changes import Around, Change, Changes, Key
-from tapax._walk.entries import Slots, Staged, Threads
+from tapax._walk.entries import Slots, StagedBody, Threads
 from tapax._walk.plan import Plan
 from tapax._walk.recorder import Recorder
 
@@ -52,7 +52,7 @@ class Interpreter(Recorder):
         self.lost: dict[str, str] = {}
         self.scopes: Scopes = ()
         self.mesh: Any = None
-        self.nested = marking() is not None
+        self.nested = active_policy() is not None
         self.of_two = False
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
@@ -261,7 +261,7 @@ class Interpreter(Recorder):
         args: Sequence[Any],
         threads: Threads,
         **where: Any,
-    ) -> Staged:
+    ) -> StagedBody:
         """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
         ins = Slots.of(args)
         cell: dict[str, Any] = {}
@@ -284,9 +284,9 @@ class Interpreter(Recorder):
                 ]
 
         made = jax.make_jaxpr(body)(*ins.arrays(args), *self.handed(threads))
-        return Staged(made, ins, threads=threads, **cell)
+        return StagedBody(made, ins, threads=threads, **cell)
 
-    def unstage(self, staged: Staged, results: Sequence[Any]) -> list[Any]:
+    def unstage(self, staged: StagedBody, results: Sequence[Any]) -> list[Any]:
         """Takes apart what a staged body gave: records its entries, returns its own results."""
         flat = iter(results)
         outs = staged.outs.fill(flat)

@@ -24,11 +24,11 @@ from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
-from tapax._marks.jaxprs import count_calls, first_uid, quieted, strip
+from tapax._marks.marked_jaxprs import count_calls, first_uid, quieted, strip
 from tapax._marks.scopes import scopes_of
 from tapax._marks.tap import Mark, operands, tap_effect, tap_p
 from tapax._sites.errors import SiteError
-from tapax._walk.folds import Thread
+from tapax._walk.folds import FoldThread
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
 
@@ -42,18 +42,18 @@ class _Condition:
     def __init__(self, live: Any):
         self.items = live
 
-    def enter(self, jaxprs: Sequence[Any], scopes: Any) -> tuple[Thread, ...]:
+    def enter(self, jaxprs: Sequence[Any], scopes: Any) -> tuple[FoldThread, ...]:
         del jaxprs, scopes
-        return (Thread("live", flagged=False),)
+        return (FoldThread("live", flagged=False),)
 
-    def arrays(self, threads: Sequence[Thread]) -> list[Any]:
+    def arrays(self, threads: Sequence[FoldThread]) -> list[Any]:
         return [self.items for _ in threads]
 
     def restore(self, threads: Any, arrays: Sequence[Any], certain: Any = ()) -> None:
         del threads, certain
         (self.items,) = arrays
 
-    def certain(self, threads: Sequence[Thread]) -> tuple[bool, ...]:
+    def certain(self, threads: Sequence[FoldThread]) -> tuple[bool, ...]:
         return tuple(False for _ in threads)
 
 

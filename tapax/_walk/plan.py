@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from jax.core import Tracer
 
-from tapax._marks.context import Marking, Policy, Structure
+from tapax._marks.context import MarkingPolicy, ModuleFilter, Structure
 from tapax._marks.tap import Mark
 from tapax._sites.errors import SiteError, nearest
 from tapax._sites.selections import (
@@ -57,7 +57,7 @@ class Plan:
     grads: Selection
     steps: int | None = None
     modules: Selection = "**"
-    policy: Policy | None = True
+    policy: ModuleFilter | None = True
     changing: bool = False
     names: tuple[str, str] = ("values", "grads")
     """What the arguments are called that the selections came from."""
@@ -86,12 +86,12 @@ class Plan:
         sites = [_fixed(check(part, name, reducing=reducing)) for part, name in both]
         return cls(sites[0], sites[1], steps, which, policy, changing, names)
 
-    def marking(self, structure: Structure | None = None) -> Marking:
+    def marking_policy(self, structure: Structure | None = None) -> MarkingPolicy:
         """What has to be marked for this plan, in a function of arguments of that structure."""
         found = frozenset((*rules(self.values), *rules(self.grads)))
         policies = frozenset() if self.policy is None else frozenset({self.policy})
         pairs = any(r.paired for _, r in self.reducers)
-        return Marking(found, policies, structure, self.changing, pairs)
+        return MarkingPolicy(found, policies, structure, self.changing, pairs)
 
     @property
     def over_loops(self) -> bool:
@@ -242,12 +242,12 @@ def _fixed(selection: Selection) -> Selection:
     return At(selection.selection, int(selection.step))
 
 
-def _modules(modules: Any) -> tuple[Selection, Policy | None]:
+def _modules(modules: Any) -> tuple[Selection, ModuleFilter | None]:
     """The modules that are sites, as a selection, and the policy by which their results are."""
     if isinstance(modules, bool):
         return "**", modules or None
     if callable(modules) and _takes_two(modules):
-        return "**", cast(Policy, modules)
+        return "**", cast(ModuleFilter, modules)
     return check(modules, "modules"), True
 
 

@@ -12,17 +12,13 @@ module              stands in for
 Each is imported when it is first used, and its framework with it.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_MODULES = ("braintrace", "linen", "nnx", "oryx")
+from tapax._lazy import load_lazily
 
+if TYPE_CHECKING:
+    from tapax.compat import braintrace, linen, nnx, oryx
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["braintrace", "linen", "nnx", "oryx"]
 
-
-def __dir__() -> list[str]:
-    return list(_MODULES)
+__getattr__, __dir__ = load_lazily(__name__, __all__, {__name__: __all__})

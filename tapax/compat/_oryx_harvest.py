@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tapax._api.change_builder import Making
+from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot
-from tapax._calling.transform import Job
+from tapax._calling.transform import Transform
 from tapax._marks.operations import internal_operations
 from tapax._sites.errors import SiteError
 from tapax._walk.calls import Call
@@ -33,7 +33,7 @@ from tapax.compat._oryx_marks import (
 
 
 @dataclasses.dataclass(frozen=True)
-class OryxHarvest(Job):
+class OryxHarvest(Transform):
     """A transformation that plants, reaps, or does both."""
 
     plan: Plan
@@ -68,11 +68,11 @@ class OryxHarvest(Job):
     def run(
         self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
     ) -> Any:
-        making = Making(checked)
+        builder = ChangeBuilder(checked)
         for spot in prepared:
             sown = spot.site.collection
             for x in jax.tree.leaves(_find(operands, self._own(sown)))[sown.index :][:1]:
-                making.change(spot, _plant, [_make_part(spot, x)])
+                builder.change(spot, _plant, [_make_part(spot, x)])
         planted = {self._own(spot.site.collection) for spot in prepared}
 
         def picks(sown: Any) -> bool:
@@ -85,7 +85,7 @@ class OryxHarvest(Job):
                 return self.function != "plant" or self._own(sown) in planted
             return self.exclusive and isinstance(sown, SownLeaf)
 
-        walk = ReapWalk(picks, takes, Plan(lambda site: picks(site.collection), None), making)
+        walk = ReapWalk(picks, takes, Plan(lambda site: picks(site.collection), None), builder)
         outs = program.run(walk, arrays)
         with internal_operations():
             return outs, _collect_reaps(walk, self._own)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._api.change_builder import Making
-from tapax._calling.survey import Surveying
-from tapax._marks.context import marking
-from tapax._marks.jaxprs import strip
+from tapax._api.change_builder import ChangeBuilder
+from tapax._calling.survey import SurveyWalk
+from tapax._marks.context import active_policy
+from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap
 from tapax._sites.errors import SiteError
 from tapax._sites.names import segment
@@ -70,7 +70,7 @@ class _UnscopedMark(Mark):
 def mark_sow(value: Any, sown: SownLeaf, source: str = "") -> Any:
     check_string("name", sown.name[-1])
     hash(sown.tag)
-    here = marking()
+    here = active_policy()
     if here is None:
         return value
     leaves, treedef = jax.tree.flatten(value)
@@ -158,15 +158,15 @@ class SowWalk(Walk):
         super()._record(eqn, xs, live, call, grad=grad)
 
 
-class SowSurvey(SowWalk, Surveying):
+class SowSurvey(SowWalk, SurveyWalk):
     """A survey that records the frames around each call of a sow."""
 
 
 class ReapWalk(SowWalk):
     """A walk that records the sows that it `picks`, and takes out those that it `takes`."""
 
-    def __init__(self, picks: Fn, takes: Fn, plan: Plan, making: Making):
-        super().__init__(plan, making.changes())
+    def __init__(self, picks: Fn, takes: Fn, plan: Plan, builder: ChangeBuilder):
+        super().__init__(plan, builder.changes())
         self.picks, self._takes = picks, takes
 
     def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:

@@ -46,8 +46,8 @@ from flax.core import FrozenDict, freeze, unfreeze
 from flax.core.scope import in_filter, union_filters
 
 from tapax._api.capture import capture
-from tapax._api.perturbations import Adding
-from tapax._calling.transform import Instrumented
+from tapax._api.perturbations import AdditionTransform
+from tapax._calling.transform import TransformedFunction
 from tapax._frameworks.linen.adapter import ADAPTER
 from tapax._frameworks.linen.marks import LinenRecordOptions, LinenSownValue, recording
 from tapax._sites.errors import SiteError
@@ -146,8 +146,8 @@ def _make_capture(module: Any, method: Any, mutable: Any, outputs: Any) -> Any:
             found = _list_perturbations(given.variables, sites, ADAPTER.name(module), is_mutable)
             return {name: jnp.asarray(x, sites[name].dtype) for name, x in found}
 
-        adding = Adding(Plan.make("**", None, modules=False), choose)
-        return Instrumented(run, adding)((), (given,), {})
+        adding = AdditionTransform(Plan.make("**", None, modules=False), choose)
+        return TransformedFunction(run, adding)((), (given,), {})
 
     def call(given: _ApplyArguments) -> Any:
         others = set(given.variables) - {"params", "batch_stats", "intermediates"}

@@ -66,8 +66,8 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from tapax._calling.transform import Instrumented, check_function
-from tapax._marks.context import marking
+from tapax._calling.transform import TransformedFunction, check_function
+from tapax._marks.context import active_policy
 from tapax._walk.plan import Plan
 from tapax.compat._oryx_harvest import OryxHarvest
 from tapax.compat._oryx_marks import SownLeaf, check_string, find_caller, mark_sow, nesting, tie
@@ -104,7 +104,7 @@ def sow_cond(
         )
     sown = SownLeaf(tag, (name,), mode, only="plant")
     value = mark_sow(tie(value, key), sown)
-    if marking() is not None:
+    if active_policy() is not None:
         source, reaped = find_caller(), dataclasses.replace(sown, only="reap")
         jax.lax.cond(pred, lambda x: mark_sow(x, reaped, source), lambda x: x, value)
     return value
@@ -117,7 +117,7 @@ def nest(f: Callable[..., T], *, scope: str) -> Callable[..., T]:
 
     @functools.wraps(f, updated=())
     def nested(*args: Any, **kwargs: Any) -> T:
-        if marking() is None:
+        if active_policy() is None:
             return f(*args, **kwargs)
         # A part of the key of every cache: what is traced in one scope is not used in another.
         with nesting((*nesting.value, scope)):
@@ -169,7 +169,7 @@ def _make(function: str, f: Fn, tag: Any, allowed: Any, blocked: Any, exclusive:
     plants = function in ("harvest", "plant")
     plan = Plan(None, None, policy=None, changing=plants)
     lists = None if allowed is None else frozenset(allowed), frozenset(blocked or ())
-    call = Instrumented(f, OryxHarvest(plan, function, plants, tag, *lists, exclusive))
+    call = TransformedFunction(f, OryxHarvest(plan, function, plants, tag, *lists, exclusive))
 
     @functools.wraps(f, updated=())
     def planted(plants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 
-from tapax._marks.context import marking
-from tapax._marks.scopes import Ground, Grounded
+from tapax._marks.context import active_policy
+from tapax._marks.scopes import GroundedScope, GroundScope
 from tapax._marks.tap import Mark, tap
 from tapax.hidden._definitions import evaluate
 from tapax.hidden._step import trace_step
@@ -47,17 +47,17 @@ def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step, updated=())
     def marked(state: Any, *inputs: Any) -> tuple[Any, Any]:
-        here = marking()
+        here = active_policy()
         if here is None:
             return step(state, *inputs)
         frame = getattr(step, "__code__", None) or sys._getframe(1).f_code
         source = f"{frame.co_filename}:{frame.co_firstlineno}"
 
         def write(name: str, value: Any) -> Any:
-            with jax.named_scope(Grounded("")):
+            with jax.named_scope(GroundedScope("")):
                 return tap(value, Mark(name, "hidden", source, **here.on_marks))
 
-        with jax.named_scope(Ground("")):
+        with jax.named_scope(GroundScope("")):
             traced = trace_step(step, state, inputs, counts=True)
             # A loop stays one, with the sites in it.
             found = traced.find_definitions(in_loops=False)

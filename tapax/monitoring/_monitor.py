@@ -36,7 +36,7 @@ import jax
 
 from tapax import _jax, reduce
 from tapax._calling.program import Program
-from tapax._calling.transform import Instrumented, Job, check_function
+from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, name_of
@@ -124,7 +124,7 @@ class Monitor(Generic[P, R]):
         self.step_number = 0
         self._step = step
         self._every = every
-        self._copy = Instrumented(step, _Watching(plan))
+        self._copy = TransformedFunction(step, _Watching(plan))
         self._ran = False
         self._reader = _Reader(asked, watched)
         # Last, so that nothing is left open if an argument is wrong.
@@ -192,7 +192,7 @@ class Monitor(Generic[P, R]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Watching(Job):
+class _Watching(Transform):
     """Returns what the plan selects, and computes nothing else."""
 
     plan: Plan

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from tapax import _jax
-from tapax._marks.jaxprs import strip
+from tapax._marks.marked_jaxprs import strip
 from tapax._walk.entries import where
 from tapax.nonfinite._frames import NONE, Frame, Handed, Origin, badness, nowhere, sooner
 from tapax.nonfinite._layout import REMATS, checked

@@ -40,10 +40,10 @@ from jax.extend.core import jaxpr_as_fun
 from tapax import _jax
 from tapax._calling.program import Program
 from tapax._calling.signature import split
-from tapax._calling.transform import Instrumented, Job, check_function
+from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
-from tapax._marks.jaxprs import strip
+from tapax._marks.marked_jaxprs import strip
 from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
 from tapax._sites.errors import name_of
@@ -92,7 +92,7 @@ def searching(fn: Callable[..., Any], masked: bool = False) -> Searching:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Finding(Job):
+class _Finding(Transform):
     """Finds the first bad value of the results; objects stay as they are."""
 
     plan: Plan
@@ -102,7 +102,7 @@ class _Finding(Job):
         return extra
 
 
-class Searching(Instrumented):
+class Searching(TransformedFunction):
     """A function whose first bad value is looked for. The results are not returned.
 
     `given` are arrays to look at in the place of those of the arguments, as they once were.
@@ -343,7 +343,7 @@ class _Place:
         if not transforms(self.steps) & {"jvp", "vmap"}:
             return None
         plan = dataclasses.replace(Plan.make(None, None), values=Every())
-        program, _ = Instrumented(fn, _Finding(plan, False)).program(args, kwargs)
+        program, _ = TransformedFunction(fn, _Finding(plan, False)).program(args, kwargs)
         return counterpart(self.passes.jaxpr, self.steps[-1], program.jaxpr)
 
     def _phase(self, marked: Step | None) -> str:

@@ -32,7 +32,7 @@ Op = Literal[
     "sin", "tanh", "scale", "dot", "mix", "mask", "named", "outer", "half", "int", "scalar"
 ]
 Use = Literal["through", "side", "drop", "stop"]
-Policy = Literal["default", "everything", "nothing", "dots", "names"]
+ModuleFilter = Literal["default", "everything", "nothing", "dots", "names"]
 Mesh = Literal["line", "grid", "row"]
 How = Literal["plain", "jit outside", "jit inside"]
 Of = Literal["value", "grad"]
@@ -83,7 +83,7 @@ class Twice(Node):
 @dataclass(frozen=True, repr=False)
 class Remat(Node):
     body: Block
-    policy: Policy = "default"
+    policy: ModuleFilter = "default"
 
 
 @dataclass(frozen=True, repr=False)

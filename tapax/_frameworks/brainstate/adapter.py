@@ -10,7 +10,7 @@ traces they keep it apart, so that a function that was jitted and called before 
 capture traced is not run without one.
 
 The `State`s that a captured function reads and writes become arguments and results: see
-`_brainstate_state`.
+`_frameworks.brainstate.states`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from brainunit import Quantity
 from tapax._frameworks.brainstate import cells, states
 from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import mark_result, within
-from tapax._frameworks.module_paths import running
+from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import Patch, Replacements, current, is_method, subclasses
-from tapax._marks.context import marking, without_marks
+from tapax._marks.context import active_policy, without_marks
 from tapax._sites.names import segment
 
 _FORWARD = ("__call__", "update")
@@ -82,7 +82,7 @@ def _kept_apart(original: Any) -> Any:
 
     @functools.wraps(original)
     def get_arg_cache_key(self: Any, *args: Any, compile_if_miss: bool = False, **kwargs: Any):
-        here = marking()
+        here = active_policy()
         if here is None:
             return original(self, *args, compile_if_miss=compile_if_miss, **kwargs)
         if compile_if_miss:
@@ -121,7 +121,7 @@ def _of_the_current(original: Any) -> Any:
 
     @functools.wraps(original)
     def make_jaxpr(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None:
+        if active_policy() is None:
             return original(self, *args, **kwargs)
         before, self.fun = self.fun, current(self.fun)
         try:
@@ -132,14 +132,14 @@ def _of_the_current(original: Any) -> Any:
     return make_jaxpr
 
 
-class _Calls(threading.local):
+class _BrainstateCalls(threading.local):
     """The modules that are being called on this thread."""
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
 
 
-_calls = _Calls()
+_calls = _BrainstateCalls()
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def _being_called(module: Any) -> Iterator[None]:
 
 def _is_being_called(module: Any) -> bool:
     """Whether the module that is running is this one, in its call."""
-    around = running()
+    around = running_modules()
     innermost = around[-1].module if around else None
     return innermost is module and any(m is module for m in _calls.modules)
 
@@ -170,7 +170,7 @@ def _method(adapter: Brainstate, owner: type, name: str, original: Any) -> Any:
 
         # What a subclass calls by `super()` is a part of its own method.
         first = next(cls for cls in type(self).__mro__ if name in cls.__dict__)
-        if marking() is None or first is not owner or (forward and _is_being_called(self)):
+        if active_policy() is None or first is not owner or (forward and _is_being_called(self)):
             return run()
         states.ran(self)
         with within(adapter, self):

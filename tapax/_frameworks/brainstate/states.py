@@ -50,14 +50,14 @@ _lock = threading.RLock()
 _CLOCK = (environ.I, environ.T)
 
 
-class _Running(threading.local):
+class _RanModules(threading.local):
     """The modules whose methods ran since a function began to be traced on this thread."""
 
     def __init__(self) -> None:
         self.modules: dict[int, Any] = {}
 
 
-_running = _Running()
+_running = _RanModules()
 
 
 def ran(module: Any) -> None:
@@ -74,14 +74,14 @@ def _modules_that_run() -> Iterator[dict[int, Any]]:
         _running.modules = {**before, **_running.modules}
 
 
-class _Same:
+class _Identity:
     """An object, equal to nothing but itself."""
 
     def __init__(self, value: Any):
         self.value = value
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _Identity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -89,17 +89,17 @@ class _Same:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Fixed:
+class _StaticLeaf:
     """Something that is a part of a structure without being an argument or a result."""
 
     value: Any
 
 
-_NO_ARGUMENT = _Fixed(None)
+_NO_ARGUMENT = _StaticLeaf(None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Effects:
+class _StateEffects:
     """What a function does to `State`s: those that it writes, by number, and those it makes.
 
     `owners` are the attributes of modules that hold made ones: the module, the name, the value.
@@ -125,7 +125,7 @@ def _kind(cls: type) -> Any:
     return next((known[0] for known in kinds if issubclass(cls, known)), None)
 
 
-class _Walk:
+class _StateInventory:
     """The states in some objects, numbered; the nodes; and the settings of all of them.
 
     Settings are compared on every call, so they are plain tuples, with the `id` of what is equal
@@ -206,28 +206,28 @@ def taken_apart(call: FunctionCall) -> FunctionCall:
     environment = environ.all()
     clock = {name: environment.pop(name) for name in _CLOCK if name in environment}
     with _lock:
-        learned = call.memory.setdefault((__name__, *map(_Same, given)), [])
-        walk = _Walk()
+        learned = call.memory.setdefault((__name__, *map(_Identity, given)), [])
+        inventory = _StateInventory()
         for part in (environment, given, _held(call.fn), learned):
-            walk.add(part)
-        if walk.states:
-            walk.add(random.DEFAULT)
-        values = tuple(map(walk.value, walk.states))
+            inventory.add(part)
+        if inventory.states:
+            inventory.add(random.DEFAULT)
+        values = tuple(map(inventory.value, inventory.states))
         # What a function without states or modules is traced to is good for any other such.
-        memory = call.memory if walk.states or walk.nodes else _plain
-        settings = memory.setdefault(tuple(walk.fixed), _Settings(walk.alive))
-    taken = _Taken(call, walk, learned)
-    added = values, clock, _Fixed(settings)
+        memory = call.memory if inventory.states or inventory.nodes else _plain
+        settings = memory.setdefault(tuple(inventory.fixed), _Settings(inventory.alive))
+    taken = _OpenedCall(call, inventory, learned)
+    added = values, clock, _StaticLeaf(settings)
     same = call.fn, call.args, call.kwargs, taken.close, call.memory
     own = lambda result: call.own(result[0])  # noqa: E731
-    return _Call(*same, own, taken=taken, added=added)
+    return _ExtendedCall(*same, own, taken=taken, added=added)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Call(FunctionCall):
+class _ExtendedCall(FunctionCall):
     """A call with more arguments than those of the function."""
 
-    taken: _Taken
+    taken: _OpenedCall
     added: Any
 
     @property
@@ -238,19 +238,19 @@ class _Call(FunctionCall):
         return self.taken.run(*arguments)
 
 
-class _Taken:
+class _OpenedCall:
     """A call that was taken apart: how to run it, and how to put its results together."""
 
-    def __init__(self, call: FunctionCall, walk: _Walk, learned: list[Any]):
+    def __init__(self, call: FunctionCall, inventory: _StateInventory, learned: list[Any]):
         self.call = call
-        self._walk = walk
+        self._inventory = inventory
         self._learned = learned
-        self._effects: list[_Effects] = []
+        self._effects: list[_StateEffects] = []
 
     def run(self, added: Any, arguments: Any) -> Any:
         """Runs the call; returns what it returns, and what `State`s it writes and makes hold."""
         values, clock, _ = added
-        given = {id(s): v for s, v in zip(self._walk.states, values, strict=True)}
+        given = {id(s): v for s, v in zip(self._inventory.states, values, strict=True)}
         unknown: list[State] = []
 
         def enter(state: State) -> Any:
@@ -280,47 +280,47 @@ class _Taken:
 
     def _alone(self) -> contextlib.AbstractContextManager[Any]:
         """Within, no other thread uses the states; a function that is known to use none may run."""
-        return _lock if self._walk.states else contextlib.nullcontext()
+        return _lock if self._inventory.states else contextlib.nullcontext()
 
     def _learn(self, unknown: list[State], modules: dict[int, Any]) -> None:
         """Remembers states, and the modules that they are in: those may replace them."""
         for module in modules.values():
-            inside = _Walk()
+            inside = _StateInventory()
             inside.add(module)
-            if any(s in inside and s not in self._walk for s in unknown):
-                self._walk.add(module)
+            if any(s in inside and s not in self._inventory for s in unknown):
+                self._inventory.add(module)
                 self._learned.append(module)
         for state in unknown:
-            if state not in self._walk:
-                self._walk.add(state)
+            if state not in self._inventory:
+                self._inventory.add(state)
                 self._learned.append(state)
 
     def _results(
         self, out: Any, stack: StateTraceStack, new: list[State], modules: dict[int, Any]
     ) -> Any:
         written = stack.get_write_states()
-        numbers = {id(state): i for i, state in enumerate(self._walk.states)}
-        made = [state for state in new if self._walk.value(state) is not _NO_ARGUMENT]
-        nodes = {**{id(node): node for node in self._walk.nodes}, **modules}
+        numbers = {id(state): i for i, state in enumerate(self._inventory.states)}
+        made = [state for state in new if self._inventory.value(state) is not _NO_ARGUMENT]
+        nodes = {**{id(node): node for node in self._inventory.nodes}, **modules}
         owners = [
             (node, name, part)
             for node in nodes.values()
             for name, part in vars(node).items()
             if _replaced(part, {id(state): None for state in made}) is not part
         ]
-        effects = _Effects(tuple(numbers[id(s)] for s in written), tuple(made), tuple(owners))
+        effects = _StateEffects(tuple(numbers[id(s)] for s in written), tuple(made), tuple(owners))
         self._effects.append(effects)
-        out = map_in_order(lambda x: _Fixed(_Same(x)) if _is_node(x) else x, out)
-        return out, [s.value for s in written], [s.value for s in made], _Fixed(effects)
+        out = map_in_order(lambda x: _StaticLeaf(_Identity(x)) if _is_node(x) else x, out)
+        return out, [s.value for s in written], [s.value for s in made], _StaticLeaf(effects)
 
     def close(self, result: Any) -> Any:
         """Writes the states; returns what the function returned."""
         out, written, made, fixed = result
-        effects: _Effects = fixed.value
+        effects: _StateEffects = fixed.value
         traced = effects in self._effects
         with _lock:
             for number, value in zip(effects.written, written, strict=True):
-                self._walk.states[number].value = value
+                self._inventory.states[number].value = value
             new = {id(state): state if traced else state.copy() for state in effects.made}
             for state, value in zip(new.values(), made, strict=True):
                 state.value = value
@@ -328,7 +328,7 @@ class _Taken:
                     state.decrease_stack_level()  # that of the stack within which it was made
             for node, name, part in effects.owners:
                 vars(node)[name] = _replaced(part, new)
-        is_fixed = lambda x: isinstance(x, _Fixed)  # noqa: E731
+        is_fixed = lambda x: isinstance(x, _StaticLeaf)  # noqa: E731
         out = map_in_order(lambda x: x.value.value if is_fixed(x) else x, out, is_leaf=is_fixed)
         return self.call.close(out)
 

@@ -28,14 +28,14 @@ from tapax._frameworks.interface import Adapter
 from tapax._frameworks.linen import cells
 from tapax._frameworks.linen.marks import perturb, record_result, sow
 from tapax._frameworks.module_calls import mark_result, within
-from tapax._frameworks.module_paths import locate, running
+from tapax._frameworks.module_paths import locate, running_modules
 from tapax._frameworks.patches import Patch, Replacements
-from tapax._marks.context import marking, without_marks
-from tapax._marks.scopes import Place
+from tapax._marks.context import active_policy, without_marks
+from tapax._marks.scopes import ModuleScope
 from tapax._sites.names import join, segment
 
 
-class _Call(NamedTuple):
+class _RunningFunction(NamedTuple):
     """A function that is running, with a module as its first argument."""
 
     module: Any
@@ -49,7 +49,7 @@ class _Call(NamedTuple):
         owners = (cls.__dict__.get(self.method) for cls in type(self.module).__mro__)
         return not dunder and any(inspect.unwrap(f) is self.function for f in owners if callable(f))
 
-    def is_part_of(self, outer: _Call) -> bool:
+    def is_part_of(self, outer: _RunningFunction) -> bool:
         """Whether it is what `outer`, of a subclass, calls by `super()`.
 
         Where the method is a transformed one, a clone of the module runs it.
@@ -62,11 +62,11 @@ class _Call(NamedTuple):
         )
 
 
-class _Calls(threading.local):
+class _LinenCalls(threading.local):
     """The methods that are running on this thread, and whether calls are seen on it."""
 
     def __init__(self) -> None:
-        self.stack: list[_Call] = []
+        self.stack: list[_RunningFunction] = []
         self.seen = False
 
 
@@ -74,7 +74,7 @@ class Linen(Adapter):
     package = "flax"
 
     def __init__(self) -> None:
-        self._calls = _Calls()
+        self._calls = _LinenCalls()
         self._patch = Patch(self._replacements)
         self._models: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
 
@@ -122,11 +122,11 @@ class Linen(Adapter):
 
     def _intercept(self, run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
-        if marking() is not None and method == "setup" and not module.path:
+        if active_policy() is not None and method == "setup" and not module.path:
             self._models[module.scope.root] = self.name(module)
-        if marking() is None or method == "setup":
+        if active_policy() is None or method == "setup":
             return run(*args, **kwargs)
-        call = _Call(module, method, getattr(context.orig_method, "func", None))
+        call = _RunningFunction(module, method, getattr(context.orig_method, "func", None))
         stack = self._calls.stack
         marks = call.is_method and not (stack and call.is_part_of(stack[-1]))
         stack.append(call)
@@ -140,15 +140,15 @@ class Linen(Adapter):
         finally:
             stack.pop()
 
-    def place(self, module: Any) -> Place:
+    def place(self, module: Any) -> ModuleScope:
         """Where a module is, from the module that is running."""
         if module.scope is None:
             return locate(self, module)
         path, root = module.path, self._whole(module)
-        for up, around in enumerate(reversed(running())):
+        for up, around in enumerate(reversed(running_modules())):
             if around.adapter is self and _holds(around.module, module):
-                return Place(_text(path[len(around.module.path) :]), root, up)
-        return Place(root, root)
+                return ModuleScope(_text(path[len(around.module.path) :]), root, up)
+        return ModuleScope(root, root)
 
     def _whole(self, module: Any) -> str:
         """The path of a module from the class of the model, by which that is called."""
@@ -195,7 +195,7 @@ def _from_module(adapter: Linen, original: Any) -> Any:
 
     def from_module(cls: Any, module: Any) -> Any:
         proxy = original.__get__(None, cls)(module)
-        if marking() is None or module.scope is None:
+        if active_policy() is None or module.scope is None:
             return proxy
         place = adapter.place(module)
         where = module.path, str(place), place.up
@@ -212,7 +212,7 @@ def _scan(original: Any) -> Any:
     def scan(fn: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(fn, *args, **kwargs)
         bound.apply_defaults()
-        if marking() is None or not bound.arguments["check_constancy_invariants"]:
+        if active_policy() is None or not bound.arguments["check_constancy_invariants"]:
             return original(fn, *args, **kwargs)
 
         def scanned(*operands: Any) -> Any:

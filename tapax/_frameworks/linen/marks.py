@@ -20,7 +20,7 @@ import numpy as np
 from flax.linen import module as _module
 
 from tapax._frameworks.module_calls import within
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._marks.sow import mark
 from tapax._sites.names import segment
 
@@ -103,7 +103,7 @@ def sow(adapter: Any, original: Any) -> Any:
     def sow(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         # `capture_intermediates` sows what methods return, which are sites already.
         itself = sys._getframe(1).f_globals is vars(_module)
-        if marking() is None or itself or self.scope is None:
+        if active_policy() is None or itself or self.scope is None:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
@@ -140,7 +140,7 @@ def perturb(adapter: Any, original: Any) -> Any:
 
     @functools.wraps(original)
     def perturb(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None or self.scope is None:
+        if active_policy() is None or self.scope is None:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()

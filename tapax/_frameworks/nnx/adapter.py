@@ -25,9 +25,9 @@ from tapax import _jax
 from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
 from tapax._frameworks.nnx import cells, marks
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
-from tapax._frameworks.nnx.objects import Filling, Objects, fill
+from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
 from tapax._frameworks.patches import Patch, Replacements, methods
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._sites.names import segment
 
 _BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
@@ -93,15 +93,15 @@ class NNX(Adapter):
                 named = context.merge(graphdef, state)
             inner = tuple(named[path] for path in objects.paths)
             before, variables = marks.Attributes(inner), _Variables(named)
-            with Filling(inner, objects.values if inline else values) as filling:
-                args, kwargs = fill((args, kwargs), inner, filling)
-                out = (fn(filling) if fn else call.fn)(*args, **kwargs)
-            changing.update(filling.changed)
-            if filling.missed:
+            with ObjectBindings(inner, objects.values if inline else values) as bindings:
+                args, kwargs = fill((args, kwargs), inner, bindings)
+                out = (fn(bindings) if fn else call.fn)(*args, **kwargs)
+            changing.update(bindings.changed)
+            if bindings.missed:
                 raise Reopen
             before.restore(inner)
             returned = Objects()
-            out, assigned = returned.take((out, filling.assigned))
+            out, assigned = returned.take((out, bindings.assigned))
             if not returned.taken and variables.are_all():
                 return out, assigned, variables.changed()
             with nnx.split_context(_TAG) as context:
@@ -180,7 +180,7 @@ def _of_foreign_objects(original: Any) -> Any:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None or not _is_foreign((args, kwargs)):
+        if active_policy() is None or not _is_foreign((args, kwargs)):
             return original(self, *args, **kwargs)
         return self.__wrapped__(*args, **kwargs)
 

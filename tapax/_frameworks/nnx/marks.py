@@ -28,7 +28,7 @@ from tapax._frameworks.interface import Adapter, Reopen
 from tapax._frameworks.module_calls import within
 from tapax._frameworks.nnx.holders import is_object
 from tapax._frameworks.patches import is_first
-from tapax._marks.context import marking
+from tapax._marks.context import active_policy
 from tapax._marks.sow import is_array, mark
 from tapax._sites.errors import SiteError
 from tapax._sites.names import segment
@@ -133,7 +133,7 @@ def sow(adapter: Adapter, original: Any) -> Any:
 
     @functools.wraps(original)
     def sow(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None:
+        if active_policy() is None:
             return original(self, *args, **kwargs)
         given = bind(self, *args, **kwargs)
         fields = _fields(given, given["reduce_fn"], given["init_fn"])
@@ -192,7 +192,7 @@ def perturb(adapter: Adapter, original: Any) -> Any:
 
     @functools.wraps(original)
     def perturb(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if marking() is None:
+        if active_policy() is None:
             return original(self, *args, **kwargs)
         given = bind(self, *args, **kwargs)
         index = None
@@ -250,7 +250,7 @@ def outputs(adapter: Adapter, owner: type, name: str, method: Any) -> Any:
     def wrapped(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         out = method(self, *args, **kwargs)
         what = _recording.value
-        if public and what is not None and what.outputs is not None and marking() is not None:
+        if public and what is not None and what.outputs is not None and active_policy() is not None:
             first = is_first(owner, name, type(self))
             if first and not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object))):
                 given = {"variable_type": what.outputs, "value": out, "name": name}

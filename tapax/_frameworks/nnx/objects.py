@@ -46,7 +46,7 @@ from tapax._sites.names import join
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class ObjectSlot:
     """Where an object was taken from."""
 
     number: int
@@ -63,29 +63,29 @@ class Holder:
         self.recipe = recipe
 
 
-class Function(Holder):
+class FunctionHolder(Holder):
     """An argument that is a function, and closes over objects. Equal functions are the same."""
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Function and self.value == other.value
+        return type(other) is FunctionHolder and self.value == other.value
 
     def __hash__(self) -> int:
         return hash(self.value)
 
 
-def fill(tree: Any, objects: Any, filling: Any = None) -> Any:
-    """The structure with objects in the place of its slots; `filling` makes what holds some."""
-    is_slot = lambda x: type(x) is Slot  # noqa: E731
+def fill(tree: Any, objects: Any, bindings: Any = None) -> Any:
+    """The structure with objects in the place of its slots; `bindings` makes what holds some."""
+    is_slot = lambda x: type(x) is ObjectSlot  # noqa: E731
 
     def filled(value: Any) -> Any:
         if is_slot(value):
             return objects[value.number]
-        return value.recipe(filling) if isinstance(value, Holder) else value
+        return value.recipe(bindings) if isinstance(value, Holder) else value
 
     return map_in_order(filled, tree, is_leaf=is_slot)
 
 
-class Filling:
+class ObjectBindings:
     """Objects with which functions are made; what these assign is handed on when they are done."""
 
     def __init__(self, objects: Any, values: Any = ()):
@@ -96,7 +96,7 @@ class Filling:
         self.changed: set[str] = set()
         self.missed = False  # whether something changed that was not known to
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any], set[str]]] = {}
-        self._twins: list[_Twin] = []
+        self._twins: list[_TwinObject] = []
 
     def namespace(self, fn: types.FunctionType) -> dict[str, Any]:
         """A copy of the globals of a function, one for all functions of a file."""
@@ -113,10 +113,10 @@ class Filling:
             set_attributes(made, {name: self.values[i] for name, i in state.items()})
             set_attributes(made, {name: recipe(self) for name, recipe in used.items()})
             before = {name: identity(self.values[i]) for name, i in state.items()}
-            self._twins.append(_Twin(number, owner, made, attributes(made), before))
+            self._twins.append(_TwinObject(number, owner, made, attributes(made), before))
         return self.made[id(owner)]
 
-    def __enter__(self) -> Filling:
+    def __enter__(self) -> ObjectBindings:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
@@ -144,7 +144,7 @@ class Filling:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Twin:
+class _TwinObject:
     number: int
     owner: Any
     made: Any
@@ -156,7 +156,7 @@ def _is_traced(value: Any) -> bool:
     return isinstance(value, Tracer) and is_number(value)
 
 
-Recipe = Callable[[Filling], Any]
+Recipe = Callable[[ObjectBindings], Any]
 
 
 class Objects:
@@ -182,7 +182,7 @@ class Objects:
         if number == len(self.taken):
             self.taken.append(value)
             self.paths.append(PathKey(join(str(number), leaf_path(keys))))
-        return Slot(number)
+        return ObjectSlot(number)
 
     def take(self, tree: Any) -> Any:
         """The structure with a slot in the place of each."""
@@ -198,13 +198,13 @@ class Objects:
         if recipe is None:
             return value
         is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
-        return (Function if is_function else Holder)(value, recipe)
+        return (FunctionHolder if is_function else Holder)(value, recipe)
 
     def lift(self, value: Any) -> Recipe | None:
         """How to make a value from other objects; None if it holds none."""
         if is_object(value):
             number = self._slot((), value).number
-            return lambda filling: filling.objects[number]
+            return lambda bindings: bindings.objects[number]
         if inspect.ismethod(value):
             return self._lift_method(value)
         if isinstance(value, functools.partial):
@@ -222,7 +222,7 @@ class Objects:
         if jax.tree_util.treedef_is_leaf(treedef):
             return None
         made = self._lift_container(parts)
-        return (lambda filling: treedef.unflatten(made(filling))) if made else None
+        return (lambda bindings: treedef.unflatten(made(bindings))) if made else None
 
     def _lift_container(self, value: Any) -> Recipe | None:
         kind = type(value)
@@ -235,8 +235,8 @@ class Objects:
         if not lifted:
             return None
 
-        def make(filling: Filling) -> Any:
-            parts = [lifted[k](filling) if k in lifted else value[k] for k in keys]
+        def make(bindings: ObjectBindings) -> Any:
+            parts = [lifted[k](bindings) if k in lifted else value[k] for k in keys]
             return dict(zip(keys, parts, strict=True)) if kind is dict else kind(parts)
 
         return make
@@ -247,7 +247,7 @@ class Objects:
 
     def _lift_attributes(self, value: Any) -> Recipe | None:
         if id(value) in self._inside:  # it holds another that holds it
-            return lambda filling: filling.made[id(value)]
+            return lambda bindings: bindings.made[id(value)]
         held = {k: v for k, v in attributes(value).items() if holds_object(v)}
         self._inside.add(id(value))
         used = self._lift_all(held)
@@ -261,7 +261,7 @@ class Objects:
                 self.values.append(attribute)
         number = len(self.owners)
         self.owners.append(value)
-        return lambda filling: filling.twin(number, value, used, state)
+        return lambda bindings: bindings.twin(number, value, used, state)
 
     def assign(self, assigned: dict[tuple[int, str, bool], Any]) -> None:
         """Gives the attributes of objects that hold some of NNX's what a call has made of them."""
@@ -279,8 +279,8 @@ class Objects:
         if owner is None:
             return None
         if is_object(value.__self__):  # its class may be patched by now
-            return lambda filling: getattr(owner(filling), value.__name__)
-        return lambda filling: types.MethodType(value.__func__, owner(filling))
+            return lambda bindings: getattr(owner(bindings), value.__name__)
+        return lambda bindings: types.MethodType(value.__func__, owner(bindings))
 
     def _lift_partial(self, value: functools.partial[Any]) -> Recipe | None:
         fn, args = self.lift(value.func), self._lift_container(value.args)
@@ -288,11 +288,11 @@ class Objects:
         if fn is None and args is None and kwargs is None:
             return None
 
-        def make(filling: Filling) -> Any:
-            made = fn(filling) if fn else value.func
-            positional = args(filling) if args else value.args
+        def make(bindings: ObjectBindings) -> Any:
+            made = fn(bindings) if fn else value.func
+            positional = args(bindings) if args else value.args
             return functools.partial(
-                made, *positional, **(kwargs(filling) if kwargs else value.keywords)
+                made, *positional, **(kwargs(bindings) if kwargs else value.keywords)
             )
 
         return make
@@ -301,7 +301,7 @@ class Objects:
         if id(fn) in self._functions:
             return self._functions[id(fn)]
         # A function may refer to itself.
-        self._functions[id(fn)] = lambda filling: filling.made[id(fn)]
+        self._functions[id(fn)] = lambda bindings: bindings.made[id(fn)]
         names = (name for name in names_in(fn.__code__) if name in fn.__globals__)
         used = {name: fn.__globals__[name] for name in names}
         mine = {k: v for k, v in used.items() if not is_anothers(v, fn)}
@@ -313,20 +313,20 @@ class Objects:
             del self._functions[id(fn)]
             return None
 
-        def make(filling: Filling) -> Any:
-            if id(fn) in filling.made:
-                return filling.made[id(fn)]
+        def make(bindings: ObjectBindings) -> Any:
+            if id(fn) in bindings.made:
+                return bindings.made[id(fn)]
             closure = fn.__closure__ or ()
             # A cell that holds nothing of interest is shared: the function may assign to it.
             fresh = tuple(types.CellType() if i in cells else c for i, c in enumerate(closure))
-            space = filling.namespace(fn) if lifted else fn.__globals__
+            space = bindings.namespace(fn) if lifted else fn.__globals__
             made = types.FunctionType(fn.__code__, space, fn.__name__, fn.__defaults__, fresh)
-            filling.made[id(fn)] = made
-            space.update((name, recipe(filling)) for name, recipe in lifted.items())
+            bindings.made[id(fn)] = made
+            space.update((name, recipe(bindings)) for name, recipe in lifted.items())
             for i, recipe in cells.items():
-                fresh[i].cell_contents = recipe(filling)
-            made.__defaults__ = defaults(filling) if defaults else fn.__defaults__
-            made.__kwdefaults__ = named(filling) if named else fn.__kwdefaults__
+                fresh[i].cell_contents = recipe(bindings)
+            made.__defaults__ = defaults(bindings) if defaults else fn.__defaults__
+            made.__kwdefaults__ = named(bindings) if named else fn.__kwdefaults__
             return functools.update_wrapper(made, fn)
 
         self._functions[id(fn)] = make

@@ -19,28 +19,20 @@ from tapax._walk.handlers.while_loop import walk_while
 from tapax._walk.interpreter import Handler
 
 HANDLERS: Mapping[str, Handler] = {
-    "jit": walk_jit,
-    "pjit": walk_jit,
-    "closed_call": walk_call,
-    "core_call": walk_call,
-    "call": walk_call,
-    "eval_jaxpr": walk_call,
-    "core_closed_call": walk_call,
+    **dict.fromkeys(("jit", "pjit"), walk_jit),
+    **dict.fromkeys(
+        ("closed_call", "core_call", "call", "eval_jaxpr", "core_closed_call"), walk_call
+    ),
     "optimization_barrier": walk_barrier,
-    "remat2": walk_remat,
-    "remat": walk_remat,
-    "checkpoint": walk_remat,
+    **dict.fromkeys(("remat2", "remat", "checkpoint"), walk_remat),
     "scan": walk_scan,
     "cond": walk_cond,
     "while": walk_while,
-    "custom_jvp_call": walk_custom_jvp,
-    "CustomJVPTraced": walk_custom_jvp,
-    "RematTraced": walk_custom_jvp,
-    "custom_vjp_call": walk_custom_vjp,
-    "custom_vjp_call_jaxpr": walk_custom_vjp,
-    "CustomVJPTraced": walk_custom_vjp,
-    "custom_linear_solve": walk_linear_solve,
-    "linear_solve": walk_linear_solve,
+    **dict.fromkeys(("custom_jvp_call", "CustomJVPTraced", "RematTraced"), walk_custom_jvp),
+    **dict.fromkeys(
+        ("custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced"), walk_custom_vjp
+    ),
+    **dict.fromkeys(("custom_linear_solve", "linear_solve"), walk_linear_solve),
     "shard_map": walk_shard_map,
 }
 """The handler of each kind of equation, by the name that `_jax.kind_of` gives it."""

@@ -16,13 +16,13 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._marks.jaxprs import strip
+from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import StepSlice
 from tapax._walk.carried_states import joined, nothing_yet, selected
 from tapax._walk.changes import COUNTER, Around
-from tapax._walk.entries import Entry, Staged, refuse_folded, where
+from tapax._walk.entries import Entry, StagedBody, refuse_folded, where
 from tapax._walk.interpreter import Interpreter, eager
 
 
@@ -150,7 +150,7 @@ def _loop(eqn: Any, check: Any, step: Any, tconsts: Any, bconsts: Any, carry: li
     return eqn.primitive.bind(*tconsts, *bconsts, *carry, **params)
 
 
-def _typed(staged: Staged) -> list[tuple[Entry, list[Any]]]:
+def _typed(staged: StagedBody) -> list[tuple[Entry, list[Any]]]:
     """The entries of a staged body, each with the types of its arrays."""
     types = iter(staged.types)
     return [(e, [next(types) for _ in e.arrays]) for e in staged.entries]
