@@ -40,7 +40,7 @@ from tapax import _jax
 from tapax._frameworks.registry import loaded_adapters
 from tapax._sites.errors import name_of
 from tapax.nonfinite._finding import Finding
-from tapax.nonfinite._search import Searching, searching
+from tapax.nonfinite._search import NonfiniteSearch
 
 _JITS = {"flax.nnx": "jit", "equinox": "filter_jit", "brainstate": "transform.jit"}
 """What frameworks call their `jit`, by the module whose import brings it."""
@@ -136,7 +136,7 @@ class _Watch:
         self.every, self.save, self.saved = every, save, saved
         self.checked = 0
         self.busy = False
-        self._searches: dict[int, tuple[Any, Searching]] = {}
+        self._searches: dict[int, tuple[Any, NonfiniteSearch]] = {}
         self._calls: dict[int, int] = {}
 
     def clean(self) -> str:
@@ -181,17 +181,17 @@ class _Watch:
         finally:
             self.busy = False
 
-    def _search(self, fn: Any) -> Searching:
+    def _search(self, fn: Any) -> NonfiniteSearch:
         # The function is kept so that its id stays its own.
-        return self._searches.setdefault(id(fn), (fn, searching(fn)))[1]
+        return self._searches.setdefault(id(fn), (fn, NonfiniteSearch(fn)))[1]
 
-    def _stop(self, search: Searching, args: Any, kwargs: Any, arrays: list[Any]) -> None:
+    def _stop(self, search: NonfiniteSearch, args: Any, kwargs: Any, arrays: list[Any]) -> None:
         """Searches on the inputs of a call; ends the script if there is something to report."""
-        search.given = arrays
+        search.inputs = arrays
         try:
             finding = self._alone(search.find, args, kwargs, whole=True)
         finally:
-            search.given = None
+            search.inputs = None
         name = name_of(search.fn)
         if finding is None:
             if self.saved is not None:
