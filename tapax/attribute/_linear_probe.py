@@ -33,10 +33,8 @@ class Probe:
 
     def __call__(self, inputs: Any) -> jax.Array:
         """The numbers, or the logits of the classes, that are read from the inputs."""
-        return (
-            _flatten_features(self.features(*arguments(inputs)), self.axes) @ self.weights
-            + self.bias
-        )
+        x = _flatten_features(self.features(*arguments(inputs)), self.axes)
+        return x @ self.weights + self.bias
 
     def predict(self, inputs: Any) -> jax.Array:
         """The numbers, or the classes."""

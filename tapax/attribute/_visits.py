@@ -104,9 +104,7 @@ def find_one_visit(sites: Any, taps: Taps, argument: str) -> Visit:
     found = find_visits(sites, taps, argument)
     if len(found) == 1:
         return found[0]
-    names = ", ".join(
-        repr(visit.at) if visit.step is None else f"tapax.{visit.at}" for visit in found[:5]
-    )
+    names = ", ".join(repr(v.at) if v.step is None else f"tapax.{v.at}" for v in found[:5])
     raise SiteError(
         f"`{argument}` must pick one value, but {sites!r} picks {len(found)}: {names}"
         f"{' and more' if len(found) > 5 else ''}."

@@ -15,17 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tapax.monitoring._log_format import (
-    VERSION,
-    LogEntry,
-    alert_from_json,
-    alert_to_json,
-    check_version,
-    not_a_log,
-    number_to_json,
-    unwritable,
-    warn_left_out,
-)
+import tapax.monitoring._log_format as log_format
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 
@@ -40,17 +30,19 @@ class JsonLines:
             with open(self.path, "a+b") as file:
                 _resume(self.path, file)
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            raise log_format.unwritable(self.path, error) from error
 
     def __repr__(self) -> str:
         return f"jsonl({str(self.path)!r})"
 
     def __call__(self, step: int, record: Record) -> None:
-        numbers = {name: number_to_json(number) for name, number in as_floats(record).items()}
-        self._append({"tapax": VERSION, "step": int(step), "record": numbers})
+        numbers = {
+            name: log_format.number_to_json(number) for name, number in as_floats(record).items()
+        }
+        self._append({"tapax": log_format.VERSION, "step": int(step), "record": numbers})
 
     def alert(self, event: AlertEvent) -> None:
-        self._append({"tapax": VERSION, "alert": alert_to_json(event)})
+        self._append({"tapax": log_format.VERSION, "alert": log_format.alert_to_json(event)})
 
     def _append(self, content: dict[str, Any]) -> None:
         line = memoryview(json.dumps(content, allow_nan=False).encode() + b"\n")
@@ -89,9 +81,9 @@ def _resume(path: Path, file: Any) -> None:
 def _check_line(path: Path, line: bytes) -> None:
     begins = b'{"tapax": '
     if not line.startswith(begins) and not begins.startswith(line):
-        raise not_a_log(path, "its first line is not one of a log")
+        raise log_format.not_a_log(path, "its first line is not one of a log")
     with contextlib.suppress(ValueError):
-        check_version(path, json.loads(line)["tapax"])
+        log_format.check_version(path, json.loads(line)["tapax"])
 
 
 def _number_from_json(content: Any) -> Number:
@@ -100,7 +92,7 @@ def _number_from_json(content: Any) -> Number:
     return np.array(content, np.float64) if isinstance(content, list) else float(content)
 
 
-def read_lines(path: Path) -> Iterator[LogEntry]:
+def read_lines(path: Path) -> Iterator[log_format.LogEntry]:
     """Read a file of JSON lines."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -110,13 +102,13 @@ def read_lines(path: Path) -> Iterator[LogEntry]:
                 if not line.endswith(b"\n"):
                     raise ValueError("it has no end")
                 content = json.loads(line)
-                check_version(path, content["tapax"])
+                log_format.check_version(path, content["tapax"])
                 if "alert" in content:
-                    yield 0, None, [alert_from_json(content["alert"])]
+                    yield 0, None, [log_format.alert_from_json(content["alert"])]
                     continue
                 record = {name: _number_from_json(x) for name, x in content["record"].items()}
                 step = int(content["step"])
             except (ValueError, KeyError, TypeError, AttributeError):
-                warn_left_out(path, f"line {number}", 5)
+                log_format.warn_left_out(path, f"line {number}", 5)
                 continue
             yield step, record, []

@@ -25,15 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from tapax.monitoring._log_format import (
-    VERSION,
-    LogEntry,
-    alert_from_json,
-    alert_to_json,
-    check_version,
-    not_a_log,
-    unwritable,
-)
+import tapax.monitoring._log_format as log_format
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 RECORDS, BYTES = 256, 1 << 20
@@ -58,9 +50,9 @@ class PartFolder:
             found = find_parts(self.path, self.suffix)
             others = [p for p in self.path.iterdir() if p.name[0] != "."]
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            raise log_format.unwritable(self.path, error) from error
         if others and not found:
-            raise not_a_log(self.path, f"it holds {others[0].name!r}")
+            raise log_format.not_a_log(self.path, f"it holds {others[0].name!r}")
         if found:
             with contextlib.suppress(IncompletePart):
                 self._decode(found[-1])
@@ -96,7 +88,10 @@ class PartFolder:
     def _write(self) -> None:
         part = self.path / f"part-{self._number:05d}-{self._run}{self.suffix}"
         beside = part.with_name(f".{part.stem}.tmp")
-        about = {"tapax": str(VERSION), "alerts": json.dumps([*map(alert_to_json, self._alerts)])}
+        about = {
+            "tapax": str(log_format.VERSION),
+            "alerts": json.dumps([*map(log_format.alert_to_json, self._alerts)]),
+        }
         content = self._encode(about)
         try:
             with open(beside, "wb") as file:
@@ -110,12 +105,12 @@ class PartFolder:
             raise
 
     @classmethod
-    def read(cls, path: Path) -> Iterator[LogEntry]:
+    def read(cls, path: Path) -> Iterator[log_format.LogEntry]:
         """Read one part."""
         about, records = cls._decode(path)
         for step, record in records:
             yield step, record, []
-        yield 0, None, [alert_from_json(event) for event in json.loads(about["alerts"])]
+        yield 0, None, [log_format.alert_from_json(event) for event in json.loads(about["alerts"])]
 
     def _load(self) -> None:
         """Imports what the format needs."""
@@ -306,9 +301,9 @@ def _number_in(row: tuple[Any, ...]) -> Number:
 
 def _check_about(path: Path, about: Mapping[str, str]) -> None:
     if "tapax" not in about:
-        raise not_a_log(path, "it does not say that it is one")
+        raise log_format.not_a_log(path, "it does not say that it is one")
     version = about["tapax"]
-    check_version(path, int(version) if version.isdigit() else version)
+    log_format.check_version(path, int(version) if version.isdigit() else version)
 
 
 FORMATS: dict[str, type[PartFolder]] = {".parquet": Parquet, ".safetensors": Safetensors}

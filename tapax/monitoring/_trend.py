@@ -70,11 +70,6 @@ def _bar(x: float, low: float, high: float) -> str:
     return BARS[min(7, int(8 * ((x - low) / (high - low))))]
 
 
-def format_number(x: float) -> str:
-    """A number in a table."""
-    return f"{x:.3g}"
-
-
 def log_table(
     records: Sequence[tuple[int, Record]], names: Sequence[str], alerts: int, rows: int = 60
 ) -> str:
@@ -97,7 +92,7 @@ def log_table(
             table.add_row(f"... {left} more ...", "", "", "")
         row = numbers[name]
         # A name may hold brackets, which are no markup.
-        table.add_row(Text(name), format_number(row[0]), format_number(row[-1]), sparkline(row))
+        table.add_row(Text(name), f"{row[0]:.3g}", f"{row[-1]:.3g}", sparkline(row))
     return render(table)
 
 
@@ -123,9 +118,6 @@ def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
     for stat in stats:
         table.add_column(stat, no_wrap=True)
     for site, row in rows.items():
-        cells = (
-            f"{format_number(row[s][-1])} {sparkline(row[s], width)}" if s in row else ""
-            for s in stats
-        )
+        cells = (f"{row[s][-1]:.3g} {sparkline(row[s], width)}" if s in row else "" for s in stats)
         table.add_row(Text(site), *cells)
     return table

@@ -185,9 +185,7 @@ class Measurement:
         def step(carry: Any, x: Any) -> Any:
             state, held, count = carry
             *outs, reals, counts = jaxpr_as_fun(staged)(*consts, *state, *x)
-            held = [
-                jnp.where(count == time, n, h) for n, h in zip((reals, counts), held, strict=True)
-            ]
+            held = _where(count == time, [reals, counts], held)
             return (outs[:ncarry], held, count + 1), outs[ncarry:]
 
         (state, held, _), ys = lax.scan(
@@ -225,9 +223,7 @@ class Measurement:
             if mapped:
                 go = goes_on(state)
                 new = [where(go, x, y) for x, y in zip(new, state, strict=True)]
-            held = [
-                jnp.where(count == time, n, h) for n, h in zip((reals, counts), held, strict=True)
-            ]
+            held = _where(count == time, [reals, counts], held)
             return new, held, count + 1
 
         state, held, _ = lax.while_loop(check, step, (init, zeros, jnp.int32(0)))
@@ -266,3 +262,7 @@ def _bind(eqn: Any, args: list[Any]) -> list[Any]:
 def _split(eqn: Any, results: Sequence[Any]) -> tuple[list[Any], Measures]:
     own = len(eqn.outvars)
     return list(results[:own]), list(results[own:])
+
+
+def _where(condition: Any, new: Measures, old: Measures) -> Measures:
+    return [jnp.where(condition, n, o) for n, o in zip(new, old, strict=True)]

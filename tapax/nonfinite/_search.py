@@ -229,10 +229,8 @@ class _Passes:
             frames.append(found[-1].eqn)
             times.append(keys[i + 1])
             jaxpr = body
-        target = EquationRun(tuple(numbers), tuple(times))
-        return _BadEquation(
-            self, target, tuple(path), tuple(frames), device, constant, tuple(arrays)
-        )
+        run = EquationRun(tuple(numbers), tuple(times))
+        return _BadEquation(self, run, tuple(path), tuple(frames), device, constant, tuple(arrays))
 
     def _report_unexplained(self, arrays: Sequence[Any]) -> Finding:
         """A bad result that is finite once the program is compiled in another way."""
