@@ -24,7 +24,7 @@ def watched(step, *calls, **options):
     with monitor(step, every=1, to=log, **options) as m:
         for args in calls:
             m(*args)
-    return log, m.alarms
+    return log, m.alerts
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))

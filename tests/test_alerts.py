@@ -63,22 +63,22 @@ pytestmark = pytest.mark.once
 )
 @pytest.mark.filterwarnings("ignore::tapax.monitoring.alert.AlertWarning")
 def test_alerts_name_the_layer(made, calls, sentences):
-    log, alarms = watched(layers, *calls, alerts=[made], values=None, grads="Net/a")
-    assert {a.message for a in alarms} == set(sentences)
-    for alarm in alarms:
-        np.testing.assert_allclose(alarm.number, sentences[alarm.message], rtol=1e-4)
+    log, events = watched(layers, *calls, alerts=[made], values=None, grads="Net/a")
+    assert {a.message for a in events} == set(sentences)
+    for event in events:
+        np.testing.assert_allclose(event.number, sentences[event.message], rtol=1e-4)
         assert (
-            alarm.message.startswith(f"step {alarm.step}: ") and f" {alarm.site} " in alarm.message
+            event.message.startswith(f"step {event.step}: ") and f" {event.site} " in event.message
         )
-    assert log.alerts == alarms and log.names == ["Net/a/grad_rms"]
+    assert log.alerts == events and log.names == ["Net/a/grad_rms"]
 
 
 def test_an_alert_warns_once_for_a_layer():
     calls = [(ONES, 20.0), (ONES, 1.0), (ONES, 20.0), (ONES, 1.0)]
     with pytest.warns(alert.AlertWarning) as caught:
-        _, alarms = watched(layers, *calls, alerts=[alert.above("Net/b", value_rms=10)])
-    assert [str(w.message) for w in caught] == [alarms[0].message]
-    assert [a.step for a in alarms] == [0, 2]
+        _, events = watched(layers, *calls, alerts=[alert.above("Net/b", value_rms=10)])
+    assert [str(w.message) for w in caught] == [events[0].message]
+    assert [a.step for a in events] == [0, 2]
 
 
 def test_what_many_layers_have_is_one_warning():
@@ -99,20 +99,20 @@ def test_alerts_see_each_iteration_and_every_statistic():
 
     limits = dict.fromkeys(["value_sum", "value_mean", "value_norm", "value_rms", "value_max"], 500)
     with pytest.warns(alert.AlertWarning):
-        _, alarms = watched(
+        _, events = watched(
             step,
             (jnp.ones(1),),
             alerts=[alert.above("h", **limits), alert.below("h", value_min=5), alert.dead()],
         )
-    assert {(a.site, a.stat) for a in alarms} == {
+    assert {(a.site, a.stat) for a in events} == {
         (f"h[{i}]", stat) for i in (2, 3) for stat in limits
     }
     step = jax.grad(lambda x: jnp.sum(-2 * tapax.sow(x, "h")))
     with pytest.warns(alert.AlertWarning):
-        _, alarms = watched(
+        _, events = watched(
             step, (jnp.ones(4),), alerts=alert.below("h", grad_cosine=0, grad_update_ratio=3)
         )
-    assert [(a.stat, a.number) for a in alarms] == [
+    assert [(a.stat, a.number) for a in events] == [
         ("grad_cosine", -1.0),
         ("grad_update_ratio", 2.0),
     ]

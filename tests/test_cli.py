@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tapax.cli import load_inputs, save_inputs
+import tapax
+from tapax.nonfinite._saved_inputs import load_inputs, save_inputs
 
 pytestmark = pytest.mark.once
 
@@ -136,7 +137,7 @@ def test_script_that_fails_or_exits_by_itself(tmp_path):
     lines = done.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert "train.py" in lines[1] and "KeyError: 'mine'" in done.stderr
-    assert "tapax/cli.py" not in done.stderr
+    assert "tapax/nonfinite/" not in done.stderr
     assert lines[-1] == (
         "The script failed. No non-finite value was seen in 1 checked calls of jitted functions."
     )
@@ -156,6 +157,15 @@ def test_bad_input(tmp_path):
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and "There is no script 'none.py'." in done.stderr
+
+
+def test_version_is_printed_with_the_name(tmp_path):
+    command = [sys.executable, "-m", "tapax", "--version"]
+    env = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"tapax {tapax.__version__}\n")
 
 
 def test_directory_that_cannot_be_written(tmp_path):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tapax import sink
-from tapax.monitoring._log import Alarm, Histogram, Log
-from tapax.monitoring._log import open as open_log
+from tapax.monitoring._log import AlertEvent, Histogram, Log
+from tapax.monitoring._open import open as open_log
 
 pytestmark = pytest.mark.once
 
@@ -92,9 +92,9 @@ def test_a_log_prints_as_a_table():
     log = Log()
     for step in range(200):
         log(step, {"Net/mlp[3]/value_rms": math.exp(step), "bad": math.nan if step > 99 else 1.0})
-    log.alert(Alarm(0, "x", "value_rms", 1.0, "x"))
+    log.alert(AlertEvent(0, "x", "value_rms", 1.0, "x"))
     text = repr(log)
-    assert "200 records, steps 0 to 199, 1 alarm" in text
+    assert "200 records, steps 0 to 199, 1 alert" in text
     row = next(line for line in text.splitlines() if "Net/mlp[3]/value_rms" in line)
     assert re.search(r"│ 1 +│ 2.66e\+86 │ ▁.*█ │", row)
     assert "▄▄▄▄▄▄▄▄!!!!!!!!" in text
@@ -110,12 +110,15 @@ def test_what_is_written_is_read(kind, path):
     for step in range(300):
         write(step, numbers(step))
         expected(step, numbers(step))
-    alarms = [Alarm(3, "Net/h", "grad_rms", math.inf, "Æ"), Alarm(9, "b", "value_rms", 1.0, "two")]
-    for alarm in alarms:
-        write.alert(alarm)
+    events = [
+        AlertEvent(3, "Net/h", "grad_rms", math.inf, "Æ"),
+        AlertEvent(9, "b", "value_rms", 1.0, "two"),
+    ]
+    for event in events:
+        write.alert(event)
     log = open_log(path)
     assert_same(log, expected)
-    assert log.names == expected.names and log.alerts == alarms
+    assert log.names == expected.names and log.alerts == events
 
 
 def test_every_record_is_on_disk_at_once(kind, path):
@@ -163,7 +166,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
         assert caught[0].filename == __file__
     sink.jsonl(path)(7, {"a": 7.0})
     assert open_log(path).steps.tolist() == [0, 1, 7]
-    path.write_bytes(b'{"jax')
+    path.write_bytes(b'{"tap')
     with pytest.warns(UserWarning, match="line 1 was left out"):
         assert len(open_log(path)) == 0
     sink.jsonl(path)(1, {})

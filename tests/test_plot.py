@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 import tapax
 from tapax import plot
 from tapax import reduce as R
-from tapax.monitoring._log import Alarm, Histogram, Log
+from tapax.monitoring._log import AlertEvent, Histogram, Log
 
 pytestmark = pytest.mark.once
 
@@ -405,15 +405,15 @@ def test_an_empty_histogram_is_drawn_as_such():
     assert texts(figure) == ["nothing in the bins"]
 
 
-def test_history_marks_alarms_and_nan():
+def test_history_marks_alerts_and_nan():
     log = filled()
     log(60, {"Net/1/mlp/value_rms": np.nan, "Net/0/mlp/value_rms": 5.0})
     for site in ("Net/1/mlp", "Net/2/mlp"):
-        log.alert(Alarm(60, site, "value_nonfinite", 3.0, "..."))
-    log.alert(Alarm(20, "Net/0/mlp", "grad_rms", 3.0, "..."))
+        log.alert(AlertEvent(60, site, "value_nonfinite", 3.0, "..."))
+    log.alert(AlertEvent(20, "Net/0/mlp", "grad_rms", 3.0, "..."))
     figure = save(plot.history(log))
     for axes in panels(figure).values():
-        assert [line(axes, f"alarm {i}").get_xdata()[0] for i in (1, 2)] == [20, 60]
+        assert [line(axes, f"alert {i}").get_xdata()[0] for i in (1, 2)] == [20, 60]
         assert [t.get_text() for t in axes.texts] == ["1", "2"]
     assert figure.get_supxlabel().splitlines() == [
         "1  step 20: Net/0/mlp (grad_rms)",

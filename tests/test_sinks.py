@@ -21,12 +21,12 @@ from rich.console import Console
 
 from tapax import sink
 from tapax.monitoring._delivery import Delivery
-from tapax.monitoring._log import Alarm, Histogram, Log
-from tapax.monitoring._log import open as open_log
+from tapax.monitoring._log import AlertEvent, Histogram, Log
+from tapax.monitoring._open import open as open_log
 
 pytestmark = pytest.mark.once
 
-ALARM = Alarm(7, "Net/h", "grad_rms", math.inf, "step 7: the gradient of Net/h has rms inf.")
+EVENT = AlertEvent(7, "Net/h", "grad_rms", math.inf, "step 7: the gradient of Net/h has rms inf.")
 RECORD = {
     "Net/h[1]/value_rms": 0.5,
     "Net/h[1]/grad_rms": 0.25,
@@ -107,8 +107,8 @@ def test_the_table_is_kept_up_to_date_in_a_terminal():
     once = file.getvalue()
     assert "step 0" in once and "Net/h[1]" in once and "value rms" in once and "grad rms" in once
     table(100, RECORD)
-    table.alert(ALARM)
-    assert "step 100" in file.getvalue() and ALARM.message in file.getvalue()
+    table.alert(EVENT)
+    assert "step 100" in file.getvalue() and EVENT.message in file.getvalue()
     table.close()
     table.close()
 
@@ -144,7 +144,7 @@ def test_tensorboard_gets_scalars_and_histograms(tmp_path):
     write = sink.tensorboard(tmp_path / "events")
     for step in (0, 100):
         write(step, RECORD)
-    write.alert(ALARM)
+    write.alert(EVENT)
     write.close()
     found = {(step, v.tag): v for step, v in events(tmp_path / "events")}
     assert found[100, "Net/h.1/value_rms"].simple_value == 0.5
@@ -167,13 +167,13 @@ def test_weights_and_biases_is_given_numbers_and_histograms(monkeypatch):
     module.run = run
     for write in (sink.wandb(), sink.wandb(run)):
         write(100, RECORD)
-        write.alert(ALARM)
+        write.alert(EVENT)
     for found in logged:
         assert found["Net/h[1]/value_rms"] == 0.5 and found["monitor/step"] == 100
         assert found["Net/h/value_histogram"][1][0].tolist() == [1.0, 2.0, 3.0]
         assert found["Net/h/value_histogram"][1][1].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert found["Net/h/value_zeros"][0].tolist() == [0.0, 1.0]
-    assert alerts == [{"title": "Net/h", "text": ALARM.message}] * 2
+    assert alerts == [{"title": "Net/h", "text": EVENT.message}] * 2
 
 
 def test_mlflow_is_given_numbers_from_another_thread(monkeypatch):
@@ -185,10 +185,10 @@ def test_mlflow_is_given_numbers_from_another_thread(monkeypatch):
         MlflowClient=lambda: types.SimpleNamespace(set_tag=lambda *a: tags.append(a)),
     )
     monkeypatch.setitem(sys.modules, "mlflow", module)
-    deliver([sink.mlflow()], [(100, RECORD, [ALARM])])
+    deliver([sink.mlflow()], [(100, RECORD, [EVENT])])
     ((numbers, step, run_id),) = logged
     assert (step, run_id) == (100, "r1") and numbers["Net/h.1/value_rms"] == 0.5
-    assert tags == [("r1", "alert.7", ALARM.message)]
+    assert tags == [("r1", "alert.7", EVENT.message)]
 
 
 def deliver(sinks, found):
@@ -212,8 +212,8 @@ class Recorder:
     def __call__(self, step, record):
         self._see(f"write {step}", threading.current_thread().name)
 
-    def alert(self, alarm):
-        self._see(f"alert {alarm.step}")
+    def alert(self, event):
+        self._see(f"alert {event.step}")
 
     def close(self):
         self._see("close")
@@ -221,8 +221,8 @@ class Recorder:
 
 def test_records_are_delivered_in_order_on_a_thread_of_their_own():
     recorder, log = Recorder(), Log()
-    deliver([recorder, log], [(step, RECORD, [ALARM] if step == 1 else []) for step in range(100)])
-    assert log.steps.tolist() == list(range(100)) and log.alerts == [ALARM]
+    deliver([recorder, log], [(step, RECORD, [EVENT] if step == 1 else []) for step in range(100)])
+    assert log.steps.tolist() == list(range(100)) and log.alerts == [EVENT]
     writes = [(f"write {step}", "tapax-monitor") for step in range(100)]
     assert recorder.calls == [*writes[:2], ("alert 7",), *writes[2:], ("close",)]
 
@@ -231,7 +231,7 @@ def test_records_are_delivered_in_order_on_a_thread_of_their_own():
 def test_a_sink_that_fails_is_dropped_with_one_warning(method):
     bad, good, log = Recorder({method}), Recorder(), Log()
     with pytest.warns(UserWarning, match="The sink") as caught:
-        deliver([bad, good, log], [(step, RECORD, [ALARM] * (step == 1)) for step in range(5)])
+        deliver([bad, good, log], [(step, RECORD, [EVENT] * (step == 1)) for step in range(5)])
     (message,) = (str(w.message) for w in caught)
     assert message.startswith("The sink <tests.test_sinks.Recorder object at")
     assert "gets no more records; the training goes on" in message

@@ -36,11 +36,11 @@ Functions that return a result at once (`activation_patching`, `linear_probe` ..
 call. To use one many times, give it a jitted `fn`, or put it into a jitted function.
 """
 
-from tapax.attribute._gradients import grad_cam, integrated_gradients, saliency
 from tapax.attribute._interventions import ablate, steer
+from tapax.attribute._linear_probe import Probe, linear_probe
 from tapax.attribute._patching import activation_patching, attribution_patching, path_patching
-from tapax.attribute._probe import Probe, linear_probe
-from tapax.attribute._stream import direct_logit_attribution, logit_lens
+from tapax.attribute._residual_stream import direct_logit_attribution, logit_lens
+from tapax.attribute._saliency import grad_cam, integrated_gradients, saliency
 
 __all__ = [
     "Probe",

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import tapax
+from tapax._api.capture import capture
+from tapax._api.edit import edit
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import check
 from tapax._sites.site import Site
-from tapax.attribute._rows import arguments, bare, compiled, fits
+from tapax.attribute._compilation import arguments, compile_method, is_broadcastable
+from tapax.attribute._visits import drop_steps
 
 
 def steer(
@@ -26,6 +28,7 @@ def steer(
 
     Turner et al., Activation Addition, 2023 (arXiv:2308.10248).
 
+    >>> import tapax
     >>> f = lambda x: tapax.sow(x, "h").sum(-1)
     >>> steered = lambda s: steer(f, {"h": jnp.array([1.0, 0.0])}, s)(jnp.zeros((3, 2)))
     >>> jax.vmap(steered)(jnp.array([0.0, 2.0])).tolist()
@@ -38,7 +41,7 @@ def steer(
         push = strength * jnp.asarray(vector)
 
         def add(x: Any, site: Site) -> Any:
-            if not fits(push.shape, x.shape):
+            if not is_broadcastable(push.shape, x.shape):
                 raise SiteError(
                     f"A vector of shape {list(push.shape)} cannot be added to the site "
                     f"{site.name!r}, marked at {site.source}, whose values have the shape "
@@ -48,7 +51,7 @@ def steer(
 
         return add
 
-    return tapax.edit(fn, {site: adding(vector) for site, vector in vectors.items()})
+    return edit(fn, {site: adding(vector) for site, vector in vectors.items()})
 
 
 def ablate(
@@ -71,6 +74,7 @@ def ablate(
     Wang et al., Interpretability in the Wild, 2022 (arXiv:2211.00593) for the mean; Chan et al.,
     Causal Scrubbing, 2022, for resampling.
 
+    >>> import tapax
     >>> f = lambda x: tapax.sow(x, "h")
     >>> ablate(f, "h", "mean")(jnp.array([1.0, 3.0])).tolist()
     [2.0, 2.0]
@@ -80,13 +84,13 @@ def ablate(
     if how not in ("zero", "mean", "resample"):
         raise ValueError(f"`how` is 'zero', 'mean' or 'resample', but is {how!r}.")
     if how == "zero":
-        return tapax.edit(fn, [(check(sites, "sites"), jnp.zeros_like)])
+        return edit(fn, [(check(sites, "sites"), jnp.zeros_like)])
     if how == "resample" and key is None and reference is None:
         raise ValueError(
             "how='resample' needs a random key, to draw other examples with: "
             "key=jax.random.key(0); or examples to take: reference=."
         )
-    run = compiled(_replaced, fn, bare(sites), how, axis)
+    run = compile_method(_replace_values, fn, drop_steps(sites), how, axis)
     given = None if reference is None else arguments(reference)
 
     @functools.wraps(fn, updated=())
@@ -96,10 +100,10 @@ def ablate(
     return ablated
 
 
-def _replaced(
+def _replace_values(
     fn: Any, sites: Any, how: str, axis: int, reference: Any, key: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    captured = tapax.capture(fn, values=sites, grads=None)
+    captured = capture(fn, values=sites, grads=None)
     taps = captured(*args, **kwargs)[1]
     source = taps if reference is None else captured(*reference)[1]
     edits = []
@@ -116,16 +120,18 @@ def _replaced(
             raise SiteError(f"The site {site.name!r} is not reached with the reference.")
         at = _batch_axis(site, value, axis)
         new = (
-            _mean(others, at) if how == "mean" else _drawn(others, value, at, site, key, reference)
+            _mean(others, at)
+            if how == "mean"
+            else _draw_examples(others, value, at, site, key, reference)
         )
-        if not fits(new.shape, value.shape):
+        if not is_broadcastable(new.shape, value.shape):
             raise SiteError(
                 f"The values of the site {site.name!r}, marked at {site.source}, have the shape "
                 f"{list(others.shape)} with the reference, but {list(value.shape)} here."
             )
         new = jnp.broadcast_to(new, value.shape).astype(value.dtype)
         edits.append((f"{site.path}@{site.call}", new))
-    return tapax.edit(fn, edits)(*args, **kwargs)
+    return edit(fn, edits)(*args, **kwargs)
 
 
 def _batch_axis(site: Site, value: Any, axis: int) -> int:
@@ -142,7 +148,7 @@ def _mean(others: Any, at: int) -> Any:
     return jnp.mean(others, at, keepdims=True)
 
 
-def _drawn(others: Any, value: Any, at: int, site: Site, key: Any, reference: Any) -> Any:
+def _draw_examples(others: Any, value: Any, at: int, site: Site, key: Any, reference: Any) -> Any:
     count, wanted = others.shape[at], value.shape[at]
     if key is None:
         return others

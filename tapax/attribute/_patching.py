@@ -15,19 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-import tapax
+from tapax._api.capture import capture
+from tapax._api.cut import prefix, suffix
+from tapax._api.edit import edit
+from tapax._api.gradients import grad
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import check
-from tapax.attribute._rows import (
-    Row,
+from tapax.attribute._compilation import (
     arguments,
-    axis_of,
-    bare,
     check_alike,
     check_array,
-    compiled,
-    rows,
+    compile_method,
 )
+from tapax.attribute._visits import Visit, axis_of, drop_steps, find_visits
 
 
 def activation_patching(
@@ -49,16 +49,17 @@ def activation_patching(
     Meng et al., Locating and Editing Factual Associations in GPT, 2022 (arXiv:2202.05262);
     Heimersheim and Nanda, How to use and interpret activation patching, 2024 (arXiv:2404.15255).
 
+    >>> import tapax
     >>> f = lambda x: tapax.sow(x * 2, "h").sum()
     >>> activation_patching(f, jnp.ones((2, 1)), jnp.zeros((2, 1)), ["h"], [0, 1]).tolist()
     [[2.0, 2.0]]
     """
-    where, traced = _positions(positions)
-    run = compiled(_patched, fn, check(sites, "sites"), axis, batch_size, where)
-    return run(*_pair(clean, corrupt), traced)
+    where, traced = _parse_positions(positions)
+    run = compile_method(_patch_activations, fn, check(sites, "sites"), axis, batch_size, where)
+    return run(*_pair_arguments(clean, corrupt), traced)
 
 
-def _patched(
+def _patch_activations(
     fn: Any,
     sites: Any,
     axis: int,
@@ -68,13 +69,13 @@ def _patched(
     corrupt: Any,
     traced: Any,
 ) -> jax.Array:
-    _, there = tapax.capture(fn, values=bare(sites), grads=None)(*clean)
-    metric, here = tapax.capture(fn, values=bare(sites), grads=None)(*corrupt)
+    _, there = capture(fn, values=drop_steps(sites), grads=None)(*clean)
+    metric, here = capture(fn, values=drop_steps(sites), grads=None)(*corrupt)
     check_array(metric)
     made = []
-    for row in rows(sites, here):
-        rest = tapax.suffix(fn, row.at)
-        patches = _Patches(row, row.of(there), row.of(here), axis, where, traced)
+    for visit in find_visits(sites, here):
+        rest = suffix(fn, visit.at)
+        patches = _Patches(visit, visit.value_in(there), visit.value_in(here), axis, where, traced)
         made.append(patches.sweep(lambda value, rest=rest: rest(value, *corrupt), batch_size))
     return jnp.stack(made)
 
@@ -96,45 +97,46 @@ def attribution_patching(
     Nanda, Attribution Patching: Activation Patching At Industrial Scale, 2023; Syed et al.,
     Attribution Patching Outperforms Automated Circuit Discovery, 2023 (arXiv:2310.10348).
 
+    >>> import tapax
     >>> f = lambda x: (tapax.sow(x * 2, "h") ** 2).sum()
     >>> attribution_patching(f, jnp.zeros((2, 1)), jnp.ones((2, 1)), ["h"], [0, 1]).tolist()
     [[0.0, 0.0]]
     """
-    where, traced = _positions(positions)
-    run = compiled(_estimated, fn, check(sites, "sites"), axis, where)
-    return run(*_pair(clean, corrupt), traced)
+    where, traced = _parse_positions(positions)
+    run = compile_method(_estimate_patches, fn, check(sites, "sites"), axis, where)
+    return run(*_pair_arguments(clean, corrupt), traced)
 
 
-def _estimated(
+def _estimate_patches(
     fn: Any, sites: Any, axis: int, where: Any, clean: Any, corrupt: Any, traced: Any
 ) -> jax.Array:
-    _, there = tapax.capture(fn, values=bare(sites), grads=None)(*clean)
-    metric, here = tapax.capture(fn, values=bare(sites), grads=None)(*corrupt)
+    _, there = capture(fn, values=drop_steps(sites), grads=None)(*clean)
+    metric, here = capture(fn, values=drop_steps(sites), grads=None)(*corrupt)
     check_array(metric)
     metric = jnp.asarray(metric)
-    loss = tapax.grad(lambda weights, *args: jnp.sum(weights * fn(*args)), at=bare(sites))
+    loss = grad(lambda weights, *args: jnp.sum(weights * fn(*args)), at=drop_steps(sites))
     if metric.ndim == 0:
         grads = jax.tree.map(lambda g: g[None], loss(jnp.ones_like(metric), *corrupt))
     else:
         units = jnp.eye(metric.size, dtype=metric.dtype).reshape(-1, *metric.shape)
         grads = jax.vmap(lambda weights: loss(weights, *corrupt))(units)
     made = []
-    for row in rows(sites, here):
-        if row.site.name not in grads:
+    for visit in find_visits(sites, here):
+        if visit.site.name not in grads:
             raise SiteError(
-                f"There is no gradient by {row.where}: it cannot be differentiated, or the metric "
-                "does not depend on it."
+                f"There is no gradient by {visit.where}: it cannot be differentiated, or the "
+                "metric does not depend on it."
             )
-        a, b = row.of(there), row.of(here)
-        grad = grads[row.site.name] if row.step is None else grads[row.site.name][:, row.step]
-        effect = grad * (a - b)
-        patches = _Patches(row, a, b, axis, where, traced)
+        a, b = visit.value_in(there), visit.value_in(here)
+        slope = grads[visit.site.name]
+        effect = (slope if visit.step is None else slope[:, visit.step]) * (a - b)
+        patches = _Patches(visit, a, b, axis, where, traced)
         if patches.at is None:
             total = effect.sum(range(1, effect.ndim))
         else:
-            kept = axis_of(row, a, axis) + 1
+            kept = axis_of(visit, a, axis) + 1
             along = effect.sum([i for i in range(1, effect.ndim) if i != kept])
-            total = patches.checked(along[:, patches.at].T)
+            total = patches.mask_invalid(along[:, patches.at].T)
         made.append(metric + total.reshape(*total.shape[:-1], *metric.shape))
     return jnp.stack(made)
 
@@ -163,6 +165,7 @@ def path_patching(
     Wang et al., Interpretability in the Wild, 2022 (arXiv:2211.00593); Goldowsky-Dill et al.,
     Localizing Model Behavior with Path Patching, 2023 (arXiv:2304.05969).
 
+    >>> import tapax
     >>> def f(x):
     ...     a = tapax.sow(x, "a")
     ...     b = tapax.sow(2 * a, "b")
@@ -173,13 +176,15 @@ def path_patching(
     >>> path_patching(f, one, zero, "a", "c", frozen="b").tolist()
     [1.0]
     """
-    where, traced = _positions(positions)
+    where, traced = _parse_positions(positions)
     chosen = [check(s, n) for s, n in ((sender, "sender"), (receivers, "receivers"))]
-    run = compiled(_along, fn, *chosen, check(frozen, "frozen"), axis, batch_size, where)
-    return run(*_pair(clean, corrupt), traced)
+    run = compile_method(
+        _patch_paths, fn, *chosen, check(frozen, "frozen"), axis, batch_size, where
+    )
+    return run(*_pair_arguments(clean, corrupt), traced)
 
 
-def _along(
+def _patch_paths(
     fn: Any,
     sender: Any,
     receivers: Any,
@@ -191,40 +196,40 @@ def _along(
     corrupt: Any,
     traced: Any,
 ) -> jax.Array:
-    every = (*bare(sender, "sender"), *bare(receivers, "receivers"))
-    every = every if frozen is None else (*every, *bare(frozen, "frozen"))
-    _, there = tapax.capture(fn, values=bare(sender, "sender"), grads=None)(*clean)
-    metric, here = tapax.capture(fn, values=every, grads=None)(*corrupt)
+    every = (*drop_steps(sender, "sender"), *drop_steps(receivers, "receivers"))
+    every = every if frozen is None else (*every, *drop_steps(frozen, "frozen"))
+    _, there = capture(fn, values=drop_steps(sender, "sender"), grads=None)(*clean)
+    metric, here = capture(fn, values=every, grads=None)(*corrupt)
     check_array(metric)
-    ends = rows(receivers, here, "receivers")
-    others = [] if frozen is None else rows(frozen, here, "frozen")
-    others += [row for row in ends if not any(row.same(other) for other in others)]
+    ends = find_visits(receivers, here, "receivers")
+    others = [] if frozen is None else find_visits(frozen, here, "frozen")
+    others += [visit for visit in ends if not any(visit.is_same(other) for other in others)]
 
-    def effect(start: Row, value: Any) -> Any:
+    def effect(start: Visit, value: Any) -> Any:
         seen = []
         for end in ends:
-            held = [row for row in others if not (row.same(start) or row.same(end))]
-            edits = [(row.at, row.of(here)) for row in held]
-            edited = tapax.edit(fn, [*edits, (start.at, value)])
-            seen.append((end.at, tapax.prefix(edited, end.at)(*corrupt)))
-        return tapax.edit(fn, seen)(*corrupt)
+            held = [visit for visit in others if not (visit.is_same(start) or visit.is_same(end))]
+            edits = [(visit.at, visit.value_in(here)) for visit in held]
+            edited = edit(fn, [*edits, (start.at, value)])
+            seen.append((end.at, prefix(edited, end.at)(*corrupt)))
+        return edit(fn, seen)(*corrupt)
 
     made = []
-    for start in rows(sender, here, "sender"):
-        if any(start.same(end) for end in ends):
+    for start in find_visits(sender, here, "sender"):
+        if any(start.is_same(end) for end in ends):
             raise SiteError(f"There is no path: {start.where}, is both a sender and a receiver.")
-        patches = _Patches(start, start.of(there), start.of(here), axis, where, traced)
+        patches = _Patches(start, start.value_in(there), start.value_in(here), axis, where, traced)
         made.append(patches.sweep(lambda value, start=start: effect(start, value), batch_size))
     return jnp.stack(made)
 
 
-def _pair(clean: Any, corrupt: Any) -> tuple[Any, Any]:
+def _pair_arguments(clean: Any, corrupt: Any) -> tuple[Any, Any]:
     clean, corrupt = arguments(clean), arguments(corrupt)
     check_alike(clean, corrupt)
     return clean, corrupt
 
 
-def _positions(given: Any) -> tuple[tuple[int, ...] | None, Any]:
+def _parse_positions(given: Any) -> tuple[tuple[int, ...] | None, Any]:
     """The positions, as numbers if they are known, else as an array."""
     if given is None:
         return None, None
@@ -243,15 +248,15 @@ def _positions(given: Any) -> tuple[tuple[int, ...] | None, Any]:
 
 
 class _Patches:
-    """The corrupt value of a row with the clean one in its place, at each of some positions."""
+    """The corrupt value of a visit, replaced by the clean one, at each of some positions."""
 
-    def __init__(self, row: Row, clean: Any, corrupt: Any, axis: int, where: Any, traced: Any):
+    def __init__(self, visit: Visit, clean: Any, corrupt: Any, axis: int, where: Any, traced: Any):
         self._clean, self._corrupt = clean, corrupt
         self.at: Any = None
         self._valid: Any = None
         if where is None and traced is None:
             return
-        self._axis = axis_of(row, clean, axis)
+        self._axis = axis_of(visit, clean, axis)
         size = clean.shape[self._axis]
         if traced is not None:
             self._valid = (traced >= -size) & (traced < size)
@@ -261,7 +266,7 @@ class _Patches:
         wrong = [i for i in where if not -size <= i < size]
         if wrong:
             raise SiteError(
-                f"The position {wrong[0]} is out of range: {row.where}, has values of shape "
+                f"The position {wrong[0]} is out of range: {visit.where}, has values of shape "
                 f"{list(clean.shape)}, so {size} positions along axis {axis}."
             )
         self.at = np.asarray(where) % size
@@ -277,10 +282,10 @@ class _Patches:
             return rest(jnp.where(places == position, self._clean, self._corrupt))
 
         if batch_size is None:
-            return self.checked(jax.vmap(patched)(jnp.asarray(self.at)))
-        return self.checked(jax.lax.map(patched, jnp.asarray(self.at), batch_size=batch_size))
+            return self.mask_invalid(jax.vmap(patched)(jnp.asarray(self.at)))
+        return self.mask_invalid(jax.lax.map(patched, jnp.asarray(self.at), batch_size=batch_size))
 
-    def checked(self, out: Any) -> Any:
+    def mask_invalid(self, out: Any) -> Any:
         """Makes what comes of a traced position that is out of range no number."""
         if self._valid is None or not jnp.issubdtype(out.dtype, jnp.inexact):
             return out

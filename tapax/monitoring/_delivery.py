@@ -1,8 +1,8 @@
-"""Delivery: hands what a monitor found to its sinks, on a thread of its own, in order.
+"""Delivery: passes the reports of a monitor to its sinks, in order, on a thread of its own.
 
-Nothing that happens there stops the training. A sink that fails is dropped, with one warning; what
-it has written before stays. `close` waits until everything is delivered, and closes the sinks. So
-does the end of the interpreter, and the end of the monitor if nobody closed it.
+No error in that thread stops the training. A sink that fails is dropped, with one warning; what it
+has written before stays. `close` waits until everything is delivered, and closes the sinks. So do
+the end of the interpreter, and the end of a monitor that nobody closed.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tapax.monitoring._log import Alarm, Record
+from tapax.monitoring._records import AlertEvent, Record
 
-Found = tuple[int, Record, Iterable[Alarm]]
-"""A step, its record, and its alarms."""
+Report = tuple[int, Record, Iterable[AlertEvent]]
+"""A step, its record, and the alerts that went off."""
 
 _unfinished: set[Delivery] = set()
 
 
 class Delivery:
-    """A queue of what was found, and the thread that works it off.
+    """A queue of reports, and the thread that delivers them.
 
-    `put` takes a function, called on that thread, that fetches what was found. If it raises, that
-    is warned of once, and `on_error` is called.
+    `put` takes a function that fetches a report, and is called on that thread. If it raises, the
+    thread warns once, and calls `on_error`.
     """
 
     def __init__(self, sinks: Sequence[Callable[..., Any]], on_error: Callable[[], None]):
         self._sinks = list(sinks)
         self._on_error = on_error
         # Its `put` may be called by the garbage collector, in the midst of another.
-        self._queue: queue.SimpleQueue[Callable[[], Found] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], Report] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="tapax-monitor", daemon=True)
         _unfinished.add(self)
         # What is registered last is called first: before JAX, and what the sinks use, is shut down.
@@ -43,16 +43,16 @@ class Delivery:
         atexit.register(_finish)
         self._thread.start()
 
-    def put(self, fetch: Callable[[], Found]) -> None:
-        """Has something delivered; returns at once."""
+    def put(self, fetch: Callable[[], Report]) -> None:
+        """Deliver a report later; return at once."""
         self._queue.put(fetch)
 
     def end(self) -> None:
-        """Has the sinks closed after what was put before; returns at once."""
+        """Close the sinks after all reports put so far; return at once."""
         self._queue.put(None)
 
     def close(self) -> None:
-        """Has the sinks closed, and waits for it."""
+        """Close the sinks, and wait until they are closed."""
         self.end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -76,16 +76,16 @@ class Delivery:
             self._try(sink, "close")
         _unfinished.discard(self)
 
-    def _deliver(self, found: Found) -> None:
-        step, record, alarms = found
+    def _deliver(self, found: Report) -> None:
+        step, record, alerts = found
         for sink in list(self._sinks):
             if self._try(sink, "", step, record):
-                for alarm in alarms:
-                    if not self._try(sink, "alert", alarm):
+                for event in alerts:
+                    if not self._try(sink, "alert", event):
                         break
 
     def _try(self, sink: Any, method: str, *args: Any) -> bool:
-        """Calls a sink, or a method that it may have. Whether it is still there."""
+        """Call a sink, or a method that it may have; False if the sink was dropped."""
         call = getattr(sink, method, None) if method else sink
         try:
             if call is not None:
@@ -104,7 +104,7 @@ class Delivery:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns from the thread; where warnings are errors, there is nobody to catch one."""
+    """Warn from the thread; where warnings are errors, nothing would catch one."""
     try:
         warnings.warn(message, category, stacklevel=2)
     except Exception:

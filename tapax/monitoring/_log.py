@@ -1,6 +1,6 @@
-"""`Log`: what a monitored run wrote down, by step and by name.
+"""`Log`: the records of a monitored run, by step and by name.
 
-A *record* is what one watched step gave: a dict of numbers by names such as
+A *record* has the numbers of one watched step: a dict of numbers by names such as
 `GPT/blocks/3/mlp/value_rms` and `GPT/blocks/3/mlp/grad_norm`. The name of a site comes first, then
 `value` or `grad`, then the statistic. A site in a scan has a number for each iteration,
 `GPT/blocks/mlp[3]/value_rms`. A number is a float, an array (one for each unit), or a `Histogram`.
@@ -19,36 +19,12 @@ A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Iterator
 
 import numpy as np
 
 from tapax._sites.errors import nearest
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Histogram:
-    """How many numbers lie between each edge and the next."""
-
-    counts: np.ndarray
-    edges: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Alarm:
-    """What an alert found: the step, the layer, the statistic and its number, and a sentence."""
-
-    step: int
-    site: str
-    stat: str
-    number: float
-    message: str
-
-
-Number: TypeAlias = "float | np.ndarray | Histogram"
-Record: TypeAlias = "Mapping[str, Number]"
+from tapax.monitoring._records import AlertEvent, Histogram, Number, Record
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,15 +54,15 @@ class Log:
     def __init__(self) -> None:
         self._records: list[tuple[int, dict[str, Number]]] = []
         self._names: dict[str, None] = {}
-        self.alerts: list[Alarm] = []
+        self.alerts: list[AlertEvent] = []
 
     def __call__(self, step: int, record: Record) -> None:
         self._names.update(dict.fromkeys(record))
         self._records.append((int(step), dict(record)))
 
-    def alert(self, alarm: Alarm) -> None:
-        """Adds what an alert found."""
-        self.alerts.append(alarm)
+    def alert(self, event: AlertEvent) -> None:
+        """Add an alert that went off."""
+        self.alerts.append(event)
 
     @property
     def steps(self) -> np.ndarray:
@@ -131,20 +107,4 @@ class Log:
     def __repr__(self) -> str:
         from tapax.monitoring._trend import log_table
 
-        return log_table(self)
-
-
-def open(path: str | os.PathLike[str]) -> Log:
-    """Reads a log that a sink wrote: a `.jsonl` file, a `.parquet` or `.safetensors` folder.
-
-    What a run that was killed, or a disk that filled up, left half-written is left out, with a
-    warning.
-    """
-    from tapax.monitoring._parts import read
-
-    log = Log()
-    for step, record, alarms in read(path):
-        if record is not None:
-            log(step, record)
-        log.alerts += alarms
-    return log
+        return log_table(list(self), self.names, len(self.alerts))

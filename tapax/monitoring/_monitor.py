@@ -41,11 +41,19 @@ from tapax._results.site_table import SiteTable
 from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, name_of
 from tapax._walk.plan import Plan
-from tapax.monitoring import sink as sinks
-from tapax.monitoring._delivery import Delivery, Found, warn
-from tapax.monitoring._log import Alarm
-from tapax.monitoring._numbers import Asked, Slot, ask, layout, numbered, read
-from tapax.monitoring.alert import Alert, AlertWarning, Limit
+from tapax.monitoring._delivery import Delivery, Report, warn
+from tapax.monitoring._readings import (
+    Reading,
+    ResultLabels,
+    StatisticRequest,
+    label_results,
+    make_requests,
+    pair_reducers,
+    read_numbers,
+)
+from tapax.monitoring._records import AlertEvent
+from tapax.monitoring.alert import AlertRule, AlertWarning, Limit
+from tapax.monitoring.sink import To, make
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,8 +71,8 @@ def monitor(
     every: int = 100,
     values: Any = EVERYTHING,
     grads: Any = EVERYTHING,
-    to: sinks.To = None,
-    alerts: Alert | Sequence[Alert] = (),
+    to: To = None,
+    alerts: AlertRule | Sequence[AlertRule] = (),
     modules: Any = True,
 ) -> Monitor[P, R]:
     """The train step `step`, watched on every n-th call.
@@ -74,17 +82,17 @@ def monitor(
     reducer stands for the root mean square.
 
     `to` says where the numbers go: a sink, a function of a step and a record, a path, or a list of
-    these: see `tapax.sink`. `alerts` are what to warn of: see `tapax.alert`.
+    these: see `tapax.sink`. `alerts` are rules by which to warn: see `tapax.alert`.
     """
     check_function(step, "monitor")
-    return Monitor(step, _every(every), values, grads, to, _alerts(alerts), modules)
+    return Monitor(step, _check_every(every), values, grads, to, _list_rules(alerts), modules)
 
 
 class Monitor(Generic[P, R]):
     """A step that is watched: see `monitor`.
 
-    `step_number` is the number of its next call, and may be set, when a run is continued. `alarms`
-    are those raised so far. `close`, or the end of a `with` block, waits for what was found to be
+    `step_number` is the number of its next call, and may be set, when a run is continued. `alerts`
+    are those that went off so far. `close`, or the end of a `with` block, waits for reports to be
     delivered, and closes the sinks; the step can be called on, without being watched.
     """
 
@@ -95,27 +103,28 @@ class Monitor(Generic[P, R]):
         values: Any,
         grads: Any,
         to: Any,
-        alerts: Sequence[Alert],
+        alerts: Sequence[AlertRule],
         modules: Any,
     ):
         functools.update_wrapper(self, step, updated=())
-        limits = [(i, limit) for i, alert in enumerate(alerts) for limit in alert.limits]
-        asked = [
-            one
+        recorded = [
+            request
             for kind, selection in (("value", values), ("grad", grads))
-            for one in numbered(kind, list(ask(kind, selection, reduce.rms)))
+            for request in make_requests(kind, list(pair_reducers(kind, selection, reduce.rms)))
         ]
-        watched = [
-            (Asked(x.kind, x.selection, x.reducer, x.reducer.name, f"{x.kind}#a{i}"), (alert, x))
-            for i, (alert, x) in enumerate(limits)
+        pairs = [(rule, limit) for rule, alert in enumerate(alerts) for limit in alert.limits]
+        limits = {f"{x.kind}#a{i}": (rule, x) for i, (rule, x) in enumerate(pairs)}
+        requests = recorded + [
+            StatisticRequest(x.kind, x.selection, x.reducer, x.reducer.name, key)
+            for key, (_, x) in limits.items()
         ]
-        if not asked and not watched:
+        if not requests:
             raise ValueError(
                 "There is nothing to monitor: `values` and `grads` are None, and no alert is given."
             )
         plan = Plan.make(
             *(
-                [a.mapping for a in (*asked, *(a for a, _ in watched)) if a.kind == kind]
+                [request.mapping for request in requests if request.kind == kind]
                 for kind in ("value", "grad")
             ),
             modules=modules,
@@ -124,11 +133,11 @@ class Monitor(Generic[P, R]):
         self.step_number = 0
         self._step = step
         self._every = every
-        self._copy = TransformedFunction(step, _Watching(plan))
+        self._copy = TransformedFunction(step, _MonitorTransform(plan))
         self._ran = False
-        self._reader = _Reader(asked, watched)
+        self._reader = _Reader(requests, limits)
         # Last, so that nothing is left open if an argument is wrong.
-        self._delivery = Delivery(sinks.make(to), self._reader.stop)
+        self._delivery = Delivery(make(to), self._reader.stop)
         weakref.finalize(self, self._delivery.end).atexit = False
 
     def __repr__(self) -> str:
@@ -175,9 +184,9 @@ class Monitor(Generic[P, R]):
         self._delivery.put(functools.partial(self._reader.read, number, taps))
 
     @property
-    def alarms(self) -> list[Alarm]:
-        """What the alerts have found so far; all of it, once the monitor is closed."""
-        return list(self._reader.alarms)
+    def alerts(self) -> list[AlertEvent]:
+        """The alerts that went off so far; all of them, once the monitor is closed."""
+        return list(self._reader.alerts)
 
     def close(self) -> None:
         """Waits until everything is delivered, and closes the sinks."""
@@ -192,7 +201,7 @@ class Monitor(Generic[P, R]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Watching(Transform):
+class _MonitorTransform(Transform):
     """Returns what the plan selects, and computes nothing else."""
 
     plan: Plan
@@ -218,71 +227,69 @@ class _Watching(Transform):
 
 
 class _Reader:
-    """Makes numbers of what was captured, on the thread of the delivery.
+    """Turns captures into reports, on the thread of the delivery.
 
-    It does not know the monitor, which may be gone when the last numbers come.
+    It has no reference to the monitor, which may be gone when the last capture comes.
     """
 
-    def __init__(self, asked: list[Asked], watched: list[tuple[Asked, tuple[int, Limit]]]):
+    def __init__(self, requests: list[StatisticRequest], limits: dict[str, tuple[int, Limit]]):
         self.off = False
-        self.alarms: list[Alarm] = []
-        self._asked = asked
-        self._watched = {a.key: of for a, of in watched}
-        self._all = [*asked, *(a for a, _ in watched)]
-        self._slots: dict[SiteTable, list[Slot]] = {}
-        self._lasting: set[tuple[str, str]] = set()
+        self.alerts: list[AlertEvent] = []
+        self._requests, self._limits = requests, limits
+        self._labels: dict[SiteTable, list[ResultLabels]] = {}
+        self._beyond: set[tuple[str, str]] = set()
         self._warned: set[tuple[int, str]] = set()
 
     def stop(self) -> None:
         self.off = True
 
-    def read(self, step: int, taps: Taps) -> Found:
+    def read(self, step: int, taps: Taps) -> Report:
         values, grads, valid = jax.device_get((taps.values, taps.grads, taps.valid))
-        slots = self._slots.get(taps.sites)
-        if slots is None:
-            slots = self._slots[taps.sites] = layout(self._all, taps.sites)
-        readings = list(read(slots, {**values, **grads}, valid))
-        record = {r.name: r.number for r in readings if r.asked.key not in self._watched}
-        alarms = self._look(step, [r for r in readings if r.asked.key in self._watched])
-        return step, record, alarms
+        labels = self._labels.get(taps.sites)
+        if labels is None:
+            labels = self._labels[taps.sites] = label_results(self._requests, taps.sites)
+        readings = list(read_numbers(labels, {**values, **grads}, valid))
+        record = {r.name: r.number for r in readings if r.request.key not in self._limits}
+        alerts = self._check(step, [r for r in readings if r.request.key in self._limits])
+        return step, record, alerts
 
-    def _look(self, step: int, readings: Any) -> list[Alarm]:
-        """The alarms of a step: those of what has begun."""
-        begun: list[tuple[int, Alarm]] = []
-        lasting: set[tuple[str, str]] = set()
+    def _check(self, step: int, readings: Sequence[Reading]) -> list[AlertEvent]:
+        """The alerts that go off at a step: those of numbers that were within limits before."""
+        begun: list[tuple[int, AlertEvent]] = []
+        beyond: set[tuple[str, str]] = set()
         for reading in readings:
-            alert, limit = self._watched[reading.asked.key]
+            rule, limit = self._limits[reading.request.key]
             if reading.stat != limit.stat:
                 continue
-            alarm = limit.alarm(step, reading.label, reading.number)
-            if alarm is None:
+            event = limit.check(step, reading.label, reading.number)
+            if event is None:
                 continue
-            lasting.add((reading.asked.key, reading.label))
-            if (reading.asked.key, reading.label) not in self._lasting:
-                begun.append((alert, alarm))
-        self._lasting = lasting
-        found = [alarm for _, alarm in begun]
-        self.alarms += found
+            beyond.add((reading.request.key, reading.label))
+            if (reading.request.key, reading.label) not in self._beyond:
+                begun.append((rule, event))
+        self._beyond = beyond
+        found = [event for _, event in begun]
+        self.alerts += found
         self._warn(begun)
         return found
 
-    def _warn(self, begun: list[tuple[int, Alarm]]) -> None:
-        """Warns once for each alert and layer; of all that an alert found in a step, at once."""
-        new: dict[int, list[Alarm]] = {}
-        for alert, alarm in begun:
-            if (alert, alarm.site) not in self._warned:
-                self._warned.add((alert, alarm.site))
-                new.setdefault(alert, []).append(alarm)
+    def _warn(self, begun: list[tuple[int, AlertEvent]]) -> None:
+        """Warn once for each rule and layer, with one warning for all layers of a step."""
+        new: dict[int, list[AlertEvent]] = {}
+        for rule, event in begun:
+            if (rule, event.site) not in self._warned:
+                self._warned.add((rule, event.site))
+                new.setdefault(rule, []).append(event)
         for first, *others in new.values():
             more = ""
             if others:
-                names = ", ".join(alarm.site for alarm in others[:5])
+                names = ", ".join(event.site for event in others[:5])
                 rest = f" and {len(others) - 5} more" if len(others) > 5 else ""
                 more = f" So it is with {names}{rest}."
             warn(first.message + more, AlertWarning)
 
 
-def _every(every: Any) -> int:
+def _check_every(every: Any) -> int:
     try:
         number = operator.index(every)
     except TypeError:
@@ -296,9 +303,9 @@ def _every(every: Any) -> int:
     return number
 
 
-def _alerts(alerts: Any) -> list[Alert]:
-    several = [alerts] if isinstance(alerts, Alert) else alerts
-    if isinstance(several, (list, tuple)) and all(isinstance(a, Alert) for a in several):
+def _list_rules(alerts: Any) -> list[AlertRule]:
+    several = [alerts] if isinstance(alerts, AlertRule) else alerts
+    if isinstance(several, (list, tuple)) and all(isinstance(a, AlertRule) for a in several):
         return list(several)
     raise TypeError(
         f"`alerts` must be alerts of tapax.alert, such as tapax.alert.nonfinite(), but is "

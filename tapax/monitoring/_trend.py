@@ -1,4 +1,4 @@
-"""Tables of a log: how each number began, where it is, and the way it took."""
+"""Tables of a log: the first and the last number of every name, and the trend between."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from tapax.monitoring._log import Log, Number
+from tapax.monitoring._records import Number, Record
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -42,7 +40,7 @@ def summary(number: Number | None) -> float:
         return float(np.sum(np.asarray(number.counts) @ middle) / total) if total else math.nan
 
 
-def spark(numbers: Sequence[float], width: int = 16) -> str:
+def sparkline(numbers: Sequence[float], width: int = 16) -> str:
     """A line of bars: some numbers, or the means of as many parts of them as there is room for."""
     if not width:
         return ""
@@ -72,25 +70,20 @@ def _bar(x: float, low: float, high: float) -> str:
     return BARS[min(7, int(8 * ((x - low) / (high - low))))]
 
 
-def show(x: float) -> str:
-    """A number in a table."""
-    return f"{x:.3g}"
-
-
-def log_table(log: Log, rows: int = 60) -> str:
+def log_table(
+    records: Sequence[tuple[int, Record]], names: Sequence[str], alerts: int, rows: int = 60
+) -> str:
     """The first, the last and the trend of every name."""
-    what = f"{len(log)} records" if len(log) != 1 else "1 record"
-    if len(log):
-        steps = log.steps
-        what += f", steps {steps[0]} to {steps[-1]}"
-    if log.alerts:
-        what += f", {len(log.alerts)} alarms" if len(log.alerts) != 1 else ", 1 alarm"
-    names = log.names
+    what = f"{len(records)} records" if len(records) != 1 else "1 record"
+    if records:
+        what += f", steps {records[0][0]} to {records[-1][0]}"
+    if alerts:
+        what += f", {alerts} alerts" if alerts != 1 else ", 1 alert"
     left = len(names) - rows if len(names) > rows else 0
     shown = names if not left else [*names[: rows // 2], *names[-(rows // 2) :]]
     table = Table("name", "first", "last", "trend", title=what)
     numbers: dict[str, list[float]] = {name: [] for name in shown}
-    for _, record in log:
+    for _, record in records:
         for name in shown:
             if name in record:
                 numbers[name].append(summary(record[name]))
@@ -99,11 +92,11 @@ def log_table(log: Log, rows: int = 60) -> str:
             table.add_row(f"... {left} more ...", "", "", "")
         row = numbers[name]
         # A name may hold brackets, which are no markup.
-        table.add_row(Text(name), show(row[0]), show(row[-1]), spark(row))
+        table.add_row(Text(name), f"{row[0]:.3g}", f"{row[-1]:.3g}", sparkline(row))
     return render(table)
 
 
-def split(name: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
     """The site and the statistic in a name: `Net/mlp/value_rms` is ("Net/mlp", "value rms")."""
     site, _, stat = name.rpartition("/")
     for kind in ("value", "grad"):
@@ -116,7 +109,7 @@ def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
     """A row for each site, a column for each statistic: its last number, and its trend."""
     rows: dict[str, dict[str, Sequence[float]]] = {}
     for name, numbers in history.items():
-        site, stat = split(name)
+        site, stat = split_name(name)
         rows.setdefault(site, {})[stat] = numbers
     stats = list(dict.fromkeys(stat for row in rows.values() for stat in row))
     stats.sort(key=lambda stat: stat.startswith("grad"))
@@ -125,6 +118,6 @@ def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
     for stat in stats:
         table.add_column(stat, no_wrap=True)
     for site, row in rows.items():
-        cells = (f"{show(row[s][-1])} {spark(row[s], width)}" if s in row else "" for s in stats)
+        cells = (f"{row[s][-1]:.3g} {sparkline(row[s], width)}" if s in row else "" for s in stats)
         table.add_row(Text(site), *cells)
     return table

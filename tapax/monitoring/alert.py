@@ -1,12 +1,12 @@
-"""Alerts: what a monitor is to warn of, by layer.
+"""Alerts: rules by which a monitor warns, layer by layer.
 
 >>> import tapax
 >>> alerts = [tapax.alert.nonfinite(), tapax.alert.above("**", grad_norm=1e3), tapax.alert.dead()]
 
-An alert says what it has to know, and the monitor captures it, whether it is recorded or not. An
-alarm is raised when something begins, and not again before it has ended: it goes to
-`monitor.alarms`, to the sinks that have a method `alert`, and is warned about, once for each
-alert and layer.
+A rule names the statistics that it needs, and the monitor captures them, whether it records them or
+not. An alert goes off when a number passes its limit, and not again before the number is back: it
+is added to `monitor.alerts`, goes to the sinks that have a method `alert`, and warns, once for each
+rule and layer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import jax.numpy as jnp
 
 from tapax import reduce
 from tapax._sites.selections import Selection, check, flatten, is_exact, matches
-from tapax.monitoring._log import Alarm
+from tapax.monitoring._records import AlertEvent
 from tapax.reduce import Reducer
 
-__all__ = ["Alarm", "Alert", "AlertWarning", "above", "below", "dead", "nonfinite"]
+__all__ = ["AlertEvent", "AlertRule", "AlertWarning", "above", "below", "dead", "nonfinite"]
 
 
 class AlertWarning(UserWarning):
-    """What the warnings of alerts are."""
+    """The category of the warnings of alerts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,94 +41,94 @@ class Limit:
     reducer: Reducer
     limit: float = 0.0
 
-    def wrong(self, number: float) -> str | None:
-        """What is wrong with a number, as the end of a sentence on it."""
+    def fault(self, number: float) -> str | None:
+        """The fault of a number, as the end of a sentence about it; None if it has none."""
         raise NotImplementedError
 
-    def alarm(self, step: int, label: str, number: Any) -> Alarm | None:
-        """The alarm that the number of a site at a step is cause for."""
+    def check(self, step: int, label: str, number: Any) -> AlertEvent | None:
+        """The alert that goes off for the number of a site at a step, if any."""
         number = float(number)
-        wrong = self.wrong(number)
-        if wrong is None:
+        fault = self.fault(number)
+        if fault is None:
             return None
-        message = f"step {step}: {self._what(label)} {wrong}."
-        return Alarm(step, label, f"{self.kind}_{self.stat}", number, message)
+        message = f"step {step}: {self._what(label)} {fault}."
+        return AlertEvent(step, label, f"{self.kind}_{self.stat}", number, message)
 
     def _what(self, label: str) -> str:
         return f"the {'gradient' if self.kind == 'grad' else 'value'} of {label} has"
 
 
 class _Nonfinite(Limit):
-    def wrong(self, number: float) -> str | None:
+    def fault(self, number: float) -> str | None:
         if not number:
             return None
         return f"{number:.0f} number{' that is' if number == 1 else 's that are'} NaN or Inf"
 
 
 class _Above(Limit):
-    def wrong(self, number: float) -> str | None:
+    def fault(self, number: float) -> str | None:
         if number <= self.limit:
             return None
-        return f"{self.stat} {_against(number, 'above', self.limit)}"
+        return f"{self.stat} {_compare(number, 'above', self.limit)}"
 
 
 class _Below(Limit):
-    def wrong(self, number: float) -> str | None:
+    def fault(self, number: float) -> str | None:
         if number >= self.limit:
             return None
-        return f"{self.stat} {_against(number, 'below', self.limit)}"
+        return f"{self.stat} {_compare(number, 'below', self.limit)}"
 
 
 class _Dead(Limit):
-    def wrong(self, number: float) -> str | None:
+    def fault(self, number: float) -> str | None:
         if number < self.limit:
             return None
         return f"{100 * number:.3g}% dead units, zero in the whole batch"
 
 
-def _against(number: float, how: str, limit: float) -> str:
+def _compare(number: float, how: str, limit: float) -> str:
     if math.isnan(number):
         return f"nan, which cannot be told to be within the limit of {limit:g}"
     return f"{number:.4g}, {how} the limit of {limit:g}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Alert:
-    """What to warn of: some limits, any of which may be passed."""
+class AlertRule:
+    """A rule that goes off when any of its limits is passed."""
 
     limits: tuple[Limit, ...]
 
 
-def nonfinite(at: Selection = "**") -> Alert:
+def nonfinite(at: Selection = "**") -> AlertRule:
     """Values and gradients that have a NaN or an Inf in them."""
     at = check(at, "at")
-    both = (("value", at), ("grad", _if_any(at)))
-    return Alert(tuple(_Nonfinite(kind, x, "nonfinite", reduce.nonfinite) for kind, x in both))
+    both = (("value", at), ("grad", _make_optional(at)))
+    return AlertRule(tuple(_Nonfinite(kind, x, "nonfinite", reduce.nonfinite) for kind, x in both))
 
 
-def above(at: Selection, /, **limits: float) -> Alert:
+def above(at: Selection, /, **limits: float) -> AlertRule:
     """Statistics above a limit: `above("**", grad_norm=1e3, value_rms=50.0)`.
 
     A keyword is `value_` or `grad_` and the name of a reducer, or `min` or `max`. A NaN is above
     any limit.
     """
-    return Alert(tuple(_limits("above", _Above, at, limits)))
+    return AlertRule(tuple(_make_limits("above", _Above, at, limits)))
 
 
-def below(at: Selection, /, **limits: float) -> Alert:
+def below(at: Selection, /, **limits: float) -> AlertRule:
     """Statistics below a limit: `below("**/mlp", grad_rms=1e-12)`. A NaN is below any limit."""
-    return Alert(tuple(_limits("below", _Below, at, limits)))
+    return AlertRule(tuple(_make_limits("below", _Below, at, limits)))
 
 
-def dead(fraction: float = 0.9, at: Selection = "**") -> Alert:
+def dead(fraction: float = 0.9, at: Selection = "**") -> AlertRule:
     """Values of which at least this fraction of units, along the last axis, is zero everywhere."""
     number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
     if not number or not 0 < fraction <= 1:
         raise ValueError(f"`fraction` must be a number above 0 and at most 1, but is {fraction!r}.")
-    return Alert((_Dead("value", check(at, "at"), "dead", _DEAD, float(fraction)),))
+    return AlertRule((_Dead("value", check(at, "at"), "dead", _DEAD, float(fraction)),))
 
 
-def _if_any(at: Selection) -> Selection:
+def _make_optional(at: Selection) -> Selection:
     """The same sites, none of which must have a gradient, as one that is named must."""
     return tuple(functools.partial(matches, p) if is_exact(p) else p for p in flatten(at))
 
@@ -153,7 +153,7 @@ _STATS: dict[str, Reducer] = {
 _PAIRED = {"cosine": reduce.cosine, "update_ratio": reduce.update_ratio}
 
 
-def _limits(
+def _make_limits(
     function: str, made: type[Limit], at: Selection, limits: dict[str, float]
 ) -> Iterator[Limit]:
     at = check(at, "at")

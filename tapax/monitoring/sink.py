@@ -5,8 +5,8 @@ A sink is any function of a step and a record, a dict of numbers by name:
 >>> import tapax
 >>> tapax.monitor(lambda x: x, to=lambda step, record: print(step, record)).close()
 
-It is called by a thread of its own, one record after the other. If it has a method `alert`, that is
-given each `Alarm`; if it has a method `close`, that is called in the end. One that raises is
+A thread calls it, one record after the other. It may have a method `alert`, which the thread calls
+with each `AlertEvent`, and a method `close`, which it calls in the end. A sink that raises is
 dropped, with a warning; the training goes on.
 
 `to=` also takes a path, `"run.jsonl"`, `"run.parquet"` or `"run.safetensors"`, which `tapax.open`
@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from tapax.monitoring._files import JsonLines, Parts, plain
-from tapax.monitoring._log import Alarm, Histogram, Number, Record
-from tapax.monitoring._parts import Parquet, Safetensors
+from tapax.monitoring._json_lines import JsonLines
+from tapax.monitoring._part_folder import Parquet, Safetensors
+from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,12 +43,12 @@ def jsonl(path: str | os.PathLike[str]) -> JsonLines:
     return JsonLines(path)
 
 
-def parquet(path: str | os.PathLike[str]) -> Parts:
+def parquet(path: str | os.PathLike[str]) -> Parquet:
     """A folder of Parquet files with a row for each number: step, name, value, counts, edges."""
     return Parquet(path)
 
 
-def safetensors(path: str | os.PathLike[str]) -> Parts:
+def safetensors(path: str | os.PathLike[str]) -> Safetensors:
     """A folder of safetensors files with an array for each name."""
     return Safetensors(path)
 
@@ -88,8 +88,8 @@ class table:
             self._live.start()
         self._live.update(sites_table(step, self._history), refresh=True)
 
-    def alert(self, alarm: Alarm) -> None:
-        self._console.print(alarm.message, style="bold red", markup=False, highlight=False)
+    def alert(self, event: AlertEvent) -> None:
+        self._console.print(event.message, style="bold red", markup=False, highlight=False)
 
     def close(self) -> None:
         from tapax.monitoring._trend import render, sites_table
@@ -109,7 +109,7 @@ class tensorboard:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._folder = str(folder)
-        made = _imported("tensorboardX", "tensorboard").SummaryWriter
+        made = _import_package("tensorboardX", "tensorboard").SummaryWriter
         try:
             self._writer = made(self._folder)
         except OSError as error:
@@ -122,7 +122,7 @@ class tensorboard:
         return f"tensorboard({self._folder!r})"
 
     def __call__(self, step: int, record: Record) -> None:
-        for name, number in _tags(record).items():
+        for name, number in _tag_numbers(record).items():
             if isinstance(number, Histogram):
                 self._histogram(name, number, step)
             elif isinstance(number, np.ndarray):
@@ -134,7 +134,7 @@ class tensorboard:
         self._writer.flush()
 
     def _histogram(self, name: str, found: Histogram, step: int) -> None:
-        edges, counts = _ended(found.edges), found.counts
+        edges, counts = _close_edges(found.edges), found.counts
         middle = (edges[:-1] + edges[1:]) / 2
         self._writer.add_histogram_raw(
             name,
@@ -148,8 +148,8 @@ class tensorboard:
             global_step=step,
         )
 
-    def alert(self, alarm: Alarm) -> None:
-        self._writer.add_text("alerts", alarm.message, alarm.step)
+    def alert(self, event: AlertEvent) -> None:
+        self._writer.add_text("alerts", event.message, event.step)
 
     def close(self) -> None:
         self._writer.close()
@@ -159,7 +159,7 @@ class wandb:
     """Weights & Biases: logs to `run`, or to the run that `wandb.init` began."""
 
     def __init__(self, run: Any = None):
-        self._wandb = _imported("wandb")
+        self._wandb = _import_package("wandb")
         self._run = run
         if run is None and self._wandb.run is None:
             raise RuntimeError(
@@ -173,24 +173,24 @@ class wandb:
     def __call__(self, step: int, record: Record) -> None:
         run = self._run or self._wandb.run
         # The user's own calls of wandb.log count steps too, and wandb's must not go back.
-        run.log({"monitor/step": step, **{n: self._shown(x) for n, x in plain(record).items()}})
+        run.log({"monitor/step": step, **{n: self._shown(x) for n, x in as_floats(record).items()}})
 
     def _shown(self, number: Number) -> Any:
         if isinstance(number, Histogram):
-            return self._wandb.Histogram(np_histogram=(number.counts, _ended(number.edges)))
+            return self._wandb.Histogram(np_histogram=(number.counts, _close_edges(number.edges)))
         if isinstance(number, np.ndarray):
             return self._wandb.Histogram(number[np.isfinite(number)])
         return number
 
-    def alert(self, alarm: Alarm) -> None:
-        (self._run or self._wandb.run).alert(title=alarm.site, text=alarm.message)
+    def alert(self, event: AlertEvent) -> None:
+        (self._run or self._wandb.run).alert(title=event.site, text=event.message)
 
 
 class mlflow:
     """MLflow: logs the numbers to the active run. Histograms and arrays as their means."""
 
     def __init__(self) -> None:
-        self._mlflow = _imported("mlflow")
+        self._mlflow = _import_package("mlflow")
         # The active run is that of a thread, and records are written by another one.
         self._run = (self._mlflow.active_run() or self._mlflow.start_run()).info.run_id
 
@@ -200,14 +200,14 @@ class mlflow:
     def __call__(self, step: int, record: Record) -> None:
         from tapax.monitoring._trend import summary
 
-        numbers = {name: summary(x) for name, x in _tags(record).items()}
+        numbers = {name: summary(x) for name, x in _tag_numbers(record).items()}
         self._mlflow.log_metrics(numbers, step=step, run_id=self._run)
 
-    def alert(self, alarm: Alarm) -> None:
-        self._mlflow.MlflowClient().set_tag(self._run, f"alert.{alarm.step}", alarm.message)
+    def alert(self, event: AlertEvent) -> None:
+        self._mlflow.MlflowClient().set_tag(self._run, f"alert.{event.step}", event.message)
 
 
-def _ended(edges: np.ndarray) -> np.ndarray:
+def _close_edges(edges: np.ndarray) -> np.ndarray:
     """Edges that can be drawn: a bin without an end is made as wide as its neighbour."""
     edges = edges.copy()
     if not np.isfinite(edges[-1]):
@@ -217,13 +217,15 @@ def _ended(edges: np.ndarray) -> np.ndarray:
     return edges
 
 
-def _tags(record: Record) -> dict[str, Number]:
+def _tag_numbers(record: Record) -> dict[str, Number]:
     """A record with names for those who take no brackets in one: `mlp[3,0]` is `mlp.3.0`."""
     dots = str.maketrans({"[": ".", "]": None, ",": ".", ":": ".", "@": ".", "~": "."})
-    return {re.sub(r"[^-/\w.]", "_", name.translate(dots)): x for name, x in plain(record).items()}
+    return {
+        re.sub(r"[^-/\w.]", "_", name.translate(dots)): x for name, x in as_floats(record).items()
+    }
 
 
-def _imported(package: str, extra: str | None = None) -> Any:
+def _import_package(package: str, extra: str | None = None) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -243,7 +245,7 @@ def make(to: To) -> list[Sink]:
     if to is None:
         return []
     if isinstance(to, (str, os.PathLike)):
-        return [_by_name(to)]
+        return [_make_sink(to)]
     if isinstance(to, type):
         raise TypeError(f"`to` was given the class {to.__name__}: make a sink of it by calling it.")
     if callable(to):
@@ -256,7 +258,7 @@ def make(to: To) -> list[Sink]:
     )
 
 
-def _by_name(to: str | os.PathLike[str]) -> Sink:
+def _make_sink(to: str | os.PathLike[str]) -> Sink:
     if to == "table":
         return table()
     known = _PATHS.get(Path(to).suffix)

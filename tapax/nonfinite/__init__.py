@@ -1,6 +1,6 @@
-"""The search for the first NaN or infinity: `find_nonfinite`, and what it finds."""
+"""The search for the first NaN or infinity: `find_nonfinite` and its `Finding`."""
 
 from tapax.nonfinite._finding import Finding, Range
-from tapax.nonfinite._search import find_nonfinite, searching
+from tapax.nonfinite._search import find_nonfinite
 
-__all__ = ["Finding", "Range", "find_nonfinite", "searching"]
+__all__ = ["Finding", "Range", "find_nonfinite"]

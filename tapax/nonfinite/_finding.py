@@ -1,4 +1,4 @@
-"""What `find_nonfinite` returns, and how it is printed."""
+"""`Finding`, which `find_nonfinite` returns, and its printed form."""
 
 from __future__ import annotations
 

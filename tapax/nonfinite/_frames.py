@@ -15,22 +15,23 @@ CLASS, _HERE = 2**28, 2**20
 MADE, GIVEN, NAN, REMOTE, INF, _NOTHING = range(6)
 NONE = _NOTHING * CLASS
 Origin = int | None
-"""The place of a value's origin in its frame; None for a value that can have no bad element."""
+"""The index of a value's origin in its frame; None for a value that can have no bad element."""
+Origins = list[Origin]
 _SOURCES = 4
 
 
-def made(kind: int, number: int) -> int:
-    """The origin of what happens in a frame at an equation."""
+def origin_at(kind: int, number: int) -> int:
+    """The origin of a value made by an equation of the frame."""
     return kind * CLASS + _HERE + number
 
 
-def handed(kind: int, place: int) -> int:
-    """The origin of what a frame is handed, by its place in time."""
+def input_origin(kind: int, place: int) -> int:
+    """The origin of an input of a frame, by its place in time."""
     return kind * CLASS + place
 
 
-def read(origin: int) -> tuple[int, int | None, int]:
-    """The class of an origin, the number of its equation, and its place if it was handed in."""
+def decode_origin(origin: int) -> tuple[int, int | None, int]:
+    """The class of an origin, the number of its equation, and its place if it is an input."""
     kind, low = divmod(origin, CLASS)
     return (kind, None, low) if low < _HERE else (kind, low - _HERE, 0)
 
@@ -51,11 +52,11 @@ def badness(x: Any) -> Any:
     return NOT_A_NUMBER - lax.reduce_min(lax.add(*numbers), tuple(range(x.ndim)))
 
 
-class Frame:
-    """What happens in one run of a body: origins, and tables of what came out of frames within.
+class OriginFrame:
+    """The origins of the values in one run of a body, and the tables of the frames within.
 
-    `axes` are the axes of the mesh over which things differ here, `typed` those of them that types
-    tell; `width` is that of a row. If it is `strict`, NaNs made of infinite constants count.
+    `axes` are the mesh axes over which values differ here, `typed` those that types record;
+    `width` is the width of a row. If `strict`, NaNs made of infinite constants count.
     """
 
     def __init__(
@@ -73,16 +74,16 @@ class Frame:
         self._pending: list[tuple[list[int], Any, int]] = []
         self._count = 1
 
-    def within(self) -> Frame:
+    def loop_frame(self) -> OriginFrame:
         """A frame for the body of a loop here."""
-        return Frame(self.width - 2, self.strict, self.axes, self.typed)
+        return OriginFrame(self.width - 2, self.strict, self.axes, self.typed)
 
-    def fork(self) -> Frame:
+    def inline_frame(self) -> OriginFrame:
         """A frame for a body that is part of this one."""
-        return Frame(self.width, self.strict, self.axes, self.typed)
+        return OriginFrame(self.width, self.strict, self.axes, self.typed)
 
-    def same(self, x: Any) -> Any:
-        """`x` in the type that all rows and origins have here."""
+    def vary(self, x: Any) -> Any:
+        """`x` as varying over the mesh axes, the type of all rows and origins here."""
         return _jax.with_varying(x, self.typed)
 
     def add(self, sources: Sequence[Origin], bad: Any, here: int) -> int:
@@ -98,22 +99,22 @@ class Frame:
         self._count += 1
         return self._count - 1
 
-    def known(self, origins: Any) -> list[int]:
-        """Origins that are known already, a vector of them."""
+    def add_known(self, origins: Any) -> list[int]:
+        """Add a vector of origins that are known already."""
         self._solve()
         self._solved.append(origins)
         self._count += origins.shape[0]
         return list(range(self._count - origins.shape[0], self._count))
 
-    def packed(self, origins: Sequence[Origin]) -> Any:
-        """Some origins as one vector of numbers."""
+    def pack(self, origins: Sequence[Origin]) -> Any:
+        """Gather some origins into one vector."""
         self._solve()
         places = np.asarray([o or 0 for o in origins], np.int32)
         return self._solved[0][places]
 
     def _solve(self) -> None:
         if not self._pending:
-            self._solved = [jnp.concatenate([self.same(x) for x in self._solved])]
+            self._solved = [jnp.concatenate([self.vary(x) for x in self._solved])]
             return
         pending, self._pending = self._pending, []
         start, count = self._count - len(pending), len(pending)
@@ -121,9 +122,9 @@ class Frame:
         for i, (sources, _, _) in enumerate(pending):
             table[i, : len(sources)] = sources
         here = np.asarray([h for _, _, h in pending], np.int32)
-        worst = jnp.stack([self.same(jnp.asarray(bad, np.int32)) for _, bad, _ in pending])
+        worst = jnp.stack([self.vary(jnp.asarray(bad, np.int32)) for _, bad, _ in pending])
         # What a NaN that was made of a constant infinity leaves out of account.
-        limit = jnp.where(worst == NOT_A_NUMBER, handed(INF, 0), NONE).astype(np.int32)
+        limit = jnp.where(worst == NOT_A_NUMBER, input_origin(INF, 0), NONE).astype(np.int32)
         limit = limit if self.strict else _none(count)
 
         def one(carry: Any, x: Any) -> Any:
@@ -135,28 +136,28 @@ class Frame:
             origins = lax.dynamic_update_index_in_dim(origins, new, place, 0)
             return (origins, place + 1), None
 
-        known = [self.same(x) for x in self._solved]
-        origins = jnp.concatenate([*known, self.same(_none(count))])
-        items = tuple(map(self.same, (table, limit, worst == FINE, here)))
+        known = [self.vary(x) for x in self._solved]
+        origins = jnp.concatenate([*known, self.vary(_none(count))])
+        items = tuple(map(self.vary, (table, limit, worst == FINE, here)))
         (origins, _), _ = lax.scan(one, (origins, np.int32(start)), items)
         self._solved = [origins]
 
-    def lowest(self) -> Any:
+    def earliest_made(self) -> Any:
         """The first of all origins here of what was made, whether or not it is of use."""
         self._solve()
         (origins,) = self._solved
-        return jnp.where(origins < handed(GIVEN, 0), origins, NONE).min()[None]
+        return jnp.where(origins < input_origin(GIVEN, 0), origins, NONE).min()[None]
 
     def rows(self, origins: Any) -> Any:
         """The rows of a vector of origins: those of the tables, where they are in one."""
         own = jnp.pad(origins[:, None], ((0, 0), (0, self.width - 1)))
         if not self.slots:
             return own
-        tables = jnp.concatenate([self.same(t) for t in self.tables])
+        tables = jnp.concatenate([self.vary(t) for t in self.tables])
         match = (origins % CLASS - _HERE)[:, None] == np.asarray(self.slots, np.int32)
         return jnp.where(match.any(1)[:, None], _picked(match, tables), own)
 
-    def results(self, number: int, rows: Any) -> list[int]:
+    def add_results(self, number: int, rows: Any) -> list[int]:
         """The origins, here, of what comes out of the frame of an equation, given by their rows."""
         from_inside = rows[:, 0] % CLASS == _HERE + number
         rank = ranks(rows)
@@ -165,11 +166,11 @@ class Frame:
         self.slots += [number + 1 + i for i in range(count)]
         match = rank[None, :] == np.arange(count, dtype=np.int32)[:, None]
         self.tables.append(_picked(match, rows))
-        return self.known(origins)
+        return self.add_known(origins)
 
 
-class Handed:
-    """What a frame is handed: the rows of it, and the origins that stand for them inside."""
+class FrameInputs:
+    """The inputs of a frame: their rows outside, and the origins that replace them inside."""
 
     def __init__(self, rows: Any):
         self.rows = rows
@@ -177,10 +178,10 @@ class Handed:
         kind = rows[:, 0] // CLASS
         self.origins = jnp.where(kind == _NOTHING, NONE, kind * CLASS + self.rank)
 
-    def leaving(
-        self, frame: Frame, origins: Any, number: int, iteration: Any, device: Any = None
+    def rows_outside(
+        self, frame: OriginFrame, origins: Any, number: int, iteration: Any, device: Any = None
     ) -> Any:
-        """The rows outside of the frame for origins in it."""
+        """The rows, outside of the frame, of origins inside it."""
         inner = frame.rows(origins)
         kind, low = origins // CLASS, origins % CLASS
         count, width = inner.shape[0], inner.shape[1] + 2
@@ -188,7 +189,7 @@ class Handed:
         when = jnp.broadcast_to(iteration, (count, 1))
         devices = inner[:, -1:] if device is None else inner[:, -1:] * DEVICES + device
         own = jnp.concatenate([around, when, inner[:, :-1], devices], 1)
-        out = jnp.where((kind == _NOTHING)[:, None], nowhere(count, width), own)
+        out = jnp.where((kind == _NOTHING)[:, None], finite_rows(count, width), own)
         if not self.rows.shape[0]:
             return out
         mine = (kind != _NOTHING) & (low < _HERE)
@@ -199,7 +200,7 @@ DEVICES = 4096
 """More than a mesh has. A row has the number of a device, then that of one in a mesh within."""
 
 
-def nowhere(count: int, width: int) -> Any:
+def finite_rows(count: int, width: int) -> Any:
     """Rows of values that are finite."""
     rows = np.zeros((count, width), np.int32)
     rows[:, 0] = NONE
@@ -226,6 +227,6 @@ def ranks(rows: Any) -> Any:
     return jnp.sum(_before(rows[None, :], rows[:, None]), 1, dtype=jnp.int32)
 
 
-def sooner(a: Any, b: Any) -> Any:
+def earlier_rows(a: Any, b: Any) -> Any:
     """The earlier of two rows, for each of several."""
     return jnp.where(_before(b, a)[..., None], b, a)

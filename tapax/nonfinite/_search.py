@@ -13,7 +13,7 @@ True
 Three compiled passes. The first is the function as it is, and one flag: whether a result is bad.
 That is all that is paid if none is. The second carries an origin with every value (`_origins`), and
 gives one place: an equation, and the iterations around it. The third measures that equation there
-(`_probe`).
+(`_measurement`).
 
 A value that is masked, as by `where`, or swallowed, as by `1 / inf`, is no finding, nor is a
 constant such as the `-inf` of a mask. The NaN of `inf - inf` is one. An argument that is not finite
@@ -48,22 +48,26 @@ from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
 from tapax._sites.errors import name_of
 from tapax._walk.plan import Plan
-from tapax.nonfinite import _bodies  # noqa: F401  (rows of a table)
+from tapax.nonfinite._control_flow import OriginSearch
+from tapax.nonfinite._equation_numbers import (
+    EquationNumbers,
+    NumberedEquation,
+    frame_body,
+    is_inexact,
+)
 from tapax.nonfinite._finding import Finding, Range
-from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, read
-from tapax.nonfinite._layout import Layout, Step, checked, frame_body
-from tapax.nonfinite._origins import Search
-from tapax.nonfinite._place import (
-    Every,
-    Given,
+from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, decode_origin
+from tapax.nonfinite._measurement import EquationRun, Measurement, measure
+from tapax.nonfinite._source_location import (
+    ArgumentArray,
+    EveryOperation,
     argument_name,
     counterpart,
     is_marked,
     line_of,
     mapped_axes,
-    transforms,
+    transformations,
 )
-from tapax.nonfinite._probe import Probe, Target, measured
 
 P = ParamSpec("P")
 
@@ -77,7 +81,7 @@ def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P,
     check_function(fn, "find_nonfinite")
     if not isinstance(masked, bool):
         raise TypeError(f"`masked` must be True or False, but is {masked!r}.")
-    search = searching(fn, masked)
+    search = NonfiniteSearch(fn, masked)
 
     @functools.wraps(fn, updated=())
     def find(*args: P.args, **kwargs: P.kwargs) -> Finding | None:
@@ -86,14 +90,9 @@ def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P,
     return find
 
 
-def searching(fn: Callable[..., Any], masked: bool = False) -> Searching:
-    """A search for what `fn` returns that is not finite."""
-    return Searching(fn, _Finding(Plan.make(None, None), masked))
-
-
 @dataclasses.dataclass(frozen=True)
-class _Finding(Transform):
-    """Finds the first bad value of the results; objects stay as they are."""
+class _NonfiniteTransform(Transform):
+    """Finds the first bad value of the results; updates no object."""
 
     plan: Plan
     masked: bool
@@ -102,23 +101,25 @@ class _Finding(Transform):
         return extra
 
 
-class Searching(TransformedFunction):
-    """A function whose first bad value is looked for. The results are not returned.
+class NonfiniteSearch(TransformedFunction):
+    """A search for the first value that is not finite in what `fn` returns.
 
-    `given` are arrays to look at in the place of those of the arguments, as they once were.
+    `inputs`, if given, are the arrays to search on instead of those among the arguments.
     """
 
-    given: Sequence[Any] | None = None
+    def __init__(self, fn: Callable[..., Any], masked: bool = False):
+        super().__init__(fn, _NonfiniteTransform(Plan.make(None, None), masked))
+        self.inputs: Sequence[Any] | None = None
 
     def find(self, args: Any, kwargs: Any) -> Finding | None:
-        """What is found for a call."""
+        """Search a call of the function; nothing is updated."""
         place = self((), args, kwargs)
-        if isinstance(place, Given):
+        if isinstance(place, ArgumentArray):
             name = argument_name(self.fn, args, kwargs, place)
-            return _of_value("argument", name, place.now)
+            return _describe_value("argument", name, place.searched)
         if place is None or isinstance(place, Finding):
             return place
-        return place.told(self.fn, args, kwargs)
+        return place.describe(self.fn, args, kwargs)
 
     def arrays(self, args: Any, kwargs: Any) -> list[Any]:
         """The arrays among the arguments, those in objects included."""
@@ -140,30 +141,30 @@ class Searching(TransformedFunction):
 
     def _run(self, call: FunctionCall, operands: Any) -> Any:
         found = super()._run(call, operands)
-        if not isinstance(found, _Argument):
+        if not isinstance(found, _ArgumentIndex):
             return found
         needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())
         signature, arrays = split(self.fn, call.arguments, needed)
         paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(call.arguments)]
-        keys = signature.traced(paths)[found.place]
-        now = arrays if self.given is None else self.given
-        return Given(keys, arrays[found.place], now[found.place])
+        keys = signature.traced(paths)[found.index]
+        searched = arrays if self.inputs is None else self.inputs
+        return ArgumentArray(keys, arrays[found.index], searched[found.index])
 
     def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         passes = _Passes(program, self._job.masked)  # pyright: ignore[reportAttributeAccessIssue]
 
         def run(operands: Any, *arrays: Any) -> Any:
             del operands
-            return None, passes(*(arrays if self.given is None else self.given))
+            return None, passes(*(arrays if self.inputs is None else self.inputs))
 
         return program, None, run
 
 
 @dataclasses.dataclass(frozen=True)
-class _Argument:
-    """The first bad value is one of the arguments."""
+class _ArgumentIndex:
+    """The index of an argument, among all arrays, that is the first bad value."""
 
-    place: int
+    index: int
 
 
 class _Passes:
@@ -177,11 +178,11 @@ class _Passes:
         def flag(*arrays: Any) -> Any:
             with internal_operations():
                 outs = jaxpr_as_fun(plain)(*arrays)
-                return [jnp.isfinite(x).all() for x in outs if checked(jax.typeof(x))]
+                return [jnp.isfinite(x).all() for x in outs if is_inexact(jax.typeof(x))]
 
         self._flag = jax.jit(flag)
         self._search = {m: jax.jit(functools.partial(self._run, m)) for m in (False, True)}
-        self._probes: dict[Any, Any] = {}
+        self._measurements: dict[Any, Any] = {}
 
     def __call__(self, *arrays: Any) -> Any:
         if not self.masked and all(map(bool, jax.device_get(self._flag(*arrays)))):
@@ -191,35 +192,35 @@ class _Passes:
             # It came from another device, where it went no further.
             row = self._row(True, arrays) or row
         if row is None:
-            return None if self.masked else self._unexplained(arrays)
-        return self._located(row, arrays)
+            return None if self.masked else self._report_unexplained(arrays)
+        return self._locate(row, arrays)
 
     def _run(self, masked: bool, *arrays: Any) -> Any:
         with internal_operations():
-            return Search(self.jaxpr, masked).run(arrays)
+            return OriginSearch(self.jaxpr, masked).run(arrays)
 
     def _row(self, masked: bool, arrays: Sequence[Any]) -> list[int] | None:
         row = np.asarray(self._search[masked](*arrays)).tolist()
         return None if row[0] >= NONE else row
 
-    def _located(self, row: list[int], arrays: Sequence[Any]) -> Any:
-        kind, number, place = read(row[0])
+    def _locate(self, row: list[int], arrays: Sequence[Any]) -> Any:
+        kind, number, place = decode_origin(row[0])
         if number is None:
-            return _Argument(place)
+            return _ArgumentIndex(place)
         consts = _jax.jaxpr_consts(self.jaxpr)
         if number < len(consts):
-            return _of_value("constant", "", consts[number])
-        layout, jaxpr = Layout(), self.jaxpr
-        numbers, times, frames, steps = [], [], [], []
+            return _describe_value("constant", "", consts[number])
+        known, jaxpr = EquationNumbers(), self.jaxpr
+        numbers, times, frames, path = [], [], [], []
         *keys, device = row
         constant = kind not in (MADE, REMOTE)
         for i in range(0, len(keys), 2):
-            kind, number, _ = read(keys[i])
+            kind, number, _ = decode_origin(keys[i])
             assert number is not None
-            found = layout.find(jaxpr, number, steps[-1].scopes if steps else ())
+            found = known.find(jaxpr, number, path[-1].scopes if path else ())
             if not found:  # an array that the function closes over
                 break
-            steps += found
+            path += found
             numbers.append(number)
             body = frame_body(found[-1].eqn)
             if body is None:
@@ -228,31 +229,31 @@ class _Passes:
             frames.append(found[-1].eqn)
             times.append(keys[i + 1])
             jaxpr = body
-        target = Target(tuple(numbers), tuple(times))
-        return _Place(self, target, tuple(steps), tuple(frames), device, constant, tuple(arrays))
+        run = EquationRun(tuple(numbers), tuple(times))
+        return _BadEquation(self, run, tuple(path), tuple(frames), device, constant, tuple(arrays))
 
-    def _unexplained(self, arrays: Sequence[Any]) -> Finding:
+    def _report_unexplained(self, arrays: Sequence[Any]) -> Finding:
         """A bad result that is finite once the program is compiled in another way."""
         outs = jax.jit(jaxpr_as_fun(strip(self.jaxpr)))(*arrays)
-        bad = [i for i, x in enumerate(outs) if checked(jax.typeof(x)) and _is_bad(x)]
+        bad = [i for i, x in enumerate(outs) if is_inexact(jax.typeof(x)) and _is_bad(x)]
         at = bad[0] if bad else 0
-        return _of_value("result", f"{at}", outs[at])
+        return _describe_value("result", f"{at}", outs[at])
 
-    def measure(self, target: Target, arrays: Sequence[Any]) -> Any:
-        if target not in self._probes:
-            probe = Probe(self.jaxpr, target)
+    def measure(self, target: EquationRun, arrays: Sequence[Any]) -> Any:
+        if target not in self._measurements:
+            measurement = Measurement(self.jaxpr, target)
 
             def run(*arrays: Any) -> Any:
                 with internal_operations():
-                    return probe.run(arrays)
+                    return measurement.run(arrays)
 
-            self._probes[target] = jax.jit(run)
-        return [np.asarray(x) for x in self._probes[target](*arrays)]
+            self._measurements[target] = jax.jit(run)
+        return [np.asarray(x) for x in self._measurements[target](*arrays)]
 
 
-def _of_value(operation: str, path: str, x: Any) -> Finding:
-    """The finding of a value that no operation made."""
-    _, ((nan, inf, first),) = map(np.asarray, measured([], [x]))
+def _describe_value(operation: str, path: str, x: Any) -> Finding:
+    """The finding for a value that no operation made."""
+    _, ((nan, inf, first),) = map(np.asarray, measure([], [x]))
     position = _position(first, jnp.shape(x))
     return Finding(
         path=path,
@@ -279,36 +280,39 @@ def _position(first: Any, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """An equation of a program, and when it made what is bad."""
+class _BadEquation:
+    """The equation that made the first bad value, and the run of it that did.
+
+    `path` has the equations around it, and it.
+    """
 
     passes: _Passes
-    target: Target
-    steps: tuple[Step, ...]
+    target: EquationRun
+    path: tuple[NumberedEquation, ...]
     frames: tuple[Any, ...]
     device: int
     constant: bool
     arrays: tuple[Any, ...]
 
-    def told(self, fn: Any, args: Any, kwargs: Any) -> Finding:
-        """The finding, for a call of a function."""
-        eqn = self.steps[-1].eqn
+    def describe(self, fn: Any, args: Any, kwargs: Any) -> Finding:
+        """Describe the equation to a user who called `fn`."""
+        eqn = self.path[-1].eqn
         coordinates = self._coordinates()
         place = tuple(coordinates.values())
         reals, counts = (x[place] for x in self.passes.measure(self.target, self.arrays))
         bad = [i for i, (nan, inf, _) in enumerate(counts) if nan + inf]
-        inexact = [i for i, v in enumerate(eqn.outvars) if checked(v.aval)]
+        inexact = [i for i, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
         which = (bad or inexact or [0])[0]
         nan, inf, first = counts[which].tolist()
         shape = eqn.outvars[which].aval.shape
         position = _position(first, shape)
-        marked = self._marked(fn, args, kwargs)
+        marked = self._find_marked(fn, args, kwargs)
         axes = () if marked is None else mapped_axes(marked, which)
         loops = [(e, t) for e, t in zip(self.frames, self.target.times, strict=True) if _is_loop(e)]
         return Finding(
-            path=path_in(self.steps[-1].scopes, ""),
+            path=path_in(self.path[-1].scopes, ""),
             operation="constant" if self.constant else _jax.kind_of(eqn),
-            source=line_of(self.steps),
+            source=line_of(self.path),
             phase=self._phase(marked),
             iterations=tuple(_index(e, t) for e, t in loops),
             loops=tuple(map(_loop_name, (e for e, _ in loops))),
@@ -338,16 +342,16 @@ class _Place:
             found.update(zip(order, map(int, np.unravel_index(here, sizes)), strict=True))
         return found
 
-    def _marked(self, fn: Any, args: Any, kwargs: Any) -> Step | None:
-        """The equation in the program with every operation marked, if that has more to say."""
-        if not transforms(self.steps) & {"jvp", "vmap"}:
+    def _find_marked(self, fn: Any, args: Any, kwargs: Any) -> NumberedEquation | None:
+        """Find it in the program with every operation marked, if a transformation made it."""
+        if not transformations(self.path) & {"jvp", "vmap"}:
             return None
-        plan = dataclasses.replace(Plan.make(None, None), values=Every())
-        program, _ = TransformedFunction(fn, _Finding(plan, False)).program(args, kwargs)
-        return counterpart(self.passes.jaxpr, self.steps[-1], program.jaxpr)
+        plan = dataclasses.replace(Plan.make(None, None), values=EveryOperation())
+        program, _ = TransformedFunction(fn, _NonfiniteTransform(plan, False)).program(args, kwargs)
+        return counterpart(self.passes.jaxpr, self.path[-1], program.jaxpr)
 
-    def _phase(self, marked: Step | None) -> str:
-        made_by = transforms(self.steps)
+    def _phase(self, marked: NumberedEquation | None) -> str:
+        made_by = transformations(self.path)
         if "transpose" in made_by:
             return "backward"
         # A derivative computes what it needs of the values while these are computed.

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from tapax.monitoring._log import Histogram
-from tapax.plot import _style as style
-from tapax.plot._numbers import Number, Statistic, on_log_axis
+import tapax.plot._style as style
+from tapax.monitoring._records import Histogram
+from tapax.plot._series import Number, Statistic, is_on_log_axis
 
 ROW, TALLEST = 0.24, 12.0
 """The height of a row in inches, and of all of them at most."""
@@ -29,7 +29,7 @@ def draw(
     used, ridged = set[str](), False
     for axis, (kind, stat) in zip(axes, shown, strict=True):
         numbers = found[kind, stat]
-        style.dress(axis, style.title_of(kind, stat))
+        style.dress_axes(axis, style.title_of(kind, stat))
         if any(isinstance(number, Histogram) for number in numbers.values()):
             used |= _ridges(axis, kind, rows, numbers)
             ridged = True
@@ -38,15 +38,15 @@ def draw(
         axis.tick_params(axis="y", length=0)
     _label_rows(axes[0], rows, row)
     axes[0].set_ylim(len(rows) - 0.4, -1.4 if ridged else -0.7)  # room for the first ridge
-    style.legend(figure, used)
+    style.draw_legend(figure, used)
     if note:
         figure.supxlabel(note, size=style.TEXT, color=style.MUTED)
     return figure
 
 
 def _label_rows(axis: Axes, rows: list[str], height: float) -> None:
-    common, labels = style.shortened(rows)
-    kept = style.thinned(rows, style.LINE / height)
+    common, labels = style.shorten_names(rows)
+    kept = style.pick_labelled_rows(rows, style.LINE / height)
     axis.set_yticks(kept, [labels[i] for i in kept], parse_math=False)
     axis.set_ylabel(f"{common}/…" if common else "", size=style.TEXT, color=style.MUTED)
 
@@ -56,19 +56,19 @@ def _dots(
 ) -> set[str]:
     places = [i for i, row in enumerate(rows) if row in numbers]
     xs = np.array([numbers[rows[i]] for i in places])
-    log, colour = on_log_axis(stat, xs), style.KINDS[kind]
-    style.limits(axis, "x", xs, log)
+    log, colour = is_on_log_axis(stat, xs), style.KINDS[kind]
+    style.set_limits(axis, "x", xs, log)
     seen = np.where([style.mark_of(x, log) is None for x in xs], xs, np.nan)
     at = dict(zip(places, seen, strict=True))
     # A line joins the same part of one layer after another, which differs least from it.
-    for group in style.parts(rows):
+    for group in style.group_parts(rows):
         joined = [i for i in group if i in at]
         line = [at[i] for i in joined]
         axis.plot(line, joined, color=style.tint(colour, 0.35), linewidth=0.9, zorder=2)
     size = 5.5 if len(rows) <= 60 else 3.5
     axis.plot(seen, places, "o", color=colour, markersize=size, label=f"{kind} {stat}", zorder=3)
     axis.set_xlabel(style.name_of(stat), size=style.TEXT, color=style.MUTED)
-    return style.mark(axis, "x", log, places, xs)
+    return style.mark_beyond_axis(axis, "x", log, places, xs)
 
 
 def _ridges(axis: Axes, kind: str, rows: list[str], numbers: Mapping[str, Any]) -> set[str]:
@@ -77,7 +77,9 @@ def _ridges(axis: Axes, kind: str, rows: list[str], numbers: Mapping[str, Any]) 
     for i, row in enumerate(rows):
         if row in numbers:
             # Up is down: rows are counted from above.
-            used |= style.ridge(axis, numbers[row], i + 0.3, -height, style.KINDS[kind], row, 2 + i)
-    along = style.ridge_axis(axis, numbers.values())
+            used |= style.add_ridge(
+                axis, numbers[row], i + 0.3, -height, style.KINDS[kind], row, 2 + i
+            )
+    along = style.set_ridge_axis(axis, numbers.values())
     axis.set_xlabel(along, size=style.TEXT, color=style.MUTED)
     return used

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from tapax.monitoring._log import Histogram
+from tapax.monitoring._records import Histogram
 
 KINDS = {"value": "#1f5fa8", "grad": "#7a3b96", "": "#3d4a54"}
 INK, MUTED, GUIDE, PAPER = "#1c2328", "#5b666e", "#e4e8eb", "#ffffff"
@@ -68,7 +68,7 @@ def new_figure(width: float, height: float) -> Plot:
     return Plot((width, height), dpi=100, facecolor=PAPER, layout="constrained")
 
 
-def dress(
+def dress_axes(
     axes: Axes, title: str = "", x: str = "", y: str = "", strong: bool = True, pad: float = 6.0
 ) -> None:
     """Gives axes their looks."""
@@ -106,7 +106,7 @@ def tint(colour: str, share: float) -> tuple[float, ...]:
     return tuple(share * a + (1 - share) * b for a, b in mixed)
 
 
-def legend(figure: FigureBase, names: Iterable[str]) -> None:
+def draw_legend(figure: FigureBase, names: Iterable[str]) -> None:
     """Names the marks that are used, above a figure."""
     names = dict.fromkeys(names)
     handles: list[Any] = [
@@ -126,7 +126,7 @@ def legend(figure: FigureBase, names: Iterable[str]) -> None:
         )
 
 
-def limits(axes: Axes, along: str, numbers: np.ndarray, log: bool) -> None:
+def set_limits(axes: Axes, along: str, numbers: np.ndarray, log: bool) -> None:
     """The limits of an axis, with room for the marks at its ends."""
     finite = numbers[np.isfinite(numbers) & ((numbers > 0) | (not log))]
     if log:
@@ -173,7 +173,7 @@ def mark_of(number: float, log: bool) -> str | None:
     return "zero" if log and number <= 0 else None
 
 
-def mark(
+def mark_beyond_axis(
     axes: Axes, along: str, log: bool, places: Iterable[float], numbers: np.ndarray
 ) -> set[str]:
     """Marks at the edge of the axes what has no place on the axis of the numbers; says what."""
@@ -222,7 +222,7 @@ def bins(histogram: Histogram) -> tuple[bool, np.ndarray, np.ndarray, tuple[floa
     return bool(log), inner, density / (density.max(initial=0.0) or 1.0), shares
 
 
-def ridge(
+def add_ridge(
     axes: Axes,
     histogram: Histogram,
     base: float,
@@ -263,7 +263,7 @@ def beyond(log: bool, edges: np.ndarray) -> list[tuple[float, float]]:
     ]
 
 
-def ridge_axis(axes: Axes, histograms: Iterable[Histogram]) -> str:
+def set_ridge_axis(axes: Axes, histograms: Iterable[Histogram]) -> str:
     """Sets the axis along which histograms lie; says what lies there."""
     drawn = [(log, edges, beyond(log, edges)) for log, edges, *_ in map(bins, histograms)]
     log = all(log for log, *_ in drawn)
@@ -274,7 +274,7 @@ def ridge_axis(axes: Axes, histograms: Iterable[Histogram]) -> str:
     return "magnitude" if log else "number"
 
 
-def shortened(names: Sequence[str], most: int = 30) -> tuple[str, list[str]]:
+def shorten_names(names: Sequence[str], most: int = 30) -> tuple[str, list[str]]:
     """What names begin with in common, and the names without it, long ones cut in the middle."""
     split = [name.split("/") for name in names]
     shared = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*split, strict=False))
@@ -283,17 +283,17 @@ def shortened(names: Sequence[str], most: int = 30) -> tuple[str, list[str]]:
         common = common[:-1]
     # What is all that the names have in common is a name too: that of the model.
     labels = ["/".join(parts[len(common) :] or parts[-1:]) for parts in split]
-    return "/".join(common), [elided(label, most) for label in labels]
+    return "/".join(common), [elide(label, most) for label in labels]
 
 
-def elided(label: str, most: int) -> str:
+def elide(label: str, most: int) -> str:
     if len(label) <= most:
         return label
     head = (most - 1) // 2
     return f"{label[:head]}…{label[head + 1 - most :]}"
 
 
-def thinned(names: Sequence[str], apart: float) -> list[int]:
+def pick_labelled_rows(names: Sequence[str], apart: float) -> list[int]:
     """Which of many rows get their label, `apart` rows from one another; outer modules first."""
     kept: list[int] = []
     depths = [name.count("/") for name in names]
@@ -303,7 +303,7 @@ def thinned(names: Sequence[str], apart: float) -> list[int]:
     return sorted(kept)
 
 
-def parts(names: Mapping[str, Any] | Sequence[str]) -> list[list[int]]:
+def group_parts(names: Mapping[str, Any] | Sequence[str]) -> list[list[int]]:
     """Rows that are the same part of one layer after another, `blocks/0/mlp`, `blocks/1/mlp`."""
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(names):

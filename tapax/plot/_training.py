@@ -12,23 +12,23 @@ from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import SubFigure
 from matplotlib.patheffects import withStroke
 
-from tapax.monitoring._log import Alarm, Histogram
-from tapax.plot import _style as style
-from tapax.plot._numbers import Number, Statistic, on_log_axis
+import tapax.plot._style as style
+from tapax.monitoring._records import AlertEvent, Histogram
+from tapax.plot._series import Number, Statistic, is_on_log_axis
 
 LINES, COLUMNS = 10, 400
 """How many layers are lines, and how many columns a heat map has, at most."""
 LAYERS, RIDGES = 4, 16
 """Of how many layers histograms are shown, and from how many records, at most."""
-ALARMS = 8
+ALERTS = 8
 
-Series = Mapping[str, Mapping[int, Number]]
+NumbersByRow = Mapping[str, Mapping[int, Number]]
 
 
 def draw(
-    found: Mapping[Statistic, Series],
+    found: Mapping[Statistic, NumbersByRow],
     shown: Sequence[Statistic],
-    alarms: Sequence[Alarm],
+    alerts: Sequence[AlertEvent],
     note: str,
 ) -> style.Plot:
     """A figure of the statistics that are shown."""
@@ -42,13 +42,13 @@ def draw(
         height = 2.6 if len(rows) <= LINES else min(1.0 + 0.2 * len(rows), 7.0)
         bands.append((height, (_scales, panels, rows)))
     bands += [(2.9, (_ridges, stat, found[stat])) for stat in ridged]
-    key = _key(alarms)
+    key = _key(alerts)
     figure = style.new_figure(10.0, sum(height for height, _ in bands) + 0.35 + 0.17 * len(key))
     parts = figure.subfigures(len(bands), 1, squeeze=False, height_ratios=[h for h, _ in bands])
     for part, (height, (drawn, *what)) in zip(parts[:, 0], bands, strict=True):
         part.set_facecolor(style.PAPER)
-        used |= drawn(part, *what) if drawn is _ridges else drawn(part, *what, alarms, height)
-    style.legend(figure, used)
+        used |= drawn(part, *what) if drawn is _ridges else drawn(part, *what, alerts, height)
+    style.draw_legend(figure, used)
     lines = [*key, *([note] if note else [])]
     if lines:
         figure.supxlabel(
@@ -62,23 +62,23 @@ def draw(
     return figure
 
 
-def _has_histograms(series: Series) -> bool:
+def _has_histograms(series: NumbersByRow) -> bool:
     return any(isinstance(n, Histogram) for by_step in series.values() for n in by_step.values())
 
 
 def _scales(
     part: SubFigure,
-    panels: Sequence[tuple[Statistic, Series]],
+    panels: Sequence[tuple[Statistic, NumbersByRow]],
     rows: list[str],
-    alarms: Sequence[Alarm],
+    alerts: Sequence[AlertEvent],
     height: float,
 ) -> set[str]:
     """One statistic: of values at the left, of gradients at the right."""
     axes = part.subplots(1, len(panels), squeeze=False)[0]
     used: set[str] = set()
     for axis, ((kind, stat), series) in zip(axes, panels, strict=True):
-        title, pad = style.title_of(kind, stat), 14.0 if alarms else 6.0
-        style.dress(axis, title, "step", style.name_of(stat), pad=pad)
+        title, pad = style.title_of(kind, stat), 14.0 if alerts else 6.0
+        style.dress_axes(axis, title, "step", style.name_of(stat), pad=pad)
         steps = sorted({step for by_step in series.values() for step in by_step})
         grid = np.full((len(rows), len(steps)), np.nan)
         there = np.zeros(grid.shape, bool)
@@ -86,12 +86,12 @@ def _scales(
         for i, row in enumerate(rows):
             for step, number in series.get(row, {}).items():
                 grid[i, column[step]], there[i, column[step]] = number, True
-        log = on_log_axis(stat, grid[there])
+        log = is_on_log_axis(stat, grid[there])
         if len(rows) <= LINES:
             used |= _lines(axis, np.array(steps), grid, there, log, rows)
         else:
             used |= _heat(part, axis, np.array(steps), grid, there, log)
-        _mark_alarms(axis, alarms, cased=len(rows) > LINES)
+        _mark_alerts(axis, alerts, cased=len(rows) > LINES)
     if len(rows) > LINES:
         _label_rows(axes, rows, height)
     elif len(rows) > 1:
@@ -103,20 +103,20 @@ def _lines(
     axis: Axes, steps: np.ndarray, grid: np.ndarray, there: np.ndarray, log: bool, rows: list[str]
 ) -> set[str]:
     used: set[str] = set()
-    style.limits(axis, "y", grid[there], log)
+    style.set_limits(axis, "y", grid[there], log)
     colours = style.by_depth(len(rows))
     for i, row in enumerate(rows):
         xs, ys = steps[there[i]], grid[i, there[i]]
         seen = np.where([style.mark_of(y, log) is None for y in ys], ys, np.nan)
         dots = "o" if len(xs) <= 40 else ""
         axis.plot(xs, seen, dots + "-", color=colours(i), lw=1.4, ms=2.5, label=row, zorder=3)
-        used |= style.mark(axis, "y", log, xs, ys)
+        used |= style.mark_beyond_axis(axis, "y", log, xs, ys)
     return used
 
 
 def _colour_key(part: SubFigure, axes: Any, rows: list[str]) -> None:
     """A colour bar that names the layers."""
-    common, labels = style.shortened(rows)
+    common, labels = style.shorten_names(rows)
     norm = BoundaryNorm(np.arange(len(rows) + 1) - 0.5, len(rows))
     mapped = ScalarMappable(norm, style.by_depth(len(rows)))
     bar = part.colorbar(mapped, ax=list(axes), ticks=range(len(rows)), aspect=30, pad=0.015)
@@ -187,8 +187,8 @@ def _edges(steps: np.ndarray) -> np.ndarray:
 
 
 def _label_rows(axes: Any, rows: list[str], height: float) -> None:
-    common, labels = style.shortened(rows, 26)
-    kept = style.thinned(rows, style.LINE / ((height - 0.8) / len(rows)))
+    common, labels = style.shorten_names(rows, 26)
+    kept = style.pick_labelled_rows(rows, style.LINE / ((height - 0.8) / len(rows)))
     axes[0].set_yticks(kept, [labels[i] for i in kept], parse_math=False)
     axes[0].set_ylabel(f"{common}/…" if common else "", size=style.TEXT, color=style.MUTED)
     for axis in axes[1:]:
@@ -197,23 +197,23 @@ def _label_rows(axes: Any, rows: list[str], height: float) -> None:
         axis.tick_params(axis="y", length=0)
 
 
-def _ridges(part: SubFigure, stat: Statistic, series: Series) -> set[str]:
+def _ridges(part: SubFigure, stat: Statistic, series: NumbersByRow) -> set[str]:
     """Histograms of a few layers, the first record on top."""
     picked = _spread(list(series), LAYERS)
-    common, labels = style.shortened(list(series), 24)
+    common, labels = style.shorten_names(list(series), 24)
     axes = part.subplots(1, len(picked), squeeze=False)[0]
     used: set[str] = set()
     for axis, row in zip(axes, picked, strict=True):
-        style.dress(axis, labels[list(series).index(row)], strong=False)
+        style.dress_axes(axis, labels[list(series).index(row)], strong=False)
         steps = _spread(list(series[row]), RIDGES)
         height = 0.8 if len(steps) <= 3 else 1.6
         colours = style.by_depth(len(steps))
         for i, step in enumerate(steps):
             histogram: Any = series[row][step]
-            used |= style.ridge(axis, histogram, i + 0.3, -height, colours(i), str(step), 2 + i)
+            used |= style.add_ridge(axis, histogram, i + 0.3, -height, colours(i), str(step), 2 + i)
         drawn: list[Any] = [series[row][step] for step in steps]
-        axis.set_xlabel(style.ridge_axis(axis, drawn), size=style.TEXT, color=style.MUTED)
-        kept = style.thinned([""] * len(steps), max(1.0, len(steps) / 9))
+        axis.set_xlabel(style.set_ridge_axis(axis, drawn), size=style.TEXT, color=style.MUTED)
+        kept = style.pick_labelled_rows([""] * len(steps), max(1.0, len(steps) / 9))
         axis.set_yticks(kept, [f"{steps[i]:,}" for i in kept])
         axis.set_ylim(len(steps) - 0.4, -height)
         axis.tick_params(axis="y", length=0)
@@ -236,32 +236,32 @@ def _spread(items: list[Any], most: int) -> list[Any]:
 _OF = ("site", "stat")
 
 
-def _key(alarms: Sequence[Alarm]) -> list[str]:
-    """What the numbers of the alarms stand for: all of a step have one."""
+def _key(alerts: Sequence[AlertEvent]) -> list[str]:
+    """Lines that explain the numbers of the alerts; all alerts of a step share a number."""
     lines = []
-    by_step: dict[int, list[Alarm]] = {}
-    for alarm in alarms:
-        by_step.setdefault(alarm.step, []).append(alarm)
+    by_step: dict[int, list[AlertEvent]] = {}
+    for alert in alerts:
+        by_step.setdefault(alert.step, []).append(alert)
     for number, (step, found) in enumerate(sorted(by_step.items()), 1):
         sites, stats = (list(dict.fromkeys(getattr(a, of) for a in found)) for of in _OF)
         more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
-        named = ", ".join(style.elided(site, 36) for site in sites[:3])
+        named = ", ".join(style.elide(site, 36) for site in sites[:3])
         lines.append(f"{number}  step {step:,}: {named}{more} ({', '.join(stats)})")
-    if len(lines) > ALARMS:
-        lines[ALARMS - 1 :] = [f"… and alarms at {len(lines) - ALARMS + 1} more steps"]
+    if len(lines) > ALERTS:
+        lines[ALERTS - 1 :] = [f"… and alerts at {len(lines) - ALERTS + 1} more steps"]
     return lines
 
 
-def _mark_alarms(axis: Axes, alarms: Sequence[Alarm], cased: bool) -> None:
-    """A line at each step with an alarm, and its number on top; close ones have theirs together.
+def _mark_alerts(axis: Axes, alerts: Sequence[AlertEvent], cased: bool) -> None:
+    """A line at each step with an alert, and its number on top; close ones have theirs together.
 
     In a heat map it has a white casing: it may cross a red field.
     """
-    steps = sorted({alarm.step for alarm in alarms})
+    steps = sorted({alert.step for alert in alerts})
     casing = [withStroke(linewidth=3, foreground=style.PAPER)] if cased else []
     looks: dict[str, Any] = {"color": style.BAD, "path_effects": casing, "zorder": 8}
     for number, step in enumerate(steps, 1):
-        axis.axvline(step, lw=1.0, ls=(0, (4, 2)), label=f"alarm {number}", **looks)
+        axis.axvline(step, lw=1.0, ls=(0, (4, 2)), label=f"alert {number}", **looks)
     low, high = axis.get_xlim()
     groups: list[list[int]] = []
     for number, step in enumerate(steps, 1):

@@ -1,9 +1,9 @@
-"""Numbers: what a monitor asks for, and how what comes back gets its names.
+"""Readings: the numbers that a monitor requests, and how they get their names.
 
-A monitor asks for many statistics at once, some for its records and some for its alerts, perhaps
-several of one site. `Asked` is one of them. Its result is found again by a key, that of a dict
-which its reducer returns: so a statistic of a value is never taken for one of a gradient, or for
-another of the same name.
+A monitor requests many statistics at once, some for its records and some for its alerts, perhaps
+several of one site. A `StatisticRequest` finds its result by a key: its reducer returns a dict with
+that key. So a statistic of a value is never taken for one of a gradient, or for another of the same
+name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from tapax._results.site_table import SiteTable
 from tapax._sites.selections import At, check, flatten, matches
 from tapax._sites.site import Site
-from tapax.monitoring._log import Histogram, Number
+from tapax.monitoring._records import Histogram, Number
 from tapax.reduce import Reducer
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class StatisticRequest:
     """A statistic of the values, or of the gradients, of some sites."""
 
     kind: str
@@ -36,32 +36,32 @@ class Asked:
 
     @property
     def mapping(self) -> dict[Any, Reducer]:
-        """What to ask a capture for."""
+        """The selection and the reducer to capture with."""
         return {self.selection: _keyed(self.reducer, self.key)}
 
 
 @functools.lru_cache(maxsize=1024)
 def _keyed(reducer: Reducer, key: str) -> Reducer:
-    # Kept, so that monitors that ask for the same are equal, and the step is traced once for them.
+    # Kept, so that monitors with the same requests are equal, and the step is traced once for them.
     finish = reducer.finish
     return dataclasses.replace(reducer, finish=lambda state: {key: finish(state)})
 
 
 class Reading(NamedTuple):
-    """A number that was asked for: of which site, in which iteration, by which name."""
+    """A requested number: of which site, in which iteration, by which name."""
 
-    asked: Asked
+    request: StatisticRequest
     label: str
     stat: str
     number: Number
 
     @property
     def name(self) -> str:
-        return f"{self.label}/{self.asked.kind}_{self.stat}"
+        return f"{self.label}/{self.request.kind}_{self.stat}"
 
 
-def ask(kind: str, selection: Any, default: Reducer) -> Iterator[tuple[Any, Reducer]]:
-    """Each selection in one, with each of its reducers; with `default`, if it has none."""
+def pair_reducers(kind: str, selection: Any, default: Reducer) -> Iterator[tuple[Any, Reducer]]:
+    """Pair each selection in one with each of its reducers, or with `default` if it has none."""
     argument = f"{kind}s"
     if isinstance(selection, Mapping):
         for part in flatten(check(selection, argument, reducing=True)):
@@ -69,60 +69,60 @@ def ask(kind: str, selection: Any, default: Reducer) -> Iterator[tuple[Any, Redu
                 yield part.selection, reducer
     elif isinstance(selection, (list, tuple)):
         for part in selection:
-            yield from ask(kind, part, default)
+            yield from pair_reducers(kind, part, default)
     elif selection is not None:
         yield check(selection, argument), default
 
 
-def numbered(kind: str, asked: Sequence[tuple[Any, Reducer]]) -> list[Asked]:
-    """What is asked for, each with a key, and those of one name that differ with two names."""
+def make_requests(kind: str, pairs: Sequence[tuple[Any, Reducer]]) -> list[StatisticRequest]:
+    """Make requests, each with a key; reducers that differ but share a name get two names."""
     labels: dict[str, set[Reducer]] = {}
     stats: dict[str, Reducer] = {}
-    for _, reducer in asked:
+    for _, reducer in pairs:
         labels.setdefault(reducer.label, set()).add(reducer)
     made = []
-    for i, (selection, reducer) in enumerate(asked):
+    for i, (selection, reducer) in enumerate(pairs):
         stat = reducer.label if len(labels[reducer.label]) == 1 else str(reducer)
         if stats.setdefault(stat, reducer) != reducer:
             raise TypeError(
                 f"`{kind}s` has two reducers with the name {stat!r}, which would be one in the "
                 "record. Give them two: Reducer(..., name=...)."
             )
-        made.append(Asked(kind, selection, reducer, stat, f"{kind}#{i}"))
+        made.append(StatisticRequest(kind, selection, reducer, stat, f"{kind}#{i}"))
     return made
 
 
-class Slot(NamedTuple):
-    """Where the numbers of one result go: the places along its axes of loops, and their labels."""
+class ResultLabels(NamedTuple):
+    """The labels of the numbers in one result, by their places along its axes of loops."""
 
     name: str
-    asked: Asked
+    request: StatisticRequest
     stat: str
     places: tuple[tuple[tuple[int, ...], str], ...]
 
 
-def layout(asked: Sequence[Asked], sites: SiteTable) -> list[Slot]:
-    """A slot for each result of what was asked for. It is the same for every step of a shape."""
-    by_key = {a.key: a for a in asked}
-    slots = []
+def label_results(requests: Sequence[StatisticRequest], sites: SiteTable) -> list[ResultLabels]:
+    """Label the result of each request, once for all steps of one shape."""
+    by_key = {r.key: r for r in requests}
+    labels = []
     for site in sites:
-        base, key, leaf = _parted(site.path)
+        base, key, leaf = _split_path(site.path)
         one = by_key[key]
         stat = f"{one.stat}.{leaf}" if leaf else one.stat
         own = dataclasses.replace(site, path=base)
-        slots.append(Slot(site.name, one, stat, tuple(_places(one, own))))
-    return slots
+        labels.append(ResultLabels(site.name, one, stat, tuple(_places(one, own))))
+    return labels
 
 
-def _parted(path: str) -> tuple[str, str, str]:
-    """The path of a site as it was marked, the key of what was asked for, and the leaf of that."""
+def _split_path(path: str) -> tuple[str, str, str]:
+    """The path of a site as it was marked, the key of the request, and the leaf of its result."""
     found = re.fullmatch(r"(.*?):(?:[^:/]*\.)?((?:value|grad)#\w+)(?:\.(.*))?", path)
     assert found is not None, path
     return found[1], found[2], found[3] or ""
 
 
-def _places(asked: Asked, site: Site) -> Iterator[tuple[tuple[int, ...], str]]:
-    loops = _iterations(asked, site)
+def _places(request: StatisticRequest, site: Site) -> Iterator[tuple[tuple[int, ...], str]]:
+    loops = _iterations(request, site)
     ranges = [loop for loop in loops if not isinstance(loop, int)]
     for place in itertools.product(*(range(len(r)) for r in ranges)):
         along = iter([r[i] for r, i in zip(ranges, place, strict=True)])
@@ -130,11 +130,11 @@ def _places(asked: Asked, site: Site) -> Iterator[tuple[tuple[int, ...], str]]:
         yield place, f"{site.name}[{index}]" if index else site.name
 
 
-def _iterations(asked: Asked, site: Site) -> list[Any]:
-    """The iterations along each axis of a loop; a number for a loop of which one was asked for."""
-    if asked.reducer.over_loops:
+def _iterations(request: StatisticRequest, site: Site) -> list[Any]:
+    """The iterations along each axis of a loop; an integer for a loop with one selected."""
+    if request.reducer.over_loops:
         return []
-    step = _step(asked.selection, site)
+    step = _step(request.selection, site)
     found: list[Any] = []
     for i, loop in enumerate(site.loops):
         size = re.search(r"\[(\d+)\]", loop)
@@ -154,29 +154,29 @@ def _step(selection: Any, site: Site) -> Any:
     return part.step if isinstance(part, At) else None
 
 
-def read(
-    slots: Sequence[Slot], arrays: Mapping[str, Any], valid: Mapping[str, Any]
+def read_numbers(
+    labels: Sequence[ResultLabels], arrays: Mapping[str, Any], valid: Mapping[str, Any]
 ) -> Iterator[Reading]:
-    """What was captured, arrays of NumPy by name, as numbers: those of iterations that ran."""
-    for name, asked, stat, places in slots:
+    """Read captured NumPy arrays as numbers, of the iterations that ran."""
+    for name, request, stat, places in labels:
         array = np.asarray(arrays[name])
         mask = valid.get(name)
         if mask is not None:
             mask = np.asarray(mask).astype(bool)
         for place, label in places:
             if mask is None or mask[place[: mask.ndim]].any():
-                for one, number in labelled(asked.reducer, stat, array[place]):
-                    yield Reading(asked, label, one, number)
+                for one, number in split_statistics(request.reducer, stat, array[place]):
+                    yield Reading(request, label, one, number)
 
 
-def labelled(reducer: Reducer, stat: str, array: Any) -> Iterator[tuple[str, Number]]:
-    """The numbers in a result, each with the name of its statistic."""
+def split_statistics(reducer: Reducer, stat: str, array: Any) -> Iterator[tuple[str, Number]]:
+    """Split a result into numbers, each with the name of its statistic."""
     if reducer.edges is not None:
         yield stat, Histogram(array.astype(np.float64), np.array(reducer.edges))
         return
     if np.iscomplexobj(array):
-        yield from labelled(reducer, f"{stat}.real", array.real)
-        yield from labelled(reducer, f"{stat}.imag", array.imag)
+        yield from split_statistics(reducer, f"{stat}.real", array.real)
+        yield from split_statistics(reducer, f"{stat}.imag", array.imag)
         return
     array = np.asarray(array, np.float64)
     if reducer.labels is not None and array.shape[-1:] == (len(reducer.labels),):

@@ -1,15 +1,15 @@
-"""Where an equation is in a program: numbers that grow in the order of execution.
+"""Numbers of the equations of a program, which grow in the order of execution.
 
 Every equation of a program has a number, counted through the bodies that run once where they are
 called: jit, remat, branches. The body of a loop, and of a shard_map, is a *frame*: it is counted
 from zero again, since it runs many times. So an equation is known by the numbers of the frames
-around it and its own, and an event by these and the iterations between them. Taps are not counted,
-nor is what can give nothing bad.
+around it and its own, and one run of it by these and the iterations between them. Taps are not
+counted, nor are equations whose results are always finite.
 
 >>> import jax, jax.numpy as jnp
 >>> program = jax.make_jaxpr(lambda x: jnp.sin(jax.jit(jnp.cos)(x)))(1.0)
->>> layout = Layout()
->>> [layout.find(program, n)[-1].eqn.primitive.name for n in range(layout.size(program))]
+>>> equations = EquationNumbers()
+>>> [equations.find(program, n)[-1].eqn.primitive.name for n in range(equations.size(program))]
 ['jit', 'cos', 'sin']
 """
 
@@ -36,7 +36,7 @@ _SOLVES = ("custom_linear_solve", "linear_solve")
 REMATS = ("remat2", "remat", "checkpoint")
 
 
-def checked(aval: Any) -> bool:
+def is_inexact(aval: Any) -> bool:
     """Whether a value of this type can have an element that is not finite."""
     if _jax.is_reference(aval):
         return False
@@ -52,19 +52,19 @@ _MOVES = frozenset(
         *("stop_gradient", "layout_constraint"),
     }
 )
-"""What gives its operand back with other signs, places or types."""
-FILLS = frozenset({"empty", "empty2"})
-"""What stands where a branch has no value."""
-SHOWS = frozenset({"debug_callback", "debug_print"})
-"""What is done once, and no more when the program is looked at again."""
+"""Primitives that return their operand with other signs, places or types."""
+PLACEHOLDERS = frozenset({"empty", "empty2"})
+"""Primitives that fill in for a value that a branch does not have."""
+DEBUG_PRIMITIVES = frozenset({"debug_callback", "debug_print"})
+"""Debug primitives, skipped when the program is re-run."""
 
 
-def moves(eqn: Any) -> bool:
-    """Whether an equation gives its operands back, each as finite as it was."""
-    return eqn.primitive.name in _MOVES and all(map(_keeps_range, eqn.invars, eqn.outvars))
+def is_move(eqn: Any) -> bool:
+    """Whether an equation returns its operands, each as finite as it was."""
+    return eqn.primitive.name in _MOVES and all(map(_is_wide_enough, eqn.invars, eqn.outvars))
 
 
-def _keeps_range(operand: Any, result: Any) -> bool:
+def _is_wide_enough(operand: Any, result: Any) -> bool:
     """Whether what is finite in the type of an operand is so in that of the result."""
     old, new = operand.aval.dtype, result.aval.dtype
     if old == new:
@@ -74,7 +74,7 @@ def _keeps_range(operand: Any, result: Any) -> bool:
     return bool(jnp.finfo(old).max <= jnp.finfo(new).max) and jnp.finfo(old).bits > 8
 
 
-def called(eqn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
+def called_body(eqn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
     """The body of an equation that does no more than run it, and what it is run on."""
     kind = _jax.kind_of(eqn)
     if kind in _CALLS:
@@ -92,9 +92,9 @@ def called(eqn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
     return None
 
 
-def inside(eqn: Any) -> list[Any]:
+def inlined_bodies(eqn: Any) -> list[Any]:
     """The bodies of an equation that are counted with what is around it."""
-    found = called(eqn, eqn.invars)
+    found = called_body(eqn, eqn.invars)
     if found is not None:
         return [found[0]]
     if eqn.primitive.name == "cond":
@@ -111,8 +111,8 @@ def frame_body(eqn: Any) -> Any:
     return eqn.params["body_jaxpr" if eqn.primitive.name == "while" else "jaxpr"]
 
 
-class Step(NamedTuple):
-    """One equation on the way to another: its number, the body to go on in, the scopes there."""
+class NumberedEquation(NamedTuple):
+    """An equation, its number, its scopes, and which of its bodies a path goes on in."""
 
     eqn: Any
     number: int
@@ -122,7 +122,7 @@ class Step(NamedTuple):
     """The body that the equation is in."""
 
 
-class Layout:
+class EquationNumbers:
     """The numbers of the equations of a program."""
 
     def __init__(self) -> None:
@@ -136,9 +136,10 @@ class Layout:
         """How many numbers a body takes."""
         return self._of(jaxpr)[2]
 
-    def branch(self, eqn: Any, body: int) -> int:
-        """Where the numbers of one of the bodies of an equation start, counted from its own."""
-        return 1 + sum(self.size(b) for b in inside(eqn)[:body])
+    def body_starts(self, eqn: Any, number: int) -> list[int]:
+        """Where the numbers of each body start, for an equation of this number."""
+        sizes = [self.size(body) for body in inlined_bodies(eqn)]
+        return [number + 1 + sum(sizes[:i]) for i in range(len(sizes))]
 
     def depth(self, jaxpr: Any) -> int:
         """How many frames are within one another."""
@@ -147,7 +148,7 @@ class Layout:
             body = frame_body(eqn)
             if body is not None:
                 depths.append(1 + self.depth(body))
-            depths += [self.depth(b) for b in inside(eqn)]
+            depths += [self.depth(b) for b in inlined_bodies(eqn)]
         return max(depths)
 
     def _of(self, jaxpr: Any) -> tuple[Any, list[int], int]:
@@ -166,19 +167,19 @@ class Layout:
             return 0
         if frame_body(eqn) is not None:
             # Each of its results may have an origin of its own; there may be tokens among them.
-            return 2 + sum(checked(v.aval) for v in eqn.outvars)
-        bodies = inside(eqn)
+            return 2 + sum(is_inexact(v.aval) for v in eqn.outvars)
+        bodies = inlined_bodies(eqn)
         if not bodies and (
-            not any(checked(v.aval) for v in eqn.outvars)
-            or moves(eqn)
-            or eqn.primitive.name in FILLS
+            not any(is_inexact(v.aval) for v in eqn.outvars)
+            or is_move(eqn)
+            or eqn.primitive.name in PLACEHOLDERS
         ):
             return 0
         return 1 + sum(map(self.size, bodies))
 
-    def find(self, jaxpr: Any, number: int, scopes: Scopes = ()) -> list[Step]:
+    def find(self, jaxpr: Any, number: int, scopes: Scopes = ()) -> list[NumberedEquation]:
         """The way to the equation of a number within a frame; empty for a constant."""
-        steps: list[Step] = []
+        equations: list[NumberedEquation] = []
         base = 0
         while True:
             inner = _jax.open_jaxpr(jaxpr)
@@ -187,14 +188,14 @@ class Layout:
             found = (i for i, end in enumerate(ends) if base + offsets[i] <= number < base + end)
             at = next(found, None)
             if at is None:
-                return steps
+                return equations
             eqn, offset = inner.eqns[at], offsets[at]
             scopes = scopes_of(eqn, scopes)
             base += offset
-            bodies = inside(eqn)
+            bodies = inlined_bodies(eqn)
             if not bodies or number == base:
-                return [*steps, Step(eqn, base, 0, scopes, jaxpr)]
-            starts = [base + self.branch(eqn, i) for i in range(len(bodies))]
+                return [*equations, NumberedEquation(eqn, base, 0, scopes, jaxpr)]
+            starts = self.body_starts(eqn, base)
             body = max(i for i, start in enumerate(starts) if start <= number)
-            steps.append(Step(eqn, base, body, scopes, jaxpr))
+            equations.append(NumberedEquation(eqn, base, body, scopes, jaxpr))
             jaxpr, base = bodies[body], starts[body]

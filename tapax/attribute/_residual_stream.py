@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import tapax
+from tapax._api.capture import capture
+from tapax._api.cut import suffix
+from tapax._api.edit import edit
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import check
-from tapax.attribute._rows import bare, compiled, fits, one, rows
+from tapax.attribute._compilation import compile_method, is_broadcastable
+from tapax.attribute._visits import drop_steps, find_one_visit, find_visits
 
 
 def logit_lens(
@@ -24,6 +27,7 @@ def logit_lens(
 
     nostalgebraist, interpreting GPT: the logit lens, 2020.
 
+    >>> import tapax
     >>> def f(x):
     ...     for i in range(2):
     ...         x = tapax.sow(x + 1, f"resid/{i}")
@@ -31,23 +35,23 @@ def logit_lens(
     >>> logit_lens(f, "resid/*")(0.0).tolist()
     [10.0, 20.0]
     """
-    return compiled(_seen, fn, check(sites, "sites"), unembed)
+    return compile_method(_read_logits, fn, check(sites, "sites"), unembed)
 
 
-def _seen(fn: Any, sites: Any, unembed: Any, *args: Any) -> Any:
-    _, taps = tapax.capture(fn, values=bare(sites), grads=None)(*args)
-    found = rows(sites, taps)
+def _read_logits(fn: Any, sites: Any, unembed: Any, *args: Any) -> Any:
+    _, taps = capture(fn, values=drop_steps(sites), grads=None)(*args)
+    found = find_visits(sites, taps)
     last = found[-1]
-    for row in found:
-        if row.of(taps).shape != last.of(taps).shape:
+    for visit in found:
+        if visit.value_in(taps).shape != last.value_in(taps).shape:
             raise SiteError(
-                f"The lens reads values of one shape, but that of {row.where}, is "
-                f"{list(row.of(taps).shape)}, and that of {last.where}, is "
-                f"{list(last.of(taps).shape)}."
+                f"The lens reads values of one shape, but that of {visit.where}, is "
+                f"{list(visit.value_in(taps).shape)}, and that of {last.where}, is "
+                f"{list(last.value_in(taps).shape)}."
             )
     if unembed is None:
-        unembed = lambda value: tapax.suffix(fn, last.at)(value, *args)  # noqa: E731
-    return jax.vmap(unembed)(jnp.stack([row.of(taps) for row in found]))
+        unembed = lambda value: suffix(fn, last.at)(value, *args)  # noqa: E731
+    return jax.vmap(unembed)(jnp.stack([visit.value_in(taps) for visit in found]))
 
 
 def direct_logit_attribution(
@@ -65,6 +69,7 @@ def direct_logit_attribution(
     Elhage et al., A Mathematical Framework for Transformer Circuits, 2021; Wang et al., 2022
     (arXiv:2211.00593).
 
+    >>> import tapax
     >>> def f(x):
     ...     x = tapax.sow(3 * x, "embed")
     ...     x = tapax.sow(x + tapax.sow(x**2, "mlp"), "resid")
@@ -72,23 +77,25 @@ def direct_logit_attribution(
     >>> direct_logit_attribution(f, ["embed", "mlp"], "resid")(1.0).tolist()
     [30.0, 90.0]
     """
-    return compiled(_shares, fn, check(sites, "sites"), check(final, "final"), frozen)
+    return compile_method(
+        _attribute_logits, fn, check(sites, "sites"), check(final, "final"), frozen
+    )
 
 
-def _shares(fn: Any, sites: Any, final: Any, frozen: Any, *args: Any) -> Any:
-    whole = (*bare(sites), *bare(final, "final"))
-    _, taps = tapax.capture(fn, values=whole, grads=None)(*args)
-    end = one(final, taps, "final")
-    stream = end.of(taps)
+def _attribute_logits(fn: Any, sites: Any, final: Any, frozen: Any, *args: Any) -> Any:
+    whole = (*drop_steps(sites), *drop_steps(final, "final"))
+    _, taps = capture(fn, values=whole, grads=None)(*args)
+    end = find_one_visit(final, taps, "final")
+    stream = end.value_in(taps)
     parts = []
-    for row in rows(sites, taps):
-        value = row.of(taps)
-        if not fits(value.shape, stream.shape):
+    for visit in find_visits(sites, taps):
+        value = visit.value_in(taps)
+        if not is_broadcastable(value.shape, stream.shape):
             raise SiteError(
                 f"What is added to the stream has its shape, {list(stream.shape)}, but "
-                f"{row.where}, has values of shape {list(value.shape)}."
+                f"{visit.where}, has values of shape {list(value.shape)}."
             )
         parts.append(jnp.broadcast_to(value, stream.shape))
-    held = fn if frozen is None else tapax.edit(fn, [(frozen, jax.lax.stop_gradient)])
-    _, linear = jax.linearize(lambda x: tapax.suffix(held, end.at)(x, *args), stream)
+    held = fn if frozen is None else edit(fn, [(frozen, jax.lax.stop_gradient)])
+    _, linear = jax.linearize(lambda x: suffix(held, end.at)(x, *args), stream)
     return jax.vmap(linear)(jnp.stack(parts))

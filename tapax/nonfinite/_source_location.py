@@ -1,8 +1,8 @@
-"""Where a found equation is, in the user's words: file and line, pass, mapped axes, arguments.
+"""Locates an equation for the user: file and line, pass, mapped axes, names of arguments.
 
-What a jaxpr does not say, the taps of the same program say, traced with every operation marked: a
-value of the forward pass has a tap, which knows the mapped axes of what it carries; what only
-derivatives compute has none.
+Where the jaxpr does not say, a trace of the same program with every operation marked does: values
+of the forward pass have a tap, which knows their mapped axes; values that only derivatives compute
+have none.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tapax._frameworks.registry import loaded_adapters
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import tap_p
 from tapax._sites.selections import Ops
-from tapax.nonfinite._layout import Step, frame_body, inside
+from tapax.nonfinite._equation_numbers import NumberedEquation, frame_body, inlined_bodies
 
 _LIBRARIES = ("optax", "chex")
 
 
 @dataclasses.dataclass(frozen=True)
-class Every(Ops):
+class EveryOperation(Ops):
     """Marks the results of every operation."""
 
     names: tuple[str, ...] = ()
@@ -35,14 +35,14 @@ class Every(Ops):
         return True
 
 
-def line_of(steps: Sequence[Step]) -> str:
+def line_of(equations: Sequence[NumberedEquation]) -> str:
     """`file:line` of the user's code; of a framework's, or JAX's, if there is none."""
     packages = {adapter.package for adapter in loaded_adapters()} | set(_LIBRARIES)
     theirs = [f"{os.sep}site-packages{os.sep}{p.split('.')[0]}{os.sep}" for p in packages]
     spare = ""
     # Functions of JAX's own have no frame of the user's: whoever calls them does.
-    for step in reversed(steps):
-        for name, line in _jax.lines_of(step.eqn):
+    for equation in reversed(equations):
+        for name, line in _jax.lines_of(equation.eqn):
             if name.startswith((JAX_FOLDER, TAPAX_FOLDER)):
                 continue
             spare = spare or f"{name}:{line}"
@@ -51,39 +51,39 @@ def line_of(steps: Sequence[Step]) -> str:
     return spare
 
 
-def transforms(steps: Sequence[Step]) -> set[str]:
+def transformations(equations: Sequence[NumberedEquation]) -> set[str]:
     """The transformations that made some equations: `jvp`, `transpose`, `vmap`."""
-    return {name for step in steps for name in _jax.transforms_of(step.eqn)}
+    return {name for equation in equations for name in _jax.transforms_of(equation.eqn)}
 
 
-def counterpart(jaxpr: Any, step: Step, marked: Any) -> Step | None:
+def counterpart(jaxpr: Any, equation: NumberedEquation, marked: Any) -> NumberedEquation | None:
     """The equation of one program in the same program with other marks; None if it has none.
 
     It is known by its operation, type and line, and, where several have these, by its turn. Loops
     may carry more for the marks, so that numbers do not agree.
     """
-    own = [s for s in _all(jaxpr) if _alike(s, step)]
-    turn = next((i for i, s in enumerate(own) if s.eqn is step.eqn), 0)
-    there = [s for s in _all(marked) if _alike(s, step)]
+    own = [s for s in _all_equations(jaxpr) if _is_alike(s, equation)]
+    turn = next((i for i, s in enumerate(own) if s.eqn is equation.eqn), 0)
+    there = [s for s in _all_equations(marked) if _is_alike(s, equation)]
     return there[min(turn, len(there) - 1)] if there else None
 
 
-def _all(jaxpr: Any) -> Iterator[Step]:
+def _all_equations(jaxpr: Any) -> Iterator[NumberedEquation]:
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        yield Step(eqn, 0, 0, (), jaxpr)
-        for body in (*inside(eqn), frame_body(eqn)):
+        yield NumberedEquation(eqn, 0, 0, (), jaxpr)
+        for body in (*inlined_bodies(eqn), frame_body(eqn)):
             if body is not None:
-                yield from _all(body)
+                yield from _all_equations(body)
 
 
-def _alike(a: Step, b: Step) -> bool:
+def _is_alike(a: NumberedEquation, b: NumberedEquation) -> bool:
     first, second = a.eqn, b.eqn
     if first.primitive is not second.primitive or len(first.outvars) != len(second.outvars):
         return False
     pairs = zip(first.outvars, second.outvars, strict=True)
     if any(v.aval.shape != w.aval.shape or v.aval.dtype != w.aval.dtype for v, w in pairs):
         return False
-    return _lines(first) == _lines(second) and transforms([a]) == transforms([b])
+    return _lines(first) == _lines(second) and transformations([a]) == transformations([b])
 
 
 def _lines(eqn: Any) -> list[tuple[str, int]]:
@@ -94,24 +94,24 @@ def _lines(eqn: Any) -> list[tuple[str, int]]:
     ]
 
 
-def is_marked(step: Step) -> bool:
+def is_marked(equation: NumberedEquation) -> bool:
     """Whether the user's own code computes the results of an equation."""
     return any(
         eqn.primitive is tap_p
         and eqn.params["kind"] in ("value", "copy", "again")
-        and eqn.invars[0] in step.eqn.outvars
-        for eqn in _jax.open_jaxpr(step.jaxpr).eqns
+        and eqn.invars[0] in equation.eqn.outvars
+        for eqn in _jax.open_jaxpr(equation.jaxpr).eqns
     )
 
 
-def mapped_axes(step: Step, result: int, hops: int = 8) -> tuple[int, ...]:
+def mapped_axes(equation: NumberedEquation, result: int, hops: int = 8) -> tuple[int, ...]:
     """The axes of a result over which `vmap` maps, outermost first; empty where nobody knows.
 
     They are those of the nearest tap, by way of equations whose operands and results have the same
     shape: such equations leave axes where they are.
     """
-    eqns = _jax.open_jaxpr(step.jaxpr).eqns
-    target = step.eqn.outvars[result]
+    eqns = _jax.open_jaxpr(equation.jaxpr).eqns
+    target = equation.eqn.outvars[result]
     shape = target.aval.shape
     taps = {}
     for eqn in eqns:
@@ -142,18 +142,15 @@ def mapped_axes(step: Step, result: int, hops: int = 8) -> tuple[int, ...]:
 _MOVING = frozenset({"transpose", "reshape", "dot_general", "rev", "gather", "scatter"})
 
 
-class Given(NamedTuple):
-    """An array among the arguments: its place in the call as it was taken apart, and itself.
-
-    `now` is what was looked at in its place.
-    """
+class ArgumentArray(NamedTuple):
+    """An array among the arguments: its keys in the call, and the array searched in its place."""
 
     keys: Any
     array: Any
-    now: Any
+    searched: Any
 
 
-def argument_name(fn: Any, args: Any, kwargs: Any, given: Given) -> str:
+def argument_name(fn: Any, args: Any, kwargs: Any, given: ArgumentArray) -> str:
     """An argument by the name of the parameter, and its place in there."""
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
     # What an object holds that was taken apart may not be among them.

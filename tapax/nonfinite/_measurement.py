@@ -1,7 +1,7 @@
-"""A probe: a program in which one equation is measured, in one iteration of the loops around it.
+"""Measures one equation of a program, in one iteration of the loops around it.
 
-All else is bound as it stands. Through loops go only the few numbers that are measured: the ranges
-of the operands, and how many elements of the results are bad, and which is the first.
+All other equations are bound unchanged. Loops carry only the few numbers that are measured: the
+ranges of the operands, how many elements of the results are bad, and which is the first.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tapax import _jax
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import tap_p
 from tapax._walk.entries import where
-from tapax.nonfinite._layout import (
+from tapax.nonfinite._equation_numbers import (
+    DEBUG_PRIMITIVES,
     REMATS,
-    SHOWS,
-    Layout,
-    called,
-    checked,
+    EquationNumbers,
+    called_body,
     frame_body,
-    inside,
+    inlined_bodies,
+    is_inexact,
 )
 
 
-class Target(NamedTuple):
-    """An equation: its number in each frame around it; and when, in each of these frames."""
+class EquationRun(NamedTuple):
+    """One run of an equation: its number in each frame around it, and the iteration of each."""
 
     numbers: tuple[int, ...]
     times: tuple[int, ...]
@@ -43,18 +43,18 @@ Measures = list[Any]
 for each result how many are NaN, how many infinite, and the place of the first of them."""
 
 
-def measured(args: Sequence[Any], outs: Sequence[Any]) -> Measures:
-    """What is measured of an equation."""
+def measure(args: Sequence[Any], outs: Sequence[Any]) -> Measures:
+    """Measure the operands and results of an equation."""
     wide = jax.dtypes.canonicalize_dtype(np.float64)
-    reals = [jnp.stack([x.astype(wide) for x in limits(a)]) for a in args]
-    counts = [bad_in(jnp.asarray(x)) for x in outs]
+    reals = [jnp.stack([x.astype(wide) for x in finite_range(a)]) for a in args]
+    counts = [count_bad(jnp.asarray(x)) for x in outs]
     return [
         jnp.stack(reals) if reals else jnp.zeros((0, 3), wide),
         jnp.stack(counts) if counts else jnp.zeros((0, 3), jnp.int32),
     ]
 
 
-def limits(x: Any) -> list[Any]:
+def finite_range(x: Any) -> list[Any]:
     """The least and the largest finite element of a value, by magnitude if it is complex."""
     aval = jax.typeof(x)
     plain = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool
@@ -74,9 +74,9 @@ def limits(x: Any) -> list[Any]:
     ]
 
 
-def bad_in(x: Any) -> Any:
+def count_bad(x: Any) -> Any:
     """How many elements are NaN, how many are infinite, and which is the first."""
-    if not checked(jax.typeof(x)):
+    if not is_inexact(jax.typeof(x)):
         return jnp.zeros(3, jnp.int32)
     nan = jnp.isnan(x)
     inf = ~nan & jnp.isinf(x)
@@ -84,13 +84,13 @@ def bad_in(x: Any) -> Any:
     return jnp.stack([jnp.sum(nan), jnp.sum(inf), first]).astype(jnp.int32)
 
 
-class Probe:
+class Measurement:
     """One evaluation of a program that measures one equation."""
 
-    def __init__(self, jaxpr: Any, target: Target):
+    def __init__(self, jaxpr: Any, target: EquationRun):
         self.jaxpr = jaxpr
         self.target = target
-        self.layout = Layout()
+        self.equations = EquationNumbers()
 
     def run(self, args: Sequence[Any]) -> Measures:
         return self._body(self.jaxpr, args, 0, 0)[1]
@@ -100,7 +100,7 @@ class Probe:
     ) -> tuple[list[Any], Measures]:
         inner = _jax.open_jaxpr(jaxpr)
         env = dict(_jax.jaxpr_inputs(jaxpr, args))
-        sizes = [*self.layout.offsets(jaxpr)[1:], self.layout.size(jaxpr)]
+        sizes = [*self.equations.offsets(jaxpr)[1:], self.equations.size(jaxpr)]
         measures: Measures = []
 
         def value(atom: Any) -> Any:
@@ -108,42 +108,42 @@ class Probe:
                 return _jax.literal_value(atom)
             return env[atom]
 
-        for eqn, offset, end in zip(inner.eqns, self.layout.offsets(jaxpr), sizes, strict=True):
+        for eqn, offset, end in zip(inner.eqns, self.equations.offsets(jaxpr), sizes, strict=True):
             values = [value(v) for v in eqn.invars]
             wanted = base + offset <= self.target.numbers[level] < base + end
             if wanted:
-                found = _jax.in_context(eqn, self._on, eqn, values, base + offset, level)
+                found = _jax.in_context(eqn, self._equation, eqn, values, base + offset, level)
                 outs, measures = found
             else:
-                outs = _jax.in_context(eqn, _bound, eqn, values)
+                outs = _jax.in_context(eqn, _bind, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [value(v) for v in inner.outvars], measures
 
-    def _on(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
+    def _equation(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
         name = eqn.primitive.name
         if frame_body(eqn) is not None and level + 1 < len(self.target.numbers):
             return {"scan": self._scan, "while": self._while, "shard_map": self._shard_map}[name](
                 eqn, args, level + 1
             )
-        call = called(eqn, args)
-        if not inside(eqn) or self.target.numbers[level] == number:
-            outs = _bound(eqn, args)
-            return outs, measured(args, outs)
+        call = called_body(eqn, args)
+        if not inlined_bodies(eqn) or self.target.numbers[level] == number:
+            outs = _bind(eqn, args)
+            return outs, measure(args, outs)
         if call is not None:
             return self._body(*call, number + 1, level)
         if name == "cond":
             return self._cond(eqn, args, number, level)
         assert _jax.kind_of(eqn) in REMATS
         # Bound again as the remat it is, else it would keep what it should drop.
-        staged = self._staged(eqn.params["jaxpr"], args, number + 1, level)
+        staged = self._stage(eqn.params["jaxpr"], args, number + 1, level)
         jaxpr, consts = _jax.closed(staged)
         params = dict(eqn.params, jaxpr=jaxpr)
         if isinstance(params["prevent_cse"], tuple):
             params["prevent_cse"] = (*(False for _ in consts), *params["prevent_cse"])
         return _split(eqn, eqn.primitive.bind(*consts, *args, **params))
 
-    def _staged(self, jaxpr: Any, args: Sequence[Any], base: int, level: int) -> Any:
-        """A body as a jaxpr that gives the measures besides its results."""
+    def _stage(self, jaxpr: Any, args: Sequence[Any], base: int, level: int) -> Any:
+        """Stage a body as a jaxpr that returns the measures after its results."""
 
         def flat(*args: Any) -> list[Any]:
             outs, measures = self._body(jaxpr, args, base, level)
@@ -153,9 +153,9 @@ class Probe:
 
     def _cond(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
         index, *values = args
-        starts = [number + self.layout.branch(eqn, i) for i in range(len(eqn.params["branches"]))]
+        starts = self.equations.body_starts(eqn, number)
         here = max(i for i, s in enumerate(starts) if s <= self.target.numbers[level])
-        chosen = self._staged(eqn.params["branches"][here], values, starts[here], level)
+        chosen = self._stage(eqn.params["branches"][here], values, starts[here], level)
         types = [v.aval for v in _jax.open_jaxpr(chosen).outvars[len(eqn.outvars) :]]
 
         def padded(branch: Any) -> Any:
@@ -179,15 +179,13 @@ class Probe:
         init = [jnp.asarray(x) for x in args[nconsts : nconsts + ncarry]]
         types = _jax.open_jaxpr(body).invars[len(args) - len(xs) :]
         single = [_jax.zeros(v.aval) for v in types]
-        staged = self._staged(body, [*consts, *init, *single], 0, level)
+        staged = self._stage(body, [*consts, *init, *single], 0, level)
         zeros = [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
 
         def step(carry: Any, x: Any) -> Any:
             state, held, count = carry
             *outs, reals, counts = jaxpr_as_fun(staged)(*consts, *state, *x)
-            held = [
-                jnp.where(count == time, n, h) for n, h in zip((reals, counts), held, strict=True)
-            ]
+            held = _where(count == time, [reals, counts], held)
             return (outs[:ncarry], held, count + 1), outs[ncarry:]
 
         (state, held, _), ys = lax.scan(
@@ -207,7 +205,7 @@ class Probe:
         time = self.target.times[level - 1]
         tconsts, bconsts = args[:ntest], args[ntest : ntest + nbody]
         init = [jnp.asarray(x) for x in args[ntest + nbody :]]
-        staged = self._staged(body, [*bconsts, *init], 0, level)
+        staged = self._stage(body, [*bconsts, *init], 0, level)
         zeros = [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
         mapped = bool(_jax.open_jaxpr(test).outvars[0].aval.shape)
 
@@ -225,9 +223,7 @@ class Probe:
             if mapped:
                 go = goes_on(state)
                 new = [where(go, x, y) for x, y in zip(new, state, strict=True)]
-            held = [
-                jnp.where(count == time, n, h) for n, h in zip((reals, counts), held, strict=True)
-            ]
+            held = _where(count == time, [reals, counts], held)
             return new, held, count + 1
 
         state, held, _ = lax.while_loop(check, step, (init, zeros, jnp.int32(0)))
@@ -255,10 +251,10 @@ class Probe:
         return _split(eqn, mapped(*args))
 
 
-def _bound(eqn: Any, args: list[Any]) -> list[Any]:
+def _bind(eqn: Any, args: list[Any]) -> list[Any]:
     if eqn.primitive is tap_p:
         return tap_p.impl(*args, **eqn.params)
-    if eqn.primitive.name in SHOWS:
+    if eqn.primitive.name in DEBUG_PRIMITIVES:
         return []
     return _jax.bind_equation(eqn, args)
 
@@ -266,3 +262,7 @@ def _bound(eqn: Any, args: list[Any]) -> list[Any]:
 def _split(eqn: Any, results: Sequence[Any]) -> tuple[list[Any], Measures]:
     own = len(eqn.outvars)
     return list(results[:own]), list(results[own:])
+
+
+def _where(condition: Any, new: Measures, old: Measures) -> Measures:
+    return [jnp.where(condition, n, o) for n, o in zip(new, old, strict=True)]

@@ -1,8 +1,8 @@
-"""The numbers in a plot: what a capture or a log holds, by kind and statistic, and then by row.
+"""The numbers in a plot, from a capture or a log: by kind and statistic, and then by row.
 
-A row is a site, or an iteration of one in a scan: `GPT/blocks/mlp[3]`. Arrays that were captured
-whole count as their root mean square. Numbers of several units are made one: the rms of all, the
-norm of all, the mean of the others.
+A row is a site, or one iteration of a site in a scan: `GPT/blocks/mlp[3]`. Arrays captured whole
+count as their root mean square. The numbers of several units are folded into one: the rms or the
+norm of all, and the mean of other statistics.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from tapax._results.taps import Taps
 from tapax._sites.errors import SiteError, nearest
 from tapax._sites.selections import Selection, check, flatten, matches
 from tapax._sites.site import Site
-from tapax.monitoring._log import Histogram, Log
-from tapax.monitoring._numbers import labelled as labelled
+from tapax.monitoring._log import Log
+from tapax.monitoring._readings import split_statistics
+from tapax.monitoring._records import Histogram
 from tapax.reduce import Reducer
 
 Statistic: TypeAlias = "tuple[str, str]"
-"""Of what, `value` or `grad`, and which: `rms`. What a log has besides has no `what`."""
+"""The kind, `value` or `grad`, and the name: `rms`. Other numbers of a log have the kind `""`."""
 Number: TypeAlias = "float | Histogram"
 
 
-def of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Number]]:
+def numbers_of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Number]]:
     """The numbers of a capture, of the sites that are selected, in the order of the program."""
     if not taps.values and not taps.grads:
         raise ValueError(
@@ -47,16 +48,16 @@ def of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Number]]:
                 continue
             site = sites.get(name, Site(name))
             reducer = site.reducer if kind == "value" else site.grad_reducer
-            own, first = _own(site, reducer)
+            own, first = _split_statistic(site, reducer)
             described = taps.values.get(name, arrays[name])
             lead = max(0, described.ndim - len(site.shape)) if name in sites else 0
             types[str(arrays[name].dtype)] = None
-            selected |= _selected(at, own, own.name)
+            selected |= _is_selected(at, own, own.name)
             # The statistics of a site may be apart in the table, its gradient's from its value's.
             of_site = rows.setdefault(own.name, {})
             read = _read(own, reducer, first, arrays[name], taps.valid.get(name), lead)
             for row, stat, number in read:
-                if _selected(at, own, row):
+                if _is_selected(at, own, row):
                     of_site.setdefault(row, {})[kind, stat] = number
     found: dict[Statistic, dict[str, Number]] = {}
     for row, numbers in (entry for of_site in rows.values() for entry in of_site.items()):
@@ -72,7 +73,7 @@ def of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Number]]:
     return found
 
 
-def of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[int, Number]]]:
+def numbers_of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[int, Number]]]:
     """The numbers of a log, of the sites that are selected, by step. A later record counts."""
     if not len(log):
         raise ValueError(
@@ -80,8 +81,8 @@ def of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[int, Numbe
             "tapax.monitor(step, every=100, to=log)."
         )
     at = check(at, "at")
-    names = {name: _parted(name) for name in log.names}
-    rows = {row: _selected(at, _site(row), row) for _, row in names.values()}
+    names = {name: _split_name(name) for name in log.names}
+    rows = {row: _is_selected(at, _site(row), row) for _, row in names.values()}
     if not any(rows.values()):
         raise _no_match(at, rows, "the log")
     found: dict[Statistic, dict[str, dict[int, Number]]] = {}
@@ -91,7 +92,7 @@ def of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[int, Numbe
     for step, record in sorted(log, key=lambda entry: entry[0]):
         for name, number in record.items():
             stat, row = names[name]
-            if rows[row] and (folded := _folded(stat[1], number)) is not None:
+            if rows[row] and (folded := _fold(stat[1], number)) is not None:
                 found[stat][row][step] = folded
     kept = {
         stat: {row: by_step for row, by_step in series.items() if by_step}
@@ -107,7 +108,9 @@ def _no_match(at: Selection, rows: Iterable[str], where: str) -> SiteError:
     return SiteError(f"`at` is {at!r}, which matches nothing in {where}. {near}")
 
 
-def chosen(found: Mapping[Statistic, Any], stats: str | Iterable[str] | None) -> list[Statistic]:
+def pick_statistics(
+    found: Mapping[Statistic, Any], stats: str | Iterable[str] | None
+) -> list[Statistic]:
     """The statistics to show: those of the scale first, a value's before a gradient's."""
     there = list(dict.fromkeys(stat for _, stat in found))
     if stats is None:
@@ -128,8 +131,8 @@ def chosen(found: Mapping[Statistic, Any], stats: str | Iterable[str] | None) ->
 _ORDER = {"rms": 0, "norm": 1, "histogram": 3}
 
 
-def on_log_axis(stat: str, numbers: np.ndarray) -> bool:
-    """Whether numbers are told apart by their order of magnitude."""
+def is_on_log_axis(stat: str, numbers: np.ndarray) -> bool:
+    """Whether numbers differ by orders of magnitude."""
     if _base(stat) in ("rms", "norm", "var", "update_ratio"):
         return True
     finite = numbers[np.isfinite(numbers)]
@@ -140,7 +143,7 @@ def _base(stat: str) -> str:
     return stat.partition(".total")[0].partition("(")[0]
 
 
-def _own(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
+def _split_statistic(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
     """The site as it was marked, and the statistic: one of several is behind the last colon."""
     if reducer is None:
         return site, "rms"
@@ -163,7 +166,7 @@ def _read(
         return
     array = np.asarray(array)
     mask = np.ones((), bool) if valid is None else np.asarray(valid)
-    axes = _iterated(site, array, mask, lead)
+    axes = _iteration_axes(site, array, mask, lead)
     mask = mask.astype(bool)
     if mask.shape != array.shape[: mask.ndim]:
         mask = mask.any()
@@ -179,8 +182,8 @@ def _read(
             yield row, stat, rms(ran)
             continue
         assert reducer is not None
-        for name, number in labelled(reducer, stat, ran):
-            if (folded := _folded(name, number)) is not None:
+        for name, number in split_statistics(reducer, stat, ran):
+            if (folded := _fold(name, number)) is not None:
                 yield row, name, folded
 
 
@@ -188,7 +191,7 @@ def _is_whole(reducer: Reducer | None) -> bool:
     return reducer is None or reducer.name == "last"
 
 
-def _iterated(site: Site, array: np.ndarray, mask: np.ndarray, lead: int) -> list[int]:
+def _iteration_axes(site: Site, array: np.ndarray, mask: np.ndarray, lead: int) -> list[int]:
     """The axes of an array along which the iterations of loops lie.
 
     Those of a mesh are none. `lead` axes that a transformation of the capture added come first.
@@ -231,8 +234,8 @@ _FOLDS: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-def _folded(stat: str, number: Any) -> Number | None:
-    """One number, or one histogram, of those of several units; None if there is none."""
+def _fold(stat: str, number: Any) -> Number | None:
+    """Fold the numbers of several units into one number or histogram; None for no numbers."""
     if isinstance(number, Histogram):
         counts, edges = (np.asarray(x, np.float64) for x in (number.counts, number.edges))
         return Histogram(counts.reshape(-1, counts.shape[-1]).sum(0), edges)
@@ -242,7 +245,7 @@ def _folded(stat: str, number: Any) -> Number | None:
     return float(_FOLDS.get(_base(stat), np.mean)(array.astype(np.float64)))
 
 
-def _parted(name: str) -> tuple[Statistic, str]:
+def _split_name(name: str) -> tuple[Statistic, str]:
     """The statistic and the row of a name in a log."""
     found = re.fullmatch(r"(.+)/(value|grad)_([^/]+)", name)
     return ((found[2], found[3]), found[1]) if found else (("", name), name)
@@ -255,7 +258,7 @@ def _site(row: str) -> Site:
     return Site(found[1], call=int(found[2] or 0), pullback=int(found[3] or 0))
 
 
-def _selected(at: Selection, site: Site, row: str) -> bool:
+def _is_selected(at: Selection, site: Site, row: str) -> bool:
     for part in flatten(at):
         if not isinstance(part, str):
             found = matches(part, site)

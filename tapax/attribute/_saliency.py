@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import tapax
+from tapax._api.capture import capture
+from tapax._api.cut import suffix
+from tapax._api.gradients import grad
 from tapax._sites.errors import SiteError
 from tapax._sites.selections import At, StepSlice, check, flatten
-from tapax.attribute._rows import axis_of, bare, compiled, fits, one, rows, single
+from tapax.attribute._compilation import compile_method, is_broadcastable
+from tapax.attribute._visits import axis_of, drop_steps, find_one_visit, find_visits, is_single_site
 
 
 def saliency(
@@ -26,30 +29,31 @@ def saliency(
     Simonyan et al., Deep Inside Convolutional Networks, 2013 (arXiv:1312.6034); Shrikumar et al.,
     Not Just a Black Box, 2016 (arXiv:1605.01713).
 
+    >>> import tapax
     >>> f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
     >>> saliency(f)(jnp.array([1.0])).tolist(), saliency(f, "h")(jnp.array([1.0])).tolist()
     ([18.0], [6.0])
     """
-    return compiled(_salient, fn, check(site, "site"), times_value, argnum)
+    return compile_method(_compute_saliency, fn, check(site, "site"), times_value, argnum)
 
 
-def _salient(fn: Any, site: Any, times_value: bool, argnum: int, *args: Any) -> Any:
+def _compute_saliency(fn: Any, site: Any, times_value: bool, argnum: int, *args: Any) -> Any:
     if site is None:
         _check_argnum(argnum, args)
-        grad = jax.grad(_of_argument(fn, argnum, args))(args[argnum])
+        slope = jax.grad(_of_argument(fn, argnum, args))(args[argnum])
         times = lambda g, x: g * x if times_value else g  # noqa: E731
-        return jax.tree.map(times, grad, args[argnum])
+        return jax.tree.map(times, slope, args[argnum])
     step = site.step if isinstance(site, At) else None
     step = step.slice if isinstance(step, StepSlice) else step
     if step is None and any(isinstance(part, At) for part in flatten(site)):
         raise SiteError(f"`site` is one tapax.at, or a selection without any, but is {site!r}.")
-    picked = bare(site, "site")
-    _, taps = tapax.capture(fn, values=picked, grads=None)(*args)
-    rows(site, taps, "site")  # raises for an iteration that there is not
-    grads = tapax.grad(fn, at=picked)(*args)
+    picked = drop_steps(site, "site")
+    _, taps = capture(fn, values=picked, grads=None)(*args)
+    find_visits(site, taps, "site")  # raises for an iteration that there is not
+    grads = grad(fn, at=picked)(*args)
     made = {n: g * taps.values[n] if times_value else g for n, g in grads.items()}
     made = made if step is None else {n: g[step] for n, g in made.items()}
-    if not single(site):
+    if not is_single_site(site):
         return made
     if len(made) != 1:
         raise SiteError(f"`site` is {site!r}, but must pick one of {', '.join(map(repr, made))}.")
@@ -74,28 +78,29 @@ def integrated_gradients(
 
     Sundararajan et al., Axiomatic Attribution for Deep Networks, 2017 (arXiv:1703.01365).
 
+    >>> import tapax
     >>> f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
     >>> integrated_gradients(f, "h")(jnp.array([1.0, 2.0])).round(3).tolist()
     [9.0, 36.0]
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"`steps` is the number of points, at least 1, but is {steps!r}.")
-    run = compiled(_integrated, fn, check(site, "site"), steps, argnum, batch_size)
+    run = compile_method(_integrate_gradients, fn, check(site, "site"), steps, argnum, batch_size)
     return lambda *args: run(baseline, *args)
 
 
-def _integrated(
+def _integrate_gradients(
     fn: Any, site: Any, steps: int, argnum: int, batch_size: Any, baseline: Any, *args: Any
 ) -> Any:
     if site is None:
         _check_argnum(argnum, args)
         value, rest = args[argnum], _of_argument(fn, argnum, args)
     else:
-        _, taps = tapax.capture(fn, values=bare(site, "site"), grads=None)(*args)
-        row = one(site, taps, "site")
-        value, rest = row.of(taps), lambda value: tapax.suffix(fn, row.at)(value, *args)
+        _, taps = capture(fn, values=drop_steps(site, "site"), grads=None)(*args)
+        visit = find_one_visit(site, taps, "site")
+        value, rest = visit.value_in(taps), lambda value: suffix(fn, visit.at)(value, *args)
     value = jnp.asarray(value)
-    if not fits(np.shape(baseline), value.shape):
+    if not is_broadcastable(np.shape(baseline), value.shape):
         raise ValueError(
             f"`baseline` has the shape {list(np.shape(baseline))}, but the value that it stands in "
             f"for has {list(value.shape)}."
@@ -129,17 +134,18 @@ def grad_cam(
 
     Selvaraju et al., Grad-CAM, 2016 (arXiv:1610.02391).
 
+    >>> import tapax
     >>> f = lambda x: tapax.sow(x, "h").sum((0, 1))
     >>> image = jnp.arange(8.0).reshape(2, 2, 2)
     >>> grad_cam(f, "h", target=1)(image).tolist()
     [[1.0, 3.0], [5.0, 7.0]]
     """
     chosen = target if callable(target) else None
-    run = compiled(_cam, fn, check(site, "site"), chosen, tuple(axis), channel)
+    run = compile_method(_compute_cam, fn, check(site, "site"), chosen, tuple(axis), channel)
     return lambda *args: run(None if callable(target) else target, *args)
 
 
-def _cam(
+def _compute_cam(
     fn: Any, site: Any, chosen: Any, axis: tuple[int, ...], channel: int, target: Any, *args: Any
 ) -> Any:
     def score(target: Any, *args: Any) -> Any:
@@ -153,15 +159,15 @@ def _cam(
             out = jnp.take_along_axis(out, index, -1, mode="clip") * jnp.where(known, 1, jnp.nan)
         return jnp.sum(out)
 
-    _, taps = tapax.capture(fn, values=bare(site, "site"), grads=None)(*args)
-    row = one(site, taps, "site")
-    grads = tapax.grad(score, at=bare(site, "site"))(target, *args)[row.site.name]
-    value, grad = row.of(taps), grads if row.step is None else grads[row.step]
-    spatial = tuple(axis_of(row, value, a) for a in axis)
-    channel = axis_of(row, value, channel)
+    _, taps = capture(fn, values=drop_steps(site, "site"), grads=None)(*args)
+    visit = find_one_visit(site, taps, "site")
+    slope = grad(score, at=drop_steps(site, "site"))(target, *args)[visit.site.name]
+    value, slope = visit.value_in(taps), slope if visit.step is None else slope[visit.step]
+    spatial = tuple(axis_of(visit, value, a) for a in axis)
+    channel = axis_of(visit, value, channel)
     if channel in spatial:
         raise ValueError(f"`channel` is {channel}, which is one of the spatial axes {axis}.")
-    weights = grad.mean(spatial, keepdims=True)
+    weights = slope.mean(spatial, keepdims=True)
     return jax.nn.relu(jnp.sum(weights * value, channel))
 
 

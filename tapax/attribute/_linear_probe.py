@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-import tapax
-from tapax.attribute._rows import arguments
+from tapax._api.cut import prefix
+from tapax.attribute._compilation import arguments
 
 
 @functools.partial(
@@ -33,7 +33,8 @@ class Probe:
 
     def __call__(self, inputs: Any) -> jax.Array:
         """The numbers, or the logits of the classes, that are read from the inputs."""
-        return _flat(self.features(*arguments(inputs)), self.axes) @ self.weights + self.bias
+        x = _flatten_features(self.features(*arguments(inputs)), self.axes)
+        return x @ self.weights + self.bias
 
     def predict(self, inputs: Any) -> jax.Array:
         """The numbers, or the classes."""
@@ -76,6 +77,7 @@ def linear_probe(
     Alain and Bengio, Understanding intermediate layers using linear classifier probes, 2016
     (arXiv:1610.01644).
 
+    >>> import tapax
     >>> f = lambda x: tapax.sow(jnp.stack([x, x**2], -1), "h").sum()
     >>> x = jnp.linspace(-1.0, 1.0, 9)
     >>> probe = linear_probe(f, "h", x, 2 * x**2 + 1, ridge=1e-3)
@@ -92,7 +94,7 @@ def linear_probe(
         )
     if not ridge > 0:
         raise ValueError(f"`ridge` must be above zero, for the fit to be unique, but is {ridge}.")
-    features = tapax.prefix(fn, site)
+    features = prefix(fn, site)
     value = features(*arguments(inputs))
     axes = labels.ndim
     if axes < 1 or value.shape[:axes] != labels.shape:
@@ -100,22 +102,22 @@ def linear_probe(
             "The axes of the labels must be the leading ones of the value, but the labels have "
             f"the shape {list(labels.shape)}, and {site!r} has {list(value.shape)}."
         )
-    x = _flat(value, axes).reshape(labels.size, -1)
+    x = _flatten_features(value, axes).reshape(labels.size, -1)
     if kind == "ridge":
         weights, bias = _least_squares(x, labels.reshape(-1).astype(x.dtype), ridge)
     else:
-        count = _classes(labels, num_classes)
+        count = _count_classes(labels, num_classes)
         weights, bias = _newton(x, labels.reshape(-1), ridge, count, steps)
     return Probe(weights, bias, features, kind, axes)
 
 
-def _flat(value: Any, axes: int) -> Any:
+def _flatten_features(value: Any, axes: int) -> Any:
     return value.reshape(*value.shape[:axes], -1).astype(
         jnp.promote_types(value.dtype, jnp.float32)
     )
 
 
-def _classes(labels: Any, given: int | None) -> int:
+def _count_classes(labels: Any, given: int | None) -> int:
     if isinstance(labels, Tracer):
         if given is None:
             raise ValueError("Give `num_classes` where the labels are traced.")

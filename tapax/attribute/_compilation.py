@@ -1,0 +1,80 @@
+"""The calls that the methods make: their arguments, their metrics, and when they are compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from tapax import _jax
+from tapax._api.edit import edit
+from tapax._frameworks import registry
+
+
+def arguments(given: Any) -> tuple[Any, ...]:
+    """The arguments of a call, given as a tuple, or as the only one."""
+    alone = not isinstance(given, tuple) or hasattr(given, "_fields")
+    return (given,) if alone else given
+
+
+def check_alike(clean: Any, corrupt: Any) -> None:
+    """Raises unless one program does for both calls."""
+    leaves, trees = zip(*map(jax.tree.flatten_with_path, (clean, corrupt)), strict=True)
+    if trees[0] != trees[1]:
+        raise ValueError(
+            "`clean` and `corrupt` must be the same arguments with other values, but differ in "
+            f"structure: {trees[0]} and {trees[1]}."
+        )
+    for (path, a), (_, b) in zip(*leaves, strict=True):
+        shapes = [list(np.shape(x)) if hasattr(x, "shape") else None for x in (a, b)]
+        if shapes[0] != shapes[1]:
+            place = f"argument {path[0].idx}" + jax.tree_util.keystr(path[1:])
+            raise ValueError(
+                f"`clean` and `corrupt` must be alike, but {place} has the shape {shapes[0]} in "
+                f"one and {shapes[1]} in the other. Pad the shorter one."
+            )
+
+
+def check_array(out: Any) -> None:
+    """Raises for a metric that is no array."""
+    if not isinstance(out, (jax.Array, np.ndarray, np.generic, int, float)):
+        raise TypeError(
+            "The function must return a metric, a number or one array, but returns "
+            f"{type(out).__name__}. Reduce it to what is to be compared, such as a difference of "
+            "logits."
+        )
+
+
+def is_broadcastable(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
+    """Whether an array can be broadcast to a shape."""
+    try:
+        return np.broadcast_shapes(shape, into) == tuple(into)
+    except ValueError:
+        return False
+
+
+def compile_method(body: Callable[..., Any], fn: Any, *options: Any) -> Callable[..., Any]:
+    """Compile `body(fn, *options, ...)`, once for all calls if `fn` itself is compiled.
+
+    A plain function may close over values that change before the next call.
+    """
+    if _jax.jit_options(fn) is None and not registry.has_repeatable_calls(fn):
+        return _compile(body, fn, options)
+    try:
+        return _compile_once(body, fn, options)
+    except TypeError:  # a predicate that cannot be hashed
+        return _compile(body, fn, options)
+
+
+def _compile(body: Callable[..., Any], fn: Any, options: tuple[Any, ...]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return body(fn, *options, *args, **kwargs)
+
+    run.__name__ = run.__qualname__ = body.__name__.lstrip("_")
+    return edit(run)
+
+
+_compile_once = functools.lru_cache(maxsize=32)(_compile)

@@ -1,0 +1,125 @@
+"""Visits: the computations of values that a selection picks, one row of a result for each.
+
+A site outside loops is visited once, a site in a scan once in every iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tapax._results.taps import Taps
+from tapax._sites.errors import SiteError
+from tapax._sites.selections import At, StepSlice, at, check, flatten, is_exact, matches
+from tapax._sites.site import Site
+
+
+class Visit(NamedTuple):
+    """One computation of a site's value; in a scan, that of the iteration `step`."""
+
+    site: Site
+    selection: Any
+    step: int | None
+
+    @property
+    def at(self) -> Any:
+        """The selection of this value alone."""
+        return self.selection if self.step is None else at(self.selection, step=self.step)
+
+    @property
+    def where(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"the site {self.site.name!r}{step}, marked at {self.site.source}"
+
+    def value_in(self, taps: Taps) -> Any:
+        """The value of this visit."""
+        value = taps.values[self.site.name]
+        return value if self.step is None else value[self.step]
+
+    def is_same(self, other: Visit) -> bool:
+        return (self.site.name, self.step) == (other.site.name, other.step)
+
+
+def drop_steps(sites: Any, argument: str = "sites") -> Any:
+    """A selection without its steps, which captures the values of all visits."""
+    parts = tuple(flatten(check(sites, argument)))
+    if not parts:
+        raise SiteError(f"`{argument}` is {sites!r}, which picks no site.")
+    return tuple(p.selection if isinstance(p, At) else p for p in parts)
+
+
+def find_visits(sites: Any, taps: Taps, argument: str = "sites") -> list[Visit]:
+    """The visits that a selection picks; `taps` holds their values."""
+    found = []
+    for part in flatten(check(sites, argument)):
+        inner = part.selection if isinstance(part, At) else part
+        picked = [s for s in _distinct_sites(taps.sites) if matches(inner, s)]
+        if not picked:
+            raise SiteError(f"`{argument}` holds {part!r}, which picks no site.")
+        for site in picked:
+            # No name picks what a rule such as `tapax.ops` has marked: there the rule itself does.
+            ruled = site.kind in ("op", "name")
+            if ruled and len(picked) > 1:
+                raise SiteError(
+                    f"`{argument}` holds {part}, which picks {len(picked)} values. Mark the one "
+                    "that is meant with tapax.sow."
+                )
+            selection = inner if ruled else f"{site.path}@{site.call}"
+            found += [Visit(site, selection, step) for step in _steps(part, site, taps)]
+    return found
+
+
+def _distinct_sites(sites: Sequence[Site]) -> list[Site]:
+    return list({s.name: s for s in sites if s.pullback == 0}.values())
+
+
+def _steps(part: Any, site: Site, taps: Taps) -> Sequence[int | None]:
+    looped = len(site.loops) == 1 and site.loops[0].startswith("scan[")
+    length = taps.values[site.name].shape[0] if looped else 0
+    if not isinstance(part, At):
+        return range(length) if looped else [None]
+    if not looped:
+        raise SiteError(
+            f"`step` was given in tapax.{part} for the site {site.name!r}, marked at "
+            f"{site.source}, which is in "
+            f"{'the loops ' + ', '.join(site.loops) if site.loops else 'no loop'}, but must be in "
+            "one scan."
+        )
+    if isinstance(part.step, StepSlice):
+        return range(length)[part.step.slice]
+    if not isinstance(part.step, int):
+        raise TypeError(
+            f"`step` must be an integer or a slice here, but is {part.step!r} for {site.name!r}."
+        )
+    if not -length <= part.step < length:
+        raise SiteError(
+            f"tapax.{part} is out of range: the site {site.name!r}, marked at {site.source}, is in "
+            f"a loop of {length} iterations."
+        )
+    return [part.step % length]
+
+
+def find_one_visit(sites: Any, taps: Taps, argument: str) -> Visit:
+    """The only visit that a selection picks."""
+    found = find_visits(sites, taps, argument)
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(repr(v.at) if v.step is None else f"tapax.{v.at}" for v in found[:5])
+    raise SiteError(
+        f"`{argument}` must pick one value, but {sites!r} picks {len(found)}: {names}"
+        f"{' and more' if len(found) > 5 else ''}."
+    )
+
+
+def is_single_site(site: Any) -> bool:
+    """Whether a selection is the name of one site."""
+    return is_exact(site.selection if isinstance(site, At) else site)
+
+
+def axis_of(visit: Visit, value: Any, axis: int) -> int:
+    if not -value.ndim <= axis < value.ndim:
+        raise SiteError(
+            f"`axis` is {axis}, but {visit.where}, has values of shape {list(value.shape)}, which "
+            "have no such axis."
+        )
+    return axis % value.ndim

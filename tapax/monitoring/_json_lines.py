@@ -1,0 +1,114 @@
+"""Logs in JSON lines: `{"tapax": 1, "step": 100, "record": {"Net/mlp/value_rms": 0.5}}`.
+
+A histogram is `{"counts": [...], "edges": [...]}`, an array a list, and a number that JSON does not
+have a string: "NaN". A line that could not be written to its end is taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tapax.monitoring._log_format as log_format
+from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
+
+
+class JsonLines:
+    """Writes a line for each record."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        try:
+            if not self.path.parent.exists():
+                self.path.parent.mkdir(parents=True)
+            with open(self.path, "a+b") as file:
+                _resume(self.path, file)
+        except OSError as error:
+            raise log_format.unwritable(self.path, error) from error
+
+    def __repr__(self) -> str:
+        return f"jsonl({str(self.path)!r})"
+
+    def __call__(self, step: int, record: Record) -> None:
+        numbers = {
+            name: log_format.number_to_json(number) for name, number in as_floats(record).items()
+        }
+        self._append({"tapax": log_format.VERSION, "step": int(step), "record": numbers})
+
+    def alert(self, event: AlertEvent) -> None:
+        self._append({"tapax": log_format.VERSION, "alert": log_format.alert_to_json(event)})
+
+    def _append(self, content: dict[str, Any]) -> None:
+        line = memoryview(json.dumps(content, allow_nan=False).encode() + b"\n")
+        with open(self.path, "ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                while line:
+                    line = line[file.write(line) or 0 :]
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(size)
+                raise
+
+
+def _resume(path: Path, file: Any) -> None:
+    """Check that the file is a log, and take back a line that was not written to its end."""
+    file.seek(0)
+    first = file.readline()
+    if not first:
+        return
+    _check_line(path, first)
+    end = file.seek(0, os.SEEK_END)
+    at = end
+    while at > 0:
+        start = max(0, at - 65536)
+        file.seek(start)
+        newline = file.read(at - start).rfind(b"\n")
+        if newline >= 0:
+            at = start + newline + 1
+            break
+        at = start
+    if at < end:
+        file.truncate(at)
+
+
+def _check_line(path: Path, line: bytes) -> None:
+    begins = b'{"tapax": '
+    if not line.startswith(begins) and not begins.startswith(line):
+        raise log_format.not_a_log(path, "its first line is not one of a log")
+    with contextlib.suppress(ValueError):
+        log_format.check_version(path, json.loads(line)["tapax"])
+
+
+def _number_from_json(content: Any) -> Number:
+    if isinstance(content, Mapping):
+        return Histogram(*(np.array(content[key], np.float64) for key in ("counts", "edges")))
+    return np.array(content, np.float64) if isinstance(content, list) else float(content)
+
+
+def read_lines(path: Path) -> Iterator[log_format.LogEntry]:
+    """Read a file of JSON lines."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                _check_line(path, line)
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("it has no end")
+                content = json.loads(line)
+                log_format.check_version(path, content["tapax"])
+                if "alert" in content:
+                    yield 0, None, [log_format.alert_from_json(content["alert"])]
+                    continue
+                record = {name: _number_from_json(x) for name, x in content["record"].items()}
+                step = int(content["step"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                log_format.warn_left_out(path, f"line {number}", 5)
+                continue
+            yield step, record, []

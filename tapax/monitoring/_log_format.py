@@ -1,0 +1,73 @@
+"""The common part of all logs on disk: their version, how alerts are written, and errors.
+
+Every file says in which version of the format it is. A record is on disk as soon as it is written,
+and earlier records stay whole whatever happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapax.monitoring._records import AlertEvent, Histogram, Number
+
+VERSION = 1
+
+LogEntry = tuple[int, "dict[str, Number] | None", "list[AlertEvent]"]
+"""A step and its record, or no record; and alerts."""
+
+
+def unwritable(path: Path, error: OSError) -> OSError:
+    why = error.strerror or str(error)
+    return OSError(f"The log {str(path)!r} cannot be written: {why}. Give a path that can be.")
+
+
+def check_version(path: Path, version: Any) -> None:
+    """Refuse a log that another version of the format wrote."""
+    if version != VERSION:
+        raise RuntimeError(
+            f"{str(path)!r} was written in version {version} of the format of logs, but this "
+            f"tapax knows version {VERSION}. Use the version of tapax that wrote it."
+        )
+
+
+def not_a_log(path: Path, why: str) -> ValueError:
+    """The error for a path that is not a log."""
+    return ValueError(
+        f"{str(path)!r} is no log that tapax wrote: {why}. A log is a .jsonl file, or a folder "
+        "of .parquet or .safetensors parts."
+    )
+
+
+def warn_left_out(path: Path, what: str, stacklevel: int) -> None:
+    """Warn of a part of a log that is not whole."""
+    warnings.warn(
+        f"In the log {str(path)!r}, {what} was left out: it is not whole, as if the run that wrote "
+        "it had been killed, or the disk had been full.",
+        stacklevel=stacklevel,
+    )
+
+
+def number_to_json(number: Number) -> Any:
+    if isinstance(number, Histogram):
+        return {"counts": number_to_json(number.counts), "edges": number_to_json(number.edges)}
+    if isinstance(number, np.ndarray):
+        return number.tolist() if np.isfinite(number).all() else [number_to_json(x) for x in number]
+    number = float(number)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def alert_to_json(event: AlertEvent) -> dict[str, Any]:
+    return {**dataclasses.asdict(event), "number": number_to_json(float(event.number))}
+
+
+def alert_from_json(content: Mapping[str, Any]) -> AlertEvent:
+    return AlertEvent(**{**content, "number": float(content["number"])})

@@ -1,0 +1,309 @@
+"""Logs in folders of parts: files of many records each, in Parquet or in safetensors.
+
+The last part is written again for each record, to another name that then replaces it.
+
+- Parquet: a row for each number, with the columns `step`, `name`, and `value` of a number, `values`
+  and `shape` of an array, `counts` and `edges` of a histogram.
+- safetensors: an array for each name, its first axis the records. `/steps` are their steps,
+  `/at/NAME` says which records have the name, if not all do, and `/edges/NAME` are the edges
+  of a histogram, whose array are its counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+import tapax.monitoring._log_format as log_format
+from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
+
+RECORDS, BYTES = 256, 1 << 20
+"""The most that a part holds: it is written again for each of its records."""
+
+
+class PartFolder:
+    """Writes a folder of parts. Each record is written with its part, until the part is full."""
+
+    suffix = ""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._load()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Two runs that write into one folder at a time must not write the same parts.
+            self._run = uuid.uuid4().hex[:8]
+            probe = self.path / f".{self._run}.tmp"
+            probe.write_bytes(b"")
+            probe.unlink()
+            found = find_parts(self.path, self.suffix)
+            others = [p for p in self.path.iterdir() if p.name[0] != "."]
+        except OSError as error:
+            raise log_format.unwritable(self.path, error) from error
+        if others and not found:
+            raise log_format.not_a_log(self.path, f"it holds {others[0].name!r}")
+        if found:
+            with contextlib.suppress(IncompletePart):
+                self._decode(found[-1])
+        self._number = 1 + max((_part_number(part) for part in found), default=-1)
+        self._begin()
+
+    def __repr__(self) -> str:
+        return f"{self.suffix[1:]}({str(self.path)!r})"
+
+    def _begin(self) -> None:
+        self._records: list[Any] = []
+        self._alerts: list[AlertEvent] = []
+        self._size = 0
+
+    def __call__(self, step: int, record: Record) -> None:
+        numbers = as_floats(record)
+        if self._records and not self._fits(numbers):
+            self._next()
+        self._add(int(step), numbers)
+        self._size += sum(map(_nbytes, numbers.values()))
+        self._write()
+        if len(self._records) >= RECORDS or self._size >= BYTES:
+            self._next()
+
+    def alert(self, event: AlertEvent) -> None:
+        self._alerts.append(event)
+        self._write()
+
+    def _next(self) -> None:
+        self._number += 1
+        self._begin()
+
+    def _write(self) -> None:
+        part = self.path / f"part-{self._number:05d}-{self._run}{self.suffix}"
+        beside = part.with_name(f".{part.stem}.tmp")
+        about = {
+            "tapax": str(log_format.VERSION),
+            "alerts": json.dumps([*map(log_format.alert_to_json, self._alerts)]),
+        }
+        content = self._encode(about)
+        try:
+            with open(beside, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, part)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[log_format.LogEntry]:
+        """Read one part."""
+        about, records = cls._decode(path)
+        for step, record in records:
+            yield step, record, []
+        yield 0, None, [log_format.alert_from_json(event) for event in json.loads(about["alerts"])]
+
+    def _load(self) -> None:
+        """Imports what the format needs."""
+
+    def _fits(self, record: Mapping[str, Number]) -> bool:
+        """Whether a record can be in the part that is open."""
+        return True
+
+    def _add(self, step: int, record: dict[str, Number]) -> None:
+        self._records.append((step, record))
+
+    def _encode(self, about: dict[str, str]) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def _decode(cls, path: Path) -> tuple[dict[str, str], list[tuple[int, dict[str, Number]]]]:
+        raise NotImplementedError
+
+
+class IncompletePart(Exception):
+    """A part that was not written to its end."""
+
+
+def _nbytes(number: Number) -> int:
+    if isinstance(number, Histogram):
+        return number.counts.nbytes + number.edges.nbytes
+    return number.nbytes if isinstance(number, np.ndarray) else 24
+
+
+def find_parts(folder: Path, suffix: str) -> list[Path]:
+    """The parts in a folder, in order."""
+    found = [
+        p for p in folder.iterdir() if re.fullmatch(r"part-\d+-\w+" + re.escape(suffix), p.name)
+    ]
+    return sorted(found, key=lambda p: (_part_number(p), p.name))
+
+
+def _part_number(part: Path) -> int:
+    return int(part.name.split("-")[1])
+
+
+class Safetensors(PartFolder):
+    """An array for each name."""
+
+    suffix = ".safetensors"
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._found: dict[str, tuple[list[int], list[Any], Any]] = {}
+
+    def _fits(self, record: Mapping[str, Number]) -> bool:
+        known = self._found
+        return all(
+            known[name][2] == _shape_and_edges(x) for name, x in record.items() if name in known
+        )
+
+    def _add(self, step: int, record: dict[str, Number]) -> None:
+        for name, x in record.items():
+            places, numbers, _ = self._found.setdefault(name, ([], [], _shape_and_edges(x)))
+            places.append(len(self._records))
+            numbers.append(x.counts if isinstance(x, Histogram) else x)
+        self._records.append(step)
+
+    def _encode(self, about: dict[str, str]) -> bytes:
+        arrays: dict[str, Any] = {"/steps": np.array(self._records, np.int64)}
+        for name, (places, numbers, (_, edges)) in self._found.items():
+            arrays[name] = np.array(numbers, np.float64)
+            if edges is not None:
+                arrays[f"/edges/{name}"] = np.array(edges, np.float64)
+            if len(places) < len(self._records):
+                arrays[f"/at/{name}"] = np.array(places, np.int64)
+        # safetensors sorts them; the order of the names is that of the program.
+        about = {**about, "names": json.dumps(list(self._found))}
+        return safetensors.numpy.save(arrays, about)
+
+    @classmethod
+    def _decode(cls, path: Path) -> tuple[dict[str, str], list[tuple[int, dict[str, Number]]]]:
+        try:
+            with safetensors.safe_open(path, "numpy") as file:
+                about = file.metadata() or {}
+                _check_about(path, about)
+                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except safetensors.SafetensorError as error:
+            raise IncompletePart from error
+        steps = arrays["/steps"]
+        records: list[tuple[int, dict[str, Number]]] = [(int(step), {}) for step in steps]
+        for name in json.loads(about["names"]):
+            edges = arrays.get(f"/edges/{name}")
+            places = arrays.get(f"/at/{name}", range(len(steps)))
+            for i, x in zip(places, arrays[name], strict=True):
+                number = Histogram(x, edges) if edges is not None else x if x.ndim else float(x)
+                records[i][1][name] = number
+        return about, records
+
+
+def _shape_and_edges(number: Number) -> tuple[Any, Any]:
+    if isinstance(number, Histogram):
+        return number.counts.shape, tuple(number.edges.tolist())
+    return np.shape(number), None
+
+
+class Parquet(PartFolder):
+    """A row for each number."""
+
+    suffix = ".parquet"
+
+    def _load(self) -> None:
+        _pyarrow()
+
+    def _add(self, step: int, record: dict[str, Number]) -> None:
+        pa, _ = _pyarrow()
+        # A record without numbers is a row without a name.
+        rows = [_row(step, name, number) for name, number in record.items()]
+        rows = rows or [(step, None, *[None] * 5)]
+        columns = zip(*rows, strict=True)
+        kinds = [field.type for field in _schema()]
+        arrays = [pa.array(c, k) for c, k in zip(columns, kinds, strict=True)]
+        self._records.append(pa.record_batch(arrays, schema=_schema()))
+
+    def _encode(self, about: dict[str, str]) -> Any:
+        pa, pq = _pyarrow()
+        about = {**about, "lengths": json.dumps([len(batch) for batch in self._records])}
+        table = pa.Table.from_batches(self._records, _schema()).replace_schema_metadata(about)
+        out = pa.BufferOutputStream()
+        pq.write_table(table, out)
+        return out.getvalue()
+
+    @classmethod
+    def _decode(cls, path: Path) -> tuple[dict[str, str], list[tuple[int, dict[str, Number]]]]:
+        pa, pq = _pyarrow()
+        try:
+            table = pq.ParquetFile(path).read()
+        except pa.ArrowException as error:
+            raise IncompletePart from error
+        found = table.schema.metadata or {}
+        about = {key.decode(): value.decode() for key, value in found.items()}
+        _check_about(path, about)
+        rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
+        records = []
+        for length in json.loads(about["lengths"]):
+            of_record = [next(rows) for _ in range(length)]
+            numbers = {row[1]: _number_in(row) for row in of_record if row[1] is not None}
+            records.append((of_record[0][0], numbers))
+        return about, records
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ImportError(
+            "A log in Parquet needs pyarrow: pip install 'tapax[parquet]'. JSON lines and "
+            "safetensors need nothing more."
+        ) from error
+
+
+def _schema() -> Any:
+    pa, _ = _pyarrow()
+    numbers = pa.list_(pa.float64())
+    return pa.schema(
+        {
+            "step": pa.int64(),
+            "name": pa.string(),
+            "value": pa.float64(),
+            "values": numbers,
+            "shape": pa.list_(pa.int64()),
+            "counts": numbers,
+            "edges": numbers,
+        }
+    )
+
+
+def _row(step: int, name: str, number: Number) -> tuple[Any, ...]:
+    if isinstance(number, Histogram):
+        shape = list(number.counts.shape)
+        return step, name, None, None, shape, number.counts.ravel(), number.edges
+    if isinstance(number, np.ndarray):
+        return step, name, None, number.ravel(), list(number.shape), None, None
+    return step, name, number, None, None, None, None
+
+
+def _number_in(row: tuple[Any, ...]) -> Number:
+    _, _, value, values, shape, counts, edges = row
+    if counts is not None:
+        return Histogram(np.array(counts, np.float64).reshape(shape), np.array(edges, np.float64))
+    return value if values is None else np.array(values, np.float64).reshape(shape)
+
+
+def _check_about(path: Path, about: Mapping[str, str]) -> None:
+    if "tapax" not in about:
+        raise log_format.not_a_log(path, "it does not say that it is one")
+    version = about["tapax"]
+    log_format.check_version(path, int(version) if version.isdigit() else version)
+
+
+FORMATS: dict[str, type[PartFolder]] = {".parquet": Parquet, ".safetensors": Safetensors}

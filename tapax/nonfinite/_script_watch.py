@@ -1,0 +1,246 @@
+"""`ScriptWatch`: checks the results of the jitted functions that a script calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tapax import _jax
+from tapax._frameworks.registry import loaded_adapters
+from tapax._sites.errors import name_of
+from tapax.nonfinite._finding import Finding
+from tapax.nonfinite._saved_inputs import SavedInputs, save_inputs
+from tapax.nonfinite._search import NonfiniteSearch
+
+_JITS = {"flax.nnx": "jit", "equinox": "filter_jit", "brainstate": "transform.jit"}
+"""The name of the `jit` of each framework, by the module whose import defines it."""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class ScriptStop(BaseException):
+    """Ends the script. It is not an `Exception`, so that the script does not catch it."""
+
+    def __init__(self, finding: Finding, notes: Sequence[str]):
+        super().__init__(str(finding))
+        self.finding, self.notes = finding, notes
+
+
+class ScriptWatch:
+    """Checks what jitted functions return."""
+
+    def __init__(self, every: int, save: str, saved: SavedInputs | None):
+        self.every, self.save, self.saved = every, save, saved
+        self.checked = 0
+        self.busy = False
+        self._searches: dict[int, tuple[Any, NonfiniteSearch]] = {}
+        self._calls: dict[int, int] = {}
+
+    def summary(self) -> str:
+        """The sentence to print if nothing was found."""
+        if self.saved is not None:
+            return f"No call of {self.saved.function} like the saved one was seen."
+        if not self.checked:
+            return (
+                "No call of a jitted function was seen, so nothing was checked. What is not jitted "
+                "is not looked at: put the train step under jax.jit."
+            )
+        return f"No non-finite value was seen in {self.checked} checked calls of jitted functions."
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch the functions that are jitted within, by frameworks imported within too."""
+        replaced: list[tuple[Any, str, Any]] = []
+
+        def replace(module: Any, name: str) -> None:
+            loaded_adapters()  # they look at what a `jit` makes, and must see the framework's own
+            *around, name = name.split(".")
+            module = functools.reduce(getattr, around, module)
+            jit = getattr(module, name)
+            replaced.append((module, name, jit))
+            setattr(module, name, _watch_jit(jit, self))
+
+        finder = ImportHook(
+            {module: functools.partial(replace, name=n) for module, n in _JITS.items()}
+        )
+        replace(jax, "jit")
+        for module, name in _JITS.items():
+            if module in sys.modules:
+                replace(sys.modules[module], name)
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+            for module, name, jit in replaced:
+                setattr(module, name, jit)
+
+    def call(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Call a jitted function, and check its results and updates."""
+        if self.busy or not _jax.trace_state_clean():
+            return fn(*args, **kwargs)
+        count = self._calls[id(fn)] = self._calls.get(id(fn), 0) + 1
+        if (count - 1) % self.every and self.saved is None:
+            return self._call_unwatched(fn, args, kwargs)
+        search = self._search(fn)
+        before = self._call_unwatched(search.arrays, args, kwargs, whole=True)
+        if self.saved is not None:
+            if self.saved.is_for(fn, before):
+                self._stop(search, args, kwargs, self.saved.arrays)
+            return self._call_unwatched(fn, args, kwargs)
+        if _may_donate(fn):
+            before = [_copy(x) for x in before]
+        out = self._call_unwatched(fn, args, kwargs)
+        self.checked += 1
+        after = self._call_unwatched(search.arrays, args, kwargs, whole=True)
+        changed = [x for x, y in zip(after, before, strict=False) if x is not y]
+        if _has_bad([*jax.tree.leaves(out), *changed]):
+            self._stop(search, args, kwargs, before)
+        return out
+
+    def _call_unwatched(self, fn: Any, args: Any, kwargs: Any, whole: bool = False) -> Any:
+        """Call a function whose inner jitted functions are not checked."""
+        self.busy = True
+        try:
+            return fn(args, kwargs) if whole else fn(*args, **kwargs)
+        finally:
+            self.busy = False
+
+    def _search(self, fn: Any) -> NonfiniteSearch:
+        # The function is kept so that its id stays its own.
+        return self._searches.setdefault(id(fn), (fn, NonfiniteSearch(fn)))[1]
+
+    def _stop(self, search: NonfiniteSearch, args: Any, kwargs: Any, arrays: list[Any]) -> None:
+        """Search on the inputs of a call; end the script if there is something to report."""
+        search.inputs = arrays
+        try:
+            finding = self._call_unwatched(search.find, args, kwargs, whole=True)
+        finally:
+            search.inputs = None
+        name = name_of(search.fn)
+        if finding is None:
+            if self.saved is not None:
+                say(f"The results of {name} on the saved inputs are finite.")
+                raise SystemExit(0)
+            return
+        if finding.kind == "inf" and finding.operation in ("argument", "constant"):
+            return
+        number = self._calls[id(search.fn)]
+        notes = [f"It was call {number} of {name}."]
+        if self.saved is None:
+            notes += _save_and_note(self.save, name, number, arrays)
+        raise ScriptStop(finding, notes)
+
+
+def _has_bad(leaves: Sequence[Any]) -> bool:
+    arrays = [
+        x
+        for x in leaves
+        if isinstance(x, (jax.Array, np.ndarray))
+        and jnp.issubdtype(x.dtype, jnp.inexact)
+        and not (isinstance(x, jax.Array) and x.is_deleted())
+    ]
+    return bool(_is_any_bad(arrays)) if arrays else False
+
+
+@jax.jit
+def _is_any_bad(arrays: Sequence[Any]) -> Any:
+    return ~functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in arrays])
+
+
+def _may_donate(fn: Any) -> bool:
+    """Whether a function may donate its arguments; only those of `jax.jit` say."""
+    options = _jax.jit_options(fn)
+    return options is None or bool(options["donate_argnums"] or options["donate_argnames"])
+
+
+def _copy(x: Any) -> Any:
+    return jnp.copy(x) if isinstance(x, jax.Array) else x
+
+
+def _save_and_note(directory: str, name: str, number: int, arrays: Sequence[Any]) -> list[str]:
+    try:
+        save_inputs(directory, name, arrays)
+    except (OSError, ValueError) as error:
+        return [f"Its inputs could not be saved in {directory!r}: {error}"]
+    script = " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    return [
+        f"Its inputs are in {directory!r}. To search on them again:",
+        f"  python -m tapax nonfinite --replay {directory} {script}",
+    ]
+
+
+class WatchedFunction:
+    """A jitted function whose calls a watch sees. In all else it is the function."""
+
+    def __init__(self, fn: Any, watch: ScriptWatch):
+        self.__dict__.update(_fn=fn, _watch=watch, __wrapped__=getattr(fn, "__wrapped__", fn))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watch.call(self._fn, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fn, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return repr(self._fn)
+
+    def __hash__(self) -> int:
+        return hash(self._fn)
+
+    def __eq__(self, other: Any) -> bool:
+        return self._fn == getattr(other, "_fn", other)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore
+        return type(self._fn)
+
+
+def _watch_jit(jit: Callable[..., Any], watch: ScriptWatch) -> Callable[..., Any]:
+    """A `jit` that returns watched functions."""
+
+    @functools.wraps(jit)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        made = jit(*args, **kwargs)
+        if args and callable(args[0]):
+            return WatchedFunction(made, watch)
+        return lambda fn: WatchedFunction(made(fn), watch)  # it was given options alone
+
+    return wrapped
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Calls functions on modules when they are imported."""
+
+    def __init__(self, then: dict[str, Callable[[Any], None]]):
+        self._then = dict(then)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        then = self._then.pop(fullname, None)
+        spec = importlib.util.find_spec(fullname) if then else None
+        if then is None or spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            then(module)
+
+        loader.exec_module = exec_module
+        return spec
