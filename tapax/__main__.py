@@ -1,7 +1,7 @@
 """The command line: `tapax COMMAND ...`, or `python -m tapax COMMAND ...`.
 
 A command is a module with `HELP`, `add_arguments(parser)` and `run(parser, options)`, which returns
-the exit code. AdditionTransform one is adding a row to `COMMANDS`.
+the exit code. Adding one is adding a row to `COMMANDS`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The adapters of the frameworks that the user has imported, and what is done with all of them.
 
-An adapter is imported once its framework has been imported by the user, and not before. AdditionTransform a
+An adapter is imported once its framework has been imported by the user, and not before. Adding a
 framework is adding a module with an `ADAPTER`, and a row to the table.
 """
 
