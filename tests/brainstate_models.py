@@ -11,6 +11,8 @@ import numpy as np
 from brainstate import nn
 from brainstate import transform as tf
 
+from tests.oracles.closeness import assert_close
+
 KEY = jax.dtypes.prng_key
 
 
@@ -61,7 +63,7 @@ def same(a, b, tol=0.0):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype and not isinstance(x, jax.core.Tracer)
-        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), tol, tol)
+        assert_close(np.asarray(x, np.float64), np.asarray(y, np.float64), tol)
 
 
 def sgd(model, loss, xs):

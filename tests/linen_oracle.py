@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from tests.oracles.closeness import assert_close
+
 
 def _in_trial():
     """Whether `nn.scan` runs its body for itself, to see what is constant in it."""
@@ -92,4 +94,4 @@ def agree(found, sites, expected, tol=1e-5):
     for name, xs in calls.items():
         assert len(xs) == len(expected[name]), name
         for x, y in zip(xs, expected[name], strict=True):
-            np.testing.assert_allclose(x, y, rtol=tol, atol=tol, err_msg=name)
+            assert_close(x, y, tol, err_msg=name)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tests.oracles.closeness import assert_close
+
 X = jnp.sin(jnp.arange(12, dtype=jnp.float32)).reshape(4, 3)
 
 
@@ -68,7 +70,7 @@ def grads(model, x):
 
 
 def close(a, b, tol=2e-5):
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tol, atol=tol)
+    assert_close(np.asarray(a), np.asarray(b), tol)
 
 
 def check(found, expected, root="Net", tol=2e-5):

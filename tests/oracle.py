@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.oracles.closeness import assert_close
+
 Program = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -97,6 +99,4 @@ def close(a: Sequence[Any], b: Sequence[Any], tol: float) -> None:
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
         assert np.shape(x) == np.shape(y)
-        np.testing.assert_allclose(
-            np.asarray(x, np.complex128), np.asarray(y, np.complex128), rtol=tol, atol=tol
-        )
+        assert_close(np.asarray(x, np.complex128), np.asarray(y, np.complex128), tol)

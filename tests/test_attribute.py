@@ -9,6 +9,7 @@ import pytest
 
 import tapax
 from tapax import attribute
+from tests.oracles.closeness import assert_close
 
 pytestmark = pytest.mark.once
 
@@ -108,7 +109,7 @@ both_methods = pytest.mark.parametrize(
 
 
 def close(a, b):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(a, b, 1e-4)
 
 
 def by_hand(sites=SITES, positions=range(LENGTH), **how):

@@ -26,6 +26,7 @@ from tests.brainstate_models import (
     train_step,
     values_of,
 )
+from tests.oracles.closeness import assert_close
 
 # --- names and values ------------------------------------------------------------------------
 
@@ -37,8 +38,8 @@ def test_every_module_is_a_site():
     inner = {"Net/cell/Wrz", "Net/cell/Wh"}
     assert set(taps.values) == {"Net", *(f"Net/{name}" for name in seen)} | inner
     for name, value in seen.items():
-        np.testing.assert_allclose(taps.values[f"Net/{name}"], value[0], 1e-6, 1e-6)
-    np.testing.assert_allclose(out, expected, 1e-6)
+        assert_close(taps.values[f"Net/{name}"], value[0])
+    assert_close(out, expected)
     np.testing.assert_array_equal(taps.values["Net"], out)
     site = taps.sites["Net/layers/0"]
     assert site.module is nn.Linear and site.method == "__call__"
@@ -114,7 +115,7 @@ def test_a_dynamics_with_updates_before_and_after():
     x = jnp.ones((1, 2))
     _, taps = tapax.capture(model)(x)
     assert {"Cell", "Cell/lin"} < set(taps.values)
-    np.testing.assert_allclose(taps.values["Cell"], model(x), 1e-6)
+    assert_close(taps.values["Cell"], model(x))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_sow_in_a_module():
     model, xs = make(Sower), data()
     _, taps = tapax.capture(lambda xs: tf.for_loop(model, xs))(xs)
     assert set(taps.values) == {"Sower/lin", "Sower/h", "Sower"}
-    np.testing.assert_array_equal(taps.values["Sower/h"] * 2, taps.values["Sower"])
+    assert_close(taps.values["Sower/h"] * 2, taps.values["Sower"])
 
 
 def test_shared_modules_and_calls():
@@ -169,7 +170,7 @@ def test_shared_modules_and_calls():
     model, x = make(Tied), data()[0]
     _, taps = tapax.capture(model)(x)
     assert set(taps.values) == {"Tied/a", "Tied/a@1", "Tied"}
-    np.testing.assert_allclose(taps.values["Tied/a"], model.a(x), 1e-6)
+    assert_close(taps.values["Tied/a"], model.a(x))
 
 
 def test_bfloat16_stays():
@@ -196,7 +197,7 @@ def test_quantities_are_tapped_by_their_mantissa():
     def loss(x):
         return u.get_mantissa(model(x * u.mV) ** 2).sum()
 
-    np.testing.assert_allclose(tapax.capture(jax.grad(loss))(jnp.ones(3))[1].grads["Volts"], 4.0)
+    assert_close(tapax.capture(jax.grad(loss))(jnp.ones(3))[1].grads["Volts"], 4.0)
 
 
 # --- transforms ------------------------------------------------------------------------------
@@ -335,7 +336,7 @@ def test_capture_in_a_transform_of_brainstates():
 
     for i in range(2):
         out, taps = step(data(seed=i))
-        np.testing.assert_allclose(out, train_step(twin, data(seed=i)), 1e-5)
+        assert_close(out, train_step(twin, data(seed=i)))
         assert taps.grads["Net/cell"].shape == (3, 2, 5)
         same(values_of(model), values_of(twin), 1e-5)
 
@@ -343,7 +344,7 @@ def test_capture_in_a_transform_of_brainstates():
         return tapax.capture(model)(x)[1].values["Net/head"]
 
     expected = rollout(twin, xs)
-    np.testing.assert_allclose(tf.for_loop(body, xs), expected, 1e-5, 1e-6)
+    assert_close(tf.for_loop(body, xs), expected)
     same(values_of(model), values_of(twin), 1e-5)
 
 
@@ -355,7 +356,7 @@ def test_nested():
         return out, taps.values["Net/cell"]
 
     (out, inner), taps = tapax.capture(outer)(xs)
-    np.testing.assert_allclose(out, rollout(twin, xs), 1e-5, 1e-6)
+    assert_close(out, rollout(twin, xs))
     np.testing.assert_array_equal(inner, taps.values["Net/cell"])
     same(values_of(model), values_of(twin), 1e-5)
 
@@ -369,7 +370,7 @@ def test_threads():
     def work(model):
         try:
             _, taps = captured(model, xs)
-            np.testing.assert_allclose(taps.values["Net/head"], expected, 1e-5, 1e-6)
+            assert_close(taps.values["Net/head"], expected)
             for _ in range(3):
                 assert not isinstance(another(xs)[0], jax.core.Tracer)
         except BaseException as error:

@@ -26,6 +26,7 @@ from tests.brainstate_models import (
     train_step,
     values_of,
 )
+from tests.oracles.closeness import assert_close
 
 CELLS = [nn.ValinaRNNCell, nn.GRUCell, nn.MGUCell, nn.LSTMCell, nn.URLSTMCell]
 
@@ -87,10 +88,10 @@ def test_training_is_the_same(way, cached):
             fn(*args, xs)
             continue
         out, taps = captured(*args, xs)
-        np.testing.assert_allclose(out, expected, 1e-5)
+        assert_close(out, expected)
         for name, g in grads.items():
             assert taps.values[f"Net/{name}"].shape == g.shape
-            np.testing.assert_allclose(taps.grads[f"Net/{name}"], g, 1e-4, 1e-6)
+            assert_close(taps.grads[f"Net/{name}"], g, 1e-4)
         same(values_of(model), left, 1e-5)
 
 
@@ -119,9 +120,9 @@ def test_recurrent_cells(cell):
     model, twin, xs = make(Net, cell), make(Net, cell), data()
     out, taps = tapax.capture(rollout)(model, xs)
     expected, seen = seen_by_hand(twin, lambda m: rollout(m, xs))
-    np.testing.assert_allclose(out, expected, 1e-5)
+    assert_close(out, expected)
     for name, value in seen.items():
-        np.testing.assert_allclose(taps.values[f"Net/{name}"], value, 1e-5, 1e-6)
+        assert_close(taps.values[f"Net/{name}"], value)
     same(values_of(model), values_of(twin), 1e-5)
 
 
@@ -255,13 +256,13 @@ def test_states_made_by_the_function(jit):
         before = model.cell.h
         out, taps = captured(model, xs)
         assert model.cell.h is not before
-        np.testing.assert_allclose(out, from_the_start(twin, xs), 1e-5, 1e-6)
-        np.testing.assert_allclose(taps.values["Net/cell"][-1], model.cell.h.value, 1e-6)
+        assert_close(out, from_the_start(twin, xs))
+        assert_close(taps.values["Net/cell"][-1], model.cell.h.value)
         same(values_of(model), values_of(twin), 1e-5)
         if jit:  # what was made is a state like any other
             step = tf.jit(functools.partial(rollout, model))
             expected = rollout(twin, xs)
-            np.testing.assert_allclose(step(xs), expected, 1e-5, 1e-6)
+            assert_close(step(xs), expected)
             same(values_of(model), values_of(twin), 1e-5)
 
 
@@ -275,7 +276,7 @@ def test_states_made_in_a_jit_that_takes_gradients():
     for i in range(3):
         xs = data(seed=i)
         out, taps = captured(model, xs)
-        np.testing.assert_allclose(out, plain(twin, xs), 1e-5)
+        assert_close(out, plain(twin, xs))
         assert taps.grads["Net/cell"].shape == (3, 2, 5)
     a, b = model.states(bs.ParamState), twin.states(bs.ParamState)
     same({k: s.value for k, s in a.items()}, {k: s.value for k, s in b.items()}, 1e-5)
@@ -293,7 +294,7 @@ def test_states_made_between_calls():
         xs = data(seed=i)
         for m in (model, twin):
             nn.init_all_states(m, 2)
-        np.testing.assert_allclose(captured(model, xs)[0], rollout(twin, xs), 1e-5, 1e-6)
+        assert_close(captured(model, xs)[0], rollout(twin, xs))
         same(values_of(model), values_of(twin), 1e-5)
     assert len(traces) == 1
 
@@ -307,7 +308,7 @@ def test_states_made_between_calls_of_a_hidden_model():
         xs = data(seed=i)
         for m in (model, twin):
             nn.init_all_states(m, 2)
-        np.testing.assert_allclose(captured(xs)[0], rollout(twin, xs), 1e-5, 1e-6)
+        assert_close(captured(xs)[0], rollout(twin, xs))
         same(values_of(model), values_of(twin), 1e-5)
 
 
@@ -321,8 +322,8 @@ def test_states_made_under_vmap():
     captured = tapax.capture(run)
     for _ in range(2):
         out, taps = captured(model, x)
-        np.testing.assert_allclose(out, run(twin, x), 1e-5, 1e-6)
-        np.testing.assert_allclose(taps.values["Net/cell"], twin.cell.h.value, 1e-5, 1e-6)
+        assert_close(out, run(twin, x))
+        assert_close(taps.values["Net/cell"], twin.cell.h.value)
     same(values_of(model)["cell", "h"], values_of(twin)["cell", "h"], 1e-5)
 
 
@@ -333,7 +334,7 @@ def test_a_model_made_by_the_function():
 
     x = data()[0]
     out, taps = tapax.capture(f)(x)
-    np.testing.assert_allclose(out, f(x), 1e-6)
+    assert_close(out, f(x))
     assert list(taps.values) == ["Linear"]
 
 
@@ -375,7 +376,7 @@ def test_the_random_state_in_a_loop_of_a_hidden_function():
         bs.random.seed(seed)
         expected, key = noise(jnp.ones(3)), bs.random.DEFAULT.value
         bs.random.seed(seed)
-        np.testing.assert_allclose(captured(jnp.ones(3))[0], expected, 1e-6)
+        assert_close(captured(jnp.ones(3))[0], expected)
         assert bs.random.DEFAULT.value == key
 
 
@@ -393,7 +394,7 @@ def test_batch_norm():
         x = data()[:, 0] + fit
         with bs.environ.context(fit=fit):
             out, taps = captured(model, x)
-            np.testing.assert_allclose(out, twin(x), 1e-5, 1e-6)
+            assert_close(out, twin(x))
         same(values_of(model), values_of(twin), 1e-6)
         np.testing.assert_array_equal(taps.values["Normed/norm"], out)
 
@@ -408,13 +409,13 @@ def test_the_clock_is_an_argument_and_other_settings_are_not():
     captured = tapax.capture(f)
     for i in range(3):
         with bs.environ.context(i=i, t=i * 0.5, dt=0.1):
-            np.testing.assert_allclose(captured(1.0)[0], 1 + i * 0.05 + i, 1e-6)
+            assert_close(captured(1.0)[0], 1 + i * 0.05 + i)
     assert len(traces) == 1
     with bs.environ.context(i=1, t=0.5, dt=0.2):
-        np.testing.assert_allclose(captured(1.0)[0], 2.1, 1e-6)
+        assert_close(captured(1.0)[0], 2.1)
     for _ in range(2):
         with bs.environ.context(i=1, t=0.5 * u.ms, dt=0.2 / u.ms):
-            np.testing.assert_allclose(captured(1.0)[0], 2.1, 1e-6)
+            assert_close(captured(1.0)[0], 2.1)
     assert len(traces) == 3
 
 

@@ -12,6 +12,7 @@ from brainstate import transform
 from flax import linen, nnx
 
 import tapax
+from tests.oracles.closeness import assert_close
 
 X = jnp.sin(jnp.arange(12.0, dtype=jnp.float32)).reshape(4, 3)
 KEY = jax.random.key(0)
@@ -28,7 +29,7 @@ def close(a, b, tol=2e-5):
     a, b = jax.tree.leaves(a), jax.tree.leaves(b)
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tol, atol=tol)
+        assert_close(np.asarray(x), np.asarray(y), tol)
 
 
 # One model, five times: two layers, a normalisation with statistics between them, and a `hook`,

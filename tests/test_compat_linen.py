@@ -10,6 +10,7 @@ from jax import lax
 
 import tapax
 from tapax.compat.linen import apply
+from tests.oracles.closeness import assert_close
 
 X = jax.random.normal(jax.random.key(7), (2, 4))
 KEY = jax.random.key(0)
@@ -22,7 +23,7 @@ def same(found, expected, tol=1e-5):
         if isinstance(b, str):
             assert a == b
         else:
-            np.testing.assert_allclose(a, b, rtol=tol, atol=tol)
+            assert_close(a, b, tol)
 
     jax.tree.map(leaf, found, expected)
 
@@ -215,7 +216,7 @@ def test_perturb(model):
     found, expected = jax.grad(loss(apply))(made), jax.grad(loss(nn.Module.apply))(made)
     same(found, expected)
     grads = found["perturbations"]
-    np.testing.assert_allclose(4 * grads["after"], grads["before"], rtol=1e-6)
+    assert_close(4 * grads["after"], grads["before"])
 
 
 def test_perturb_without_perturbations_does_nothing():
@@ -307,12 +308,12 @@ def test_every_call_and_iteration_has_its_own_perturbation(kind, nonzero):
 
     (loss, state), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(given)
     (expected, seen), expected_grads = jax.value_and_grad(theirs, has_aux=True)(eps)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(jnp.stack(grads), expected_grads, rtol=1e-4, atol=1e-6)
+    assert_close(loss, expected)
+    assert_close(jnp.stack(grads), expected_grads, 1e-4)
     h = state["intermediates"]["layers"]["h"]
-    np.testing.assert_allclose(jnp.stack(h) if kind == "twice" else h[0], 2 * seen, rtol=1e-5)
+    assert_close(jnp.stack(h) if kind == "twice" else h[0], 2 * seen)
     total = state["losses"]["layers"]["sum"]
-    np.testing.assert_allclose(jnp.sum(total), seen.sum(), rtol=1e-4, atol=1e-5)
+    assert_close(jnp.sum(total), seen.sum(), 1e-4)
 
 
 def test_branches_and_while_loops():
@@ -330,12 +331,12 @@ def test_branches_and_while_loops():
     dense = lambda name, x: nn.Dense(4).apply({"params": variables["params"][name]}, x)
     x = dense("two", X)
     found = state["intermediates"]
-    np.testing.assert_allclose(found["two"]["__call__"][0], x, rtol=1e-5)
+    assert_close(found["two"]["__call__"][0], x)
     for _ in range(3):
         x = dense("one", x)
     assert not np.any(found["one"]["__call__"][0])
-    np.testing.assert_allclose(found["one"]["__call__"][1], x, rtol=1e-5)
-    np.testing.assert_allclose(out, x, rtol=1e-5)
+    assert_close(found["one"]["__call__"][1], x)
+    assert_close(out, x)
 
 
 def test_bfloat16_stays_bfloat16():
@@ -423,7 +424,7 @@ def test_a_perturbation_in_a_scan_that_runs_backwards():
 
     loss = lambda f: jax.grad(lambda p: jnp.sum(f(p) ** 2))(0.1 * X)
     ours = lambda p: apply(Net(), {"perturbations": {"h": p}}, X)
-    np.testing.assert_allclose(loss(ours), loss(by_hand), rtol=1e-6)
+    assert_close(loss(ours), loss(by_hand))
 
 
 def test_a_class_in_the_place_of_a_module():

@@ -9,6 +9,7 @@ from jax import lax
 
 import tapax
 from tapax.compat.nnx import capture
+from tests.oracles.closeness import assert_close
 
 X = jnp.arange(12, dtype=jnp.float32).reshape(4, 3) / 10
 CAPTURES = {"flax": nnx.capture, "tapax": capture}
@@ -18,7 +19,7 @@ both = pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
 def same(a, b, tol=1e-6):
     a, b = (nnx.to_pure_dict(s) if isinstance(s, nnx.State) else s for s in (a, b))
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tol, atol=tol), a, b)
+    jax.tree.map(lambda x, y: assert_close(x, y, tol), a, b)
 
 
 class Other(nnx.Variable):

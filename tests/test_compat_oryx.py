@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import tapax
 from tapax.compat import oryx
 from tapax.compat.oryx import call_and_reap, harvest, nest, plant, reap, sow, sow_cond
+from tests.oracles.closeness import assert_close
 
 var = functools.partial(sow, tag="var")
 reap_var = functools.partial(reap, tag="var")
@@ -23,15 +24,12 @@ call_var = functools.partial(call_and_reap, tag="var")
 
 def same(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    assert_close(found, expected)
 
 
 def close(found, expected):
     """As `same`, for numbers of 32 bits that went through many operations."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, expected
-    )
+    assert_close(found, expected, 1e-4)
 
 
 def f(x):

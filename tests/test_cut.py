@@ -4,23 +4,21 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import tapax
+from tests.oracles.closeness import assert_close
 
 X = jnp.array([0.3, -0.7, 1.2])
 T = jnp.array([0.5, 1.1, -0.8, 0.9])
-equal = np.testing.assert_allclose
 
 # Operations before a cut, after it, and around it: a residual stream is all three.
 BEFORE, AFTER, AROUND = "sin", "cos", "tanh"
 
 
 def close(a, b, tol=1e-6):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda a, b: equal(a, b, rtol=tol, atol=tol), a, b)
+    assert_close(a, b, tol)
 
 
 def operations(f, *args):

@@ -2,20 +2,19 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import tapax
+from tests.oracles.closeness import assert_close
 
 X = jnp.array([0.3, -0.7, 1.2])
 T = jnp.array([0.5, 1.1, -0.8])
 
 
 def close(a, b, tol=1e-4):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol / 10), a, b)
+    assert_close(a, b, tol)
 
 
 def by_hand(value=lambda h: h, grad=None):

@@ -15,6 +15,7 @@ import pytest
 import tapax
 from tapax import SiteError
 from tapax._patch import subclasses
+from tests.oracles.closeness import assert_close
 
 B, D = 3, 4
 X = jax.random.normal(jax.random.key(7), (B, D))
@@ -125,7 +126,7 @@ def close(found, wanted):
         got = np.asarray(found[name])
         assert [n for n in got.shape if n > 1] == [n for n in value.shape if n > 1]
         got = got.reshape(value.shape)
-        np.testing.assert_allclose(got, value, rtol=2e-5, atol=1e-6, err_msg=name)
+        assert_close(got, value, err_msg=name)
 
 
 optimizer = optax.adam(1e-2)
@@ -156,7 +157,7 @@ def test_train_step(how, jit):
     assert jax.tree.structure(out) == jax.tree.structure(plain)
     for a, b in zip(*map(jax.tree.leaves, (out, plain)), strict=True):
         if eqx.is_array(a):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+            assert_close(a, b)
         else:
             assert a == b
 
@@ -183,7 +184,7 @@ def test_module_as_function(fn):
     model = Net()
     out, taps = tapax.capture(fn(model))(X[0])
     close(taps.values, expected(model, X[0])[0])
-    np.testing.assert_allclose(out, model(X[0]), rtol=1e-6)
+    assert_close(out, model(X[0]))
 
 
 def test_arrays_of_the_captured_module_are_no_constants():
@@ -311,7 +312,7 @@ def test_scan_over_stacked_layers():
             each = jnp.stack([wanted[f"Net/blocks/{i}{name}"] for i in range(3)])
             got = found[f"Stacked/layers{name}"]
             got = got if got.shape == each.shape else jnp.swapaxes(got, 0, 1)
-            np.testing.assert_allclose(got, each, rtol=2e-5, atol=1e-6)
+            assert_close(got, each)
 
 
 class Normed(eqx.Module):
@@ -336,9 +337,9 @@ def test_state_is_no_result():
     _, state = eqx.nn.make_with_state(Normed)()
     (found, found_state), taps = tapax.capture(eqx.filter_jit(over_batch))(model, state, X)
     assert set(taps.values) == {"Normed:0", "Normed/norm:0", "Normed/linear"}
-    np.testing.assert_allclose(taps.values["Normed/norm:0"], out, rtol=1e-5, atol=1e-6)
+    assert_close(taps.values["Normed/norm:0"], out)
     for a, b in zip(*map(jax.tree.leaves, (new, found_state)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(a, b)
 
 
 def test_stateful_sequential():
@@ -360,12 +361,12 @@ def test_stateful_sequential():
     names = ["0", "1:0", "2", "3"]
     assert set(taps.values) == {"Sequential:0", *(f"Sequential/layers/{name}" for name in names)}
     hidden = taps.values["Sequential/layers/2"]
-    np.testing.assert_allclose(hidden, jax.nn.relu(taps.values["Sequential/layers/1:0"]))
+    assert_close(hidden, jax.nn.relu(taps.values["Sequential/layers/1:0"]))
     dropped = [
         eqx.nn.Dropout(0.5)(h, key=jax.random.split(key, 4)[3])
         for h, key in zip(hidden, keys, strict=True)
     ]
-    np.testing.assert_allclose(out, jnp.stack(dropped), rtol=1e-6)
+    assert_close(out, jnp.stack(dropped))
 
 
 class Tied(eqx.Module):
@@ -405,8 +406,8 @@ def test_attention():
     parts = ["query_proj", "key_proj", "value_proj", "output_proj", "dropout"]
     assert set(taps.values) == {"MultiheadAttention"} | {f"MultiheadAttention/{p}" for p in parts}
     query = X @ attention.query_proj.weight.T
-    np.testing.assert_allclose(taps.values["MultiheadAttention/query_proj"], query, rtol=1e-5)
-    np.testing.assert_allclose(taps.values["MultiheadAttention"], attention(X, X, X), rtol=1e-5)
+    assert_close(taps.values["MultiheadAttention/query_proj"], query)
+    assert_close(taps.values["MultiheadAttention"], attention(X, X, X))
 
 
 class Recurrent(eqx.Module):
@@ -429,8 +430,8 @@ def test_recurrent_cell_in_a_scan():
         return jnp.sum(h**2), jnp.stack(seen)
 
     grads, values = jax.grad(run, has_aux=True)(jnp.zeros((B, D)))
-    np.testing.assert_allclose(taps.values["Recurrent/cell"], values, rtol=1e-5)
-    np.testing.assert_allclose(taps.grads["Recurrent/cell"], grads, rtol=1e-5)
+    assert_close(taps.values["Recurrent/cell"], values)
+    assert_close(taps.grads["Recurrent/cell"], grads)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +454,7 @@ def test_ensemble():
     run = eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))
     _, taps = tapax.capture(run)(models, X[0])
     each = jnp.stack([Block(i).linear(X[0]) for i in range(3)])
-    np.testing.assert_allclose(taps.values["Block/linear"], each, rtol=1e-5)
+    assert_close(taps.values["Block/linear"], each)
 
 
 def test_a_module_that_is_a_record_of_results():
@@ -522,15 +523,15 @@ def test_sow_in_a_module():
 
     _, taps = tapax.capture(Outer([Sowing(linear(0)), Sowing(linear(1))]))(X[0])
     first = linear(0)(X[0])
-    np.testing.assert_allclose(taps.values["Outer/parts/0/h"], first, rtol=1e-6)
-    np.testing.assert_allclose(taps.values["Outer/parts/1/h"], linear(1)(2 * first), rtol=1e-5)
+    assert_close(taps.values["Outer/parts/0/h"], first)
+    assert_close(taps.values["Outer/parts/1/h"], linear(1)(2 * first))
 
 
 def test_calls_and_roots_of_one_class():
     _, taps = tapax.capture(lambda a, b, x: a(b(a(x))))(linear(0), linear(1), X[0])
     assert list(taps.values) == ["Linear", "Linear@1", "Linear@2"]
     first = linear(0)(X[0])
-    np.testing.assert_allclose(taps.values["Linear@1"], linear(1)(first), rtol=1e-6)
+    assert_close(taps.values["Linear@1"], linear(1)(first))
 
 
 def test_a_part_of_a_model_called_alone():
@@ -566,8 +567,8 @@ def test_numbers_in_modules_are_static():
     for add in (1, 2):
         captured(make(2), X[0], add)
     assert len(traces) == 1 and traces[0][0] is float and traces[0][1] is not int
-    np.testing.assert_allclose(captured(make(3), X[0], 1)[0], X[0] / 8 + 1)
-    np.testing.assert_allclose(captured(make(2, jnp.array(0.5)), X[0], 1)[0], X[0] / 4 + 1)
+    assert_close(captured(make(3), X[0], 1)[0], X[0] / 8 + 1)
+    assert_close(captured(make(2, jnp.array(0.5)), X[0], 1)[0], X[0] / 4 + 1)
     traces.clear()
     captured = tapax.capture(eqx.filter_jit(lambda m, x, add: m(x, add)))
     captured(make(2), X[0], 1)
@@ -650,8 +651,8 @@ def test_nested_captures():
     (out, inner), taps = tapax.capture(outer)(X[0])
     assert set(inner) == {"Block", "Block/linear", "Block/drop"}
     y = net.blocks[0](X[0])
-    np.testing.assert_allclose(taps.values["Net/blocks/0"], net.blocks[0](y), rtol=1e-5)
-    np.testing.assert_allclose(out, net(y), rtol=1e-5)
+    assert_close(taps.values["Net/blocks/0"], net.blocks[0](y))
+    assert_close(out, net(y))
 
 
 def test_threads():
@@ -686,6 +687,6 @@ def test_copies_under_capture():
         return copy.deepcopy(net)(x) + pickle.loads(pickle.dumps(net))(x)
 
     out, taps = tapax.capture(run)(X[0])
-    np.testing.assert_allclose(out, 2 * net(X[0]), rtol=1e-5)
+    assert_close(out, 2 * net(X[0]))
     values = expected(net, X[0])[0]
     close(taps.values, values | {f"{name}@1": value for name, value in values.items()})

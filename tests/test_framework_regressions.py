@@ -10,6 +10,7 @@ from flax import nnx
 
 import tapax
 from tapax.compat import linen as compat
+from tests.oracles.closeness import assert_close
 
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -49,10 +50,10 @@ def test_the_call_of_an_equinox_module_as_a_bound_method_had_no_site(jit):
     model = net()
     expected = np.asarray(model(X[0]))
     out, taps = tapax.capture(jit(model.__call__))(X[0])
-    np.testing.assert_allclose(out, expected, rtol=1e-6)
-    np.testing.assert_allclose(taps.values["Net"], expected, rtol=1e-6)
+    assert_close(out, expected)
+    assert_close(taps.values["Net"], expected)
     _, taps = tapax.capture(jit(model.linear.__call__))(X[0])
-    np.testing.assert_allclose(taps.values["Linear"], model.linear(X[0]), rtol=1e-6)
+    assert_close(taps.values["Linear"], model.linear(X[0]))
 
 
 def test_a_bound_method_of_an_nnx_module_under_jit_had_no_site():
@@ -60,9 +61,9 @@ def test_a_bound_method_of_an_nnx_module_under_jit_had_no_site():
     expected = np.asarray(model(X))
     _, taps = tapax.capture(jax.jit(model.__call__))(X)
     assert set(taps.values) == {"NNXNet", "NNXNet.encode", "NNXNet/linear"}
-    np.testing.assert_allclose(taps.values["NNXNet"], expected, rtol=1e-6)
+    assert_close(taps.values["NNXNet"], expected)
     _, taps = tapax.capture(jax.jit(model.encode))(X)
-    np.testing.assert_allclose(taps.values["NNXNet.encode"], model.encode(X), rtol=1e-6)
+    assert_close(taps.values["NNXNet.encode"], model.encode(X))
 
 
 @pytest.mark.parametrize("method", ["checkpointed", "mapped"])
@@ -72,7 +73,7 @@ def test_equinox_warned_of_methods_whose_wrapper_has_numbers(method):
     run = lambda model, x: getattr(model, method)(x)
     expected = np.asarray(run(net(), x))
     out, taps = tapax.capture(run)(net(), x)
-    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    assert_close(out, expected)
     assert set(taps.values) == {"Net", f"Net.{method}", "Net/linear"}
 
 
@@ -93,7 +94,7 @@ def test_compat_linen_returned_perturbations_that_were_not_mutable():
     expected = Perturbed().apply(variables, X, **given)
     got = compat.apply(Perturbed(), variables, X, **given)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("jit", [lambda fn: fn, nnx.jit])
@@ -113,10 +114,10 @@ def test_a_variable_put_in_the_place_of_another_was_lost(jit):
     for _ in range(3):
         expected = run(plain, X)
         out, taps = captured(seen, X)
-        np.testing.assert_allclose(out, expected)
-        np.testing.assert_allclose(taps.values["Counter"], expected)
-        np.testing.assert_allclose(seen.count[...], plain.count[...])
-        np.testing.assert_allclose(seen.nested["count"][...], plain.nested["count"][...])
+        assert_close(out, expected)
+        assert_close(taps.values["Counter"], expected)
+        assert_close(seen.count[...], plain.count[...])
+        assert_close(seen.nested["count"][...], plain.nested["count"][...])
 
 
 @pytest.mark.parametrize("jit", [lambda fn: fn, nnx.jit])
@@ -128,6 +129,6 @@ def test_the_running_average_of_a_linen_module_in_an_nnx_one_was_lost(jit):
     run, plain, seen = jit(lambda model, x: model(x, mutable=["batch_stats"])), make(), make()
     expected = run(plain, X)
     out, _ = tapax.capture(run)(seen, X)
-    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    assert_close(out, expected)
     assert np.any(plain.mean[...])
-    np.testing.assert_allclose(seen.mean[...], plain.mean[...], rtol=1e-6)
+    assert_close(seen.mean[...], plain.mean[...])

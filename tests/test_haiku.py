@@ -12,6 +12,7 @@ from haiku._src.module import interceptor_stack
 
 import tapax
 from tapax import SiteError
+from tests.oracles.closeness import assert_close
 
 B, D = 3, 4
 X = jax.random.normal(jax.random.key(7), (B, D))
@@ -101,7 +102,7 @@ def close(found, wanted):
         got = np.asarray(found[name])
         assert got.size == value.size, name
         got = got.reshape(value.shape)
-        np.testing.assert_allclose(got, value, rtol=2e-5, atol=1e-6, err_msg=name)
+        assert_close(got, value, err_msg=name)
 
 
 def ready(how="plain"):
@@ -138,7 +139,7 @@ def test_train_step(how, jit):
     close(taps.grads, grads)
     assert jax.tree.structure(out) == jax.tree.structure(plain)
     for a, b in zip(*map(jax.tree.leaves, (out, plain)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert_close(a, b)
 
 
 @pytest.mark.parametrize("how", ["plain", "while_loop"])
@@ -148,7 +149,7 @@ def test_apply(how, jit):
     run = jit(net.apply)
     plain = run(params, X)
     out, taps = tapax.capture(run)(params, X)
-    np.testing.assert_allclose(out, plain, rtol=1e-5, atol=1e-6)
+    assert_close(out, plain)
     close(taps.values, expected(params, X)[0])
 
 
@@ -186,8 +187,8 @@ def test_layer_stack():
 
     grads, values = jax.grad(run, has_aux=True)(jnp.zeros((3, B, D)))
     assert set(taps.values) == {"stack", "stack/linear", "stack/block", "stack/block/linear"}
-    np.testing.assert_allclose(taps.values["stack/block"], values, rtol=1e-5)
-    np.testing.assert_allclose(taps.grads["stack/block"], grads, rtol=1e-5)
+    assert_close(taps.values["stack/block"], values)
+    assert_close(taps.grads["stack/block"], grads)
 
 
 @pytest.mark.parametrize("make", [hk.LSTM, hk.GRU, hk.VanillaRNN])
@@ -218,7 +219,7 @@ def test_recurrent(make, unroll):
     stacked = unroll is hk.dynamic_unroll
     for found, wanted in ((taps.values, values), (taps.grads, grads)):
         got = found[f"{name}:0"] if stacked else jnp.stack([found[call] for call in calls])
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+        assert_close(got, wanted)
 
 
 def test_batch_norm_and_dropout():
@@ -231,16 +232,14 @@ def test_batch_norm_and_dropout():
     key = jax.random.key(1)
     out, after = net.apply(params, state, key, X)
     (found, found_state), taps = tapax.capture(jax.jit(net.apply))(params, state, key, X)
-    np.testing.assert_allclose(found, out, rtol=1e-5, atol=1e-5)
+    assert_close(found, out)
     for a, b in zip(*map(jax.tree.leaves, (after, found_state)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(a, b)
     h = X @ params["linear"]["w"] + params["linear"]["b"]
-    np.testing.assert_allclose(taps.values["linear"], h, rtol=1e-5, atol=1e-6)
+    assert_close(taps.values["linear"], h)
     normed = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
-    np.testing.assert_allclose(taps.values["batch_norm"], normed, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(
-        taps.values["batch_norm/mean_ema"][0], h.mean(0), rtol=1e-4, atol=1e-6
-    )
+    assert_close(taps.values["batch_norm"], normed, 1e-4)
+    assert_close(taps.values["batch_norm/mean_ema"][0], h.mean(0), 1e-4)
 
 
 def test_attention():
@@ -256,7 +255,7 @@ def test_attention():
     }
     weights = params["multi_head_attention/query"]
     query = X @ weights["w"] + weights["b"]
-    np.testing.assert_allclose(taps.values["multi_head_attention/query"], query, rtol=1e-5)
+    assert_close(taps.values["multi_head_attention/query"], query)
 
 
 def test_methods():
@@ -384,12 +383,12 @@ def test_convolutional_blocks():
     params, state = net.init(KEY, x)
     plain, _ = net.apply(params, state, None, x)
     (out, _), taps = tapax.capture(jax.jit(net.apply))(params, state, None, x)
-    np.testing.assert_allclose(out, plain, rtol=1e-4, atol=1e-4)
+    assert_close(out, plain, 1e-4)
     names = {"/".join(p for p in name.split("/") if p != "~") for name in params}
     assert names <= set(taps.values) and not any("~" in name for name in taps.values)
     first = "block_group/block_0/shortcut_conv"
     kernel = params["block_group/~/block_0/~/shortcut_conv"]["w"]
-    np.testing.assert_allclose(taps.values[first], x @ kernel[0, 0], rtol=1e-4, atol=1e-5)
+    assert_close(taps.values[first], x @ kernel[0, 0], 1e-4)
 
 
 def test_resnet18_as_published():
@@ -489,7 +488,7 @@ def test_the_users_own_interceptor_still_works():
             return net.apply(params, x)
 
     out, _ = tapax.capture(run)(params, X)
-    np.testing.assert_allclose(out, 2 * net.apply(params, X), rtol=1e-5)
+    assert_close(out, 2 * net.apply(params, X))
 
 
 def test_threads():

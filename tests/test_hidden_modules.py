@@ -16,6 +16,7 @@ from tapax.hidden import (
     functional,
     hidden_groups_in_module,
 )
+from tests.oracles.closeness import assert_close
 
 rng = np.random.default_rng(0)
 X = jnp.asarray(rng.normal(size=3), jnp.float32)
@@ -58,7 +59,7 @@ def called(cell, state, x):
 
 
 def close(a, b, tol=1e-5):
-    np.testing.assert_allclose(a, b, atol=tol, rtol=tol)
+    assert_close(a, b, tol)
 
 
 def random_like(tree):

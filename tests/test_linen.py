@@ -31,6 +31,7 @@ from tests.linen_models import (
     loss_of,
     root_of,
 )
+from tests.oracles.closeness import assert_close
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -42,7 +43,7 @@ def test_every_module_of_an_unmodified_model(name):
     step = jax.jit(jax.grad(loss))
     before = step(variables, X)  # what was compiled before is seen all the same
     out, taps = tapax.capture(step)(variables, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), out, before)
+    assert_close(out, before)
 
     run, plain = lambda: loss(variables, X), name not in LOOPS
     expected = oracle.values(run, root_of(model), plain=plain)
@@ -120,7 +121,7 @@ def test_apply_with_a_method(method, names):
     variables = model.init(KEY, X)
     apply = lambda v, x: model.apply(v, x, method=method)
     out, taps = tapax.capture(apply)(variables, X)
-    np.testing.assert_allclose(out, apply(variables, X), rtol=1e-6)
+    assert_close(out, apply(variables, X))
     assert [name.split("@")[0] for name in taps.sites.names] == names
 
 
@@ -172,12 +173,12 @@ def test_bind_and_nn_apply_and_init():
     assert tapax.sites(bound)(variables, X).names[-1] == "Setup/heads_a"
     held = model.bind(variables)
     out, taps = tapax.capture(lambda x: held(x))(X)
-    np.testing.assert_array_equal(taps.values["Setup"], model.apply(variables, X))
+    assert_close(taps.values["Setup"], model.apply(variables, X))
     applied = nn.apply(lambda m, x: m.encode(x), model)
     assert tapax.sites(applied)(variables, X).names[-1] == "Setup.encode"
     made, taps = tapax.capture(model.init)(KEY, X)
-    jax.tree.map(np.testing.assert_array_equal, made, variables)
-    np.testing.assert_array_equal(taps.values["Setup"], model.apply(variables, X))
+    assert_close(made, variables)
+    assert_close(taps.values["Setup"], model.apply(variables, X))
 
 
 def test_two_models_and_a_model_in_a_model():
@@ -277,11 +278,11 @@ def test_a_train_step_with_optax():
     plain = step(variables, opt_state, X, KEY)
     for _ in range(2):
         out, taps = tapax.capture(step)(variables, opt_state, X, KEY)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), out, plain)
+        assert_close(out, plain)
     dropped = taps.values["Stateful/Dropout_0"]
     expected = jnp.where(dropped != 0, 2 * taps.grads["Stateful/Dropout_0"], 0)
-    np.testing.assert_allclose(taps.grads["Stateful/BatchNorm_0"], expected, rtol=1e-5)
-    np.testing.assert_allclose(taps.grads["Stateful"], 2 * dropped / dropped.size, rtol=1e-6)
+    assert_close(taps.grads["Stateful/BatchNorm_0"], expected)
+    assert_close(taps.grads["Stateful"], 2 * dropped / dropped.size)
 
 
 def test_a_train_state():
@@ -296,7 +297,7 @@ def test_a_train_state():
 
     plain = step(state, X)
     out, taps = tapax.capture(step)(state, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), out, plain)
+    assert_close(out, plain)
     assert set(taps.grads) == {"MLP", "MLP/Dense_0", "MLP/Dense_1"}
 
 

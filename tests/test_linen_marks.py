@@ -8,6 +8,7 @@ from flax import linen as nn
 
 import tapax
 from tests.linen_models import KEY, MLP, X, loss_of
+from tests.oracles.closeness import assert_close
 
 COLLECTIONS = [False, "intermediates", ["perturbations"], True]
 
@@ -37,7 +38,7 @@ def test_sow_and_perturb_are_sites_and_linen_is_left_alone(mutable):
     out, taps = tapax.capture(apply)(params, X)
     plain = apply(params, X)
     assert jax.tree.structure(out) == jax.tree.structure(plain)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), out, plain)
+    assert_close(out, plain)
 
     dense = lambda x: nn.tanh(
         nn.Dense(4).apply({"params": params["params"]["inner"]["Dense_0"]}, x)
@@ -46,9 +47,9 @@ def test_sow_and_perturb_are_sites_and_linen_is_left_alone(mutable):
     two = dense(one)
     expected = {"h": one, "h@1": two, "features": 2 * one, "features@1": 2 * two}
     for name, x in expected.items():
-        np.testing.assert_allclose(taps.values[f"Marked/inner/{name}"], x, rtol=1e-6)
-    np.testing.assert_allclose(taps.values["Marked/inner/total"], one.sum() + two.sum(), rtol=1e-5)
-    np.testing.assert_allclose(taps.values["Marked/out"], two, rtol=1e-6)
+        assert_close(taps.values[f"Marked/inner/{name}"], x)
+    assert_close(taps.values["Marked/inner/total"], one.sum() + two.sum())
+    assert_close(taps.values["Marked/out"], two)
     collections = {s.path: (s.kind, s.collection) for s in taps.sites if s.kind != "module"}
     assert collections == {
         "Marked/inner/h": ("perturb", "perturbations"),
@@ -70,9 +71,9 @@ def test_gradients_of_perturb_one_for_each_call():
         return jnp.mean((dense(dense(X) + eps[0]) + eps[1]) ** 2)
 
     one, two = jax.grad(chain)(jnp.zeros((2, *X.shape)))
-    np.testing.assert_allclose(taps.grads["Marked/inner/h"], one, rtol=1e-5)
-    np.testing.assert_allclose(taps.grads["Marked/inner/h@1"], two, rtol=1e-5)
-    np.testing.assert_allclose(taps.grads["Marked/out"], two, rtol=1e-5)
+    assert_close(taps.grads["Marked/inner/h"], one)
+    assert_close(taps.grads["Marked/inner/h@1"], two)
+    assert_close(taps.grads["Marked/out"], two)
     assert not any("features" in name or "total" in name for name in taps.grads)
 
 
@@ -106,9 +107,9 @@ def test_sow_and_perturb_in_a_scan_with_no_collection_declared(kind):
         return jnp.mean(x**2), jnp.stack(seen)
 
     grads, seen = jax.grad(chain, has_aux=True)(jnp.zeros((3, *X.shape)))
-    np.testing.assert_allclose(taps.values["Net/layers/f"], seen, rtol=1e-5)
-    np.testing.assert_allclose(taps.values["Net/layers/sum"], seen.sum(), rtol=1e-5)
-    np.testing.assert_allclose(taps.grads["Net/layers/h"], grads, rtol=1e-4, atol=1e-6)
+    assert_close(taps.values["Net/layers/f"], seen)
+    assert_close(taps.values["Net/layers/sum"], seen.sum())
+    assert_close(taps.grads["Net/layers/h"], grads, 1e-4)
 
 
 def test_capture_intermediates_of_linen_is_not_marked_again():

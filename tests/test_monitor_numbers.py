@@ -14,6 +14,7 @@ from tapax import alert, reduce
 from tapax.watching._log import Histogram, Log
 from tapax.watching._monitor import monitor
 from tests.monitored import W, X, batch, scanned, watched
+from tests.oracles.closeness import assert_close
 
 EDGES = (-1.0, 0.0, 0.5, 3.0)
 
@@ -72,7 +73,7 @@ def test_numbers_are_those_of_numpy():
             if isinstance(found, Histogram):
                 assert found.edges.tolist() == list(EDGES)
                 found = found.counts
-            np.testing.assert_allclose(found, right, rtol=2e-5, atol=1e-6, err_msg=name)
+            assert_close(found, right, err_msg=name)
             assert isinstance(found, np.ndarray) == (stat in ("histogram", "zeros(axis=-1)"))
 
 
@@ -134,7 +135,7 @@ def test_devices_of_a_mesh_give_the_numbers_of_one(mesh):
     ((_, expected),), ((_, found),) = one, many
     assert found.keys() == expected.keys()
     for name in found:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, err_msg=name)
+        assert_close(found[name], expected[name], err_msg=name)
 
 
 def test_a_step_is_traced_once_for_each_shape():
@@ -201,7 +202,7 @@ def test_a_checkpoint_changes_no_number():
     (((_, a),), _), (((_, b),), _) = (watched(step, (kept, X)) for kept in (True, False))
     assert a.keys() == b.keys() == {f"h[{i}]/{k}_rms" for i in range(3) for k in ("value", "grad")}
     for name in a:
-        np.testing.assert_allclose(a[name], b[name], rtol=1e-6)
+        assert_close(a[name], b[name])
 
 
 def test_a_python_step_with_a_counter_is_traced_once():

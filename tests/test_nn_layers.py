@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from tapax import nn
+from tests.oracles.closeness import assert_close
 
 E, B = 3, 2
 
@@ -20,7 +21,7 @@ def normal(*shape, seed=0, dtype=jnp.float32):
 
 def close(a, b, tolerance=1e-5):
     a, b = (np.asarray(x, np.float64) for x in (a, b))
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    assert_close(a, b, tolerance)
 
 
 def biased(layer):

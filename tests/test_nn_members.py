@@ -11,6 +11,7 @@ from jax import lax
 
 import tapax
 from tapax import nn
+from tests.oracles.closeness import assert_close
 from tests.test_nn_models import member, normal, vary
 
 pytestmark = pytest.mark.once
@@ -19,7 +20,7 @@ E, B = 4, 3
 
 
 def close(a, b, tolerance=1e-4):
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=1e-6)
+    assert_close(a, b, tolerance)
 
 
 class Net(nnx.Module):

@@ -9,6 +9,7 @@ from flax import nnx
 
 import tapax
 from tapax import nn
+from tests.oracles.closeness import assert_close
 
 pytestmark = pytest.mark.once
 
@@ -20,7 +21,7 @@ def normal(*shape, seed=0):
 
 
 def close(a, b, tolerance=2e-5):
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    assert_close(a, b, tolerance)
 
 
 # How the factors lie on the weight of each layer that can be converted.

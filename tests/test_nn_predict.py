@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tapax import nn
+from tests.oracles.closeness import assert_close
 from tests.test_nn_models import GPT, ResNet, no_places, normal
 
 pytestmark = pytest.mark.once
@@ -19,7 +20,7 @@ E, B = 4, 3
 
 
 def close(a, b, tolerance=1e-5):
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    assert_close(a, b, tolerance)
 
 
 @functools.lru_cache

@@ -22,6 +22,7 @@ from tests.nnx_models import (
     loss,
     values,
 )
+from tests.oracles.closeness import assert_close
 
 # --- the train step -------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ def test_train_step_leaves_the_state_of_the_plain_one(eager):
         out, taps = captured(*ours, x, x[:, :1])
         close(out, expected)
         for a, b in zip(arrays(plain), arrays(ours), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            assert_close(a, b)
     assert int(ours[0].steps[...]) == 4 == int(ours[1].step[...])
     layers = {f"Full/layers/{i}{part}" for i in (0, 1) for part in ("", "/lin", "/norm", "/drop")}
     assert set(taps.values) == set(taps.grads) == {*layers, "Full/head", "Full"}

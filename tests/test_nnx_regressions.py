@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import tapax
+from tests.oracles.closeness import assert_close
 
 X = jnp.linspace(-1.0, 1.0, 32, dtype=jnp.float32).reshape(8, 4)
 
@@ -88,7 +88,7 @@ HOLDERS = {
 
 def _same(first: Any, second: Any) -> None:
     assert jax.tree.structure(first) == jax.tree.structure(second)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), first, second)
+    assert_close(first, second)
 
 
 @pytest.mark.parametrize("where", ["argument", "captured"])
@@ -99,7 +99,7 @@ def test_model_held_by_what_is_no_structure_was_a_constant(make, where):
     look = tapax.capture(lambda held, x: held(x)) if where == "argument" else tapax.capture(held)
     for _ in range(3):
         out, taps = look(held, X) if where == "argument" else look(X)
-        np.testing.assert_allclose(taps.values["Net/linear"], plain.linear(X), 1e-5, 1e-5)
+        assert_close(taps.values["Net/linear"], plain.linear(X))
         _same(out, run(X))
         _same(nnx.state(model), nnx.state(plain))
         for net in plain, model:
@@ -128,7 +128,9 @@ def test_train_step_of_an_object_that_holds_model_and_optimizer():
         step(plain, X)
         _, taps = tapax.capture(step)(state, X)
         assert set(taps.grads) == {"Net", "Net/linear", "Net/norm"}
-        _same(nnx.state(state.model), nnx.state(plain.model))
+        # The gradient of the bias before the normalization is zero: its terms, of the size of the
+        # other gradients, cancel. The rounding error that is left depends on the processor.
+        assert_close(nnx.state(state.model), nnx.state(plain.model), scale=10)
 
 
 def test_function_that_is_an_argument_is_traced_once():
@@ -187,9 +189,7 @@ def test_a_model_jitted_by_nnx_in_a_transformation_of_jax(transform):
     grad, taps = tapax.capture(transform(lambda x: model(x)))(x)
     pre = x @ model.one.kernel[...] + model.one.bias[...]
     by_pre = (1 - jnp.tanh(pre) ** 2) * model.two.kernel[...][:, 0]
-    np.testing.assert_allclose(taps.values["Jitted/one"], pre, atol=1e-6)
-    np.testing.assert_allclose(taps.grads["Jitted/one"], by_pre, atol=1e-6)
-    np.testing.assert_allclose(grad, by_pre @ model.one.kernel[...].T, atol=1e-6)
-    np.testing.assert_allclose(
-        model(x), jnp.tanh(pre) @ model.two.kernel[...] + model.two.bias[...], atol=1e-6
-    )
+    assert_close(taps.values["Jitted/one"], pre)
+    assert_close(taps.grads["Jitted/one"], by_pre)
+    assert_close(grad, by_pre @ model.one.kernel[...].T)
+    assert_close(model(x), jnp.tanh(pre) @ model.two.kernel[...] + model.two.bias[...])

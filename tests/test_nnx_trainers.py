@@ -5,12 +5,12 @@ The oracle is the plain step: afterwards the trainer is as if there had been no 
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import tapax
+from tests.oracles.closeness import assert_close
 
 X = jnp.linspace(-1.0, 1.0, 32, dtype=jnp.float32).reshape(8, 4)
 
@@ -43,11 +43,11 @@ def test_steps_of_training():
     for number in range(3):
         expected = plain.step(X)
         out, taps = captured(X)
-        np.testing.assert_allclose(out, expected, rtol=1e-5)
-        np.testing.assert_allclose(seen.last, plain.last, rtol=1e-5)
+        assert_close(out, expected)
+        assert_close(seen.last, plain.last)
         assert (jax.random.key_data(seen.key) == jax.random.key_data(plain.key)).all()
         assert type(seen.count) is int and seen.count == plain.count == number + 1
-        np.testing.assert_allclose(seen.model.kernel[...], plain.model.kernel[...], rtol=1e-5)
+        assert_close(seen.model.kernel[...], plain.model.kernel[...])
     assert seen.width == 4 and "noisy" in taps.values
 
 
@@ -169,7 +169,7 @@ def _same(first, second):
     assert jax.tree.structure(first) == jax.tree.structure(second)
     assert [*map(type, jax.tree.leaves(first))] == [*map(type, jax.tree.leaves(second))]
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        assert a == b if isinstance(a, str) else np.allclose(a, b, 1e-5)
+        assert_close(a, b)
 
 
 @pytest.mark.parametrize("how", ["method", "object", "closure", "op by op", "argument"])
@@ -185,8 +185,8 @@ def test_a_trainer_is_as_after_the_plain_step(step, how):
         expected = run(x)
         with jax.disable_jit(how == "op by op"):
             out, taps = captured(held, x) if how == "argument" else captured(x)
-        np.testing.assert_allclose(out, expected, 1e-5, 1e-5)
-        np.testing.assert_allclose(taps.values["Linear"], plain.model(x), 1e-5, 1e-5)
+        assert_close(out, expected)
+        assert_close(taps.values["Linear"], plain.model(x))
         _same(_state(seen), _state(plain))
     assert seen.log is log and seen.params is params and params["z"] is inner
 
@@ -197,7 +197,7 @@ def test_a_captured_step_in_a_jitted_function(step):
     plain, seen = Trainer(step), Trainer(step)
     captured = tapax.capture(seen.step)
     expected, out = jax.jit(plain.step)(X), jax.jit(lambda x: captured(x)[0])(X)
-    np.testing.assert_allclose(out, expected, 1e-5, 1e-5)
+    assert_close(out, expected)
     kept = lambda trainer: {k: v for k, v in _state(trainer).items() if isinstance(v, (int, str))}
     assert kept(seen) == kept(plain)
 
@@ -224,7 +224,7 @@ def test_a_count_compiles_nothing_and_listing_counts_nothing(where):
     for number in range(4):
         out, _ = captured(X)
         assert trainer.count == 2 * (number + 1)
-        np.testing.assert_allclose(out, trainer.model(X) * trainer.count, 1e-5, 1e-5)
+        assert_close(out, trainer.model(X) * trainer.count)
     # That a function assigns it, which is no method, is found by tracing.
     assert len(traces) == (2 if where == "function" else 1)
 
@@ -242,7 +242,7 @@ def test_what_a_transformation_left_behind_stays_there():
     plain, seen = Trainer(step), Trainer(step)
     captured = tapax.capture(seen.step)
     for _ in range(3):
-        np.testing.assert_allclose(captured(X)[0], plain.step(X), 1e-5, 1e-5)
+        assert_close(captured(X)[0], plain.step(X))
 
 
 def test_state_that_was_changed_from_outside():
@@ -252,5 +252,5 @@ def test_state_that_was_changed_from_outside():
         trainer.params["b"] = jnp.full(4, number, jnp.float32)
         trainer.params["z"]["w"] = jnp.ones(4, jnp.float32)
         out = captured(X)[0]
-        np.testing.assert_allclose(out, trainer.model(X) * 2 + number + 1, 1e-5, 1e-5)
+        assert_close(out, trainer.model(X) * 2 + number + 1)
         trainer.log.clear()

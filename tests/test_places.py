@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import tapax
+from tests.oracles.closeness import assert_close
 
 X = jnp.ones((2, 4))
 
@@ -62,9 +63,9 @@ def check(taps, net, *, grads=True):
     values, expected = by_hand(net)
     assert {n for n in taps.values if n != "Net"} == set(values)
     for name, value in values.items():
-        np.testing.assert_allclose(taps.values[name], value, rtol=1e-5, atol=1e-5)
+        assert_close(taps.values[name], value)
     for name, grad in expected.items() if grads else ():
-        np.testing.assert_allclose(taps.grads[name], grad, rtol=1e-4, atol=1e-4)
+        assert_close(taps.grads[name], grad, 1e-4)
 
 
 def apply(block, x):
@@ -157,9 +158,9 @@ def test_a_loop_over_time_around_a_loop_over_blocks():
     _, taps = tapax.capture(lambda net, x: nnx.grad(lambda n: jnp.sum(n(x) ** 2))(net))(net, X)
     values, grads = by_hand(net)
     for name in values:
-        np.testing.assert_allclose(taps.values[name][0], values[name], rtol=1e-5, atol=1e-5)
+        assert_close(taps.values[name][0], values[name])
     for name in grads:
-        np.testing.assert_allclose(taps.grads[name][0], grads[name], rtol=1e-4, atol=1e-4)
+        assert_close(taps.grads[name][0], grads[name], 1e-4)
 
 
 def test_two_stacks_of_one_class():
@@ -261,7 +262,7 @@ def test_a_class_that_is_defined_inside_is_seen():
         return Net()(x)
 
     out, taps = tapax.capture(fn)(X)
-    np.testing.assert_array_equal(out, 2 * taps.values["Net/linear"])
+    assert_close(out, 2 * taps.values["Net/linear"])
     assert set(taps.values) == {"Net", "Net/linear"}
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 
 import tapax
 from tapax.compat import linen as compat
+from tests.oracles.closeness import assert_close
 
 pytestmark = pytest.mark.once
 
@@ -132,7 +132,7 @@ class Model(nn.Module):
 
 
 def close(a, b):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(a, b, 1e-4)
 
 
 def test_store_intermediate_values_in_a_new_variable_collection():

@@ -13,8 +13,8 @@ from flax import nnx
 
 import tapax
 from tapax.compat.nnx import capture
+from tests.oracles.closeness import assert_close
 
-equal = np.testing.assert_allclose
 deprecated = pytest.warns(DeprecationWarning, match=r"outside of 'nnx\.capture\(\)' is deprecated")
 
 
@@ -54,15 +54,15 @@ def test_perturb_attribute():
 
     fresh = Model(rngs=nnx.Rngs(0))
     found, taps = tapax.capture(step)(fresh, x, y)  # no sample input, no split, no second argument
-    equal(taps.grads["Model/xgrad"], perturbations.xgrad[...], rtol=1e-6)
-    equal(taps.grads["Model/linear1"], perturbations.xgrad[...], rtol=1e-6)  # nor the mark
+    assert_close(taps.grads["Model/xgrad"], perturbations.xgrad[...])
+    assert_close(taps.grads["Model/linear1"], perturbations.xgrad[...])  # nor the mark
     for name in ("linear1", "linear2"):
-        equal(found[name].kernel[...], grads[name].kernel[...], rtol=1e-6)
+        assert_close(found[name].kernel[...], grads[name].kernel[...])
     assert not hasattr(fresh, "xgrad")
     # The very same program, captured: the model that has the attribute keeps it as it was.
     again, taps = tapax.capture(grad_loss)(params, nnx.state(model, nnx.Perturbation), x, y)
-    equal(again[1].xgrad[...], perturbations.xgrad[...], rtol=1e-6)
-    equal(taps.grads["Model/xgrad"], perturbations.xgrad[...], rtol=1e-6)
+    assert_close(again[1].xgrad[...], perturbations.xgrad[...])
+    assert_close(taps.grads["Model/xgrad"], perturbations.xgrad[...])
 
 
 def test_sow_attribute():
@@ -98,9 +98,9 @@ def test_sow_attribute():
     for net in (fresh, model):  # one that has the attribute does not grow either
         held = len(net.i) if hasattr(net, "i") else None
         out, taps = tapax.capture(twice)(net, x)
-        equal(out, y, rtol=1e-6)
-        equal(taps.values["Model/i"], model.i[0], rtol=1e-6)
-        equal(taps.values["Model/i@1"], model.i[1], rtol=1e-6)
+        assert_close(out, y)
+        assert_close(taps.values["Model/i"], model.i[0])
+        assert_close(taps.values["Model/i@1"], model.i[1])
         assert (len(net.i) if hasattr(net, "i") else None) == held
 
 
@@ -142,11 +142,11 @@ def test_sow_with_reducers():
 
     fresh = Model(rngs=nnx.Rngs(0))
     out, taps = tapax.capture(fresh)(x)
-    equal(taps.values["Model/sum"], intermediate, rtol=1e-6)
+    assert_close(taps.values["Model/sum"], intermediate)
     out, taps = tapax.capture(lambda m, x: (m(x), m(x))[1])(fresh, x)
-    equal(out, y, rtol=1e-6)
-    equal(taps.values["Model/sum"], model.sum[...], rtol=1e-6)
-    equal(taps.values["Model/product"], model.product[...], rtol=1e-6)
+    assert_close(out, y)
+    assert_close(taps.values["Model/sum"], model.sum[...])
+    assert_close(taps.values["Model/product"], model.product[...])
     assert not hasattr(fresh, "sum")
 
 
@@ -199,8 +199,8 @@ def test_sow_with_capture(capture_):
     result, intermediates = forward(model, jnp.ones(2))
     assert "features" in intermediates
     out, taps = tapax.capture(model)(jnp.ones(2))
-    equal(out, result, rtol=1e-6)
-    equal(taps.values["Model/features"], intermediates["features"][0], rtol=1e-6)
+    assert_close(out, result)
+    assert_close(taps.values["Model/features"], intermediates["features"][0])
 
 
 @pytest.mark.parametrize("capture_", [nnx.capture, capture], ids=["flax", "tapax"])
@@ -224,8 +224,8 @@ def test_custom_reducer_with_capture(capture_):
     twice = lambda m, x: m(x) + m(2 * x)
     _, state = capture_(twice, nnx.Intermediate)(model, x)
     _, taps = tapax.capture(twice)(model, x)
-    equal(state["sum"][...], model.linear(x) + model.linear(2 * x), rtol=1e-6)
-    equal(taps.values["Model/sum"], state["sum"][...], rtol=1e-6)
+    assert_close(state["sum"][...], model.linear(x) + model.linear(2 * x))
+    assert_close(taps.values["Model/sum"], state["sum"][...])
 
 
 # --- train, eval, set_attributes, iter_modules, iter_children -------------------------------------
@@ -268,8 +268,8 @@ def test_train_and_eval_under_capture():
     assert np.any(np.asarray(taps.values["Block/dropout"]) == 0)
     model.eval()
     out, taps = captured(model, x)
-    equal(taps.values["Block/dropout"], taps.values["Block/linear"])
-    equal(out, model(x), rtol=1e-6)
+    assert_close(taps.values["Block/dropout"], taps.values["Block/linear"])
+    assert_close(out, model(x))
 
     def back(m, x):
         m.train()
