@@ -1,0 +1,72 @@
+"""Right values, right gradients, the same operations: every program of the table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tapax
+from tests.models.programs import CASES
+from tests.oracles import eager
+from tests.oracles.closeness import assert_close
+
+X = np.array([0.3, -0.7, 1.2])
+TOL = 1e-12 if jax.config.jax_enable_x64 else 2e-5
+
+
+def x():
+    return jnp.asarray(X)
+
+
+def wrappers():
+    return {
+        "capture": lambda f: tapax.capture(f),
+        "capture of jit": lambda f: tapax.capture(jax.jit(f)),
+        "jit of capture": lambda f: jax.jit(tapax.capture(f)),
+    }
+
+
+@pytest.mark.parametrize("how", list(wrappers()))
+@pytest.mark.parametrize("name", list(CASES))
+def test_values(name, how):
+    case = CASES[name]
+    steps = 6 if name == "while_loop" else None
+    expected_out, expected = eager.values(case.program, x())
+    captured = (
+        wrappers()[how] if steps is None else (lambda f: jax.jit(tapax.capture(f, steps=steps)))
+    )
+    out, taps = captured(case.program(tapax.sow))(x())
+    assert_close(out, expected_out, TOL)
+    assert set(taps.values) == set(expected) == set(case.loops)
+    assert taps.grads == {}
+    for site, loops in case.loops.items():
+        found = eager.unstack(taps.values[site], loops)
+        if steps is not None:
+            found = [v for v, ok in zip(found, taps.valid[site], strict=True) if ok]
+        eager.close(found, expected[site], TOL)
+
+
+@pytest.mark.parametrize("how", list(wrappers()))
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.differentiable])
+def test_gradients(name, how):
+    case = CASES[name]
+    expected = eager.grads(case.program, x())
+    step = jax.value_and_grad(case.program(tapax.sow))
+    out, taps = wrappers()[how](step)(x())
+    jax.tree.map(lambda a, b: assert_close(a, b, TOL), out, step(x()))
+    for site, loops in case.loops.items():
+        if name.startswith("dropped") or site not in expected:
+            assert site not in taps.grads
+        else:
+            eager.close(eager.unstack(taps.grads[site], loops), expected[site], TOL)
+    assert set(taps.values) == set(case.loops)
+
+
+@pytest.mark.parametrize("name", ["scanned", "nested_scans", "remat_in_scan", "jitted"])
+def test_gradients_agree_with_finite_differences(name):
+    case = CASES[name]
+    with jax.enable_x64(True):
+        expected = eager.finite_differences(case.program, x())
+        _, taps = tapax.capture(jax.grad(case.program(tapax.sow)))(x())
+        for site, loops in case.loops.items():
+            eager.close(eager.unstack(taps.grads[site], loops), expected[site], 1e-7)
