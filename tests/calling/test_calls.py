@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import tapax
 from tests.oracles.closeness import assert_close
@@ -413,3 +414,36 @@ def test_weakly_typed_values_keep_their_type_in_the_program():
     fn = lambda x: tapax.sow(2.0, "two") * x
     out, _ = tapax.capture(fn)(X.astype(jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
+
+
+ANGLES = jnp.array([0.3, -0.7, 1.2])
+
+
+def test_a_gradient_inside_a_nested_capture_reaches_the_outer_one():
+    def inner(x):
+        step = lambda x: jax.grad(lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2))(x)
+        body = lambda c, _: (jax.jit(step)(c), None)
+        out, taps = tapax.capture(lambda x: lax.scan(body, x, None, length=2)[0])(x)
+        return out, taps.grads["h"]
+
+    (_, own), taps = tapax.capture(inner)(ANGLES)
+    assert_close(taps.grads["h"], own)
+    assert own.shape == (2, 3)
+
+
+def test_operations_in_a_nested_capture_are_marked_once():
+    f = lambda x: tapax.capture(lambda x: jnp.sin(x) + 1)(x)[0]
+    _, taps = tapax.capture(f, values=tapax.ops("sin"))(ANGLES)
+    assert set(taps.values) == {"sin"}
+
+
+def test_no_tracer_leaks():
+    inner = jax.jit(lambda c: lax.cond(c[0] > 0, lambda c: tapax.sow(c, "h"), lambda c: c, c))
+
+    def f(x):
+        x = lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
+        return lax.while_loop(lambda c: c[0] < 5, lambda c: tapax.sow(c + 1, "w"), x)
+
+    with jax.check_tracer_leaks():
+        _, taps = tapax.capture(f)(ANGLES)
+    assert set(taps.values) == {"h", "w"}

@@ -430,3 +430,17 @@ def test_a_perturbation_in_a_scan_that_runs_backwards():
 def test_a_class_in_the_place_of_a_module():
     with pytest.raises(Exception, match="Can only call init, init_with_output or apply"):
         apply(MLP, {}, X)
+
+
+def test_compat_linen_returned_perturbations_that_were_not_mutable():
+    class Perturbed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(self.perturb("p", nn.Dense(3)(x)))
+
+    variables = Perturbed().init(jax.random.key(0), X)
+    given = {"mutable": ["intermediates"], "capture_intermediates": True}
+    expected = Perturbed().apply(variables, X, **given)
+    got = apply(Perturbed(), variables, X, **given)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert_close(got, expected)

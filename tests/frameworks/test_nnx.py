@@ -1,10 +1,13 @@
 """Unmodified models of Flax NNX: every module is a site, under every transformation."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax import lax
 
@@ -162,7 +165,6 @@ WRAPS = {
     "jax.jit of split and merge": lambda f: jax.jit(merged(f)),
     "cached_partial": lambda f: lambda m, x: nnx.cached_partial(nnx.jit(f), m)(x),
 }
-
 
 CLOSED = [name for name in WRAPS if "split" not in name and "cached" not in name]
 
@@ -381,3 +383,113 @@ def test_equal_blocks_keep_their_names(decorate, where):
     _, taps = tapax.capture(nnx.jit(nnx.grad(loss)))(model, X)
     check(taps.values, values(model, X), "Outer")
     check(taps.grads, grads(model, X), "Outer")
+
+
+WIDE = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+class NNXNet(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return jnp.tanh(self.encode(x))
+
+    def encode(self, x):
+        return self.linear(x)
+
+
+def test_a_bound_method_of_an_nnx_module_under_jit_had_no_site():
+    model = NNXNet()
+    expected = np.asarray(model(WIDE))
+    _, taps = tapax.capture(jax.jit(model.__call__))(WIDE)
+    assert set(taps.values) == {"NNXNet", "NNXNet.encode", "NNXNet/linear"}
+    assert_close(taps.values["NNXNet"], expected)
+    _, taps = tapax.capture(jax.jit(model.encode))(WIDE)
+    assert_close(taps.values["NNXNet.encode"], model.encode(WIDE))
+
+
+@pytest.mark.parametrize("jit", [lambda fn: fn, nnx.jit])
+def test_a_variable_put_in_the_place_of_another_was_lost(jit):
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.count = nnx.BatchStat(jnp.zeros(2))
+            self.nested = nnx.data({"count": nnx.BatchStat(jnp.zeros(2))})
+
+        def __call__(self, x):
+            self.count = nnx.BatchStat(self.count[...] + 1)
+            self.nested = nnx.data({"count": nnx.BatchStat(self.nested["count"][...] + 2)})
+            return x * self.count[...].sum()
+
+    run, plain, seen = jit(lambda model, x: model(x)), Counter(), Counter()
+    captured = tapax.capture(run)
+    for _ in range(3):
+        expected = run(plain, WIDE)
+        out, taps = captured(seen, WIDE)
+        assert_close(out, expected)
+        assert_close(taps.values["Counter"], expected)
+        assert_close(seen.count[...], plain.count[...])
+        assert_close(seen.nested["count"][...], plain.nested["count"][...])
+
+
+@pytest.mark.parametrize("jit", [lambda fn: fn, nnx.jit])
+def test_the_running_average_of_a_linen_module_in_an_nnx_one_was_lost(jit):
+    def make():
+        norm = nn.BatchNorm(use_running_average=False)
+        return nnx.bridge.lazy_init(nnx.bridge.ToNNX(norm, rngs=nnx.Rngs(0)), WIDE)
+
+    run, plain, seen = jit(lambda model, x: model(x, mutable=["batch_stats"])), make(), make()
+    expected = run(plain, WIDE)
+    out, _ = tapax.capture(run)(seen, WIDE)
+    assert_close(out, expected)
+    assert np.any(plain.mean[...])
+    assert_close(seen.mean[...], plain.mean[...])
+
+
+def test_jit_of_a_module_lost_its_own_identity():
+    linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    out, taps = tapax.capture(nnx.jit(linear))(WIDE)
+    close(out, linear(WIDE))
+    close(taps.values["Linear"], out)
+
+
+def test_vmap_of_a_closure_kept_old_parameters():
+    linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    mapped = nnx.vmap(lambda x: linear(x))
+    look = tapax.capture(mapped)
+    for _ in range(2):
+        close(look(WIDE)[0], mapped(WIDE))
+        linear.kernel[...] *= 2
+
+
+class Jitted(nnx.Module):
+    """A model whose own call is jitted by NNX."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.one, self.two = nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
+
+    @nnx.jit
+    def __call__(self, x):
+        return self.two(jnp.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.grad(lambda x: f(x).sum()),
+        lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
+        lambda f: jax.vmap(jax.grad(lambda x: f(x).sum())),
+        lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum()),
+    ],
+)
+def test_a_model_jitted_by_nnx_in_a_transformation_of_jax(transform):
+    """NNX itself raises TraceContextError, and leaves the model broken."""
+    model, x = Jitted(), jnp.array([[0.3, -0.4], [1.0, 0.5]])
+    grad, taps = tapax.capture(transform(lambda x: model(x)))(x)
+    pre = x @ model.one.kernel[...] + model.one.bias[...]
+    by_pre = (1 - jnp.tanh(pre) ** 2) * model.two.kernel[...][:, 0]
+    assert_close(taps.values["Jitted/one"], pre)
+    assert_close(taps.grads["Jitted/one"], by_pre)
+    assert_close(grad, by_pre @ model.one.kernel[...].T)
+    assert_close(model(x), jnp.tanh(pre) @ model.two.kernel[...] + model.two.bias[...])

@@ -331,3 +331,48 @@ def test_marks_without_a_capture_cost_no_trace():
     for _ in range(3):
         f(X)
     assert next(traces) == 1
+
+
+ANGLES = jnp.array([0.3, -0.7, 1.2])
+
+
+def test_keys_with_a_meaning_are_escaped():
+    tree = {"a": ANGLES, "a@1": 2 * ANGLES, "mlp/~/w": 3 * ANGLES}
+    _, taps = tapax.capture(lambda x: tapax.sow(tree, "p")["a"] + x)(ANGLES)
+    assert set(taps.values) == {"p:a", "p:a%401", "p:mlp/%7E/w"}
+    assert set(
+        tapax.capture(lambda x: tapax.sow(tree, "p")["a"], values="p:a%401")(ANGLES)[1].values
+    ) == {"p:a%401"}
+
+
+def test_named_values_under_the_next_remat():
+    if not hasattr(jax.config, "jax_remat3"):
+        return
+    from jax.ad_checkpoint import checkpoint_name
+
+    jax.config.update("jax_remat3", True)
+    try:
+        f = jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x), "n") * 2)
+        _, taps = tapax.capture(f, values=tapax.named("n"))(ANGLES)
+    finally:
+        jax.config.update("jax_remat3", False)
+    assert_close(taps.values["n"], jnp.sin(ANGLES))
+
+
+LAST = {"reduce": lambda a, b: b, "init": lambda: 0.0}
+
+
+def test_fold_in_a_predicate_was_lost():
+    f = lambda x: lax.while_loop(lambda c: tapax.sow(c, "p", **LAST) < 5, lambda c: c + 1, x)
+    with pytest.raises(tapax.SiteError, match="'p' folds its values, but is in the predicate"):
+        tapax.capture(f)(0.0)
+
+
+def test_fold_that_has_another_type_before_a_loop():
+    def f(x):
+        tapax.sow(jnp.ones(3) * x, "c", **LAST)
+        body = lambda c, t: (tapax.sow(c + t, "c", **LAST), None)
+        return lax.scan(body, x, jnp.arange(3.0))[0]
+
+    with pytest.raises(tapax.SiteError, match=r"'c', marked at .* has another type before"):
+        tapax.capture(f)(1.0)

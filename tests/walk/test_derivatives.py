@@ -171,3 +171,40 @@ def test_stop_gradient_cuts():
     assert taps.grads == {}
     with pytest.raises(tapax.SiteError, match="takes no gradient, or none that reaches"):
         tapax.capture(step, grads="h")(X)
+
+
+def second_derivative(block):
+    """d/dh of sum((dL/dx)^2), L = sum(block(x)^2), where h is what `block` marks."""
+
+    def loss(x):
+        return jnp.sum(block(x) ** 2)
+
+    return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))
+
+
+def test_second_derivatives_through_remat_add_the_copys_part():
+    marked = lambda x: jnp.sin(tapax.sow(jnp.sin(x), "h"))
+    _, plain = tapax.capture(second_derivative(marked))(X)
+    _, remat = tapax.capture(second_derivative(jax.checkpoint(marked)))(X)
+    # The oracle: a perturbation that both derivatives see.
+    perturbed = lambda e: lambda x: jnp.sin(jnp.sin(x) + e)
+    total = lambda e: jnp.sum(jax.grad(lambda x: jnp.sum(perturbed(e)(x) ** 2))(X) ** 2)
+    expected = jax.grad(total)(jnp.zeros(3))
+    assert_close(plain.grads["h~1"], expected)
+    assert_close(remat.grads["h~1"], expected)
+    assert_close(remat.grads["h"], plain.grads["h"])
+
+
+def test_exactly_named_calls_of_gradients():
+    f = lambda x: jnp.sum(tapax.sow(x, "h")) * 0 + jnp.sum(tapax.sow(tapax.sow(x, "k"), "k") ** 2)
+    dropped = lambda x: (tapax.sow(x, "h"), jnp.sum(tapax.sow(x, "h") ** 2))[1]
+    with pytest.raises(tapax.SiteError, match=r"'h', marked at .* has no gradient: no cotangent"):
+        tapax.capture(jax.grad(dropped), grads="h@0")(X)
+    assert set(tapax.capture(jax.grad(dropped), grads="h")(X)[1].grads) == {"h@1"}
+
+    def twice(x):
+        _, pull = jax.vjp(f, x)
+        return pull(1.0), pull(2.0)
+
+    assert set(tapax.capture(twice, grads="k@0~1")(X)[1].grads) == {"k~1"}
+    assert set(tapax.capture(twice, grads="k~1")(X)[1].grads) == {"k~1", "k@1~1"}

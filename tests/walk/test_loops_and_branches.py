@@ -211,3 +211,85 @@ def test_iterations_are_of_the_innermost_loop():
 
     _, taps = tapax.capture(f, values=tapax.at("h", step=1))(X)
     assert_close(taps.values["h"], [X + 2, X + 5])
+
+
+ANGLES = jnp.array([0.3, -0.7, 1.2])
+
+
+def test_what_does_not_change_in_a_loop_is_there_at_every_iteration():
+    w = jnp.array([2.0, 3.0, 4.0])
+
+    def loss(w, x):
+        def body(c, _):
+            a = tapax.sow(c * 2, "h")
+            return a * tapax.sow(jnp.sin(w), "h"), None
+
+        return jnp.sum(lax.scan(body, x, None, length=2)[0])
+
+    for step in (loss, jax.grad(loss), jax.jit(jax.grad(loss, argnums=1))):
+        _, taps = tapax.capture(step)(w, ANGLES)
+        s = jnp.sin(w)
+        assert_close(taps.values["h"], [2 * ANGLES, 4 * ANGLES * s])
+        assert_close(taps.values["h@1"], [s, s])
+    _, taps = tapax.capture(jax.grad(loss))(w, ANGLES)
+    assert_close(taps.grads["h@1"], [4 * ANGLES * s, 4 * ANGLES * s])
+
+
+def test_loops_that_are_evaluated_have_one_body():
+    f = lambda x: jnp.sum(
+        lax.scan(lambda c, _: (tapax.sow(2 * c, "h"), None), x, None, length=3)[0]
+    )
+    step = jax.grad(f)
+    with jax.disable_jit():
+        _, eager = tapax.capture(step, values="h@0")(ANGLES)
+    _, traced = tapax.capture(step)(ANGLES)
+    assert set(eager.values) == set(eager.grads) == {"h"}
+    assert_close(eager.values["h"], traced.values["h"])
+    assert_close(eager.grads["h"], traced.grads["h"])
+
+
+def test_a_gradient_that_was_not_computed_makes_no_value_invalid():
+    def loss(p, x):
+        h = tapax.sow(2 * x, "h")
+        return lax.cond(p, lambda h: jnp.sum(h), lambda h: 0.0, h)
+
+    _, taps = tapax.capture(jax.grad(loss, argnums=1))(False, ANGLES)
+    assert_close(taps.values["h"], 2 * ANGLES)
+    assert taps.valid == {}
+
+
+def test_a_while_loop_in_remat_keeps_no_residuals():
+    def loop(x):
+        body = lambda c: (c[0] + 1, tapax.sow(jnp.sin(c[1]), "w"))
+        return lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
+
+    step = jax.grad(jax.checkpoint(lambda x: jnp.sum(x * lax.stop_gradient(loop(x)))))
+    out, taps = tapax.capture(step)(ANGLES)
+    expected = jnp.sin(jnp.sin(jnp.sin(ANGLES)))
+    assert_close(out, expected)
+    assert_close(taps.values["w"], expected)
+    assert set(taps.values) == {"w"}
+    assert int(taps.valid["w"]) == 3
+
+
+def test_a_while_loop_that_is_linearized_is_there_once():
+    def loop(x):
+        body = lambda c: (c[0] + 1, tapax.sow(jnp.sin(c[1]), "w"))
+        return lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
+
+    step = lambda x: jax.linearize(loop, x)[1](jnp.ones(3))
+    out, taps = tapax.capture(step)(ANGLES)
+    assert_close(out, jnp.cos(ANGLES) * jnp.cos(jnp.sin(ANGLES)))
+    assert set(taps.values) == {"w"}
+    assert_close(taps.values["w"], jnp.sin(jnp.sin(ANGLES)))
+
+
+def test_a_while_loop_in_a_map_that_is_linearized_is_there():
+    def loop(x):
+        body = lambda c: (c[0] + 1, tapax.sow(jnp.sin(c[1]), "w"))
+        return lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
+
+    step = lambda x: jax.linearize(lambda x: lax.map(loop, x), x)[1](jnp.ones(3))
+    _, taps = tapax.capture(step)(ANGLES)
+    assert set(taps.values) == {"w"}
+    assert_close(taps.values["w"], jnp.sin(jnp.sin(ANGLES)))

@@ -170,3 +170,57 @@ def test_results_of_a_shard_map_by_its_operation(mesh):
     assert_close(taps.values["shard_map:0"], jnp.sin(x))
     np.testing.assert_array_equal(taps.values["shard_map:1"], 2 * x)
     np.testing.assert_array_equal(out[1], 2 * x)
+
+
+def test_what_cannot_be_masked_is_refused(mesh):
+    local = lambda x: tapax.sow(2 * x, "h")
+    inner = jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    f = jax.vmap(lambda p, x: lax.cond(p, inner, lambda x: x, x))
+    with pytest.raises(tapax.SiteError, match="for which examples it ran cannot be told"):
+        tapax.capture(f)(jnp.array([True, False]), jnp.ones((2, 4)))
+
+
+def test_iterations_with_a_mesh_in_the_loop(mesh):
+    layer = jax.shard_map(
+        lambda x: tapax.sow(x + 1, "h"), mesh=mesh, in_specs=P("a"), out_specs=P("a")
+    )
+    f = lambda x: lax.scan(lambda c, _: (layer(c), None), x, None, length=3)[0]
+    _, taps = tapax.capture(f, values=tapax.at("h", step=1))(jnp.zeros(4))
+    assert_close(taps.values["h"], [[2, 2], [2, 2]])
+    with pytest.raises(tapax.SiteError, match="is in no loop"):
+        tapax.capture(layer, values=tapax.at("h", step=1))(jnp.zeros(4))
+
+
+def test_operations_in_a_mesh_are_marked(mesh):
+    f = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    _, taps = tapax.capture(jax.jit(f), values=tapax.ops("sin"))(jnp.arange(4.0))
+    assert_close(taps.values["sin"], jnp.sin(jnp.arange(4.0)).reshape(2, 2))
+
+
+def test_folds_in_a_mesh(mesh):
+    fold = {"reduce": lambda a, b: a + jnp.sum(b), "init": lambda: 0.0}
+    layer = jax.shard_map(
+        lambda x: tapax.sow(x, "s", **fold), mesh=mesh, in_specs=P("a"), out_specs=P("a")
+    )
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        _, taps = tapax.capture(wrap(layer))(jnp.arange(4.0))
+        assert_close(taps.values["s"], [1.0, 5.0])
+    looped = lambda x: lax.scan(lambda c, _: (layer(c), None), x, None, length=2)[0]
+    with pytest.raises(tapax.SiteError, match="folded inside a shard_map that is in a loop"):
+        tapax.capture(looped)(jnp.arange(4.0))
+    with pytest.raises(tapax.SiteError, match="has more than one fold"):
+        tapax.capture(lambda x: layer(layer(x)))(jnp.arange(4.0))
+
+
+def test_sites_in_branches_keep_their_sharding_in_explicit_mode():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("x", "y")))
+        f = lambda p, x: lax.cond(p, lambda x: tapax.sow(2 * x, "h"), lambda x: x, x)
+        _, taps = tapax.capture(jax.jit(f))(True, x)
+        assert taps.values["h"].sharding.spec == P("x", "y")
+        loop = lambda x: lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, tapax.sow(c[1] + 1, "h")), (0, x)
+        )[1]
+        _, taps = tapax.capture(jax.jit(loop), steps=3)(x)
+        assert taps.values["h"].sharding.spec == P(None, "x", "y")

@@ -150,3 +150,53 @@ def test_capture_itself_can_be_mapped():
     out, taps = jax.vmap(tapax.capture(lambda x: tapax.sow(jnp.sin(x), "h") * 2))(M)
     assert_close(taps.values["h"], jnp.sin(M))
     assert_close(out, 2 * jnp.sin(M))
+
+
+def test_a_vmap_in_a_mapped_while_loop_is_not_taken_for_the_loops():
+    # As many inner examples as outer ones: sizes tell nothing.
+    def f(n, x):
+        def body(c):
+            jax.vmap(lambda v: tapax.sow(v * 10, "h"))(jnp.arange(1.0, 4.0))
+            return c[0] + 1, c[1] + 1
+
+        return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
+
+    n = jnp.array([0, 1, 2])
+    _, taps = tapax.capture(jax.vmap(f))(n, jnp.zeros(3))
+    assert_close(taps.values["h"], [[0, 0, 0], [10, 20, 30], [10, 20, 30]])
+    assert_close(taps.valid["h"], n)
+
+
+def test_predicate_mapped_by_the_inner_vmap_value_by_the_outer():
+    def f(n, x):
+        body = lambda c: (c[0] + 1, tapax.sow(c[1] + x, "h"))
+        return lax.while_loop(lambda c: c[0] < n, body, (0, 0.0))[1]
+
+    n, x = jnp.array([0, 2]), jnp.array([10.0, 20.0])
+    inner = jax.vmap(f, in_axes=(0, None))
+    _, taps = tapax.capture(jax.vmap(inner, in_axes=(None, 0)))(n, x)
+    assert_close(taps.values["h"], [[0, 20], [0, 40]])
+    assert_close(taps.valid["h"], [[0, 2], [0, 2]])
+
+
+def test_gradients_in_mapped_branches_that_share_a_function():
+    shared = jax.jit(lambda x, c: tapax.sow(jnp.sin(c * x), "h"))
+    f = lambda p, x: lax.cond(p, lambda x: shared(x, 2.0), lambda x: shared(x, 3.0) ** 2, x)
+    p, x = jnp.array([True, False]), jnp.array([0.2, 0.4])
+    _, taps = tapax.capture(jax.vmap(jax.grad(f, argnums=1)))(p, x)
+    # One trace for both branches: which was written first cannot be told, which ran can.
+    yes, no = sorted(taps.values, key=lambda name: not bool(taps.valid[name][0]))
+    assert_close(taps.valid[yes], p)
+    assert_close(taps.grads[yes], [1, 0])
+    assert_close(taps.grads[no], [0, 2 * jnp.sin(1.2)])
+
+
+def test_calls_in_mapped_branches_are_numbered_as_written():
+    f = lambda p, x: lax.cond(
+        p, lambda x: tapax.sow(tapax.sow(2 * x, "h") + 1, "h"), lambda x: tapax.sow(3 * x, "h"), x
+    )
+    p, x = jnp.array([True, False]), jnp.array([1.0, 2.0])
+    _, taps = tapax.capture(jax.vmap(f))(p, x)
+    assert_close(taps.values["h"], [2, 0])
+    assert_close(taps.values["h@1"], [3, 0])
+    assert_close(taps.values["h@2"], [0, 6])

@@ -1,4 +1,4 @@
-"""NNX: what once went wrong."""
+"""NNX models that other objects hold: functions, methods, dataclasses, trainers."""
 
 from __future__ import annotations
 
@@ -144,52 +144,3 @@ def test_function_that_is_an_argument_is_traced_once():
     for held in (model.__call__, model.__call__, model.__call__):
         look(held, X)
     assert len(traces) == 1
-
-
-def test_jit_of_a_module_lost_its_own_identity():
-    linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    out, taps = tapax.capture(nnx.jit(linear))(X)
-    _same(out, linear(X))
-    _same(taps.values["Linear"], out)
-
-
-def test_vmap_of_a_closure_kept_old_parameters():
-    linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    mapped = nnx.vmap(lambda x: linear(x))
-    look = tapax.capture(mapped)
-    for _ in range(2):
-        _same(look(X)[0], mapped(X))
-        linear.kernel[...] *= 2
-
-
-class Jitted(nnx.Module):
-    """A model whose own call is jitted by NNX."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.one, self.two = nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
-
-    @nnx.jit
-    def __call__(self, x):
-        return self.two(jnp.tanh(self.one(x)))
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f: jax.grad(lambda x: f(x).sum()),
-        lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
-        lambda f: jax.vmap(jax.grad(lambda x: f(x).sum())),
-        lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum()),
-    ],
-)
-def test_a_model_jitted_by_nnx_in_a_transformation_of_jax(transform):
-    """NNX itself raises TraceContextError, and leaves the model broken."""
-    model, x = Jitted(), jnp.array([[0.3, -0.4], [1.0, 0.5]])
-    grad, taps = tapax.capture(transform(lambda x: model(x)))(x)
-    pre = x @ model.one.kernel[...] + model.one.bias[...]
-    by_pre = (1 - jnp.tanh(pre) ** 2) * model.two.kernel[...][:, 0]
-    assert_close(taps.values["Jitted/one"], pre)
-    assert_close(taps.grads["Jitted/one"], by_pre)
-    assert_close(grad, by_pre @ model.one.kernel[...].T)
-    assert_close(model(x), jnp.tanh(pre) @ model.two.kernel[...] + model.two.bias[...])
