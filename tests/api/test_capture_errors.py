@@ -24,7 +24,7 @@ def message(call):
     return str(error.value)
 
 
-def test_unknown_site():
+def test_an_unknown_site_is_named_with_its_neighbours():
     text = message(lambda: tapax.capture(net, values="net/hiden")(X))
     assert text == (
         "values='net/hiden' was asked for, but no site has that name: no marked value of that name "
@@ -34,7 +34,7 @@ def test_unknown_site():
     assert "'net/hidden'" in message(lambda: tapax.capture(jax.jit(net), values=["**", "hiden"])(X))
 
 
-def test_misspelt_glob():
+def test_a_misspelt_glob_is_named_with_its_neighbours():
     text = message(lambda: tapax.capture(net, values="**/hiden")(X))
     assert text.startswith("values='**/hiden' was asked for, but it matches no site")
     assert "'net/hidden'" in text

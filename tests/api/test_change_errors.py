@@ -317,7 +317,7 @@ def test_inside_of_a_function_with_a_rule(wrap):
     assert_close(tapax.perturbed(f)({"h": X}, X), 2 * jnp.sum(jnp.sin(X) + X))
 
 
-def test_losses():
+def test_only_real_scalar_losses_have_gradients():
     first = "A gradient is that of a loss, one real number, but the function returns"
     for f, what in (
         (lambda x: tapax.sow(x, "h"), "float32[3]"),

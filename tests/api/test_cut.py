@@ -126,7 +126,7 @@ def by_hand(x, start=None):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("step", [0, 1, 3, -1])
-def test_an_iteration(wrap, step):
+def test_cut_at_one_iteration_of_a_scan(wrap, step):
     f, at = wrap(layers), tapax.at("h", step=step)
     prefix, suffix, i = tapax.prefix(f, at), tapax.suffix(f, at), step % 4
     close(prefix(X), by_hand(X)[1][i])
@@ -265,7 +265,7 @@ def test_arguments_given_for_good_are_left():
     close(tapax.suffix(f, "h")(tapax.prefix(f, "h")(x), x), residual(X))
 
 
-def test_compiled_once():
+def test_a_cut_function_compiles_once():
     traces = []
 
     @jax.jit

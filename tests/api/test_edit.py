@@ -226,7 +226,7 @@ STEPS = [0, 1, 2, -1, -3]
 
 
 @pytest.mark.parametrize("edit", [0.5, X, lambda h: h**2])
-def test_one_iteration(edit):
+def test_edit_of_one_iteration_of_a_scan(edit):
     new = edit if callable(edit) else lambda h: jnp.broadcast_to(edit, h.shape)
     sweep = lambda i: tapax.edit(chain, {tapax.at("h", step=i): edit})(X)
     expected = jnp.stack([by_hand(X, {i % 3: new}) for i in STEPS])
@@ -240,7 +240,7 @@ def test_one_iteration(edit):
 
 
 @pytest.mark.parametrize("step", [slice(1, 3), slice(None, None, 2), slice(-1, None), slice(2)])
-def test_some_iterations(step):
+def test_edit_of_a_slice_of_iterations(step):
     new = lambda h: h + 1
     got = tapax.edit(chain, {tapax.at("h", step=step): new})(X)
     close(got, by_hand(X, dict.fromkeys(range(3)[step], new)))
@@ -432,7 +432,7 @@ def test_weak_types_stay_weak():
         assert tapax.edit(f, {"h": edit})(1.0).dtype == f(1.0).dtype == jnp.bfloat16
 
 
-def test_64_bits():
+def test_edits_keep_64_bit_precision():
     with jax.enable_x64(True):
         x = jnp.array([1.0, 2.0])
         out = tapax.edit(lambda x: tapax.sow(x, "h"), {"h": lambda h: h + 1e-12})(x)
@@ -457,7 +457,7 @@ def test_keys_are_values():
     close(tapax.edit(jax.grad(weighted), {"k": other})(1.0, key), jnp.sum(f(other)))
 
 
-def test_without_elements():
+def test_edits_of_arrays_without_elements():
     x = jnp.zeros((0, 3))
     f = lambda x: tapax.sow(x * 2, "h")
     for edit in (lambda h: h + 1, 5.0, x):
@@ -477,7 +477,7 @@ def test_arguments_are_the_functions_own():
     close(tapax.edit(tree, {"h": lambda h: -h})({"x": X}, b=1.0), {"out": -(X + 1)})
 
 
-def test_threads():
+def test_threads_edit_independently():
     edited, got = tapax.edit(loss, {"h": lambda h: h * 2}), {}
 
     def work(i):

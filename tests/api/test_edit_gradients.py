@@ -160,7 +160,7 @@ GRAD = lambda g: 0.3 * g * g + g
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("step", [*STEPS, *FORWARD])
-def test_edited_values(loss, step):
+def test_edited_values_in_functions_that_take_gradients(loss, step):
     if loss is by_a_pullback and step in FORWARD:
         return  # no forward derivative of a custom_vjp
     step = {**STEPS, **FORWARD}[step]
@@ -170,7 +170,7 @@ def test_edited_values(loss, step):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("step", STEPS)
-def test_edited_gradients(loss, step):
+def test_edited_gradients_agree_with_edits_by_hand(loss, step):
     step = STEPS[step]
     got = tapax.edit(step(loss(tapax.sow)), grads={"h": GRAD})(X)
     close(got, step(loss(by_hand(grad=GRAD)))(X))
@@ -183,7 +183,7 @@ def test_edited_values_and_gradients(loss):
 
 
 @pytest.mark.parametrize("loss", [straight, scanned, recomputed])
-def test_third_derivatives(loss):
+def test_third_derivatives_of_edited_values(loss):
     third = lambda f: jax.grad(lambda x: jnp.sum(jax.hessian(f)(x) ** 2))
     close(tapax.edit(third(loss(tapax.sow)), {"h": VALUE})(X), third(loss(by_hand(VALUE)))(X), 1e-3)
 
@@ -201,7 +201,7 @@ def test_clip_zero_scale_reverse(edit):
     close(tapax.edit(step, grads={"h": lambda g, site: edit(g)})(X), expected)
 
 
-def test_replaced_gradients():
+def test_gradients_replaced_by_arrays():
     f = jax.grad(lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2))
     close(tapax.edit(f, grads={"h": 2.0})(X), 2 * jnp.cos(X))
     close(tapax.edit(f, grads={"h": X})(X), X * jnp.cos(X))
@@ -242,7 +242,7 @@ def test_one_of_two_scans_that_share_a_body():
 
 @pytest.mark.parametrize("step", [0, 2, -2])
 @pytest.mark.parametrize("remat", [False, True])
-def test_one_iteration(step, remat):
+def test_edited_gradient_of_one_iteration(step, remat):
     def loss(x, sow):
         body = lambda c, t: (sow(jnp.sin(c * t), t), None)
         return jnp.sum(lax.scan(jax.checkpoint(body) if remat else body, x, T)[0] ** 2)

@@ -69,7 +69,7 @@ def test_no_gradient_before_the_sites():
     assert found.count("dot_general") == 1
 
 
-def test_more_results():
+def test_auxiliary_results_are_returned_with_gradients():
     aux = lambda w, x: (loss(w, x), {"w": w, "n": 3})
     grads, more = tapax.grad(aux, has_aux=True)(W, X)
     close((grads, more["w"]), (EXPECTED, W))
@@ -161,7 +161,7 @@ def test_one_for_every_call_and_iteration(program):
         assert_close((along(0.02) - along(-0.02)) / 0.04, slope, 2e-2)
 
 
-def test_under_vmap():
+def test_gradients_of_intermediates_under_vmap():
     xs = jnp.stack([X, 2 * X])
     close(
         jax.vmap(tapax.grad(loss), (None, 0))(W, xs),

@@ -40,7 +40,7 @@ def replaced(name, value, tokens=CLEAN):
     return difference(logits(P, tokens, lambda n, v: value if n == name else v))
 
 
-def test_saliency():
+def test_saliency_is_the_gradient_at_a_site():
     here = values_of(P, CLEAN)
     want = {n: jax.grad(lambda v, n=n: replaced(n, v))(here[n]) for n in RESIDS}
     close(attribute.saliency(marked, "1/resid")(P, CLEAN), want["1/resid"])
@@ -109,7 +109,7 @@ def cam_by_hand(classes):
     return np.maximum(maps, 0)
 
 
-def test_grad_cam():
+def test_grad_cam_of_one_class_for_each_image():
     close(attribute.grad_cam(image_net, "conv", 1)(IMAGES), cam_by_hand([1, 1]))
     close(attribute.grad_cam(image_net, "conv", jnp.array([2, 0]))(IMAGES), cam_by_hand([2, 0]))
     close(attribute.grad_cam(image_net, "conv", lambda x: x[:, 1])(IMAGES), cam_by_hand([1, 1]))
@@ -129,7 +129,7 @@ def logits_of(p, tokens):
     return logits(p, tokens, sow)
 
 
-def test_logit_lens():
+def test_logit_lens_unembeds_every_layer():
     here = values_of(P, CLEAN)
     want = [normed(here[n]) @ P["embed"].T for n in RESIDS]
     close(attribute.logit_lens(logits_of, "*/resid")(P, CLEAN), want)
@@ -160,7 +160,7 @@ def test_direct_logit_attribution():
     close(linear(P, CLEAN)[0], slope)
 
 
-def test_steer():
+def test_steering_adds_a_scaled_vector():
     vector = jnp.arange(1.0, WIDTH + 1)
     hand = lambda s: difference(
         logits(P, CLEAN, lambda n, v: v + s * vector if n == "1/resid" else v)
@@ -178,7 +178,7 @@ def hand_ablated(new, tokens):
     return logits(P, tokens, lambda n, v: new.get(n, v))
 
 
-def test_ablate():
+def test_ablation_by_zero_mean_or_resampling():
     names = ["0/mlp", "1/attn"]
     here, other = values_of(P, TOKENS), values_of(P, TOKENS[:2] + 1)
     check = lambda new, **how: close(
@@ -211,7 +211,7 @@ def features(x):
     return tapax.sow(jnp.stack([x[:, 0], x[:, 1], x[:, 0] * x[:, 1]], -1), "h").sum()
 
 
-def test_ridge_probe():
+def test_ridge_probe_solves_the_normal_equations():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((50, 2)).astype(np.float32)
     y = (3 * x[:, 0] - x[:, 0] * x[:, 1] + 0.1 * rng.standard_normal(50) + 7).astype(np.float32)
@@ -226,7 +226,7 @@ def test_ridge_probe():
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-def test_logistic_probe(classes):
+def test_logistic_probe_reaches_the_optimum(classes):
     """At the optimum the slope of the penalised cross entropy is zero."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((80, 2)).astype(np.float32)
@@ -242,7 +242,7 @@ def test_logistic_probe(classes):
     close(probe.score(jnp.asarray(x), y), (out.argmax(-1) == y).mean())
 
 
-def test_separable_classes():
+def test_logistic_probe_of_separable_classes_converges():
     """Newton's method does not run away where a whole step overshoots."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((60, 2)) * 30, jnp.float32)
     probe = attribute.linear_probe(features, "h", x, x[:, 0] > 0, ridge=1e-2, steps=30)
@@ -339,7 +339,7 @@ def frameworks():
 
 @pytest.mark.parametrize("name", ["nnx", "equinox"])
 @pytest.mark.parametrize("how", ["argument", "closed over", "jitted"])
-def test_models(name, how):
+def test_attribution_in_models_of_frameworks(name, how):
     """Patched, with the model an argument or closed over; steered and differentiated."""
     metric, model, root, jitted = frameworks()[name]
     short = ["blocks/0", "blocks/1/attn"]
@@ -467,7 +467,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_input(case):
+def test_bad_input_of_attribution_methods(case):
     run, message = WRONG[case]
     with pytest.raises((ValueError, TypeError), match=message):
         run()

@@ -118,7 +118,7 @@ def by_hand(sites=SITES, positions=range(LENGTH), **how):
 
 
 @pytest.mark.parametrize(("fn", "batch_size"), [(marked, None), (jax.jit(marked), 2)])
-def test_activation_patching(fn, batch_size):
+def test_activation_patching_at_every_position(fn, batch_size):
     got = attribute.activation_patching(
         fn, (P, CLEAN), (P, CORRUPT), SITES, range(LENGTH), batch_size=batch_size
     )
@@ -126,7 +126,7 @@ def test_activation_patching(fn, batch_size):
     close(got, by_hand())
 
 
-def test_whole_values():
+def test_activation_patching_of_whole_values():
     got = attribute.activation_patching(marked, (P, CLEAN), (P, CORRUPT), SITES)
     close(got, [patched(P, CLEAN, CORRUPT, s) for s in SITES])
 
@@ -158,7 +158,7 @@ def test_iterations_of_a_scan(method):
     close(method(scanned, *both, tapax.at("mlp", step=-1)), method(marked, *both, "2/mlp"))
 
 
-def test_another_axis():
+def test_activation_patching_along_another_axis():
     """Each unit instead of each position."""
     got = attribute.activation_patching(
         marked, (P, CLEAN), (P, CORRUPT), ["1/mlp"], range(WIDTH), axis=-1
@@ -230,7 +230,7 @@ def test_a_plain_function_is_seen_as_it_is_now():
     assert sweep().tolist() == [2.0]
 
 
-def test_traced_positions():
+def test_activation_patching_at_traced_positions():
     f = lambda i: attribute.activation_patching(marked, (P, CLEAN), (P, CORRUPT), "1/mlp", i)
     got = jax.jit(f)(jnp.array([1, -2, LENGTH]))
     close(got[0, :2], by_hand(["1/mlp"], [1, -2])[0])
@@ -246,7 +246,7 @@ def test_gradient_of_a_sweep():
 
 
 @pytest.mark.parametrize("fn", [marked, two_numbers])
-def test_attribution_patching(fn):
+def test_attribution_patching_is_a_gradient_product(fn):
     sites = ["0/attn", "1/mlp", "2/resid"]
     got = attribute.attribution_patching(fn, (P, CLEAN), (P, CORRUPT), sites, range(LENGTH))
     there, here = values_of(P, CLEAN), values_of(P, CORRUPT)
@@ -292,7 +292,7 @@ def path_by_hand(sender, receiver, position, frozen):
 
 
 @pytest.mark.parametrize("frozen", [None, "*/attn", ("*/attn", "*/mlp")], ids=str)
-def test_path_patching(frozen):
+def test_path_patching_from_sender_to_receiver(frozen):
     both = (P, CLEAN), (P, CORRUPT)
     senders = ["0/attn", "0/mlp", "1/mlp"]
     got = attribute.path_patching(
@@ -384,7 +384,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
 @both_methods
-def test_bad_input(method, case):
+def test_bad_input_of_patching_methods(method, case):
     args, options, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         method(*args, **options)

@@ -89,7 +89,7 @@ def test_as_linen_does(model, options):
 @pytest.mark.parametrize(
     "method", ["encode", Methods.encode, lambda m, x: m.decoder(m.encode(x)), Methods().encode]
 )
-def test_method(method):
+def test_apply_takes_any_form_of_method(method):
     variables = {"params": Methods().init(KEY, X)["params"]}
     options = {"method": method, "capture_intermediates": True, "mutable": ["losses"]}
     same(apply(Methods(), variables, X, **options), Methods().apply(variables, X, **options))
@@ -165,7 +165,7 @@ class Sows(nn.Module):
         return 3 * x
 
 
-def test_sow():
+def test_sow_needs_a_mutable_collection():
     assert apply(Sows(), {}, 1) == 3
     assert apply(Sows(), {}, 1, mutable=["intermediates"])[1] == {"intermediates": {"h": (1, 2)}}
     total = {"init_fn": lambda: 0, "reduce_fn": lambda a, b: a + b}
@@ -173,7 +173,7 @@ def test_sow():
     assert state == {"intermediates": {"h": 3}}
 
 
-def test_capture_intermediates():
+def test_capture_intermediates_with_a_filter():
     class Inner(nn.Module):
         def test(self, x):
             return x + 1
@@ -207,7 +207,7 @@ class Setup(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
-def test_perturb(model):
+def test_perturb_gives_gradients_of_intermediates(model):
     variables = model.init(KEY, X)
     params = {"params": variables["params"]}
     _, made = apply(model, params, X, mutable="perturbations")
@@ -432,7 +432,7 @@ def test_a_class_in_the_place_of_a_module():
         apply(MLP, {}, X)
 
 
-def test_compat_linen_returned_perturbations_that_were_not_mutable():
+def test_perturbations_that_are_not_mutable_are_not_returned():
     class Perturbed(nn.Module):
         @nn.compact
         def __call__(self, x):

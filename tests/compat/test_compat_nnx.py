@@ -89,7 +89,7 @@ def hand(model, x):
 
 @both
 @pytest.mark.parametrize("form", ["module", "method", "function", "decorator"])
-def test_forms(capture, form):
+def test_capture_of_a_module_a_method_or_a_function(capture, form):
     model = Foo()
     if form == "module":
         run = capture(model, nnx.Intermediate)
@@ -166,7 +166,7 @@ def test_calls_are_kept(capture):
     ],
     ids=["sum", "product", "last", "list", "tuple", "dict"],
 )
-def test_reducers(capture, reduce, init, expected):
+def test_sow_with_any_reducer(capture, reduce, init, expected):
     class Net(nnx.Module):
         def __call__(self, x):
             for y in (x, 2 * x + 1):
@@ -225,7 +225,7 @@ def test_a_string_is_a_variable_type(capture):
 
 
 @both
-def test_method_outputs(capture):
+def test_method_outputs_are_kept_by_path(capture):
     model = Stack()
     out, state = capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)(X)
     first, second = hand(model, X)

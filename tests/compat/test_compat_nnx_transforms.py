@@ -82,7 +82,7 @@ RUNS = {k: (lambda m, x, loop=v: loop(lambda c: m(c), x)) for k, v in LOOPS.item
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_loops(name):
+def test_sow_in_loops_keeps_every_iteration(name):
     model, values, x = Foo(), [], X
     for _ in range(3):
         values += hand(model, x)
@@ -98,7 +98,7 @@ def test_a_sum_over_a_loop_is_the_total(name):
     same(state, {"sum": jnp.sum(X) * 7})
 
 
-def test_rnn():
+def test_sow_in_a_recurrent_cell():
     class Cell(nnx.GRUCell):
         def __call__(self, carry, x):
             carry, out = super().__call__(carry, x)
@@ -248,7 +248,7 @@ def test_module_that_is_closed_over():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("cls", [Foo, Stack], ids=["one class", "two classes"])
-def test_second_module(wrap, cls):
+def test_sow_in_a_second_module(wrap, cls):
     student, teacher = Foo(), cls(nnx.Rngs(1))
 
     def run(student, teacher, x):
@@ -293,7 +293,7 @@ def test_perturb_of_a_structure(kind):
     )
 
 
-def test_bfloat16_stays():
+def test_captured_values_stay_in_bfloat16():
     model = Foo()
     x = X.astype(jnp.bfloat16)
     model.lin.kernel.set_value(model.lin.kernel[...].astype(jnp.bfloat16))

@@ -330,7 +330,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("call", "words"), BAD.values(), ids=BAD)
-def test_bad_input(call, words):
+def test_bad_input_of_a_harvest(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
 

@@ -45,7 +45,7 @@ def test_plants_in_a_scan(eager):
         same(plant_var(scanned("clobber"))({"x": 2.0}, 1.0), (2.0, np.full(5, 2.0)))
 
 
-def test_nested_scans():
+def test_append_in_nested_scans():
     def g(x):
         inner = lambda c, t: (c, var(x * t, name="x", mode="append"))
         outer = lambda c, t: lax.scan(inner, c, t * jnp.arange(3.0))
@@ -245,7 +245,7 @@ def test_a_function_that_ran_before_is_traced_afresh():
 
 
 @pytest.mark.parametrize("inner", [True, False])
-def test_vmap(inner):
+def test_reap_and_plant_under_vmap(inner):
     g = lambda x: var(2 * x, name="h") + 1
     x = jnp.arange(3.0)
     run = call_var(jax.vmap(g)) if inner else jax.vmap(call_var(g))
@@ -267,7 +267,7 @@ def test_derivatives_by_plants_and_through_reaps():
     same(jax.grad(steps)({"x": jnp.ones(5)}, 1.0), {"x": np.arange(5.0)})
 
 
-def test_checkpoint():
+def test_reap_and_plant_under_checkpoint():
     @jax.checkpoint
     def inner(x):
         y = var(x * 2, name="y")
@@ -293,7 +293,7 @@ def custom(kind, in_rule=""):
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_custom_derivatives(kind):
+def test_reap_under_custom_derivatives(kind):
     g = custom(kind)
     same(call_var(g)(2.0), (4 + np.sin(2.0), {"y": 4.0}))
     same(plant_var(g)({"y": 1.0}, 2.0), 1 + np.sin(2.0))
@@ -316,7 +316,7 @@ def test_the_backward_rule():
 
 
 @pytest.mark.parametrize("mode", ["strict", "clobber"])
-def test_shard_map(mesh, mode):
+def test_reap_and_plant_in_shard_map(mesh, mode):
     def local(x):
         return lax.psum(var(2 * x, name="part", mode=mode), "a")
 
@@ -340,7 +340,7 @@ def test_loops_and_meshes(mesh):
     same(plant_var(outer)({"h": -jnp.stack([one, two])}, x), -4 * x)
 
 
-def test_pmap():
+def test_reap_and_plant_in_pmap():
     g = jax.pmap(lambda x: var(2 * x, name="x"))
     x = jnp.arange(float(jax.local_device_count()))
     _, reaps = call_var(g)(x)
@@ -348,7 +348,7 @@ def test_pmap():
     same(plant_var(g)(reaps, 0 * x), 2 * x)
 
 
-def test_linear_solve():
+def test_reap_in_a_linear_solve():
     def solve(_, b):
         return var(b / 2, name="x")
 

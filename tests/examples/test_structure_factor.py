@@ -63,7 +63,7 @@ def plain_hnc(gamma, kappa, points=400, length=20.0, tol=1e-11):
     raise AssertionError("the plain solver did not converge")
 
 
-def test_docstrings():
+def test_docstrings_of_the_solver_run():
     for name in ("hnc", "plasma"):
         module = importlib.import_module(f"examples.structure_factor.{name}")
         assert doctest.testmod(module).failed == 0
@@ -77,7 +77,7 @@ def test_against_a_plain_solver(gamma, kappa):
     np.testing.assert_allclose(np.interp(r[10:100], ours.r, ours.g[0, 0]), g[10:100], atol=2e-3)
 
 
-def test_perfect_screening(ocp):
+def test_small_wavenumbers_show_perfect_screening(ocp):
     """S goes to k^2 / (3 Gamma)."""
     k = np.array([1e-4, 1e-3])
     np.testing.assert_allclose(only(ocp, k) / k**2 * 3 * GAMMAS[:, None], 1, rtol=1e-5)
@@ -206,7 +206,7 @@ def test_species_are_exchanged_and_symmetric():
     np.testing.assert_allclose(ba.at(k), ab.at(k)[:, ::-1, ::-1], atol=1e-8)
 
 
-def test_three_species():
+def test_two_equal_species_of_three_act_as_one():
     k = np.linspace(0, 8, 20)
     three = solve(3.0, charges=[1.0, 1.0, 4.0], fractions=[0.2, 0.3, 0.5], kappa=0.5, **SMALL)
     two = solve(3.0, charges=[1.0, 4.0], fractions=[0.5, 0.5], kappa=0.5, **SMALL)
@@ -301,7 +301,7 @@ def test_bits_are_a_matter_of_the_call():
         ),
     ],
 )
-def test_bad_input(arguments, message):
+def test_bad_input_of_the_solver(arguments, message):
     with pytest.raises(ValueError) as error:
         solve(**arguments)
     assert str(error.value) == message
@@ -344,7 +344,7 @@ def test_bad_wave_numbers(k, message):
     assert str(error.value) == message
 
 
-def test_bad_grid():
+def test_a_bad_grid_is_refused():
     with pytest.raises(
         TypeError, match="solve got the argument 'point', and a grid has only points"
     ):
@@ -382,7 +382,7 @@ def test_derivatives_of_many_states():
     assert total == pytest.approx(ends[1] - ends[0], abs=1e-8)
 
 
-def test_units():
+def test_units_of_a_carbon_plasma():
     """Carbon of 2.267 g/cm^3 has 1.137e23 atoms per cm^3; at 1 eV and Z = 1 Gamma is 11.3."""
     gamma, kappa, a = CARBON.dimensionless(1.0, 2.267, [1.0])
     n = 2.267 / (12.011 * 1.66053907e-24)

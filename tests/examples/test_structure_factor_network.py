@@ -58,12 +58,12 @@ def assert_intact(model, x, before):
 
 
 @pytest.mark.parametrize("name", ["model", "train", "explain"])
-def test_docstrings(name):
+def test_docstrings_of_the_network_run(name):
     module = importlib.import_module(f"examples.structure_factor.{name}")
     assert doctest.testmod(module).failed == 0
 
 
-def test_parameters():
+def test_number_of_network_parameters():
     model = new()
     count = lambda *kinds: sum(x.size for x in jax.tree.leaves(nnx.state(model, *kinds)))
     assert count(nnx.Param) == 33473 and count(Maxima) == 4
@@ -71,7 +71,7 @@ def test_parameters():
 
 
 @pytest.mark.parametrize("species", [1, 2, 3])
-def test_numbers(species):
+def test_network_output_agrees_with_numpy(species):
     model, x = new(species), rows(species=species)
     np.testing.assert_allclose(model(x), by_hand(model, x)[0][-1], atol=2e-5)
     S = model.matrix(x)
@@ -124,7 +124,7 @@ def test_saved_and_loaded(tmp_path):
         ),
     ],
 )
-def test_bad_input(make, message):
+def test_bad_input_of_the_network(make, message):
     with pytest.raises(ValueError) as error:
         make()
     assert str(error.value) == message
@@ -140,7 +140,7 @@ def test_bad_input_leaves_the_model_whole():
 
 @pytest.mark.parametrize("look", [explain.under_jax_grad, explain.under_nnx_grad])
 @pytest.mark.parametrize("species", [1, 2])
-def test_layers(look, species):
+def test_layer_values_and_gradients_agree_with_numpy(look, species):
     model, x = new(species), rows(species=species)
     before = model(x)
     for _ in range(2):  # traced, and again from the cache
@@ -235,7 +235,7 @@ def test_sensitivities_of_the_solver():
     np.testing.assert_allclose(ours[:, 3], by_k, atol=1e-6)
 
 
-def test_data():
+def test_training_data_cover_their_range():
     data = train.make_data(CARBON, 40, 8, quiet=True)
     limits = train.Range()
     for i, (low, high) in enumerate((limits.T, limits.rho, limits.Z, limits.k)):
@@ -270,7 +270,7 @@ def test_training_learns_the_solver_and_its_derivatives():
     assert np.corrcoef(network.ravel(), solver.ravel())[0, 1] > 0.95
 
 
-def test_command(tmp_path, capsys):
+def test_command_writes_network_and_plots(tmp_path, capsys):
     folder = tmp_path / "out"
     command.main(["--quick", "--species", "CH", "--to", str(folder)])
     said = capsys.readouterr().out

@@ -127,7 +127,7 @@ def test_a_dynamics_with_updates_before_and_after():
         (lambda m, method: isinstance(m, Net) and method == "__call__", ["Net"]),
     ],
 )
-def test_narrowed(modules, names):
+def test_modules_argument_narrows_brainstate_sites(modules, names):
     model, x = make(), data()[0]
     _, taps = tapax.capture(model, modules=modules)(x)
     assert len(names) <= len(taps.values) <= len(names) + 1
@@ -173,7 +173,7 @@ def test_shared_modules_and_calls():
     assert_close(taps.values["Tied/a"], model.a(x))
 
 
-def test_bfloat16_stays():
+def test_values_and_gradients_stay_in_bfloat16():
     model = make(nn.Sequential, nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     for state in model.states().values():
         state.value = jax.tree.map(lambda v: v.astype(jnp.bfloat16), state.value)
@@ -248,7 +248,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("name", list(LOOPS))
 @pytest.mark.parametrize("grad", [False, True])
-def test_transforms(name, grad):
+def test_capture_through_brainstate_transforms(name, grad):
     run, shape = LOOPS[name]
     model, twin = make(Counter), make(Counter)
 
@@ -348,7 +348,7 @@ def test_capture_in_a_transform_of_brainstates():
     same(values_of(model), values_of(twin), 1e-5)
 
 
-def test_nested():
+def test_captures_of_brainstate_models_nest():
     model, twin, xs = make(), make(), data()
 
     def outer(xs):
@@ -361,7 +361,7 @@ def test_nested():
     same(values_of(model), values_of(twin), 1e-5)
 
 
-def test_threads():
+def test_threads_capture_brainstate_models_at_once():
     xs, failed, methods = data(), [], classes()
     expected, shared = rollout(make(), xs), make()
     captured, another = tapax.capture(rollout), tapax.capture(lambda xs: rollout(shared, xs))

@@ -116,7 +116,7 @@ def test_bit_for_bit_one_operation_at_a_time():
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_recurrent_cells(cell):
+def test_states_of_recurrent_cells_after_capture(cell):
     model, twin, xs = make(Net, cell), make(Net, cell), data()
     out, taps = tapax.capture(rollout)(model, xs)
     expected, seen = seen_by_hand(twin, lambda m: rollout(m, xs))
@@ -380,7 +380,7 @@ def test_the_random_state_in_a_loop_of_a_hidden_function():
         assert bs.random.DEFAULT.value == key
 
 
-def test_batch_norm():
+def test_statistics_of_batch_norm_after_capture():
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()

@@ -292,7 +292,7 @@ def ran(framework, change, hook=same, of="step"):
 
 @every
 @pytest.mark.parametrize("of", ["loss", "step"])
-def test_edited_values(framework, of):
+def test_edited_values_in_models_of_frameworks(framework, of):
     got = ran(framework, lambda one, f: tapax.edit(f, {one.site: EDIT}), of=of)
     close(got, ran(framework, lambda one, f: f, EDIT, of))
 
@@ -382,7 +382,7 @@ def held(one, args):
 
 
 @every
-def test_jacobians(framework):
+def test_jacobians_by_intermediates_of_models(framework):
     one = framework()
     f, args = one.loss()
     before = held(one, args)

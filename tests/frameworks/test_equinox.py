@@ -147,7 +147,7 @@ EAGER = ["plain", "filter_checkpoint", "nested", "jitted function", "jax.checkpo
     ("how", "jit"),
     [*((how, eqx.filter_jit) for how in HOW), *((how, lambda f: f) for how in EAGER)],
 )
-def test_train_step(how, jit):
+def test_train_step_of_an_equinox_model(how, jit):
     model = Net(how)
     state = optimizer.init(eqx.filter(model, eqx.is_array))
     train = jit(step)
@@ -215,7 +215,7 @@ def test_arrays_of_the_captured_module_are_no_constants():
         (lambda net: lambda x: net.jitted(x), "jitted"),
     ],
 )
-def test_methods(fn, method):
+def test_methods_of_a_module_are_sites(fn, method):
     net = Net()
     out, taps = tapax.capture(fn(net))(X[0])
     values = expected(net, X[0])[0]
@@ -284,7 +284,7 @@ def test_a_part_of_a_model_called_alone():
     close(taps.values, {"Net/blocks/1/linear": net.blocks[1].linear(X[0])})
 
 
-def test_bfloat16_stays():
+def test_values_and_gradients_stay_in_bfloat16():
     model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, Net())
     x = X.astype(jnp.bfloat16)
     _, taps = tapax.capture(eqx.filter_grad(mean_square))(model, x)
@@ -332,7 +332,7 @@ def test_cached_before_and_after():
             np.testing.assert_array_equal(a, b)
 
 
-def test_selections():
+def test_selections_of_equinox_modules():
     net = Net()
     assert not tapax.capture(net, modules=False)(X[0])[1].values
     _, taps = tapax.capture(net, "Net/blocks/*/linear", modules=lambda m, method: True)(X[0])
@@ -354,7 +354,7 @@ class Failing(eqx.Module):
         raise RuntimeError("halfway")
 
 
-def test_exception_halfway():
+def test_exception_halfway_restores_equinox():
     before = attributes()[eqx.nn.Linear]
     model = Failing(linear())
     for fn in (model, eqx.filter_jit(model), eqx.filter_checkpoint(model), jax.grad(model)):
@@ -365,7 +365,7 @@ def test_exception_halfway():
     close(taps.values, expected(Net(), X[0])[0])
 
 
-def test_nested_captures():
+def test_captures_of_equinox_models_nest():
     net = Net()
 
     def outer(x):
@@ -379,7 +379,7 @@ def test_nested_captures():
     assert_close(out, net(y))
 
 
-def test_threads():
+def test_threads_capture_equinox_models_at_once():
     net, seen, failed = Net("filter_checkpoint"), [], []
     start = threading.Barrier(4)
 

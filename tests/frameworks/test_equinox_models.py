@@ -38,7 +38,7 @@ def wrapped():
 
 
 @pytest.mark.parametrize("outer", [lambda f: f, eqx.filter_jit])
-def test_wrapped_attributes(wrapped, outer):
+def test_modules_wrapped_by_filter_functions_are_sites(wrapped, outer):
     fn = outer(eqx.filter_value_and_grad(lambda m, x: jnp.sum(m(x))))
     _, taps = tapax.capture(fn)(wrapped, X[0])
     x, values = X[0], {}
@@ -107,7 +107,7 @@ def test_state_is_no_result():
         assert_close(a, b)
 
 
-def test_stateful_sequential():
+def test_stateful_sequential_of_batch_norm_and_dropout():
     layers = lambda: [
         linear(),
         eqx.nn.BatchNorm(D, "batch", mode="batch"),
@@ -148,7 +148,7 @@ class Tied(eqx.Module):
         return last(out(embed(token)))
 
 
-def test_shared():
+def test_layers_in_a_shared_node_have_paths():
     model = Tied()
     loss = lambda model, token: jnp.sum(model(token) ** 2)
     _, taps = tapax.capture(eqx.filter_jit(eqx.filter_value_and_grad(loss)))(model, jnp.array(2))
@@ -165,7 +165,7 @@ def test_shared():
     close(taps.grads, grads)
 
 
-def test_attention():
+def test_projections_of_attention_are_sites():
     attention = eqx.nn.MultiheadAttention(2, D, key=jax.random.key(0))
     out, taps = tapax.capture(attention)(X, X, X)
     parts = ["query_proj", "key_proj", "value_proj", "output_proj", "dropout"]
@@ -208,13 +208,13 @@ def test_recurrent_cell_in_a_scan():
         lambda m, x: eqx.filter_eval_shape(m, x) and m(x),
     ],
 )
-def test_other_transformations(fn):
+def test_modules_under_other_transformations(fn):
     net = Net()
     _, taps = tapax.capture(fn)(net, X[0])
     close(taps.values, expected(net, X[0])[0])
 
 
-def test_ensemble():
+def test_ensemble_of_blocks_under_filter_vmap():
     models = eqx.filter_vmap(Block)(jnp.arange(3))
     run = eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))
     _, taps = tapax.capture(run)(models, X[0])
@@ -294,7 +294,7 @@ def small():
 
 
 @pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit])
-def test_the_call_of_an_equinox_module_as_a_bound_method_had_no_site(jit):
+def test_the_call_as_a_bound_method_is_a_site(jit):
     model = small()
     expected = np.asarray(model(ROWS[0]))
     out, taps = tapax.capture(jit(model.__call__))(ROWS[0])
@@ -305,7 +305,7 @@ def test_the_call_of_an_equinox_module_as_a_bound_method_had_no_site(jit):
 
 
 @pytest.mark.parametrize("method", ["checkpointed", "mapped"])
-def test_equinox_warned_of_methods_whose_wrapper_has_numbers(method):
+def test_methods_whose_wrapper_holds_numbers_do_not_warn(method):
     # Warnings are errors.
     x = ROWS if method == "mapped" else ROWS[0]
     run = lambda model, x: getattr(model, method)(x)
@@ -316,6 +316,6 @@ def test_equinox_warned_of_methods_whose_wrapper_has_numbers(method):
 
 
 @pytest.mark.parametrize("modules", ["nope", "**/nope", ["Small", "Small/nope"]])
-def test_modules_that_match_nothing_gave_nothing(modules):
+def test_modules_that_match_nothing_raise(modules):
     with pytest.raises(tapax.SiteError, match=r"modules='.*nope' .* no module .* tapax\.sites"):
         tapax.capture(small(), modules=modules)(ROWS[0])

@@ -124,7 +124,7 @@ def make_step(net):
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("how", [how for how in HOW if how != "while_loop"])
-def test_train_step(how, jit):
+def test_train_step_of_a_haiku_model(how, jit):
     net, params = ready(how)
     state = optimizer.init(params)
     step = jit(make_step(net))
@@ -144,7 +144,7 @@ def test_train_step(how, jit):
 
 @pytest.mark.parametrize("how", ["plain", "while_loop"])
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_apply(how, jit):
+def test_apply_of_a_haiku_model(how, jit):
     net, params = ready(how)
     run = jit(net.apply)
     plain = run(params, X)
@@ -166,7 +166,7 @@ def test_vmap_over_examples():
     close(taps.values, expected(params, X)[0])
 
 
-def test_layer_stack():
+def test_layer_stack_stacks_its_values():
     class Stack(hk.Module):
         def __call__(self, x):
             return hk.Linear(2)(hk.layer_stack(3)(lambda x: Block()(x))(x))
@@ -193,7 +193,7 @@ def test_layer_stack():
 
 @pytest.mark.parametrize("make", [hk.LSTM, hk.GRU, hk.VanillaRNN])
 @pytest.mark.parametrize("unroll", [hk.dynamic_unroll, hk.static_unroll])
-def test_recurrent(make, unroll):
+def test_recurrent_cores_in_unrolled_loops(make, unroll):
     def run(xs):
         core = make(D)
         return unroll(core, xs, core.initial_state(None))[0]
@@ -242,7 +242,7 @@ def test_batch_norm_and_dropout():
     assert_close(taps.values["batch_norm/mean_ema"][0], h.mean(0), 1e-4)
 
 
-def test_attention():
+def test_projections_of_attention_are_sites():
     attend = lambda x: hk.MultiHeadAttention(2, D, w_init=hk.initializers.VarianceScaling())(
         x, x, x
     )
@@ -258,7 +258,7 @@ def test_attention():
     assert_close(taps.values["multi_head_attention/query"], query)
 
 
-def test_methods():
+def test_methods_of_a_module_are_sites():
     class Coder(hk.Module):
         def encode(self, x):
             return hk.Linear(2, name="inner")(x)
@@ -359,7 +359,7 @@ def test_sow_name_scope_and_forced_names():
     )
 
 
-def test_called_twice():
+def test_a_module_called_twice_has_two_sites():
     def run(x):
         linear = hk.Linear(D)
         return linear(linear(x))
@@ -372,7 +372,7 @@ def test_called_twice():
     close(taps.grads, {"linear": jnp.ones((B, D)) @ w.T, "linear@1": jnp.ones((B, D))})
 
 
-def test_convolutional_blocks():
+def test_convolutional_blocks_with_batch_norm():
     def run(x):
         norm = {"create_scale": True, "create_offset": True, "decay_rate": 0.9}
         options = {"resnet_v2": False, "bottleneck": False, "use_projection": True}
@@ -410,7 +410,7 @@ def test_cached_before_and_after():
         np.testing.assert_array_equal(a, b)
 
 
-def test_bfloat16_stays():
+def test_values_and_gradients_stay_in_bfloat16():
     net, params = ready()
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     loss = lambda p, x: jnp.mean(net.apply(p, x) ** 2)
@@ -419,7 +419,7 @@ def test_bfloat16_stays():
     assert len(taps.grads) == 8
 
 
-def test_selections():
+def test_selections_of_haiku_modules():
     net, params = ready()
     run = net.apply
     assert not tapax.capture(run, modules=False)(params, X)[1].values
@@ -444,7 +444,7 @@ def haiku_as_before():
     assert not interceptor_stack
 
 
-def test_exception_halfway():
+def test_exception_halfway_restores_haiku():
     class Failing(hk.Module):
         def __call__(self, x):
             hk.Linear(D)(x)
@@ -462,7 +462,7 @@ def test_exception_halfway():
     close(taps.values, expected(params, X)[0])
 
 
-def test_nested_captures():
+def test_captures_of_haiku_models_nest():
     net, params = ready()
 
     def outer(params, x):
@@ -491,7 +491,7 @@ def test_the_users_own_interceptor_still_works():
     assert_close(out, 2 * net.apply(params, X))
 
 
-def test_threads():
+def test_threads_capture_haiku_models_at_once():
     net, params = ready("remat")
     seen, failed = [], []
     start = threading.Barrier(4)

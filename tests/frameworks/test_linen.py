@@ -93,7 +93,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("model", "names"), NAMES, ids=lambda m: type(m).__name__)
-def test_names(model, names):
+def test_names_of_linen_modules(model, names):
     found = tapax.sites(model.apply)(model.init(KEY, X), X).names
     assert sorted(found) == sorted(names)
     # tapax.modules lists the same, without calls, leaves and other methods.
@@ -199,7 +199,7 @@ def test_two_models_and_a_model_in_a_model():
     assert names == [*inner, *within, *(f"{n}@1" for n in inner)]
 
 
-def test_share_scope():
+def test_share_scope_joins_two_paths():
     class Lora(nn.Module):
         base: nn.Module
 
@@ -336,7 +336,7 @@ def test_bfloat16_stays_bfloat16():
         (lambda m, method: method == "encode", []),
     ],
 )
-def test_modules_argument(modules, names):
+def test_modules_argument_narrows_linen_sites(modules, names):
     variables = MLP().init(KEY, X)
     _, taps = tapax.capture(MLP().apply, modules=modules)(variables, X)
     assert taps.sites.names == names
@@ -375,7 +375,7 @@ def test_an_exception_halfway_through_a_layer():
 
     with pytest.raises(RuntimeError, match="halfway"):
         tapax.capture(Broken().init)(KEY, X)
-    test_names(MLP(), ["MLP/Dense_0", "MLP/Dense_1", "MLP"])
+    test_names_of_linen_modules(MLP(), ["MLP/Dense_0", "MLP/Dense_1", "MLP"])
 
 
 def test_a_capture_in_a_capture():

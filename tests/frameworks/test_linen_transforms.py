@@ -68,7 +68,7 @@ def test_a_root_that_is_transformed_has_the_name_of_its_class():
     assert names == ["MLP/Dense_0", "MLP/Dense_1", "MLP"]
 
 
-def test_remat_scan():
+def test_remat_scan_stacks_its_layers():
     class Deep(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -128,7 +128,7 @@ def test_cond_and_switch():
     assert_close(taps.values["Branches/one@1"], one)
 
 
-def test_while_loop():
+def test_while_loop_keeps_first_steps():
     model = Loop()
     variables = model.init(KEY, X)
     out, taps = tapax.capture(model.apply, steps=4)(variables, X)

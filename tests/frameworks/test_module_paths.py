@@ -240,7 +240,7 @@ def test_a_key_with_a_meaning_of_its_own_is_escaped():
     assert sorted(taps.values) == ["Net", "Net/parts/a%2Fb"]
 
 
-def test_listing():
+def test_modules_lists_paths_and_classes():
     net = model(lambda self, x: x)
     listed = tapax.modules(net)
     assert [path for path, _ in listed][:3] == ["Net", "Net/blocks/0", "Net/blocks/0/fc1"]

@@ -172,7 +172,7 @@ CLOSED = [name for name in WRAPS if "split" not in name and "cached" not in name
 @pytest.mark.parametrize(
     ("name", "closed"), [(name, False) for name in WRAPS] + [(name, True) for name in CLOSED]
 )
-def test_values(name, closed):
+def test_values_under_every_transformation(name, closed):
     wrap = WRAPS[name]
     model = Net()
 
@@ -199,7 +199,7 @@ TAKES = {
     ("name", "take"),
     [(name, "nnx.grad") for name in WRAPS] + [("nothing", name) for name in TAKES],
 )
-def test_gradients(name, take):
+def test_gradients_under_every_transformation(name, take):
     model, wrap, take = Net(), WRAPS[name], TAKES[take]
     step = take(lambda m, x: jnp.sum(wrap(lambda m, x: m(x))(m, x) ** 2))
     _, taps = tapax.capture(nnx.jit(step))(model, X)
@@ -217,7 +217,7 @@ def test_gradient_of_an_input_with_the_model_closed_over():
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
 @pytest.mark.parametrize("updates", [True, False], ids=["updates", "no updates"])
-def test_modes(graph, updates):
+def test_graph_and_update_modes_of_nnx(graph, updates):
     class Stats(Net):
         def __init__(self):
             super().__init__()
@@ -241,7 +241,7 @@ def test_modes(graph, updates):
     assert set(taps.grads) == {name for name in taps.values if name.endswith("@1")}
 
 
-def test_custom_vjp():
+def test_custom_vjp_of_nnx_modules():
     model = Net()
     step = nnx.jit(nnx.grad(lambda m, x: jnp.sum(custom(m, x) ** 2)))
     _, taps = tapax.capture(step)(model, X)
@@ -251,7 +251,7 @@ def test_custom_vjp():
     check(second, grads(model, X))  # from the run in the backward pass
 
 
-def test_branches():
+def test_branches_of_nnx_cond_and_switch():
     model = Net()
 
     def run(m, x, on):
@@ -267,7 +267,7 @@ def test_branches():
         assert bool(taps.valid["Net/blocks/0/lin"]) == on
 
 
-def test_loops():
+def test_loops_over_one_nnx_block():
     model, block = Net(), Net().blocks[0]
     xs, x = [], X
     for _ in range(3):
@@ -301,7 +301,7 @@ def test_loops():
 
 
 @pytest.mark.parametrize("api", ["nnx", "jax", "jax, closed over"])
-def test_shard_map(api):
+def test_shard_map_of_nnx_models(api):
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"mesh": mesh, "out_specs": jax.P("a")}
     both = (jax.P(), jax.P("a"))
@@ -333,7 +333,7 @@ class Stacked(nnx.Module):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_stacked_blocks(remat):
+def test_scan_over_stacked_blocks(remat):
     model = Stacked(remat)
     _, taps = tapax.capture(nnx.jit(nnx.grad(loss)))(model, X)
     w, b = model.blocks.lin.kernel[...], model.blocks.lin.bias[...]
@@ -399,7 +399,7 @@ class NNXNet(nnx.Module):
         return self.linear(x)
 
 
-def test_a_bound_method_of_an_nnx_module_under_jit_had_no_site():
+def test_a_bound_method_under_jit_is_a_site():
     model = NNXNet()
     expected = np.asarray(model(WIDE))
     _, taps = tapax.capture(jax.jit(model.__call__))(WIDE)
@@ -410,7 +410,7 @@ def test_a_bound_method_of_an_nnx_module_under_jit_had_no_site():
 
 
 @pytest.mark.parametrize("jit", [lambda fn: fn, nnx.jit])
-def test_a_variable_put_in_the_place_of_another_was_lost(jit):
+def test_a_variable_that_replaces_another_is_kept(jit):
     class Counter(nnx.Module):
         def __init__(self):
             self.count = nnx.BatchStat(jnp.zeros(2))
@@ -433,7 +433,7 @@ def test_a_variable_put_in_the_place_of_another_was_lost(jit):
 
 
 @pytest.mark.parametrize("jit", [lambda fn: fn, nnx.jit])
-def test_the_running_average_of_a_linen_module_in_an_nnx_one_was_lost(jit):
+def test_the_running_average_of_a_bridged_linen_module_is_kept(jit):
     def make():
         norm = nn.BatchNorm(use_running_average=False)
         return nnx.bridge.lazy_init(nnx.bridge.ToNNX(norm, rngs=nnx.Rngs(0)), WIDE)
@@ -446,14 +446,14 @@ def test_the_running_average_of_a_linen_module_in_an_nnx_one_was_lost(jit):
     assert_close(seen.mean[...], plain.mean[...])
 
 
-def test_jit_of_a_module_lost_its_own_identity():
+def test_jit_of_a_module_keeps_its_identity():
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     out, taps = tapax.capture(nnx.jit(linear))(WIDE)
     close(out, linear(WIDE))
     close(taps.values["Linear"], out)
 
 
-def test_vmap_of_a_closure_kept_old_parameters():
+def test_vmap_of_a_closure_sees_new_parameters():
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     mapped = nnx.vmap(lambda x: linear(x))
     look = tapax.capture(mapped)

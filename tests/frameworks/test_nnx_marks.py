@@ -192,7 +192,7 @@ def test_flax_capture_inside(wrap):
     assert not hasattr(model, "__captures__")
 
 
-def test_bfloat16_stays():
+def test_values_and_gradients_stay_in_bfloat16():
     model = nnx.Linear(3, 3, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     step = nnx.jit(nnx.grad(lambda m, x: jnp.sum(m(x) ** 2)))
     _, taps = tapax.capture(step)(model, X.astype(jnp.bfloat16))
@@ -219,7 +219,7 @@ def test_bfloat16_stays():
     ids=["no", "yes", "glob", "list", "filter", "class", "shape"],
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_modules(modules, expected, wrap):
+def test_modules_argument_narrows_nnx_sites(modules, expected, wrap):
     model = Net()
     run = wrap(lambda m, x: tapax.sow(m(x), "out"))
     _, taps = tapax.capture(run, modules=modules)(model, X)
@@ -241,7 +241,7 @@ def test_private_methods_by_filter_alone():
     assert set(taps.values) == {"Private._hidden"}
 
 
-def test_selections():
+def test_selections_of_nnx_modules():
     model = Net()
     step = nnx.jit(nnx.grad(loss))
     _, taps = tapax.capture(step, values="**/lin", grads=lambda site: site.module is nnx.Linear)(
@@ -278,7 +278,7 @@ def test_an_exception_halfway(wrap):
     check(taps.values, values(Net(), X))
 
 
-def test_nested_captures():
+def test_captures_of_nnx_models_nest():
     model = Net()
     inner = tapax.capture(lambda m, x: m(x), values="**/lin", grads=None)
 

@@ -140,7 +140,7 @@ def test_a_model_of_an_outer_transformation():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_two_models(wrap):
+def test_two_models_have_separate_names(wrap):
     class Teacher(Net):
         pass
 
@@ -159,7 +159,7 @@ def test_two_models(wrap):
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_containers():
+def test_modules_in_containers_have_paths():
     class Holder(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
@@ -189,7 +189,7 @@ def test_containers():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_shared_modules(wrap):
+def test_shared_modules_have_one_path(wrap):
     class Shared(nnx.Module):
         def __init__(self):
             self.a = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
@@ -208,7 +208,7 @@ def test_shared_modules(wrap):
     assert model.a is model.b
 
 
-def test_methods():
+def test_methods_of_a_module_are_sites():
     out, taps = tapax.capture(Net().encode)(X)
     assert set(taps.values) == {f"Net/{s}" for s in SITES if "blocks" in s} | {"Net.encode"}
     close(out, values(Net(), X)["blocks/1"])
@@ -227,7 +227,7 @@ def test_super_is_part_of_the_method():
     close(taps.values["Derived"], 2 * by_hand(Net(), X)[0])
 
 
-def test_recurrent_networks():
+def test_cells_of_recurrent_networks_have_paths():
     class Recurrent(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
@@ -315,7 +315,7 @@ def test_metrics_and_streams():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_traced_once(wrap):
+def test_equal_calls_are_traced_once(wrap):
     traces = []
 
     @wrap

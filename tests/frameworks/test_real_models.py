@@ -71,7 +71,7 @@ def vae():
 
 
 @pytest.mark.parametrize("make", [attnax, vae])
-def test_nnx(make):
+def test_published_models_of_nnx(make):
     from flax import nnx
 
     model, run = make()
@@ -116,7 +116,7 @@ def resnet():
 
 
 @pytest.mark.parametrize("make", [moe, pytest.param(resnet, marks=pytest.mark.many)])
-def test_linen(make):
+def test_published_models_of_linen(make):
     model, variables, run = make()
     loss = lambda params: jnp.mean(run({**variables, "params": params}) ** 2)
     params = variables["params"]
@@ -148,7 +148,7 @@ def unet():
 
 
 @pytest.mark.parametrize("make", [vit, pytest.param(unet, marks=pytest.mark.many)])
-def test_equinox(make):
+def test_published_models_of_equinox(make):
     import equinox as eqx
 
     model, run = make()
@@ -180,7 +180,7 @@ def test_equinox(make):
     assert {s.name for s in taps.sites if s.method == "__call__"} == set(values)
 
 
-def test_equinox_scanned():
+def test_published_equinox_model_with_scanned_layers():
     """ESM2 keeps its layers stacked, and scans over them."""
     import equinox as eqx
     import esm2quinox
@@ -228,7 +228,7 @@ def alphazero():
 
 
 @pytest.mark.parametrize("make", [tracr, pytest.param(alphazero, marks=pytest.mark.many)])
-def test_haiku(make):
+def test_published_models_of_haiku(make):
     import haiku as hk
 
     forward, args = make()
@@ -244,7 +244,7 @@ def test_haiku(make):
 # --- brainstate ---------------------------------------------------------------------------------
 
 
-def test_brainstate():
+def test_published_models_of_brainstate():
     """No transformer and no convolutional network in brainstate is on PyPI: a dense one."""
     import brainstate
     import pinnx

@@ -248,7 +248,7 @@ filter_encodings = lambda mdl, method_name: method_name == "encode"
 
 
 @pytest.mark.parametrize("chosen", [filter_Dense, filter_encodings], ids=["Dense", "encodings"])
-def test_filters(variables, chosen):
+def test_filters_choose_captured_intermediates(variables, chosen):
     y, state = CNN().apply(
         variables, batch, capture_intermediates=chosen, mutable=["intermediates"]
     )
@@ -282,7 +282,7 @@ def test_a_filter_by_the_name_of_a_method():
     close(taps.values["Coder.encode"], state["intermediates"]["encode"][0])
 
 
-def test_use_sequential():
+def test_sequential_gives_every_intermediate():
     @jax.jit
     def init(key, x):
         variables = SeqCNN().init(key, x)

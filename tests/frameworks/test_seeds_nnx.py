@@ -18,7 +18,7 @@ from tests.oracles.closeness import assert_close
 deprecated = pytest.warns(DeprecationWarning, match=r"outside of 'nnx\.capture\(\)' is deprecated")
 
 
-def test_perturb_attribute():
+def test_perturb_example_of_the_seed():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.linear1 = nnx.Linear(2, 3, rngs=rngs)
@@ -65,7 +65,7 @@ def test_perturb_attribute():
     assert_close(taps.grads["Model/xgrad"], perturbations.xgrad[...])
 
 
-def test_sow_attribute():
+def test_sow_example_of_the_seed():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.linear1 = nnx.Linear(2, 3, rngs=rngs)
@@ -279,7 +279,7 @@ def test_train_and_eval_under_capture():
     assert mode(model) == (False, False)
 
 
-def test_set_attributes():
+def test_set_attributes_example_of_the_seed():
     cls = block(
         dropout={"deterministic": False},
         batch_norm={"use_running_average": False},

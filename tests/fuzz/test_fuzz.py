@@ -49,7 +49,7 @@ PROGRAMS = 364
         *(pytest.param(i, marks=pytest.mark.many) for i in range(6, PARTS)),
     ],
 )
-def test_random_programs(part: int) -> None:
+def test_random_programs_agree_with_reference(part: int) -> None:
     strategy = programs(devices=jax.device_count())
     sweep(check, strategy, examples=PROGRAMS // PARTS, seed=part)
 
@@ -184,7 +184,7 @@ def test_comparison_accepts_what_is_right() -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_comparison_refuses(damage: str) -> None:
+def test_comparison_refuses_damaged_results(damage: str) -> None:
     wrong = taps(STRICT)
     DAMAGE[damage](wrong)
     with pytest.raises(Mismatch):

@@ -37,7 +37,7 @@ CELLS = [nn.GRUCell, nn.LSTMCell, nn.MGUCell, nn.ValinaRNNCell, nn.URLSTMCell]
 
 
 @pytest.mark.parametrize("cls", CELLS)
-def test_cells(cls):
+def test_hidden_states_of_brainstate_cells(cls):
     cell = cls(3, 4)
     nn.init_all_states(cell)
     p = add_hidden_perturbation_in_module(cell, X)
@@ -76,7 +76,7 @@ def gradients(model, total):
     return p, jax.grad(lambda q: total(*p(q, {}, X)))(p.zeros())
 
 
-def test_equal_values():
+def test_two_states_given_equal_values():
     def run(m, x):
         v = jnp.tanh(m.a.value + m.b.value + x)
         m.a.value = v
@@ -93,7 +93,7 @@ def test_equal_values():
     close(grads["b"], np.full(3, 3.0))
 
 
-def test_written_twice():
+def test_a_state_that_is_written_twice():
     def run(m, x):
         m.h.value = jnp.tanh(m.h.value + x)
         out = m.h.value * 2
@@ -174,7 +174,7 @@ def in_a_remat(m, x):
 @pytest.mark.parametrize(
     "run", [in_a_jit, in_a_loop, in_a_while, in_a_branch, in_a_remat], ids=lambda f: f.__name__
 )
-def test_written_in(run):
+def test_states_written_inside_other_operations(run):
     model = Model(run, h=X)
     p, grads = gradients(model, lambda new, out: jnp.sum(new["h"]) + 3 * jnp.sum(out))
     assert p.names == ("h",)
@@ -194,7 +194,7 @@ class Stack(nn.Module):
         return self.out(self.b(self.a(x)))
 
 
-def test_several_cells():
+def test_states_of_several_cells():
     model = Stack()
     nn.init_all_states(model)
     p = add_hidden_perturbation_in_module(model, X)

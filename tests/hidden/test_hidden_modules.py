@@ -67,7 +67,7 @@ def random_like(tree):
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_cells(name):
+def test_hidden_states_of_framework_cells(name):
     make, x, states = CELLS[name]
     cell = make(x)
     p = add_hidden_perturbation_in_module(cell, x)

@@ -335,7 +335,7 @@ def test_a_state_may_be_any_structure():
         np.testing.assert_allclose(jax.tree.leaves(new)[-1], np.sin(X) + X)
 
 
-def test_it_composes():
+def test_perturbed_steps_compose_with_transformations():
     p = add_hidden_perturbation(jax.jit(cell), STATE, X)
     total = lambda q, s, x: loss(*p(q, s, x))
     batch = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), (STATE, X))
@@ -355,7 +355,7 @@ def test_it_composes():
     np.testing.assert_allclose(jax.jit(jax.grad(closing))(1.5), wanted, atol=1e-12)
 
 
-def test_bfloat16_stays():
+def test_perturbations_stay_in_bfloat16():
     state, x = jax.tree.map(lambda v: jnp.asarray(v, jnp.bfloat16), (STATE, X))
     step = lambda s, x: ({"c": s["c"] + x, "h": jnp.tanh(s["c"] + x)}, x)
     p = add_hidden_perturbation(step, state, x)

@@ -70,7 +70,7 @@ def test_calls_are_numbered_in_the_order_of_the_program():
     assert_close(taps.values["h@2"], X + 3)
 
 
-def test_scopes_prefix():
+def test_scopes_prefix_names_of_sites():
     inner = jax.jit(lambda x: tapax.sow(jnp.sin(x), "h"))
 
     def f(x):
@@ -362,7 +362,7 @@ def test_named_values_under_the_next_remat():
 LAST = {"reduce": lambda a, b: b, "init": lambda: 0.0}
 
 
-def test_fold_in_a_predicate_was_lost():
+def test_fold_in_a_predicate_is_refused():
     f = lambda x: lax.while_loop(lambda c: tapax.sow(c, "p", **LAST) < 5, lambda c: c + 1, x)
     with pytest.raises(tapax.SiteError, match="'p' folds its values, but is in the predicate"):
         tapax.capture(f)(0.0)

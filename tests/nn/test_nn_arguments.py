@@ -112,7 +112,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_bad_arguments(case):
+def test_bad_arguments_of_a_layer(case):
     given, error, message = ARGUMENTS[case]
     with pytest.raises(error, match=message):
         nn.BatchEnsembleLinear(**{"base_layer": BASE, "rngs": 0, "num_members": 2} | given)
@@ -142,14 +142,14 @@ INPUTS = {
 
 @pytest.mark.parametrize("case", INPUTS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_bad_inputs(case, compiled):
+def test_bad_inputs_of_a_layer(case, compiled):
     kind, shape, message = INPUTS[case]
     layer = ALL[kind]()[0]
     with pytest.raises(ValueError, match=message):
         (jax.jit(layer) if compiled else layer)(jnp.ones(shape))
 
 
-def test_bad_tokens():
+def test_bad_tokens_of_an_embedding():
     layer = embed()
     with pytest.raises(TypeError, match="must be integer tokens, but has the dtype float32"):
         layer(jnp.ones((E, 2), jnp.float32))

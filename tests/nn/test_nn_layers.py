@@ -79,7 +79,7 @@ def dense(w, b, x):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(E * B, 5), (E * B, 3, 5), (E * B, 2, 3, 5), (E, 5), (0, 5)])
-def test_linear(bias, shape):
+def test_linear_layer_for_each_member(bias, shape):
     layer, x = linear(bias), normal(*shape)
     check(layer, dense, x)
 
@@ -148,7 +148,7 @@ def squares(layer, x):
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_gradients(kind):
+def test_gradients_for_each_member(kind):
     """By every parameter and by the inputs, closed over or split, with NNX's functions or JAX's."""
     layer, x = ALL[kind]()
     p, one = parts(layer), {"linear": dense, "conv": convolved()}[kind]
@@ -305,7 +305,7 @@ CONVS = {
 
 
 @pytest.mark.parametrize("case", CONVS)
-def test_conv(case):
+def test_convolution_for_each_member(case):
     args, options, shape, one = CONVS[case]
     layer, x = conv(*args, **options), normal(E * B, *shape)
     check(layer, one, x)
@@ -319,14 +319,14 @@ def test_padding_that_is_no_zero(padding, mode):
     check(layer, lambda w, b, x: valid(w, b, wide(x)), x)
 
 
-def test_causal_padding():
+def test_convolution_with_causal_padding():
     layer, x = conv(4, 6, 3, padding="CAUSAL", kernel_dilation=2), normal(E * B, 8, 4)
     one = convolved(padding=[(4, 0)], rhs=2)
     check(layer, one, x)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
-def test_groups(groups):
+def test_convolution_with_feature_groups(groups):
     """Every channel has its factor: in group g the kernel meets its own channels alone."""
     layer, x = conv(4, 8, (3, 3), feature_group_count=groups), normal(E * B, 5, 5, 4)
     p, got = jax.tree.map(np.asarray, parts(layer)), jax.jit(layer)(x)
@@ -341,7 +341,7 @@ def test_groups(groups):
         close(got[rows], convolved(groups=groups)(jnp.asarray(w), p["b"][k], x[rows]))
 
 
-def test_mask():
+def test_convolution_with_a_mask():
     mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (3, 3, 4, 6)), jnp.float32)
     layer, x = conv(4, 6, (3, 3), mask=mask), normal(E * B, 5, 5, 4)
     check(layer, convolved(mask=mask), x)
@@ -370,7 +370,7 @@ def general(*args, **options):
         ((2, 4), {"axis": 1}, (2, 7), "bat,ac->btc", "a,c"),
     ],
 )
-def test_linear_general(args, options, shape, equation, rs):
+def test_linear_general_for_each_member(args, options, shape, equation, rs):
     layer, x = general(*args, **options), normal(E * B, *shape)
     p = jax.tree.map(np.asarray, parts(layer))
     kernel = equation.partition("->")[0].partition(",")[2]
@@ -393,7 +393,7 @@ def test_linear_general(args, options, shape, equation, rs):
         ("nab,ba->n", (4, 5), None, (5, 4), "ab", ""),
     ],
 )
-def test_einsum(equation, kernel, bias, shape, r, s):
+def test_einsum_for_each_member(equation, kernel, bias, shape, r, s):
     base = nnx.Einsum(equation, kernel, bias, rngs=nnx.Rngs(0))
     layer = biased(nn.BatchEnsembleEinsum(base, rngs=nnx.Rngs(1), num_members=E))
     x, p = normal(E * B, *shape), jax.tree.map(np.asarray, parts(layer))
@@ -447,7 +447,7 @@ def test_tokens_that_are_not_in_the_table():
     close(one(jnp.zeros((E, 1), int))[:, 0], one.embedding[0] * one.r[...] * one.s[...])
 
 
-def test_bf16_embeddings():
+def test_embeddings_stay_in_bfloat16():
     layer = embed(dtype=jnp.bfloat16)
     y = layer(jnp.zeros((E, 2), int))
     assert y.dtype == layer.attend(y).dtype == jnp.bfloat16

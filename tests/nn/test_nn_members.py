@@ -93,7 +93,7 @@ def by_hand(x):
     }  # fmt: skip
 
 
-def test_statistics():
+def test_statistics_over_members_of_every_site():
     got = nn.members(taken()[-1])
     for found, arrays in ((got.statistics, got.values), (got.grad_statistics, got.grads)):
         assert set(found) == set(arrays)
@@ -103,7 +103,7 @@ def test_statistics():
                 assert getattr(statistics, key).shape == (() if key == "disagreement" else (E,))
 
 
-def test_disagreement():
+def test_disagreement_of_equal_members_is_zero():
     values = lambda x: nn.members(tapax.capture(lambda x: tapax.sow(x, "h"))(x)[1], 2).statistics[
         "h"
     ]
@@ -146,7 +146,7 @@ def test_stacked_layers_under_scan():
         close(E * got.grads[name][k], alone.grads[name])
 
 
-def test_vmap():
+def test_mapped_axis_is_not_the_member_axis():
     """As many examples as there are members: the mapped axis is not theirs."""
     ensemble, x = taken()[1], normal(E, E * B, 5)
     _, taps = tapax.capture(jax.vmap(ensemble))(x)
@@ -238,7 +238,7 @@ def test_order_is_that_of_the_program():
 # --- bad input ------------------------------------------------------------------------------------
 
 
-def test_reduced_sites():
+def test_reduced_sites_have_no_members():
     ensemble = taken()[1]
     reduced = {"Net/first": tapax.reduce.rms}
     for how in ({"values": reduced}, {"values": None, "grads": reduced}):
@@ -262,7 +262,7 @@ def test_taps_without_members():
         nn.members(3)
 
 
-def test_several_ensembles():
+def test_ensembles_of_different_sizes_are_refused():
     layers = [nn.BatchEnsembleLinear(nnx.Linear(5, 5, rngs=nnx.Rngs(0)), 0, n) for n in (2, 3)]
     taps = tapax.capture(lambda x: layers[1](layers[0](x)))(jnp.ones((6, 5)))[1]
     with pytest.raises(ValueError, match=r"layers of \[2, 3\] members"):

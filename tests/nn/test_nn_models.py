@@ -144,7 +144,7 @@ def no_places(path, layer):
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, 6)))
 
 
-def test_resnet():
+def test_ensemble_of_a_residual_network():
     model = ResNet(nnx.Rngs(0))
     model.eval()
     ensemble = check(model, normal(B, 6, 6, 3))
@@ -159,7 +159,7 @@ def test_transformer_with_tied_embeddings():
     assert type(ensemble.blocks[0].attn.query) is nn.BatchEnsembleLinearGeneral
 
 
-def test_attention():
+def test_ensemble_of_attention_layers():
     """Projections of the query and of other keys and values, head by head, without a bias."""
     model = nnx.MultiHeadAttention(
         2, 6, 8, out_features=5, decode=False, use_bias=False, rngs=nnx.Rngs(0)
@@ -173,7 +173,7 @@ def test_attention():
 
 
 @pytest.mark.parametrize("cell", [nnx.OptimizedLSTMCell, nnx.GRUCell])
-def test_recurrent_cells(cell):
+def test_ensemble_of_recurrent_cells(cell):
     model = nnx.RNN(cell(5, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
     check(model, normal(B, 6, 5))
 
@@ -243,7 +243,7 @@ def test_every_layer_has_factors_of_its_own():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(first), nnx.state(again))
 
 
-def test_where():
+def test_where_selects_layers_to_convert():
     model = GPT(nnx.Rngs(0))
     converted = lambda where: {
         "/".join(map(str, path))
@@ -327,7 +327,7 @@ def test_a_stack_along_another_axis():
 
 
 @pytest.mark.parametrize("kind", ["resnet", "gpt"])
-def test_training(kind):
+def test_training_makes_members_differ(kind):
     """The loss falls, and members that began with the same weights become different models."""
     if kind == "resnet":
         model, x = ResNet(nnx.Rngs(0)), normal(4, 6, 6, 3)
@@ -424,7 +424,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_input(case):
+def test_bad_input_of_batch_ensemble(case):
     call, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         call()

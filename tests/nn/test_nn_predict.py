@@ -75,7 +75,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_input(case):
+def test_bad_input_of_batch_functions(case):
     call, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         call()
@@ -104,7 +104,7 @@ def entropy(p):
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_classification(scale, compiled):
+def test_predicted_classes_and_their_uncertainty(scale, compiled):
     model, x = net(), scale * normal(B, 3)
     run = nnx.jit(nn.predict) if compiled else nn.predict
     got = run(model, x)
@@ -146,7 +146,7 @@ def test_classification_of_sequences():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_regression(compiled):
+def test_predicted_numbers_and_their_uncertainty(compiled):
     model, x = net(2), normal(B, 3)
     predict = lambda f: nn.predict(f, x, kind="regression", num_members=E)
     run = (lambda f: jax.jit(lambda: predict(f))()) if compiled else predict
@@ -254,7 +254,7 @@ EXPLICIT = {
 
 @pytest.mark.parametrize("kind", EXPLICIT)
 @pytest.mark.parametrize("spread", [False, True])
-def test_explicit_sharding(kind, spread):
+def test_layers_with_explicit_sharding(kind, spread):
     """Where shardings are part of types the result has that of the rows, or the one asked for."""
     base, shape = EXPLICIT[kind]
     layer = getattr(nn, f"BatchEnsemble{kind}")(base(nnx.Rngs(0)), 0, E)
@@ -288,6 +288,6 @@ def test_explicit_sharding(kind, spread):
          "no BatchEnsemble layer"),
     ],
 )  # fmt: skip
-def test_bad_meshes(args, error, message):
+def test_bad_meshes_are_refused(args, error, message):
     with pytest.raises(error, match=message):
         nn.shard(*args())

@@ -38,7 +38,6 @@ print("ended at", w.shape)
 
 NNX = """
 import sys
-from pathlib import Path
 import jax.numpy as jnp, optax
 from flax import nnx
 
@@ -64,7 +63,6 @@ print("ended")
 
 EQUINOX = """
 import sys
-from pathlib import Path
 import equinox as eqx, jax, jax.numpy as jnp
 from tests.oracles.closeness import assert_close
 
@@ -126,7 +124,7 @@ def test_script_of_a_framework(tmp_path, text, place):
     assert again.stderr.splitlines()[0] == done.stderr.splitlines()[0]
 
 
-def test_clean_script(tmp_path):
+def test_a_clean_script_runs_to_its_end(tmp_path):
     done = run(tmp_path, PLAIN, "0.001")
     assert (done.returncode, done.stdout) == (0, "ended at (3,)\n")
     assert done.stderr == ("No non-finite value was seen in 6 checked calls of jitted functions.\n")
@@ -150,7 +148,7 @@ def test_script_that_fails_or_exits_by_itself(tmp_path):
     assert "No call of a jitted function was seen" in done.stderr
 
 
-def test_bad_input(tmp_path):
+def test_bad_input_of_the_command(tmp_path):
     done = run(tmp_path, "", options=["--every", "0"])
     assert done.returncode == 2 and "--every must be at least 1, but is 0." in done.stderr
     done = run(tmp_path, "", options=["--replay", "nowhere"])

@@ -32,7 +32,7 @@ def bad_root(x):
     return jnp.sqrt(x)
 
 
-def test_straight_code():
+def test_fault_in_straight_code():
     x = jnp.array([[1.0, 2.0], [4.0, -3.0]], jnp.float32)
     found = find_nonfinite(lambda x: bad_log(x) * 2)(x)
     assert (found.operation, found.kind, found.phase) == ("log", "nan", "forward")
@@ -45,7 +45,7 @@ def test_straight_code():
     assert find_nonfinite(lambda x: bad_log(x) * 2)(jnp.abs(x)) is None
 
 
-def test_report():
+def test_report_names_every_place():
     def step(xs):
         def body(c, x):
             return c, jax.vmap(bad_log)(x)
@@ -113,7 +113,7 @@ def test_constants_that_were_meant_are_no_finding():
     assert "is an infinity that is a constant, at " in str(returned)
 
 
-def test_arguments():
+def test_fault_in_an_argument_is_named():
     importlib.import_module("brainstate")  # which takes every call apart
 
     def step(params, batch):
@@ -174,7 +174,7 @@ def in_associative_scan(x):
         (in_associative_scan, (), (), ()),
     ],
 )
-def test_control_flow(fn, iterations, loops, mapped):
+def test_fault_in_control_flow(fn, iterations, loops, mapped):
     for call in (fn, jax.jit(fn), jax.checkpoint(fn)):
         found = find_nonfinite(call)(1.0)
         assert (found.operation, found.source) == ("log", line(bad_log))
@@ -217,7 +217,7 @@ def test_function_of_a_library_is_on_the_line_that_calls_it():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_device(mesh, check_vma):
+def test_fault_on_some_devices_of_a_mesh(mesh, check_vma):
     def local(x):
         def body(c, i):
             return c + bad_log(x + 3.5 - i), None
@@ -247,7 +247,7 @@ def test_device(mesh, check_vma):
     assert (found.operation, found.device) == ("log", {"a": 1, "b": 0})
 
 
-def test_sharded_arguments():
+def test_fault_with_sharded_arguments():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     x = jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, PartitionSpec("a")))
     fn = jax.jit(lambda x: bad_log(x).sum())
@@ -273,7 +273,7 @@ def test_linear_solve_and_custom_rules():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64", "float8_e5m2"])
-def test_types(dtype):
+def test_fault_in_every_float_type(dtype):
     x = jnp.array([1.0, 2.0]).astype(dtype)
     assert find_nonfinite(lambda x: x + x)(x) is None
     found = find_nonfinite(lambda x: x / (x - x))(x)
@@ -312,7 +312,7 @@ def test_nnx_step_that_returns_nothing():
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def test_equinox_step():
+def test_fault_in_an_equinox_step():
     class Net(eqx.Module):
         layers: list
 
@@ -393,7 +393,7 @@ def test_nothing_is_printed_twice(capsys):
     assert capsys.readouterr().out.count("seen") <= 1
 
 
-def test_errors():
+def test_bad_input_of_find_nonfinite():
     with pytest.raises(TypeError, match="`find_nonfinite` takes a function, but was given 3"):
         find_nonfinite(3)
     with pytest.raises(TypeError, match="`masked` must be True or False, but is 1"):
@@ -405,6 +405,6 @@ def test_errors():
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_no_elements(size):
+def test_arrays_without_elements_are_clean(size):
     assert find_nonfinite(lambda x: bad_log(x))(jnp.ones(size)) is None
     assert find_nonfinite(lambda i: i + 1)(jnp.arange(size)) is None

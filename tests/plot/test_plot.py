@@ -273,7 +273,7 @@ def test_bins_without_an_end_are_bars(edges):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64", "int32", "float32"])
-def test_types(dtype):
+def test_values_of_every_type_are_drawn(dtype):
     x = jnp.array([1, 2, 1000]).astype(dtype) * (1j if dtype == "complex64" else 1)
     _, taps = tapax.capture(lambda x: tapax.sow(x, "h"))(x)
     drawn = line(plot.taps(taps).axes[0], "value rms").get_xdata()
@@ -378,7 +378,7 @@ def test_history_of_many_records_shows_the_largest_and_each_nan():
     assert np.argwhere(~bad.get_array().mask)[:, 0].tolist() == [5]
 
 
-def test_history_ridgelines():
+def test_history_draws_histograms_as_ridgelines():
     log = filled(6, range(0, 300, 10), histogram=True)
     figure = save(plot.history(log))
     ridged = [a for a in figure.axes if a.get_title("left").endswith("/mlp")]
@@ -489,7 +489,7 @@ def _nothing(x):
          "list."),
     ],
 )  # fmt: skip
-def test_errors(call, error, message):
+def test_bad_input_of_plot_functions(call, error, message):
     with pytest.raises(error) as found:
         call()
     assert str(found.value).startswith(message)
@@ -505,7 +505,7 @@ def test_a_log_without_numbers():
 @pytest.mark.parametrize(
     "call", [lambda: plot.taps(tapax.capture(layers)(X)[1]), lambda: plot.history(filled())]
 )
-def test_without_matplotlib(call, monkeypatch):
+def test_plots_without_matplotlib_say_so(call, monkeypatch):
     for name in list(sys.modules):
         if name.partition(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)

@@ -178,7 +178,7 @@ NEEDS = (
 
 
 @pytest.mark.parametrize("reducer", [R.rms, R.mean, R.norm, R.var, R.moments, R.rms(axis=0).total])
-def test_integers(reducer):
+def test_reducers_of_floats_refuse_integers(reducer):
     raises(tapax.SiteError, NEEDS.format(reducer), values={"n": reducer})
     raises(tapax.SiteError, NEEDS.format(reducer), values={"n*": reducer})
     raises(tapax.SiteError, NEEDS.format(reducer), values={("**", "n"): reducer})
@@ -194,7 +194,7 @@ def test_a_name_does_not_depend_on_what_was_left_out():
     assert set(taps.values) == {"h:rms", "h:minmax", "k:rms", "k:minmax", "n:minmax"}
 
 
-def test_complex_numbers():
+def test_reducers_of_order_refuse_complex_numbers():
     fn = lambda x: tapax.sow(x + 1j, "z")
     for reducer in (R.minmax, R.topk(2), R.histogram([0, 1]), R.quantiles()):
         with pytest.raises(tapax.SiteError) as caught:
@@ -292,7 +292,7 @@ def test_an_error_of_a_users_own_is_theirs():
 @pytest.mark.parametrize(
     "edges", [[], [1.0], 5, [0, 0], [1, 0], [0, np.nan], [np.nan, 1], [0, 2, 1]], ids=str
 )
-def test_edges(edges):
+def test_edges_that_do_not_rise_are_refused(edges):
     message = (
         f"`edges` must be two numbers or more, each larger than the one before, but is {edges}."
     )
@@ -314,7 +314,7 @@ def test_edges_and_powers_of_two():
             R.histogram(**arguments)
 
 
-def test_traced_edges():
+def test_traced_edges_are_refused():
     with pytest.raises((TypeError, ValueError), match="`edges`"):
         jax.jit(lambda e: R.histogram(e))(jnp.arange(3.0))
 
@@ -327,7 +327,7 @@ def test_how_many_of_the_largest(k):
 
 
 @pytest.mark.parametrize("q", [[], 1.5, -0.1, [0.5, np.nan], "median"])
-def test_ranks(q):
+def test_ranks_outside_the_unit_interval_are_refused(q):
     message = f"`q` must be numbers from 0 to 1, but is {q!r}."
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         R.quantiles(q)
@@ -341,7 +341,7 @@ def test_errors_of_quantiles(error):
 
 
 @pytest.mark.parametrize("magnitudes", [(0, 1), (2, 1), (1, 1), (1, np.inf), (1,), 5, (-1, 1)])
-def test_magnitudes(magnitudes):
+def test_bad_magnitudes_are_refused(magnitudes):
     message = f"`magnitudes` must be two positive numbers, the smaller first, but is {magnitudes!r}"
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         R.quantiles(magnitudes=magnitudes)

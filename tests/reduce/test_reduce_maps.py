@@ -69,7 +69,7 @@ def switched(sow, i, x):
 
 
 @pytest.mark.parametrize("values", [True, False])
-def test_mapped_predicates(values):
+def test_reductions_under_mapped_predicates(values):
     one = lambda i, x: jnp.sum(switched(tapax.sow, i, x) ** 2)
     if values:
         step = jax.vmap(functools.partial(switched, tapax.sow))
@@ -97,7 +97,7 @@ def test_mapped_predicate_that_none_fulfils():
 COUNTS = np.array([0, 1, 3, 2])
 
 
-def test_mapped_while():
+def test_reductions_in_a_mapped_while_loop():
     f = jax.vmap(functools.partial(_count, tapax.sow))
     _, taps = captured(f, jnp.asarray(COUNTS), jnp.asarray(M), values={"h": ALL})
     h, every = M, []

@@ -73,7 +73,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_values(name):
+def test_reduced_values_of_every_program(name):
     case = CASES[name]
     expected_out, expected = eager.values(case.program, jnp.asarray(X))
     how = WRAPPERS[list(WRAPPERS)[len(name) % 2]]
@@ -95,7 +95,7 @@ def test_values(name):
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.differentiable])
-def test_gradients(name):
+def test_reduced_gradients_of_every_program(name):
     case = CASES[name]
     if name.startswith("dropped"):
         return
@@ -395,7 +395,7 @@ def test_calls_of_one_function_are_kept_apart():
     assert "h:norm" not in taps.grads
 
 
-def test_custom_rules():
+def test_reductions_inside_custom_rules():
     @jax.custom_vjp
     def f(x):
         return tapax.sow(2 * x, "primal")

@@ -89,7 +89,7 @@ DTYPES += ["bool", "int8", "int32", "uint8", "uint32", "int64"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_type(dtype):
+def test_every_reducer_on_every_type(dtype):
     wide = dtype in ("float64", "complex128", "int64")
     with jax.enable_x64(wide or jax.config.jax_enable_x64):
         xs = sample(jnp.dtype(dtype))
@@ -236,7 +236,7 @@ def test_no_examples_at_all():
     assert np.isnan(found["quantiles"]).all()
 
 
-def test_scalars():
+def test_every_reducer_on_scalars():
     found = reduced(lambda x: sow(x * 1), [*ALONG, R.topk(1), R.histogram([0, 2, 4])], 3.0)
     for r in ALONG:
         close(found[r.name], STATISTICS[r.name](np.array([3.0])))
@@ -244,7 +244,7 @@ def test_scalars():
     assert found["topk"].tolist() == [3.0]
 
 
-def test_large_integers():
+def test_large_integers_stay_exact():
     x = jnp.array([3_000_000_000, 5, 2**32 - 1], jnp.uint32)
     assert one(x, R.minmax).tolist() == [5, 2**32 - 1]
     assert one(x, R.topk(2)).tolist() == [2**32 - 1, 3_000_000_000]
@@ -294,7 +294,7 @@ def test_values_on_the_edges(dtype, step):
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.floats(-1e30, 1e30, width=64), min_size=4, max_size=4, unique=True))
-def test_any_edges(edges):
+def test_histograms_with_any_edges(edges):
     edges = np.sort(np.array(edges))
     x = edges.astype(np.float32)
     up = np.float32(np.inf)
@@ -355,7 +355,7 @@ def test_histogram_of_magnitudes(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32", "uint8", "bool"])
 @pytest.mark.parametrize("k", [1, 3, 30])
-def test_topk(dtype, k):
+def test_topk_in_a_scan(dtype, k):
     xs = sample(jnp.dtype(dtype), (3, 2, 5))
     found = reduced(over_scan, [R.topk(k), R.topk(k).total], xs)
     low = {"int32": -(2**31), "uint8": 0, "bool": 0}.get(dtype, -np.inf)

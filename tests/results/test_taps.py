@@ -8,7 +8,7 @@ from tests.oracles.closeness import assert_close
 from tests.sites.test_selections import X, net
 
 
-def test_tables():
+def test_tables_list_sites_in_program_order():
     _, taps = tapax.capture(jax.jit(jax.grad(net)))(X)
     program = [f"block{i}/{part}" for i in range(3) for part in ("attn", "mlp")]
     assert taps.sites.names == program

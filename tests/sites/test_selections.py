@@ -38,11 +38,11 @@ X = jnp.array([1.0, 2.0])
         ("**:w", "x/a:w", True),
     ],
 )
-def test_globs(pattern, path, expected):
+def test_globs_match_whole_segments(pattern, path, expected):
     assert matches(pattern, tapax.Site(path)) is expected
 
 
-def test_calls():
+def test_globs_match_numbered_calls():
     third = tapax.Site("h", call=2)
     assert third.name == "h@2"
     assert matches("h", third)

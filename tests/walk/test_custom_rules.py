@@ -79,7 +79,7 @@ def test_custom_rules_in_a_scan_with_remat():
     assert_close(taps.values["backward"], [[9.0] * 3, [3.0] * 3])
 
 
-def test_linear_solve():
+def test_values_in_a_linear_solve():
     matrix = jnp.diag(jnp.arange(1.0, 4.0))
 
     def solve(b):
@@ -102,7 +102,7 @@ def test_linear_solve():
     assert_close(jax.grad(captured)(X), step(X))
 
 
-def test_conjugate_gradients():
+def test_values_in_conjugate_gradients():
     matrix = jnp.diag(jnp.arange(1.0, 4.0))
 
     def solve(b):

@@ -31,7 +31,7 @@ def test_program_without_a_gradient_has_none():
         lambda x: jax.linear_transpose(jax.linearize(loss, x)[1], x)(1.0),
     ],
 )
-def test_reverse_mode(step):
+def test_gradients_of_every_reverse_mode(step):
     _, taps = tapax.capture(step)(X)
     assert set(taps.values) == set(taps.grads) == {"h"}
     assert_close(taps.grads["h"], 2 * jnp.sin(X))
@@ -51,7 +51,7 @@ def test_forward_mode_has_values_and_no_gradients(step):
     assert_close(taps.values["h"], jnp.sin(X))
 
 
-def test_hessian():
+def test_values_and_gradients_under_hessian():
     out, taps = tapax.capture(jax.hessian(loss))(X)
     assert_close(out, jax.hessian(loss)(X))
     assert_close(taps.values["h"], jnp.sin(X))

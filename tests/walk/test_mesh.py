@@ -144,7 +144,7 @@ def test_shardings_of_jit_are_kept(mesh):
     assert_close(out, 4 * X + 2)
 
 
-def test_explicit_sharding():
+def test_values_with_explicit_sharding():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(mesh, P("d", None)))

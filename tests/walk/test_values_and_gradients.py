@@ -28,7 +28,7 @@ def wrappers():
 
 @pytest.mark.parametrize("how", list(wrappers()))
 @pytest.mark.parametrize("name", list(CASES))
-def test_values(name, how):
+def test_values_of_every_program(name, how):
     case = CASES[name]
     steps = 6 if name == "while_loop" else None
     expected_out, expected = eager.values(case.program, x())
@@ -48,7 +48,7 @@ def test_values(name, how):
 
 @pytest.mark.parametrize("how", list(wrappers()))
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.differentiable])
-def test_gradients(name, how):
+def test_gradients_of_every_program(name, how):
     case = CASES[name]
     expected = eager.grads(case.program, x())
     step = jax.value_and_grad(case.program(tapax.sow))

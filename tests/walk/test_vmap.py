@@ -16,7 +16,7 @@ def test_any_in_axes():
     assert_close(taps.values["h"], 2 * m.T)
 
 
-def test_nested():
+def test_nested_vmaps_put_outer_axes_first():
     m = jnp.arange(105.0).reshape(3, 5, 7)
     inner = jax.vmap(lambda c: tapax.sow(2 * c, "h"), in_axes=1)
     _, taps = tapax.capture(jax.vmap(inner, in_axes=2))(m)

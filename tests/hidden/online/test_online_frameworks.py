@@ -112,7 +112,7 @@ def recurrent(path):
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_cells(name):
+def test_cells_of_frameworks_learn_online(name):
     make, states = CELLS[name]
     step, weights = make()
     rng = np.random.default_rng(0)

@@ -265,7 +265,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(what):
+def test_steps_that_rules_refuse(what):
     call, message = REFUSED[what]
     with pytest.raises(HiddenError, match=message):
         call()

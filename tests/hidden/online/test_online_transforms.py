@@ -42,7 +42,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_transformations(rule):
+def test_rules_agree_under_every_transformation(rule):
     """Eager, compiled, in a scan and in a vmap it is the same; and the first two twice."""
     learner = RULES[rule](gru, loss)
     state, (xs, ys) = state_of(1, B), data(B)
