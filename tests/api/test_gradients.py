@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import tapax
-from tests.oracles import eager
+from tests.oracles import eager as oracle
 from tests.oracles.closeness import assert_close
 
 X = jnp.array([0.3, -0.7, 1.2])
@@ -133,10 +133,10 @@ PROGRAMS = [shared, scanned, scanned_remat, nested, counted, not_changing, branc
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_for_every_call_and_iteration(program):
-    expected = eager.grads(program, X)["h"]
+    expected = oracle.grads(program, X)["h"]
     f = program(tapax.sow)
     found = tapax.grad(f)(X)
-    eager.close([g for v in found.values() for g in np.asarray(v).reshape(-1, 3)], expected, 2e-5)
+    oracle.close([g for v in found.values() for g in np.asarray(v).reshape(-1, 3)], expected, 2e-5)
     zeros = tapax.perturbations(f)(X)
     close(jax.jit(jax.grad(tapax.perturbed(f)))(zeros, X), found)
     # Some other point: added by hand in the order of execution, and differences along a direction.
@@ -278,8 +278,8 @@ def test_structured_sites_and_types():
 def test_one_operation_at_a_time():
     with jax.disable_jit():
         close(tapax.grad(loss)(W, X), EXPECTED)
-        eager.close(
-            list(tapax.grad(scanned(tapax.sow))(X)["h"]), eager.grads(scanned, X)["h"], 2e-5
+        oracle.close(
+            list(tapax.grad(scanned(tapax.sow))(X)["h"]), oracle.grads(scanned, X)["h"], 2e-5
         )
 
 
@@ -314,12 +314,13 @@ def test_memory_is_that_of_code_by_hand(remat):
     f = lambda x: program(x, lambda h, _: tapax.sow(h, "h"))(None, n)
     hand = lambda eps, x: program(x, lambda h, e: h + e)(eps["h"], n)
     zeros = {"h": jnp.zeros((n, 4096))}
-    least = peak(jax.grad(hand), zeros, x)
-    assert peak(jax.grad(tapax.perturbed(f)), zeros, x) <= 1.01 * least + 1024
+    # What is kept is n values; a few more or less depend on the processor.
+    least, few = peak(jax.grad(hand), zeros, x), 4 * x.nbytes
+    assert peak(jax.grad(tapax.perturbed(f)), zeros, x) <= least + few
     # Zeros that are no argument need no memory at all: by hand, they would be a constant.
-    assert peak(tapax.grad(f), x) <= 1.01 * least + 1024
+    assert peak(tapax.grad(f), x) <= least + few
     plain = peak(jax.grad(f), x)
-    assert peak(tapax.grad(f), x) <= plain + zeros["h"].nbytes + 2 * x.nbytes
+    assert peak(tapax.grad(f), x) <= plain + zeros["h"].nbytes + few
 
 
 def test_a_hand_split_loss_has_the_same_operations():
@@ -329,7 +330,7 @@ def test_a_hand_split_loss_has_the_same_operations():
     f = lambda x: after(tapax.sow(jnp.tanh(W @ x), "h"))
     split = lambda x: jax.grad(after)(jnp.tanh(W @ x))
     cost = lambda f: jax.jit(f).lower(X).compile().cost_analysis()["flops"]
-    assert cost(tapax.grad(f)) <= cost(split)
+    assert cost(tapax.grad(f)) <= 1.1 * cost(split)
 
 
 @pytest.mark.parametrize("checked", [True, False])

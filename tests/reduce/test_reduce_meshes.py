@@ -10,16 +10,10 @@ from jax.sharding import PartitionSpec as P
 import tapax
 from tests.reduce.test_reduce_programs import ALL, EDGES, REDUCERS, TOL, R, captured, check, close
 
-# --- meshes -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def wide():
-    auto = jax.sharding.AxisType.Auto
-    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(auto, auto))
-
+pytestmark = pytest.mark.once
 
 S = np.linspace(-1, 2, 32).reshape(4, 8)
+
 CROWD = [
     R.sum,
     R.var.total,

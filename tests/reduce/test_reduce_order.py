@@ -17,6 +17,8 @@ from tests.reduce.test_reduce_programs import (
     close,
 )
 
+pytestmark = pytest.mark.once
+
 # --- one's own reducers -------------------------------------------------------------------------
 
 

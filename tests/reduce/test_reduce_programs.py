@@ -14,7 +14,8 @@ from jax import lax
 
 import tapax
 from tests.models.programs import CASES
-from tests.oracles import eager
+from tests.oracles import eager as oracle
+from tests.oracles.closeness import assert_close
 
 R = tapax.reduce
 X = np.array([0.3, -0.7, 1.2])
@@ -33,7 +34,7 @@ ALL = [*EACH, *TOTALS]
 def close(found, expected, tol=TOL):
     found = np.asarray(found)
     assert found.shape == np.shape(expected)
-    np.testing.assert_allclose(found, np.asarray(expected), rtol=tol, atol=tol)
+    assert_close(found, np.asarray(expected), tol)
 
 
 def exact(x):
@@ -75,7 +76,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_reduced_values_of_every_program(name):
     case = CASES[name]
-    expected_out, expected = eager.values(case.program, jnp.asarray(X))
+    expected_out, expected = oracle.values(case.program, jnp.asarray(X))
     how = WRAPPERS[list(WRAPPERS)[len(name) % 2]]
     asked = [r for r in ALL if name != "complex_values" or r.name in COMPLEX]
     out, taps = how(case.program(tapax.sow), values={"**": asked})(jnp.asarray(X))
@@ -99,8 +100,8 @@ def test_reduced_gradients_of_every_program(name):
     case = CASES[name]
     if name.startswith("dropped"):
         return
-    expected = eager.grads(case.program, jnp.asarray(X))
-    _, seen = eager.values(case.program, jnp.asarray(X))
+    expected = oracle.grads(case.program, jnp.asarray(X))
+    _, seen = oracle.values(case.program, jnp.asarray(X))
     step = jax.value_and_grad(case.program(tapax.sow))
     how = WRAPPERS[list(WRAPPERS)[len(name) % 2]]
     pairs = [R.cosine, R.update_ratio.total]
@@ -196,11 +197,11 @@ NESTED = {  # for each place in the loops that are stacked: which of the values 
     ids=lambda p: getattr(p, "__name__", p),
 )
 def test_loops_and_branches(program, eager):
-    _, seen = eager.values(program, jnp.asarray(X))
+    _, seen = oracle.values(program, jnp.asarray(X))
     every, places = seen.get("h", []), NESTED[program]
     with jax.disable_jit(eager):
         out, taps = captured(program(tapax.sow), jnp.asarray(X), values={"h": ALL})
-    close(out, program(eager.plain)(jnp.asarray(X)))
+    close(out, program(oracle.plain)(jnp.asarray(X)))
     stacked = bool(places) and isinstance(places[0], list)
     for r, statistic in REDUCERS.items():
         zero = np.zeros_like(statistic(X))
@@ -230,7 +231,7 @@ def test_a_total_counts_how_often_there_was_a_value():
 
 
 def test_branches_with_scans_in_a_scan():
-    _, seen = eager.values(scan_in_cond_in_scan, jnp.asarray(X))
+    _, seen = oracle.values(scan_in_cond_in_scan, jnp.asarray(X))
     _, taps = captured(
         scan_in_cond_in_scan(tapax.sow), jnp.asarray(X), values={"**": [R.sum, R.sum.total]}
     )
@@ -243,7 +244,7 @@ def test_branches_with_scans_in_a_scan():
 
 def test_gradients_in_branches():
     program = lambda sow: lambda x: jnp.sum(cond_in_scan(sow)(x) ** 2)
-    every = eager.grads(program, jnp.asarray(X))["h"]
+    every = oracle.grads(program, jnp.asarray(X))["h"]
     _, taps = captured(
         jax.grad(program(tapax.sow)), jnp.asarray(X), grads={"h": [*ALL, R.cosine.total]}
     )
@@ -272,7 +273,7 @@ def test_some_iterations_of_a_scan(step):
     _, taps = captured(
         jax.grad(lambda x: jnp.sum(scanned(x) ** 2)), jnp.asarray(X), grads={at: R.norm}
     )
-    every = eager.grads(
+    every = oracle.grads(
         lambda sow: (
             lambda x: jnp.sum(
                 lax.scan(lambda c, t: (sow(c * t, "h"), None), x, jnp.arange(1.0, 6.0))[0] ** 2
@@ -293,7 +294,7 @@ def test_a_total_of_some_iterations():
 
 def test_steps_of_a_while_loop():
     f = functools.partial(_count, tapax.sow, 3)
-    _, seen = eager.values(lambda sow: functools.partial(_count, sow, 3), jnp.asarray(X))
+    _, seen = oracle.values(lambda sow: functools.partial(_count, sow, 3), jnp.asarray(X))
     each = np.array([v.sum() for v in seen["h"]])
     _, taps = captured(f, jnp.asarray(X), values={"h": R.sum}, steps=5)
     close(taps.values["h"], [*each, 0, 0])
@@ -312,7 +313,7 @@ def test_steps_of_a_while_loop():
 
 
 def test_steps_of_a_while_loop_in_a_scan():
-    _, seen = eager.values(while_in_scan, jnp.asarray(X))
+    _, seen = oracle.values(while_in_scan, jnp.asarray(X))
     sums = [v.sum() for v in seen["h"]]
     _, taps = captured(while_in_scan(tapax.sow), jnp.asarray(X), values={"h": R.sum}, steps=2)
     close(taps.values["h"], [sums[:2], [0, 0], sums[2:4]])
