@@ -158,8 +158,16 @@ VALUE = lambda h: h**2 + 0.3 * h
 GRAD = lambda g: 0.3 * g * g + g
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("step", [*STEPS, *FORWARD])
+def pairs(steps):
+    """Every loss with every step; every second pair, in a checkerboard, is left to `make fuzz`."""
+    return [
+        pytest.param(loss, step, marks=[pytest.mark.many] if (i + j) % 2 else [])
+        for i, loss in enumerate(LOSSES)
+        for j, step in enumerate(steps)
+    ]
+
+
+@pytest.mark.parametrize(("loss", "step"), pairs([*STEPS, *FORWARD]))
 def test_edited_values_in_functions_that_take_gradients(loss, step):
     if loss is by_a_pullback and step in FORWARD:
         return  # no forward derivative of a custom_vjp
@@ -168,8 +176,7 @@ def test_edited_values_in_functions_that_take_gradients(loss, step):
     close(tapax.edit(step(loss(tapax.sow)), {"h": VALUE})(X), expected)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("loss", "step"), pairs(STEPS))
 def test_edited_gradients_agree_with_edits_by_hand(loss, step):
     step = STEPS[step]
     got = tapax.edit(step(loss(tapax.sow)), grads={"h": GRAD})(X)
@@ -347,16 +354,17 @@ def test_memory_of_a_recomputed_scan_stays_low():
         return jnp.sum(lax.scan(body, x, None, length=64)[0])
 
     x = jnp.ones(4096)
+    few = 8 * x.nbytes  # of the 64 that residuals would take
 
     def temporary(f):
         return jax.jit(f).lower(x).compile().memory_analysis().temp_size_in_bytes
 
     hand = temporary(jax.grad(lambda x: loss(x, by_hand(VALUE))))
     edited = temporary(tapax.edit(jax.grad(lambda x: loss(x, tapax.sow)), {"h": VALUE}))
-    assert edited <= 1.05 * hand + 1024
+    assert edited <= hand + few
     hand = temporary(jax.grad(lambda x: loss(x, by_hand(grad=GRAD))))
     edited = temporary(tapax.edit(jax.grad(lambda x: loss(x, tapax.sow)), grads={"h": GRAD}))
-    assert edited <= 1.05 * hand + 1024
+    assert edited <= hand + few
 
 
 @pytest.mark.parametrize("checked", [True, False])

@@ -18,6 +18,8 @@ from tests.compat.test_compat_oryx import (
     var,
 )
 
+pytestmark = pytest.mark.once
+
 # --- random programs ----------------------------------------------------------------------------
 
 

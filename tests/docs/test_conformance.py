@@ -8,6 +8,8 @@ import pytest
 from conformance.columns import COLUMNS, NONE
 from conformance.problem import CASES
 
+pytestmark = pytest.mark.once
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
 OURS = [name for name in COLUMNS if name.startswith("tapax")]
 SOME = ["train", "jit/ran", "vmap/own", "scan/closed", "remat/argument", "stack/raw"]

@@ -28,6 +28,8 @@ from tests.models.brainstate_models import (
 )
 from tests.oracles.closeness import assert_close
 
+pytestmark = pytest.mark.once
+
 CELLS = [nn.ValinaRNNCell, nn.GRUCell, nn.MGUCell, nn.LSTMCell, nn.URLSTMCell]
 
 # --- states ----------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from flax import linen, nnx
 import tapax
 from tests.oracles.closeness import assert_close
 
+pytestmark = pytest.mark.once
+
 X = jnp.sin(jnp.arange(12.0, dtype=jnp.float32)).reshape(4, 3)
 KEY = jax.random.key(0)
 

@@ -13,6 +13,8 @@ from flax import nnx
 import tapax
 from tests.oracles.closeness import assert_close
 
+pytestmark = pytest.mark.once
+
 X = jnp.ones((2, 4))
 
 

@@ -70,7 +70,7 @@ def vae():
     return net, lambda vae: vae.decoder(vae.encoder(image)[0])
 
 
-@pytest.mark.parametrize("make", [attnax, vae])
+@pytest.mark.parametrize("make", [attnax, pytest.param(vae, marks=pytest.mark.many)])
 def test_published_models_of_nnx(make):
     from flax import nnx
 
@@ -180,6 +180,7 @@ def test_published_models_of_equinox(make):
     assert {s.name for s in taps.sites if s.method == "__call__"} == set(values)
 
 
+@pytest.mark.many
 def test_published_equinox_model_with_scanned_layers():
     """ESM2 keeps its layers stacked, and scans over them."""
     import equinox as eqx

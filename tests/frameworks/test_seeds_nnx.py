@@ -15,6 +15,8 @@ import tapax
 from tapax.compat.nnx import capture
 from tests.oracles.closeness import assert_close
 
+pytestmark = pytest.mark.once
+
 deprecated = pytest.warns(DeprecationWarning, match=r"outside of 'nnx\.capture\(\)' is deprecated")
 
 

@@ -44,9 +44,9 @@ PROGRAMS = 364
 @pytest.mark.parametrize(
     "part",
     [
-        *range(4),
-        *(pytest.param(i, marks=pytest.mark.once) for i in range(4, 6)),
-        *(pytest.param(i, marks=pytest.mark.many) for i in range(6, PARTS)),
+        *range(2),
+        *(pytest.param(i, marks=pytest.mark.once) for i in range(2, 4)),
+        *(pytest.param(i, marks=pytest.mark.many) for i in range(4, PARTS)),
     ],
 )
 def test_random_programs_agree_with_reference(part: int) -> None:
@@ -54,31 +54,41 @@ def test_random_programs_agree_with_reference(part: int) -> None:
     sweep(check, strategy, examples=PROGRAMS // PARTS, seed=part)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "part", [*range(2), *(pytest.param(i, marks=pytest.mark.many) for i in range(2, 4))]
+)
 def test_reference_agrees_with_jax(part: int) -> None:
     strategy = programs(devices=jax.device_count())
     sweep(check_reference, strategy, examples=25, seed=100 + part)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("part", range(2))
 def test_reference_gradients_agree_with_perturbations(part: int) -> None:
     strategy = losses(devices=jax.device_count())
     sweep(check_perturbations, strategy, examples=20, seed=200 + part)
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize(
+    "part",
+    [0, pytest.param(1, marks=pytest.mark.once), pytest.param(2, marks=pytest.mark.many)],
+)
 def test_edits_agree_with_the_source_changed_by_hand(part: int) -> None:
     sweep(check_edits, edited(devices=jax.device_count()), examples=8, seed=300 + part)
 
 
+@pytest.mark.once
 def test_edits_of_nothing_change_nothing() -> None:
     sweep(check_no_edit, programs(devices=jax.device_count()), examples=8, seed=400)
 
 
+@pytest.mark.once
 def test_perturbations_agree_with_additions_by_hand() -> None:
     sweep(check_perturbed, losses(devices=jax.device_count()), examples=8, seed=500)
 
 
+@pytest.mark.once
 def test_a_cut_function_put_together_is_the_function() -> None:
     sweep(check_cuts, programs(devices=jax.device_count()), examples=8, seed=600)
 

@@ -18,6 +18,8 @@ from tapax.hidden import (
 )
 from tests.oracles.closeness import assert_close
 
+pytestmark = pytest.mark.once
+
 rng = np.random.default_rng(0)
 X = jnp.asarray(rng.normal(size=3), jnp.float32)
 BATCH = jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)

@@ -14,6 +14,8 @@ from jax import lax
 
 from tapax.hidden import add_hidden_perturbation
 
+pytestmark = pytest.mark.once
+
 N = 3
 SHAPES = [
     (lambda h: h, lambda s: s),

@@ -9,6 +9,8 @@ from flax import nnx
 from tapax import nn
 from tests.nn.test_nn_layers import ALL, E, close, embed, general
 
+pytestmark = pytest.mark.once
+
 # --- randomness -----------------------------------------------------------------------------------
 
 KINDS = {

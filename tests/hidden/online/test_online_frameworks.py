@@ -111,7 +111,12 @@ def recurrent(path):
     return any(part in name for part in ("'h", "dense_h", "weight_hh")) and "bias" not in name
 
 
-@pytest.mark.parametrize("name", CELLS)
+FEW = ("nnx gru", "linen lstm", "equinox gru")  # each framework, and one state or two
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.many) for name in CELLS]
+)
 def test_cells_of_frameworks_learn_online(name):
     make, states = CELLS[name]
     step, weights = make()
