@@ -55,7 +55,7 @@ def test_call_that_was_not_made():
 def test_gradient_that_is_not_taken():
     line = inspect.getsourcelines(net)[1] + 2
     text = message(lambda: tapax.capture(net, grads="net/hidden")(X))
-    assert f"test_errors.py:{line}, has no gradient: the program takes no gradient" in text
+    assert f"{__file__}:{line}, has no gradient: the program takes no gradient" in text
 
 
 def test_gradient_that_does_not_reach():

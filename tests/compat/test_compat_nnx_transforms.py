@@ -18,9 +18,6 @@ from tests.compat.test_compat_nnx import (
     same,
 )
 
-# --- where Flax loses people ----------------------------------------------------------------------
-
-
 MESH = lambda: jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
 WRAPS = {
     "jit": jax.jit,

@@ -20,8 +20,6 @@ from tests.compat.test_compat_oryx import (
 
 pytestmark = pytest.mark.once
 
-# --- random programs ----------------------------------------------------------------------------
-
 
 def generate(rng, depth=2):
     """A list of operations on a number; bodies are lists of them, the branches of one kind."""

@@ -10,9 +10,6 @@ from tests.reduce.test_reduce_programs import R, close, exact
 
 pytestmark = pytest.mark.once
 
-# --- frameworks ---------------------------------------------------------------------------------
-
-
 FRAMEWORKS = ["nnx", "nnx scan", "linen", "equinox"]
 
 

@@ -21,9 +21,6 @@ from tests.reduce.test_reduce_programs import (
     scanned,
 )
 
-# --- maps ---------------------------------------------------------------------------------------
-
-
 M = np.linspace(-1, 2, 12).reshape(4, 3)
 
 

@@ -11,9 +11,6 @@ from tests.reduce.test_reduce_programs import EDGES, R
 
 pytestmark = pytest.mark.once
 
-# --- memory -------------------------------------------------------------------------------------
-
-
 WIDTH, LAYERS, BATCH = 64, 12, 256
 
 

@@ -19,8 +19,6 @@ from tests.reduce.test_reduce_programs import (
 
 pytestmark = pytest.mark.once
 
-# --- one's own reducers -------------------------------------------------------------------------
-
 
 def affine(**options):
     """Composes maps y -> a y + b, given as [a, b]: the order matters."""
