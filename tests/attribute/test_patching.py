@@ -346,7 +346,7 @@ WRONG = {
     "no sites": (SWEEP, {"sites": []}, tapax.SiteError, "picks no site"),
     "a position out of range": (
         SWEEP, {"sites": ["0/mlp"], "positions": [LENGTH]}, tapax.SiteError,
-        r"The position 4 is out of range: the site '0/mlp', marked at .*test_attribute.py:\d+, has "
+        r"The position 4 is out of range: the site '0/mlp', marked at .*test_patching.py:\d+, has "
         r"values of shape \[1, 4, 4\], so 4 positions along axis -2",
     ),
     "an axis there is not": (
