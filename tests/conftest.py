@@ -1,5 +1,6 @@
-"""Eight CPU devices for the tests of meshes; and an end to what one test leaves for the next."""
+"""Eight CPU devices for the tests of meshes, and checks that no test leaves anything behind."""
 
+import functools
 import os
 
 os.environ["XLA_FLAGS"] = (
@@ -7,13 +8,14 @@ os.environ["XLA_FLAGS"] = (
 ).strip()
 
 import jax
+import numpy as np
 import pytest
 
 from tapax._marks.context import active_policy
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves out what a framework cannot do under a setting of JAX's, with or without tapax."""
+    """Skip what a framework cannot do under a setting of JAX, with or without tapax."""
     for item in items:
         if "brainstate" not in item.nodeid and "frameworks.md" not in item.nodeid:
             continue
@@ -21,6 +23,27 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="brainstate fails with jax_enable_checks"))
         if jax.config.jax_enable_x64 and "change_frameworks.py" in item.nodeid:
             item.add_marker(pytest.mark.skip(reason="brainstate's Linear fails with 64 bits"))
+
+
+@functools.cache
+def compiles_float16():
+    """Whether XLA compiles float16 here: it does not for processors without such conversions."""
+    try:
+        jax.block_until_ready(jax.jit(lambda x: x.astype("float16"))(np.ones(2, np.float32)))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """Skip a test of float16 or float8 that XLA cannot compile on this processor."""
+    try:
+        return (yield)
+    except jax.errors.JaxRuntimeError as error:
+        if "Failed to materialize symbols" in str(error) and not compiles_float16():
+            pytest.skip("XLA compiles no float16 for this processor")
+        raise
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,25 @@
+"""Fixtures that check that an adapter left its framework as it was."""
+
+import pytest
+
+from tapax._frameworks.patches import subclasses
+
+
+def attributes():
+    """The attributes of all classes of Equinox, except what `pickle` keeps in them."""
+    import equinox as eqx
+
+    return {
+        cls: {k: v for k, v in cls.__dict__.items() if k != "__slotnames__"}
+        for cls in subclasses(eqx.Module)
+    }
+
+
+@pytest.fixture
+def equinox_as_before():
+    """A test leaves the classes of Equinox as they were."""
+    before = attributes()
+    yield
+    after = attributes()
+    for cls, names in before.items():
+        assert {k: id(v) for k, v in names.items()} == {k: id(v) for k, v in after[cls].items()}

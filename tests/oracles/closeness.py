@@ -1,0 +1,62 @@
+"""Comparison of numbers that two different compilations computed.
+
+Processors have different vector widths and fused operations, so compilers sum the same terms in
+another order on each. The rounding error of a sum is proportional to its largest terms: it is
+small beside the largest entry of an array, and can be many times an entry in which large terms
+cancel. An elementwise relative tolerance that holds on one machine therefore fails on another.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+TOLERANCES = {"float16": 5e-3, "bfloat16": 5e-2, "float32": 1e-5, "complex64": 1e-5}
+
+
+def assert_close(
+    actual: Any,
+    expected: Any,
+    tol: float | None = None,
+    *,
+    scale: float | None = None,
+    err_msg: str = "",
+) -> None:
+    """Assert that two pytrees of arrays are equal up to rounding.
+
+    Args:
+        actual: the arrays under test; a single array, or a pytree of arrays.
+        expected: the arrays that are right, in the same structure.
+        tol: the largest error, relative to `scale`. By default 1e-5 for float32, 1e-10 for float64,
+            and more for half precision; integers and booleans must be equal.
+        scale: the size of the terms that were summed. By default the largest entry of each expected
+            array, and at least one, since inputs and weights of the tests are of that order. Give
+            it where every term is smaller, or where terms much larger than one cancel.
+        err_msg: added to the message of the error.
+
+    Raises:
+        AssertionError: if structure, shapes or numbers differ.
+    """
+    if isinstance(actual, (jax.Array, np.ndarray, np.generic)):
+        _assert_arrays_close(actual, expected, tol, scale, err_msg)
+        return
+    assert jax.tree.structure(actual) == jax.tree.structure(expected), err_msg
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        _assert_arrays_close(a, b, tol, scale, err_msg)
+
+
+def _assert_arrays_close(a: Any, b: Any, tol: float | None, scale: float | None, err: str) -> None:
+    if isinstance(b, str):
+        assert a == b, err
+        return
+    a, b = np.asarray(a), np.asarray(b)
+    if a.dtype.kind in "biu" and b.dtype.kind in "biu":
+        np.testing.assert_array_equal(a, b, err)
+        return
+    if tol is None:
+        tol = max(TOLERANCES.get(x.dtype.name, 1e-10) for x in (a, b))
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    if scale is None:
+        scale = np.max(np.abs(b), initial=1, where=np.isfinite(b))
+    np.testing.assert_allclose(a, b, rtol=0, atol=tol * scale, err_msg=err)

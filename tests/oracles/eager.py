@@ -1,0 +1,102 @@
+"""Oracles that share no code with the engine.
+
+A program is a function that takes the `sow` it is to use. Run under `jax.disable_jit()`, where
+scans, loops and conditionals are Python's, with a `sow` that writes down what it is given, it
+gives every value at every iteration. With a `sow` that adds a zero perturbation, one for each time
+that it is called, differentiated by `jax.grad`, it gives every gradient.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.oracles.closeness import assert_close
+
+Program = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def plain(x: Any, name: str) -> Any:
+    """A `sow` that does nothing."""
+    del name
+    return x
+
+
+def values(program: Program, *args: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
+    """What the program returns, and every value that it sows, in the order of execution."""
+    seen: dict[str, list[np.ndarray]] = defaultdict(list)
+
+    def record(x: Any, name: str) -> Any:
+        seen[name].append(np.asarray(x))
+        return x
+
+    record.eager = True
+    with jax.disable_jit():
+        out = program(record)(*args)
+    return out, dict(seen)
+
+
+def grads(loss: Program, *args: Any) -> dict[str, list[np.ndarray]]:
+    """The gradient of a loss by every value that it sows, in the order of execution."""
+    _, seen = values(loss, *args)
+
+    def perturbed(eps: dict[str, list[Any]]) -> Any:
+        left = {name: list(e) for name, e in eps.items()}
+
+        def add(x: Any, name: str) -> Any:
+            return x + left[name].pop(0) if name in left else x
+
+        add.eager = True
+        with jax.disable_jit():
+            return loss(add)(*args)
+
+    zeros = {
+        name: [jnp.zeros_like(x) for x in xs]
+        for name, xs in seen.items()
+        if jnp.issubdtype(xs[0].dtype, jnp.inexact)
+    }
+    found = jax.grad(perturbed)(zeros)
+    return {name: [np.asarray(g) for g in gs] for name, gs in found.items()}
+
+
+def finite_differences(loss: Program, *args: Any, step: float = 1e-6) -> dict[str, list[Any]]:
+    """The same by central differences: exact to about `step` squared in float64."""
+    _, seen = values(loss, *args)
+
+    def shifted(name: str, call: int, index: tuple[int, ...], by: float) -> float:
+        count: dict[str, int] = defaultdict(int)
+
+        def add(x: Any, n: str) -> Any:
+            here, count[n] = count[n], count[n] + 1
+            return x.at[index].add(by) if (n, here) == (name, call) else x
+
+        add.eager = True
+        with jax.disable_jit():
+            return float(loss(add)(*args))
+
+    found: dict[str, list[Any]] = {}
+    for name, xs in seen.items():
+        found[name] = []
+        for call, x in enumerate(xs):
+            g = np.zeros(x.shape)
+            for index in np.ndindex(*x.shape):
+                up, down = (shifted(name, call, index, s * step) for s in (1, -1))
+                g[index] = (up - down) / (2 * step)
+            found[name].append(g)
+    return found
+
+
+def unstack(x: Any, loops: int) -> list[np.ndarray]:
+    """The values of a captured array, iteration by iteration, in the order of the loops."""
+    x = np.asarray(x)
+    return list(x.reshape(-1, *x.shape[loops:])) if loops else [x]
+
+
+def close(a: Sequence[Any], b: Sequence[Any], tol: float) -> None:
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert np.shape(x) == np.shape(y)
+        assert_close(np.asarray(x, np.complex128), np.asarray(y, np.complex128), tol)

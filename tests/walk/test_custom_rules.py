@@ -1,0 +1,251 @@
+"""Custom derivatives, linear solves, and calls that nothing can be seen in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+import tapax
+from tests.oracles.closeness import assert_close
+
+X = jnp.array([0.3, -0.7, 1.2])
+
+
+@jax.custom_vjp
+def tripled(x):
+    return tapax.sow(2 * x, "primal")
+
+
+tripled.defvjp(
+    lambda x: (tapax.sow(2 * x, "forward"), x), lambda x, ct: (tapax.sow(3 * ct, "backward"),)
+)
+
+
+@jax.custom_jvp
+def scaled(x):
+    return tapax.sow(2 * x, "primal")
+
+
+scaled.defjvp(lambda p, t: (tapax.sow(2 * p[0], "rule"), 3 * t[0]))
+
+
+@pytest.mark.parametrize("fn", [tripled, scaled])
+def test_what_ran_is_what_comes_back(fn):
+    _, taps = tapax.capture(fn)(X)
+    assert set(taps.values) == {"primal"}
+    assert_close(taps.values["primal"], 2 * X)
+
+
+def test_rules_run_under_a_gradient():
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(tripled(x))))(X)
+    assert set(taps.values) == {"forward", "backward"}
+    assert_close(taps.values["forward"], 2 * X)
+    assert_close(taps.values["backward"], 3 * jnp.ones(3))
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(scaled(x))))(X)
+    assert set(taps.values) == {"rule"}
+
+
+@pytest.mark.parametrize("fn", [tripled, scaled])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_the_custom_rule_governs_the_derivative_of_the_captured_program(fn, wrap):
+    inner = lambda x: jnp.sum(fn(x) ** 2)
+    captured = wrap(lambda x: tapax.capture(inner)(x)[0])
+    # d/dx (2x)^2 with the rule's 3 in the place of 2.
+    assert_close(jax.grad(captured)(X), 2 * 2 * X * 3)
+    # What was captured has its own derivative.
+    inside = wrap(lambda x: jnp.sum(tapax.capture(inner)(x)[1].values["primal"]))
+    assert_close(jax.grad(inside)(X), jnp.full(3, 2.0))
+
+
+def test_gradients_around_a_custom_rule():
+    def loss(x):
+        h = tapax.sow(jnp.sin(x), "before")
+        return jnp.sum(tapax.sow(tripled(h), "after") ** 2)
+
+    _, taps = tapax.capture(jax.grad(loss))(X)
+    assert_close(taps.grads["after"], 4 * jnp.sin(X))
+    assert_close(taps.grads["before"], 12 * jnp.sin(X))
+
+
+def test_custom_rules_in_a_scan_with_remat():
+    def loss(x):
+        body = lambda c, _: (jax.checkpoint(tripled)(c), None)
+        return jnp.sum(lax.scan(body, x, None, length=2)[0])
+
+    out, taps = tapax.capture(jax.grad(loss))(X)
+    assert_close(out, jnp.full(3, 9.0))
+    assert_close(taps.values["backward"], [[9.0] * 3, [3.0] * 3])
+
+
+def test_values_in_a_linear_solve():
+    matrix = jnp.diag(jnp.arange(1.0, 4.0))
+
+    def solve(b):
+        return lax.custom_linear_solve(
+            lambda x: matrix @ x,
+            b,
+            lambda matvec, b: tapax.sow(b / jnp.arange(1.0, 4.0), "solution"),
+            symmetric=True,
+        )
+
+    out, taps = tapax.capture(solve)(X)
+    assert_close(out, X / jnp.arange(1.0, 4.0))
+    assert_close(taps.values["solution"], out)
+    step = jax.grad(lambda b: jnp.sum(solve(b) ** 2))
+    out, taps = tapax.capture(step)(X)
+    assert_close(out, step(X))
+    # The backward pass solves once more.
+    assert set(taps.values) == {"solution", "solution@1"}
+    captured = lambda b: jnp.sum(tapax.capture(solve)(b)[0] ** 2)
+    assert_close(jax.grad(captured)(X), step(X))
+
+
+def test_values_in_conjugate_gradients():
+    matrix = jnp.diag(jnp.arange(1.0, 4.0))
+
+    def solve(b):
+        return jax.scipy.sparse.linalg.cg(lambda v: tapax.sow(matrix @ v, "product"), b, maxiter=9)[
+            0
+        ]
+
+    out, taps = tapax.capture(jax.jit(solve))(X)
+    assert_close(out, X / jnp.arange(1.0, 4.0), 1e-4)
+    assert int(taps.valid["product@1"]) == 3
+
+
+def kernel(x_ref, o_ref):
+    o_ref[...] = tapax.sow(2 * x_ref[...], "inside")
+
+
+def doubled(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return tapax.sow(pl.pallas_call(kernel, out_shape=shape, interpret=True)(x), "outside")
+
+
+def test_a_kernel_is_opaque():
+    with pytest.warns(UserWarning, match="'inside' is not captured: it is marked at .*opaque"):
+        out, taps = tapax.capture(doubled)(X)
+    assert_close(out, 2 * X)
+    assert set(taps.values) == {"outside"}
+    with pytest.raises(tapax.SiteError, match="'inside' cannot be captured: it is marked at"):
+        tapax.capture(doubled, values="inside")(X)
+
+
+def test_callbacks_are_opaque():
+    def f(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        y = jax.pure_callback(lambda x: np.asarray(tapax.sow(2 * x, "inside")), shape, x)
+        return tapax.sow(y, "outside")
+
+    out, taps = tapax.capture(f)(X)
+    assert_close(out, 2 * X)
+    assert set(taps.values) == {"outside"}
+    with pytest.raises(tapax.SiteError, match="values='inside' was asked for, but no site"):
+        tapax.capture(f, values="inside")(X)
+    _, taps = tapax.capture(f, values=tapax.ops("pure_callback"))(X)
+    assert_close(taps.values["pure_callback"], 2 * X)
+
+
+def test_debug_callbacks_still_fire_once():
+    seen = []
+
+    def f(x):
+        jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(x))
+        return tapax.sow(x, "h")
+
+    tapax.capture(f)(X)
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+@jax.custom_jvp
+def cube(x):
+    return tapax.sow(x**3, "h")
+
+
+cube.defjvp(lambda p, t: (tapax.sow(p[0] ** 3, "rule"), 3 * p[0] ** 2 * t[0]))
+
+
+@jax.custom_vjp
+def square(x):
+    return tapax.sow(x**2, "h")
+
+
+square.defvjp(
+    lambda x: (tapax.sow(x**2, "forward"), x), lambda x, ct: (tapax.sow(2 * x * ct, "backward"),)
+)
+
+
+@pytest.mark.parametrize(("fn", "power"), [(cube, 3), (square, 2)])
+def test_custom_rules_in_a_mapped_branch_have_a_mask(fn, power):
+    f = lambda p, x: lax.cond(p, fn, lambda x: x, x)
+    p = jnp.array([True, False, True])
+    _, taps = tapax.capture(jax.vmap(f))(p, X)
+    assert_close(taps.valid["h"], p)
+    assert_close(taps.values["h"], jnp.where(p, X**power, 0))
+    step = jax.vmap(jax.grad(f, argnums=1))
+    out, taps = tapax.capture(step)(p, X)
+    assert_close(out, step(p, X))
+    for name in taps.values:
+        assert_close(taps.valid[name], p)
+        assert_close(np.asarray(taps.values[name])[1], 0)
+    total = jax.grad(lambda x: jnp.sum(jax.vmap(f)(p, x)))
+    out, taps = tapax.capture(total)(X)
+    assert_close(out, total(X))
+    for name in taps.values:
+        assert_close(taps.valid[name], p)
+
+
+def test_a_site_in_a_root_finder_is_lost_in_words():
+    def f(x):
+        solve = lambda fn, x0: tapax.sow(x0 + 0 * fn(x0), "inside")
+        return lax.custom_root(
+            lambda y: y - tapax.sow(x, "x"), x, solve, lambda g, y: y / g(jnp.ones_like(y))
+        )
+
+    if "inside" in _names_without_warning(f):
+        return  # an ordinary body, up to jax 0.10
+    with pytest.raises(tapax.SiteError, match="'inside' cannot be captured"):
+        tapax.capture(f, values="inside")(X)
+
+
+def _names_without_warning(f):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return set(tapax.capture(f)(X)[1].values)
+
+
+@pytest.mark.parametrize("flag", ["jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"])
+def test_flags_of_the_next_jax(flag):
+    if not hasattr(jax.config, flag):
+        return
+    block = jax.checkpoint(lambda x: tapax.sow(jnp.sin(x), "h"))
+    loss = lambda x: jnp.sum(square(cube(block(block(x)))))
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        out, taps = tapax.capture(jax.grad(loss))(X)
+        _, forward = tapax.capture(block)(X)
+    finally:
+        jax.config.update(flag, before)
+    assert_close(out, jax.grad(loss)(X))
+    second = jnp.sin(jnp.sin(X))
+    assert_close(taps.grads["h@1"], 6 * second**5)
+    assert_close(taps.grads["h"], 6 * second**5 * jnp.cos(jnp.sin(X)))
+    assert_close(forward.values["h"], jnp.sin(X))
+
+
+def test_differentiating_by_an_array_that_a_custom_vjp_closes_over():
+    w = np.array([1.0, 2.0, 3.0], np.float32)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return tapax.sow(jnp.sin(x * w), "h")
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, ct: (0.75 * jnp.cos(x) * ct,))
+    grad = jax.grad(lambda x: tapax.capture(lambda x: jnp.sum(scaled(x)))(x)[0])(X)
+    assert_close(grad, 0.75 * jnp.cos(X))

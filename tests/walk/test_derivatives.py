@@ -1,0 +1,210 @@
+"""Gradients that the program takes: every way to take them, and which call they belong to."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tapax
+from tests.oracles.closeness import assert_close
+
+X = jnp.array([0.3, -0.7, 1.2])
+
+
+def loss(x):
+    return jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2)
+
+
+def test_program_without_a_gradient_has_none():
+    _, taps = tapax.capture(loss)(X)
+    assert taps.grads == {}
+    assert_close(taps.values["h"], jnp.sin(X))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        jax.grad(loss),
+        lambda x: jax.value_and_grad(loss)(x),
+        lambda x: jax.vjp(loss, x)[1](1.0),
+        lambda x: jax.grad(lambda x: (loss(x), x), has_aux=True)(x),
+        lambda x: jax.grad(jax.jit(loss))(x),
+        lambda x: jax.linear_transpose(jax.linearize(loss, x)[1], x)(1.0),
+    ],
+)
+def test_gradients_of_every_reverse_mode(step):
+    _, taps = tapax.capture(step)(X)
+    assert set(taps.values) == set(taps.grads) == {"h"}
+    assert_close(taps.grads["h"], 2 * jnp.sin(X))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: jax.jvp(loss, (x,), (x,)),
+        lambda x: jax.linearize(loss, x)[1](x),
+        jax.jacfwd(loss),
+    ],
+)
+def test_forward_mode_has_values_and_no_gradients(step):
+    _, taps = tapax.capture(step)(X)
+    assert taps.grads == {}
+    assert_close(taps.values["h"], jnp.sin(X))
+
+
+def test_values_and_gradients_under_hessian():
+    out, taps = tapax.capture(jax.hessian(loss))(X)
+    assert_close(out, jax.hessian(loss)(X))
+    assert_close(taps.values["h"], jnp.sin(X))
+    # jacrev maps over the one output of the loss: an axis of length one.
+    assert_close(taps.grads["h"], 2 * jnp.sin(X)[None])
+
+
+def test_jacrev_maps_over_the_outputs():
+    _, taps = tapax.capture(jax.jacrev(lambda x: 3 * tapax.sow(jnp.sin(x), "h")))(X)
+    assert_close(taps.grads["h"], 3 * jnp.eye(3))
+
+
+def test_reverse_over_reverse_gives_both_gradients():
+    # L = sum(h^2), h = sin x: dL/dx = 2 sin x cos x. M = sum(dL/dx). h is in M through h^2 alone,
+    # as cos x does not go through h: dM/dh = 2 cos x.
+    _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))))(X)
+    assert_close(taps.grads["h"], 2 * jnp.sin(X))
+    assert_close(taps.grads["h~1"], 2 * jnp.cos(X))
+
+
+def test_two_pullbacks_of_one_call():
+    def step(x):
+        _, pull = jax.vjp(loss, x)
+        return pull(1.0), pull(5.0)
+
+    _, taps = tapax.capture(step)(X)
+    assert_close(taps.grads["h"], 2 * jnp.sin(X))
+    assert_close(taps.grads["h~1"], 10 * jnp.sin(X))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (2, 1), (0, 1, 2)])
+def test_a_gradient_belongs_to_its_call(wrap, used):
+    # One traced body, called three times, of which some never influence the loss.
+    scale = wrap(lambda x, c: tapax.sow(x * c, "h"))
+
+    def total(x):
+        parts = [scale(x, c) for c in (2.0, 3.0, 5.0)]
+        return sum(jnp.sum(parts[i] ** (i + 1)) for i in used)
+
+    _, taps = tapax.capture(jax.grad(total))(X)
+    names = ["h", "h@1", "h@2"]
+    assert set(taps.values) == set(names)
+    for i, (name, c) in enumerate(zip(names, (2.0, 3.0, 5.0), strict=True)):
+        assert_close(taps.values[name], c * X)
+        if i in used:
+            assert_close(taps.grads[name], (i + 1) * (c * X) ** i)
+        else:
+            assert name not in taps.grads
+
+
+def test_a_gradient_belongs_to_its_call_in_scans_that_share_a_body():
+    def body(c, t):
+        return tapax.sow(c * t, "h"), None
+
+    ts = jnp.array([2.0, 3.0])
+
+    def total(x):
+        unused, _ = jax.lax.scan(body, x, ts)
+        del unused
+        y, _ = jax.lax.scan(body, x, 10 * ts)
+        return jnp.sum(y)
+
+    _, taps = tapax.capture(jax.grad(total))(X)
+    assert_close(taps.values["h@1"], jnp.stack([20 * X, 600 * X]))
+    assert set(taps.grads) == {"h@1"}
+    assert_close(taps.grads["h@1"], jnp.stack([jnp.full(3, 30.0), jnp.ones(3)]))
+
+
+def test_gradient_in_a_scan_of_train_steps():
+    def step(w, x):
+        g = jax.grad(lambda w: jnp.sum(tapax.sow(w * x, "h") ** 2))(w)
+        return w - 0.1 * g, None
+
+    xs = jnp.array([1.0, 2.0, 3.0])
+    (w, _), taps = tapax.capture(lambda w: jax.lax.scan(step, w, xs))(0.5)
+    expected_w, h = 0.5, []
+    for x in (1.0, 2.0, 3.0):
+        h.append(expected_w * x)
+        expected_w -= 0.1 * 2 * expected_w * x * x
+    assert_close(w, expected_w)
+    assert_close(taps.values["h"], h)
+    assert_close(taps.grads["h"], [2 * v for v in h])
+
+
+def test_inner_loop_and_outer_gradient():
+    # One step of MAML: the mark is reached twice, and its first call has two gradients.
+    def inner(w):
+        return jnp.sum(tapax.sow(w * X, "h") ** 2)
+
+    def outer(w):
+        return inner(w - 0.1 * jax.grad(inner)(w))
+
+    value, taps = tapax.capture(jax.value_and_grad(outer))(0.5)
+    s = float(jnp.sum(X**2))
+    w1 = 0.5 - 0.1 * 2 * 0.5 * s
+    assert_close(value[1], 2 * w1 * s * (1 - 0.2 * s))
+    assert_close(taps.grads["h"], 2 * 0.5 * X)
+    assert_close(taps.grads["h@1"], 2 * w1 * X)
+    # M = L(w1), w1 = w - 0.1 sum(2 h x): dM/dh = L'(w1) * (-0.2 x).
+    assert_close(taps.grads["h~1"], 2 * w1 * s * (-0.2 * X))
+
+
+def test_low_precision_stays_low():
+    def step(x):
+        return jax.grad(lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h")).astype(jnp.float32))(x)
+
+    out, taps = tapax.capture(step)(X.astype(jnp.bfloat16))
+    assert out.dtype == taps.values["h"].dtype == taps.grads["h"].dtype == jnp.bfloat16
+
+
+def test_stop_gradient_cuts():
+    def step(x):
+        return jax.grad(lambda x: jnp.sum(x * jax.lax.stop_gradient(tapax.sow(jnp.sin(x), "h"))))(x)
+
+    _, taps = tapax.capture(step)(X)
+    assert taps.grads == {}
+    with pytest.raises(tapax.SiteError, match="takes no gradient, or none that reaches"):
+        tapax.capture(step, grads="h")(X)
+
+
+def second_derivative(block):
+    """d/dh of sum((dL/dx)^2), L = sum(block(x)^2), where h is what `block` marks."""
+
+    def loss(x):
+        return jnp.sum(block(x) ** 2)
+
+    return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))
+
+
+def test_second_derivatives_through_remat_add_the_copys_part():
+    marked = lambda x: jnp.sin(tapax.sow(jnp.sin(x), "h"))
+    _, plain = tapax.capture(second_derivative(marked))(X)
+    _, remat = tapax.capture(second_derivative(jax.checkpoint(marked)))(X)
+    # The oracle: a perturbation that both derivatives see.
+    perturbed = lambda e: lambda x: jnp.sin(jnp.sin(x) + e)
+    total = lambda e: jnp.sum(jax.grad(lambda x: jnp.sum(perturbed(e)(x) ** 2))(X) ** 2)
+    expected = jax.grad(total)(jnp.zeros(3))
+    assert_close(plain.grads["h~1"], expected)
+    assert_close(remat.grads["h~1"], expected)
+    assert_close(remat.grads["h"], plain.grads["h"])
+
+
+def test_exactly_named_calls_of_gradients():
+    f = lambda x: jnp.sum(tapax.sow(x, "h")) * 0 + jnp.sum(tapax.sow(tapax.sow(x, "k"), "k") ** 2)
+    dropped = lambda x: (tapax.sow(x, "h"), jnp.sum(tapax.sow(x, "h") ** 2))[1]
+    with pytest.raises(tapax.SiteError, match=r"'h', marked at .* has no gradient: no cotangent"):
+        tapax.capture(jax.grad(dropped), grads="h@0")(X)
+    assert set(tapax.capture(jax.grad(dropped), grads="h")(X)[1].grads) == {"h@1"}
+
+    def twice(x):
+        _, pull = jax.vjp(f, x)
+        return pull(1.0), pull(2.0)
+
+    assert set(tapax.capture(twice, grads="k@0~1")(X)[1].grads) == {"k~1"}
+    assert set(tapax.capture(twice, grads="k~1")(X)[1].grads) == {"k~1", "k@1~1"}
