@@ -9,7 +9,7 @@ between them. A state without such dynamics is a group by itself.
 ...     v = 0.9 * state["v"] - state["a"] + x
 ...     return {"v": v, "a": 0.5 * state["a"] + 0.1 * v}, v
 >>> state = {"v": jnp.zeros(2), "a": jnp.zeros(2)}
->>> (group,) = tapax.hidden.hidden_groups(step, jnp.ones(2), state=state)
+>>> (group,) = tapax.hidden.hidden_groups(step, state, jnp.ones(2))
 >>> group
 HiddenGroup(a, v: float32[2])
 >>> print(group.diagonal_jacobian(state, jnp.ones(2))[0])

@@ -9,7 +9,7 @@ including what goes through the output of the step.
 ...     h = jnp.tanh(state["h"] + x)
 ...     return {"h": h}, 3 * h
 >>> state, x = {"h": jnp.zeros(2)}, jnp.ones(2)
->>> perturbation = tapax.hidden.add_hidden_perturbation(step, x, state=state)
+>>> perturbation = tapax.hidden.add_hidden_perturbation(step, state, x)
 >>> perturbation
 HiddenPerturbation(h: float32[2])
 >>> def loss(p):
@@ -209,10 +209,10 @@ class HiddenPerturbation(_PerturbationFields):
 def add_hidden_perturbation(step: Any, *inputs: Any, state: Any = None) -> HiddenPerturbation:
     """Adds a perturbation to every hidden state of a step.
 
-    `step` is a function `step(state, *inputs) -> (state, out)`, or a recurrent module; `inputs` are
-    an example of what it is called on. A function needs `state`, any pytree of floating-point
-    arrays, and so does a module that is called like such a function. A cell of a framework starts
-    from its own state unless `state` is given.
+    `step` is a function, given with an example of its arguments: `add_hidden_perturbation(step,
+    state, *inputs)` for `step(state, *inputs) -> (state, out)`, where the state is any pytree of
+    floating-point arrays. Or it is a recurrent module with an example of its inputs; a cell of a
+    framework starts from its own state unless `state` is given.
 
     The program, `perturb_jaxpr`, takes the leaves of `(state, *inputs)` and then the perturbations,
     and returns the leaves of `(state, out)`. For a module that writes its hidden states in place,

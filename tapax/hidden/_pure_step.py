@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,17 +46,33 @@ def functional(model: Any, *inputs: Any, state: Any = None) -> PureStep:
 
 
 def trace_step_or_module(step: Any, inputs: Sequence[Any], state: Any) -> Step:
-    """Traces a pure step, or a recurrent module, for `inputs` and `state`."""
+    """Traces a pure step, or a recurrent module, for `inputs` and `state`.
+
+    A function takes its state first. So does a module without a state of its own.
+    """
     cell = recurrent_cell(step, inputs, state)
+    if state is None and (cell is None or (cell.state is None and len(inputs) > 1)):
+        if callable(step) and not _takes(step, inputs):
+            refuse_other(step, "Give a function step(state, *inputs) its state, then its inputs.")
+        return trace_step(step, inputs[0] if inputs else None, inputs[1:])
     if cell is None:
-        if callable(step) and state is None:
-            refuse_other(step, "For a function step(state, *inputs), give its state: state=...")
         return trace_step(step, state, inputs)
     bound = _bind_params(cell, type(step).__name__)
     traced = trace_step(bound, _get_state(step, cell), inputs, paths=cell.paths)
     if cell.objects is None:
         return traced
     return dataclasses.replace(traced, objects=tuple(cell.objects[s.path] for s in traced.states))
+
+
+def _takes(step: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a function can be called with these arguments, as far as its signature tells."""
+    try:
+        inspect.signature(step).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
 
 
 def _get_state(model: Any, cell: RecurrentCell) -> Any:

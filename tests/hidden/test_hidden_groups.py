@@ -92,7 +92,7 @@ def wrapped(wrap, step):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=("", "jit", "remat"))
 @pytest.mark.parametrize("step", STATES, ids=lambda f: f.__name__)
 def test_which_groups_there_are(step, wrap):
-    found = hidden_groups(wrapped(wrap, step), X, state=state_of(step))
+    found = hidden_groups(wrapped(wrap, step), state_of(step), X)
     assert [group.names for group in found] == GROUPS[step]
     assert [group.index for group in found] == list(range(len(found)))
     assert {group.diagonal for group in found} == {step in DIAGONAL}
@@ -103,7 +103,7 @@ def test_transitions_and_jacobians(step):
     state = state_of(step)
     whole = jax.jacfwd(lambda s: step(s, X)[0])(state)
     new, _ = step(state, X)
-    for group in hidden_groups(step, X, state=state):
+    for group in hidden_groups(step, state, X):
         for name, value in zip(group.names, group.transition(state, X), strict=True):
             np.testing.assert_allclose(value, new[name], atol=1e-12)
         found = group.diagonal_jacobian(state, X)
@@ -118,7 +118,7 @@ def test_transitions_and_jacobians(step):
 
 def test_a_derivative_that_is_given_for_the_way_back_alone():
     state = state_of(spiking)
-    (group,) = hidden_groups(spiking, X, state=state)
+    (group,) = hidden_groups(spiking, state, X)
     v = state["v"]
     spikes, slope = v > 0.1, 1 / (1 + np.abs(v - 0.1)) ** 2
     wanted = 0.9 * (1 - spikes) - 0.9 * v * slope
@@ -127,7 +127,7 @@ def test_a_derivative_that_is_given_for_the_way_back_alone():
 
 def test_states_of_different_shapes_are_different_groups():
     state = {"narrow": np.ones(N), "wide": np.ones(2 * N)}
-    found = hidden_groups(wide, X, state=state)
+    found = hidden_groups(wide, state, X)
     assert [(g.names, g.varshape) for g in found] == [(("narrow",), (N,)), (("wide",), (2 * N,))]
     whole = jax.jacfwd(lambda s: wide(s, X)[0])(state)
     for group in found:
@@ -140,17 +140,17 @@ def test_units_may_have_several_axes():
     state = {"c": rng.normal(size=(2, N)), "h": rng.normal(size=(2, N))}
     xs = rng.normal(size=(2, N))
     batched = lambda s, x: jax.vmap(lstm)(s, x)
-    (group,) = hidden_groups(batched, xs, state=state)
+    (group,) = hidden_groups(batched, state, xs)
     found = group.diagonal_jacobian(state, xs)
     assert found.shape == (2, N, 2, 2)
     for i in range(2):
         one = jax.tree.map(lambda v: v[i], state)  # noqa: B023
-        (single,) = hidden_groups(lstm, xs[i], state=one)
+        (single,) = hidden_groups(lstm, one, xs[i])
         np.testing.assert_allclose(found[i], single.diagonal_jacobian(one, xs[i]), atol=1e-12)
 
 
 def test_joining_and_splitting():
-    (group,) = hidden_groups(lstm, X, state=state_of(lstm))
+    (group,) = hidden_groups(lstm, state_of(lstm), X)
     joined = group.concat_hidden([X, 2 * X])
     np.testing.assert_array_equal(joined, np.stack([X, 2 * X], -1))
     first, second = group.split_hidden(joined)

@@ -124,7 +124,7 @@ def differences(fn, p, step=1e-6):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_those_by_the_hidden_states(name):
-    p = add_hidden_perturbation(STEPS[name], X, state=STATE)
+    p = add_hidden_perturbation(STEPS[name], STATE, X)
     assert isinstance(p, HiddenPerturbation)
     assert p.names == ("c", "h")
     assert p.perturb_hidden_paths == [("c",), ("h",)]
@@ -152,7 +152,7 @@ def test_equal_values_made_in_a_body(wrap):
         return {"a": v, "b": row[0], "c": v}, (out, v)
 
     state = dict.fromkeys("abc", X)
-    p = add_hidden_perturbation(step, X, state=state)
+    p = add_hidden_perturbation(step, state, X)
     q = {"a": 1 + X, "b": 2 + X, "c": 3 + X}
     new, (out, again) = p(q, state, X)
     v = np.tanh(2 * X)
@@ -182,7 +182,7 @@ def test_states_that_are_kept_in_another_shape(there, back, wrap):
 
     state = there(jnp.asarray(x))
     added = jnp.asarray(np.linspace(0.1, 0.7, 6).reshape(state.shape))
-    p = add_hidden_perturbation(wrap(step), x, state=state)
+    p = add_hidden_perturbation(wrap(step), state, x)
     new, out = p({"h": added}, state, x)
     h = np.tanh(2 * x) + back(added)
     np.testing.assert_allclose(new, there(jnp.asarray(h)))
@@ -214,7 +214,7 @@ def test_a_state_that_a_scan_puts_out_with_what_is_read_from_it(length, reverse)
             ys.append(h**2)
         return {"c": c, "h": h}, (jnp.stack(ys[::-1] if reverse else ys), X)
 
-    p = add_hidden_perturbation(step, X, state=STATE)
+    p = add_hidden_perturbation(step, STATE, X)
     q = {"c": X + 0.3, "h": 0.2 - X}
     close = functools.partial(np.testing.assert_allclose, atol=1e-12)
     jax.tree.map(close, p(q, STATE, X), by_hand(q))
@@ -236,7 +236,7 @@ def test_what_a_derivative_cannot_reach_is_said():
         return h, out
 
     with pytest.warns(UserWarning, match=r"'h' leaves a [cC]ustom\w+ together with other results"):
-        add_hidden_perturbation(lambda h, x: both(h + x), X, state=X)
+        add_hidden_perturbation(lambda h, x: both(h + x), X, X)
 
     def reading(h, x):
         def body(c):
@@ -247,28 +247,28 @@ def test_what_a_derivative_cannot_reach_is_said():
         return h, out
 
     with pytest.warns(UserWarning, match="'h' leaves a while together with other results"):
-        add_hidden_perturbation(reading, X, state=X)
+        add_hidden_perturbation(reading, X, X)
 
     def rounding(h, x):
         v = jnp.tanh(h.astype(jnp.float64) + x)
         return v.astype(jnp.float32), v
 
     with pytest.warns(UserWarning, match="'h' is rounded from float64 to float32, and something"):
-        add_hidden_perturbation(rounding, X, state=X.astype(np.float32))
+        add_hidden_perturbation(rounding, X.astype(np.float32), X)
     # Computed from the state before, not from the new one.
-    add_hidden_perturbation(waiting, X, state=X)
+    add_hidden_perturbation(waiting, X, X)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_perturbations_are_added(name):
-    p = add_hidden_perturbation(STEPS[name], X, state=STATE)
+    p = add_hidden_perturbation(STEPS[name], STATE, X)
     q = {"c": np.array([0.1, -0.2, 0.3]), "h": np.array([0.5, 0.0, -0.1])}
     wanted = cell(STATE, X, q["c"], q["h"])
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), p(q, STATE, X), wanted)
 
 
 def test_the_documented_methods():
-    p = add_hidden_perturbation(cell, X, state=STATE)
+    p = add_hidden_perturbation(cell, STATE, X)
     data = p.init_perturb_data()
     assert [(d.shape, d.dtype) for d in data] == [((N,), jnp.float64)] * 2
     inputs = jax.tree.leaves((STATE, X))
@@ -281,7 +281,7 @@ def test_the_documented_methods():
     assert p.dict()["perturb_jaxpr"] is p.perturb_jaxpr is p[3]
     variables, *_, jaxpr = p
     assert list(variables) == list(getattr(jaxpr, "jaxpr", jaxpr).invars[-2:])
-    (group,) = tapax.hidden.hidden_groups(cell, X, state=STATE)
+    (group,) = tapax.hidden.hidden_groups(cell, STATE, X)
     assert group.names == ("c", "h")
     (joined,) = p.perturb_data_to_hidden_group_data([jnp.zeros(N), jnp.ones(N)], [group])
     np.testing.assert_array_equal(joined, np.tile([0.0, 1.0], (N, 1)))
@@ -295,7 +295,7 @@ def test_states_with_equal_values_have_one_perturbation_each():
         return {"a": v, "b": v, "late": jnp.copy(v)}, v * 2
 
     state = dict.fromkeys(("a", "b", "late"), X)
-    p = add_hidden_perturbation(step, X, state=state)
+    p = add_hidden_perturbation(step, state, X)
     assert p.names == ("a", "b", "late")
 
     def total(q):
@@ -314,7 +314,7 @@ def test_a_state_that_is_handed_on_or_constant():
         return {"kept": state["kept"], "old": state["kept"], "zero": jnp.zeros(N)}, x
 
     state = dict.fromkeys(("kept", "old", "zero"), X)
-    p = add_hidden_perturbation(step, X, state=state)
+    p = add_hidden_perturbation(step, state, X)
     new, _ = p({"kept": X, "old": 2 * X, "zero": 3 * X}, state, X)
     np.testing.assert_allclose(new["kept"], 2 * X)
     np.testing.assert_allclose(new["old"], 3 * X)
@@ -330,14 +330,14 @@ def test_a_state_may_be_any_structure():
         ((X, [X]), ("0", "1/0")),
         ({"l1": {"h": X}, "l0": (X, X)}, ("l0/0", "l0/1", "l1/h")),
     ):
-        p = add_hidden_perturbation(lambda s, x: (jax.tree.map(jnp.sin, s), x), X, state=state)
+        p = add_hidden_perturbation(lambda s, x: (jax.tree.map(jnp.sin, s), x), state, X)
         assert p.names == names
         new, _ = p({names[-1]: X}, state, X)
         np.testing.assert_allclose(jax.tree.leaves(new)[-1], np.sin(X) + X)
 
 
 def test_perturbed_steps_compose_with_transformations():
-    p = add_hidden_perturbation(jax.jit(cell), X, state=STATE)
+    p = add_hidden_perturbation(jax.jit(cell), STATE, X)
     total = lambda q, s, x: loss(*p(q, s, x))
     batch = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), (STATE, X))
     many = jax.vmap(jax.jit(jax.grad(total)), in_axes=(None, 0, 0))(p.zeros(), *batch)
@@ -349,7 +349,7 @@ def test_perturbed_steps_compose_with_transformations():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), hessian, forward)
 
     def closing(scale):
-        inner = add_hidden_perturbation(lambda s, x: cell(s, scale * x), X, state=STATE)
+        inner = add_hidden_perturbation(lambda s, x: cell(s, scale * x), STATE, X)
         return loss(*inner(inner.zeros(), STATE, X))
 
     wanted = jax.grad(lambda a: loss(*cell(STATE, a * X)))(1.5)
@@ -359,7 +359,7 @@ def test_perturbed_steps_compose_with_transformations():
 def test_perturbations_stay_in_bfloat16():
     state, x = jax.tree.map(lambda v: jnp.asarray(v, jnp.bfloat16), (STATE, X))
     step = lambda s, x: ({"c": s["c"] + x, "h": jnp.tanh(s["c"] + x)}, x)
-    p = add_hidden_perturbation(step, x, state=state)
+    p = add_hidden_perturbation(step, state, x)
     assert {v.dtype for v in p.zeros().values()} == {jnp.dtype(jnp.bfloat16)}
     assert {v.dtype for v in jax.tree.leaves(p(p.zeros(), state, x))} == {jnp.dtype(jnp.bfloat16)}
 
@@ -367,7 +367,7 @@ def test_perturbations_stay_in_bfloat16():
 def test_a_complex_state():
     step = lambda h, x: (jnp.exp(0.3j) * h + x, jnp.real(h))
     h = jnp.array([1.0 + 1.0j])
-    p = add_hidden_perturbation(step, jnp.ones(1), state=h)
+    p = add_hidden_perturbation(step, h, jnp.ones(1))
     new, _ = p({"h": jnp.array([1j])}, h, jnp.ones(1))
     np.testing.assert_allclose(new, np.exp(0.3j) * h + 1 + 1j)
 
@@ -382,16 +382,16 @@ def refusal(fn, error=HiddenError):
 
 
 def test_steps_that_change_the_state_are_refused():
-    shape = refusal(lambda: add_hidden_perturbation(lambda h, x: (h[:2], x), X, state=X))
+    shape = refusal(lambda: add_hidden_perturbation(lambda h, x: (h[:2], x), X, X))
     assert "The hidden state 'h' goes into " in shape
     assert "with shape [3] and comes out with shape [2]: a step returns a state like" in shape
     rounding = lambda h, x: (h.astype(jnp.float32), x)
-    kind = refusal(lambda: add_hidden_perturbation(rounding, X, state=X))
+    kind = refusal(lambda: add_hidden_perturbation(rounding, X, X))
     assert "with type float64 and comes out with type float32" in kind
-    tree = refusal(lambda: add_hidden_perturbation(lambda h, x: ({"h": h}, x), X, state=X))
+    tree = refusal(lambda: add_hidden_perturbation(lambda h, x: ({"h": h}, x), X, X))
     assert "was given a state of the structure PyTreeDef(*), but returns one of the" in tree
     assert "structure PyTreeDef({'h': *})" in tree
-    one = refusal(lambda: add_hidden_perturbation(lambda h, x: h, X, state=X))
+    one = refusal(lambda: add_hidden_perturbation(lambda h, x: h, X, X))
     assert "but a step returns two things: the new state, and what it puts out." in one
 
 
@@ -401,18 +401,18 @@ def test_steps_that_change_the_state_are_refused():
 def test_states_that_are_no_floats_are_refused(value, kind):
     state = {"h": X, "t": value}
     for fn in (add_hidden_perturbation, tapax.hidden.hidden_groups):
-        assert refusal(lambda fn=fn: fn(lambda s, x: (s, x), X, state=state)) == (
+        assert refusal(lambda fn=fn: fn(lambda s, x: (s, x), state, X)) == (
             f"The hidden state 't' is of type {kind}, but a hidden state has to be of a "
             "floating-point type, for there is no derivative by another. Close over it, or hand it "
             "to the step as an input."
         )
     assert "has no arrays in it" in refusal(
-        lambda: add_hidden_perturbation(lambda s, x: (s, x), X, state={})
+        lambda: add_hidden_perturbation(lambda s, x: (s, x), {}, X)
     )
 
 
 def test_perturbations_that_do_not_fit_are_refused():
-    p = add_hidden_perturbation(cell, X, state=STATE)
+    p = add_hidden_perturbation(cell, STATE, X)
     assert refusal(lambda: p({"hh": X}, STATE, X)) == (
         "There is no hidden state 'hh'. The nearest names are 'h'."
     )
@@ -434,7 +434,7 @@ def test_perturbations_that_do_not_fit_are_refused():
         "`inputs[1]` has shape [1], but the program of the step takes one of shape [3]."
     )
     for fn in (add_hidden_perturbation, tapax.hidden.hidden_groups):
-        assert refusal(lambda fn=fn: fn(3, X, state=X)) == (
+        assert refusal(lambda fn=fn: fn(3, X, X)) == (
             "`step` must be a function step(state, *inputs) -> (state, out), but is 3 of type int."
         )
     assert "was traced for an argument of shape [3]" in refusal(
@@ -442,8 +442,8 @@ def test_perturbations_that_do_not_fit_are_refused():
     )
     assert "of the structure" in refusal(lambda: p({}, STATE, X, X))
     assert "of type list" in refusal(lambda: p([X], STATE, X), TypeError)
-    (group,) = tapax.hidden.hidden_groups(lambda h, x: (0.5 * h + x, x), X, state=X)
-    other = add_hidden_perturbation(lambda s, x: ({"k": s["k"] + x}, x), X, state={"k": X})
+    (group,) = tapax.hidden.hidden_groups(lambda h, x: (0.5 * h + x, x), X, X)
+    other = add_hidden_perturbation(lambda s, x: ({"k": s["k"] + x}, x), {"k": X}, X)
     assert refusal(lambda: other.by_group({}, [group])) == (
         "`hidden_groups` has a group with the hidden state 'h', which is not perturbed: 'k' are."
     )

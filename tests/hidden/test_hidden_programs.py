@@ -108,7 +108,7 @@ def check(rng, numbers):
     added = {k: jnp.asarray(0.3 * numbers.normal(size=v.shape)) for k, v in state.items()}
     by_hand = lambda p: run(state, x, lambda i, back: back(p[str(i)]))
     step = rng.choice(WRAPS)(lambda state, x: run(state, x, lambda i, back: 0.0))
-    p = add_hidden_perturbation(step, x, state=state)
+    p = add_hidden_perturbation(step, state, x)
     ours = lambda q: p(q, state, x)
     total = lambda f: lambda q: sum(jnp.sum(jnp.sin(v)) for v in jax.tree.leaves(f(q)))
     for a, b in (
