@@ -33,14 +33,19 @@ Tran and Ba, "BatchEnsemble", 2020).
 Calls change nothing: they work under `jax.jit`, `grad`, `vmap` and those of NNX, in any thread.
 """
 
-from tapax.nn._conv import BatchEnsembleConv
-from tapax.nn._convert import batch_ensemble
-from tapax.nn._einsum import BatchEnsembleEinsum
-from tapax.nn._embed import BatchEnsembleEmbed
-from tapax.nn._linear import BatchEnsembleLinear, BatchEnsembleLinearGeneral
-from tapax.nn._members import Members, Statistics, members
-from tapax.nn._predict import Prediction, fold, predict, tile, unfold
-from tapax.nn._shard import shard
+from typing import TYPE_CHECKING
+
+from tapax._lazy import load_lazily
+
+if TYPE_CHECKING:
+    from tapax.nn._conv import BatchEnsembleConv
+    from tapax.nn._convert import batch_ensemble
+    from tapax.nn._einsum import BatchEnsembleEinsum
+    from tapax.nn._embed import BatchEnsembleEmbed
+    from tapax.nn._linear import BatchEnsembleLinear, BatchEnsembleLinearGeneral
+    from tapax.nn._members import Members, Statistics, members
+    from tapax.nn._predict import Prediction, fold, predict, tile, unfold
+    from tapax.nn._shard import shard
 
 __all__ = [
     "BatchEnsembleConv",
@@ -59,3 +64,19 @@ __all__ = [
     "tile",
     "unfold",
 ]
+
+# The layers are subclasses of Flax's, which is imported with the first of them.
+__getattr__, __dir__ = load_lazily(
+    __name__,
+    __all__,
+    {
+        "tapax.nn._conv": ("BatchEnsembleConv",),
+        "tapax.nn._convert": ("batch_ensemble",),
+        "tapax.nn._einsum": ("BatchEnsembleEinsum",),
+        "tapax.nn._embed": ("BatchEnsembleEmbed",),
+        "tapax.nn._linear": ("BatchEnsembleLinear", "BatchEnsembleLinearGeneral"),
+        "tapax.nn._members": ("Members", "Statistics", "members"),
+        "tapax.nn._predict": ("Prediction", "fold", "predict", "tile", "unfold"),
+        "tapax.nn._shard": ("shard",),
+    },
+)

@@ -1,0 +1,71 @@
+"""The package itself: its names, what importing it imports, its version."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+
+import tapax
+
+NAMESPACES = ("alert", "attribute", "compat", "hidden", "nn", "plot", "reduce", "sink")
+FRAMEWORKS = ("brainstate", "equinox", "flax", "haiku", "keras", "matplotlib", "torch")
+
+
+def in_a_new_process(code):
+    """What `code` prints as JSON, in a process that has imported nothing."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_every_public_name_is_an_attribute():
+    assert set(NAMESPACES) < set(tapax.__all__)
+    assert all(hasattr(tapax, name) for name in tapax.__all__)
+
+
+def test_dir_lists_public_names_alone():
+    assert dir(tapax) == sorted(tapax.__all__)
+    assert dir(tapax.compat) == ["braintrace", "linen", "nnx", "oryx"]
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'tapax' has no attribute 'captured'"):
+        tapax.captured
+
+
+def test_no_name_imports_a_framework():
+    code = f"""
+import json, sys, tapax
+for name in tapax.__all__:
+    getattr(tapax, name)
+print(json.dumps([name for name in {FRAMEWORKS!r} if name in sys.modules]))
+"""
+    assert in_a_new_process(code) == []
+
+
+def test_namespaces_are_there_without_their_frameworks():
+    code = f"""
+import json, sys
+sys.modules.update(dict.fromkeys({FRAMEWORKS!r}))
+import tapax
+try:
+    tapax.nn.BatchEnsembleLinear
+except ImportError as error:
+    missing = error.name
+print(json.dumps([missing, *(hasattr(tapax, name) for name in {NAMESPACES!r})]))
+"""
+    assert in_a_new_process(code) == ["flax", *(True for _ in NAMESPACES)]
+
+
+def test_importing_the_package_imports_the_marks_alone():
+    code = """
+import json, sys, tapax
+later = ("_api", "_calling", "_frameworks", "_walk", "hidden", "monitoring", "nonfinite", "plot")
+print(json.dumps([name for name in later if f"tapax.{name}" in sys.modules]))
+"""
+    assert in_a_new_process(code) == []
+
+
+def test_the_version_has_one_place():
+    assert importlib.metadata.version("tapax") == tapax.__version__
