@@ -56,7 +56,4 @@ def calling(what: str, width: int, rounds: int, calls: int) -> Result:
 
 
 def both(rounds: int) -> list[Result]:
-    return [
-        calling("small", 4, rounds, calls=200),
-        calling("medium", 192, rounds, calls=5),
-    ]
+    return [calling("small", 4, rounds, calls=200), calling("medium", 192, rounds, calls=5)]

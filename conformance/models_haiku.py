@@ -11,16 +11,7 @@ import optax
 
 import tapax
 from conformance.framework import Body, Framework, Program
-from conformance.problem import (
-    LENGTH,
-    STACK,
-    WEIGHTS,
-    WIDTH,
-    Case,
-    loss_of,
-    recurrent,
-    straight,
-)
+from conformance.problem import LENGTH, STACK, WEIGHTS, WIDTH, Case, loss_of, recurrent, straight
 
 
 def linear(name: str) -> Any:

@@ -169,10 +169,7 @@ def plot(
 def main(picture: str = "delayed_match.png") -> None:
     console = Console()
     params, step = make()
-    ways = {
-        "d_rtrl, online": online_gradient(step),
-        "through time": backward_gradient(step),
-    }
+    ways = {"d_rtrl, online": online_gradient(step), "through time": backward_gradient(step)}
     columns = (
         "{task.description:<14}",
         BarColumn(),

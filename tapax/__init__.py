@@ -5,11 +5,8 @@ from typing import TYPE_CHECKING
 from tapax import reduce
 from tapax._lazy import load_lazily
 from tapax._marks.sow import perturb, scope, sow
-from tapax._results.site_table import SiteTable
-from tapax._results.taps import Taps
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import at, lines, named, ops
-from tapax._sites.site import Site
+from tapax._results import SiteTable, Taps
+from tapax._sites import Site, SiteError, at, lines, named, ops
 
 if TYPE_CHECKING:
     from tapax import attribute, compat, hidden, nn, plot
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
     from tapax._api.gradients import grad, jacobian, value_and_grad
     from tapax._api.modules import modules
     from tapax._api.perturbations import perturbations, perturbed
-    from tapax._results.module_table import ModuleTable
+    from tapax._results import ModuleTable
     from tapax.monitoring import Histogram, Log, Monitor, alert, monitor, open, sink
     from tapax.nonfinite import Finding, find_nonfinite
 

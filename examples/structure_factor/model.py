@@ -32,12 +32,7 @@ class Maxima(nnx.Variable):
 
 class NNModel(nnx.Module):
     def __init__(
-        self,
-        species: int,
-        maxima: Any,
-        widths: Sequence[int] = WIDTHS,
-        *,
-        rngs: nnx.Rngs,
+        self, species: int, maxima: Any, widths: Sequence[int] = WIDTHS, *, rngs: nnx.Rngs
     ):
         if species < 1:
             raise ValueError(f"species is {species}, and must be at least 1.")

@@ -119,12 +119,7 @@ def new_optimizer(model: NNModel, steps: int, rate: float = 1e-2) -> nnx.Optimiz
 
 
 def train(
-    data: Data,
-    steps: int,
-    batch: int = 512,
-    *,
-    seed: int = 0,
-    quiet: bool = False,
+    data: Data, steps: int, batch: int = 512, *, seed: int = 0, quiet: bool = False
 ) -> tuple[NNModel, nnx.Optimizer]:
     """A model that has seen `steps` batches, drawn without repetition, over and over."""
     species = data.x.shape[1] - 3

@@ -33,10 +33,8 @@ from tapax import _jax
 from tapax._calling.program import Program, trace
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks.patches import current
-from tapax._results.site_table import SiteTable
-from tapax._results.taps import Taps
-from tapax._sites.errors import name_of
-from tapax._sites.selections import Selection
+from tapax._results import SiteTable, Taps
+from tapax._sites import Selection, name_of
 from tapax._walk.interpreter import eager
 from tapax._walk.plan import Plan
 

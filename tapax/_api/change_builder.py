@@ -18,8 +18,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from tapax import _jax
 from tapax._calling.survey import Spot
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import Selection, StepSlice, matches
+from tapax._sites import Selection, SiteError, StepSlice, matches
 from tapax._walk.changes import Change, Changes, Key, Part, PartKey
 from tapax._walk.entries import where
 

@@ -35,8 +35,7 @@ from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._marks.marked_jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
-from tapax._sites.errors import SiteError, as_array
-from tapax._sites.selections import At, Selection
+from tapax._sites import At, Selection, SiteError, as_array
 from tapax._walk.changes import Part
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk

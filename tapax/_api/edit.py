@@ -57,8 +57,7 @@ from tapax._api.change_builder import ChangeBuilder, EditRule, check_step
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import At, StepSlice, check, flatten
+from tapax._sites import At, SiteError, StepSlice, check, flatten
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
 from tapax.reduce import Reducer
@@ -165,12 +164,7 @@ class _EditTransform(Transform):
                     check_step(spot, int(step))
 
     def run(
-        self,
-        program: Program,
-        prepared: Any,
-        operands: Any,
-        arrays: Sequence[Any],
-        checked: bool,
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
     ) -> Any:
         builder = ChangeBuilder(checked)
         for spot in prepared:

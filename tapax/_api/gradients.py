@@ -33,8 +33,7 @@ from tapax._api.perturbations import AT, adding, differentiable
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import Selection
+from tapax._sites import Selection, SiteError
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
 

@@ -16,9 +16,8 @@ from typing import Any
 from tapax._api.capture import sites
 from tapax._frameworks.module_tree import in_order
 from tapax._frameworks.registry import loaded_adapters
-from tapax._results.module_table import ModuleTable
-from tapax._results.site_table import SiteTable
-from tapax._sites.names import join
+from tapax._results import ModuleTable, SiteTable
+from tapax._sites import join
 
 
 def modules(model: Any, *args: Any, **kwargs: Any) -> ModuleTable:

@@ -30,9 +30,18 @@ from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import Program
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
-from tapax._results.site_table import SiteTable
-from tapax._sites.errors import SiteError, as_array, nearest
-from tapax._sites.selections import At, Selection, check, flatten, is_exact, matches
+from tapax._results import SiteTable
+from tapax._sites import (
+    At,
+    Selection,
+    SiteError,
+    as_array,
+    check,
+    flatten,
+    is_exact,
+    matches,
+    nearest,
+)
 from tapax._walk.changes import Changes, Part
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk

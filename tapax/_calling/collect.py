@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from tapax._marks.sow import leaf_name
-from tapax._results.site_table import SiteTable
-from tapax._results.taps import Taps
-from tapax._sites.errors import SiteError
-from tapax._sites.site import Site
+from tapax._results import SiteTable, Taps
+from tapax._sites import Site, SiteError
 from tapax._walk.entries import Entry
 from tapax._walk.walk import Walk
 

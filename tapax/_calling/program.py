@@ -22,8 +22,8 @@ from tapax._frameworks.module_paths import new_call_stack
 from tapax._jax.pytrees import in_order, order_of
 from tapax._marks.context import Structure
 from tapax._marks.operations import internal_operations, with_marks
-from tapax._results.taps import Taps
-from tapax._sites.errors import name_of
+from tapax._results import Taps
+from tapax._sites import name_of
 from tapax._walk import mapped_predicates
 from tapax._walk.changes import Changes
 from tapax._walk.plan import Plan

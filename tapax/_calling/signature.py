@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tapax._jax.pytrees import in_order, order_of
-from tapax._sites.errors import name_of
+from tapax._sites import name_of
 
 _NUMBERS = (int, float, complex, np.generic)
 # What is raised where a traced number is used as a shape, an index, a condition or a key: errors of

@@ -11,7 +11,7 @@ import jax
 from tapax import _jax
 from tapax._calling.program import Program
 from tapax._marks.marked_jaxprs import reaching
-from tapax._sites.site import Site
+from tapax._sites import Site
 from tapax._walk.calls import Call
 from tapax._walk.changes import Around, Key
 from tapax._walk.plan import Plan

@@ -22,7 +22,7 @@ from tapax._calling.program import Program, trace
 from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
-from tapax._sites.errors import name_of
+from tapax._sites import name_of
 from tapax._walk.interpreter import eager
 from tapax._walk.plan import Plan
 
@@ -50,12 +50,7 @@ class Transform:
         """Raises for operands whose values are wrong, where they are known."""
 
     def run(
-        self,
-        program: Program,
-        prepared: Any,
-        operands: Any,
-        arrays: Sequence[Any],
-        checked: bool,
+        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
     ) -> Any:
         """The results of the program, or None if it has none; and a pytree of whatever else.
 

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.scopes import ModuleScope
-from tapax._sites.names import segment
+from tapax._sites import segment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from tapax._frameworks.module_paths import find, running_modules
 from tapax._frameworks.patches import Patch, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
 from tapax._marks.context import active_policy
-from tapax._sites.names import join, segment
+from tapax._sites import join, segment
 
 # Its result is run elsewhere, where the place is another.
 _MAKE_JAXPR = type(eqx.filter_make_jaxpr(lambda: None))

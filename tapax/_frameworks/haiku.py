@@ -26,7 +26,7 @@ from tapax._frameworks.patches import is_first
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ModuleScope
-from tapax._sites.names import join
+from tapax._sites import join
 
 # Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
 _MACHINERY = frozenset({hk.Module.__module__, hk.lift.__module__})

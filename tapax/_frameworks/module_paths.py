@@ -25,7 +25,7 @@ from tapax._frameworks.anchors import anchor
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, kind
 from tapax._marks.scopes import ModuleScope
-from tapax._sites.names import join
+from tapax._sites import join
 
 
 @dataclasses.dataclass(eq=False)

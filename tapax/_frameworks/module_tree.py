@@ -9,7 +9,7 @@ import jax
 
 from tapax._frameworks.anchors import leaf_path
 from tapax._frameworks.interface import Adapter
-from tapax._sites.names import join, segment
+from tapax._sites import join, segment
 
 CONTAINERS = (list, tuple, dict)
 

@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from tapax import _jax
-from tapax._sites.errors import SiteError, nearest
+from tapax._sites import SiteError, nearest
 
 StatePath = tuple[str, ...]
 """The keys that lead to a hidden state."""

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from tapax._sites.selections import Rule
+from tapax._sites import Rule
 
 ModuleFilter: TypeAlias = Callable[[Any, str], bool] | bool
 """Which modules are sites: a filter `(module, method name) -> bool`, or all with public methods."""

@@ -20,7 +20,7 @@ from tapax import _jax
 from tapax._marks.context import MarkingPolicy, active_policy, set_policy
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import Mark, tap, tap_p
-from tapax._sites.selections import CALLS
+from tapax._sites import CALLS
 
 _thread = threading.local()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from tapax import _jax
-from tapax._sites.names import join
+from tapax._sites import join
 
 
 class ScopeName(str):

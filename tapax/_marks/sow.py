@@ -26,7 +26,7 @@ import numpy as np
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ScopeName
 from tapax._marks.tap import Mark, tap
-from tapax._sites.errors import SiteError
+from tapax._sites import SiteError
 
 T = TypeVar("T")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from tapax._sites.errors import nearest
-from tapax._sites.site import Site
+from tapax._sites import Site, nearest
 
 
 class SiteTable(Sequence[Site]):

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from rich.console import Console
 from rich.table import Table
 
-from tapax._sites.site import Site
+from tapax._sites import Site
 
 
 def render(table: Table) -> str:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 
 from tapax._results.site_table import SiteTable
-from tapax._sites.selections import Selection
+from tapax._sites import Selection
 
 
 class Taps:
@@ -30,11 +30,7 @@ class Taps:
     """Draws taps. The package sets it, so that results need not import plots."""
 
     def __init__(
-        self,
-        values: dict[str, Any],
-        grads: dict[str, Any],
-        valid: dict[str, Any],
-        sites: SiteTable,
+        self, values: dict[str, Any], grads: dict[str, Any], valid: dict[str, Any], sites: SiteTable
     ):
         self.values = values
         self.grads = grads

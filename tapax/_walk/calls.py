@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tapax._marks.tap import Mark
-from tapax._sites.errors import SiteError
-from tapax._sites.site import Site
+from tapax._sites import Site, SiteError
 from tapax._walk.folds import same_fold
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._marks.change import derivative
 from tapax._marks.marked_jaxprs import Uids
-from tapax._sites.errors import SiteError
+from tapax._sites import SiteError
 
 
 class Around(NamedTuple):

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._sites.errors import SiteError
-from tapax._sites.site import Site
+from tapax._sites import Site, SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.folds import FoldThread
 from tapax._walk.reductions import Reduction

@@ -21,8 +21,7 @@ from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import Mark, tap_effect, tap_p
-from tapax._sites.errors import SiteError
-from tapax._sites.site import Site
+from tapax._sites import Site, SiteError
 from tapax._walk.plan import Plan
 
 

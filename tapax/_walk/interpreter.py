@@ -33,7 +33,7 @@ from tapax._marks.context import active_policy
 from tapax._marks.marked_jaxprs import is_of_two, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
-from tapax._sites.errors import SiteError
+from tapax._sites import SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.changes import Around, Change, Changes, Key
 from tapax._walk.entries import Slots, StagedBody, Threads
@@ -221,11 +221,7 @@ class Interpreter(Recorder):
 
     @contextlib.contextmanager
     def inside(
-        self,
-        *,
-        recomputing: bool = False,
-        branch: int | None = None,
-        around: Sequence[Around] = (),
+        self, *, recomputing: bool = False, branch: int | None = None, around: Sequence[Around] = ()
     ) -> Iterator[None]:
         """Within, what is recorded and folded is a body's own."""
         before = self.entries, self.folds.items, self._recomputing, self._branches, self.around
@@ -255,13 +251,7 @@ class Interpreter(Recorder):
 
         yield rewind
 
-    def stage(
-        self,
-        jaxpr: Any,
-        args: Sequence[Any],
-        threads: Threads,
-        **where: Any,
-    ) -> StagedBody:
+    def stage(self, jaxpr: Any, args: Sequence[Any], threads: Threads, **where: Any) -> StagedBody:
         """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
         ins = Slots.of(args)
         cell: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from tapax._jaxpr.bodies import bodies
 from tapax._marks.marked_jaxprs import count_calls, first_uid, quieted, strip
 from tapax._marks.scopes import scopes_of
 from tapax._marks.tap import Mark, operands, tap_effect, tap_p
-from tapax._sites.errors import SiteError
+from tapax._sites import SiteError
 from tapax._walk.folds import FoldThread
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk

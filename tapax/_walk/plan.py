@@ -18,19 +18,20 @@ from jax.core import Tracer
 
 from tapax._marks.context import MarkingPolicy, ModuleFilter, Structure
 from tapax._marks.tap import Mark
-from tapax._sites.errors import SiteError, nearest
-from tapax._sites.selections import (
+from tapax._sites import (
     At,
     Reduced,
     Selection,
+    Site,
+    SiteError,
     StepSlice,
     check,
     flatten,
     is_exact,
     matches,
+    nearest,
     rules,
 )
-from tapax._sites.site import Site
 from tapax.reduce import Reducer
 
 

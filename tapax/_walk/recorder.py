@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._marks.sow import leaf_name
-from tapax._sites.site import Site
+from tapax._sites import Site
 from tapax._walk.calls import Call, Calls
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry, where

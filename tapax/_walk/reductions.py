@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._sites.errors import SiteError
-from tapax._sites.site import Site
+from tapax._sites import Site, SiteError
 from tapax.reduce import Reducer
 
 

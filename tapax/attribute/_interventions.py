@@ -11,9 +11,7 @@ import jax.numpy as jnp
 
 from tapax._api.capture import capture
 from tapax._api.edit import edit
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import check
-from tapax._sites.site import Site
+from tapax._sites import Site, SiteError, check
 from tapax.attribute._compilation import arguments, compile_method, is_broadcastable
 from tapax.attribute._visits import drop_steps
 

@@ -19,14 +19,8 @@ from tapax._api.capture import capture
 from tapax._api.cut import prefix, suffix
 from tapax._api.edit import edit
 from tapax._api.gradients import grad
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import check
-from tapax.attribute._compilation import (
-    arguments,
-    check_alike,
-    check_array,
-    compile_method,
-)
+from tapax._sites import SiteError, check
+from tapax.attribute._compilation import arguments, check_alike, check_array, compile_method
 from tapax.attribute._visits import Visit, axis_of, drop_steps, find_visits
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from tapax._api.capture import capture
 from tapax._api.cut import suffix
 from tapax._api.edit import edit
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import check
+from tapax._sites import SiteError, check
 from tapax.attribute._compilation import compile_method, is_broadcastable
 from tapax.attribute._visits import drop_steps, find_one_visit, find_visits
 

@@ -12,8 +12,7 @@ import numpy as np
 from tapax._api.capture import capture
 from tapax._api.cut import suffix
 from tapax._api.gradients import grad
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import At, StepSlice, check, flatten
+from tapax._sites import At, SiteError, StepSlice, check, flatten
 from tapax.attribute._compilation import compile_method, is_broadcastable
 from tapax.attribute._visits import axis_of, drop_steps, find_one_visit, find_visits, is_single_site
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tapax._results.taps import Taps
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import At, StepSlice, at, check, flatten, is_exact, matches
-from tapax._sites.site import Site
+from tapax._results import Taps
+from tapax._sites import At, Site, SiteError, StepSlice, at, check, flatten, is_exact, matches
 
 
 class Visit(NamedTuple):

@@ -14,7 +14,7 @@ from tapax._calling.program import Program
 from tapax._calling.survey import Spot
 from tapax._calling.transform import Transform
 from tapax._marks.operations import internal_operations
-from tapax._sites.errors import SiteError
+from tapax._sites import SiteError
 from tapax._walk.calls import Call
 from tapax._walk.changes import Part
 from tapax._walk.entries import Entry, where

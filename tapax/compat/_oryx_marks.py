@@ -19,8 +19,7 @@ from tapax._calling.survey import SurveyWalk
 from tapax._marks.context import active_policy
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap
-from tapax._sites.errors import SiteError
-from tapax._sites.names import segment
+from tapax._sites import SiteError, segment
 from tapax._walk.calls import Call, Token
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk

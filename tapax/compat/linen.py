@@ -50,8 +50,7 @@ from tapax._api.perturbations import AdditionTransform
 from tapax._calling.transform import TransformedFunction
 from tapax._frameworks.linen.adapter import ADAPTER
 from tapax._frameworks.linen.marks import LinenRecordOptions, LinenSownValue, recording
-from tapax._sites.errors import SiteError
-from tapax._sites.site import Site
+from tapax._sites import Site, SiteError
 from tapax._walk.plan import Plan
 
 

@@ -57,9 +57,7 @@ from tapax._frameworks.nnx.marks import (
     recording,
     rename,
 )
-from tapax._sites.errors import SiteError
-from tapax._sites.names import segment
-from tapax._sites.site import Site
+from tapax._sites import Site, SiteError, segment
 
 
 def capture(

@@ -22,7 +22,7 @@ from typing import Any
 
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
-from tapax._sites.selections import CALLS
+from tapax._sites import CALLS
 from tapax.hidden._definitions import REMAT
 
 

@@ -37,14 +37,9 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._frameworks.recurrent_cells import (
-    HiddenError,
-    StatePath,
-    check_names,
-    find_written_name,
-)
+from tapax._frameworks.recurrent_cells import HiddenError, StatePath, check_names, find_written_name
 from tapax._frameworks.registry import stateful_program
-from tapax._sites.errors import as_array
+from tapax._sites import as_array
 from tapax.hidden._definitions import Definition, Definitions, evaluate
 from tapax.hidden._groups import HiddenGroup
 from tapax.hidden._pure_step import trace_step_or_module

@@ -17,8 +17,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError, StatePath
-from tapax._sites.errors import name_of
-from tapax._sites.names import segment
+from tapax._sites import name_of, segment
 from tapax.hidden._definitions import Definitions, find_definitions
 
 

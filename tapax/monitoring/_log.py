@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tapax._sites.errors import nearest
+from tapax._sites import nearest
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record
 
 

@@ -37,9 +37,8 @@ import jax
 from tapax import _jax, reduce
 from tapax._calling.program import Program
 from tapax._calling.transform import Transform, TransformedFunction, check_function
-from tapax._results.site_table import SiteTable
-from tapax._results.taps import Taps
-from tapax._sites.errors import SiteError, name_of
+from tapax._results import SiteTable, Taps
+from tapax._sites import SiteError, name_of
 from tapax._walk.plan import Plan
 from tapax.monitoring._delivery import Delivery, Report, warn
 from tapax.monitoring._readings import (

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapax._results.site_table import SiteTable
-from tapax._sites.selections import At, check, flatten, matches
-from tapax._sites.site import Site
+from tapax._results import SiteTable
+from tapax._sites import At, Site, check, flatten, matches
 from tapax.monitoring._records import Histogram, Number
 from tapax.reduce import Reducer
 

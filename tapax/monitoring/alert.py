@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tapax import reduce
-from tapax._sites.selections import Selection, check, flatten, is_exact, matches
+from tapax._sites import Selection, check, flatten, is_exact, matches
 from tapax.monitoring._records import AlertEvent
 from tapax.reduce import Reducer
 

@@ -10,9 +10,7 @@ import jax
 from flax import nnx
 
 from tapax._marks.sow import leaf_name
-from tapax._sites.names import segment
-from tapax._sites.selections import matches
-from tapax._sites.site import Site
+from tapax._sites import Site, matches, segment
 from tapax.nn._conv import BatchEnsembleConv
 from tapax.nn._einsum import BatchEnsembleEinsum
 from tapax.nn._embed import BatchEnsembleEmbed

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from rich.table import Table
 
+from tapax._results import Taps
 from tapax._results.tables import render, type_of
-from tapax._results.taps import Taps
-from tapax._sites.errors import SiteError
-from tapax._sites.site import Site
+from tapax._sites import Site, SiteError
 from tapax.nn._factors import check_members
 
 
@@ -83,9 +82,7 @@ class Members:
 
 
 jax.tree_util.register_dataclass(
-    Members,
-    data_fields=["values", "grads", "valid"],
-    meta_fields=["num_members", "shared"],
+    Members, data_fields=["values", "grads", "valid"], meta_fields=["num_members", "shared"]
 )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._sites.errors import name_of
+from tapax._sites import name_of
 
 
 class SavedInputs:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._frameworks.registry import loaded_adapters
-from tapax._sites.errors import name_of
+from tapax._sites import name_of
 from tapax.nonfinite._finding import Finding
 from tapax.nonfinite._saved_inputs import SavedInputs, save_inputs
 from tapax.nonfinite._search import NonfiniteSearch

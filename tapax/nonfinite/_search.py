@@ -46,7 +46,7 @@ from tapax._frameworks.interface import FunctionCall
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
-from tapax._sites.errors import name_of
+from tapax._sites import name_of
 from tapax._walk.plan import Plan
 from tapax.nonfinite._control_flow import OriginSearch
 from tapax.nonfinite._equation_numbers import (
@@ -151,7 +151,7 @@ class NonfiniteSearch(TransformedFunction):
         return ArgumentArray(keys, arrays[found.index], searched[found.index])
 
     def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        passes = _Passes(program, self._job.masked)  # pyright: ignore[reportAttributeAccessIssue]
+        passes = _Passes(program, self._transform.masked)  # pyright: ignore[reportAttributeAccessIssue]
 
         def run(operands: Any, *arrays: Any) -> Any:
             del operands

@@ -19,7 +19,7 @@ from tapax import _jax
 from tapax._frameworks.registry import loaded_adapters
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import tap_p
-from tapax._sites.selections import Ops
+from tapax._sites import Ops
 from tapax.nonfinite._equation_numbers import NumberedEquation, frame_body, inlined_bodies
 
 _LIBRARIES = ("optax", "chex")

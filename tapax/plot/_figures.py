@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tapax._results.taps import Taps
-from tapax._sites.selections import Selection
+from tapax._results import Taps
+from tapax._sites import Selection
 from tapax.monitoring._log import Log
 from tapax.monitoring._open import open as open_log
 from tapax.plot._series import Statistic, numbers_of_log, numbers_of_taps, pick_statistics

@@ -17,10 +17,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tapax._results.taps import Taps
-from tapax._sites.errors import SiteError, nearest
-from tapax._sites.selections import Selection, check, flatten, matches
-from tapax._sites.site import Site
+from tapax._results import Taps
+from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
 from tapax.monitoring._log import Log
 from tapax.monitoring._readings import split_statistics
 from tapax.monitoring._records import Histogram

@@ -257,10 +257,7 @@ def beyond(log: bool, edges: np.ndarray) -> list[tuple[float, float]]:
         step = (edges[-1] / edges[0]) ** 0.03
         return [(edges[0] / step**2, edges[0] / step), (edges[-1] * step, edges[-1] * step**2)]
     step = 0.03 * (edges[-1] - edges[0])
-    return [
-        (edges[0] - 2 * step, edges[0] - step),
-        (edges[-1] + step, edges[-1] + 2 * step),
-    ]
+    return [(edges[0] - 2 * step, edges[0] - step), (edges[-1] + step, edges[-1] + 2 * step)]
 
 
 def set_ridge_axis(axes: Axes, histograms: Iterable[Histogram]) -> str:

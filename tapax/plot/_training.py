@@ -133,12 +133,7 @@ def _dress_bar(bar: Any, title: str) -> None:
 
 
 def _heat(
-    part: SubFigure,
-    axis: Axes,
-    steps: np.ndarray,
-    grid: np.ndarray,
-    there: np.ndarray,
-    log: bool,
+    part: SubFigure, axis: Axes, steps: np.ndarray, grid: np.ndarray, there: np.ndarray, log: bool
 ) -> set[str]:
     """A row for each layer. What has no colour on the map has the colour of its mark."""
     starts = _starts(len(steps))

@@ -15,10 +15,7 @@ import numpy as np
 
 from tapax.reduce._reducer import Reducer
 from tapax.reduce._sketches import histogram_of, quantiles_of
-from tapax.reduce._sums import (
-    extremes,
-    ordered,
-)
+from tapax.reduce._sums import extremes, ordered
 
 
 def _numbers(given: Any, as_number: Callable[[Any], Any]) -> tuple[Any, ...] | None:

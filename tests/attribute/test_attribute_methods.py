@@ -136,10 +136,7 @@ def test_logit_lens_unembeds_every_layer():
     unembed = lambda x: x @ P["embed"].T
     got = attribute.logit_lens(logits_of, ["0/resid", "1/resid"], unembed)(P, CLEAN)
     close(got, [here[n] @ P["embed"].T for n in RESIDS[:2]])
-    close(
-        attribute.logit_lens(scanned, "resid")(P, CLEAN),
-        [difference(x) for x in want],
-    )
+    close(attribute.logit_lens(scanned, "resid")(P, CLEAN), [difference(x) for x in want])
 
 
 def test_direct_logit_attribution():

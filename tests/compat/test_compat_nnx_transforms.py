@@ -8,15 +8,7 @@ from jax import lax
 
 import tapax
 from tapax.compat.nnx import capture
-from tests.compat.test_compat_nnx import (
-    Finer,
-    Foo,
-    Stack,
-    Total,
-    X,
-    hand,
-    same,
-)
+from tests.compat.test_compat_nnx import Finer, Foo, Stack, Total, X, hand, same
 
 MESH = lambda: jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
 WRAPS = {
@@ -65,10 +57,7 @@ LOOPS = {
 }
 NNX_LOOPS = {
     "nnx.scan": lambda m, x: nnx.scan(
-        lambda m, c: (m(c), None),
-        length=3,
-        in_axes=(None, nnx.Carry),
-        out_axes=(nnx.Carry, 0),
+        lambda m, c: (m(c), None), length=3, in_axes=(None, nnx.Carry), out_axes=(nnx.Carry, 0)
     )(m, x)[0],
     "nnx.fori_loop": lambda m, x: nnx.fori_loop(0, 3, lambda i, c: (c[0], c[0](c[1])), (m, x))[1],
     "nnx.while_loop": lambda m, x: nnx.while_loop(

@@ -10,13 +10,7 @@ from jax import lax
 
 import tapax
 from tapax.compat.oryx import nest
-from tests.compat.test_compat_oryx import (
-    call_var,
-    close,
-    plant_var,
-    reap_var,
-    var,
-)
+from tests.compat.test_compat_oryx import call_var, close, plant_var, reap_var, var
 
 pytestmark = pytest.mark.once
 

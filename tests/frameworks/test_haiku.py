@@ -335,8 +335,7 @@ def test_an_ancestor_and_a_sibling_called_from_within():
     out = inner @ params["other"]["w"]
     names = ["outer.helped", "outer/inner", "outer/inner/linear"]
     close(
-        taps.values,
-        {"outer/last": last, "other": out, "outer": out, **dict.fromkeys(names, inner)},
+        taps.values, {"outer/last": last, "other": out, "outer": out, **dict.fromkeys(names, inner)}
     )
 
 
@@ -353,10 +352,7 @@ def test_sow_name_scope_and_forced_names():
     _, taps = tapax.capture(net.apply)(params, X)
     h = X @ params["sowing/part/linear"]["w"]
     tied = h @ params["tied"]["w"]
-    close(
-        taps.values,
-        {"sowing/part/linear": h, "sowing/h": h, "tied": tied, "sowing": tied},
-    )
+    close(taps.values, {"sowing/part/linear": h, "sowing/h": h, "tied": tied, "sowing": tied})
 
 
 def test_a_module_called_twice_has_two_sites():

@@ -196,8 +196,7 @@ TAKES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "take"),
-    [(name, "nnx.grad") for name in WRAPS] + [("nothing", name) for name in TAKES],
+    ("name", "take"), [(name, "nnx.grad") for name in WRAPS] + [("nothing", name) for name in TAKES]
 )
 def test_gradients_under_every_transformation(name, take):
     model, wrap, take = Net(), WRAPS[name], TAKES[take]

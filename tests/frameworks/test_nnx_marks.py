@@ -23,11 +23,7 @@ class Marks(nnx.Module):
         h = self.lin(x)
         self.sow(nnx.Intermediate, "h", h)
         self.sow(
-            nnx.Intermediate,
-            "total",
-            h,
-            init_fn=lambda: 0.0,
-            reduce_fn=lambda a, b: a + jnp.sum(b),
+            nnx.Intermediate, "total", h, init_fn=lambda: 0.0, reduce_fn=lambda a, b: a + jnp.sum(b)
         )
         self.sow("probe", "odd:name", {"a": h, "b": 2 * h})
         return jnp.tanh(self.perturb("p", h))

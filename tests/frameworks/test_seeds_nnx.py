@@ -282,10 +282,7 @@ def test_train_and_eval_under_capture():
 
 
 def test_set_attributes_example_of_the_seed():
-    cls = block(
-        dropout={"deterministic": False},
-        batch_norm={"use_running_average": False},
-    )
+    cls = block(dropout={"deterministic": False}, batch_norm={"use_running_average": False})
     made = cls(2, 5, rngs=nnx.Rngs(0))
     assert mode(made) == (False, False)
     made.set_attributes(deterministic=True, use_running_average=True)

@@ -153,8 +153,7 @@ def _with_gradient(pull: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, 
 
     # As it is written everywhere: of several gradients around it, it changes the innermost.
     identity.defvjp(
-        lambda x, given, at: (x, (given, at)),
-        lambda kept, ct: (pull(ct, *kept), None, None),
+        lambda x, given, at: (x, (given, at)), lambda kept, ct: (pull(ct, *kept), None, None)
     )
     return identity
 

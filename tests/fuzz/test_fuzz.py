@@ -71,8 +71,7 @@ def test_reference_gradients_agree_with_perturbations(part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "part",
-    [0, pytest.param(1, marks=pytest.mark.once), pytest.param(2, marks=pytest.mark.many)],
+    "part", [0, pytest.param(1, marks=pytest.mark.once), pytest.param(2, marks=pytest.mark.many)]
 )
 def test_edits_agree_with_the_source_changed_by_hand(part: int) -> None:
     sweep(check_edits, edited(devices=jax.device_count()), examples=8, seed=300 + part)

@@ -9,12 +9,7 @@ from brainstate import HiddenState, nn, transform
 
 import tapax
 from tapax.compat import braintrace
-from tapax.hidden import (
-    HiddenError,
-    add_hidden_perturbation,
-    functional,
-    hidden_groups,
-)
+from tapax.hidden import HiddenError, add_hidden_perturbation, functional, hidden_groups
 from tests.oracles.closeness import assert_close
 
 X = jnp.array([0.3, -0.5, 0.8], jnp.float32)

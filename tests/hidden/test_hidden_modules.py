@@ -10,12 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import tapax
-from tapax.hidden import (
-    HiddenError,
-    add_hidden_perturbation,
-    functional,
-    hidden_groups,
-)
+from tapax.hidden import HiddenError, add_hidden_perturbation, functional, hidden_groups
 from tests.oracles.closeness import assert_close
 
 pytestmark = pytest.mark.once

@@ -75,10 +75,7 @@ def test_reductions_under_mapped_predicates(values):
     asked = {"values": {"**": ALL}} if values else {"grads": {"**": ALL}}
     _, taps = captured(step, jnp.asarray(PICKED), jnp.asarray(M), **asked)
     found = taps.values if values else taps.grads
-    for name, number, value, slope in (
-        ("a", 0, 2 * M, 4 * M),
-        ("b", 2, M**2, 2 * M**2),
-    ):
+    for name, number, value, slope in (("a", 0, 2 * M, 4 * M), ("b", 2, M**2, 2 * M**2)):
         check(found, name, [(value if values else slope)[number == PICKED]], ())
 
 

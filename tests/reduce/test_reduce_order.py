@@ -10,12 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import tapax
-from tests.reduce.test_reduce_programs import (
-    R,
-    X,
-    captured,
-    close,
-)
+from tests.reduce.test_reduce_programs import R, X, captured, close
 
 pytestmark = pytest.mark.once
 

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import tapax
-from tapax._sites.selections import matches
+from tapax._sites import matches
 
 X = jnp.array([1.0, 2.0])
 

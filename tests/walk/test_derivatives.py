@@ -39,11 +39,7 @@ def test_gradients_of_every_reverse_mode(step):
 
 @pytest.mark.parametrize(
     "step",
-    [
-        lambda x: jax.jvp(loss, (x,), (x,)),
-        lambda x: jax.linearize(loss, x)[1](x),
-        jax.jacfwd(loss),
-    ],
+    [lambda x: jax.jvp(loss, (x,), (x,)), lambda x: jax.linearize(loss, x)[1](x), jax.jacfwd(loss)],
 )
 def test_forward_mode_has_values_and_no_gradients(step):
     _, taps = tapax.capture(step)(X)

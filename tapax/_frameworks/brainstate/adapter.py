@@ -33,7 +33,7 @@ from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import Patch, Replacements, current, is_method, subclasses
 from tapax._marks.context import active_policy, without_marks
-from tapax._sites.names import segment
+from tapax._sites import segment
 
 _FORWARD = ("__call__", "update")
 

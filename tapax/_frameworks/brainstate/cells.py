@@ -24,7 +24,7 @@ from tapax._frameworks.recurrent_cells import (
     check_names,
     mark_write,
 )
-from tapax._sites.names import segment
+from tapax._sites import segment
 
 
 def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell | None:

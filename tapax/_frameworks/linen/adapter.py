@@ -32,7 +32,7 @@ from tapax._frameworks.module_paths import locate, running_modules
 from tapax._frameworks.patches import Patch, Replacements
 from tapax._marks.context import active_policy, without_marks
 from tapax._marks.scopes import ModuleScope
-from tapax._sites.names import join, segment
+from tapax._sites import join, segment
 
 
 class _RunningFunction(NamedTuple):

@@ -28,7 +28,7 @@ from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
 from tapax._frameworks.patches import Patch, Replacements, methods
 from tapax._marks.context import active_policy
-from tapax._sites.names import segment
+from tapax._sites import segment
 
 _BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
 _CONTAINERS = [getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name)]

@@ -30,8 +30,7 @@ from tapax._frameworks.nnx.holders import is_object
 from tapax._frameworks.patches import is_first
 from tapax._marks.context import active_policy
 from tapax._marks.sow import is_array, mark
-from tapax._sites.errors import SiteError
-from tapax._sites.names import segment
+from tapax._sites import SiteError, segment
 
 # Both are part of the key of every `jit` cache, as what is traced depends on them.
 _storing = jax.make_user_context(True)

@@ -41,7 +41,7 @@ from tapax._frameworks.nnx.holders import (
     set_attributes,
 )
 from tapax._jax.pytrees import in_order, map_in_order, order_of
-from tapax._sites.names import join
+from tapax._sites import join
 
 
 @jax.tree_util.register_static

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._marks.context import without_marks
-from tapax._sites.errors import SiteError
+from tapax._sites import SiteError
 from tapax._walk.changes import COUNTER, part_name
 from tapax._walk.entries import Threads
 from tapax._walk.interpreter import Interpreter

@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._marks.marked_jaxprs import strip
-from tapax._sites.errors import SiteError
+from tapax._sites import SiteError
 from tapax._walk.interpreter import Interpreter
 
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import StepSlice
+from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import scan_totals, selected
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry, Slots, refuse_folded

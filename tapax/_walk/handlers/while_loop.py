@@ -18,8 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from tapax import _jax
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
-from tapax._sites.errors import SiteError
-from tapax._sites.selections import StepSlice
+from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import joined, nothing_yet, selected
 from tapax._walk.changes import COUNTER, Around
 from tapax._walk.entries import Entry, StagedBody, refuse_folded, where

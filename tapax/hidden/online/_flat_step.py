@@ -20,7 +20,7 @@ from jax.core import Tracer
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError
 from tapax._marks.context import without_marks
-from tapax._sites.errors import name_of
+from tapax._sites import name_of
 from tapax.hidden._connections import ELEMENTWISE
 from tapax.hidden._definitions import is_copy
 from tapax.hidden._step import HiddenState, check_new_state, list_hidden_states

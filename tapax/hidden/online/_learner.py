@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError
-from tapax._sites.errors import name_of
+from tapax._sites import name_of
 from tapax.hidden.online._flat_step import check_params, check_state
 
 

@@ -34,11 +34,7 @@ from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 
 def pp_prop(
-    step: Callable[..., Any],
-    loss: Callable[..., Any],
-    decay: float,
-    *,
-    indirect: str = "trace",
+    step: Callable[..., Any], loss: Callable[..., Any], decay: float, *, indirect: str = "trace"
 ) -> OnlineRule:
     """The influence of a matrix is kept as a product of two vectors, smoothed over time.
 

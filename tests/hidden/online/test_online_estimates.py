@@ -62,11 +62,7 @@ DENSE = {
     "gru": (gru, GRU, 1),
     "stacked": (stacked, STACKED, ("one", "two")),
     "normed": (normed, NORMED, 1),
-    "vanilla": (
-        lambda p, h, x: ((h := jnp.tanh(x @ p["w"] + h @ p["v"])), h @ p["o"]),
-        STACKED,
-        1,
-    ),
+    "vanilla": (lambda p, h, x: ((h := jnp.tanh(x @ p["w"] + h @ p["v"])), h @ p["o"]), STACKED, 1),
 }
 
 

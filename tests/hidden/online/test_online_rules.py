@@ -46,12 +46,7 @@ def alif(p, s, x):
     return {"v": v, "a": a, "z": z, "y": y}, y
 
 
-PARAMS = {
-    "in": array(I, H) * 1.5,
-    "rec": array(H, H) * 0.4,
-    "out": array(H, O),
-    "bias": array(O),
-}
+PARAMS = {"in": array(I, H) * 1.5, "rec": array(H, H) * 0.4, "out": array(H, O), "bias": array(O)}
 STATE = {"v": np.zeros(H), "a": np.zeros(H), "z": np.zeros(H), "y": np.zeros(O)}
 
 
