@@ -4,8 +4,6 @@ A command is a module with `HELP`, `add_arguments(parser)` and `run(parser, opti
 the exit code. Adding one is adding a row to `COMMANDS`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

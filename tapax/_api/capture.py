@@ -17,8 +17,6 @@
 See `_calling.transform` for when a captured function is compiled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

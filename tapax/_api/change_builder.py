@@ -4,8 +4,6 @@ A function is traced on the type of the value, which tells whether it keeps that
 traced arrays it closes over: those have to be handed down to where the site is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence

@@ -17,8 +17,6 @@ taken apart into the iterations before, that one, and those after it.
 Objects that the function changes, such as the statistics of a model, stay as they are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -41,8 +41,6 @@ A step that is out of range raises, where its value is known; where it is traced
 site are not a number (or, if they are integers, unchanged).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

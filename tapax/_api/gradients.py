@@ -16,8 +16,6 @@ before the sites is differentiated, and no parameter's gradient is computed.
 [4.0, 12.0]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

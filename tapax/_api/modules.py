@@ -9,8 +9,6 @@ Sequential Sequential
 Sequential/layers/0 Linear
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tapax._api.capture import sites

@@ -14,8 +14,6 @@ ordinary function:
 [[2.0, 0.0], [0.0, 2.0]]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Taps out of what a walk recorded."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings

@@ -5,8 +5,6 @@ objects are static. A number whose value the function needs while it is traced, 
 `if`, becomes static too: which ones is found by trying, once for each structure of arguments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A survey: where in a traced program the chosen sites are, before anything is done to them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

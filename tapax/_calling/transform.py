@@ -6,8 +6,6 @@ it was traced with. Under a transformation, or in another jitted function, it be
 program instead. Under `jax.disable_jit()` it is evaluated one operation at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import weakref

@@ -10,8 +10,6 @@ every body they are handed to, and puts the right names into the scopes.
 A body that several calls share becomes a body for each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ one is entered outside, where it is known: the copy inside is then that of the r
 Python numbers in a module are static, as they are for `filter_jit`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -8,8 +8,6 @@ A function that is transformed within another, as the body of `hk.layer_stack` i
 start anew. A module in it is named as part of the module that was running when it was made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ An adapter calls `called` for every method of a module that runs. The result is 
 module is in the model: `GPT/blocks/3/attn`, `GPT/encoder.encode`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

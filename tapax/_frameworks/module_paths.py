@@ -9,8 +9,6 @@ be a copy of several modules, its arrays tell which: see `_frameworks.anchors`. 
 be found anywhere is named by its class.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

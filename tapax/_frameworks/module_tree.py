@@ -1,7 +1,5 @@
 """What is in a model: its modules, their paths, their arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ takes it out, whatever happened in between. What is put in must tell by itself w
 tracing on its thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -5,8 +5,6 @@ Where modules write their hidden states in place, it also traces one to a `State
 which every write is an equation that names the state.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn

@@ -4,8 +4,6 @@ An adapter is imported once its framework has been imported by the user, and not
 framework is adding a module with an `ADAPTER`, and a row to the table.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

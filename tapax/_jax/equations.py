@@ -1,7 +1,5 @@
 """Equations: how to evaluate one, and the names, lines and transformations it was traced under."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Before jax 0.11 a closed jaxpr holds an open one; since then they are the same class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Jitted functions: the options that `jax.jit` made them with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

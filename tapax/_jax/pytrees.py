@@ -1,7 +1,5 @@
 """Pytrees whose dicts keep the order of their keys, which JAX sorts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

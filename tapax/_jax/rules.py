@@ -1,7 +1,5 @@
 """Registering and wrapping JAX's own rules: effects, partial evaluation, remat, batching."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of the trace under way, and how every `bind` on a thread is intercepted."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

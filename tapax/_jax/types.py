@@ -1,7 +1,5 @@
 """Types of arrays: their shapes, the mesh axes they vary over, zeros and literals of a type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

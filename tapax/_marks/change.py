@@ -24,8 +24,6 @@ are their mapped axes, outermost first, and `own` says which of those the value 
 only its derivative.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Jaxprs that hold taps, read and rewritten without being evaluated."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Sequence

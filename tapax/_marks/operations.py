@@ -5,8 +5,6 @@ gradients. So the marks are made where operations are bound. A bind that is part
 derivative rule), or of evaluating a jaxpr (a backward pass), is not an operation of the user.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys

@@ -12,8 +12,6 @@ jaxpr of the program without them.
 ['net/h']
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """`ModuleTable`: the modules of a model, in its order."""
 
-from __future__ import annotations
-
 
 class ModuleTable(tuple[tuple[str, type], ...]):
     """Paths and classes, in the order of the model; prints as a table."""

@@ -1,7 +1,5 @@
 """Tables for people: sites, and what was captured of them."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

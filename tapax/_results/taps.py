@@ -4,8 +4,6 @@ It prints as a table, and passes through `jit`, `vmap` and `scan` as any pytree 
 leaves, its sites are static.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """`SiteError`, and what messages about sites and functions are made of."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Any

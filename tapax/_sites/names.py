@@ -1,7 +1,5 @@
 """Paths: how names are escaped and joined."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

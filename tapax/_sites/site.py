@@ -1,7 +1,5 @@
 """`Site`: a named value in a program."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ A gradient, and a value that is computed once more, are those of a call that was
 are told by the `Token` that goes with them: see `_tap`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ instead: as many numbers as one iteration has. What is carried must be known bef
 so its body is traced first, and the loop is made of what was traced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

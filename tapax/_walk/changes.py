@@ -10,8 +10,6 @@ The number of the iteration of the innermost loop is handed down in the same way
 are for some iterations alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

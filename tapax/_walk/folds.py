@@ -8,8 +8,6 @@ have a shape that `init()` has not. So it is carried as zeros with a flag, `seen
 certain that something was folded; then the flag is the constant True, and costs nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -12,8 +12,6 @@ Last come the while loops that JAX runs twice, to linearize them and in the back
 the second run marks nothing again.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a walk does with a tap that it meets: whether the plan wants it, and what is kept of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

@@ -9,8 +9,6 @@ A state where nothing ran, in a branch not taken, is filled with zeros and maske
 combined with another.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`Walk`: the interpreter with a handler for every kind of equation that holds taps."""
 
-from __future__ import annotations
-
 from tapax._walk.handlers import HANDLERS
 from tapax._walk.interpreter import Interpreter
 

@@ -1,7 +1,5 @@
 """The calls that the methods make: their arguments, their metrics, and when they are compiled."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Interventions: functions with values inside pushed in a direction, or taken away."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Linear probes: what can be read from a value by a linear map."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -5,8 +5,6 @@ number or any array. The results are plain arrays `[sites, positions, *metric]`,
 *metric]` where `positions` is None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The residual stream: what it would say at each layer, and what each component wrote into it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

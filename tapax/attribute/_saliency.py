@@ -1,7 +1,5 @@
 """Attribution by gradients: of an argument, or of any value inside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The harvest of `compat.oryx`: plants values in a program, and reaps what it sows."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The marks of `compat.oryx`, and the walks that find where in a program they are."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -20,8 +20,6 @@ several times has a perturbation for every write, and a write in a jitted functi
 branch is perturbed too.
 """
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

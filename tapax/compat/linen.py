@@ -32,8 +32,6 @@ Where it differs from Flax's, Flax's loses something:
 The call is traced, as it is under `jax.jit`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple

@@ -35,8 +35,6 @@ Where it differs from Flax's, Flax's loses something:
 The function is traced, as it is under `nnx.jit`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator

@@ -56,8 +56,6 @@ Functions are traced, as they are under `jax.jit`; work is linear in the depth o
 compiled when it is first called: make it once, and call it often.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping

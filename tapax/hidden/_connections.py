@@ -14,8 +14,6 @@ meet. What one state does to another without a mixing is its dynamics: a leak, a
 [('c', 'UNITS'), ('h', 'MIXING')]
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -17,8 +17,6 @@ HiddenGroup(a, v: float32[2])
  [-1.    0.9 ]]
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

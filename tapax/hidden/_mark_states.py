@@ -16,8 +16,6 @@ The gradient of a state includes all that follows from the state: the output of 
 later step. Backpropagation through time computes it anyway, in the same pass.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Recurrent modules as pure steps, by what the adapter of their framework says of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ are written with the same value have one each, and a state that is written in a 
 times is defined where it leaves that body.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from typing import Any

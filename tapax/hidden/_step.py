@@ -5,8 +5,6 @@ its path: `{"rnn": {"h": ..., "c": ...}}` has `("rnn", "h")` and `("rnn", "c")`.
 array alone has the path `("h",)`. The name of a hidden state is its path in one string, `rnn/h`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

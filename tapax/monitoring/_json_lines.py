@@ -4,8 +4,6 @@ A histogram is `{"counts": [...], "edges": [...]}`, an array a list, and a numbe
 have a string: "NaN". A line that could not be written to its end is taken back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -16,8 +16,6 @@ A *record* has the numbers of one watched step: a dict of numbers by names such 
 A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

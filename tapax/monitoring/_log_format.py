@@ -4,8 +4,6 @@ Every file says in which version of the format it is. A record is on disk as soo
 and earlier records stay whole whatever happens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

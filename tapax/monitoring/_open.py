@@ -1,7 +1,5 @@
 """`open`: reads a log that a sink wrote, whatever its format."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

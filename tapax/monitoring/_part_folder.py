@@ -9,8 +9,6 @@ The last part is written again for each record, to another name that then replac
   of a histogram, whose array are its counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

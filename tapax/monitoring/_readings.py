@@ -6,8 +6,6 @@ that key. So a statistic of a value is never taken for one of a gradient, or for
 name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

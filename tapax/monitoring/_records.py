@@ -1,7 +1,5 @@
 """Records: the numbers of one watched step by name, and the alerts that went off in it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeAlias

@@ -9,8 +9,6 @@ is added to `monitor.alerts`, goes to the sinks that have a method `alert`, and 
 rule and layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

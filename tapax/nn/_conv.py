@@ -1,7 +1,5 @@
 """BatchEnsemble of `nnx.Conv`: `r` is on the input channels, `s` on the output channels."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

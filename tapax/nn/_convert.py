@@ -1,7 +1,5 @@
 """`batch_ensemble`: a whole model made an ensemble."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar

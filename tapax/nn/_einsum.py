@@ -1,7 +1,5 @@
 """BatchEnsemble of `nnx.Einsum`: `r` is on the kernel's axes in the inputs, `s` on the others."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, NamedTuple
 

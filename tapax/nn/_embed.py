@@ -1,7 +1,5 @@
 """BatchEnsemble of `nnx.Embed`: a linear layer on one-hot tokens, without the one-hot."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

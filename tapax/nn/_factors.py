@@ -5,8 +5,6 @@ row of `r`, of `s` and of the bias. Where the base layer is a stack of layers, a
 it for `nnx.scan`, the axes of the stack come before that of the members.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import numbers

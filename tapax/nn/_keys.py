@@ -1,7 +1,5 @@
 """Random keys from whatever `rngs` is: a source of Flax, a seed, a key."""
 
-from __future__ import annotations
-
 import numbers
 from typing import Any
 

@@ -1,7 +1,5 @@
 """BatchEnsemble of `nnx.Linear` and `nnx.LinearGeneral`, the projections of attention."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

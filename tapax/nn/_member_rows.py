@@ -4,8 +4,6 @@ Factors are spread over rows; rows are never split into members. So an array tha
 keeps its sharding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

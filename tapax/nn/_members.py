@@ -1,7 +1,5 @@
 """`members`: what was captured of an ensemble, member by member."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

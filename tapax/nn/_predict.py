@@ -8,8 +8,6 @@
 ((2, 3), (6,))
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

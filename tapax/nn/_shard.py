@@ -1,7 +1,5 @@
 """`shard`: the members of a model over the devices of a mesh."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import jax

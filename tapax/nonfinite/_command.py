@@ -16,8 +16,6 @@ The exit code is 1 if something was found, 0 if the script ended and nothing was
 script; otherwise that of the script. Intended infinities, constants and arguments, do not stop it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

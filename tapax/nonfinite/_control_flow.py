@@ -1,7 +1,5 @@
 """Handlers that carry origins through loops, branches, remat and shard_map: see `_origins`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

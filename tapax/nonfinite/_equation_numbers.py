@@ -13,8 +13,6 @@ counted, nor are equations whose results are always finite.
 ['jit', 'cos', 'sin']
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

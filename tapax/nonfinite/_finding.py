@@ -1,7 +1,5 @@
 """`Finding`, which `find_nonfinite` returns, and its printed form."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from typing import Any

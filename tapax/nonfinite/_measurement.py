@@ -4,8 +4,6 @@ All other equations are bound unchanged. Loops carry only the few numbers that a
 ranges of the operands, how many elements of the results are bad, and which is the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

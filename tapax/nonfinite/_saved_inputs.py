@@ -1,7 +1,5 @@
 """The inputs of a bad call, saved for a later search on them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

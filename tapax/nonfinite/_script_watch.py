@@ -1,7 +1,5 @@
 """`ScriptWatch`: checks the results of the jitted functions that a script calls."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.abc

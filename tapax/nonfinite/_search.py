@@ -25,8 +25,6 @@ is taken to be the one that went on. Iterations count from 0 in the order of the
 pass that goes from the last layer to the first has those of the forward pass.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

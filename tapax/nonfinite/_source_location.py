@@ -5,8 +5,6 @@ of the forward pass have a tap, which knows their mapped axes; values that only 
 have none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import os

@@ -1,7 +1,5 @@
 """The plot of a capture: a row for each site, from the input down, a panel for each statistic."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

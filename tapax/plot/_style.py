@@ -3,8 +3,6 @@
 Everything is set on the figure itself: a user's `rcParams` are neither read for it nor changed.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The plot of a log: numbers over training, values beside gradients, and histograms below."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

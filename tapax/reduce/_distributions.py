@@ -1,7 +1,5 @@
 """Statistics of how values are distributed: histograms, the largest values, quantiles."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

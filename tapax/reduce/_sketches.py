@@ -1,7 +1,5 @@
 """Distributions in a state of a fixed size: histograms, and the sketch that quantiles come from."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

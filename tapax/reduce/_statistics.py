@@ -1,7 +1,5 @@
 """Statistics with a state of a few numbers: sums, moments, extremes, the last value."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

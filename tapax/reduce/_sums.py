@@ -3,8 +3,6 @@
 A count is an array of uint32, and stops at the largest number instead of starting from zero again.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

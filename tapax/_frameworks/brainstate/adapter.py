@@ -13,8 +13,6 @@ The `State`s that a captured function reads and writes become arguments and resu
 `_frameworks.brainstate.states`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

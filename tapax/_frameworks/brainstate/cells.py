@@ -3,8 +3,6 @@
 A hook of the state sees each write as it happens and names the value in the traced program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

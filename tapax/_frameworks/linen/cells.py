@@ -1,7 +1,5 @@
 """Recurrent cells of Linen, and other modules of Linen that are called as a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ is. `recording` is what `tapax.compat.linen` looks through: within, marks say wh
 from, methods that are asked for sow what they return, and Linen stores nothing itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -10,8 +10,6 @@ helper's closure, or attributes of the object whose method it is. `self.sow` and
 marks: see `_frameworks.nnx.marks`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

@@ -1,7 +1,5 @@
 """Recurrent cells of NNX, and other modules of NNX that are called as a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 What such a value holds, which of its attributes are state, and what code uses and assigns.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import inspect

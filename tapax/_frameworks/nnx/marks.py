@@ -10,8 +10,6 @@ for they change the structure of what a loop carries, is traced once more withou
 `perturb` adds what the module carries for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

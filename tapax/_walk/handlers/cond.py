@@ -1,7 +1,5 @@
 """The handler of `lax.cond` and `lax.switch`: what a branch records has a mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

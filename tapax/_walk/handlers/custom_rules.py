@@ -1,7 +1,5 @@
 """The handlers of functions with a derivative rule of their own."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

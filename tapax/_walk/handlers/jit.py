@@ -1,7 +1,5 @@
 """The handlers of `jit`, of other plain calls, and of barriers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tapax import _jax

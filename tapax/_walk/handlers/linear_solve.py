@@ -1,7 +1,5 @@
 """The handler of `lax.custom_linear_solve`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

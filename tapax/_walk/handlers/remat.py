@@ -1,7 +1,5 @@
 """The handler of `jax.checkpoint`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tapax import _jax

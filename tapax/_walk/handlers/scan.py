@@ -1,7 +1,5 @@
 """The handler of `lax.scan`: it stacks what its body records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The handler of `jax.shard_map`: what a device records gets an axis of the mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

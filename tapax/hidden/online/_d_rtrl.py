@@ -1,7 +1,5 @@
 """Diagonal real-time recurrent learning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

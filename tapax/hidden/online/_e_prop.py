@@ -1,7 +1,5 @@
 """e-prop: eligibility traces and learning signals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ states likewise. Within a group the new states count as given, one does not act 
 what they do to each other is in the influences on them. The states of other groups are on the way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

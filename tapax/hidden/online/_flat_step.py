@@ -6,8 +6,6 @@ weight is a value of the first part that the second one uses; a trace is kept fo
 gradient goes back to the parameters through the first part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ element: the influence is like the weight. `FullLayout` has the influence of eac
 weight on each unit, `[unit, element]`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A rule of online learning: a pair of functions, and what they take and return."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """pp-prop: traces of rank one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

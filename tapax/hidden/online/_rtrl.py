@@ -1,7 +1,5 @@
 """Real-time recurrent learning, exact: the oracle of the others, for small models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

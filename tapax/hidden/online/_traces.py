@@ -1,7 +1,5 @@
 """Traces that diagonal rules keep, and how they go from one step to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

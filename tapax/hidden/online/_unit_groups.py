@@ -7,8 +7,6 @@ derivative of that unit by itself. States that the transition connects, unit by 
 for the cell and the output of an LSTM that derivative is a matrix of two by two for every unit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
