@@ -18,15 +18,7 @@ from tapax import _jax
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import tap_p
 from tapax._walk.entries import where
-from tapax.nonfinite._equation_numbers import (
-    DEBUG_PRIMITIVES,
-    REMATS,
-    EquationNumbers,
-    called_body,
-    frame_body,
-    inlined_bodies,
-    is_inexact,
-)
+from tapax.nonfinite import _equation_numbers
 
 
 class EquationRun(NamedTuple):
@@ -74,7 +66,7 @@ def finite_range(x: Any) -> list[Any]:
 
 def count_bad(x: Any) -> Any:
     """How many elements are NaN, how many are infinite, and which is the first."""
-    if not is_inexact(jax.typeof(x)):
+    if not _equation_numbers.is_inexact(jax.typeof(x)):
         return jnp.zeros(3, jnp.int32)
     nan = jnp.isnan(x)
     inf = ~nan & jnp.isinf(x)
@@ -88,7 +80,7 @@ class Measurement:
     def __init__(self, jaxpr: Any, target: EquationRun):
         self.jaxpr = jaxpr
         self.target = target
-        self.equations = EquationNumbers()
+        self.equations = _equation_numbers.EquationNumbers()
 
     def run(self, args: Sequence[Any]) -> Measures:
         return self._body(self.jaxpr, args, 0, 0)[1]
@@ -119,19 +111,19 @@ class Measurement:
 
     def _equation(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
         name = eqn.primitive.name
-        if frame_body(eqn) is not None and level + 1 < len(self.target.numbers):
+        if _equation_numbers.frame_body(eqn) is not None and level + 1 < len(self.target.numbers):
             return {"scan": self._scan, "while": self._while, "shard_map": self._shard_map}[name](
                 eqn, args, level + 1
             )
-        call = called_body(eqn, args)
-        if not inlined_bodies(eqn) or self.target.numbers[level] == number:
+        call = _equation_numbers.called_body(eqn, args)
+        if not _equation_numbers.inlined_bodies(eqn) or self.target.numbers[level] == number:
             outs = _bind(eqn, args)
             return outs, measure(args, outs)
         if call is not None:
             return self._body(*call, number + 1, level)
         if name == "cond":
             return self._cond(eqn, args, number, level)
-        assert _jax.kind_of(eqn) in REMATS
+        assert _jax.kind_of(eqn) in _equation_numbers.REMATS
         # Bound again as the remat it is, else it would keep what it should drop.
         staged = self._stage(eqn.params["jaxpr"], args, number + 1, level)
         jaxpr, consts = _jax.closed(staged)
@@ -252,7 +244,7 @@ class Measurement:
 def _bind(eqn: Any, args: list[Any]) -> list[Any]:
     if eqn.primitive is tap_p:
         return tap_p.impl(*args, **eqn.params)
-    if eqn.primitive.name in DEBUG_PRIMITIVES:
+    if eqn.primitive.name in _equation_numbers.DEBUG_PRIMITIVES:
         return []
     return _jax.bind_equation(eqn, args)
 

@@ -46,6 +46,7 @@ from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
 from tapax._sites import name_of
 from tapax._walk.plan import Plan
+from tapax.nonfinite import _source_location
 from tapax.nonfinite._control_flow import OriginSearch
 from tapax.nonfinite._equation_numbers import (
     EquationNumbers,
@@ -56,16 +57,6 @@ from tapax.nonfinite._equation_numbers import (
 from tapax.nonfinite._finding import Finding, Range
 from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, decode_origin
 from tapax.nonfinite._measurement import EquationRun, Measurement, measure
-from tapax.nonfinite._source_location import (
-    ArgumentArray,
-    EveryOperation,
-    argument_name,
-    counterpart,
-    is_marked,
-    line_of,
-    mapped_axes,
-    transformations,
-)
 
 P = ParamSpec("P")
 
@@ -112,8 +103,8 @@ class NonfiniteSearch(TransformedFunction):
     def find(self, args: Any, kwargs: Any) -> Finding | None:
         """Search a call of the function; nothing is updated."""
         place = self((), args, kwargs)
-        if isinstance(place, ArgumentArray):
-            name = argument_name(self.fn, args, kwargs, place)
+        if isinstance(place, _source_location.ArgumentArray):
+            name = _source_location.argument_name(self.fn, args, kwargs, place)
             return _describe_value("argument", name, place.searched)
         if place is None or isinstance(place, Finding):
             return place
@@ -146,7 +137,7 @@ class NonfiniteSearch(TransformedFunction):
         paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(call.arguments)]
         keys = signature.traced(paths)[found.index]
         searched = arrays if self.inputs is None else self.inputs
-        return ArgumentArray(keys, arrays[found.index], searched[found.index])
+        return _source_location.ArgumentArray(keys, arrays[found.index], searched[found.index])
 
     def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         passes = _Passes(program, self._transform.masked)  # pyright: ignore[reportAttributeAccessIssue]
@@ -305,12 +296,12 @@ class _BadEquation:
         shape = eqn.outvars[which].aval.shape
         position = _position(first, shape)
         marked = self._find_marked(fn, args, kwargs)
-        axes = () if marked is None else mapped_axes(marked, which)
+        axes = () if marked is None else _source_location.mapped_axes(marked, which)
         loops = [(e, t) for e, t in zip(self.frames, self.target.times, strict=True) if _is_loop(e)]
         return Finding(
             path=path_in(self.path[-1].scopes, ""),
             operation="constant" if self.constant else _jax.kind_of(eqn),
-            source=line_of(self.path),
+            source=_source_location.line_of(self.path),
             phase=self._phase(marked),
             iterations=tuple(_index(e, t) for e, t in loops),
             loops=tuple(map(_loop_name, (e for e, _ in loops))),
@@ -342,18 +333,18 @@ class _BadEquation:
 
     def _find_marked(self, fn: Any, args: Any, kwargs: Any) -> NumberedEquation | None:
         """Find it in the program with every operation marked, if a transformation made it."""
-        if not transformations(self.path) & {"jvp", "vmap"}:
+        if not _source_location.transformations(self.path) & {"jvp", "vmap"}:
             return None
-        plan = dataclasses.replace(Plan.make(None, None), values=EveryOperation())
+        plan = dataclasses.replace(Plan.make(None, None), values=_source_location.EveryOperation())
         program, _ = TransformedFunction(fn, _NonfiniteTransform(plan, False)).program(args, kwargs)
-        return counterpart(self.passes.jaxpr, self.path[-1], program.jaxpr)
+        return _source_location.counterpart(self.passes.jaxpr, self.path[-1], program.jaxpr)
 
     def _phase(self, marked: NumberedEquation | None) -> str:
-        made_by = transformations(self.path)
+        made_by = _source_location.transformations(self.path)
         if "transpose" in made_by:
             return "backward"
         # A derivative computes what it needs of the values while these are computed.
-        derived = "jvp" in made_by and marked is not None and not is_marked(marked)
+        derived = "jvp" in made_by and marked is not None and not _source_location.is_marked(marked)
         return "backward" if derived and not self.constant else "forward"
 
 

@@ -7,21 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax.reduce import _sums
 from tapax.reduce._reducer import Reducer
-from tapax.reduce._sums import (
-    COUNT,
-    add,
-    add_all,
-    all_but,
-    as_integers,
-    extremes,
-    ordered,
-    root,
-    size,
-    square,
-    squares,
-    wide,
-)
 
 
 def _over(n: Any, total: Any) -> Any:
@@ -49,9 +36,9 @@ def _summing(
 
     def make(axis: Any) -> dict[str, Any]:
         def see(*xs: Any) -> Any:
-            axes = all_but(xs[0], axis)
-            found = [t.sum(axes, dtype=t.dtype) for t in terms(*map(wide, xs))]
-            return (*found, jnp.broadcast_to(size(xs[0], axes), found[0].shape))
+            axes = _sums.all_but(xs[0], axis)
+            found = [t.sum(axes, dtype=t.dtype) for t in terms(*map(_sums.wide, xs))]
+            return (*found, jnp.broadcast_to(_sums.size(xs[0], axes), found[0].shape))
 
         def init(x: Any) -> Any:
             like = jax.eval_shape(see, *[x] * (2 if options.get("paired") else 1))
@@ -59,9 +46,9 @@ def _summing(
 
         return {
             "init": init,
-            "update": lambda state, *xs: add(state, see(*xs)),
-            "combine": add,
-            "merge": add_all,
+            "update": lambda state, *xs: _sums.add(state, see(*xs)),
+            "combine": _sums.add,
+            "merge": _sums.add_all,
             "finish": finish,
             **options,
         }
@@ -73,14 +60,16 @@ _FLOATS = "floating-point numbers"
 
 
 def _flag(mask: Any) -> Any:
-    return mask.astype(COUNT)
+    return mask.astype(_sums.COUNT)
 
 
 sum = _summing("sum", lambda x: [x], lambda s: s[0])
 mean = _summing("mean", lambda x: [x], lambda s: _over(s[1], s[0]), _FLOATS)
-norm = _summing("norm", squares, lambda s: root(s[:2]), _FLOATS)
-rms = _summing("rms", squares, lambda s: root(s[:2], s[2].astype(s[0].dtype)), _FLOATS)
-nonfinite = _summing("nonfinite", lambda x: [_flag(~jnp.isfinite(x))], lambda s: as_integers(s[0]))
+norm = _summing("norm", _sums.squares, lambda s: _sums.root(s[:2]), _FLOATS)
+rms = _summing("rms", _sums.squares, lambda s: _sums.root(s[:2], s[2].astype(s[0].dtype)), _FLOATS)
+nonfinite = _summing(
+    "nonfinite", lambda x: [_flag(~jnp.isfinite(x))], lambda s: _sums.as_integers(s[0])
+)
 zeros = _summing(
     "zeros",
     lambda x: [_flag(x == 0)],
@@ -93,18 +82,22 @@ def _dot(g: Any, v: Any) -> Any:
 
 
 def _cosine(state: Any) -> Any:
-    dot, g, v = state[0], root(state[1:3]), root(state[3:5])
+    dot, g, v = state[0], _sums.root(state[1:3]), _sums.root(state[3:5])
     none = (g == 0) | (v == 0)
     return jnp.where(none, 0, dot / jnp.where(none, 1, g) / jnp.where(none, 1, v))
 
 
 cosine = _summing(
-    "cosine", lambda g, v: [_dot(g, v), *squares(g), *squares(v)], _cosine, _FLOATS, paired=True
+    "cosine",
+    lambda g, v: [_dot(g, v), *_sums.squares(g), *_sums.squares(v)],
+    _cosine,
+    _FLOATS,
+    paired=True,
 )
 update_ratio = _summing(
     "update_ratio",
-    lambda g, v: [*squares(g), *squares(v)],
-    lambda s: root(s[:2]) / root(s[2:4]),
+    lambda g, v: [*_sums.squares(g), *_sums.squares(v)],
+    lambda s: _sums.root(s[:2]) / _sums.root(s[2:4]),
     _FLOATS,
     paired=True,
 )
@@ -118,26 +111,26 @@ update_ratio = _summing(
 
 
 def _moments_of(x: Any, axes: tuple[int, ...]) -> Any:
-    x = wide(x)
-    n = size(x, axes)
+    x = _sums.wide(x)
+    n = _sums.size(x, axes)
     count = jnp.maximum(n, 1).astype(x.real.dtype)
     m = x.sum(axes, keepdims=True) / count
     apart = x - jnp.where(jnp.isfinite(m), m, 0)
     rest = jnp.where(jnp.isfinite(m), apart.sum(axes, keepdims=True) / count, 0)
-    q = square(x - m - rest).sum(axes)
+    q = _sums.square(x - m - rest).sum(axes)
     return jnp.broadcast_to(n, q.shape), m.reshape(q.shape), rest.reshape(q.shape), q
 
 
 def _combine_moments(a: Any, b: Any) -> Any:
     (na, ma, ra, qa), (nb, mb, rb, qb) = a, b
-    n = add(na, nb)
+    n = _sums.add(na, nb)
     fa, fb = (k.astype(qa.dtype) / jnp.maximum(n, 1).astype(qa.dtype) for k in (na, nb))
     apart = (mb - ma) + (rb - ra)
     # Of numbers that are none there is no small rest.
     finite = jnp.isfinite(ma) & jnp.isfinite(mb)
     m = jnp.where(finite, ma, ma * fa + mb * fb)
     rest = jnp.where(finite, ra + apart * fb, 0)
-    both = n, m, rest, qa + qb + square(apart) * fa * nb.astype(qa.dtype)
+    both = n, m, rest, qa + qb + _sums.square(apart) * fa * nb.astype(qa.dtype)
     one = jax.tree.map(lambda x, y: jnp.where(na == 0, y, x), a, b)
     return jax.tree.map(lambda x, y: jnp.where((na == 0) | (nb == 0), x, y), one, both)
 
@@ -150,7 +143,7 @@ def _mean_of(state: Any) -> Any:
 def _moments(name: str, finish: Callable[[Any], Any], **options: Any) -> Reducer:
     def make(axis: Any) -> dict[str, Any]:
         def see(x: Any) -> Any:
-            return _moments_of(x, all_but(x, axis))
+            return _moments_of(x, _sums.all_but(x, axis))
 
         def init(x: Any) -> Any:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(see, x))
@@ -180,14 +173,14 @@ moments = _moments(
 
 def _minmax(axis: Any) -> dict[str, Any]:
     def init(x: Any) -> Any:
-        kept = tuple(n for i, n in enumerate(x.shape) if i not in all_but(x, axis))
-        dtype = ordered(x.dtype)
-        low, high = extremes(dtype)
+        kept = tuple(n for i, n in enumerate(x.shape) if i not in _sums.all_but(x, axis))
+        dtype = _sums.ordered(x.dtype)
+        low, high = _sums.extremes(dtype)
         return jnp.full(kept, high, dtype), jnp.full(kept, low, dtype)
 
     def see(x: Any) -> Any:
-        x = x.astype(ordered(x.dtype))
-        axes, (low, high) = all_but(x, axis), extremes(x.dtype)
+        x = x.astype(_sums.ordered(x.dtype))
+        axes, (low, high) = _sums.all_but(x, axis), _sums.extremes(x.dtype)
         return x.min(axes, initial=high), x.max(axes, initial=low)
 
     def combine(a: Any, b: Any) -> Any:

@@ -22,24 +22,7 @@ import jax
 from jax.core import Tracer
 
 from tapax._frameworks.anchors import PathKey, leaf_path
-from tapax._frameworks.nnx.holders import (
-    assigned_by_methods,
-    assigned_globals,
-    attributes,
-    contents,
-    has_attributes,
-    holds_object,
-    identity,
-    is_anothers,
-    is_number,
-    is_object,
-    is_plain,
-    is_result,
-    is_state,
-    names_in,
-    refilled,
-    set_attributes,
-)
+from tapax._frameworks.nnx import holders
 from tapax._jax.pytrees import in_order, map_in_order, order_of
 from tapax._sites import join
 
@@ -102,18 +85,18 @@ class ObjectBindings:
         """A copy of the globals of a function, one for all functions of a file."""
         new = fn.__globals__, dict(fn.__globals__), set()
         _, copied, assigned = self._globals.setdefault(id(fn.__globals__), new)
-        assigned |= assigned_globals(fn.__code__)
+        assigned |= holders.assigned_globals(fn.__code__)
         return copied
 
     def twin(self, number: int, owner: Any, used: dict[str, Recipe], state: dict[str, int]) -> Any:
         """A copy of an object that is not one of NNX's, with some attributes filled."""
         if id(owner) not in self.made:
             made = self.made[id(owner)] = object.__new__(type(owner))
-            set_attributes(made, attributes(owner))
-            set_attributes(made, {name: self.values[i] for name, i in state.items()})
-            set_attributes(made, {name: recipe(self) for name, recipe in used.items()})
-            before = {name: identity(self.values[i]) for name, i in state.items()}
-            self._twins.append(_TwinObject(number, owner, made, attributes(made), before))
+            holders.set_attributes(made, holders.attributes(owner))
+            holders.set_attributes(made, {name: self.values[i] for name, i in state.items()})
+            holders.set_attributes(made, {name: recipe(self) for name, recipe in used.items()})
+            before = {name: holders.identity(self.values[i]) for name, i in state.items()}
+            self._twins.append(_TwinObject(number, owner, made, holders.attributes(made), before))
         return self.made[id(owner)]
 
     def __enter__(self) -> ObjectBindings:
@@ -123,24 +106,24 @@ class ObjectBindings:
         for original, copied, assigned in self._globals.values():
             original.update((name, copied[name]) for name in assigned if name in copied)
         for twin in self._twins:
-            for name, value in attributes(twin.made).items():
+            for name, value in holders.attributes(twin.made).items():
                 same = name in twin.before and twin.before[name] is value
-                if same and (name not in twin.state or twin.state[name] == identity(value)):
+                if same and (name not in twin.state or twin.state[name] == holders.identity(value)):
                     continue
                 self.changed.add(name)
                 if name in twin.before and name not in twin.state:
-                    self.missed |= is_state(twin.before[name], True)
-                if is_result(value):
+                    self.missed |= holders.is_state(twin.before[name], True)
+                if holders.is_result(value):
                     self.assigned[twin.number, name, same] = value
                     continue
-                if error is None and is_number(value) and any(map(_is_traced, self.values)):
+                if error is None and holders.is_number(value) and any(map(_is_traced, self.values)):
                     # Numbers are not traced any more when this has been raised, and it is one.
                     raise TypeError(
                         f"`{name}` of {type(twin.owner).__name__} is assigned in a transformation, "
                         "so that nothing traced can come out by it. Return it instead."
                     )
-                old = attributes(twin.owner).get(name) if same else None
-                set_attributes(twin.owner, {name: refilled(old, value)})
+                old = holders.attributes(twin.owner).get(name) if same else None
+                holders.set_attributes(twin.owner, {name: holders.refilled(old, value)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +136,7 @@ class _TwinObject:
 
 
 def _is_traced(value: Any) -> bool:
-    return isinstance(value, Tracer) and is_number(value)
+    return isinstance(value, Tracer) and holders.is_number(value)
 
 
 Recipe = Callable[[ObjectBindings], Any]
@@ -176,7 +159,7 @@ class Objects:
         self._changing = frozenset(changing)
 
     def _slot(self, keys: Any, value: Any) -> Any:
-        if not is_object(value):
+        if not holders.is_object(value):
             return value
         number = self._numbers.setdefault(id(value), len(self.taken))
         if number == len(self.taken):
@@ -186,7 +169,7 @@ class Objects:
 
     def take(self, tree: Any) -> Any:
         """The structure with a slot in the place of each."""
-        taken = jax.tree_util.tree_map_with_path(self._slot, tree, is_leaf=is_object)
+        taken = jax.tree_util.tree_map_with_path(self._slot, tree, is_leaf=holders.is_object)
         return in_order(taken, order_of(tree))
 
     def take_arguments(self, tree: Any) -> Any:
@@ -194,7 +177,7 @@ class Objects:
         return map_in_order(self._held, self.take(tree))
 
     def _held(self, value: Any) -> Any:
-        recipe = None if is_plain(value) else self.lift(value)
+        recipe = None if holders.is_plain(value) else self.lift(value)
         if recipe is None:
             return value
         is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
@@ -202,7 +185,7 @@ class Objects:
 
     def lift(self, value: Any) -> Recipe | None:
         """How to make a value from other objects; None if it holds none."""
-        if is_object(value):
+        if holders.is_object(value):
             number = self._slot((), value).number
             return lambda bindings: bindings.objects[number]
         if inspect.ismethod(value):
@@ -213,12 +196,12 @@ class Objects:
             return self._lift_function(value)
         if type(value) in (list, tuple, dict):
             return self._lift_container(value)
-        lifted = self._lift_attributes(value) if has_attributes(value) else None
+        lifted = self._lift_attributes(value) if holders.has_attributes(value) else None
         return lifted or self._lift_structure(value)
 
     def _lift_structure(self, value: Any) -> Recipe | None:
         """A structure that JAX knows: a named tuple, say."""
-        parts, treedef = jax.tree.flatten(value, is_leaf=is_object)
+        parts, treedef = jax.tree.flatten(value, is_leaf=holders.is_object)
         if jax.tree_util.treedef_is_leaf(treedef):
             return None
         made = self._lift_container(parts)
@@ -248,15 +231,15 @@ class Objects:
     def _lift_attributes(self, value: Any) -> Recipe | None:
         if id(value) in self._inside:  # it holds another that holds it
             return lambda bindings: bindings.made[id(value)]
-        held = {k: v for k, v in attributes(value).items() if holds_object(v)}
+        held = {k: v for k, v in holders.attributes(value).items() if holders.holds_object(v)}
         self._inside.add(id(value))
         used = self._lift_all(held)
         self._inside.discard(id(value))
         if not used:
             return None
-        state, changing = {}, assigned_by_methods(type(value)) | self._changing
-        for name, attribute in attributes(value).items():
-            if name not in used and is_state(attribute, name in changing):
+        state, changing = {}, holders.assigned_by_methods(type(value)) | self._changing
+        for name, attribute in holders.attributes(value).items():
+            if name not in used and holders.is_state(attribute, name in changing):
                 state[name] = len(self.values)
                 self.values.append(attribute)
         number = len(self.owners)
@@ -269,16 +252,16 @@ class Objects:
             owner = self.owners[number]
             before = getattr(owner, name, None)
             if in_place:
-                value = refilled(before, value)
-            elif is_number(value) and not isinstance(before, jax.Array):
+                value = holders.refilled(before, value)
+            elif holders.is_number(value) and not isinstance(before, jax.Array):
                 value = value.item()
-            set_attributes(owner, {name: value})
+            holders.set_attributes(owner, {name: value})
 
     def _lift_method(self, value: Any) -> Recipe | None:
         owner = self.lift(value.__self__)
         if owner is None:
             return None
-        if is_object(value.__self__):  # its class may be patched by now
+        if holders.is_object(value.__self__):  # its class may be patched by now
             return lambda bindings: getattr(owner(bindings), value.__name__)
         return lambda bindings: types.MethodType(value.__func__, owner(bindings))
 
@@ -302,11 +285,11 @@ class Objects:
             return self._functions[id(fn)]
         # A function may refer to itself.
         self._functions[id(fn)] = lambda bindings: bindings.made[id(fn)]
-        names = (name for name in names_in(fn.__code__) if name in fn.__globals__)
+        names = (name for name in holders.names_in(fn.__code__) if name in fn.__globals__)
         used = {name: fn.__globals__[name] for name in names}
-        mine = {k: v for k, v in used.items() if not is_anothers(v, fn)}
+        mine = {k: v for k, v in used.items() if not holders.is_anothers(v, fn)}
         lifted = self._lift_all(mine)
-        cells = self._lift_all(dict(enumerate(map(contents, fn.__closure__ or ()))))
+        cells = self._lift_all(dict(enumerate(map(holders.contents, fn.__closure__ or ()))))
         defaults = self._lift_container(fn.__defaults__ or ())
         named = self._lift_container(fn.__kwdefaults__ or {})
         if not (lifted or cells or defaults or named):

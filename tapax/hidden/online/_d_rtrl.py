@@ -5,24 +5,8 @@ from typing import Any
 
 import jax
 
+from tapax.hidden.online import _learner, _traces
 from tapax.hidden.online._evaluated_step import collect_gradients, evaluate_step
-from tapax.hidden.online._learner import (
-    OnlineGradients,
-    OnlineMemory,
-    OnlineRule,
-    check_traces,
-    get_state,
-    settle_dtypes,
-)
-from tapax.hidden.online._traces import (
-    add_gradient,
-    advance,
-    list_kept,
-    list_traced,
-    make_zeros,
-    plan_diagonal_rule,
-    pull_back_signal,
-)
 
 
 def d_rtrl(
@@ -31,7 +15,7 @@ def d_rtrl(
     *,
     signal: str = "new",
     indirect: str = "trace",
-) -> OnlineRule:
+) -> _learner.OnlineRule:
     """Diagonal RTRL: for each weight, its influence on the units that it drives is kept.
 
     To the gradient within a step, which is exact, comes that through the old states: their signal
@@ -44,39 +28,46 @@ def d_rtrl(
     (doi:10.1038/s41467-026-68453-w); with the diagonal of the matrices from state to state it would
     be the SnAp-1 of Menick et al., 2020 (arXiv:2006.07232).
     """
-    planned = plan_diagonal_rule(step, loss, indirect, signal)
+    planned = _traces.plan_diagonal_rule(step, loss, indirect, signal)
 
     def empty(program: Any, groups: Any) -> Any:
         return [
-            [make_zeros(program, lay, list_kept(g, s)) for _, s, lay in list_traced(program, g)]
+            [
+                _traces.make_zeros(program, lay, _traces.list_kept(g, s))
+                for _, s, lay in _traces.list_traced(program, g)
+            ]
             for g in groups
         ]
 
-    def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
+    def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
         traces = empty(*planned(params, state, inputs))
-        return OnlineMemory(settle_dtypes(state), traces)
+        return _learner.OnlineMemory(_learner.settle_dtypes(state), traces)
 
     def update(
-        memory: OnlineMemory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[OnlineGradients, OnlineMemory]:
-        program, groups = planned(params, get_state(memory), inputs)
-        check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
+        memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
+    ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
+        program, groups = planned(params, _learner.get_state(memory), inputs)
+        _learner.check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
         now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
         grads, given = now.whole_gradients
         grads, traces = list(grads), []
         for group, olds in zip(groups, memory.traces, strict=True):
             carried, driven = now.differentiate_units(group)
             if signal == "new":
-                given = pull_back_signal(
+                given = _traces.pull_back_signal(
                     group, now.compute_signal(group), carried, now.beside_gradients[1]
                 )
             made = []
-            for (i, source, lay), old in zip(list_traced(program, group), olds, strict=True):
+            for (i, source, lay), old in zip(
+                _traces.list_traced(program, group), olds, strict=True
+            ):
                 for k, eps in old.items():
                     at = source.weight
-                    grads[at] = add_gradient(grads[at], lay.contract(given[k], eps))
-                made.append(advance(now, group, i, lay, carried, driven[i], old, tuple(old)))
+                    grads[at] = _traces.add_gradient(grads[at], lay.contract(given[k], eps))
+                made.append(
+                    _traces.advance(now, group, i, lay, carried, driven[i], old, tuple(old))
+                )
             traces.append(made)
-        return collect_gradients(now, back, params, grads), OnlineMemory(now.state, traces)
+        return collect_gradients(now, back, params, grads), _learner.OnlineMemory(now.state, traces)
 
-    return OnlineRule(init, update)
+    return _learner.OnlineRule(init, update)

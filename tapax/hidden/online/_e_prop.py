@@ -8,27 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from tapax._frameworks.recurrent_cells import HiddenError
+from tapax.hidden.online import _learner, _traces
 from tapax.hidden.online._evaluated_step import EvaluatedStep, collect_gradients, evaluate_step
 from tapax.hidden.online._flat_step import FlatStep, is_float
-from tapax.hidden.online._learner import (
-    OnlineGradients,
-    OnlineMemory,
-    OnlineRule,
-    check_decay,
-    check_traces,
-    get_state,
-    settle_dtypes,
-    widen_dtype,
-)
-from tapax.hidden.online._traces import (
-    add_gradient,
-    advance,
-    compute_instant,
-    list_kept,
-    list_traced,
-    make_zeros,
-    plan_diagonal_rule,
-)
 from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 _FEEDBACK = ("symmetric", "random")
@@ -42,7 +24,7 @@ def e_prop(
     decay: float = 0.0,
     key: Any = None,
     indirect: str = "trace",
-) -> OnlineRule:
+) -> _learner.OnlineRule:
     """e-prop: the eligibility traces of `d_rtrl`, times a learning signal.
 
     `feedback` says what the signal is. "symmetric": the gradient of the step's loss by the hidden
@@ -58,8 +40,8 @@ def e_prop(
     Bellec et al., A solution to the learning dilemma for recurrent networks of spiking neurons,
     2020 (doi:10.1038/s41467-020-17236-y).
     """
-    planned = plan_diagonal_rule(step, loss, indirect)
-    check_decay(decay)
+    planned = _traces.plan_diagonal_rule(step, loss, indirect)
+    _learner.check_decay(decay)
     if feedback not in _FEEDBACK:
         raise HiddenError(f"`feedback` is 'symmetric' or 'random', but is {feedback!r}.")
     if (feedback == "random") != (key is not None):
@@ -74,21 +56,23 @@ def e_prop(
 
     def empty(program: FlatStep, groups: Any) -> Any:
         def both(group: UnitGroup, source: DrivingWeight, lay: Any) -> Any:
-            states = list_kept(group, source), filtered(group, source)
-            return tuple(make_zeros(program, lay, part) for part in states)
+            states = _traces.list_kept(group, source), filtered(group, source)
+            return tuple(_traces.make_zeros(program, lay, part) for part in states)
 
-        return [[both(g, s, lay) for _, s, lay in list_traced(program, g)] for g in groups]
+        return [[both(g, s, lay) for _, s, lay in _traces.list_traced(program, g)] for g in groups]
 
-    def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
+    def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
         program, groups = planned(params, state, inputs)
         matrices = () if key is None else _make_matrices(key, program, groups)
-        return OnlineMemory(settle_dtypes(state), empty(program, groups), matrices)
+        return _learner.OnlineMemory(
+            _learner.settle_dtypes(state), empty(program, groups), matrices
+        )
 
     def update(
-        memory: OnlineMemory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[OnlineGradients, OnlineMemory]:
-        program, groups = planned(params, get_state(memory), inputs)
-        check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
+        memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
+    ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
+        program, groups = planned(params, _learner.get_state(memory), inputs)
+        _learner.check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
         now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
         grads, olds = now.beside_gradients
         grads, traces = list(grads), []
@@ -101,25 +85,25 @@ def e_prop(
                 signal = _broadcast_errors(now, group, memory.feedback)
             made = []
             for (i, source, lay), (eps, bars) in zip(
-                list_traced(program, group), before, strict=True
+                _traces.list_traced(program, group), before, strict=True
             ):
-                new = advance(now, group, i, lay, carried, driven[i], eps, source.states)
+                new = _traces.advance(now, group, i, lay, carried, driven[i], eps, source.states)
                 more = {k: decay * bar + new[k] for k, bar in bars.items()}
                 at = source.weight
                 for k, x in (more or new).items():
-                    grads[at] = add_gradient(grads[at], lay.contract(signal[k], x))
+                    grads[at] = _traces.add_gradient(grads[at], lay.contract(signal[k], x))
                 for k, x in ((bars or eps) if symmetric else {}).items():
                     if k in group.read:
-                        grads[at] = add_gradient(grads[at], lay.contract(olds[k], x))
+                        grads[at] = _traces.add_gradient(grads[at], lay.contract(olds[k], x))
                 made.append(({k: new[k] for k in eps}, more))
             for source in group.sources:
                 if not source.traced:
-                    grads[source.weight] += compute_instant(now, group, source, signal)
+                    grads[source.weight] += _traces.compute_instant(now, group, source, signal)
             traces.append(made)
         learned = collect_gradients(now, back, params, grads)
-        return learned, OnlineMemory(now.state, traces, memory.feedback)
+        return learned, _learner.OnlineMemory(now.state, traces, memory.feedback)
 
-    return OnlineRule(init, update)
+    return _learner.OnlineRule(init, update)
 
 
 def _list_output_shapes(program: FlatStep) -> list[tuple[int, ...]]:
@@ -144,7 +128,7 @@ def _make_matrices(key: Any, program: FlatStep, groups: Any) -> Any:
                 n = _count_batch_axes(out, group.shape)
                 one = jax.random.fold_in(jax.random.fold_in(key, k), i)
                 size = math.prod(out[n:]), math.prod(group.shape[n:])
-                matrix = jax.random.normal(one, size, widen_dtype(program.states[k].dtype))
+                matrix = jax.random.normal(one, size, _learner.widen_dtype(program.states[k].dtype))
                 made[k].append(matrix / math.sqrt(max(size[1], 1)))
     return made
 
@@ -152,7 +136,9 @@ def _make_matrices(key: Any, program: FlatStep, groups: Any) -> Any:
 def _broadcast_errors(now: EvaluatedStep, group: UnitGroup, matrices: Any) -> dict[int, Any]:
     """The gradient by what is put out, through the matrices."""
     errors = now.differentiate_output()
-    signal = {k: jnp.zeros(group.shape, widen_dtype(now.olds[k].dtype)) for k in group.states}
+    signal = {
+        k: jnp.zeros(group.shape, _learner.widen_dtype(now.olds[k].dtype)) for k in group.states
+    }
     for k in group.seen:
         for error, matrix in zip(errors, matrices[k], strict=True):
             n = _count_batch_axes(error.shape, group.shape)

@@ -6,34 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax.hidden.online import _learner, _traces
 from tapax.hidden.online._evaluated_step import EvaluatedStep, collect_gradients, evaluate_step
 from tapax.hidden.online._flat_step import FlatStep
 from tapax.hidden.online._influence_layouts import InfluenceLayout, ProductLayout
-from tapax.hidden.online._learner import (
-    OnlineGradients,
-    OnlineMemory,
-    OnlineRule,
-    check_decay,
-    check_traces,
-    get_state,
-    settle_dtypes,
-    widen_dtype,
-)
-from tapax.hidden.online._traces import (
-    add_gradient,
-    advance,
-    compute_instant,
-    list_kept,
-    list_traced,
-    make_zeros,
-    plan_diagonal_rule,
-)
 from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 
 def pp_prop(
     step: Callable[..., Any], loss: Callable[..., Any], decay: float, *, indirect: str = "trace"
-) -> OnlineRule:
+) -> _learner.OnlineRule:
     """The influence of a matrix is kept as a product of two vectors, smoothed over time.
 
     One is of the data that the matrix is multiplied with, `x[t] = decay * x[t-1] + data`; the other
@@ -48,24 +30,26 @@ def pp_prop(
     Wang et al., Model-agnostic linear-memory online learning in spiking neural networks, 2026
     (doi:10.1038/s41467-026-68453-w), there also ES-D-RTRL.
     """
-    planned = plan_diagonal_rule(step, loss, indirect)
-    check_decay(decay)
+    planned = _traces.plan_diagonal_rule(step, loss, indirect)
+    _learner.check_decay(decay)
 
     def empty(program: FlatStep, groups: Any) -> Any:
         return [
-            [_make_empty(program, g, s, lay) for _, s, lay in list_traced(program, g)]
+            [_make_empty(program, g, s, lay) for _, s, lay in _traces.list_traced(program, g)]
             for g in groups
         ]
 
-    def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
+    def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
         traces = empty(*planned(params, state, inputs))
-        return OnlineMemory(settle_dtypes(state), traces, count=jnp.zeros((), jnp.int32))
+        return _learner.OnlineMemory(
+            _learner.settle_dtypes(state), traces, count=jnp.zeros((), jnp.int32)
+        )
 
     def update(
-        memory: OnlineMemory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[OnlineGradients, OnlineMemory]:
-        program, groups = planned(params, get_state(memory), inputs)
-        check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
+        memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
+    ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
+        program, groups = planned(params, _learner.get_state(memory), inputs)
+        _learner.check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
         now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
         grads, olds = now.beside_gradients
         grads, traces = list(grads), []
@@ -73,25 +57,29 @@ def pp_prop(
             carried, driven = now.differentiate_units(group)
             signal = now.compute_signal(group)
             made = []
-            for (i, source, lay), old in zip(list_traced(program, group), before, strict=True):
+            for (i, source, lay), old in zip(
+                _traces.list_traced(program, group), before, strict=True
+            ):
                 if isinstance(lay, ProductLayout):
                     new = _smooth(now, group, source, lay, carried, driven[i], old, decay)
                 else:
-                    new = advance(now, group, i, lay, carried, driven[i], old, source.states)
+                    new = _traces.advance(
+                        now, group, i, lay, carried, driven[i], old, source.states
+                    )
                 at = source.weight
                 for given, trace, steps in ((signal, new, 1), (olds, old, 0)):
                     some = {k: given[k] for k in group.states if steps or k in group.read}
                     more = _contract(lay, some, trace, _compute_scale(decay, memory.count + steps))
-                    grads[at] = grads[at] if more is None else add_gradient(grads[at], more)
-                made.append(_keep(lay, new, list_kept(group, source)))
+                    grads[at] = grads[at] if more is None else _traces.add_gradient(grads[at], more)
+                made.append(_keep(lay, new, _traces.list_kept(group, source)))
             for source in group.sources:
                 if not source.traced:
-                    grads[source.weight] += compute_instant(now, group, source, signal)
+                    grads[source.weight] += _traces.compute_instant(now, group, source, signal)
             traces.append(made)
         learned = collect_gradients(now, back, params, grads)
-        return learned, OnlineMemory(now.state, traces, count=memory.count + 1)
+        return learned, _learner.OnlineMemory(now.state, traces, count=memory.count + 1)
 
-    return OnlineRule(init, update)
+    return _learner.OnlineRule(init, update)
 
 
 def _compute_scale(decay: float, count: Any) -> Any:
@@ -103,12 +91,14 @@ def _make_empty(
     program: FlatStep, group: UnitGroup, source: DrivingWeight, lay: InfluenceLayout
 ) -> Any:
     if not isinstance(lay, ProductLayout):
-        return make_zeros(program, lay, list_kept(group, source))
+        return _traces.make_zeros(program, lay, _traces.list_kept(group, source))
     b, d, c, w = lay.sizes
     assert source.dot is not None
-    data = jnp.zeros((b, d, c), widen_dtype(source.dot.data.aval.dtype))
-    states = list_kept(group, source)
-    return data, {k: jnp.zeros((b, d, w), widen_dtype(program.states[k].dtype)) for k in states}
+    data = jnp.zeros((b, d, c), _learner.widen_dtype(source.dot.data.aval.dtype))
+    states = _traces.list_kept(group, source)
+    return data, {
+        k: jnp.zeros((b, d, w), _learner.widen_dtype(program.states[k].dtype)) for k in states
+    }
 
 
 def _smooth(
@@ -131,7 +121,7 @@ def _smooth(
         for j, x in units.items():
             if (k, j) in group.carries:
                 total = total + decay * lay.at(carried[k, j]) * x
-        made[k] = total.astype(widen_dtype(now.olds[k].dtype))
+        made[k] = total.astype(_learner.widen_dtype(now.olds[k].dtype))
     return data, made
 
 

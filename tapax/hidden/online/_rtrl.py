@@ -7,23 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax.hidden.online import _learner
 from tapax.hidden.online._flat_step import FlatStep, trace_flat_step
-from tapax.hidden.online._learner import (
-    OnlineGradients,
-    OnlineMemory,
-    OnlineRule,
-    ShapeCache,
-    check_loss,
-    check_traces,
-    compute_loss,
-    get_state,
-    make_grads,
-    settle_dtypes,
-    widen_dtype,
-)
 
 
-def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> OnlineRule:
+def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineRule:
     """Exact gradients: the influence of every parameter on every hidden state is kept.
 
     With parameters that stay the same, the gradients of the steps of a sequence sum to what
@@ -33,18 +21,18 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> OnlineRule:
     Williams and Zipser, A Learning Algorithm for Continually Running Fully Recurrent Neural
     Networks, 1989.
     """
-    check_loss(loss)
-    planned = ShapeCache(step, _plan)
+    _learner.check_loss(loss)
+    planned = _learner.ShapeCache(step, _plan)
 
-    def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
+    def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
         traces = _make_zeros(planned(params, state, inputs))
-        return OnlineMemory(settle_dtypes(state), traces)
+        return _learner.OnlineMemory(_learner.settle_dtypes(state), traces)
 
     def update(
-        memory: OnlineMemory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[OnlineGradients, OnlineMemory]:
-        program = planned(params, get_state(memory), inputs)
-        check_traces(memory, jax.eval_shape(lambda: _make_zeros(program)))
+        memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
+    ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
+        program = planned(params, _learner.get_state(memory), inputs)
+        _learner.check_traces(memory, jax.eval_shape(lambda: _make_zeros(program)))
         leaves, tree = jax.tree.flatten(params)
 
         def run(trained: Any, olds: Any) -> Any:
@@ -56,7 +44,7 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> OnlineRule:
 
         def value(trained: Any, olds: Any) -> Any:
             _, out = run(trained, olds)
-            return compute_loss(loss, out, target), out
+            return _learner.compute_loss(loss, out, target), out
 
         trained = [jnp.asarray(leaves[i]) for i in program.trained]
         olds = [jnp.asarray(x) for x in jax.tree.leaves(memory.state)]
@@ -69,10 +57,12 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> OnlineRule:
         for grad, old, new in zip(now, memory.traces, by_params, strict=True):
             grads.append(grad + jnp.tensordot(signal, old, 1))
             traces.append(jnp.tensordot(influence, old, 1) + new.astype(old.dtype))
-        learned = OnlineGradients(make_grads(params, program.trained, grads), worth, out)
-        return learned, OnlineMemory(program.state_tree.unflatten(news), traces)
+        learned = _learner.OnlineGradients(
+            _learner.make_grads(params, program.trained, grads), worth, out
+        )
+        return learned, _learner.OnlineMemory(program.state_tree.unflatten(news), traces)
 
-    return OnlineRule(init, update)
+    return _learner.OnlineRule(init, update)
 
 
 def _plan(*args: Any) -> tuple[FlatStep, bool]:
@@ -85,7 +75,7 @@ def _count_units(program: FlatStep) -> int:
 
 
 def _make_zeros(program: FlatStep) -> list[Any]:
-    kind = [widen_dtype(program.params[i].aval.dtype) for i in program.trained]
+    kind = [_learner.widen_dtype(program.params[i].aval.dtype) for i in program.trained]
     shapes = [program.params[i].aval.shape for i in program.trained]
     return [jnp.zeros((_count_units(program), *s), d) for s, d in zip(shapes, kind, strict=True)]
 
@@ -102,4 +92,4 @@ def _make_cotangents(program: FlatStep) -> list[Any]:
 
 def _flatten(parts: Any, batch: int) -> Any:
     flat = [x.reshape(*x.shape[:batch], -1) for x in parts]
-    return jnp.concatenate([x.astype(widen_dtype(x.dtype)) for x in flat], -1)
+    return jnp.concatenate([x.astype(_learner.widen_dtype(x.dtype)) for x in flat], -1)
