@@ -1,7 +1,7 @@
-"""Models of brainstate, and what they compute and leave behind, by hand.
+"""Models of brainstate, and their values, states and gradients computed by hand.
 
-The oracles are the same step without capture, layers called by hand, and gradients by a zero that
-is added by hand to what a layer returns.
+The oracles are the same step without capture, layers called one by one, and gradients by a zero
+added to the result of a layer.
 """
 
 import brainstate as bs

@@ -1,4 +1,4 @@
-"""Linen models for the tests, unmodified as a user would have them."""
+"""Linen models for the tests, written as users write them."""
 
 import jax
 import jax.numpy as jnp

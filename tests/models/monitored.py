@@ -1,4 +1,4 @@
-"""Steps to monitor, and what is recorded of them."""
+"""Train steps for the tests of monitors, and a function that records them."""
 
 import functools
 
@@ -19,7 +19,7 @@ def batch(i):
 
 
 def watched(step, *calls, **options):
-    """What is recorded of some calls, all of them watched."""
+    """Monitor every one of some calls; return the log and the alarms."""
     log = Log()
     with monitor(step, every=1, to=log, **options) as m:
         for args in calls:

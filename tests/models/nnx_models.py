@@ -1,4 +1,4 @@
-"""Models of NNX for the tests, and what happens inside of them, computed by hand."""
+"""NNX models for the tests, and their inner values and gradients computed by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def close(a, b, tol=2e-5):
 
 
 def check(found, expected, root="Net", tol=2e-5):
-    """That captured arrays are those expected, and no others are there."""
+    """Assert that captured arrays are the expected ones, and that there are no others."""
     name = lambda path: f"{root}/{path}" if path else root
     assert set(found) == set(map(name, expected))
     for path, value in expected.items():

@@ -1,9 +1,8 @@
-"""Oracles that share no code with the engine.
+"""Values and gradients of marked programs, computed without the engine.
 
-A program is a function that takes the `sow` it is to use. Run under `jax.disable_jit()`, where
-scans, loops and conditionals are Python's, with a `sow` that writes down what it is given, it
-gives every value at every iteration. With a `sow` that adds a zero perturbation, one for each time
-that it is called, differentiated by `jax.grad`, it gives every gradient.
+A program is a function of the `sow` to use. Under `jax.disable_jit()` scans, loops and conditionals
+run in Python, so a `sow` that records its argument sees the value of every iteration. A `sow` that
+adds a zero for each call gives every gradient: `jax.grad` differentiates by the zeros.
 """
 
 from collections import defaultdict
@@ -26,7 +25,7 @@ def plain(x: Any, name: str) -> Any:
 
 
 def values(program: Program, *args: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
-    """What the program returns, and every value that it sows, in the order of execution."""
+    """The result of the program, and every sown value in the order of execution."""
     seen: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def record(x: Any, name: str) -> Any:
@@ -40,7 +39,7 @@ def values(program: Program, *args: Any) -> tuple[Any, dict[str, list[np.ndarray
 
 
 def grads(loss: Program, *args: Any) -> dict[str, list[np.ndarray]]:
-    """The gradient of a loss by every value that it sows, in the order of execution."""
+    """The gradient of a loss by every sown value, in the order of execution."""
     _, seen = values(loss, *args)
 
     def perturbed(eps: dict[str, list[Any]]) -> Any:
@@ -63,7 +62,7 @@ def grads(loss: Program, *args: Any) -> dict[str, list[np.ndarray]]:
 
 
 def finite_differences(loss: Program, *args: Any, step: float = 1e-6) -> dict[str, list[Any]]:
-    """The same by central differences: exact to about `step` squared in float64."""
+    """The gradients of `grads` by central differences: in float64 exact to about `step` squared."""
     _, seen = values(loss, *args)
 
     def shifted(name: str, call: int, index: tuple[int, ...], by: float) -> float:

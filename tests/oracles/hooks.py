@@ -1,8 +1,8 @@
-"""The calls of modules, seen without tapax: the oracle for models that nobody wrote by hand.
+"""Results of modules and their gradients, recorded without tapax, for published models.
 
-A hook is what a framework has for that, or a method of a class replaced by hand. `Hook.run` runs a
-loss once, and notes what every module returned; `Hook.grads` runs it again with a zero added to
-each of these arrays, and differentiates by the zeros.
+A hook is the interceptor of a framework, or a replaced method of a class. `Hook.run` runs a loss
+once and records the result of every module. `Hook.grads` runs it again with a zero added to each of
+these arrays, and differentiates by the zeros.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 
 class Hook:
-    """Notes what modules return, by name, and adds to it."""
+    """A recorder of the results of modules by name, which can add to them."""
 
     def __init__(self, seen):
         self._seen = seen  # seen(note) is a context in which note(name, result) is called
@@ -47,7 +47,7 @@ class Hook:
     def grads(self, loss):
         """The values, and the gradients of the loss by them.
 
-        What a module returns inside of a vmap is not to be had so: there the value is None.
+        A module inside a vmap returns a tracer: its value is None here.
         """
         self.run(loss)
         values = {k: None if isinstance(v, Tracer) else v for k, v in self.values.items()}
@@ -59,7 +59,7 @@ class Hook:
 
 @contextlib.contextmanager
 def replaced(classes, name, make):
-    """A method of some classes, replaced."""
+    """Replace a method of some classes."""
     originals = {cls: cls.__dict__[name] for cls in classes if name in cls.__dict__}
     for cls, original in originals.items():
         type.__setattr__(cls, name, make(cls, original))
@@ -71,7 +71,7 @@ def replaced(classes, name, make):
 
 
 def of_objects(paths, method="__call__"):
-    """The hook for modules that are objects; `paths` has the name of each, by identity."""
+    """Make the hook for modules that are objects; `paths` gives each a name by its identity."""
 
     @contextlib.contextmanager
     def seen(note):

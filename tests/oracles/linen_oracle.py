@@ -1,8 +1,8 @@
-"""What the modules of a Linen program return, and the gradients of that, with no tapax in it.
+"""Results of Linen modules and their gradients, computed without tapax.
 
-Under `jax.disable_jit()` loops and branches are Python's; a program without (`plain`) is compiled,
-which is faster. An interceptor of Linen's own writes down
-what every method returns; or adds a zero perturbation to it, by which `jax.grad` differentiates.
+An interceptor of Linen records the result of every method, or adds a zero to it by which `jax.grad`
+differentiates. Under `jax.disable_jit()` loops and branches run in Python; a program without any
+(`plain`) is compiled, which is faster.
 """
 
 import sys
@@ -17,7 +17,7 @@ from tests.oracles.closeness import assert_close
 
 
 def _in_trial():
-    """Whether `nn.scan` runs its body for itself, to see what is constant in it."""
+    """Whether `nn.scan` is running its body only to find the constants in it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals["__name__"] == "flax.core.axes_scan" and frame.f_locals.get("init_mode"):
@@ -55,7 +55,7 @@ def _evaluated(fn, plain):
 
 
 def values(fn, root, plain=False):
-    """Every result of every module, in the order of execution."""
+    """The results of every module, in the order of execution."""
 
     def recorded():
         seen = defaultdict(list)
@@ -71,7 +71,7 @@ def values(fn, root, plain=False):
 
 
 def grads(loss, root, seen=None, plain=False):
-    """The gradient of a loss by each of them."""
+    """The gradient of a loss by every result of every module."""
     seen = values(loss, root, plain) if seen is None else seen
 
     def perturbed(eps):
@@ -83,7 +83,7 @@ def grads(loss, root, seen=None, plain=False):
 
 
 def agree(found, sites, expected, tol=1e-5):
-    """Whether captured arrays, whose loops come first, are those of the oracle."""
+    """Assert that captured arrays, with loop axes first, are those of the oracle."""
     calls = defaultdict(list)
     for name, x in found.items():
         if sites[name].kind == "module":
