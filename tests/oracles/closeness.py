@@ -12,6 +12,8 @@ import jax
 import numpy as np
 
 TOLERANCES = {"float16": 5e-3, "bfloat16": 5e-2, "float32": 1e-5, "complex64": 1e-5}
+SMALL, FLOOR = 1e-2, 1e-6
+"""The largest error of arrays of small numbers, relative to their largest entry; and absolute."""
 
 
 def assert_close(
@@ -30,8 +32,9 @@ def assert_close(
         tol: the largest error, relative to `scale`. By default 1e-5 for float32, 1e-10 for float64,
             and more for half precision; integers and booleans must be equal.
         scale: the size of the terms that were summed. By default the largest entry of each expected
-            array, and at least one, since inputs and weights of the tests are of that order. Give
-            it where every term is smaller, or where terms much larger than one cancel.
+            array, and at least one, since inputs and weights of the tests are of that order; but
+            an error of more than 1% of the largest entry is never rounding. Give it where every
+            term is smaller, or where terms much larger than one cancel.
         err_msg: added to the message of the error.
 
     Raises:
@@ -58,5 +61,8 @@ def _assert_arrays_close(a: Any, b: Any, tol: float | None, scale: float | None,
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     a, b = a.astype(wide), b.astype(wide)
     if scale is None:
-        scale = np.max(np.abs(b), initial=1, where=np.isfinite(b))
-    np.testing.assert_allclose(a, b, rtol=0, atol=tol * scale, err_msg=err)
+        largest = np.max(np.abs(b), initial=0, where=np.isfinite(b))
+        atol = min(tol * max(largest, 1), max(tol, SMALL) * largest + FLOOR)
+    else:
+        atol = tol * scale
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=err)
