@@ -14,7 +14,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calling, changes, hidden, jax_peers, measure, step, tracing, watching
+from benchmarks import (
+    calling,
+    changes,
+    hidden,
+    importing,
+    jax_peers,
+    measure,
+    step,
+    tracing,
+    watching,
+)
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
@@ -28,6 +38,7 @@ def framework(module: str, function: str, *args: Any) -> Topic:
 
 # Each topic with its number of rounds, and with the number under --quick.
 TOPICS: dict[str, tuple[Topic, int, int]] = {
+    "import": (importing.over_jax, 15, 5),
     "step": (lambda rounds: step.unrolled(Config(), rounds), 60, 8),
     "remat": (lambda rounds: step.remat(Config(), rounds), 30, 5),
     "idle": (lambda rounds: step.idle(Config(), rounds), 30, 5),
