@@ -54,12 +54,12 @@ def test_examples_in_docstrings_run(name):
 
 def test_docstrings_have_examples():
     finder = doctest.DocTestFinder()
-    marks, capture, sites = map(
-        importlib.import_module, (f.__module__ for f in (tapax.sow, tapax.capture, tapax.Site))
+    marks, capture, selections = map(
+        importlib.import_module, (f.__module__ for f in (tapax.sow, tapax.capture, tapax.at))
     )
-    tested = {t.name for m in (marks, capture, sites) for t in finder.find(m) if t.examples}
+    tested = {t.name for m in (marks, capture, selections) for t in finder.find(m) if t.examples}
     expected = {f"{f.__module__}.{f.__qualname__}" for f in (tapax.sow, tapax.scope)}
-    assert expected | {capture.__name__, sites.__name__} <= tested
+    assert expected | {capture.__name__, selections.__name__} <= tested
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])
