@@ -28,7 +28,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._calling.program import Program, trace
+from tapax._calling.program import TracedCall, trace
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks.patches import current
 from tapax._results import SiteTable, Taps
@@ -124,10 +124,8 @@ class _CaptureTransform(Transform):
 
     plan: Plan
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        return program.walk(self.plan, arrays)
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        return call.program.walk(self.plan, call.arrays)
 
     def finish(self, out: Any, extra: Any) -> Any:
         return out, extra
@@ -152,9 +150,9 @@ class _CapturedFunction(Generic[P, R]):
 
     def survey(self, args: Any, kwargs: Any) -> SiteTable:
         """The sites of the function, for these arguments."""
-        program, arrays = self._call.program(args, kwargs)
+        call = self._call.traced_call(args, kwargs)
 
         def abstract(*arrays: Any) -> Taps:
-            return program.walk(self._plan, arrays)[1]
+            return call.program.walk(self._plan, arrays)[1]
 
-        return jax.eval_shape(abstract, *arrays).sites
+        return jax.eval_shape(abstract, *call.arrays).sites

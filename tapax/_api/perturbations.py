@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tapax._api.change_builder import ChangeBuilder
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._results import SiteTable
@@ -42,7 +42,6 @@ from tapax._sites import (
 )
 from tapax._walk.changes import Changes, Part
 from tapax._walk.plan import Plan
-from tapax._walk.walk import Walk
 
 P = ParamSpec("P")
 AT = ("at", "")
@@ -63,8 +62,8 @@ def perturbations(
 
     @functools.wraps(fn, updated=())
     def zeros(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        program, arrays = call.program(args, kwargs)
-        spots = differentiable(survey(program, plan, arrays), plan, reaching=True)
+        found = survey(call.traced_call(args, kwargs), plan)
+        spots = differentiable(found, plan, reaching=True)
         return {spot.site.name: _zeros(spot) for spot in spots}
 
     return zeros
@@ -106,18 +105,16 @@ class _PerturbationTransform(Transform):
 
     plan: Plan
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        return _perturbed_spots(survey(program, self.plan, arrays), operands, reaching=True)
+    def prepare(self, call: TracedCall) -> Any:
+        return _perturbed_spots(survey(call, self.plan), call.operands, reaching=True)
 
     def check(self, prepared: Any, operands: Any) -> None:
         for spot, array in zip(prepared, operands.values(), strict=True):
             _check_devices(spot, array)
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        changes = adding(prepared, [operands[s.site.name] for s in prepared], jnp.add)
-        return program.run(Walk(Plan(None, None), changes), arrays), ()
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        arrays = [call.operands[spot.site.name] for spot in prepared]
+        return call.run_changed(adding(prepared, arrays, jnp.add)), ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,16 +124,13 @@ class AdditionTransform(Transform):
     plan: Plan
     choose: Callable[[SiteTable], Mapping[str, Any]]
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        return survey(program, self.plan, arrays)
+    def prepare(self, call: TracedCall) -> Any:
+        return survey(call, self.plan)
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
+    def run(self, call: TracedCall, prepared: Any) -> Any:
         chosen = self.choose(SiteTable([spot.site for spot in prepared]))
         spots = _perturbed_spots(prepared, chosen)
-        changes = adding(spots, list(chosen.values()), jnp.add)
-        return program.run(Walk(Plan(None, None), changes), arrays), ()
+        return call.run_changed(adding(spots, list(chosen.values()), jnp.add)), ()
 
 
 def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]) -> Changes:

@@ -79,6 +79,24 @@ class Program:
             return walk.materialize(_jax.open_jaxpr(self.jaxpr).outvars, outs)
 
 
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """A program, and the arrays of one call of it.
+
+    `operands`, a pytree of arrays, are inputs of a transform that the program does not have. They
+    are `checked` if their values were known, and `Transform.check` has seen them.
+    """
+
+    program: Program
+    arrays: Sequence[Any]
+    operands: Any = ()
+    checked: bool = True
+
+    def run_changed(self, changes: Changes) -> list[Any]:
+        """Evaluates the program with some of its values changed; its results as arrays."""
+        return self.program.run(Walk(Plan(None, None), changes), self.arrays)
+
+
 def trace(
     fn: Any,
     run: Callable[[Any], Any],

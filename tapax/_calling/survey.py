@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from tapax import _jax
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._marks.marked_jaxprs import reaching
 from tapax._sites import Site
 from tapax._walk.calls import Call
@@ -89,15 +89,13 @@ class SurveyWalk(Walk):
             self.spots[key] = spot
 
 
-def survey(
-    program: Program, plan: Plan, arrays: Sequence[Any], results: Sequence[int] | None = None
-) -> list[Spot]:
+def survey(call: TracedCall, plan: Plan, results: Sequence[int] | None = None) -> list[Spot]:
     """The sites that a plan chooses; raises for what it asks for in vain.
 
     What they reach are the results of the program, or some of them.
     """
-    walk = SurveyWalk(plan, reaching(program.jaxpr, results))
-    jax.eval_shape(lambda *arrays: program.run(walk, arrays), *arrays)
+    walk = SurveyWalk(plan, reaching(call.program.jaxpr, results))
+    jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
     spots = list(walk.spots.values())
     found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]
     plan.verify(walk.sites, found[0], found[1], walk.lost)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax._api.change_builder import ChangeBuilder
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot
 from tapax._calling.transform import Transform
 from tapax._marks.operations import internal_operations
@@ -42,34 +42,33 @@ class OryxHarvest(Transform):
     blocked: frozenset[str]
     exclusive: bool
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> list[Spot]:
+    def prepare(self, call: TracedCall) -> list[Spot]:
         """The sites that are planted."""
         if not self.plants:
             return []
         walk = SowSurvey(Plan(lambda site: self._has(site.collection), None), frozenset())
-        jax.eval_shape(lambda *arrays: program.run(walk, arrays), *arrays)
-        own = {call: at for call, at in walk.placed.items() if self._has(call.mark.collection)}
-        _check_known(operands, {self._own(call.mark.collection) for call in own}, self.tag)
+        jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
+        plants = call.operands
+        own = {sow: at for sow, at in walk.placed.items() if self._has(sow.mark.collection)}
+        _check_known(plants, {self._own(sow.mark.collection) for sow in own}, self.tag)
 
         def is_planted(sown: SownLeaf) -> bool:
-            found = _find(operands, self._own(sown)) is not _MISSING
+            found = _find(plants, self._own(sown)) is not _MISSING
             return found and sown.only != "reap" and self._allows(sown)
 
-        planted = {call: at for call, at in own.items() if is_planted(call.mark.collection)}
-        for name, calls in group_by_name(planted, self._own).items():
-            check_modes(name, {call: planted[call] for call in calls}, "planted")
+        planted = {sow: at for sow, at in own.items() if is_planted(sow.mark.collection)}
+        for name, sows in group_by_name(planted, self._own).items():
+            check_modes(name, {sow: planted[sow] for sow in sows}, "planted")
         spots = [spot for spot in walk.spots.values() if is_planted(spot.site.collection)]
         for spot in spots:
-            _check_plant(spot, _find(operands, self._own(spot.site.collection)))
+            _check_plant(spot, _find(plants, self._own(spot.site.collection)))
         return spots
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        builder = ChangeBuilder(checked)
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        builder = ChangeBuilder(call.checked)
         for spot in prepared:
             sown = spot.site.collection
-            for x in jax.tree.leaves(_find(operands, self._own(sown)))[sown.index :][:1]:
+            for x in jax.tree.leaves(_find(call.operands, self._own(sown)))[sown.index :][:1]:
                 builder.change(spot, _plant, [_make_part(spot, x)])
         planted = {self._own(spot.site.collection) for spot in prepared}
 
@@ -84,7 +83,7 @@ class OryxHarvest(Transform):
             return self.exclusive and isinstance(sown, SownLeaf)
 
         walk = ReapWalk(picks, takes, Plan(lambda site: picks(site.collection), None), builder)
-        outs = program.run(walk, arrays)
+        outs = call.program.run(walk, call.arrays)
         with internal_operations():
             return outs, _collect_reaps(walk, self._own)
 
