@@ -90,13 +90,14 @@ class _CutTransform(Transform):
         if any(a.is_loop for a in spot.around):
             loops = ", ".join(str(a) for a in spot.around if a.is_loop)
             raise SiteError(
-                f"{_where(spot)} is in the loops {loops}, so the program crosses it more than "
-                f"once. Cut at one iteration of a scan: tapax.at({spot.site.name!r}, step=0)."
+                f"The {spot.site.described}, is in the loops {loops}, so the program crosses it "
+                f"more than once. Cut at one iteration of a scan: tapax.at({spot.site.name!r}, "
+                "step=0)."
             )
         if spot.branches:
             raise SiteError(
-                f"{_where(spot)} is in a branch, which may not run, so the function cannot be cut "
-                "there. Mark a value outside of the conditional."
+                f"The {spot.site.described}, is in a branch, which may not run, so the function "
+                "cannot be cut there. Mark a value outside of the conditional."
             )
         return call.program, spot
 
@@ -136,14 +137,15 @@ class _SuffixTransform(_CutTransform):
         program, spot = super().prepare(call)
         if not spot.reaches:
             raise SiteError(
-                f"{_where(spot)} is where the function is to start, but its value never reaches a "
-                "result. Use what tapax.sow returned in the place of the value that it was given."
+                f"The {spot.site.described}, is where the function is to start, but its value "
+                "never reaches a result. Use what tapax.sow returned in the place of the value "
+                "that it was given."
             )
         shape, dtype = jnp.shape(call.operands), jnp.result_type(call.operands)
         if shape != spot.site.shape or dtype != spot.own.dtype:
             raise SiteError(
-                f"{_where(spot)} was given a value of type {dtype}{list(shape)}, but its values "
-                f"are of type {spot.own.dtype}{list(spot.site.shape)}."
+                f"The {spot.site.described}, was given a value of type {dtype}{list(shape)}, but "
+                f"its values are of type {spot.own.dtype}{list(spot.site.shape)}."
             )
         return program, spot
 
@@ -167,18 +169,14 @@ def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _where(spot: Spot) -> str:
-    return f"The site {spot.site.name!r}, marked at {spot.site.source},"
-
-
 def _split(call: TracedCall, spot: Spot, step: int) -> TracedCall:
     """The call with one iteration of the innermost loop around a site written out."""
     if spot.loop is None:
-        raise SiteError(f"{_where(spot)} is in no loop. Leave `step` out.")
+        raise SiteError(f"The {spot.site.described}, is in no loop. Leave `step` out.")
     if spot.around[spot.loop].kind != "scan":
         raise SiteError(
-            f"{_where(spot)} is in a while loop: how often that runs is not known beforehand, so "
-            "the function cannot be cut at one of its iterations."
+            f"The {spot.site.described}, is in a while loop: how often that runs is not known "
+            "beforehand, so the function cannot be cut at one of its iterations."
         )
     check_step(spot, step)
     walk = _SplitWalk(spot, step)

@@ -171,7 +171,7 @@ def _check_reached(rule: EditRule, spots: Sequence[Spot]) -> None:
         site = picked[0].site
         what = "value" if rule.of == "value" else "gradient"
         raise SiteError(
-            f"The {what} of the site {site.name!r}, marked at {site.source}, is edited, but never "
-            "reaches a result of the function, so the edit would do nothing. Use what tapax.sow "
-            "returned in the place of the value that it was given."
+            f"The {what} of the {site.described}, is edited, but never reaches a result of the "
+            "function, so the edit would do nothing. Use what tapax.sow returned in the place of "
+            "the value that it was given."
         )

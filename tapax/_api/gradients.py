@@ -142,8 +142,8 @@ def _iterations(spot: Spot, grad: Any) -> Any:
         return grad
     if spot.loop is None:
         raise SiteError(
-            f"`step` was given for the site {spot.site.name!r}, marked at {spot.site.source}, "
-            "which is in no loop. Leave `step` out."
+            f"`step` was given for the {spot.site.described}, which is in no loop. Leave `step` "
+            "out."
         )
     if isinstance(spot.step, int):
         check_step(spot, spot.step)

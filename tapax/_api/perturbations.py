@@ -152,9 +152,7 @@ def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False)
             kept.append(spot)
         elif any(matches(name, spot.site) for name in exact):
             site = spot.site
-            raise SiteError(
-                f"There is no derivative by the site {site.name!r}, marked at {site.source}: {why}."
-            )
+            raise SiteError(f"There is no derivative by the {site.described}: {why}.")
     return kept
 
 
@@ -214,7 +212,7 @@ def _perturbed_spots(
 
 def _check_perturbation(spot: Spot, array: Any, reaching: bool) -> None:
     site = spot.site
-    where = f"The perturbation of the site {site.name!r}, marked at {site.source},"
+    where = f"The perturbation of the {site.described},"
     why_not = _why_not(spot, reaching)
     if why_not is not None:
         raise SiteError(f"{where} cannot be added: {why_not}.")
@@ -236,7 +234,7 @@ def _check_devices(spot: Spot, array: Any) -> None:
         return
     if array.sharding.device_set != wanted.device_set:
         raise SiteError(
-            f"The perturbation of the site {spot.site.name!r}, marked at {spot.site.source}, has "
-            f"the sharding {array.sharding}, but its values have {wanted}. Make perturbations with "
-            "tapax.perturbations, or put them there with jax.device_put."
+            f"The perturbation of the {spot.site.described}, has the sharding {array.sharding}, "
+            f"but its values have {wanted}. Make perturbations with tapax.perturbations, or put "
+            "them there with jax.device_put."
         )

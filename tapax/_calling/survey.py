@@ -9,6 +9,7 @@ import jax
 from tapax import _jax
 from tapax._calling.program import TracedCall
 from tapax._marks.marked_jaxprs import reaching
+from tapax._marks.tap import split_shape
 from tapax._sites import Site
 from tapax._walk.calls import Call
 from tapax._walk.changes import Around, Key
@@ -63,9 +64,7 @@ class SurveyWalk(Walk):
         chosen = self.chosen(eqn, call, grad=grad)
         if chosen is None:
             return
-        axes, shape = eqn.params["axes"], eqn.invars[0].aval.shape
-        mapped = tuple(shape[a] for a in axes)
-        own = tuple(n for i, n in enumerate(shape) if i not in axes)
+        mapped, own = split_shape(eqn)
         # An axis of a mesh over which the value does not vary is none of its own.
         varying = _jax.varying_axes(jax.typeof(x))
         around = tuple(

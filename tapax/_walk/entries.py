@@ -139,9 +139,9 @@ def refuse_folded(entry: Entry) -> None:
     """A fold of a mesh cannot go on from one iteration to the next, or be one of two branches."""
     if entry.folded:
         raise SiteError(
-            f"The site {entry.site.path!r}, marked at {entry.site.source}, is folded inside a "
-            "shard_map that is in a loop or a branch, and every device has a fold of its own. Sow "
-            "it without `reduce`, or outside of the shard_map."
+            f"The {entry.site.described}, is folded inside a shard_map that is in a loop or a "
+            "branch, and every device has a fold of its own. Sow it without `reduce`, or outside "
+            "of the shard_map."
         )
 
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.scopes import Scopes, scopes_of
-from tapax._marks.tap import Mark, tap_effect, tap_p
-from tapax._sites import Site, SiteError
+from tapax._marks.tap import Mark, split_shape, tap_effect, tap_p
+from tapax._sites import SiteError
 from tapax._walk.plan import Plan
 
 
@@ -74,8 +74,8 @@ class Folds:
             fold = _fresh(mark, jax.typeof(x), mapped)
         if fold.mapped != mapped:
             raise SiteError(
-                f"The site {mark.path!r}, marked at {mark.source}, is folded under {mapped} "
-                f"vmaps in one call and under {fold.mapped} in another. Give the calls two names."
+                f"The {mark.described}, is folded under {mapped} vmaps in one call and under "
+                f"{fold.mapped} in another. Give the calls two names."
             )
         if fold.seen is True and live is None:
             state = _vmapped(reduce, mapped)(fold.state, x)
@@ -104,9 +104,9 @@ class Folds:
                 fold = dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state))
                 if _types(fold.state) != _types(fresh.state):
                     raise SiteError(
-                        f"The site {path!r}, marked at {held.mark.source}, is folded in a loop or "
-                        "a branch, where its result must keep its type, but it has another type "
-                        "before. Give the values there another name."
+                        f"The {held.mark.described}, is folded in a loop or a branch, where its "
+                        "result must keep its type, but it has another type before. Give the "
+                        "values there another name."
                     )
                 self._put(fold)
                 threads[path] = FoldThread(path, fold.seen is not True)
@@ -165,17 +165,14 @@ class Folds:
         return found
 
     def _hold(self, eqn: Any, scopes: Scopes) -> _FoldMark | None:
-        mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
-        mark = mark.within(scopes)
-        site = Site(
-            mark.path, mark.kind, source=mark.source, op=mark.op, collection=mark.collection
-        )
-        if kind != "value" or mark.reduce is None or not self._plan.choose(site, grad=False):
+        mark = eqn.params["mark"].within(scopes)
+        if eqn.params["kind"] != "value" or mark.reduce is None:
             return None
-        aval = eqn.invars[0].aval
-        front = tuple(aval.shape[a] for a in axes)
-        own = tuple(n for i, n in enumerate(aval.shape) if i not in axes)
-        return _FoldMark(mark, _jax.with_shape(aval, (*front, *own)), len(front))
+        if not self._plan.choose(mark.site(), grad=False):
+            return None
+        mapped, own = split_shape(eqn)
+        aval = _jax.with_shape(eqn.invars[0].aval, (*mapped, *own))
+        return _FoldMark(mark, aval, len(mapped))
 
 
 def same_fold(a: Mark, b: Mark) -> bool:
@@ -228,9 +225,9 @@ def _fresh(mark: Mark, aval: Any, mapped: int) -> Fold:
     if not stable:
         shown = jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", once)
         raise SiteError(
-            f"The reducer of the site {mark.path!r}, marked at {mark.source}, is used in a loop or "
-            f"a branch, where its result must keep its type, but it gives {shown} the first time "
-            "and something else the second. Make `reduce` return what it takes."
+            f"The reducer of the {mark.described}, is used in a loop or a branch, where its result "
+            f"must keep its type, but it gives {shown} the first time and something else the "
+            "second. Make `reduce` return what it takes."
         )
     varying = _jax.varying_axes(aval)
 

@@ -141,17 +141,16 @@ def refusal(site: Site, reducer: Reducer, own: Any) -> str | None:
     """Why a reducer is not for values of a type, in a sentence; None if it is."""
     if not reducer.takes(own.dtype):
         return (
-            f"tapax.reduce.{reducer} needs {reducer.needs}, but the site {site.name!r}, marked at "
-            f"{site.source}, has values of the type {own.dtype}. Take a reducer that is for them, "
-            "or leave the site out."
+            f"tapax.reduce.{reducer} needs {reducer.needs}, but the {site.described}, has values "
+            f"of the type {own.dtype}. Take a reducer that is for them, or leave the site out."
         )
     axes = () if reducer.axis is None else reducer.axis
     rank = len(own.shape)
     if all(-rank <= axis < rank for axis in (axes if isinstance(axes, tuple) else (axes,))):
         return None
     return (
-        f"The site {site.name!r}, marked at {site.source}, is reduced by tapax.reduce.{reducer}, "
-        f"but its values have {rank} axes: {list(own.shape)}."
+        f"The {site.described}, is reduced by tapax.reduce.{reducer}, but its values have {rank} "
+        f"axes: {list(own.shape)}."
     )
 
 
@@ -160,8 +159,8 @@ def _checked(site: Site, reducer: Reducer, own: Any) -> Any:
     wrong = _instability(reducer, own, _jax.trace_context())
     if wrong is not None:
         raise SiteError(
-            f"The site {site.name!r}, marked at {site.source}, is reduced by {reducer.name!r}, "
-            f"whose state must keep its structure, shapes and dtypes, but {wrong}."
+            f"The {site.described}, is reduced by {reducer.name!r}, whose state must keep its "
+            f"structure, shapes and dtypes, but {wrong}."
         )
     return jax.tree.structure(_types_of(reducer, own))
 

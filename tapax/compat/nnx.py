@@ -101,9 +101,6 @@ def capture(
     return wrapper
 
 
-# --- where things are ---------------------------------------------------------------------------
-
-
 def _find_roots(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Finds the modules of a call: the first has no name, others those of their arguments."""
     found: list[tuple[str, Any]] = []
@@ -160,9 +157,6 @@ class _ModulePaths:
         parts = tuple(int(p) if p.isdigit() else p for p in inner.split("/") if p)
         path = self._paths.get(root, {}).get(inner, parts)
         return (*((root,) if root else ()), *path, name)
-
-
-# --- what was sown ------------------------------------------------------------------------------
 
 
 def _list_sown(
@@ -228,18 +222,13 @@ def _nest(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
     return tree
 
 
-# --- perturbations ------------------------------------------------------------------------------
-
-
-def _flatten(init: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    def walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        for key, value in tree.items():
-            if isinstance(value, nnx.Variable):
-                yield (*path, key), value
-            else:
-                yield from walk(value, (*path, key))
-
-    return walk(init, ()) if init is not None else iter(())
+def _flatten(init: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Lists the variables in `init` with their paths; none if it is None."""
+    for key, value in () if init is None else init.items():
+        if isinstance(value, nnx.Variable):
+            yield (*path, key), value
+        else:
+            yield from _flatten(value, (*path, key))
 
 
 def _give(roots: dict[str, Any], init: Any) -> Iterator[Any]:

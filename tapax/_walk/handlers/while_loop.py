@@ -99,8 +99,8 @@ def _refuse_changes(walk: Interpreter, test: Any) -> None:
         marks: list[Mark] = []
         strip(test, marks)
         raise SiteError(
-            f"The site {marks[0].path!r}, marked at {marks[0].source}, is in the predicate of a "
-            "while loop, where it cannot be edited or perturbed. Mark the value in the body."
+            f"The {marks[0].described}, is in the predicate of a while loop, where it cannot be "
+            "edited or perturbed. Mark the value in the body."
         )
 
 
@@ -120,15 +120,15 @@ def _last_test(walk: Interpreter, test: Any, args: list[Any], count: Any) -> Non
     for entry in entries:
         if entry.reduction is not None:
             raise SiteError(
-                f"The site {entry.site.name!r}, marked at {entry.site.source}, is in the predicate "
-                "of a while loop, where only its last value can be captured, and no reducer can "
-                "see the others. Capture it whole, or mark the value in the body."
+                f"The {entry.site.described}, is in the predicate of a while loop, where only its "
+                "last value can be captured, and no reducer can see the others. Capture it whole, "
+                "or mark the value in the body."
             )
         if walk.plan.steps is not None or entry.step is not None:
             raise SiteError(
-                f"The site {entry.site.name!r}, marked at {entry.site.source}, is in the predicate "
-                "of a while loop, where only its last value can be captured. Leave `steps` and "
-                "`step` out, or mark the value in the body."
+                f"The {entry.site.described}, is in the predicate of a while loop, where only its "
+                "last value can be captured. Leave `steps` and `step` out, or mark the value in "
+                "the body."
             )
         valid = count if entry.valid is None else entry.valid
         walk.entries.append(entry._replace(valid=valid, loops=("while", *entry.loops)))
@@ -234,8 +234,8 @@ def _window(entry: Entry) -> tuple[int, int, int]:
         count = 0 if step.stop is None else len(range(first, step.stop, stride))
     if first < 0 or stride < 1 or count < 1:
         raise SiteError(
-            f"step={step} was asked for of the site {entry.site.name!r}, marked at "
-            f"{entry.site.source}, which is in a while loop: how often that runs is not known "
-            "beforehand, so `step` must count from the start and have an end."
+            f"step={step} was asked for of the {entry.site.described}, which is in a while loop: "
+            "how often that runs is not known beforehand, so `step` must count from the start and "
+            "have an end."
         )
     return first, count, stride
