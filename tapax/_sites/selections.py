@@ -229,14 +229,9 @@ def matches(selection: Selection, site: Site) -> bool:
 
 def _subject(pattern: str, site: Site) -> str:
     """What of a site's name a pattern is held against: only the parts that it mentions."""
-    path = site.path
-    if ":" not in pattern:
-        path = path.partition(":")[0]
-    if "~" in pattern:
-        return (
-            f"{path}@{site.call}~{site.pullback}" if "@" in pattern else (f"{path}~{site.pullback}")
-        )
-    return f"{path}@{site.call}" if "@" in pattern else path
+    path = site.path if ":" in pattern else site.path.partition(":")[0]
+    call = f"@{site.call}" if "@" in pattern else ""
+    return path + call + (f"~{site.pullback}" if "~" in pattern else "")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ from tapax._jaxpr.bodies import bodies
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import Mark, split_shape, tap_effect, tap_p
 from tapax._sites import SiteError
+from tapax._walk.leading_axes import align, vmapped
 from tapax._walk.plan import Plan
 
 
@@ -67,7 +68,7 @@ class Folds:
         fold = self.items.get(mark.path)
         reduce, first = _functions(mark)
         if fold is None and live is None:
-            state = _vmapped(first, mapped)(x)
+            state = vmapped(first, mapped)(x)
             self._put(Fold(mark, state, True, mapped))
             return
         if fold is None:
@@ -78,7 +79,7 @@ class Folds:
                 f"{fold.mapped} in another. Give the calls two names."
             )
         if fold.seen is True and live is None:
-            state = _vmapped(reduce, mapped)(fold.state, x)
+            state = vmapped(reduce, mapped)(fold.state, x)
             self._put(dataclasses.replace(fold, state=state))
             return
 
@@ -90,7 +91,7 @@ class Folds:
 
         batch = x.shape[:mapped]
         flags = (_expand(flag, batch) for flag in (fold.seen, True if live is None else live))
-        seen, state = _vmapped(step, mapped)(*flags, fold.state, x)
+        seen, state = vmapped(step, mapped)(*flags, fold.state, x)
         seen = True if live is None else seen
         self._put(dataclasses.replace(fold, state=state, seen=seen))
 
@@ -217,9 +218,9 @@ def _fresh(mark: Mark, aval: Any, mapped: int) -> Fold:
     """A fold that has seen nothing yet, with the type that it will keep."""
     reduce, first = _functions(mark)
     x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    once = jax.eval_shape(_vmapped(first, mapped), x)
+    once = jax.eval_shape(vmapped(first, mapped), x)
     try:
-        stable = _types(once) == _types(jax.eval_shape(_vmapped(reduce, mapped), once, x))
+        stable = _types(once) == _types(jax.eval_shape(vmapped(reduce, mapped), once, x))
     except TypeError:
         stable = False
     if not stable:
@@ -239,14 +240,7 @@ def _fresh(mark: Mark, aval: Any, mapped: int) -> Fold:
 
 def _expand(flag: Any, batch: tuple[int, ...]) -> Any:
     """A flag with some of the mapped axes, the outermost, made to have them all."""
-    flag = jnp.asarray(flag)
-    return jnp.broadcast_to(flag.reshape(flag.shape + (1,) * (len(batch) - flag.ndim)), batch)
-
-
-def _vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
-    for _ in range(times):
-        fn = jax.vmap(fn)
-    return fn
+    return jnp.broadcast_to(align(flag, len(batch)), batch)
 
 
 def _types(tree: Any) -> Any:

@@ -16,6 +16,7 @@ from tapax._sites import SiteError
 from tapax._walk.calls import Call
 from tapax._walk.changes import Part
 from tapax._walk.entries import Entry, where
+from tapax._walk.leading_axes import align
 from tapax._walk.plan import Plan
 from tapax.compat._oryx_marks import (
     Name,
@@ -277,8 +278,7 @@ def _make_mask(item: _ReapedValue, shape: tuple[int, ...]) -> Any:
     """Where an item is valid, with all the axes of a shape."""
     if item.valid is None:
         return jnp.ones(shape, bool)
-    valid = item.valid.astype(bool)
-    return jnp.broadcast_to(valid.reshape(valid.shape + (1,) * (len(shape) - valid.ndim)), shape)
+    return jnp.broadcast_to(align(item.valid, len(shape)), shape)
 
 
 def _check_same(types: Iterable[Any]) -> None:
