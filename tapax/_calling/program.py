@@ -16,6 +16,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._calling.collect import collect
+from tapax._calling.signature import Signature
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import is_anchored, labels, resolve
 from tapax._frameworks.module_paths import new_call_stack
@@ -98,23 +99,14 @@ class TracedCall:
 
 
 def trace(
-    fn: Any,
-    run: Callable[[Any], Any],
-    plan: Plan,
-    arguments: Any,
-    arrays: Sequence[Any],
-    join: Callable[[Sequence[Any]], Any],
-    pick: Callable[[list[Any]], list[Any]],
+    fn: Any, run: Callable[[Any], Any], plan: Plan, arguments: Any, signature: Signature
 ) -> Program:
-    """Traces `run`, the call of `fn` on some arguments.
-
-    `arrays` are those of the leaves of `arguments` that are traced: `join` puts others into their
-    places, `pick` picks what belongs to them out of a list with something for every leaf.
-    """
+    """Traces `run`, the call of `fn` on some arguments, with those traced that are not static."""
+    arrays = signature.traced(jax.tree.leaves(arguments))
     cell: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
-        arguments = join(arrays)
+        arguments = signature.join(arrays)
         given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
         out = run(arguments)
         leaves, treedef = jax.tree.flatten(out)
@@ -136,7 +128,7 @@ def trace(
     ):
         jaxpr = registry.trace_program(lambda: jax.make_jaxpr(flat)(*arrays))
     if is_anchored(jaxpr):
-        jaxpr = resolve(jaxpr, pick(labels(arguments)))
+        jaxpr = resolve(jaxpr, signature.traced(labels(arguments)))
     return Program(jaxpr, **cell)
 
 

@@ -32,8 +32,8 @@ class Signature:
 
     treedef: Any
     statics: tuple[tuple[int, Any, Any], ...]
-    is_repeatable: bool
-    order: Any
+    is_repeatable: bool = False
+    order: Any = None
 
     def join(self, arrays: Sequence[Any]) -> Any:
         """The arguments that the leaves were taken from, with other arrays in their places."""

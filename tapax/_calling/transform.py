@@ -8,8 +8,10 @@ program instead. Under `jax.disable_jit()` it is evaluated one operation at a ti
 
 import dataclasses
 import functools
+import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
@@ -124,13 +126,10 @@ class TransformedFunction:
 
         def attempt(needed: frozenset[int]) -> Any:
             signature, arrays = split(self.fn, call.arguments, needed)
-            whole = call.arguments, arrays, signature.join, signature.traced
-            program = trace(self.fn, call.run, self._transform.plan, *whole)
-            return (
-                program.only(call.own) if self._transform.stateless else program,
-                signature,
-                arrays,
-            )
+            program = trace(self.fn, call.run, self._transform.plan, call.arguments, signature)
+            if self._transform.stateless:
+                program = program.only(call.own)
+            return program, signature, arrays
 
         known = self._known.needed.get(structure)
         if known is None:
@@ -192,19 +191,15 @@ def _key(signature: Signature, operands: Any, arrays: Sequence[Any]) -> Any:
 def _donated(jaxpr: Any) -> tuple[int, ...]:
     """The inputs of a program that a jitted function in it is given for good."""
     inner = _jax.open_jaxpr(jaxpr)
-    uses: dict[Any, int] = {}
-    given = set()
-    for eqn in inner.eqns:
-        for i, v in enumerate(eqn.invars):
-            if isinstance(v, _jax.Literal):
-                continue
-            uses[v] = uses.get(v, 0) + 1
-            if eqn.params.get("donated_invars", ()) and eqn.params["donated_invars"][i]:
-                given.add(v)
-    for v in inner.outvars:
-        if not isinstance(v, _jax.Literal):
-            uses[v] = uses.get(v, 0) + 1
-    return tuple(i for i, v in enumerate(inner.invars) if v in given and uses[v] == 1)
+    read = itertools.chain(*(eqn.invars for eqn in inner.eqns), inner.outvars)
+    uses = Counter(v for v in read if not isinstance(v, _jax.Literal))
+    given = [
+        v
+        for eqn in inner.eqns
+        for v in itertools.compress(eqn.invars, eqn.params.get("donated_invars", ()))
+    ]
+    once = {v for v in given if not isinstance(v, _jax.Literal) and uses[v] == 1}
+    return tuple(i for i, v in enumerate(inner.invars) if v in once)
 
 
 def transformed(fn: Callable[P, Any], transform: Transform, operands: Any = ()) -> Callable[P, Any]:

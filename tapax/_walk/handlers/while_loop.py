@@ -21,7 +21,7 @@ from tapax._marks.tap import Mark, tap_effect
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import joined, nothing_yet, selected
 from tapax._walk.changes import COUNTER, Around
-from tapax._walk.entries import Entry, StagedBody, refuse_folded, where
+from tapax._walk.entries import Entry, refuse_folded, where
 from tapax._walk.interpreter import Interpreter, eager
 
 
@@ -42,7 +42,8 @@ def walk_while(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         staged = walk.stage(body, [*bconsts, *init], threads, around=[Around("while", None)])
         items = walk.folds.items
     walk.folds.items = items
-    buffers = [_Buffer.of(walk, entry, types) for entry, types in _typed(staged)]
+    types = iter(staged.types)
+    buffers = [_Buffer.of(walk, e, [next(types) for _ in e.arrays]) for e in staged.entries]
     tested = tap_effect in _jax.open_jaxpr(test).effects
     # If the loop ends on one device before it does on another, so does what is recorded in it.
     over = _jax.varying_axes(_jax.open_jaxpr(test).outvars[0].aval)
@@ -147,12 +148,6 @@ def _loop(eqn: Any, check: Any, step: Any, tconsts: Any, bconsts: Any, carry: li
         "body_nconsts": len(bconsts),
     }
     return eqn.primitive.bind(*tconsts, *bconsts, *carry, **params)
-
-
-def _typed(staged: StagedBody) -> list[tuple[Entry, list[Any]]]:
-    """The entries of a staged body, each with the types of its arrays."""
-    types = iter(staged.types)
-    return [(e, [next(types) for _ in e.arrays]) for e in staged.entries]
 
 
 @dataclasses.dataclass(frozen=True)
