@@ -16,8 +16,19 @@ from typing import Any
 from tapax._api.capture import sites
 from tapax._frameworks.module_tree import in_order
 from tapax._frameworks.registry import loaded_adapters
-from tapax._results import ModuleTable, SiteTable
+from tapax._results import SiteTable
 from tapax._sites import join
+
+
+class ModuleTable(tuple[tuple[str, type], ...]):
+    """Paths and classes, in the order of the model; prints as a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        from tapax._results.tables import modules_table
+
+        return modules_table(self)
 
 
 def modules(model: Any, *args: Any, **kwargs: Any) -> ModuleTable:

@@ -29,17 +29,7 @@ from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._results import SiteTable
-from tapax._sites import (
-    At,
-    Selection,
-    SiteError,
-    as_array,
-    check,
-    flatten,
-    is_exact,
-    matches,
-    nearest,
-)
+from tapax._sites import At, Selection, SiteError, as_array, check, flatten, nearest
 from tapax._walk.changes import Changes, Part
 from tapax._walk.plan import Plan
 
@@ -110,7 +100,15 @@ class _PerturbationTransform(Transform):
 
     def check(self, prepared: Any, operands: Any) -> None:
         for spot, array in zip(prepared, operands.values(), strict=True):
-            _check_devices(spot, array)
+            wanted = _sharding(spot)
+            if wanted is None or isinstance(array, Tracer) or not array.committed:
+                continue
+            if array.sharding.device_set != wanted.device_set:
+                raise SiteError(
+                    f"The perturbation of the {spot.site.described}, has the sharding "
+                    f"{array.sharding}, but its values have {wanted}. Make perturbations with "
+                    "tapax.perturbations, or put them there with jax.device_put."
+                )
 
     def run(self, call: TracedCall, prepared: Any) -> Any:
         arrays = [call.operands[spot.site.name] for spot in prepared]
@@ -144,15 +142,13 @@ def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]
 
 def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False) -> list[Spot]:
     """Those sites by which a derivative can be taken; raises for one that is named exactly."""
-    exact = [part for part in flatten(plan.values) if is_exact(part)]
     kept = []
     for spot in spots:
         why = _why_not(spot, reaching)
         if why is None:
             kept.append(spot)
-        elif any(matches(name, spot.site) for name in exact):
-            site = spot.site
-            raise SiteError(f"There is no derivative by the {site.described}: {why}.")
+        elif plan.names_value(spot.site):
+            raise SiteError(f"There is no derivative by the {spot.site.described}: {why}.")
     return kept
 
 
@@ -225,16 +221,4 @@ def _check_perturbation(spot: Spot, array: Any, reaching: bool) -> None:
         raise SiteError(
             f"{where} is of type {array.dtype}, but its values are of type {spot.own.dtype}: the "
             "sum would be of another type than the value. Cast the perturbation."
-        )
-
-
-def _check_devices(spot: Spot, array: Any) -> None:
-    wanted = _sharding(spot)
-    if wanted is None or isinstance(array, Tracer) or not array.committed:
-        return
-    if array.sharding.device_set != wanted.device_set:
-        raise SiteError(
-            f"The perturbation of the {spot.site.described}, has the sharding {array.sharding}, "
-            f"but its values have {wanted}. Make perturbations with tapax.perturbations, or put "
-            "them there with jax.device_put."
         )

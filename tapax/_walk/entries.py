@@ -74,7 +74,8 @@ class Entry(NamedTuple):
     @property
     def is_total(self) -> bool:
         """Whether loops carry it, instead of stacking it."""
-        return self.reduction is not None and self.step is None and self.reduction.over_loops
+        reduction = self.reduction
+        return reduction is not None and self.step is None and reduction.reducer.over_loops
 
     @property
     def arrays(self) -> list[Any]:

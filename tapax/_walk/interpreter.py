@@ -208,12 +208,6 @@ class Interpreter(Recorder):
         """The arrays that bodies are given besides their operands: folds, and parts of changes."""
         return [*self.folds.arrays(threads.folds), *self.changes.arrays(threads.parts)]
 
-    def take(self, threads: Threads, arrays: Sequence[Any]) -> None:
-        """Has a body go on with what it was handed."""
-        count = len(arrays) - len(threads.parts)
-        self.folds.restore(threads.folds, arrays[:count])
-        self.changes.hand_down(threads.parts, arrays[count:])
-
     @contextlib.contextmanager
     def inside(
         self, *, recomputing: bool = False, branch: int | None = None, around: Sequence[Around] = ()
@@ -255,9 +249,11 @@ class Interpreter(Recorder):
 
         def body(*flat: Any) -> list[Any]:
             arrays = iter(flat)
-            values = ins.fill(arrays)
+            values, handed = ins.fill(arrays), list(arrays)
+            count = len(handed) - len(threads.parts)
             with self.inside(**where):
-                self.take(threads, list(arrays))
+                self.folds.restore(threads.folds, handed[:count])
+                self.changes.hand_down(threads.parts, handed[count:])
                 outs = self.run(jaxpr, values)
                 cell.update(
                     outs=Slots.of(outs),

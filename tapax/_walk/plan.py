@@ -129,6 +129,10 @@ class Plan:
             return None
         return Choice(whole[0] if whole else None, bool(whole), tuple(reducers))
 
+    def names_value(self, site: Site) -> bool:
+        """Whether the value of a site is selected by its exact name, in all iterations."""
+        return any(is_exact(part) and matches(part, site) for part in flatten(self.values))
+
     def verify(
         self,
         sites: Sequence[Site],

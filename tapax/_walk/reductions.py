@@ -36,11 +36,6 @@ class Reduction(NamedTuple):
     treedef: Any
 
     @property
-    def over_loops(self) -> bool:
-        """Whether the states of all iterations are combined."""
-        return self.reducer.over_loops
-
-    @property
     def arrays(self) -> int:
         """How many arrays the state has."""
         return self.treedef.num_leaves

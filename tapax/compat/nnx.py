@@ -175,17 +175,15 @@ def _list_sown(
 
 def _make_state(kind: Any, sown: Any, init: Any) -> Any:
     flat: dict[tuple[Any, ...], Any] = {}
-    given = dict(_flatten(init))
+    given = {path: variable.get_value() for path, variable in _flatten(init)}
     for path, mark, values, sites in sown:
         if mark.kind is not kind:
             continue
         if jax.tree.leaves(sites)[0].kind == "perturb":
             zeros = jax.tree.map(jnp.zeros_like, values)
-            value = zeros[0] if len(zeros) == 1 else tuple(zeros)
-            value = given[path].get_value() if path in given else value
+            value = given.get(path, zeros[0] if len(zeros) == 1 else tuple(zeros))
         elif mark.calls is not None:
-            before = given[path].get_value() if path in given else mark.calls()
-            value = before + mark.calls(values)
+            value = given.get(path, mark.calls()) + mark.calls(values)
         elif mark.late is not None:
             if any(site.loops for site in jax.tree.leaves(sites)):
                 raise SiteError(
