@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from tapax._api.cut import prefix, suffix
     from tapax._api.edit import edit
     from tapax._api.gradients import grad, jacobian, value_and_grad
-    from tapax._api.modules import modules
+    from tapax._api.modules import ModuleTable, modules
     from tapax._api.perturbations import perturbations, perturbed
-    from tapax._results import ModuleTable
     from tapax.monitoring import Histogram, Log, Monitor, alert, monitor, open, sink
     from tapax.nonfinite import Finding, find_nonfinite
 
@@ -73,9 +72,8 @@ __getattr__, __dir__ = load_lazily(
         "tapax._api.cut": ("prefix", "suffix"),
         "tapax._api.edit": ("edit",),
         "tapax._api.gradients": ("grad", "jacobian", "value_and_grad"),
-        "tapax._api.modules": ("modules",),
+        "tapax._api.modules": ("ModuleTable", "modules"),
         "tapax._api.perturbations": ("perturbations", "perturbed"),
-        "tapax._results.module_table": ("ModuleTable",),
         "tapax.monitoring": ("Histogram", "Log", "Monitor", "alert", "monitor", "open", "sink"),
         "tapax.nonfinite": ("Finding", "find_nonfinite"),
     },

@@ -20,7 +20,7 @@ See `_calling.transform` for when a captured function is compiled.
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -28,7 +28,8 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._calling.program import Program, trace
+from tapax._calling.program import TracedCall, trace
+from tapax._calling.signature import Signature
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks.patches import current
 from tapax._results import SiteTable, Taps
@@ -98,21 +99,11 @@ def _jitted(fn: Any, plan: Plan) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # Under `jax.disable_jit()` there are no tracers, and what is no array is static.
         wanted = (jax.Array, np.ndarray) if eager() else Tracer
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, wanted)]
-
-        def join(arrays: Sequence[Any]) -> Any:
-            filled = list(leaves)
-            for i, x in zip(places, arrays, strict=True):
-                filled[i] = x
-            return treedef.unflatten(filled)
-
-        def pick(parts: list[Any]) -> list[Any]:
-            return [parts[i] for i in places]
-
-        arrays, arguments = pick(leaves), (args, kwargs)
+        places = (i for i, leaf in enumerate(leaves) if not isinstance(leaf, wanted))
+        signature = Signature(treedef, tuple((i, leaves[i], None) for i in places))
         run = lambda call: current(inner)(*call[0], **call[1])  # noqa: E731
-        program = trace(inner, run, plan, arguments, arrays, join, pick)
-        outs, taps = program.walk(plan, arrays)
+        program = trace(inner, run, plan, (args, kwargs), signature)
+        outs, taps = program.walk(plan, signature.traced(leaves))
         return program.join(outs), taps
 
     return jax.jit(captured, **options)
@@ -124,10 +115,8 @@ class _CaptureTransform(Transform):
 
     plan: Plan
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        return program.walk(self.plan, arrays)
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        return call.program.walk(self.plan, call.arrays)
 
     def finish(self, out: Any, extra: Any) -> Any:
         return out, extra
@@ -152,9 +141,9 @@ class _CapturedFunction(Generic[P, R]):
 
     def survey(self, args: Any, kwargs: Any) -> SiteTable:
         """The sites of the function, for these arguments."""
-        program, arrays = self._call.program(args, kwargs)
+        call = self._call.traced_call(args, kwargs)
 
         def abstract(*arrays: Any) -> Taps:
-            return program.walk(self._plan, arrays)[1]
+            return call.program.walk(self._plan, arrays)[1]
 
-        return jax.eval_shape(abstract, *arrays).sites
+        return jax.eval_shape(abstract, *call.arrays).sites

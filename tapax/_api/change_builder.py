@@ -145,8 +145,8 @@ def _by_function(rule: EditRule, spot: Spot) -> Replacement:
         out = rule.replace(x, spot.site)
         if not isinstance(out, (jax.Array, np.ndarray, np.generic, int, float, complex)):
             raise SiteError(
-                f"The edit of {_where(spot)} returns {type(out).__name__}, but must return one "
-                f"array like the value, of type {_type(spot.own)}."
+                f"The edit of the {spot.site.described}, returns {type(out).__name__}, but must "
+                f"return one array like the value, of type {_type(spot.own)}."
             )
         return out
 
@@ -154,7 +154,7 @@ def _by_function(rule: EditRule, spot: Spot) -> Replacement:
         out = jnp.asarray(replace(x))
         if out.shape != spot.own.shape or out.dtype != spot.own.dtype:
             raise SiteError(
-                f"The edit of {_where(spot)} returns {_type(out)}, but the value is "
+                f"The edit of the {spot.site.described}, returns {_type(out)}, but the value is "
                 f"{_type(spot.own)}. An edit keeps shape and dtype."
             )
         return _cast(out, x)
@@ -181,8 +181,8 @@ def _by_array(rule: EditRule, spot: Spot, array: Any) -> Replacement:
     dtype = jnp.result_type(own.dtype, array) if weak else array.dtype
     if dtype != own.dtype:
         raise SiteError(
-            f"{rule} replaces {_where(spot)} by an array of type {dtype}, but the value is "
-            f"{_type(own)}. An edit keeps the dtype: cast the array."
+            f"{rule} replaces the {spot.site.described}, by an array of type {dtype}, but the "
+            f"value is {_type(own)}. An edit keeps the dtype: cast the array."
         )
     if not isinstance(array, jax.Array):
         return (lambda x: jnp.full_like(x, array)), []
@@ -196,8 +196,8 @@ def _by_array(rule: EditRule, spot: Spot, array: Any) -> Replacement:
     if missing < 0 or whole[missing:] != array.shape or not fits:
         more = f", or {list(whole)} with its loops and maps" if whole != own.shape else ""
         raise SiteError(
-            f"{rule} replaces {_where(spot)} by an array of shape {list(array.shape)}, but the "
-            f"value has shape {list(own.shape)}{more}."
+            f"{rule} replaces the {spot.site.described}, by an array of shape {list(array.shape)}, "
+            f"but the value has shape {list(own.shape)}{more}."
         )
     mapped = len(spot.mapped) if missing <= len(depths) else 0
     part = Part(array, tuple(depths[missing:]), mapped)
@@ -213,7 +213,9 @@ def _cast(a: Any, like: Any) -> Any:
 def _due(rule: EditRule, spot: Spot, traced: bool) -> Callable[..., tuple[Any, Any]]:
     """Tells whether an iteration is to be edited; and whether its number is a number at all."""
     if spot.loop is None:
-        raise SiteError(f"`step` was given for {_where(spot)} which is in no loop. Leave it out.")
+        raise SiteError(
+            f"`step` was given for the {spot.site.described}, which is in no loop. Leave it out."
+        )
     length = spot.around[spot.loop].size
 
     def one(counter: Any, step: Any) -> tuple[Any, Any]:
@@ -230,15 +232,15 @@ def _due(rule: EditRule, spot: Spot, traced: bool) -> Callable[..., tuple[Any, A
             (step.start or 0) < 0 or (step.stop or 0) < 0 or (step.stride or 1) < 1
         ):
             raise SiteError(
-                f"step={step} was given for {_where(spot)} which is in a while loop: how often "
-                "that runs is not known beforehand, so `step` must count from the start."
+                f"step={step} was given for the {spot.site.described}, which is in a while loop: "
+                "how often that runs is not known beforehand, so `step` must count from the start."
             )
         if length is not None:
             numbers = range(*step.slice.indices(length))
             if not numbers:
                 raise SiteError(
-                    f"step={step} was given for {_where(spot)} but that is none of the {length} "
-                    "iterations of its loop."
+                    f"step={step} was given for the {spot.site.described}, but that is none of the "
+                    f"{length} iterations of its loop."
                 )
             first, last, stride = min(numbers), max(numbers), abs(numbers.step)
         else:
@@ -258,7 +260,7 @@ def check_step(spot: Spot, step: int) -> None:
     low = 0 if length is None else -length
     if step < low or (length is not None and step >= length):
         has = f"has {length} iterations" if length is not None else "counts from 0"
-        raise SiteError(f"step={step} was given for {_where(spot)} but its loop {has}.")
+        raise SiteError(f"step={step} was given for the {spot.site.described}, but its loop {has}.")
 
 
 def _unless(valid: Any, x: Any) -> Any:
@@ -266,10 +268,6 @@ def _unless(valid: Any, x: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     return where(jnp.broadcast_to(valid, x.shape), x, jnp.full_like(x, jnp.nan))
-
-
-def _where(spot: Spot) -> str:
-    return f"the site {spot.site.name!r}, marked at {spot.site.source},"
 
 
 def _type(like: Any) -> str:

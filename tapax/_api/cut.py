@@ -28,9 +28,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._api.change_builder import ChangeBuilder, check_step
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
-from tapax._calling.transform import Transform, TransformedFunction, check_function
+from tapax._calling.transform import Transform, TransformedFunction, check_function, transformed
 from tapax._marks.marked_jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
 from tapax._sites import At, Selection, SiteError, as_array
@@ -44,13 +44,7 @@ P = ParamSpec("P")
 def prefix(fn: Callable[P, Any], site: Selection, *, modules: Any = True) -> Callable[P, Any]:
     """A function that returns the value of a site of `fn`, and computes nothing after it."""
     check_function(fn, "prefix")
-    call = TransformedFunction(fn, _PrefixTransform(*_cut(site, modules)))
-
-    @functools.wraps(fn, updated=())
-    def before(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return call((), args, kwargs)
-
-    return before
+    return transformed(fn, _PrefixTransform(*_cut(site, modules)))
 
 
 def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> Callable[..., Any]:
@@ -88,26 +82,27 @@ class _CutTransform(Transform):
     step: int | None
     stateless = True
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        spot = self._spot(program, arrays)
+    def prepare(self, call: TracedCall) -> Any:
+        spot = self._spot(call)
         if self.step is not None:
-            program = _split(program, spot, self.step, arrays)
-            spot = self._spot(program, arrays)
+            call = _split(call, spot, self.step)
+            spot = self._spot(call)
         if any(a.is_loop for a in spot.around):
             loops = ", ".join(str(a) for a in spot.around if a.is_loop)
             raise SiteError(
-                f"{_where(spot)} is in the loops {loops}, so the program crosses it more than "
-                f"once. Cut at one iteration of a scan: tapax.at({spot.site.name!r}, step=0)."
+                f"The {spot.site.described}, is in the loops {loops}, so the program crosses it "
+                f"more than once. Cut at one iteration of a scan: tapax.at({spot.site.name!r}, "
+                "step=0)."
             )
         if spot.branches:
             raise SiteError(
-                f"{_where(spot)} is in a branch, which may not run, so the function cannot be cut "
-                "there. Mark a value outside of the conditional."
+                f"The {spot.site.described}, is in a branch, which may not run, so the function "
+                "cannot be cut there. Mark a value outside of the conditional."
             )
-        return program, spot
+        return call.program, spot
 
-    def _spot(self, program: Program, arrays: Sequence[Any]) -> Spot:
-        spots = survey(program, self.plan, arrays)
+    def _spot(self, call: TracedCall) -> Spot:
+        spots = survey(call, self.plan)
         if len(spots) == 1:
             return spots[0]
         if not spots:
@@ -123,9 +118,7 @@ class _CutTransform(Transform):
 
 
 class _PrefixTransform(_CutTransform):
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
+    def run(self, call: TracedCall, prepared: Any) -> Any:
         program, spot = prepared
         name = spot.site.name
         plan = dataclasses.replace(self.plan, values=lambda site: site.name == name)
@@ -133,40 +126,39 @@ class _PrefixTransform(_CutTransform):
         def before(*arrays: Any) -> Any:
             return program.walk(plan, arrays)[1].values[name]
 
-        return None, _needed(before, arrays)
+        return None, _needed(before, call.arrays)
 
     def finish(self, out: Any, extra: Any) -> Any:
         return extra
 
 
 class _SuffixTransform(_CutTransform):
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        program, spot = super().prepare(program, operands, arrays)
+    def prepare(self, call: TracedCall) -> Any:
+        program, spot = super().prepare(call)
         if not spot.reaches:
             raise SiteError(
-                f"{_where(spot)} is where the function is to start, but its value never reaches a "
-                "result. Use what tapax.sow returned in the place of the value that it was given."
+                f"The {spot.site.described}, is where the function is to start, but its value "
+                "never reaches a result. Use what tapax.sow returned in the place of the value "
+                "that it was given."
             )
-        shape, dtype = jnp.shape(operands), jnp.result_type(operands)
+        shape, dtype = jnp.shape(call.operands), jnp.result_type(call.operands)
         if shape != spot.site.shape or dtype != spot.own.dtype:
             raise SiteError(
-                f"{_where(spot)} was given a value of type {dtype}{list(shape)}, but its values "
-                f"are of type {spot.own.dtype}{list(spot.site.shape)}."
+                f"The {spot.site.described}, was given a value of type {dtype}{list(shape)}, but "
+                f"its values are of type {spot.own.dtype}{list(spot.site.shape)}."
             )
         return program, spot
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
+    def run(self, call: TracedCall, prepared: Any) -> Any:
         program, spot = prepared
 
         def after(value: Any, *arrays: Any) -> Any:
             builder = ChangeBuilder()
             part = Part(value, spot.depths, len(spot.mapped))
             builder.change(spot, lambda x, counter, part: part, [part])
-            return program.run(Walk(Plan(None, None), builder.changes()), arrays)
+            return TracedCall(program, arrays).run_changed(builder.changes())
 
-        return _needed(after, [operands, *arrays]), ()
+        return _needed(after, [call.operands, *call.arrays]), ()
 
 
 def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
@@ -177,23 +169,19 @@ def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _where(spot: Spot) -> str:
-    return f"The site {spot.site.name!r}, marked at {spot.site.source},"
-
-
-def _split(program: Program, spot: Spot, step: int, arrays: Sequence[Any]) -> Program:
-    """The program with one iteration of the innermost loop around a site written out."""
+def _split(call: TracedCall, spot: Spot, step: int) -> TracedCall:
+    """The call with one iteration of the innermost loop around a site written out."""
     if spot.loop is None:
-        raise SiteError(f"{_where(spot)} is in no loop. Leave `step` out.")
+        raise SiteError(f"The {spot.site.described}, is in no loop. Leave `step` out.")
     if spot.around[spot.loop].kind != "scan":
         raise SiteError(
-            f"{_where(spot)} is in a while loop: how often that runs is not known beforehand, so "
-            "the function cannot be cut at one of its iterations."
+            f"The {spot.site.described}, is in a while loop: how often that runs is not known "
+            "beforehand, so the function cannot be cut at one of its iterations."
         )
     check_step(spot, step)
     walk = _SplitWalk(spot, step)
-    made = jax.make_jaxpr(lambda *arrays: program.run(walk, arrays))(*arrays)
-    return dataclasses.replace(program, jaxpr=made)
+    made = jax.make_jaxpr(lambda *arrays: call.program.run(walk, arrays))(*call.arrays)
+    return dataclasses.replace(call, program=dataclasses.replace(call.program, jaxpr=made))
 
 
 class _SplitWalk(Walk):

@@ -42,7 +42,6 @@ site are not a number (or, if they are integers, unchanged).
 """
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -52,12 +51,11 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax._api.change_builder import ChangeBuilder, EditRule, check_step
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
-from tapax._calling.transform import Transform, TransformedFunction, check_function
+from tapax._calling.transform import Transform, check_function, transformed
 from tapax._sites import At, SiteError, StepSlice, check, flatten
 from tapax._walk.plan import Plan
-from tapax._walk.walk import Walk
 from tapax.reduce import Reducer
 
 P = ParamSpec("P")
@@ -83,13 +81,7 @@ def edit(
         operands.append(operand)
     picked = [tuple(r.selection for r in rules if r.of == of) for of in ("value", "grad")]
     plan = Plan.make(*picked, modules=modules, changing=True)
-    call = TransformedFunction(fn, _EditTransform(plan, tuple(rules)))
-
-    @functools.wraps(fn, updated=())
-    def edited(*args: P.args, **kwargs: P.kwargs) -> R:
-        return call(tuple(operands), args, kwargs)
-
-    return edited
+    return transformed(fn, _EditTransform(plan, tuple(rules)), tuple(operands))
 
 
 def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, tuple[Any, Any]]]:
@@ -149,8 +141,8 @@ class _EditTransform(Transform):
         functions = (types.FunctionType, types.BuiltinFunctionType)
         return all(rule.fn is None or isinstance(rule.fn, functions) for rule in self.rules)
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        spots = survey(program, self.plan, arrays)
+    def prepare(self, call: TracedCall) -> Any:
+        spots = survey(call, self.plan)
         for rule in self.rules:
             _check_reached(rule, spots)
         return spots
@@ -161,15 +153,13 @@ class _EditTransform(Transform):
                 if rule.picks(spot) and rule.step is True and not isinstance(step, Tracer):
                     check_step(spot, int(step))
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        builder = ChangeBuilder(checked)
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        builder = ChangeBuilder(call.checked)
         for spot in prepared:
-            for rule, (array, step) in zip(self.rules, operands, strict=True):
+            for rule, (array, step) in zip(self.rules, call.operands, strict=True):
                 if rule.picks(spot):
                     builder.add(rule, spot, array, step)
-        return program.run(Walk(Plan(None, None), builder.changes()), arrays), ()
+        return call.run_changed(builder.changes()), ()
 
 
 def _check_reached(rule: EditRule, spots: Sequence[Spot]) -> None:
@@ -181,7 +171,7 @@ def _check_reached(rule: EditRule, spots: Sequence[Spot]) -> None:
         site = picked[0].site
         what = "value" if rule.of == "value" else "gradient"
         raise SiteError(
-            f"The {what} of the site {site.name!r}, marked at {site.source}, is edited, but never "
-            "reaches a result of the function, so the edit would do nothing. Use what tapax.sow "
-            "returned in the place of the value that it was given."
+            f"The {what} of the {site.described}, is edited, but never reaches a result of the "
+            "function, so the edit would do nothing. Use what tapax.sow returned in the place of "
+            "the value that it was given."
         )

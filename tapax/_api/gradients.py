@@ -28,12 +28,11 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._api.change_builder import check_step
 from tapax._api.perturbations import AT, adding, differentiable
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
-from tapax._calling.transform import Transform, TransformedFunction, check_function
+from tapax._calling.transform import Transform, check_function, transformed
 from tapax._sites import Selection, SiteError
 from tapax._walk.plan import Plan
-from tapax._walk.walk import Walk
 
 P = ParamSpec("P")
 
@@ -61,15 +60,8 @@ def value_and_grad(
 ) -> Callable[P, Any]:
     """A function that returns what `loss` does, and its gradients by the values of its sites."""
     check_function(loss, "value_and_grad")
-    call = TransformedFunction(
-        loss, _GradientTransform(Plan.make(at, None, modules=modules, names=AT), has_aux)
-    )
-
-    @functools.wraps(loss, updated=())
-    def both(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return call((), args, kwargs)
-
-    return both
+    plan = Plan.make(at, None, modules=modules, names=AT)
+    return transformed(loss, _GradientTransform(plan, has_aux))
 
 
 def jacobian(
@@ -86,13 +78,7 @@ def jacobian(
         for name, selection in (("wrt", wrt), ("of", of))
     ]
     plan = dataclasses.replace(both[0], values=(both[0].values, both[1].values))
-    call = TransformedFunction(fn, _JacobianTransform(plan, *both))
-
-    @functools.wraps(fn, updated=())
-    def derivative(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return call((), args, kwargs)
-
-    return derivative
+    return transformed(fn, _JacobianTransform(plan, *both))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +88,8 @@ class _GradientTransform(Transform):
     plan: Plan
     has_aux: bool
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        outs = _jax.open_jaxpr(program.jaxpr).outvars
+    def prepare(self, call: TracedCall) -> Any:
+        outs = _jax.open_jaxpr(call.program.jaxpr).outvars
         kind = outs[0].aval if outs else None
         if kind is None or kind.shape or not jnp.issubdtype(kind.dtype, jnp.floating):
             what = "no array" if kind is None else f"{kind.dtype}{list(kind.shape)}"
@@ -111,14 +97,11 @@ class _GradientTransform(Transform):
                 f"A gradient is that of a loss, one real number, but the function returns {what} "
                 "first. Return (loss, aux), and give has_aux=True, to return more."
             )
-        return differentiable(survey(program, self.plan, arrays, [0]), self.plan, reaching=True)
+        return differentiable(survey(call, self.plan, [0]), self.plan, reaching=True)
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
+    def run(self, call: TracedCall, prepared: Any) -> Any:
         def loss(zeros: list[Any]) -> Any:
-            changes = adding(prepared, zeros, _inject)
-            outs = program.run(Walk(Plan(None, None), changes), arrays)
+            outs = call.run_changed(adding(prepared, zeros, _inject))
             return outs[0], outs
 
         zeros = [jnp.zeros(spot.site.shape, spot.own.dtype) for spot in prepared]
@@ -159,8 +142,8 @@ def _iterations(spot: Spot, grad: Any) -> Any:
         return grad
     if spot.loop is None:
         raise SiteError(
-            f"`step` was given for the site {spot.site.name!r}, marked at {spot.site.source}, "
-            "which is in no loop. Leave `step` out."
+            f"`step` was given for the {spot.site.described}, which is in no loop. Leave `step` "
+            "out."
         )
     if isinstance(spot.step, int):
         check_step(spot, spot.step)
@@ -178,21 +161,20 @@ class _JacobianTransform(Transform):
     of: Plan
     stateless = True
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        wrt = _only(survey(program, self.wrt, arrays), self.wrt)
+    def prepare(self, call: TracedCall) -> Any:
+        wrt = _only(survey(call, self.wrt), self.wrt)
         differentiable([wrt], dataclasses.replace(self.wrt, values=wrt.site.name))
         if self.of.values is None:
             return wrt, None
-        return wrt, _only(survey(program, self.of, arrays), self.of)
+        return wrt, _only(survey(call, self.of), self.of)
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
+    def run(self, call: TracedCall, prepared: Any) -> Any:
         wrt, of = prepared
         plan = dataclasses.replace(self.of, values=lambda site: of and site.name == of.site.name)
 
         def inner(zeros: Any) -> Any:
-            outs, taps = program.walk(plan, arrays, adding([wrt], [zeros], _inject))
+            changes = adding([wrt], [zeros], _inject)
+            outs, taps = call.program.walk(plan, call.arrays, changes)
             return outs if of is None else taps.values[of.site.name]
 
         zeros = jnp.zeros(wrt.site.shape, wrt.own.dtype)

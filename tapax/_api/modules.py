@@ -9,13 +9,26 @@ Sequential Sequential
 Sequential/layers/0 Linear
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from tapax._api.capture import sites
 from tapax._frameworks.module_tree import in_order
 from tapax._frameworks.registry import loaded_adapters
-from tapax._results import ModuleTable, SiteTable
+from tapax._results import SiteTable
 from tapax._sites import join
+
+
+class ModuleTable(tuple[tuple[str, type], ...]):
+    """Paths and classes, in the order of the model; prints as a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        from tapax._results.tables import modules_table
+
+        return modules_table(self)
 
 
 def modules(model: Any, *args: Any, **kwargs: Any) -> ModuleTable:
@@ -55,13 +68,12 @@ def _made(table: SiteTable) -> ModuleTable:
             path = site.path.partition(":")[0]
             path = path if site.method == "__call__" else path.removesuffix(f".{site.method}")
             found.setdefault(path, site.module)
-    parts = {path: path.split("/") for path in found}
+
+    def prefixes(path: str) -> Iterator[str]:
+        return itertools.accumulate(path.split("/"), "{}/{}".format)
+
     order: dict[str, int] = {}
-    for segments in parts.values():
-        for i in range(len(segments)):
-            order.setdefault("/".join(segments[: i + 1]), len(order))
-
-    def places(path: str) -> list[int]:
-        return [order["/".join(parts[path][: i + 1])] for i in range(len(parts[path]))]
-
-    return ModuleTable((path, found[path]) for path in sorted(found, key=places))
+    for prefix in (prefix for path in found for prefix in prefixes(path)):
+        order.setdefault(prefix, len(order))
+    ordered = sorted(found, key=lambda path: [order[prefix] for prefix in prefixes(path)])
+    return ModuleTable((path, found[path]) for path in ordered)

@@ -25,24 +25,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tapax._api.change_builder import ChangeBuilder
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._results import SiteTable
-from tapax._sites import (
-    At,
-    Selection,
-    SiteError,
-    as_array,
-    check,
-    flatten,
-    is_exact,
-    matches,
-    nearest,
-)
+from tapax._sites import At, Selection, SiteError, as_array, check, flatten, nearest
 from tapax._walk.changes import Changes, Part
 from tapax._walk.plan import Plan
-from tapax._walk.walk import Walk
 
 P = ParamSpec("P")
 AT = ("at", "")
@@ -63,8 +52,8 @@ def perturbations(
 
     @functools.wraps(fn, updated=())
     def zeros(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        program, arrays = call.program(args, kwargs)
-        spots = differentiable(survey(program, plan, arrays), plan, reaching=True)
+        found = survey(call.traced_call(args, kwargs), plan)
+        spots = differentiable(found, plan, reaching=True)
         return {spot.site.name: _zeros(spot) for spot in spots}
 
     return zeros
@@ -106,18 +95,24 @@ class _PerturbationTransform(Transform):
 
     plan: Plan
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        return _perturbed_spots(survey(program, self.plan, arrays), operands, reaching=True)
+    def prepare(self, call: TracedCall) -> Any:
+        return _perturbed_spots(survey(call, self.plan), call.operands, reaching=True)
 
     def check(self, prepared: Any, operands: Any) -> None:
         for spot, array in zip(prepared, operands.values(), strict=True):
-            _check_devices(spot, array)
+            wanted = _sharding(spot)
+            if wanted is None or isinstance(array, Tracer) or not array.committed:
+                continue
+            if array.sharding.device_set != wanted.device_set:
+                raise SiteError(
+                    f"The perturbation of the {spot.site.described}, has the sharding "
+                    f"{array.sharding}, but its values have {wanted}. Make perturbations with "
+                    "tapax.perturbations, or put them there with jax.device_put."
+                )
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        changes = adding(prepared, [operands[s.site.name] for s in prepared], jnp.add)
-        return program.run(Walk(Plan(None, None), changes), arrays), ()
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        arrays = [call.operands[spot.site.name] for spot in prepared]
+        return call.run_changed(adding(prepared, arrays, jnp.add)), ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,16 +122,13 @@ class AdditionTransform(Transform):
     plan: Plan
     choose: Callable[[SiteTable], Mapping[str, Any]]
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        return survey(program, self.plan, arrays)
+    def prepare(self, call: TracedCall) -> Any:
+        return survey(call, self.plan)
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
+    def run(self, call: TracedCall, prepared: Any) -> Any:
         chosen = self.choose(SiteTable([spot.site for spot in prepared]))
         spots = _perturbed_spots(prepared, chosen)
-        changes = adding(spots, list(chosen.values()), jnp.add)
-        return program.run(Walk(Plan(None, None), changes), arrays), ()
+        return call.run_changed(adding(spots, list(chosen.values()), jnp.add)), ()
 
 
 def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]) -> Changes:
@@ -150,17 +142,13 @@ def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]
 
 def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False) -> list[Spot]:
     """Those sites by which a derivative can be taken; raises for one that is named exactly."""
-    exact = [part for part in flatten(plan.values) if is_exact(part)]
     kept = []
     for spot in spots:
         why = _why_not(spot, reaching)
         if why is None:
             kept.append(spot)
-        elif any(matches(name, spot.site) for name in exact):
-            site = spot.site
-            raise SiteError(
-                f"There is no derivative by the site {site.name!r}, marked at {site.source}: {why}."
-            )
+        elif plan.names_value(spot.site):
+            raise SiteError(f"There is no derivative by the {spot.site.described}: {why}.")
     return kept
 
 
@@ -220,7 +208,7 @@ def _perturbed_spots(
 
 def _check_perturbation(spot: Spot, array: Any, reaching: bool) -> None:
     site = spot.site
-    where = f"The perturbation of the site {site.name!r}, marked at {site.source},"
+    where = f"The perturbation of the {site.described},"
     why_not = _why_not(spot, reaching)
     if why_not is not None:
         raise SiteError(f"{where} cannot be added: {why_not}.")
@@ -233,16 +221,4 @@ def _check_perturbation(spot: Spot, array: Any, reaching: bool) -> None:
         raise SiteError(
             f"{where} is of type {array.dtype}, but its values are of type {spot.own.dtype}: the "
             "sum would be of another type than the value. Cast the perturbation."
-        )
-
-
-def _check_devices(spot: Spot, array: Any) -> None:
-    wanted = _sharding(spot)
-    if wanted is None or isinstance(array, Tracer) or not array.committed:
-        return
-    if array.sharding.device_set != wanted.device_set:
-        raise SiteError(
-            f"The perturbation of the site {spot.site.name!r}, marked at {spot.site.source}, has "
-            f"the sharding {array.sharding}, but its values have {wanted}. Make perturbations with "
-            "tapax.perturbations, or put them there with jax.device_put."
         )

@@ -33,16 +33,15 @@ def collect(walk: Walk) -> Taps:
         into = grads if entry.grad else values
         if name in into:
             raise SiteError(
-                f"The site {name!r}, marked at {site.source}, has more than one fold: one of them "
-                "is inside a shard_map, where every device has its own. Give it another name."
+                f"The {site.described}, has more than one fold: one of them is inside a shard_map, "
+                "where every device has its own. Give it another name."
                 if entry.folded
                 else f"Two reducers with the same name were asked for: {name!r}, marked at "
                 f"{site.source}, would be two arrays. Give one another name: reducer.named(...)."
             )
         if entry.step is not None:
             raise SiteError(
-                f"`step` was given for the site {name!r}, marked at {site.source}, which is in no "
-                "loop. Leave `step` out."
+                f"`step` was given for the {site.described}, which is in no loop. Leave `step` out."
             )
         into[name] = entry.value
         taken[entry.grad].append(site)
@@ -100,15 +99,15 @@ def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
         parts = [*second, *copies[call]]
         if first.reduction is not None:
             raise SiteError(
-                f"The site {first.site.name!r}, marked at {first.site.source}, is in a checkpoint "
-                "through which a second derivative is taken: its gradient is the sum of several "
-                "parts, and cannot be reduced in the program. Capture it whole."
+                f"The {first.site.described}, is in a checkpoint through which a second derivative "
+                "is taken: its gradient is the sum of several parts, and cannot be reduced in the "
+                "program. Capture it whole."
             )
         if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
             raise SiteError(
-                f"The site {first.site.name!r}, marked at {first.site.source}, is in a checkpoint "
-                "through which several second derivatives are taken, and which part belongs to "
-                "which cannot be told. Leave it out of `grads`."
+                f"The {first.site.described}, is in a checkpoint through which several second "
+                "derivatives are taken, and which part belongs to which cannot be told. Leave it "
+                "out of `grads`."
             )
         yield _pulled_back(parts[0], 1, functools.reduce(jnp.add, [p.value for p in parts]))
     for call, parts in copies.items():

@@ -16,6 +16,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._calling.collect import collect
+from tapax._calling.signature import Signature
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import is_anchored, labels, resolve
 from tapax._frameworks.module_paths import new_call_stack
@@ -79,24 +80,33 @@ class Program:
             return walk.materialize(_jax.open_jaxpr(self.jaxpr).outvars, outs)
 
 
-def trace(
-    fn: Any,
-    run: Callable[[Any], Any],
-    plan: Plan,
-    arguments: Any,
-    arrays: Sequence[Any],
-    join: Callable[[Sequence[Any]], Any],
-    pick: Callable[[list[Any]], list[Any]],
-) -> Program:
-    """Traces `run`, the call of `fn` on some arguments.
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """A program, and the arrays of one call of it.
 
-    `arrays` are those of the leaves of `arguments` that are traced: `join` puts others into their
-    places, `pick` picks what belongs to them out of a list with something for every leaf.
+    `operands`, a pytree of arrays, are inputs of a transform that the program does not have. They
+    are `checked` if their values were known, and `Transform.check` has seen them.
     """
+
+    program: Program
+    arrays: Sequence[Any]
+    operands: Any = ()
+    checked: bool = True
+
+    def run_changed(self, changes: Changes) -> list[Any]:
+        """Evaluates the program with some of its values changed; its results as arrays."""
+        return self.program.run(Walk(Plan(None, None), changes), self.arrays)
+
+
+def trace(
+    fn: Any, run: Callable[[Any], Any], plan: Plan, arguments: Any, signature: Signature
+) -> Program:
+    """Traces `run`, the call of `fn` on some arguments, with those traced that are not static."""
+    arrays = signature.traced(jax.tree.leaves(arguments))
     cell: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
-        arguments = join(arrays)
+        arguments = signature.join(arrays)
         given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
         out = run(arguments)
         leaves, treedef = jax.tree.flatten(out)
@@ -118,7 +128,7 @@ def trace(
     ):
         jaxpr = registry.trace_program(lambda: jax.make_jaxpr(flat)(*arrays))
     if is_anchored(jaxpr):
-        jaxpr = resolve(jaxpr, pick(labels(arguments)))
+        jaxpr = resolve(jaxpr, signature.traced(labels(arguments)))
     return Program(jaxpr, **cell)
 
 

@@ -32,19 +32,14 @@ class Signature:
 
     treedef: Any
     statics: tuple[tuple[int, Any, Any], ...]
-    count: int
-    is_repeatable: bool
-    order: Any
+    is_repeatable: bool = False
+    order: Any = None
 
     def join(self, arrays: Sequence[Any]) -> Any:
         """The arguments that the leaves were taken from, with other arrays in their places."""
-        leaves: list[Any] = [None] * self.count
-        fixed = set()
+        leaves = list(arrays)
         for i, leaf, _ in self.statics:
-            leaves[i] = leaf
-            fixed.add(i)
-        rest = iter(arrays)
-        leaves = [leaf if i in fixed else next(rest) for i, leaf in enumerate(leaves)]
+            leaves.insert(i, leaf)
         return in_order(self.treedef.unflatten(leaves), self.order)
 
     def traced(self, leaves: Sequence[Any]) -> list[Any]:
@@ -76,8 +71,7 @@ def split(fn: Any, arguments: Any, needed: frozenset[int]) -> tuple[Signature, l
         told_apart = repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf)
         statics.append((i, leaf, told_apart))
     is_repeatable = all(map(_is_value, (leaf for _, leaf, _ in statics)))
-    order = order_of(arguments)
-    return Signature(treedef, tuple(statics), len(leaves), is_repeatable, order), arrays
+    return Signature(treedef, tuple(statics), is_repeatable, order_of(arguments)), arrays
 
 
 def _is_value(leaf: Any) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from tapax import _jax
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._marks.marked_jaxprs import reaching
+from tapax._marks.tap import split_shape
 from tapax._sites import Site
 from tapax._walk.calls import Call
 from tapax._walk.changes import Around, Key
@@ -63,9 +64,7 @@ class SurveyWalk(Walk):
         chosen = self.chosen(eqn, call, grad=grad)
         if chosen is None:
             return
-        axes, shape = eqn.params["axes"], eqn.invars[0].aval.shape
-        mapped = tuple(shape[a] for a in axes)
-        own = tuple(n for i, n in enumerate(shape) if i not in axes)
+        mapped, own = split_shape(eqn)
         # An axis of a mesh over which the value does not vary is none of its own.
         varying = _jax.varying_axes(jax.typeof(x))
         around = tuple(
@@ -89,15 +88,13 @@ class SurveyWalk(Walk):
             self.spots[key] = spot
 
 
-def survey(
-    program: Program, plan: Plan, arrays: Sequence[Any], results: Sequence[int] | None = None
-) -> list[Spot]:
+def survey(call: TracedCall, plan: Plan, results: Sequence[int] | None = None) -> list[Spot]:
     """The sites that a plan chooses; raises for what it asks for in vain.
 
     What they reach are the results of the program, or some of them.
     """
-    walk = SurveyWalk(plan, reaching(program.jaxpr, results))
-    jax.eval_shape(lambda *arrays: program.run(walk, arrays), *arrays)
+    walk = SurveyWalk(plan, reaching(call.program.jaxpr, results))
+    jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
     spots = list(walk.spots.values())
     found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]
     plan.verify(walk.sites, found[0], found[1], walk.lost)

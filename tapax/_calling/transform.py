@@ -7,16 +7,19 @@ program instead. Under `jax.disable_jit()` it is evaluated one operation at a ti
 """
 
 import dataclasses
+import functools
+import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._calling.program import Program, trace
+from tapax._calling.program import Program, TracedCall, trace
 from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
@@ -24,12 +27,11 @@ from tapax._sites import name_of
 from tapax._walk.interpreter import eager
 from tapax._walk.plan import Plan
 
+P = ParamSpec("P")
+
 
 class Transform:
-    """Something to do with a traced program. Equal transforms do the same.
-
-    `operands`, a pytree of arrays, are inputs of the transform that the program does not have.
-    """
+    """Something to do with a traced program. Equal transforms do the same."""
 
     plan: Plan
     stateless = False
@@ -40,20 +42,15 @@ class Transform:
         """Whether equal transforms do the same at any time: objects in them may change."""
         return True
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+    def prepare(self, call: TracedCall) -> Any:
         """What it has to know about the program. Only the types of the arrays may be looked at."""
         return None
 
     def check(self, prepared: Any, operands: Any) -> None:
         """Raises for operands whose values are wrong, where they are known."""
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        """The results of the program, or None if it has none; and a pytree of whatever else.
-
-        It is `checked` if the values of the operands were known, and `check` has seen them.
-        """
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        """The results of the program, or None if it has none; and a pytree of whatever else."""
         raise NotImplementedError
 
     def finish(self, out: Any, extra: Any) -> Any:
@@ -107,10 +104,10 @@ class TransformedFunction:
         """Calls the function."""
         return registry.run_opened(self._open(args, kwargs), lambda call: self._run(call, operands))
 
-    def program(self, args: Any, kwargs: Any) -> tuple[Program, Any]:
+    def traced_call(self, args: Any, kwargs: Any) -> TracedCall:
         """The traced function, and the arrays among these arguments."""
         program, _, arrays = registry.run_opened(self._open(args, kwargs), self._trace)
-        return program, arrays
+        return TracedCall(program, arrays)
 
     def _open(self, args: Any, kwargs: Any) -> FunctionCall:
         return FunctionCall(self.fn, args, kwargs, memory=self._known.memory)
@@ -129,13 +126,10 @@ class TransformedFunction:
 
         def attempt(needed: frozenset[int]) -> Any:
             signature, arrays = split(self.fn, call.arguments, needed)
-            whole = call.arguments, arrays, signature.join, signature.traced
-            program = trace(self.fn, call.run, self._transform.plan, *whole)
-            return (
-                program.only(call.own) if self._transform.stateless else program,
-                signature,
-                arrays,
-            )
+            program = trace(self.fn, call.run, self._transform.plan, call.arguments, signature)
+            if self._transform.stateless:
+                program = program.only(call.own)
+            return program, signature, arrays
 
         known = self._known.needed.get(structure)
         if known is None:
@@ -146,10 +140,11 @@ class TransformedFunction:
 
     def _inline(self, call: FunctionCall, operands: Any) -> Any:
         program, _, arrays = self._trace(call)
-        prepared = self._transform.prepare(program, operands, arrays)
-        self._transform.check(prepared, operands)
         known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-        return program, *self._transform.run(program, prepared, operands, arrays, known)
+        traced = TracedCall(program, arrays, operands, known)
+        prepared = self._transform.prepare(traced)
+        self._transform.check(prepared, operands)
+        return program, *self._transform.run(traced, prepared)
 
     def _compiled(self, call: FunctionCall, operands: Any) -> Any:
         structure = jax.tree.structure(call.arguments)
@@ -171,10 +166,10 @@ class TransformedFunction:
 
     def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         transform = self._transform
-        prepared = transform.prepare(program, operands, arrays)
+        prepared = transform.prepare(TracedCall(program, arrays, operands))
 
         def captured(operands: Any, *arrays: Any) -> Any:
-            return transform.run(program, prepared, operands, arrays, True)
+            return transform.run(TracedCall(program, arrays, operands), prepared)
 
         captured.__name__ = captured.__qualname__ = name_of(self.fn)
         donated = () if transform.stateless else (i + 1 for i in _donated(program.jaxpr))
@@ -196,19 +191,26 @@ def _key(signature: Signature, operands: Any, arrays: Sequence[Any]) -> Any:
 def _donated(jaxpr: Any) -> tuple[int, ...]:
     """The inputs of a program that a jitted function in it is given for good."""
     inner = _jax.open_jaxpr(jaxpr)
-    uses: dict[Any, int] = {}
-    given = set()
-    for eqn in inner.eqns:
-        for i, v in enumerate(eqn.invars):
-            if isinstance(v, _jax.Literal):
-                continue
-            uses[v] = uses.get(v, 0) + 1
-            if eqn.params.get("donated_invars", ()) and eqn.params["donated_invars"][i]:
-                given.add(v)
-    for v in inner.outvars:
-        if not isinstance(v, _jax.Literal):
-            uses[v] = uses.get(v, 0) + 1
-    return tuple(i for i, v in enumerate(inner.invars) if v in given and uses[v] == 1)
+    read = itertools.chain(*(eqn.invars for eqn in inner.eqns), inner.outvars)
+    uses = Counter(v for v in read if not isinstance(v, _jax.Literal))
+    given = [
+        v
+        for eqn in inner.eqns
+        for v in itertools.compress(eqn.invars, eqn.params.get("donated_invars", ()))
+    ]
+    once = {v for v in given if not isinstance(v, _jax.Literal) and uses[v] == 1}
+    return tuple(i for i, v in enumerate(inner.invars) if v in once)
+
+
+def transformed(fn: Callable[P, Any], transform: Transform, operands: Any = ()) -> Callable[P, Any]:
+    """A function of the arguments of `fn` that returns what the transform gives."""
+    call = TransformedFunction(fn, transform)
+
+    @functools.wraps(fn, updated=())
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return call(operands, args, kwargs)
+
+    return wrapper
 
 
 def check_function(fn: Any, function: str) -> None:

@@ -44,18 +44,13 @@ def dce(jaxpr: Any, results: Sequence[int] | None = None) -> Any:
 
 def hidden_body(value: Any) -> Any:
     """The jaxpr inside a parameter that is no jaxpr: that of a `call_hi_primitive`; or None."""
-    for path in (("jaxpr",), ("traced", "jaxpr"), ("solve_jaxpr",)):
-        found = value if _is_hi(value) else None
-        for name in path:
-            found = getattr(found, name, None)
-        if found is not None:
-            return found
-    return None
-
-
-def _is_hi(value: Any) -> bool:
-    """Whether a parameter is what `call_hi_primitive` calls: it knows how to `expand` itself."""
-    return not hasattr(value, "eqns") and callable(getattr(value, "expand", None))
+    # What `call_hi_primitive` calls knows how to `expand` itself.
+    if hasattr(value, "eqns") or not callable(getattr(value, "expand", None)):
+        return None
+    traced = getattr(value, "traced", None)
+    places = ((value, "jaxpr"), (traced, "jaxpr"), (value, "solve_jaxpr"))
+    found = (getattr(holder, name, None) for holder, name in places)
+    return next((jaxpr for jaxpr in found if jaxpr is not None), None)
 
 
 def kind_of(eqn: Any) -> str:

@@ -26,11 +26,7 @@ def trace_context() -> Any:
 
 
 _bind = Primitive.bind
-
-
 _lock = threading.Lock()
-
-
 _intercepting: list[Callable[..., Any]] = []
 
 

@@ -72,13 +72,15 @@ def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, own: Any, **param
     if not mapped:
         return change_p.bind(*args, axes=axes, own=own, **params), None
     dim = mapped[0]
-    aligned = [
-        x if d == dim else jnp.moveaxis(batching.bdim_at_front(x, d, axis_data.size), 0, dim)
-        for x, d in zip(operands, dims, strict=True)
-    ]
+    aligned = [with_axis(x, d, dim, axis_data.size) for x, d in zip(operands, dims, strict=True)]
     axes = (dim, *(a + (a >= dim) for a in axes))
     own = (dims[0] is not None, *own)
     return change_p.bind(token, *aligned, axes=axes, own=own, **params), dim
+
+
+def with_axis(x: Any, now: int | None, then: int, size: int) -> Any:
+    """An operand with its mapped axis in another place."""
+    return x if now == then else jnp.moveaxis(batching.bdim_at_front(x, now, size), 0, then)
 
 
 def _jvp(primals: Any, tangents: Any, *, order: int, **params: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -48,13 +48,22 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
             eqns += _unchanged(eqn, renamed, rename)
             continue
         params = {k: strip(v, marks) for k, v in eqn.params.items()}
-        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
         invars = [rename(v) for v in eqn.invars]
-        eqns.append(eqn.replace(invars=invars, params=params, effects=effects))
-    effects = frozenset(e for e in inner.effects if e is not tap_effect)
+        eqns.append(eqn.replace(invars=invars, params=params, effects=without_taps(eqn.effects)))
     outvars = [rename(v) for v in inner.outvars]
-    plain = inner.replace(eqns=eqns, outvars=outvars, effects=effects)
-    return plain if inner is value else value.replace(jaxpr=plain)
+    return _rewritten(value, eqns, outvars)
+
+
+def without_taps(effects: Iterable[Any]) -> frozenset[Any]:
+    """Effects without the one that keeps taps alive."""
+    return frozenset(effects) - {tap_effect}
+
+
+def _rewritten(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
+    """A jaxpr, open or closed, with other equations and results, whose taps are not kept."""
+    inner = _jax.open_jaxpr(jaxpr)
+    new = inner.replace(eqns=eqns, outvars=outvars, effects=without_taps(inner.effects))
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 
 def _unchanged(eqn: Any, renamed: dict[Any, Any], rename: Any) -> list[Any]:
@@ -87,11 +96,8 @@ def quieted(value: Any, again: str | None = "copy") -> Any:
         params = {k: quieted(v, again) for k, v in eqn.params.items()}
         if again and eqn.primitive is tap_p and params["kind"] == "value":
             params["kind"] = again
-        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
-        eqns.append(eqn.replace(params=params, effects=effects))
-    effects = frozenset(e for e in inner.effects if e is not tap_effect)
-    quiet = inner.replace(eqns=eqns, effects=effects)
-    return quiet if inner is value else value.replace(jaxpr=quiet)
+        eqns.append(eqn.replace(params=params, effects=without_taps(eqn.effects)))
+    return _rewritten(value, eqns, inner.outvars)
 
 
 def reaching(jaxpr: Any, results: Sequence[int] | None = None) -> frozenset[int]:

@@ -52,16 +52,12 @@ def internal_operations() -> Iterator[None]:
 
 def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     here = active_policy()
-    if here is None or primitive is tap_p or getattr(_thread, "binding", False):
+    ignored = here is None or primitive is tap_p or getattr(_thread, "binding", False)
+    source = None if ignored else _user_line()
+    if here is None or source is None:
         return bind(primitive, *args, **params)
-    source = _user_line()
-    if source is None:
-        return bind(primitive, *args, **params)
-    if primitive.name in _TRACING:
+    with contextlib.nullcontext() if primitive.name in _TRACING else internal_operations():
         out = bind(primitive, *args, **params)
-    else:
-        with internal_operations():
-            out = bind(primitive, *args, **params)
     op, label = _jax.operation(primitive, params)
     if not any(rule.marks(op, source, label) for rule in here.rules):
         return out

@@ -26,9 +26,9 @@ class ModuleScope(ScopeName):
     """The path of a module from the module that called it: an attribute, an index, a key.
 
     `up` is how many modules to leave first: a module may call one that an ancestor owns, or, if the
-    path is empty, the ancestor itself. `root` is
-    its name where no module is around it. If the path is not known until the program is walked,
-    there is an `anchor`, which tells what goes before `tail`, in the model of the name `model`.
+    path is empty, the ancestor itself. `root` is its name where no module is around it. If the path
+    is not known until the program is walked, there is an `anchor`, which tells what goes before
+    `tail`, in the model of the name `model`.
     """
 
     __slots__ = ("anchor", "model", "root", "tail", "up")

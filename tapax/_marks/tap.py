@@ -59,8 +59,9 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
-from tapax._marks.change import change_p
+from tapax._marks.change import change_p, with_axis
 from tapax._marks.scopes import Scopes, path_in
+from tapax._sites import Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,16 @@ class Mark:
     admitted: frozenset[Any] = frozenset()
     changing: bool = False
     pairs: bool = False
+
+    def site(self, **found: Any) -> Site:
+        """The site that it marks, with what was `found` out about it."""
+        shared = ("path", "kind", "source", "op", "module", "method", "members", "collection")
+        return Site(**{name: getattr(self, name) for name in shared}, **found)
+
+    @property
+    def described(self) -> str:
+        """The words by which messages tell the user which site it is."""
+        return self.site().described
 
     def within(self, scopes: Scopes) -> Mark:
         """The mark with the names of the scopes around it."""
@@ -138,6 +149,12 @@ def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
     return [x, *empty(ctx.replace(avals_in=(), avals_out=ctx.avals_out[1:]))]
 
 
+def split_shape(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes of the mapped axes of what a tap carries, and the shape of the value itself."""
+    axes, shape = eqn.params["axes"], eqn.invars[0].aval.shape
+    return tuple(shape[a] for a in axes), tuple(n for i, n in enumerate(shape) if i not in axes)
+
+
 def operands(kind: str, mark: Mark) -> int:
     """How many operands a tap has before `live`: a plain value has no token."""
     if kind in MAKES_TOKEN:
@@ -159,9 +176,9 @@ def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, **params: Any) ->
         out = tap_p.bind(*args[:own], *live, axes=axes, **params)
         return out, [None] * len(out)
     dim = 0 if dim is None else dim
-    x = _with_axis(x, dims[0], dim, axis_data.size)
+    x = with_axis(x, dims[0], dim, axis_data.size)
     if own == 3:
-        token.append(_with_axis(pair, pair_dim, dim, axis_data.size))
+        token.append(with_axis(pair, pair_dim, dim, axis_data.size))
     # `live` leads with the mapped axes, outermost first, and this one is the outermost yet. What
     # axis a token was given means nothing.
     live = [
@@ -170,11 +187,6 @@ def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, **params: Any) ->
     axes = (dim, *(a + (a >= dim) for a in axes))
     out = tap_p.bind(x, *token, *live, axes=axes, **params)
     return out, [dim, None][: len(out)]
-
-
-def _with_axis(x: Any, now: int | None, then: int, size: int) -> Any:
-    """An operand with its mapped axis in another place."""
-    return x if now == then else jnp.moveaxis(batching.bdim_at_front(x, now, size), 0, then)
 
 
 def _zero(primal: Any) -> ad.Zero:
@@ -193,36 +205,24 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
         t_out = _zero(out[0])
     elif kind in _TANGENTS:
         token, *live = [*out[1:], *rest]
-        t = _slope(token, x, t, "value", **params)
+        t = _slope(token, x, t, "value", params)
         value = [out[0]] if params["mark"].pairs else []
         (t_out,) = tap_p.bind(t, token, *value, *live, kind=_TANGENTS[kind], **params)
     elif kind.startswith("grad"):
-        t_out = _slope(rest[0], x, t, "grad", **params)
+        t_out = _slope(rest[0], x, t, "grad", params)
     else:
         # The derivative of a tangent is no tangent of the marked value.
         t_out = t
     return out, [t_out, *(_zero(o) for o in out[1:])]
 
 
-def _slope(
-    token: Any,
-    x: Any,
-    t: Any,
-    of: str,
-    *,
-    mark: Mark,
-    axes: tuple[int, ...],
-    branches: tuple[int, ...],
-    level: int,
-    **rest: Any,
-) -> Any:
+def _slope(token: Any, x: Any, t: Any, of: str, params: dict[str, Any]) -> Any:
     """The tangent of what an edit makes of `x`."""
-    del rest
-    if not mark.changing:
+    if not params["mark"].changing:
         return t
-    fixed = {"mark": mark, "of": of, "branches": branches, "level": level}
-    lie = {"axes": axes, "own": (True,) * len(axes)}
-    return change_p.bind(token, x, t, order=1, transposed=False, **fixed, **lie)
+    kept = {name: params[name] for name in ("mark", "axes", "branches", "level")}
+    own = (True,) * len(params["axes"])
+    return change_p.bind(token, x, t, of=of, order=1, transposed=False, own=own, **kept)
 
 
 def _transpose(cts: Any, t: Any, *rest: Any, kind: str, **params: Any) -> Any:

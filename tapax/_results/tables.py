@@ -32,10 +32,6 @@ def type_of(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def _place(source: str) -> str:
-    return os.path.basename(source)
-
-
 def sites_table(sites: Sequence[Site]) -> str:
     """Every site with its type, size, loops and place in the source."""
     title = f"{len(sites)} sites, {_bytes(sum(site.nbytes for site in sites))}"
@@ -47,7 +43,7 @@ def sites_table(sites: Sequence[Site]) -> str:
             type_of(site) if site.dtype is not None else "",
             _bytes(site.nbytes),
             " ".join(site.loops),
-            _place(site.source),
+            os.path.basename(site.source),
         )
     return render(table)
 
@@ -94,7 +90,7 @@ def taps_table(
             "" if x is None else _number(x, site.reducer),
             "" if g is None else _number(g, site.grad_reducer),
             _valid(valid.get(name)),
-            _place(site.source),
+            os.path.basename(site.source),
         )
     return render(table)
 

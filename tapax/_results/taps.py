@@ -56,22 +56,6 @@ class Taps:
         )
 
 
-def _flatten(taps: Taps) -> tuple[Any, SiteTable]:
-    return (taps.values, taps.grads, taps.valid), taps.sites
-
-
-def _flatten_with_keys(taps: Taps) -> tuple[Any, SiteTable]:
-    key = jax.tree_util.GetAttrKey
-    return (
-        (key("values"), taps.values),
-        (key("grads"), taps.grads),
-        (key("valid"), taps.valid),
-    ), taps.sites
-
-
-def _unflatten(sites: SiteTable, children: Any) -> Taps:
-    values, grads, valid = children
-    return Taps(values, grads, valid, sites)
-
-
-jax.tree_util.register_pytree_with_keys(Taps, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_dataclass(
+    Taps, data_fields=["values", "grads", "valid"], meta_fields=["sites"]
+)

@@ -41,10 +41,32 @@ CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_
 
 
 @dataclasses.dataclass(frozen=True)
-class Ops:
-    """Marks the results of every operation with one of these names. See `ops`."""
+class Rule:
+    """Marks values that nobody marked. Its class has the name of the function that makes it."""
 
     names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(isinstance(name, str) for name in self.names):
+            function = type(self).__name__.lower()
+            raise TypeError(
+                f"`{function}` takes one or more strings, but was given {self.names!r}."
+            )
+
+    def marks(self, op: str, source: str, label: str | None) -> bool:
+        """Whether it marks the results of an operation, written on a line, with a label."""
+        raise NotImplementedError
+
+    def matches(self, site: Site) -> bool:
+        """Whether a site is one that it marks."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()}({', '.join(map(repr, self.names))})"
+
+
+class Ops(Rule):
+    """Marks the results of every operation with one of these names. See `ops`."""
 
     def marks(self, op: str, source: str, label: str | None) -> bool:
         return op in self.names
@@ -52,41 +74,26 @@ class Ops:
     def matches(self, site: Site) -> bool:
         return site.kind == "op" and site.op in self.names
 
-    def __str__(self) -> str:
-        return f"ops({', '.join(map(repr, self.names))})"
 
-
-@dataclasses.dataclass(frozen=True)
-class Lines:
+class Lines(Rule):
     """Marks the results of every operation written on one of these lines. See `lines`."""
-
-    places: tuple[str, ...]
 
     def marks(self, op: str, source: str, label: str | None) -> bool:
         # The results of a call are those of the operations in it, which are on the line too.
-        return op not in CALLS and any(_on_line(source, place) for place in self.places)
+        return op not in CALLS and any(_on_line(source, place) for place in self.names)
 
     def matches(self, site: Site) -> bool:
-        return site.kind == "op" and any(_on_line(site.source, place) for place in self.places)
-
-    def __str__(self) -> str:
-        return f"lines({', '.join(map(repr, self.places))})"
+        return site.kind == "op" and any(_on_line(site.source, place) for place in self.names)
 
 
-@dataclasses.dataclass(frozen=True)
-class Named:
+class Named(Rule):
     """Marks the values with one of these `checkpoint_name`s. See `named`."""
-
-    names: tuple[str, ...]
 
     def marks(self, op: str, source: str, label: str | None) -> bool:
         return label is not None and label in self.names
 
     def matches(self, site: Site) -> bool:
         return site.kind == "name" and site.path.rsplit("/", 1)[-1] in self.names
-
-    def __str__(self) -> str:
-        return f"named({', '.join(map(repr, self.names))})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +135,6 @@ class Reduced:
         return str(self.selection)
 
 
-Rule = Ops | Lines | Named
 Reductions: TypeAlias = "Mapping[Any, Reducer | Sequence[Reducer]]"
 Selection: TypeAlias = (
     "str | Rule | At | Reduced | Callable[[Site], bool] | Sequence[Selection] | Reductions | None"
@@ -140,23 +146,24 @@ def ops(*names: str) -> Ops:
 
     Each becomes a site `scope/operation`, its gradient included.
     """
-    return Ops(_strings("ops", names))
+    return Ops(names)
 
 
 def lines(*places: str) -> Lines:
     """Every result computed on these lines of source: `lines("model.py:120")`."""
-    for place in _strings("lines", places):
+    rule = Lines(places)
+    for place in places:
         if not re.fullmatch(r".+:\d+", place):
             raise SiteError(
                 f"`lines` takes places such as 'model.py:120', a file and a line number, "
                 f"but was given {place!r}."
             )
-    return Lines(places)
+    return rule
 
 
 def named(*names: str) -> Named:
     """Every value given one of these names by `jax.ad_checkpoint.checkpoint_name`."""
-    return Named(_strings("named", names))
+    return Named(names)
 
 
 def at(selection: Selection, *, step: Any) -> At:
@@ -202,12 +209,6 @@ class StepSlice:
         return str(self.slice)
 
 
-def _strings(function: str, names: tuple[Any, ...]) -> tuple[str, ...]:
-    if not names or not all(isinstance(n, str) for n in names):
-        raise TypeError(f"`{function}` takes one or more strings, but was given {names!r}.")
-    return names
-
-
 def _on_line(source: str, place: str) -> bool:
     return source == place or source.endswith((os.sep + place, "/" + place))
 
@@ -220,7 +221,7 @@ def matches(selection: Selection, site: Site) -> bool:
         return site.kind not in ("op", "name") and bool(
             _pattern(selection).fullmatch(_subject(selection, site))
         )
-    if isinstance(selection, (Ops, Lines, Named, At, Reduced)):
+    if isinstance(selection, (Rule, At, Reduced)):
         return selection.matches(site)
     if callable(selection):
         return bool(selection(site))
@@ -229,14 +230,9 @@ def matches(selection: Selection, site: Site) -> bool:
 
 def _subject(pattern: str, site: Site) -> str:
     """What of a site's name a pattern is held against: only the parts that it mentions."""
-    path = site.path
-    if ":" not in pattern:
-        path = path.partition(":")[0]
-    if "~" in pattern:
-        return (
-            f"{path}@{site.call}~{site.pullback}" if "@" in pattern else (f"{path}~{site.pullback}")
-        )
-    return f"{path}@{site.call}" if "@" in pattern else path
+    path = site.path if ":" in pattern else site.path.partition(":")[0]
+    call = f"@{site.call}" if "@" in pattern else ""
+    return path + call + (f"~{site.pullback}" if "~" in pattern else "")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -256,7 +252,7 @@ def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection
 
     A mapping to reducers is one where values can be reduced.
     """
-    if selection is None or isinstance(selection, (str, Ops, Lines, Named)):
+    if selection is None or isinstance(selection, (str, Rule)):
         if selection == "":
             raise SiteError(f"`{argument}` is an empty string, which can match no site.")
         return selection
@@ -318,5 +314,5 @@ def rules(selection: Selection) -> Iterator[Rule]:
     for part in flatten(selection):
         if isinstance(part, (At, Reduced)):
             yield from rules(part.selection)
-        elif isinstance(part, (Ops, Lines, Named)):
+        elif isinstance(part, Rule):
             yield part

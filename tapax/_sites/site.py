@@ -46,6 +46,11 @@ class Site:
         return f"{self.path}{call}" + (f"~{self.pullback}" if self.pullback else "")
 
     @property
+    def described(self) -> str:
+        """The words by which messages tell the user which site it is."""
+        return f"site {self.name!r}, marked at {self.source}"
+
+    @property
     def nbytes(self) -> int:
         """The size of the captured array."""
         if self.dtype is None:

@@ -86,11 +86,6 @@ class PartKey(NamedTuple):
     number: int
 
 
-def part_name(key: Any) -> str:
-    """The name of the site that a part of a change is for."""
-    return key.change.name
-
-
 class Changes:
     """The changes of a walk, and those of their parts that are at hand where it is."""
 

@@ -13,6 +13,7 @@ from tapax import _jax
 from tapax._sites import Site, SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.folds import FoldThread
+from tapax._walk.leading_axes import align
 from tapax._walk.reductions import Reduction
 
 
@@ -24,7 +25,9 @@ class Slots:
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Slots:
-        return cls(tuple(_bare(v) if type(v) is Token else None for v in values))
+        # A token's array must not outlive the trace that it belongs to.
+        bare = (Token(v.calls, v.array is not None) if type(v) is Token else None for v in values)
+        return cls(tuple(bare))
 
     @property
     def kept(self) -> list[int]:
@@ -37,18 +40,10 @@ class Slots:
 
     def fill(self, arrays: Iterator[Any]) -> list[Any]:
         """The operands with these arrays, which are taken in order."""
-        filled: list[Any] = []
-        for token in self.tokens:
-            if token is None:
-                filled.append(next(arrays))
-            else:
-                filled.append(Token(token.calls, next(arrays) if token.array else None))
-        return filled
-
-
-def _bare(token: Token) -> Token:
-    """A token without its array, which must not outlive the trace that it belongs to."""
-    return Token(token.calls, token.array is not None)
+        return [
+            next(arrays) if t is None else Token(t.calls, next(arrays) if t.array else None)
+            for t in self.tokens
+        ]
 
 
 class Entry(NamedTuple):
@@ -79,7 +74,8 @@ class Entry(NamedTuple):
     @property
     def is_total(self) -> bool:
         """Whether loops carry it, instead of stacking it."""
-        return self.reduction is not None and self.step is None and self.reduction.over_loops
+        reduction = self.reduction
+        return reduction is not None and self.step is None and reduction.reducer.over_loops
 
     @property
     def arrays(self) -> list[Any]:
@@ -139,13 +135,12 @@ def refuse_folded(entry: Entry) -> None:
     """A fold of a mesh cannot go on from one iteration to the next, or be one of two branches."""
     if entry.folded:
         raise SiteError(
-            f"The site {entry.site.path!r}, marked at {entry.site.source}, is folded inside a "
-            "shard_map that is in a loop or a branch, and every device has a fold of its own. Sow "
-            "it without `reduce`, or outside of the shard_map."
+            f"The {entry.site.described}, is folded inside a shard_map that is in a loop or a "
+            "branch, and every device has a fold of its own. Sow it without `reduce`, or outside "
+            "of the shard_map."
         )
 
 
 def where(mask: Any, x: Any, y: Any) -> Any:
     """`x` where the mask, which has the leading axes of `x`, is true; `y` elsewhere."""
-    mask = mask.astype(bool)
-    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, y)
+    return jnp.where(align(mask, x.ndim), x, y)

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.scopes import Scopes, scopes_of
-from tapax._marks.tap import Mark, tap_effect, tap_p
-from tapax._sites import Site, SiteError
+from tapax._marks.tap import Mark, split_shape, tap_effect, tap_p
+from tapax._sites import SiteError
+from tapax._walk.leading_axes import align, vmapped
 from tapax._walk.plan import Plan
 
 
@@ -67,18 +68,18 @@ class Folds:
         fold = self.items.get(mark.path)
         reduce, first = _functions(mark)
         if fold is None and live is None:
-            state = _vmapped(first, mapped)(x)
+            state = vmapped(first, mapped)(x)
             self._put(Fold(mark, state, True, mapped))
             return
         if fold is None:
             fold = _fresh(mark, jax.typeof(x), mapped)
         if fold.mapped != mapped:
             raise SiteError(
-                f"The site {mark.path!r}, marked at {mark.source}, is folded under {mapped} "
-                f"vmaps in one call and under {fold.mapped} in another. Give the calls two names."
+                f"The {mark.described}, is folded under {mapped} vmaps in one call and under "
+                f"{fold.mapped} in another. Give the calls two names."
             )
         if fold.seen is True and live is None:
-            state = _vmapped(reduce, mapped)(fold.state, x)
+            state = vmapped(reduce, mapped)(fold.state, x)
             self._put(dataclasses.replace(fold, state=state))
             return
 
@@ -90,7 +91,7 @@ class Folds:
 
         batch = x.shape[:mapped]
         flags = (_expand(flag, batch) for flag in (fold.seen, True if live is None else live))
-        seen, state = _vmapped(step, mapped)(*flags, fold.state, x)
+        seen, state = vmapped(step, mapped)(*flags, fold.state, x)
         seen = True if live is None else seen
         self._put(dataclasses.replace(fold, state=state, seen=seen))
 
@@ -104,9 +105,9 @@ class Folds:
                 fold = dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state))
                 if _types(fold.state) != _types(fresh.state):
                     raise SiteError(
-                        f"The site {path!r}, marked at {held.mark.source}, is folded in a loop or "
-                        "a branch, where its result must keep its type, but it has another type "
-                        "before. Give the values there another name."
+                        f"The {held.mark.described}, is folded in a loop or a branch, where its "
+                        "result must keep its type, but it has another type before. Give the "
+                        "values there another name."
                     )
                 self._put(fold)
                 threads[path] = FoldThread(path, fold.seen is not True)
@@ -165,17 +166,14 @@ class Folds:
         return found
 
     def _hold(self, eqn: Any, scopes: Scopes) -> _FoldMark | None:
-        mark, kind, axes = (eqn.params[k] for k in ("mark", "kind", "axes"))
-        mark = mark.within(scopes)
-        site = Site(
-            mark.path, mark.kind, source=mark.source, op=mark.op, collection=mark.collection
-        )
-        if kind != "value" or mark.reduce is None or not self._plan.choose(site, grad=False):
+        mark = eqn.params["mark"].within(scopes)
+        if eqn.params["kind"] != "value" or mark.reduce is None:
             return None
-        aval = eqn.invars[0].aval
-        front = tuple(aval.shape[a] for a in axes)
-        own = tuple(n for i, n in enumerate(aval.shape) if i not in axes)
-        return _FoldMark(mark, _jax.with_shape(aval, (*front, *own)), len(front))
+        if not self._plan.choose(mark.site(), grad=False):
+            return None
+        mapped, own = split_shape(eqn)
+        aval = _jax.with_shape(eqn.invars[0].aval, (*mapped, *own))
+        return _FoldMark(mark, aval, len(mapped))
 
 
 def same_fold(a: Mark, b: Mark) -> bool:
@@ -220,17 +218,17 @@ def _fresh(mark: Mark, aval: Any, mapped: int) -> Fold:
     """A fold that has seen nothing yet, with the type that it will keep."""
     reduce, first = _functions(mark)
     x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    once = jax.eval_shape(_vmapped(first, mapped), x)
+    once = jax.eval_shape(vmapped(first, mapped), x)
     try:
-        stable = _types(once) == _types(jax.eval_shape(_vmapped(reduce, mapped), once, x))
+        stable = _types(once) == _types(jax.eval_shape(vmapped(reduce, mapped), once, x))
     except TypeError:
         stable = False
     if not stable:
         shown = jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", once)
         raise SiteError(
-            f"The reducer of the site {mark.path!r}, marked at {mark.source}, is used in a loop or "
-            f"a branch, where its result must keep its type, but it gives {shown} the first time "
-            "and something else the second. Make `reduce` return what it takes."
+            f"The reducer of the {mark.described}, is used in a loop or a branch, where its result "
+            f"must keep its type, but it gives {shown} the first time and something else the "
+            "second. Make `reduce` return what it takes."
         )
     varying = _jax.varying_axes(aval)
 
@@ -242,14 +240,7 @@ def _fresh(mark: Mark, aval: Any, mapped: int) -> Fold:
 
 def _expand(flag: Any, batch: tuple[int, ...]) -> Any:
     """A flag with some of the mapped axes, the outermost, made to have them all."""
-    flag = jnp.asarray(flag)
-    return jnp.broadcast_to(flag.reshape(flag.shape + (1,) * (len(batch) - flag.ndim)), batch)
-
-
-def _vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
-    for _ in range(times):
-        fn = jax.vmap(fn)
-    return fn
+    return jnp.broadcast_to(align(flag, len(batch)), batch)
 
 
 def _types(tree: Any) -> Any:

@@ -30,7 +30,7 @@ from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.change import change_p, identity
 from tapax._marks.context import active_policy
-from tapax._marks.marked_jaxprs import is_of_two, strip
+from tapax._marks.marked_jaxprs import is_of_two, strip, without_taps
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._sites import SiteError
@@ -117,8 +117,6 @@ class Interpreter(Recorder):
             for v, a in zip(atoms, args, strict=True)
         ]
 
-    # --- taps ---------------------------------------------------------------------------------
-
     def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
         mark, kind = eqn.params["mark"], eqn.params["kind"]
         own = operands(kind, mark)
@@ -192,18 +190,15 @@ class Interpreter(Recorder):
         if not asked and calls:
             return None
         raise SiteError(
-            f"The gradient of the site {mark.path!r}, marked at {mark.source}, belongs to one of "
-            f"{len(calls)} calls, and which one cannot be told. The calls share one traced "
-            "function: give each a jit or a checkpoint of its own, or leave the site out of "
-            "`grads`."
+            f"The gradient of the {mark.described}, belongs to one of {len(calls)} calls, and "
+            "which one cannot be told. The calls share one traced function: give each a jit or a "
+            "checkpoint of its own, or leave the site out of `grads`."
         )
 
     def _asks_for_gradient(self, call: Call, eqn: Any) -> bool:
         site = self._site(call, eqn, grad=True)
         changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
         return changed is not None or self.plan.choose(site, grad=True) is not None
-
-    # --- bodies -------------------------------------------------------------------------------
 
     def enter(self, *jaxprs: Any) -> Threads:
         """What must be threaded through some bodies."""
@@ -212,12 +207,6 @@ class Interpreter(Recorder):
     def handed(self, threads: Threads) -> list[Any]:
         """The arrays that bodies are given besides their operands: folds, and parts of changes."""
         return [*self.folds.arrays(threads.folds), *self.changes.arrays(threads.parts)]
-
-    def take(self, threads: Threads, arrays: Sequence[Any]) -> None:
-        """Has a body go on with what it was handed."""
-        count = len(arrays) - len(threads.parts)
-        self.folds.restore(threads.folds, arrays[:count])
-        self.changes.hand_down(threads.parts, arrays[count:])
 
     @contextlib.contextmanager
     def inside(
@@ -237,9 +226,8 @@ class Interpreter(Recorder):
             self.entries, self.folds.items, self._recomputing, self._branches, self.around = before
             self.changes.parts = parts
 
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[Callable[[], None]]:
-        """Yields a function that takes the numbers of calls back to where they are now.
+    def rewinder(self) -> Callable[[], None]:
+        """A function that takes the numbers of calls back to where they are now.
 
         A loop that is evaluated, under `jax.disable_jit()`, has one body and not many calls.
         """
@@ -249,18 +237,23 @@ class Interpreter(Recorder):
             self._calls.rewind(calls)
             del self.sites[sites:]
 
-        yield rewind
+        return rewind
 
-    def stage(self, jaxpr: Any, args: Sequence[Any], threads: Threads, **where: Any) -> StagedBody:
+    def stage(
+        self, jaxpr: Any, args: Sequence[Any], threads: Threads | None = None, **where: Any
+    ) -> StagedBody:
         """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
+        threads = self.enter(jaxpr) if threads is None else threads
         ins = Slots.of(args)
         cell: dict[str, Any] = {}
 
         def body(*flat: Any) -> list[Any]:
             arrays = iter(flat)
-            values = ins.fill(arrays)
+            values, handed = ins.fill(arrays), list(arrays)
+            count = len(handed) - len(threads.parts)
             with self.inside(**where):
-                self.take(threads, list(arrays))
+                self.folds.restore(threads.folds, handed[:count])
+                self.changes.hand_down(threads.parts, handed[count:])
                 outs = self.run(jaxpr, values)
                 cell.update(
                     outs=Slots.of(outs),
@@ -275,6 +268,10 @@ class Interpreter(Recorder):
 
         made = jax.make_jaxpr(body)(*ins.arrays(args), *self.handed(threads))
         return StagedBody(made, ins, threads=threads, **cell)
+
+    def operands(self, staged: StagedBody, args: Sequence[Any]) -> list[Any]:
+        """The arrays that a staged body takes: those of its operands, then what it is handed."""
+        return [*staged.ins.arrays(args), *self.handed(staged.threads)]
 
     def unstage(self, staged: StagedBody, results: Sequence[Any]) -> list[Any]:
         """Takes apart what a staged body gave: records its entries, returns its own results."""
@@ -295,10 +292,8 @@ class Interpreter(Recorder):
                 "is opaque: only what goes in and comes out of it can be captured, "
                 f"with tapax.ops({eqn.primitive.name!r})"
             )
-        effects = frozenset(e for e in eqn.effects if e is not tap_effect)
-        return _jax.bind_equation(
-            eqn.replace(params=params, effects=effects), self.materialize(eqn.invars, args)
-        )
+        plain = eqn.replace(params=params, effects=without_taps(eqn.effects))
+        return _jax.bind_equation(plain, self.materialize(eqn.invars, args))
 
 
 def eager() -> bool:

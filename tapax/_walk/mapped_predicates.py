@@ -22,7 +22,7 @@ from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
-from tapax._marks.marked_jaxprs import count_calls, first_uid, quieted, strip
+from tapax._marks.marked_jaxprs import count_calls, first_uid, quieted, strip, without_taps
 from tapax._marks.scopes import scopes_of
 from tapax._marks.tap import Mark, operands, tap_effect, tap_p
 from tapax._sites import SiteError
@@ -77,10 +77,9 @@ class _Guard(Walk):
         marks: list[Mark] = []
         strip(list(eqn.params.values()), marks)
         raise SiteError(
-            f"The site {marks[0].path!r}, marked at {marks[0].source}, is inside a call of "
-            f"{_jax.kind_of(eqn)!r}, in a conditional or a loop whose predicate `vmap` has made "
-            "differ from example to example, so for which examples it ran cannot be told. Mark "
-            "the value outside of that call."
+            f"The {marks[0].described}, is inside a call of {_jax.kind_of(eqn)!r}, in a "
+            "conditional or a loop whose predicate `vmap` has made differ from example to example, "
+            "so for which examples it ran cannot be told. Mark the value outside of that call."
         )
 
     def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
@@ -206,8 +205,7 @@ def _split_while(rule: Any) -> Any:
         known, staged, *rest = rule(*args)
         if known is not None and staged is not None and tap_effect in staged.effects:
             params = {k: quieted(v) for k, v in staged.params.items()}
-            effects = frozenset(e for e in staged.effects if e is not tap_effect)
-            staged = staged.replace(params=params, effects=effects)
+            staged = staged.replace(params=params, effects=without_taps(staged.effects))
         return (known, staged, *rest)
 
     return split

@@ -129,6 +129,10 @@ class Plan:
             return None
         return Choice(whole[0] if whole else None, bool(whole), tuple(reducers))
 
+    def names_value(self, site: Site) -> bool:
+        """Whether the value of a site is selected by its exact name, in all iterations."""
+        return any(is_exact(part) and matches(part, site) for part in flatten(self.values))
+
     def verify(
         self,
         sites: Sequence[Site],
@@ -144,16 +148,14 @@ class Plan:
         marked = [s for s in sites if s.kind != "grad"]
         for part in flatten(self.modules):
             self._verify_module(part, marked)
-        for part in flatten(self.values):
-            for one in _plain(part):
-                self._verify_one(self.names[0], one, values, marked, lost)
+        for part in _plain(self.values):
+            self._verify_one(self.names[0], part, values, marked, lost)
         reached = any(s.kind == "grad" for s in sites)
-        for part in flatten(self.grads):
-            for one in _plain(part):
-                found = [s for s in marked if matches(one, s)]
-                if is_exact(one) and found and not any(matches(one, s) for s in grads):
-                    raise SiteError(_no_gradient(found[0], one, reached))
-                self._verify_one(self.names[1], one, grads, marked, lost)
+        for part in _plain(self.grads):
+            found = [s for s in marked if matches(part, s)]
+            if is_exact(part) and found and not any(matches(part, s) for s in grads):
+                raise SiteError(_no_gradient(found[0], part, reached))
+            self._verify_one(self.names[1], part, grads, marked, lost)
         self._verify_steps(values)
 
     def _verify_module(self, part: Any, marked: Sequence[Site]) -> None:
@@ -199,7 +201,7 @@ class Plan:
 
         A selection may match sites of other types too, which are left out; but not all of them.
         """
-        asked = [(p, r) for s, r in self.reducers for part in flatten(s) for p in _plain(part)]
+        asked = [(part, r) for selection, r in self.reducers for part in _plain(selection)]
         for site, reducer, why in refused:
             for part, wanted in asked:
                 others = any(r == reducer and matches(part, s) for s, r in reduced)
@@ -211,14 +213,14 @@ class Plan:
             return
         values = [s for s in values if s.reducer is None or not s.reducer.over_loops]
         loops = [s for s in values if any(name.startswith("while") for name in s.loops)]
-        exact = [p for part in flatten(self.values) for p in _plain(part) if is_exact(p)]
+        exact = [part for part in _plain(self.values) if is_exact(part)]
         for site in values:
             if not loops or (site not in loops and any(matches(p, site) for p in exact)):
                 where = f"in the loops {', '.join(site.loops)}" if site.loops else "in no loop"
                 raise SiteError(
-                    f"steps={self.steps} was asked for, but the site {site.name!r}, marked at "
-                    f"{site.source}, is {where}: `steps` is how many iterations of a while loop "
-                    "to keep. Leave it out, or select sites in a while loop."
+                    f"steps={self.steps} was asked for, but the {site.described}, is {where}: "
+                    "`steps` is how many iterations of a while loop to keep. Leave it out, or "
+                    "select sites in a while loop."
                 )
         if not values:
             raise SiteError(
@@ -266,13 +268,13 @@ def _step(selection: Any, site: Site) -> Any:
     return found.step if isinstance(found, At) else None
 
 
-def _plain(part: Any) -> Iterator[Any]:
+def _plain(selection: Selection) -> Iterator[Any]:
     """The selections in one, without the iterations asked for of them, and without reducers."""
-    if isinstance(part, (At, Reduced)):
-        for inner in flatten(part.selection):
-            yield from _plain(inner)
-    else:
-        yield part
+    for part in flatten(selection):
+        if isinstance(part, (At, Reduced)):
+            yield from _plain(part.selection)
+        else:
+            yield part
 
 
 def _no_gradient(site: Site, asked: str, reached: bool) -> str:
@@ -286,7 +288,4 @@ def _no_gradient(site: Site, asked: str, reached: bool) -> str:
             "no cotangent reached it. Its value does not influence what is differentiated, "
             "or the value that tapax.sow returned is not the one that is used afterwards"
         )
-    return (
-        f"grads={asked!r} was asked for, but the site {site.name!r}, marked at "
-        f"{site.source}, has no gradient: {why}."
-    )
+    return f"grads={asked!r} was asked for, but the {site.described}, has no gradient: {why}."

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._marks.sow import leaf_name
+from tapax._marks.tap import split_shape
 from tapax._sites import Site
 from tapax._walk.calls import Call, Calls
 from tapax._walk.changes import Around
@@ -33,28 +34,17 @@ class Recorder:
 
     def _site(self, call: Call, eqn: Any, *, grad: bool, pullback: int = 0) -> Site:
         """The site as a predicate sees it: with the loops that it is known to be in."""
-        mark, aval = call.mark, eqn.invars[0].aval
-        axes = eqn.params["axes"]
-        front = [aval.shape[a] for a in axes]
-        own = [n for i, n in enumerate(aval.shape) if i not in axes]
-        folded = mark.reduce is not None and not grad
+        mapped, own = split_shape(eqn)
+        folded = call.mark.reduce is not None and not grad
         loops = [] if folded else [a for a in self.around if a.is_loop]
         lengths = [a.size for a in loops if a.size is not None]
-        return Site(
-            mark.path,
-            mark.kind,
-            (*lengths, *front, *own),
-            aval.dtype,
-            mark.source,
-            tuple(map(str, loops)),
+        return call.mark.site(
+            shape=(*lengths, *mapped, *own),
+            dtype=eqn.invars[0].aval.dtype,
+            loops=tuple(map(str, loops)),
             rank=len(own),
             call=0 if folded else call.number,
             pullback=pullback,
-            op=mark.op,
-            module=mark.module,
-            method=mark.method,
-            members=mark.members,
-            collection=mark.collection,
         )
 
     def chosen(self, eqn: Any, call: Call, *, grad: bool) -> tuple[Site, Choice] | None:

@@ -10,7 +10,7 @@ combined with another.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._sites import Site, SiteError
+from tapax._walk.leading_axes import align, vmapped
 from tapax.reduce import Reducer
 
 
@@ -35,11 +36,6 @@ class Reduction(NamedTuple):
     treedef: Any
 
     @property
-    def over_loops(self) -> bool:
-        """Whether the states of all iterations are combined."""
-        return self.reducer.over_loops
-
-    @property
     def arrays(self) -> int:
         """How many arrays the state has."""
         return self.treedef.num_leaves
@@ -54,7 +50,7 @@ class Reduction(NamedTuple):
 
     def combine(self, a: Sequence[Any], b: Sequence[Any], lead: int) -> list[Any]:
         """Two states as one; `lead` axes of loops come first."""
-        fn = _vmapped(self.reducer.combine, lead + len(self.mapped))
+        fn = vmapped(self.reducer.combine, lead + len(self.mapped))
         return jax.tree.leaves(fn(self.treedef.unflatten(a), self.treedef.unflatten(b)))
 
     def merge(self, state: Sequence[Any], lead: int) -> list[Any]:
@@ -75,15 +71,16 @@ class Reduction(NamedTuple):
         if valid is None:
             return list(state)
         empty = self.empty([jax.typeof(x) for x in state])
-        return [_where(valid, x, y) for x, y in zip(state, empty, strict=True)]
+        both = zip(state, empty, strict=True)
+        return [jnp.where(align(valid, x.ndim), x, y) for x, y in both]
 
     def finish(self, state: Sequence[Any], valid: Any, lead: int) -> Any:
         """The result: zeros where nothing ran."""
-        fn = _vmapped(self.reducer.finish, lead + len(self.mapped))
+        fn = vmapped(self.reducer.finish, lead + len(self.mapped))
         result = fn(self.treedef.unflatten(self.masked(state, valid)))
         if valid is None:
             return jax.tree.map(jnp.asarray, result)
-        return jax.tree.map(lambda x: _where(valid, x, jnp.zeros_like(x)), result)
+        return jax.tree.map(lambda x: jnp.where(align(valid, x.ndim), x, jnp.zeros_like(x)), result)
 
 
 def reduce(
@@ -100,7 +97,7 @@ def reduce(
     def seen(*operands: Any) -> Any:
         return reducer.update(_started(reducer, own), *operands)
 
-    state = jax.tree.leaves(_vmapped(seen, mapped)(*operands))
+    state = jax.tree.leaves(vmapped(seen, mapped)(*operands))
     reduction = Reduction(reducer, label, own, x.shape[:mapped], treedef)
     if not mapped or not reducer.over_maps:
         return reduction, state, live
@@ -141,17 +138,16 @@ def refusal(site: Site, reducer: Reducer, own: Any) -> str | None:
     """Why a reducer is not for values of a type, in a sentence; None if it is."""
     if not reducer.takes(own.dtype):
         return (
-            f"tapax.reduce.{reducer} needs {reducer.needs}, but the site {site.name!r}, marked at "
-            f"{site.source}, has values of the type {own.dtype}. Take a reducer that is for them, "
-            "or leave the site out."
+            f"tapax.reduce.{reducer} needs {reducer.needs}, but the {site.described}, has values "
+            f"of the type {own.dtype}. Take a reducer that is for them, or leave the site out."
         )
     axes = () if reducer.axis is None else reducer.axis
     rank = len(own.shape)
     if all(-rank <= axis < rank for axis in (axes if isinstance(axes, tuple) else (axes,))):
         return None
     return (
-        f"The site {site.name!r}, marked at {site.source}, is reduced by tapax.reduce.{reducer}, "
-        f"but its values have {rank} axes: {list(own.shape)}."
+        f"The {site.described}, is reduced by tapax.reduce.{reducer}, but its values have {rank} "
+        f"axes: {list(own.shape)}."
     )
 
 
@@ -160,8 +156,8 @@ def _checked(site: Site, reducer: Reducer, own: Any) -> Any:
     wrong = _instability(reducer, own, _jax.trace_context())
     if wrong is not None:
         raise SiteError(
-            f"The site {site.name!r}, marked at {site.source}, is reduced by {reducer.name!r}, "
-            f"whose state must keep its structure, shapes and dtypes, but {wrong}."
+            f"The {site.described}, is reduced by {reducer.name!r}, whose state must keep its "
+            f"structure, shapes and dtypes, but {wrong}."
         )
     return jax.tree.structure(_types_of(reducer, own))
 
@@ -201,14 +197,3 @@ def _merged(reducer: Reducer, states: Any) -> Any:
             combined = jax.tree.map(lambda x, y: jnp.concatenate([x, y[-1:]]), combined, states)
         states, count = combined, even // 2 + count % 2
     return jax.tree.map(lambda x: x[0], states)
-
-
-def _vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
-    for _ in range(times):
-        fn = jax.vmap(fn)
-    return fn
-
-
-def _where(mask: Any, x: Any, y: Any) -> Any:
-    mask = jnp.asarray(mask).astype(bool)
-    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, y)

@@ -1,14 +1,14 @@
 """The harvest of `compat.oryx`: plants values in a program, and reaps what it sows."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tapax._api.change_builder import ChangeBuilder
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot
 from tapax._calling.transform import Transform
 from tapax._marks.operations import internal_operations
@@ -16,6 +16,7 @@ from tapax._sites import SiteError
 from tapax._walk.calls import Call
 from tapax._walk.changes import Part
 from tapax._walk.entries import Entry, where
+from tapax._walk.leading_axes import align
 from tapax._walk.plan import Plan
 from tapax.compat._oryx_marks import (
     Name,
@@ -23,9 +24,7 @@ from tapax.compat._oryx_marks import (
     SowFrame,
     SownLeaf,
     SowSurvey,
-    check_modes,
     group_by_name,
-    nesting,
     show,
 )
 
@@ -42,51 +41,49 @@ class OryxHarvest(Transform):
     blocked: frozenset[str]
     exclusive: bool
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> list[Spot]:
+    def prepare(self, call: TracedCall) -> list[Spot]:
         """The sites that are planted."""
         if not self.plants:
             return []
         walk = SowSurvey(Plan(lambda site: self._has(site.collection), None), frozenset())
-        jax.eval_shape(lambda *arrays: program.run(walk, arrays), *arrays)
-        own = {call: at for call, at in walk.placed.items() if self._has(call.mark.collection)}
-        _check_known(operands, {self._own(call.mark.collection) for call in own}, self.tag)
+        jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
+        plants = call.operands
+        own = {sow: at for sow, at in walk.placed.items() if self._has(sow.mark.collection)}
+        _check_known(plants, {sow.mark.collection.local_name for sow in own}, self.tag)
 
         def is_planted(sown: SownLeaf) -> bool:
-            found = _find(operands, self._own(sown)) is not _MISSING
+            found = _find(plants, sown.local_name) is not _MISSING
             return found and sown.only != "reap" and self._allows(sown)
 
-        planted = {call: at for call, at in own.items() if is_planted(call.mark.collection)}
-        for name, calls in group_by_name(planted, self._own).items():
-            check_modes(name, {call: planted[call] for call in calls}, "planted")
+        planted = {sow: at for sow, at in own.items() if is_planted(sow.mark.collection)}
+        group_by_name(planted, "planted")
         spots = [spot for spot in walk.spots.values() if is_planted(spot.site.collection)]
         for spot in spots:
-            _check_plant(spot, _find(operands, self._own(spot.site.collection)))
+            _check_plant(spot, _find(plants, spot.site.collection.local_name))
         return spots
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        builder = ChangeBuilder(checked)
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        builder = ChangeBuilder(call.checked)
         for spot in prepared:
             sown = spot.site.collection
-            for x in jax.tree.leaves(_find(operands, self._own(sown)))[sown.index :][:1]:
+            for x in jax.tree.leaves(_find(call.operands, sown.local_name))[sown.index :][:1]:
                 builder.change(spot, _plant, [_make_part(spot, x)])
-        planted = {self._own(spot.site.collection) for spot in prepared}
+        planted = {spot.site.collection.local_name for spot in prepared}
 
         def picks(sown: Any) -> bool:
             if self.function == "plant" or not self._has(sown) or sown.only == "plant":
                 return False
-            return self._allows(sown) and self._own(sown) not in planted
+            return self._allows(sown) and sown.local_name not in planted
 
         def takes(sown: Any) -> bool:
             if self._has(sown):
-                return self.function != "plant" or self._own(sown) in planted
+                return self.function != "plant" or sown.local_name in planted
             return self.exclusive and isinstance(sown, SownLeaf)
 
         walk = ReapWalk(picks, takes, Plan(lambda site: picks(site.collection), None), builder)
-        outs = program.run(walk, arrays)
+        outs = call.program.run(walk, call.arrays)
         with internal_operations():
-            return outs, _collect_reaps(walk, self._own)
+            return outs, _collect_reaps(walk)
 
     def finish(self, out: Any, extra: Any) -> Any:
         return {"plant": out, "reap": extra}.get(self.function, (out, extra))
@@ -94,13 +91,9 @@ class OryxHarvest(Transform):
     def _has(self, sown: Any) -> bool:
         return isinstance(sown, SownLeaf) and sown.tag == self.tag
 
-    def _own(self, sown: SownLeaf) -> Name:
-        """A name as it is in here: without the scopes that the whole function is in."""
-        return sown.name[len(nesting.value) :]
-
     def _allows(self, sown: SownLeaf) -> bool:
         inside = self.allowed is None or sown.name[-1] in self.allowed
-        return inside and self.blocked.isdisjoint(self._own(sown))
+        return inside and self.blocked.isdisjoint(sown.local_name)
 
 
 _MISSING = object()
@@ -180,15 +173,14 @@ class _ReapedValue(NamedTuple):
     single: bool = True
 
 
-def _collect_reaps(walk: ReapWalk, own: Callable[[SownLeaf], Name]) -> dict[str, Any]:
+def _collect_reaps(walk: ReapWalk) -> dict[str, Any]:
     picked = {c: at for c, at in walk.placed.items() if walk.picks(c.mark.collection)}
     entries: dict[Any, list[Entry]] = {}
     for entry in (*walk.entries, *walk.fold_entries()):
         sown = entry.site.collection
-        entries.setdefault((own(sown), sown.index), []).append(entry)
+        entries.setdefault((sown.local_name, sown.index), []).append(entry)
     reaps: dict[str, Any] = {}
-    for name, calls in group_by_name(picked, own).items():
-        check_modes(name, {call: picked[call] for call in calls}, "reaped")
+    for name, calls in group_by_name(picked, "reaped").items():
         treedef = calls[0].mark.collection.treedef
         inner = reaps
         for scope in name[:-1]:
@@ -278,8 +270,7 @@ def _make_mask(item: _ReapedValue, shape: tuple[int, ...]) -> Any:
     """Where an item is valid, with all the axes of a shape."""
     if item.valid is None:
         return jnp.ones(shape, bool)
-    valid = item.valid.astype(bool)
-    return jnp.broadcast_to(valid.reshape(valid.shape + (1,) * (len(shape) - valid.ndim)), shape)
+    return jnp.broadcast_to(align(item.valid, len(shape)), shape)
 
 
 def _check_same(types: Iterable[Any]) -> None:

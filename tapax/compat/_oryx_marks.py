@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -45,6 +45,11 @@ class SownLeaf:
     @property
     def folds(self) -> bool:
         return "clobber" in self.mode and self.only != "plant"
+
+    @property
+    def local_name(self) -> Name:
+        """The name in a harvested function: without the scopes that all of it is in."""
+        return self.name[len(nesting.value) :]
 
     @property
     def path(self) -> str:
@@ -197,21 +202,23 @@ class ReapWalk(SowWalk):
         return [Token(out.calls, empty) if type(out) is Token else out for out in outs]
 
 
-def group_by_name(calls: Iterable[Call], own: Callable[[SownLeaf], Name]) -> dict[Name, list[Call]]:
-    """Groups calls by their names; raises for a name that is also the name of a scope."""
+def group_by_name(placed: Mapping[Call, Sequence[SowFrame]], what: str) -> dict[Name, list[Call]]:
+    """Groups calls by their names; raises where one cannot be `what`, reaped or planted."""
     found: dict[Name, list[Call]] = {}
-    for call in calls:
-        found.setdefault(own(call.mark.collection), []).append(call)
+    for call in placed:
+        found.setdefault(call.mark.collection.local_name, []).append(call)
     for name, (call, *_) in found.items():
         for scope in (name[:n] for n in range(1, len(name)) if name[:n] in found):
             raise SiteError(
                 f"{show(name)}, sown at {call.mark.source}, is in a scope of the name of "
                 f"{show(scope)}, sown at {found[scope][0].mark.source}. Give one another name."
             )
+    for name, calls in found.items():
+        _check_modes(name, {call: placed[call] for call in calls}, what)
     return found
 
 
-def check_modes(name: Name, calls: Mapping[Call, Any], what: str) -> None:
+def _check_modes(name: Name, calls: Mapping[Call, Sequence[SowFrame]], what: str) -> None:
     """Raises if the mode of a name does not allow it where it is sown."""
     first = next(iter(calls))
     mode, treedef = first.mark.collection.mode, first.mark.collection.treedef

@@ -73,7 +73,8 @@ def apply(
     arguments = _ApplyArguments(variables, rngs, args, kwargs)
     if not isinstance(module, nn.Module):
         return nn.Module.apply(module, variables, *args, **kwargs)  # it raises
-    key = module, method, _make_hashable(mutable), outputs
+    hashable = frozenset(mutable) if isinstance(mutable, (list, set, tuple)) else mutable
+    key = module, method, hashable, outputs
     try:
         captured = _make_capture(*key)
     except TypeError:  # a module with attributes that cannot be hashed
@@ -113,10 +114,6 @@ class _ApplyArguments(NamedTuple):
 def _is_call(module: nn.Module, method: str) -> bool:
     del module
     return method == "__call__"
-
-
-def _make_hashable(mutable: Any) -> Any:
-    return frozenset(mutable) if isinstance(mutable, (list, set, tuple)) else mutable
 
 
 @functools.lru_cache(maxsize=64)

@@ -46,15 +46,8 @@ from flax import nnx
 
 from tapax._api.capture import capture as _capture
 from tapax._frameworks.module_tree import index
+from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.adapter import ADAPTER
-from tapax._frameworks.nnx.marks import (
-    NNXRecordOptions,
-    NNXSownValue,
-    carry,
-    drop,
-    recording,
-    rename,
-)
 from tapax._sites import Site, SiteError, segment
 
 
@@ -71,20 +64,20 @@ def capture(
     if isinstance(fn, type) and issubclass(fn, nnx.Variable):
         types = (fn, *var_types)
         return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs)
-    what = NNXRecordOptions(method_outputs, perturbed=init is not None)
+    what = marks.NNXRecordOptions(method_outputs, perturbed=init is not None)
     kinds = {*var_types, *(type(variable) for _, variable in _flatten(init))}
 
     def run(init: Any, args: Any, kwargs: Any) -> Any:
         roots = _find_roots(fn, args, kwargs)
         marked = [*_rename(roots), *_give(roots, init)]
-        with recording(what):
+        with marks.recording(what):
             out = fn(*args, **kwargs)
         for module in marked:
-            drop(module)
+            marks.drop(module)
         return out
 
     def wanted(site: Site) -> bool:
-        return isinstance(site.collection, NNXSownValue) and site.collection.kind in kinds
+        return isinstance(site.collection, marks.NNXSownValue) and site.collection.kind in kinds
 
     captured = _capture(run, wanted, None, modules=False)
 
@@ -99,9 +92,6 @@ def capture(
         return (out, *states) if states else out
 
     return wrapper
-
-
-# --- where things are ---------------------------------------------------------------------------
 
 
 def _find_roots(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -135,7 +125,7 @@ def _name_roots(roots: dict[str, Any]) -> dict[str, str]:
 def _rename(roots: dict[str, Any]) -> Iterator[Any]:
     for shown, name in _name_roots(roots).items():
         if shown != type(roots[name]).__name__:
-            rename(roots[name], shown)
+            marks.rename(roots[name], shown)
             yield roots[name]
 
 
@@ -162,20 +152,17 @@ class _ModulePaths:
         return (*((root,) if root else ()), *path, name)
 
 
-# --- what was sown ------------------------------------------------------------------------------
-
-
 def _list_sown(
     taps: Any, paths: _ModulePaths
-) -> Iterator[tuple[tuple[Any, ...], NNXSownValue, list[Any], Any]]:
+) -> Iterator[tuple[tuple[Any, ...], marks.NNXSownValue, list[Any], Any]]:
     """Lists the sown values: path, mark, the value of each call, and their sites."""
     calls: dict[Any, dict[int, list[Any]]] = {}
-    marks: dict[Any, NNXSownValue] = {}
+    sown: dict[Any, marks.NNXSownValue] = {}
     for site in taps.sites:
         mark = site.collection
         key = site.path.partition(":")[0], mark.kind, mark.name
         calls.setdefault(key, {}).setdefault(site.call, []).append(site)
-        marks[key] = mark
+        sown[key] = mark
     for key, found in calls.items():
         values, sites = [], []
         for leaves in found.values():
@@ -183,22 +170,20 @@ def _list_sown(
             values.append(tree.unflatten([taps.values[leaf.name] for leaf in leaves]))
             sites.append(tree.unflatten(leaves))
         path = paths.find(next(iter(found.values()))[0], key[2])
-        yield path, marks[key], values, sites
+        yield path, sown[key], values, sites
 
 
 def _make_state(kind: Any, sown: Any, init: Any) -> Any:
     flat: dict[tuple[Any, ...], Any] = {}
-    given = dict(_flatten(init))
+    given = {path: variable.get_value() for path, variable in _flatten(init)}
     for path, mark, values, sites in sown:
         if mark.kind is not kind:
             continue
         if jax.tree.leaves(sites)[0].kind == "perturb":
             zeros = jax.tree.map(jnp.zeros_like, values)
-            value = zeros[0] if len(zeros) == 1 else tuple(zeros)
-            value = given[path].get_value() if path in given else value
+            value = given.get(path, zeros[0] if len(zeros) == 1 else tuple(zeros))
         elif mark.calls is not None:
-            before = given[path].get_value() if path in given else mark.calls()
-            value = before + mark.calls(values)
+            value = given.get(path, mark.calls()) + mark.calls(values)
         elif mark.late is not None:
             if any(site.loops for site in jax.tree.leaves(sites)):
                 raise SiteError(
@@ -228,18 +213,13 @@ def _nest(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
     return tree
 
 
-# --- perturbations ------------------------------------------------------------------------------
-
-
-def _flatten(init: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    def walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        for key, value in tree.items():
-            if isinstance(value, nnx.Variable):
-                yield (*path, key), value
-            else:
-                yield from walk(value, (*path, key))
-
-    return walk(init, ()) if init is not None else iter(())
+def _flatten(init: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Lists the variables in `init` with their paths; none if it is None."""
+    for key, value in () if init is None else init.items():
+        if isinstance(value, nnx.Variable):
+            yield (*path, key), value
+        else:
+            yield from _flatten(value, (*path, key))
 
 
 def _give(roots: dict[str, Any], init: Any) -> Iterator[Any]:
@@ -256,7 +236,7 @@ def _give(roots: dict[str, Any], init: Any) -> Iterator[Any]:
                 f"`init` has a perturbation at {_show(path)}, but the model has no module at "
                 f"{_show(path[:-1])}. Its modules are {known}."
             )
-        carry(modules[path[:-1]], path[-1], type(variable)(variable.get_value()))
+        marks.carry(modules[path[:-1]], path[-1], type(variable)(variable.get_value()))
         yield modules[path[:-1]]
 
 

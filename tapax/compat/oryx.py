@@ -64,7 +64,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from tapax._calling.transform import TransformedFunction, check_function
+from tapax._calling.transform import TransformedFunction, check_function, transformed
 from tapax._marks.context import active_policy
 from tapax._walk.plan import Plan
 from tapax.compat._oryx_harvest import OryxHarvest
@@ -167,7 +167,10 @@ def _make(function: str, f: Fn, tag: Any, allowed: Any, blocked: Any, exclusive:
     plants = function in ("harvest", "plant")
     plan = Plan(None, None, policy=None, changing=plants)
     lists = None if allowed is None else frozenset(allowed), frozenset(blocked or ())
-    call = TransformedFunction(f, OryxHarvest(plan, function, plants, tag, *lists, exclusive))
+    transform = OryxHarvest(plan, function, plants, tag, *lists, exclusive)
+    if not plants:
+        return transformed(f, transform, {})
+    call = TransformedFunction(f, transform)
 
     @functools.wraps(f, updated=())
     def planted(plants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -178,8 +181,4 @@ def _make(function: str, f: Fn, tag: Any, allowed: Any, blocked: Any, exclusive:
             )
         return call(jax.tree.map(jnp.asarray, dict(plants)), args, kwargs)
 
-    @functools.wraps(f, updated=())
-    def reaped(*args: Any, **kwargs: Any) -> Any:
-        return call({}, args, kwargs)
-
-    return planted if plants else reaped
+    return planted

@@ -35,7 +35,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from tapax import _jax, reduce
-from tapax._calling.program import Program
+from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._results import SiteTable, Taps
 from tapax._sites import SiteError, name_of
@@ -206,8 +206,8 @@ class _MonitorTransform(Transform):
     plan: Plan
     stateless = True
 
-    def prepare(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        effects = {str(effect) for effect in program.jaxpr.effects}
+    def prepare(self, call: TracedCall) -> Any:
+        effects = {str(effect) for effect in call.program.jaxpr.effects}
         if effects & {"IO", "OrderedIO"}:
             warnings.warn(
                 "The monitored step has an io_callback, which is called a second time on each call "
@@ -216,10 +216,8 @@ class _MonitorTransform(Transform):
                 stacklevel=10,
             )
 
-    def run(
-        self, program: Program, prepared: Any, operands: Any, arrays: Sequence[Any], checked: bool
-    ) -> Any:
-        return None, program.only(lambda out: ()).walk(self.plan, arrays)[1]
+    def run(self, call: TracedCall, prepared: Any) -> Any:
+        return None, call.program.only(lambda out: ()).walk(self.plan, call.arrays)[1]
 
     def finish(self, out: Any, extra: Any) -> Any:
         return extra

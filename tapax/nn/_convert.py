@@ -106,14 +106,12 @@ def _pick(model: Any, where: str | Where | None) -> list[tuple[str, Any]]:
     """The layers to convert, each once, with the path it was found by."""
     found: dict[int, tuple[str, Any]] = {}
     known: list[str] = []
-
-    def wanted(path: str, layer: Any) -> bool:
+    for path, layer in _list_candidates(model, type(model).__name__, set()):
         known.append(path)
-        if isinstance(where, str):
-            return matches(where, Site(path, "module"))
-        return where is None or bool(where(path, layer))
-
-    for path, layer in _list_candidates(model, type(model).__name__, wanted, set()):
+        if isinstance(where, str) and not matches(where, Site(path, "module")):
+            continue
+        if callable(where) and not where(path, layer):
+            continue
         if type(layer) not in CONVERTED:
             raise TypeError(
                 f"{path} is of type {type(layer).__module__.partition('.')[0]}."
@@ -133,18 +131,15 @@ def _pick(model: Any, where: str | Where | None) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def _list_candidates(
-    node: Any, path: str, wanted: Where, above: set[int]
-) -> Iterator[tuple[str, Any]]:
-    """Layers with a weight that are wanted, with every path that leads to them."""
+def _list_candidates(node: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]:
+    """Layers with a weight, with every path that leads to them."""
     if id(node) in above:
         return
     if isinstance(node, (*CONVERTED, *REFUSED)):
-        if wanted(path, node):
-            yield path, node
+        yield path, node
         return
     for key, child in _list_children(node):
-        yield from _list_candidates(child, f"{path}/{key}", wanted, above | {id(node)})
+        yield from _list_candidates(child, f"{path}/{key}", above | {id(node)})
 
 
 def _list_children(node: Any) -> list[tuple[str, Any]]:

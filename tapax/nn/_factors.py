@@ -106,7 +106,8 @@ class BaseLayer:
 
     def stack(self, layer: Any) -> tuple[int, ...]:
         """The axes in front of a layer's weight that several layers are stacked along."""
-        weight, bias, shapes = getattr(layer, self.weight), _get_bias(layer), self.shapes(layer)
+        weight, bias = getattr(layer, self.weight), getattr(layer, "bias", None)
+        shapes = self.shapes(layer)
         stack = tuple(weight.shape[: max(weight.ndim - len(shapes.weight), 0)])
         fits = tuple(weight.shape) == (*stack, *shapes.weight)
         if bias is not None and shapes.bias is not None:
@@ -129,10 +130,6 @@ class BaseLayer:
         split = jax.random.split(key, math.prod(stack))
         made = jax.vmap(lambda key: self.initializer(key, drawn, layer.param_dtype))(split)
         return made.reshape((*stack, *shapes.weight))
-
-
-def _get_bias(layer: Any) -> Any:
-    return getattr(layer, "bias", None)
 
 
 class EnsembleLayer:
@@ -172,12 +169,16 @@ class EnsembleLayer:
         setattr(self, base.weight, weight)
 
         def factor(size: tuple[int, ...], mean: float, std: float) -> nnx.Param:
-            shape = (*stack, members, *size)
-            return nnx.Param(_sample(key(), shape, init, mean, std, base_layer.param_dtype))
+            shape, dtype = (*stack, members, *size), base_layer.param_dtype
+            if init == "random_sign":
+                drawn = jax.random.rademacher(key(), shape, jnp.int32)
+            else:
+                drawn = mean + std * jax.random.normal(key(), shape, dtype)
+            return nnx.Param(drawn.astype(dtype))
 
         self.r = factor(shapes.r, r_mean, r_std)
         self.s = factor(shapes.s, s_mean, s_std)
-        bias = _get_bias(base_layer)
+        bias = getattr(base_layer, "bias", None)
         if bias is not None:
             each = jnp.expand_dims(bias[...], len(stack))
             each = jnp.broadcast_to(each, (*stack, members, *bias.shape[len(stack) :]))
@@ -198,11 +199,3 @@ def _make_like(variable: Any, value: jax.Array, members_at: int | None = None) -
     if names and members_at is not None:
         metadata["out_sharding"] = (*names[:members_at], None, *names[members_at:])
     return type(variable)(value, **metadata)
-
-
-def _sample(
-    key: jax.Array, shape: tuple[int, ...], init: str, mean: float, std: float, dtype: Any
-) -> jax.Array:
-    if init == "random_sign":
-        return jax.random.rademacher(key, shape, jnp.int32).astype(dtype)
-    return (mean + std * jax.random.normal(key, shape, dtype)).astype(dtype)

@@ -47,13 +47,10 @@ def _compute_fingerprint(weights: list[Any]) -> jax.Array:
     total = jnp.uint32(0)
     for leaf in weights:
         x = jnp.stack([leaf.real, leaf.imag]) if jnp.iscomplexobj(leaf) else jnp.asarray(leaf)
-        bits = jax.lax.bitcast_convert_type(x, _get_unsigned(x.dtype)).astype(jnp.uint32).ravel()
+        unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).ravel()
         # Odd factors, which lose no bit of what they multiply.
         place = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1
         mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x2C1B3C6D) * place
         total = (total * jnp.uint32(31)) ^ jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
     return total
-
-
-def _get_unsigned(dtype: Any) -> Any:
-    return {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, jnp.uint32)

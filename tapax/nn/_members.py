@@ -12,6 +12,7 @@ from tapax._results import Taps
 from tapax._results.tables import render, type_of
 from tapax._sites import Site, SiteError
 from tapax.nn._factors import check_members
+from tapax.nn._predict import only_number
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +58,10 @@ class Members:
         return self._statistics(self.grads)
 
     def _statistics(self, found: dict[str, jax.Array]) -> dict[str, Statistics]:
+        # A count of iterations is no mask: what it counts is there, and is the last of them.
+        masks = {name: valid for name, valid in self.valid.items() if valid.dtype == bool}
         return {
-            name: _compute_statistics(x, _get_mask(self.valid.get(name)))
+            name: _compute_statistics(x, masks.get(name))
             for name, x in found.items()
             if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
         }
@@ -128,7 +131,11 @@ def members(taps: Taps, num_members: int | None = None) -> Members:
                     "rows of all members. Capture it whole, and return only the statistics of "
                     "tapax.nn.members(taps) from the jitted function that captures."
                 )
-    number = _find_number(taps) if num_members is None else check_members(num_members)
+    if num_members is None:
+        layers = {site.members for site in taps.sites if site.members is not None}
+        number = only_number(layers, "taps that have {} among the sites")
+    else:
+        number = check_members(num_members)
     batches = _find_batches(taps, sites)
     shared: list[str] = []
 
@@ -139,14 +146,6 @@ def members(taps: Taps, num_members: int | None = None) -> Members:
         return {name: x for name, x in split.items() if x is not None}
 
     return Members(each(taps.values), each(taps.grads), taps.valid, number, tuple(shared))
-
-
-def _find_number(taps: Taps) -> int:
-    numbers = {site.members for site in taps.sites if site.members is not None}
-    if len(numbers) != 1:
-        found = f"layers of {sorted(numbers)} members" if numbers else "no BatchEnsemble layer"
-        raise ValueError(f"`num_members` must be given for taps that have {found} among the sites.")
-    return numbers.pop()
 
 
 def _find_row(x: Any, site: Site) -> int | None:
@@ -172,11 +171,6 @@ def _split(x: Any, site: Site, members: int, batches: set[int]) -> jax.Array | N
         return None
     ahead, rows, after = x.shape[:row], x.shape[row], x.shape[row + 1 :]
     return jnp.moveaxis(x.reshape(*ahead, members, rows // members, *after), row, 0)
-
-
-def _get_mask(valid: Any) -> Any:
-    """What was computed, where that is known; a count of iterations is for the last of them."""
-    return valid if valid is not None and valid.dtype == bool else None
 
 
 @jax.jit

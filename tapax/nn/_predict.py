@@ -119,19 +119,15 @@ def predict(
     for array in out if pair else (out,):
         if not isinstance(array, jax.Array) or not jnp.issubdtype(array.dtype, jnp.floating):
             either = " or a pair of them, means and variances" if kind == "regression" else ""
+            is_array = isinstance(array, jax.Array)
+            found = f"one of the dtype {array.dtype}" if is_array else f"a {type(array).__name__}"
             raise TypeError(
                 f"`model` must return an array of real numbers{either} for kind={kind!r}, but "
-                f"returned {_describe(array)}."
+                f"returned {found}."
             )
     if kind == "classification":
         return _classify(unfold(out, members))
     return _regress(unfold(tuple(out) if pair else out, members))
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, jax.Array):
-        return f"one of the dtype {value.dtype}"
-    return f"a {type(value).__name__}"
 
 
 def count_members(model: Any) -> int:
@@ -140,11 +136,14 @@ def count_members(model: Any) -> int:
     if isinstance(model, nnx.Module):
         layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, EnsembleLayer))
         numbers = {layer.num_members for layer in layers}
+    return only_number(numbers, "a model with {}, of type " + type(model).__name__)
+
+
+def only_number(numbers: set[int], holder: str) -> int:
+    """The one number of members that layers have; `holder` says what has {} in it."""
     if len(numbers) != 1:
         found = f"layers of {sorted(numbers)} members" if numbers else "no BatchEnsemble layer"
-        raise ValueError(
-            f"`num_members` must be given for a model with {found}, of type {type(model).__name__}."
-        )
+        raise ValueError(f"`num_members` must be given for {holder.format(found)}.")
     return numbers.pop()
 
 

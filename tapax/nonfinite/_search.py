@@ -336,7 +336,8 @@ class _BadEquation:
         if not _source_location.transformations(self.path) & {"jvp", "vmap"}:
             return None
         plan = dataclasses.replace(Plan.make(None, None), values=_source_location.EveryOperation())
-        program, _ = TransformedFunction(fn, _NonfiniteTransform(plan, False)).program(args, kwargs)
+        search = TransformedFunction(fn, _NonfiniteTransform(plan, False))
+        program = search.traced_call(args, kwargs).program
         return _source_location.counterpart(self.passes.jaxpr, self.path[-1], program.jaxpr)
 
     def _phase(self, marked: NumberedEquation | None) -> str:

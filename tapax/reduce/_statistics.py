@@ -15,12 +15,35 @@ def _over(n: Any, total: Any) -> Any:
     return total / n.astype(total.dtype)
 
 
-def _along(name: str, make: Callable[[Any], dict[str, Any]], needs: str = "numbers") -> Reducer:
-    """A reducer that can be had along an axis. Equal axes make equal reducers."""
+def _along(
+    name: str,
+    see: Callable[..., Any],
+    combine: Callable[[Any, Any], Any],
+    finish: Callable[[Any], Any],
+    needs: str = "numbers",
+    start: Callable[[Any, Any], Any] | None = None,
+    **options: Any,
+) -> Reducer:
+    """A reducer that can be had along an axis. Equal axes make equal reducers.
+
+    `see(axis, *xs)` is the state of one value. The one that has seen nothing is `start(axis, x)`,
+    or else has zeros in the place of every number.
+    """
 
     @functools.cache
     def made(axis: Any) -> Reducer:
-        return Reducer(**make(axis), name=name, needs=needs, axis=axis, make=made)
+        def init(x: Any) -> Any:
+            if start is not None:
+                return start(axis, x)
+            xs = [x, x] if options.get("paired") else [x]
+            like = jax.eval_shape(functools.partial(see, axis), *xs)
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+
+        def update(state: Any, *xs: Any) -> Any:
+            return combine(state, see(axis, *xs))
+
+        kept: dict[str, Any] = {"needs": needs, "axis": axis, "make": made, **options}
+        return Reducer(init, update, combine, finish, name, **kept)
 
     return made(None)
 
@@ -34,26 +57,12 @@ def _summing(
 ) -> Reducer:
     """A reducer whose state is the sum of something over the elements, and how many there were."""
 
-    def make(axis: Any) -> dict[str, Any]:
-        def see(*xs: Any) -> Any:
-            axes = _sums.all_but(xs[0], axis)
-            found = [t.sum(axes, dtype=t.dtype) for t in terms(*map(_sums.wide, xs))]
-            return (*found, jnp.broadcast_to(_sums.size(xs[0], axes), found[0].shape))
+    def see(axis: Any, *xs: Any) -> Any:
+        axes = _sums.all_but(xs[0], axis)
+        found = [t.sum(axes, dtype=t.dtype) for t in terms(*map(_sums.wide, xs))]
+        return (*found, jnp.broadcast_to(_sums.size(xs[0], axes), found[0].shape))
 
-        def init(x: Any) -> Any:
-            like = jax.eval_shape(see, *[x] * (2 if options.get("paired") else 1))
-            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-
-        return {
-            "init": init,
-            "update": lambda state, *xs: _sums.add(state, see(*xs)),
-            "combine": _sums.add,
-            "merge": _sums.add_all,
-            "finish": finish,
-            **options,
-        }
-
-    return _along(name, make, needs)
+    return _along(name, see, _sums.add, finish, needs, merge=_sums.add_all, **options)
 
 
 _FLOATS = "floating-point numbers"
@@ -110,8 +119,8 @@ update_ratio = _summing(
 # close together can be told apart.
 
 
-def _moments_of(x: Any, axes: tuple[int, ...]) -> Any:
-    x = _sums.wide(x)
+def _see_moments(axis: Any, x: Any) -> Any:
+    x, axes = _sums.wide(x), _sums.all_but(x, axis)
     n = _sums.size(x, axes)
     count = jnp.maximum(n, 1).astype(x.real.dtype)
     m = x.sum(axes, keepdims=True) / count
@@ -140,63 +149,44 @@ def _mean_of(state: Any) -> Any:
     return jnp.where(n == 0, jnp.nan, m + rest)
 
 
-def _moments(name: str, finish: Callable[[Any], Any], **options: Any) -> Reducer:
-    def make(axis: Any) -> dict[str, Any]:
-        def see(x: Any) -> Any:
-            return _moments_of(x, _sums.all_but(x, axis))
-
-        def init(x: Any) -> Any:
-            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(see, x))
-
-        return {
-            "init": init,
-            "update": lambda state, x: _combine_moments(state, see(x)),
-            "combine": _combine_moments,
-            "finish": finish,
-            **options,
-        }
-
-    return _along(name, make, _FLOATS)
-
-
 def _variance(state: Any) -> Any:
     return _over(state[0], state[3])
 
 
-var = _moments("var", _variance)
-moments = _moments(
+var = _along("var", _see_moments, _combine_moments, _variance, _FLOATS)
+moments = _along(
     "moments",
+    _see_moments,
+    _combine_moments,
     lambda s: jnp.stack([_mean_of(s), _variance(s).astype(s[1].dtype)], -1),
+    _FLOATS,
     labels=("mean", "var"),
 )
 
 
-def _minmax(axis: Any) -> dict[str, Any]:
-    def init(x: Any) -> Any:
-        kept = tuple(n for i, n in enumerate(x.shape) if i not in _sums.all_but(x, axis))
-        dtype = _sums.ordered(x.dtype)
-        low, high = _sums.extremes(dtype)
-        return jnp.full(kept, high, dtype), jnp.full(kept, low, dtype)
-
-    def see(x: Any) -> Any:
-        x = x.astype(_sums.ordered(x.dtype))
-        axes, (low, high) = _sums.all_but(x, axis), _sums.extremes(x.dtype)
-        return x.min(axes, initial=high), x.max(axes, initial=low)
-
-    def combine(a: Any, b: Any) -> Any:
-        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
-
-    return {
-        "init": init,
-        "update": lambda state, x: combine(state, see(x)),
-        "combine": combine,
-        "merge": lambda states: (states[0].min(0), states[1].max(0)),
-        "finish": lambda state: jnp.stack(state, -1),
-        "labels": ("min", "max"),
-    }
+def _see_ends(axis: Any, x: Any) -> Any:
+    x = x.astype(_sums.ordered(x.dtype))
+    axes, (low, high) = _sums.all_but(x, axis), _sums.extremes(x.dtype)
+    return x.min(axes, initial=high), x.max(axes, initial=low)
 
 
-minmax = _along("minmax", _minmax, "real numbers")
+def _start_ends(axis: Any, x: Any) -> Any:
+    kept = tuple(n for i, n in enumerate(x.shape) if i not in _sums.all_but(x, axis))
+    dtype = _sums.ordered(x.dtype)
+    low, high = _sums.extremes(dtype)
+    return jnp.full(kept, high, dtype), jnp.full(kept, low, dtype)
+
+
+minmax = _along(
+    "minmax",
+    _see_ends,
+    lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])),
+    lambda state: jnp.stack(state, -1),
+    "real numbers",
+    _start_ends,
+    merge=lambda states: (states[0].min(0), states[1].max(0)),
+    labels=("min", "max"),
+)
 
 last = Reducer(
     init=lambda x: jnp.zeros(x.shape, x.dtype),

@@ -13,8 +13,8 @@ from jax.extend.core import jaxpr_as_fun
 from tapax import _jax
 from tapax._marks.context import without_marks
 from tapax._sites import SiteError
-from tapax._walk.changes import COUNTER, part_name
-from tapax._walk.entries import Threads
+from tapax._walk.changes import PartKey
+from tapax._walk.entries import StagedBody, Threads
 from tapax._walk.interpreter import Interpreter
 
 
@@ -24,12 +24,8 @@ def walk_custom_jvp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     Where a derivative is taken, the values of the results are the rule's too, which may have code
     of its own for them; but not if the body is edited.
     """
-    body = _jax.call_body(eqn)
-    threads = walk.enter(body)
-    staged = walk.stage(body, args, threads)
-    inner = jaxpr_as_fun(staged.jaxpr)
-    count, n = staged.count, len(staged.ins.kept)
-    edited = walk.changes.has_any(body)
+    staged, inner, edited = _staged(walk, eqn, args)
+    threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
 
     @jax.custom_jvp
     def call(*flat: Any) -> list[Any]:
@@ -48,17 +44,13 @@ def walk_custom_jvp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         return [*own, *results[count:]], [*out, *inside[count:]]
 
     call.defjvp(rule, symbolic_zeros=bool(threads.parts))
-    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
+    return walk.unstage(staged, call(*walk.operands(staged, args)))
 
 
 def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
-    body = _jax.call_body(eqn)
-    threads = walk.enter(body)
-    staged = walk.stage(body, args, threads)
-    inner = jaxpr_as_fun(staged.jaxpr)
-    count, n = staged.count, len(staged.ins.kept)
-    edited = walk.changes.has_any(body)
+    staged, inner, edited = _staged(walk, eqn, args)
+    threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
     # By what the function closed over, which JAX puts first, it has no derivative.
     fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
 
@@ -87,7 +79,16 @@ def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         return (*inside[:fixed], *summed, *inside[n:], *(None for _ in threads.parts))
 
     call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
-    return walk.unstage(staged, call(*staged.ins.arrays(args), *walk.handed(threads)))
+    return walk.unstage(staged, call(*walk.operands(staged, args)))
+
+
+def _staged(
+    walk: Interpreter, eqn: Any, args: list[Any]
+) -> tuple[StagedBody, Callable[..., Any], bool]:
+    """The body of a call, staged, as a function too; and whether something in it is edited."""
+    body = _jax.call_body(eqn)
+    staged = walk.stage(body, args)
+    return staged, jaxpr_as_fun(staged.jaxpr), walk.changes.has_any(body)
 
 
 def _plain(eqn: Any) -> Callable[..., Any]:
@@ -112,9 +113,9 @@ def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
     """The derivative of a call is its own rule's, which knows nothing of what an edit is given."""
     count = len(threads.parts)
     for key, moved in zip(threads.parts, moves[len(moves) - count :], strict=True):
-        if moved and key != COUNTER:
+        if moved and isinstance(key, PartKey):
             raise SiteError(
-                f"The site {part_name(key)!r} is inside a function with a derivative rule of its "
+                f"The site {key.change.name!r} is inside a function with a derivative rule of its "
                 "own (jax.custom_jvp or jax.custom_vjp), so there is no derivative by what it is "
                 "perturbed or replaced with. Mark a value outside of that function."
             )

@@ -12,12 +12,12 @@ def walk_jit(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     body = params["jaxpr"]
     if eager():
         return walk.run(body, args)
-    threads = walk.enter(body)
-    staged = walk.stage(body, args, threads)
-    handed = walk.handed(threads)
+    staged = walk.stage(body, args)
+    operands = walk.operands(staged, args)
 
     def inputs(name: str, fill: Any) -> tuple[Any, ...]:
-        return (*(params[name][i] for i in staged.ins.kept), *(fill for _ in handed))
+        own = [params[name][i] for i in staged.ins.kept]
+        return (*own, *(fill for _ in operands[len(own) :]))
 
     def outputs(name: str, fill: Any) -> tuple[Any, ...]:
         return (*(params[name][i] for i in staged.outs.kept), *(fill for _ in staged.types))
@@ -30,8 +30,7 @@ def walk_jit(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         out_shardings=outputs("out_shardings", _jax.UNSPECIFIED),
         out_layouts=outputs("out_layouts", None),
     )
-    results = eqn.primitive.bind(*staged.ins.arrays(args), *handed, **params)
-    return walk.unstage(staged, results)
+    return walk.unstage(staged, eqn.primitive.bind(*operands, **params))
 
 
 def walk_call(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
@@ -39,11 +38,9 @@ def walk_call(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     body = eqn.params[name]
     if eager() or not hasattr(body, "consts"):
         return walk.run(body, args)
-    threads = walk.enter(body)
-    staged = walk.stage(body, args, threads)
-    values = [*staged.ins.arrays(args), *walk.handed(threads)]
+    staged = walk.stage(body, args)
     bound = eqn.replace(params={**eqn.params, name: staged.jaxpr})
-    return walk.unstage(staged, _jax.bind_equation(bound, values))
+    return walk.unstage(staged, _jax.bind_equation(bound, walk.operands(staged, args)))
 
 
 def walk_barrier(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:

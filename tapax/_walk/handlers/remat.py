@@ -12,13 +12,12 @@ def walk_remat(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     body = params["jaxpr"]
     if eager():
         return walk.run(body, args)
-    threads = walk.enter(body)
-    staged = walk.stage(body, args, threads, recomputing=params["differentiated"])
-    handed = walk.handed(threads)
+    staged = walk.stage(body, args, recomputing=params["differentiated"])
+    operands = walk.operands(staged, args)
     jaxpr, consts = _jax.closed(staged.jaxpr)
     if isinstance(params["prevent_cse"], tuple):
-        kept = (params["prevent_cse"][i] for i in staged.ins.kept)
-        params["prevent_cse"] = (*(False for _ in consts), *kept, *(False for _ in handed))
+        kept = [params["prevent_cse"][i] for i in staged.ins.kept]
+        handed = (False for _ in operands[len(kept) :])
+        params["prevent_cse"] = (*(False for _ in consts), *kept, *handed)
     params["jaxpr"] = jaxpr
-    results = eqn.primitive.bind(*consts, *staged.ins.arrays(args), *handed, **params)
-    return walk.unstage(staged, results)
+    return walk.unstage(staged, eqn.primitive.bind(*consts, *operands, **params))

@@ -55,24 +55,23 @@ def walk_scan(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
             carry = carried, walk.folds.arrays(threads.folds)
             return carry, (list(stacked.values()), [a for e in totals for a in e.arrays])
 
-    with walk.replayed() as rewind:
+    rewind = walk.rewinder()
 
-        def once(carry: Any, x: Any) -> Any:
-            rewind()
-            return step(carry, x)
+    def once(carry: Any, x: Any) -> Any:
+        rewind()
+        return step(carry, x)
 
-        start = (list(init), walk.folds.arrays(threads.folds))
-        over = (slots.arrays(xs), walk.changes.arrays(each), numbers)
-        options = {"length": length, "reverse": params["reverse"], "unroll": params["unroll"]}
-        if params.get("_split_transpose"):
-            options["_split_transpose"] = True
-        if walk.plan.over_loops:
-            (carried, folds), stacked, totals = scan_totals(step, start, over, cell, **options)
-            walk.entries += totals
-        else:
-            (carried, folds), (stacked, _) = jax.lax.scan(
-                once if eager() else step, start, over, **options
-            )
+    start = (list(init), walk.folds.arrays(threads.folds))
+    over = (slots.arrays(xs), walk.changes.arrays(each), numbers)
+    options = {"length": length, "reverse": params["reverse"], "unroll": params["unroll"]}
+    if params.get("_split_transpose"):
+        options["_split_transpose"] = True
+    if walk.plan.over_loops:
+        (carried, folds), stacked, totals = scan_totals(step, start, over, cell, **options)
+        walk.entries += totals
+    else:
+        run = once if eager() else step
+        (carried, folds), (stacked, _) = jax.lax.scan(run, start, over, **options)
     walk.folds.restore(threads.folds, folds, cell["certain"])
     flat = (stacked[i] for i in cell["places"])
     ys = cell["ys"].fill(flat)
@@ -90,8 +89,8 @@ def _stacked(entry: Entry, loop: str) -> Entry:
         length = entry.state[0].shape[0]
         if isinstance(index, int) and not -length <= index < length:
             raise SiteError(
-                f"step={index} was asked for of the site {entry.site.name!r}, marked at "
-                f"{entry.site.source}, but its loop has {length} iterations."
+                f"step={index} was asked for of the {entry.site.described}, but its loop has "
+                f"{length} iterations."
             )
         lead -= isinstance(index, int)
         entry = entry.with_arrays(a[index] for a in entry.arrays)

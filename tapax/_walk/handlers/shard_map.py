@@ -1,6 +1,5 @@
 """The handler of `jax.shard_map`: what a device records gets an axis of the mesh."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from tapax import _jax
-from tapax._walk.changes import Around, Part
+from tapax._walk.changes import Around
 from tapax._walk.entries import Entry, Slots
 from tapax._walk.interpreter import Interpreter
 
@@ -21,7 +20,9 @@ def walk_shard_map(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     ins = Slots.of(args)
     keys = walk.changes.needed([body])
     depth, unchecked = len(walk.around), not params["check_vma"]
-    own_axes = [_of_devices(walk.changes.parts[key], order, depth) for key in keys]
+    # The axes of the mesh for which each part of a change has an axis of its own.
+    deep = [walk.changes.parts[key].depths for key in keys]
+    own_axes = [[a for i, a in enumerate(order) if depth + i in depths] for depths in deep]
     cell: dict[str, Any] = {}
 
     def local(*flat: Any) -> list[Any]:
@@ -102,8 +103,3 @@ def _combined(entry: Entry, axes: int) -> Entry:
         valid = valid.reshape(-1, *valid.shape[axes:])
         state, valid = entry.reduction.masked(state, valid), valid.max(0)
     return entry._replace(value=tuple(entry.reduction.merge(state, entry.lead)), valid=valid)
-
-
-def _of_devices(part: Part, order: Sequence[str], depth: int) -> list[str]:
-    """The axes of a mesh for which a part of a change has an axis of its own."""
-    return [axis for i, axis in enumerate(order) if depth + i in part.depths]

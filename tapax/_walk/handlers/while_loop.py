@@ -21,7 +21,7 @@ from tapax._marks.tap import Mark, tap_effect
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import joined, nothing_yet, selected
 from tapax._walk.changes import COUNTER, Around
-from tapax._walk.entries import Entry, StagedBody, refuse_folded, where
+from tapax._walk.entries import Entry, refuse_folded, where
 from tapax._walk.interpreter import Interpreter, eager
 
 
@@ -42,7 +42,8 @@ def walk_while(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         staged = walk.stage(body, [*bconsts, *init], threads, around=[Around("while", None)])
         items = walk.folds.items
     walk.folds.items = items
-    buffers = [_Buffer.of(walk, entry, types) for entry, types in _typed(staged)]
+    types = iter(staged.types)
+    buffers = [_Buffer.of(walk, e, [next(types) for _ in e.arrays]) for e in staged.entries]
     tested = tap_effect in _jax.open_jaxpr(test).effects
     # If the loop ends on one device before it does on another, so does what is recorded in it.
     over = _jax.varying_axes(_jax.open_jaxpr(test).outvars[0].aval)
@@ -99,8 +100,8 @@ def _refuse_changes(walk: Interpreter, test: Any) -> None:
         marks: list[Mark] = []
         strip(test, marks)
         raise SiteError(
-            f"The site {marks[0].path!r}, marked at {marks[0].source}, is in the predicate of a "
-            "while loop, where it cannot be edited or perturbed. Mark the value in the body."
+            f"The {marks[0].described}, is in the predicate of a while loop, where it cannot be "
+            "edited or perturbed. Mark the value in the body."
         )
 
 
@@ -120,15 +121,15 @@ def _last_test(walk: Interpreter, test: Any, args: list[Any], count: Any) -> Non
     for entry in entries:
         if entry.reduction is not None:
             raise SiteError(
-                f"The site {entry.site.name!r}, marked at {entry.site.source}, is in the predicate "
-                "of a while loop, where only its last value can be captured, and no reducer can "
-                "see the others. Capture it whole, or mark the value in the body."
+                f"The {entry.site.described}, is in the predicate of a while loop, where only its "
+                "last value can be captured, and no reducer can see the others. Capture it whole, "
+                "or mark the value in the body."
             )
         if walk.plan.steps is not None or entry.step is not None:
             raise SiteError(
-                f"The site {entry.site.name!r}, marked at {entry.site.source}, is in the predicate "
-                "of a while loop, where only its last value can be captured. Leave `steps` and "
-                "`step` out, or mark the value in the body."
+                f"The {entry.site.described}, is in the predicate of a while loop, where only its "
+                "last value can be captured. Leave `steps` and `step` out, or mark the value in "
+                "the body."
             )
         valid = count if entry.valid is None else entry.valid
         walk.entries.append(entry._replace(valid=valid, loops=("while", *entry.loops)))
@@ -147,12 +148,6 @@ def _loop(eqn: Any, check: Any, step: Any, tconsts: Any, bconsts: Any, carry: li
         "body_nconsts": len(bconsts),
     }
     return eqn.primitive.bind(*tconsts, *bconsts, *carry, **params)
-
-
-def _typed(staged: StagedBody) -> list[tuple[Entry, list[Any]]]:
-    """The entries of a staged body, each with the types of its arrays."""
-    types = iter(staged.types)
-    return [(e, [next(types) for _ in e.arrays]) for e in staged.entries]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +229,8 @@ def _window(entry: Entry) -> tuple[int, int, int]:
         count = 0 if step.stop is None else len(range(first, step.stop, stride))
     if first < 0 or stride < 1 or count < 1:
         raise SiteError(
-            f"step={step} was asked for of the site {entry.site.name!r}, marked at "
-            f"{entry.site.source}, which is in a while loop: how often that runs is not known "
-            "beforehand, so `step` must count from the start and have an end."
+            f"step={step} was asked for of the {entry.site.described}, which is in a while loop: "
+            "how often that runs is not known beforehand, so `step` must count from the start and "
+            "have an end."
         )
     return first, count, stride
