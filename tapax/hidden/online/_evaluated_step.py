@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax.hidden.online._flat_step import FlatStep
-from tapax.hidden.online._learner import OnlineGradients, compute_loss, make_grads, widen_dtype
+from tapax.hidden.online._learner import compute_loss, widen_dtype
 from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 
@@ -86,11 +86,11 @@ class EvaluatedStep:
 
         return jax.grad(lost)([outs[i] for i in floats])
 
-    def differentiate_units(self, group: UnitGroup) -> tuple[dict[Any, Any], list[dict[int, Any]]]:
+    def differentiate_units(self, group: UnitGroup) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """Computes the derivatives of units by their own old values, and by what drives them.
 
-        The first by pairs of states (new, old); the second for each of the group's sources by the
-        state. With a block of one unit there is one pass backwards for each state.
+        The first by pairs of states (new, old); the second by the group's sources and the state.
+        With a block of one unit there is one pass backwards for each state.
         """
         program = self.program
         single = [s for s in group.sources if s.units is not None]
@@ -118,15 +118,15 @@ class EvaluatedStep:
         own = np.arange(group.units).reshape(group.shape)
         places: Any = [own] * len(group.states), [s.units for s in dots], [s.units for s in each]
         carried: dict[Any, Any] = {}
-        driven: dict[int, dict[int, Any]] = {id(s): {} for s in single}
+        driven: dict[DrivingWeight, dict[int, Any]] = {s: {} for s in single}
         for n, k in enumerate(group.states):
             olds, *rest = _take_diagonal(back, group, n, self.olds[k].dtype, places)
             for old, x in zip(group.states, olds, strict=True):
                 if (k, old) in group.carries:
                     carried[k, old] = x
             for s, x in zip((*dots, *each), [y for part in rest for y in part], strict=True):
-                driven[id(s)][k] = x
-        return carried, [driven.get(id(s), {}) for s in group.sources]
+                driven[s][k] = x
+        return carried, driven
 
     def pull_back(self, group: UnitGroup, source: DrivingWeight) -> Callable[[dict[int, Any]], Any]:
         """Pulls cotangents of a group's new states back to a weight, in one of its uses."""
@@ -207,12 +207,3 @@ def evaluate_step(
     given = [jnp.asarray(x) for x in jax.tree.leaves(inputs)]
     new, out = step(params, state, *inputs)
     return EvaluatedStep(program, env, weights, olds, given, lost, new, out), back
-
-
-def collect_gradients(
-    now: EvaluatedStep, back: Any, params: Any, grads: list[Any]
-) -> OnlineGradients:
-    """Makes the gradients by the parameters of those by the weights."""
-    return OnlineGradients(
-        make_grads(params, now.program.trained, back(grads)), now.loss_value, now.out
-    )
