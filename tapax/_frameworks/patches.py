@@ -96,15 +96,17 @@ def subclasses(base: type) -> Iterator[type]:
         waiting += new
 
 
-def methods(adapter: Adapter, base: type, skip: Iterable[type]) -> Replacements:
-    """Every method of every class made from `base`, to be run as that of a module."""
+def methods(
+    adapter: Adapter, base: type, skip: Iterable[type], call: Callable[..., Any] = called
+) -> Replacements:
+    """Every method of every class made from `base`, to be run by `call` as that of a module."""
     skipped = frozenset(skip)
     for cls in subclasses(base):
         if cls in skipped:
             continue
         for name, value in list(cls.__dict__.items()):
             if is_method(name, value):
-                yield cls, name, functools.partial(_method, adapter, cls, name)
+                yield cls, name, functools.partial(_method, adapter, cls, name, call)
 
 
 def is_method(name: str, value: Any) -> bool:
@@ -116,7 +118,9 @@ def is_method(name: str, value: Any) -> bool:
     return hasattr(type(value), "__get__")
 
 
-def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
+def _method(
+    adapter: Adapter, owner: type, name: str, call: Callable[..., Any], original: Any
+) -> Any:
     # What a framework puts around a function takes the module as its first argument, too.
     plain = inspect.isfunction(original) or adapter.wraps(original)
 
@@ -129,7 +133,7 @@ def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
         # What a subclass calls by `super()` is a part of its own method.
         if active_policy() is None or not is_first(owner, name, type(self)):
             return run()
-        return called(adapter, self, name, run)
+        return call(adapter, self, name, run)
 
     return functools.update_wrapper(method, original)
 

@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from tapax import _jax
 from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
-from tapax._frameworks.nnx import cells, marks
+from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
 from tapax._frameworks.patches import Patch, Replacements, methods
+from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths, refuse_loop
 from tapax._marks.context import active_policy
 from tapax._sites import segment
 
@@ -57,8 +59,25 @@ class NNX(Adapter):
     def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
-        return cells.recurrent_cell(module, inputs, state)
+    def recurrent_cell(
+        self, module: Any, inputs: Sequence[Any], state: Any
+    ) -> RecurrentCell | None:
+        """Describes a module of NNX; a cell starts from its own initial carry."""
+        if not isinstance(module, nnx.Module):
+            return None
+        check_inputs(module, inputs)
+        if isinstance(module, nnx.RNN):
+            refuse_loop(module, "model.cell")
+        graph, params = nnx.split(module)
+
+        def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+            # Variables of this trace: those that were split off may not be updated in it.
+            return nnx.merge(graph, jax.tree.map(lambda x: x, params))(state, *inputs)
+
+        if state is not None or not isinstance(module, nnx.RNNCellBase):
+            return RecurrentCell(step, params, state)
+        carry = module.initialize_carry(jnp.shape(inputs[0]), nnx.Rngs(0))
+        return RecurrentCell(step, params, carry, pair_paths(carry, "c", "h"))
 
     def _replacements(self) -> Replacements:
         for cls, name, wrap in methods(self, nnx.Module, skip=[*_BASES, *_CONTAINERS]):
