@@ -39,6 +39,7 @@ _BOUND: Any = type(eqx.nn.Sequential([]).is_stateful)
 
 class Equinox(Adapter):
     package = "equinox"
+    recurrent_type = eqx.Module
 
     def __init__(self) -> None:
         self._patch = Patch(self._replacements, eqx.Module)
@@ -80,12 +81,8 @@ class Equinox(Adapter):
     def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
 
-    def recurrent_cell(
-        self, module: Any, inputs: Sequence[Any], state: Any
-    ) -> RecurrentCell | None:
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
         """Describes a module; a cell of Equinox takes its state last and starts from zeros."""
-        if not isinstance(module, eqx.Module):
-            return None
         check_inputs(module, inputs)
         params, rest = eqx.partition(module, eqx.is_array)
         is_lstm = isinstance(module, eqx.nn.LSTMCell)

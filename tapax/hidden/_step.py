@@ -110,26 +110,41 @@ def trace_step(
             f"`step` must be a function step(state, *inputs) -> (state, out), but is {step!r} of "
             f"type {type(step).__name__}."
         )
-    leaves, state_tree = jax.tree.flatten(state)
     states = list_hidden_states(state, paths, counts)
+    args = state, *inputs
+    jaxpr, out_tree = trace_leaves(step, args, state, states, _describe)
+    state_tree, in_tree = jax.tree.structure(state), jax.tree.structure(args)
+    return Step(step, jaxpr, states, state_tree, in_tree, out_tree)
+
+
+def trace_leaves(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    state: Any,
+    states: Sequence[HiddenState],
+    describe: Callable[[Any], str],
+) -> tuple[Any, Any]:
+    """Traces `step(*args) -> (state, out)`, from leaves to leaves; returns the structure of `out`.
+
+    It raises if the step does not return a pair, which `describe` describes, or another kind of
+    state than `state`.
+    """
+    arrays, in_tree = jax.tree.flatten(tuple(args))
     cell: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
-        given, *rest = in_tree.unflatten(arrays)
-        result = step(given, *rest)
+        result = step(*in_tree.unflatten(arrays))
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise HiddenError(
-                f"{name_of(step)} returns {_describe(result)}, but a step returns two things: "
+                f"{name_of(step)} returns {describe(result)}, but a step returns two things: "
                 "the new state, and what it puts out."
             )
         new, out = result
-        check_new_state(step, states, state_tree, leaves, new)
+        _check_new_state(step, states, state, new)
         results, cell["out_tree"] = jax.tree.flatten(out)
         return [*jax.tree.leaves(new), *results]
 
-    arrays, in_tree = jax.tree.flatten((state, *inputs))
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
-    return Step(step, jaxpr, states, state_tree, in_tree, cell["out_tree"])
+    return jax.make_jaxpr(flat)(*arrays), cell["out_tree"]
 
 
 def list_hidden_states(
@@ -156,10 +171,9 @@ def list_hidden_states(
     return made
 
 
-def check_new_state(
-    step: Any, states: Sequence[HiddenState], treedef: Any, old: Sequence[Any], new: Any
-) -> None:
+def _check_new_state(step: Any, states: Sequence[HiddenState], state: Any, new: Any) -> None:
     """Refuses a step that returns another kind of state than it was given."""
+    old, treedef = jax.tree.flatten(state)
     leaves, new_tree = jax.tree.flatten(new)
     if new_tree != treedef:
         raise HiddenError(

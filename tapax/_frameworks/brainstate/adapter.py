@@ -37,6 +37,7 @@ _FORWARD = ("__call__", "update")
 
 class Brainstate(Adapter):
     package = "brainstate"
+    recurrent_type = graph.Node
 
     def __init__(self) -> None:
         self._patch = Patch(self._replacements, nn.Module)

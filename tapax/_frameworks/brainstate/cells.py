@@ -25,10 +25,8 @@ from tapax._frameworks.recurrent_cells import (
 from tapax._sites import segment
 
 
-def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell | None:
+def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
     """Describes a module: its parameters are its other states, its state is nested dicts."""
-    if not isinstance(module, graph.Node):
-        return None
     traced = _TracedModule(module, inputs, state, name_writes=False)
     hidden, params = traced.split(traced.values)
 
@@ -43,10 +41,8 @@ def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentC
     return RecurrentCell(step, params, hidden, objects=traced.objects)
 
 
-def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram | None:
+def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram:
     """Traces a module with a name for every write of a hidden state."""
-    if not isinstance(module, graph.Node):
-        return None
     traced = _TracedModule(module, inputs, state, name_writes=True)
     treedef = jax.tree.structure(tuple(inputs))
 

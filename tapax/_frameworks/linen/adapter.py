@@ -79,6 +79,7 @@ class _LinenCalls(threading.local):
 
 class Linen(Adapter):
     package = "flax"
+    recurrent_type = nn.Module
 
     def __init__(self) -> None:
         self._calls = _LinenCalls()
@@ -118,12 +119,8 @@ class Linen(Adapter):
             finally:
                 calls.seen = False
 
-    def recurrent_cell(
-        self, module: Any, inputs: Sequence[Any], state: Any
-    ) -> RecurrentCell | None:
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
         """Describes a bound module of Linen; a cell starts from its own initial carry."""
-        if not isinstance(module, nn.Module):
-            return None
         check_inputs(module, inputs)
         if isinstance(module, nn.RNN):
             refuse_loop(module, "model.cell, bound to its variables")

@@ -37,6 +37,7 @@ _TAG = "tapax"
 
 class NNX(Adapter):
     package = "flax"
+    recurrent_type = nnx.Module
 
     def __init__(self) -> None:
         self._patch = Patch(self._replacements, nnx.Module)
@@ -59,12 +60,8 @@ class NNX(Adapter):
     def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
         return self._patch()
 
-    def recurrent_cell(
-        self, module: Any, inputs: Sequence[Any], state: Any
-    ) -> RecurrentCell | None:
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
         """Describes a module of NNX; a cell starts from its own initial carry."""
-        if not isinstance(module, nnx.Module):
-            return None
         check_inputs(module, inputs)
         if isinstance(module, nnx.RNN):
             refuse_loop(module, "model.cell")

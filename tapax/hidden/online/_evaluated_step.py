@@ -92,7 +92,6 @@ class EvaluatedStep:
         The first by pairs of states (new, old); the second by the group's sources and the state.
         With a block of one unit there is one pass backwards for each state.
         """
-        program = self.program
         single = [s for s in group.sources if s.units is not None]
         dots = [s for s in single if s.dot is not None]
         each = [s for s in single if s.dot is None]
@@ -104,10 +103,7 @@ class EvaluatedStep:
             for s, x in zip(each, weights, strict=True):
                 given[s.weight] = x
             more = {s.dot.at: x for s, x in zip(dots, added, strict=True) if s.dot}
-            made, _, _ = program.run(
-                self.env, given, here, self.inputs, write=_cut_outside(group), added=more
-            )
-            return [made[k] for k in group.states]
+            return self._compute_news(group, given, here, added=more)
 
         _, back = jax.vjp(
             news,
@@ -128,6 +124,14 @@ class EvaluatedStep:
                 driven[s][k] = x
         return carried, driven
 
+    def _compute_news(
+        self, group: UnitGroup, weights: list[Any], olds: list[Any], **changes: Any
+    ) -> list[Any]:
+        """Runs the step on others for its new states of a group, with other groups cut off."""
+        cut = lambda k, x: x if k in group.states else jax.lax.stop_gradient(x)  # noqa: E731
+        made, _, _ = self.program.run(self.env, weights, olds, self.inputs, write=cut, **changes)
+        return [made[k] for k in group.states]
+
     def pull_back(self, group: UnitGroup, source: DrivingWeight) -> Callable[[dict[int, Any]], Any]:
         """Pulls cotangents of a group's new states back to a weight, in one of its uses."""
         at = [d.at for d in self.program.dots if d.weight is self.program.weights[source.weight]]
@@ -140,10 +144,7 @@ class EvaluatedStep:
                 operand = dict.fromkeys(at, now)
             else:
                 operand = {source.dot.at: weight}
-            made, _, _ = self.program.run(
-                self.env, given, self.olds, self.inputs, write=_cut_outside(group), operand=operand
-            )
-            return [made[k] for k in group.states]
+            return self._compute_news(group, given, self.olds, operand=operand)
 
         made, back = jax.vjp(news, now)
         dtypes = {k: x.dtype for k, x in zip(group.states, made, strict=True)}
@@ -157,10 +158,6 @@ class EvaluatedStep:
         unit = jnp.eye(group.units, dtype=self.olds[k].dtype).reshape(shape)
         rows = jax.vmap(lambda one: back({**zeros, k: one}))(unit)
         return rows.reshape(group.units, -1).astype(widen_dtype(rows.dtype))
-
-
-def _cut_outside(group: UnitGroup) -> Callable[[int, Any], Any]:
-    return lambda k, x: x if k in group.states else jax.lax.stop_gradient(x)
 
 
 def _take_diagonal(

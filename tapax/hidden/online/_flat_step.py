@@ -23,7 +23,7 @@ from tapax._marks.context import without_marks
 from tapax._sites import name_of
 from tapax.hidden._connections import ELEMENTWISE
 from tapax.hidden._definitions import JIT, REMAT, is_copy
-from tapax.hidden._step import HiddenState, check_new_state, list_hidden_states
+from tapax.hidden._step import HiddenState, list_hidden_states, trace_leaves
 
 _CALLS = JIT | REMAT | {"call", "closed_call", "core_call", "core_closed_call", "eval_jaxpr"}
 
@@ -184,23 +184,10 @@ def trace_flat_step(
     """Traces a step for arguments like these; raises if it has nothing to learn."""
     keyed = tree_leaves_with_path(params)
     states = check_state(state)
-    leaves, state_tree = jax.tree.flatten(state)
-    cell: dict[str, Any] = {}
-
-    def flat(*arrays: Any) -> list[Any]:
-        result = step(*in_tree.unflatten(arrays))
-        if not (isinstance(result, (tuple, list)) and len(result) == 2):
-            raise HiddenError(
-                f"{name_of(step)} returns {type(result).__name__}, but a step returns two things: "
-                "the new state, and what it puts out."
-            )
-        check_new_state(step, states, state_tree, leaves, result[0])
-        outs, cell["out_tree"] = jax.tree.flatten(result[1])
-        return [*jax.tree.leaves(result[0]), *outs]
-
-    arrays, in_tree = jax.tree.flatten((params, state, *inputs))
+    describe = lambda result: type(result).__name__  # noqa: E731
     with without_marks():
-        jaxpr = flatten_calls(jax.make_jaxpr(flat)(*arrays))
+        jaxpr, out_tree = trace_leaves(step, (params, state, *inputs), state, states, describe)
+        jaxpr = flatten_calls(jaxpr)
     inner = _jax.open_jaxpr(jaxpr)
     n, m = len(keyed), len(states)
     return _divide(
@@ -208,8 +195,8 @@ def trace_flat_step(
         dict(zip(inner.constvars, _jax.jaxpr_consts(jaxpr), strict=True)),
         name=name_of(step),
         states=states,
-        state_tree=state_tree,
-        out_tree=cell["out_tree"],
+        state_tree=jax.tree.structure(state),
+        out_tree=out_tree,
         params=tuple(inner.invars[:n]),
         trained=tuple(i for i in range(n) if is_float(inner.invars[i].aval)),
         olds=tuple(inner.invars[n : n + m]),

@@ -70,9 +70,8 @@ def _count_units(program: FlatStep) -> int:
 
 
 def _make_zeros(program: FlatStep) -> list[Any]:
-    kind = [_learner.widen_dtype(program.params[i].aval.dtype) for i in program.trained]
-    shapes = [program.params[i].aval.shape for i in program.trained]
-    return [jnp.zeros((_count_units(program), *s), d) for s, d in zip(shapes, kind, strict=True)]
+    avals, units = [program.params[i].aval for i in program.trained], _count_units(program)
+    return [jnp.zeros((units, *a.shape), _learner.widen_dtype(a.dtype)) for a in avals]
 
 
 def _make_cotangents(program: FlatStep) -> list[Any]:
