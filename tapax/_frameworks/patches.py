@@ -15,6 +15,7 @@ from typing import Any
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_calls import called
 from tapax._marks.context import active_policy
+from tapax._sites import segment
 
 _lock = threading.RLock()
 
@@ -77,6 +78,27 @@ class Patch:
             return original(cls, *args, **kwargs)
 
         return make
+
+
+class PatchedAdapter(Adapter):
+    """An adapter that sees calls by replacing the methods of classes made from `base`."""
+
+    base: type
+
+    def __init__(self) -> None:
+        self._patch = Patch(self._replacements, self.base)
+
+    def is_module(self, value: Any) -> bool:
+        return isinstance(value, self.base)
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        return ((segment(key), value) for key, value in vars(module).items())
+
+    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
+        return self._patch()
+
+    def _replacements(self) -> Replacements:
+        raise NotImplementedError
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -149,25 +149,22 @@ def _find_blocks(
     """The derivatives `[*varshape, n, n]` of a unit's new states by its old ones."""
     *shape, count = old.shape
     if backward:
-        derivative = jax.vjp(transition, old)[1]
+        _, back = jax.vjp(transition, old)
+        derivative = lambda seed: back(seed)[0]  # noqa: E731
     else:
-        derivative = jax.linearize(transition, old)[1]
-
-    def pushed(seed: jax.Array) -> jax.Array:
-        return derivative(seed)[0] if backward else derivative(seed)
-
+        _, derivative = jax.linearize(transition, old)
     if diagonal:
         # Units do not meet, so one pass for all of them gives what one for each would.
         seeds = jnp.zeros((count, *old.shape), old.dtype)
         seeds = seeds.at[jnp.arange(count), ..., jnp.arange(count)].set(1)
-        rows = jnp.moveaxis(jax.vmap(pushed)(seeds), 0, -1)
+        rows = jnp.moveaxis(jax.vmap(derivative)(seeds), 0, -1)
     else:
         units = math.prod(shape)
 
         def of(unit: jax.Array) -> jax.Array:
             seeds = jnp.zeros((count, units, count), old.dtype)
             seeds = seeds.at[jnp.arange(count), unit, jnp.arange(count)].set(1)
-            found = jax.vmap(lambda seed: pushed(seed.reshape(old.shape)))(seeds)
+            found = jax.vmap(lambda seed: derivative(seed.reshape(old.shape)))(seeds)
             return found.reshape(count, units, count)[:, unit].T
 
         rows = jax.lax.map(of, jnp.arange(units), batch_size=min(64, units))

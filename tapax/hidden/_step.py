@@ -69,17 +69,15 @@ class Step:
                 f"{name_of(self.fn)} was traced for a state and inputs of the structure "
                 f"{self.in_tree}, but was given {treedef}. Trace it for these."
             )
-        for variable, leaf in zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True):
+        given = list(zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True))
+        for variable, leaf in given:
             if variable.aval.shape != jnp.shape(leaf):
                 raise HiddenError(
                     f"{name_of(self.fn)} was traced for an argument of shape "
                     f"{list(variable.aval.shape)}, but was given one of shape "
                     f"{list(jnp.shape(leaf))}. Trace it for this."
                 )
-        return [
-            jnp.asarray(leaf, variable.aval.dtype)
-            for variable, leaf in zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True)
-        ]
+        return [jnp.asarray(leaf, variable.aval.dtype) for variable, leaf in given]
 
     def find_definitions(self, *, in_loops: bool = True) -> Definitions:
         """Finds where the step defines its new states."""
@@ -156,7 +154,8 @@ def list_hidden_states(
         raise HiddenError(
             f"The state {state!r} has no arrays in it, but a step has at least one hidden state."
         )
-    own = [tuple(_key(k) for k in keys) or ("h",) for keys, _ in keyed]
+    texts = [[jax.tree_util.keystr((k,), simple=True) for k in keys] for keys, _ in keyed]
+    own = [tuple(map(segment, text)) or ("h",) for text in texts]
     made = tuple(
         HiddenState(tuple(path), tuple(jnp.shape(leaf)), _dtype(leaf))
         for path, (_, leaf) in zip(paths or own, keyed, strict=True)
@@ -191,10 +190,6 @@ def _check_new_state(step: Any, states: Sequence[HiddenState], state: Any, new: 
                     f"and comes out with {what} {now}: a step returns a state like the one it is "
                     "given."
                 )
-
-
-def _key(key: Any) -> str:
-    return segment(jax.tree_util.keystr((key,), simple=True))
 
 
 def _dtype(leaf: Any) -> Any:

@@ -28,31 +28,19 @@ from tapax._frameworks.brainstate import cells, states
 from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import running_modules
-from tapax._frameworks.patches import Patch, Replacements, current, methods
+from tapax._frameworks.patches import PatchedAdapter, Replacements, current, methods
 from tapax._marks.context import active_policy, without_marks
-from tapax._sites import segment
 
 _FORWARD = ("__call__", "update")
 
 
-class Brainstate(Adapter):
+class Brainstate(PatchedAdapter):
     package = "brainstate"
+    base = nn.Module
     recurrent_type = graph.Node
-
-    def __init__(self) -> None:
-        self._patch = Patch(self._replacements, nn.Module)
-
-    def is_module(self, value: Any) -> bool:
-        return isinstance(value, nn.Module)
-
-    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
-        return ((segment(key), value) for key, value in vars(module).items())
 
     def is_opaque(self, value: Any) -> bool:
         return isinstance(value, (graph.Node, State))
-
-    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
-        return self._patch()
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         return contextlib.nullcontext(states.taken_apart(call))

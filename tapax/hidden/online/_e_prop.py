@@ -86,10 +86,6 @@ def e_prop(
     return make_diagonal_rule(step, loss, indirect, find_signal, learn, start_trace, start_fields)
 
 
-def _list_output_shapes(program: FlatStep) -> list[tuple[int, ...]]:
-    return [v.aval.shape for v in program.outs if is_float(v.aval)]
-
-
 def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:
     """How many first axes are of a batch."""
     n = 0
@@ -100,11 +96,12 @@ def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:
 
 def _make_matrices(key: Any, program: FlatStep, groups: Any) -> Any:
     """For every state that is seen, and everything that is put out, a matrix of fixed numbers."""
+    shapes = [v.aval.shape for v in program.outs if is_float(v.aval)]
     made: dict[int, list[Any]] = {}
     for group in groups:
         for k in () if group.readout else sorted(group.seen):
             made[k] = []
-            for i, out in enumerate(_list_output_shapes(program)):
+            for i, out in enumerate(shapes):
                 n = _count_batch_axes(out, group.shape)
                 one = jax.random.fold_in(jax.random.fold_in(key, k), i)
                 size = math.prod(out[n:]), math.prod(group.shape[n:])
