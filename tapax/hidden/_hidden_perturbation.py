@@ -46,7 +46,7 @@ from tapax._frameworks.recurrent_cells import (
 from tapax._frameworks.registry import stateful_program
 from tapax._jaxpr.evaluate import evaluate_jaxpr
 from tapax._sites import as_array
-from tapax.hidden._definitions import Definition, Definitions
+from tapax.hidden._definitions import Definition
 from tapax.hidden._groups import HiddenGroup
 from tapax.hidden._pure_step import trace_step_or_module
 from tapax.hidden._state_writes import WrittenProgram, find_named_writes, find_step_writes, retrace
@@ -216,10 +216,7 @@ def add_hidden_perturbation(step: Any, *inputs: Any, state: Any = None) -> Hidde
 def _perturb(program: WrittenProgram, interface: Step | StatefulProgram) -> HiddenPerturbation:
     """Adds a variable to each definition of a program."""
     writes = program.writes
-    types = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in writes]
-    names = [w.name for w in writes]
-    arguments = program.jaxpr, program.definitions, names, types
-    made = _edit(*arguments) or retrace(*arguments)
+    made = _edit(program) or retrace(program.jaxpr, program.definitions, writes)
     perturbation = HiddenPerturbation(
         _jax.open_jaxpr(made).invars[-len(writes) :],
         [w.path for w in writes],
@@ -230,13 +227,14 @@ def _perturb(program: WrittenProgram, interface: Step | StatefulProgram) -> Hidd
     return perturbation
 
 
-def _edit(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]) -> Any | None:
+def _edit(program: WrittenProgram) -> Any | None:
     """The same by putting equations into the program: several times faster, if it is as simple."""
+    jaxpr, found = program.jaxpr, program.definitions
     definitions = [*found.at.values(), *found.results.values()]
     if found.within or any(d.path for d in definitions):
         return None
     inner = _jax.open_jaxpr(jaxpr)
-    sums = {n: _sum(i, t.shape, t.dtype) for i, (n, t) in enumerate(zip(names, types, strict=True))}
+    sums = {w.name: _sum(i, w.shape, w.dtype) for i, w in enumerate(program.writes)}
     now: dict[Any, Any] = {}
     eqns = []
 
@@ -261,7 +259,7 @@ def _edit(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[
     for index, definition in found.results.items():
         if definition.root is None or definition.shared:
             outvars[index] = added(definition, outvars[index])
-    variables = [sums[n].invars[1] for n in names]
+    variables = [equation.invars[1] for equation in sums.values()]
     edited = inner.replace(invars=[*inner.invars, *variables], eqns=eqns, outvars=outvars)
     return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
 

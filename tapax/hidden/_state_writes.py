@@ -106,17 +106,16 @@ def _has_names_in_jit(jaxpr: Any) -> bool:
     )
 
 
-def retrace(
-    jaxpr: Any, found: Definitions, names: Sequence[str] = (), types: Sequence[Any] = ()
-) -> Any:
-    """The program, traced anew, with operands of some `types` added to its definitions, by name."""
+def retrace(jaxpr: Any, found: Definitions, added: Sequence[StateWrite] = ()) -> Any:
+    """The program, traced anew, with more operands: one for each write that it is `added` to."""
+    types = [jax.ShapeDtypeStruct(write.shape, write.dtype) for write in added]
     given = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _jax.open_jaxpr(jaxpr).invars
     ]
 
     def run(*args: Any) -> list[Any]:
-        added = dict(zip(names, args[len(given) :], strict=True))
-        return evaluate(jaxpr, args[: len(given)], found, lambda key, value: value + added[key])
+        more = dict(zip([write.name for write in added], args[len(given) :], strict=True))
+        return evaluate(jaxpr, args[: len(given)], found, lambda key, value: value + more[key])
 
     return jax.make_jaxpr(run)(*given, *types)
 

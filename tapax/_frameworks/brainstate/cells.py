@@ -66,7 +66,10 @@ class _TracedModule:
     """A traced module: its program, its states in the order of the operands, and their values."""
 
     def __init__(self, module: Any, inputs: Sequence[Any], state: Any, *, name_writes: bool):
-        self.objects = _states_by_path(module)
+        found: Any = graph.states(module)
+        self.objects: dict[StatePath, Any] = {
+            tuple(map(segment, keys)): state for keys, state in found.items()
+        }
         hidden = {path: s for path, s in self.objects.items() if isinstance(s, HiddenState)}
         if not hidden:
             raise HiddenError(
@@ -114,11 +117,6 @@ def _flatten(values: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any
         return
     for key, value in values.items():
         yield from _flatten(value, (*path, key))
-
-
-def _states_by_path(module: Any) -> dict[StatePath, Any]:
-    found: Any = graph.states(module)
-    return {tuple(segment(key) for key in keys): state for keys, state in found.items()}
 
 
 def _describe(state: Any, path: StatePath) -> StateObject:

@@ -107,7 +107,7 @@ def make_diagonal_rule(
         groups = _unit_groups.find_unit_groups(program, indirect, signal)
         return program, groups, [_list_traced(program, group) for group in groups]
 
-    planned = _learner.ShapeCache(step, plan)
+    planned = _learner.cache_by_shape(step, plan)
 
     def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
         program, groups, weights = planned(params, state, inputs)
@@ -139,7 +139,7 @@ def make_diagonal_rule(
         by_params = _learner.make_grads(params, program.trained, back(grads))
         count = jax.tree.map(lambda n: n + 1, memory.count)
         memory = dataclasses.replace(memory, state=now.state, traces=traces, count=count)
-        return OnlineGradients(by_params, now.loss_value, now.out), memory
+        return OnlineGradients(by_params, now.loss(jax.tree.leaves(now.out)), now.out), memory
 
     return OnlineRule(init, update)
 

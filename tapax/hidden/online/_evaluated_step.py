@@ -32,19 +32,12 @@ class EvaluatedStep:
     state: Any
     out: Any
 
-    @property
-    def loss_value(self) -> Any:
-        """The loss."""
-        return self.loss(jax.tree.leaves(self.out))
-
     @functools.cached_property
     def data(self) -> dict[int, Any]:
         """The data that the weights are multiplied with, by the index of the product."""
         return self.program.run(self.env, self.weights, self.olds, self.inputs)[2]
 
-    def _compute_loss(self, write: Any, weights: Any = None, olds: Any = None) -> Any:
-        weights = self.weights if weights is None else weights
-        olds = self.olds if olds is None else olds
+    def _compute_loss(self, write: Any, weights: Any, olds: Any) -> Any:
         _, outs, _ = self.program.run(self.env, weights, olds, self.inputs, write=write)
         return self.loss(outs)
 
@@ -68,7 +61,8 @@ class EvaluatedStep:
 
         def lost(added: dict[int, Any]) -> Any:
             cut = jax.lax.stop_gradient
-            return self._compute_loss(lambda k, x: cut(x) + added[k] if k in added else x)
+            write = lambda k, x: cut(x) + added[k] if k in added else x  # noqa: E731
+            return self._compute_loss(write, self.weights, self.olds)
 
         zeros = {k: jnp.zeros_like(self.olds[k]) for k in group.states}
         return {k: g.astype(widen_dtype(g.dtype)) for k, g in jax.grad(lost)(zeros).items()}

@@ -56,29 +56,32 @@ def widen_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-class ShapeCache:
-    """What `make` makes of the flat step, kept for each kind of arguments of the step."""
+def cache_by_shape(step: Any, make: Callable[[FlatStep], Any]) -> Callable[..., Any]:
+    """Makes a function of `(params, state, inputs)`: what `make` makes of the flat step for those.
 
-    def __init__(self, step: Any, make: Callable[[FlatStep], Any]) -> None:
-        if not callable(step):
-            raise HiddenError(f"`step` is a function (params, state, *inputs), but is {step!r}.")
-        self._make, self._step, self._made = make, step, {}
+    It is kept for each kind of arguments.
+    """
+    if not callable(step):
+        raise HiddenError(f"`step` is a function (params, state, *inputs), but is {step!r}.")
+    known: dict[Any, Any] = {}
 
-    def __call__(self, params: Any, state: Any, inputs: Sequence[Any]) -> Any:
+    def find(params: Any, state: Any, inputs: Sequence[Any]) -> Any:
         check_params(params)
         check_state(state)
         leaves, tree = jax.tree.flatten((params, state, *inputs))
         avals = tuple(map(_get_type, leaves))
         key = tree, avals, _jax.trace_context()
-        if key not in self._made:
-            like = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in avals]
-            given, old, *rest = tree.unflatten(like)
-            program = trace_flat_step(self._step, given, old, rest)
-            made = self._make(program)
-            if not program.is_reusable:
-                return made
-            self._made[key] = made
-        return self._made[key]
+        if key in known:
+            return known[key]
+        like = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in avals]
+        given, old, *rest = tree.unflatten(like)
+        program = trace_flat_step(step, given, old, rest)
+        made = make(program)
+        if program.is_reusable:
+            known[key] = made
+        return made
+
+    return find
 
 
 def _get_type(leaf: Any) -> Any:

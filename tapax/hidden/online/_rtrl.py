@@ -22,7 +22,7 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineR
     Networks, 1989.
     """
     _learner.check_loss(loss)
-    planned = _learner.ShapeCache(step, lambda program: program)
+    planned = _learner.cache_by_shape(step, lambda program: program)
 
     def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
         traces = _make_zeros(planned(params, state, inputs))
