@@ -158,26 +158,16 @@ def _renamed(eqn: Any, chosen: dict[int, str]) -> Any:
     return _jax.rename_scopes(eqn, rename) if chosen else eqn
 
 
-def _no_result(*args: Any, **params: Any) -> list[Any]:
-    del args, params
-    return []
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    del tangents
-    return anchor_p.bind(*primals, **params), []
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    del dims
+def _bind_again(args: Any, tangents_or_dims: Any, **params: Any) -> Any:
+    del tangents_or_dims  # there is no result that could have any
     return anchor_p.bind(*args, **params), []
 
 
 _jax.allow_effect(AnchorEffect)
-anchor_p.def_impl(_no_result)
+anchor_p.def_impl(lambda *args, **params: [])
 anchor_p.def_effectful_abstract_eval(lambda *args, **params: ([], {anchor_effect}))
 mlir.register_lowering(anchor_p, lambda ctx, *args, **params: [])
-ad.primitive_jvps[anchor_p] = _jvp
-batching.primitive_batchers[anchor_p] = _batch
+ad.primitive_jvps[anchor_p] = _bind_again
+batching.primitive_batchers[anchor_p] = _bind_again
 # An anchor stays in the loop that it is in, with the names that it is for.
 _jax.register_partial_eval(anchor_p, lambda stage, tracers, params: stage())

@@ -23,10 +23,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from tapax._frameworks.interface import Adapter, FunctionCall
+from tapax._frameworks.interface import FunctionCall
 from tapax._frameworks.module_calls import within
 from tapax._frameworks.module_paths import find, running_modules
-from tapax._frameworks.patches import Patch, Replacements, methods, subclasses
+from tapax._frameworks.patches import PatchedAdapter, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
 from tapax._marks.context import active_policy
 from tapax._sites import join, segment
@@ -37,11 +37,10 @@ _JIT: Any = type(eqx.filter_jit(lambda: None))
 _BOUND: Any = type(eqx.nn.Sequential([]).is_stateful)
 
 
-class Equinox(Adapter):
+class Equinox(PatchedAdapter):
     package = "equinox"
-
-    def __init__(self) -> None:
-        self._patch = Patch(self._replacements, eqx.Module)
+    base = eqx.Module
+    recurrent_type = eqx.Module
 
     def is_module(self, value: Any) -> bool:
         return isinstance(value, eqx.Module) and _is_users(type(value))
@@ -77,15 +76,8 @@ class Equinox(Adapter):
             call = dataclasses.replace(call, fn=bound)
         return contextlib.nullcontext(call)
 
-    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
-        return self._patch()
-
-    def recurrent_cell(
-        self, module: Any, inputs: Sequence[Any], state: Any
-    ) -> RecurrentCell | None:
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
         """Describes a module; a cell of Equinox takes its state last and starts from zeros."""
-        if not isinstance(module, eqx.Module):
-            return None
         check_inputs(module, inputs)
         params, rest = eqx.partition(module, eqx.is_array)
         is_lstm = isinstance(module, eqx.nn.LSTMCell)

@@ -42,6 +42,7 @@ class _HaikuCalls(threading.local):
 
 class Haiku(Adapter):
     package = "haiku"
+    recurrent_type = hk.RNNCore
 
     def __init__(self) -> None:
         self._calls = _HaikuCalls()
@@ -74,12 +75,8 @@ class Haiku(Adapter):
             if not calls.captures:
                 calls.made.clear()
 
-    def recurrent_cell(
-        self, module: Any, inputs: Sequence[Any], state: Any
-    ) -> RecurrentCell | None:
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
         """Describes a core. Its parameters are the transformed function's, so it has none here."""
-        if not isinstance(module, hk.RNNCore):
-            return None
         check_inputs(module, inputs)
         ndim = len(getattr(module, "input_shape", ())) + 1
         batch = jnp.shape(inputs[0])[0] if jnp.ndim(inputs[0]) > ndim else None

@@ -20,6 +20,8 @@ class Adapter:
 
     package = ""
     """The top-level package of the framework, whose files are not the user's."""
+    recurrent_type: type
+    """The class of modules that may be recurrent."""
 
     def is_module(self, value: Any) -> bool:
         """Whether a value is a module of this framework."""
@@ -80,19 +82,17 @@ class Adapter:
         """The call of a captured function with its stateful objects taken apart into arrays."""
         return contextlib.nullcontext(call)
 
-    def recurrent_cell(
-        self, module: Any, inputs: Sequence[Any], state: Any
-    ) -> RecurrentCell | None:
-        """Describes a recurrent module of this framework as a pure step; None for anything else.
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+        """Describes a module of `recurrent_type` as a pure step.
 
         `inputs` are an example of the inputs; `state` replaces the initial state unless it is None.
         """
-        return None
+        raise NotImplementedError
 
     def stateful_program(
         self, module: Any, inputs: Sequence[Any], state: Any
     ) -> StatefulProgram | None:
-        """Traces a recurrent module that writes its hidden states in place; None for others."""
+        """Traces a module of `recurrent_type` that writes its states in place; None for others."""
         return None
 
 

@@ -31,8 +31,6 @@ def called(
 
     `place` is where the module is, if the framework knows.
     """
-    if active_policy() is None:
-        return run()
     with within(adapter, module, place):
         return mark_result(adapter, module, method, run())
 
@@ -44,7 +42,7 @@ def within(adapter: Adapter, module: Any, place: ModuleScope | None = None) -> I
     if not place and not place.up:
         yield
         return
-    # The frame of whoever enter_module this: two of contextlib's are between.
+    # The frame of whoever enters this: two of contextlib's are between.
     frame = sys._getframe(2)
     new = RunningModule(adapter, module, frame, place.root) if place else None
     with enter_module(new, place.up), jax.named_scope(place):

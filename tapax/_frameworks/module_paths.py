@@ -12,6 +12,7 @@ be found anywhere is named by its class.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -155,7 +156,8 @@ def _root(adapter: Adapter, module: Any) -> ModuleScope:
     """The place of a module that no module calls, in the model that it is a part of."""
     owner, path = _owner(adapter, module, _stack.frame)
     if not path:
-        models = {id(model): model for model in _models_running(adapter, _stack.frame)}
+        found = itertools.chain.from_iterable(_models_running(adapter, _stack.frame))
+        models = {id(model): model for model in found}
         copies = [(model, _copied(adapter, owner, model)) for model in models.values()]
         model, paths = max(copies, key=lambda found: len(found[1]), default=(None, {}))
         if paths and "" not in paths:
@@ -184,39 +186,34 @@ def _undecided(
 
 def _owner(adapter: Adapter, module: Any, until: Any) -> tuple[Any, str]:
     """The largest model that holds `module`, in the functions running since `until`; its path."""
-    frame = sys._getframe(2)
     # One model is in the variables of many functions.
     indexes: dict[int, tuple[Any, dict[int, str]]] = {}
-    while frame is not None and frame is not until:
+    for models in _models_running(adapter, until):
         owners = []
-        for value in _variables(frame):
-            for model in _models(adapter, value):
-                if id(model) not in indexes:
-                    indexes[id(model)] = model, index(adapter, model)
-                found = indexes[id(model)][1]
-                path = found.get(id(module))
-                if path:
-                    owners.append((len(found), model, path))
+        for model in models:
+            if id(model) not in indexes:
+                indexes[id(model)] = model, index(adapter, model)
+            found = indexes[id(model)][1]
+            path = found.get(id(module))
+            if path:
+                owners.append((len(found), model, path))
         if owners:
             _, model, path = max(owners, key=lambda owner: owner[0])
             return model, path
-        frame = frame.f_back
     return module, ""
 
 
-def _models_running(adapter: Adapter, until: Any) -> Iterator[Any]:
-    """The modules in the variables of the functions running since `until`, innermost first."""
+def _models_running(adapter: Adapter, until: Any) -> Iterator[list[Any]]:
+    """The modules in the variables of each function running since `until`, innermost first.
+
+    Variables are local, closed over, and global.
+    """
     frame = sys._getframe(3)
     while frame is not None and frame is not until:
-        for value in _variables(frame):
-            yield from _models(adapter, value)
+        used = (frame.f_globals.get(name) for name in frame.f_code.co_names)
+        values = [*frame.f_locals.values(), *used]
+        yield [model for value in values for model in _models(adapter, value)]
         frame = frame.f_back
-
-
-def _variables(frame: Any) -> list[Any]:
-    """The values of the variables of a running function: local, closed over, and global."""
-    used = (frame.f_globals.get(name) for name in frame.f_code.co_names)
-    return [*frame.f_locals.values(), *used]
 
 
 def _models(adapter: Adapter, value: Any) -> Iterator[Any]:

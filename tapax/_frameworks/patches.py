@@ -9,12 +9,14 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_calls import called
 from tapax._marks.context import active_policy
+from tapax._sites import segment
 
 _lock = threading.RLock()
 
@@ -79,6 +81,27 @@ class Patch:
         return make
 
 
+class PatchedAdapter(Adapter):
+    """An adapter that sees calls by replacing the methods of classes made from `base`."""
+
+    base: type
+
+    def __init__(self) -> None:
+        self._patch = Patch(self._replacements, self.base)
+
+    def is_module(self, value: Any) -> bool:
+        return isinstance(value, self.base)
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        return ((segment(key), value) for key, value in vars(module).items())
+
+    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
+        return self._patch()
+
+    def _replacements(self) -> Replacements:
+        raise NotImplementedError
+
+
 def _set(owner: Any, name: str, value: Any) -> None:
     # A metaclass may forbid what is plainly possible.
     (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, value)
@@ -96,15 +119,17 @@ def subclasses(base: type) -> Iterator[type]:
         waiting += new
 
 
-def methods(adapter: Adapter, base: type, skip: Iterable[type]) -> Replacements:
-    """Every method of every class made from `base`, to be run as that of a module."""
+def methods(
+    adapter: Adapter, base: type, skip: Iterable[type], call: Callable[..., Any] = called
+) -> Replacements:
+    """Every method of every class made from `base`, to be run by `call` as that of a module."""
     skipped = frozenset(skip)
     for cls in subclasses(base):
         if cls in skipped:
             continue
         for name, value in list(cls.__dict__.items()):
             if is_method(name, value):
-                yield cls, name, functools.partial(_method, adapter, cls, name)
+                yield cls, name, functools.partial(_method, adapter, cls, name, call)
 
 
 def is_method(name: str, value: Any) -> bool:
@@ -116,7 +141,9 @@ def is_method(name: str, value: Any) -> bool:
     return hasattr(type(value), "__get__")
 
 
-def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
+def _method(
+    adapter: Adapter, owner: type, name: str, call: Callable[..., Any], original: Any
+) -> Any:
     # What a framework puts around a function takes the module as its first argument, too.
     plain = inspect.isfunction(original) or adapter.wraps(original)
 
@@ -129,9 +156,16 @@ def _method(adapter: Adapter, owner: type, name: str, original: Any) -> Any:
         # What a subclass calls by `super()` is a part of its own method.
         if active_policy() is None or not is_first(owner, name, type(self)):
             return run()
-        return called(adapter, self, name, run)
+        return call(adapter, self, name, run)
 
     return functools.update_wrapper(method, original)
+
+
+def closure_values(fn: types.FunctionType) -> list[Any]:
+    """The values that a function closes over; None for a variable without a value yet."""
+    cells = fn.__closure__ or ()
+    # Empty cells are equal, and to no other.
+    return [None if cell == types.CellType() else cell.cell_contents for cell in cells]
 
 
 def current(fn: Any) -> Any:

@@ -83,11 +83,15 @@ def run_opened(call: FunctionCall, run: Callable[[FunctionCall], T]) -> T:
 
 def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell | None:
     """Describes a recurrent module of any framework as a pure step; None for anything else."""
-    found = (adapter.recurrent_cell(module, inputs, state) for adapter in loaded_adapters())
-    return next((cell for cell in found if cell is not None), None)
+    adapter = _find_recurrent(module)
+    return adapter and adapter.recurrent_cell(module, inputs, state)
 
 
 def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram | None:
     """Traces a recurrent module that writes its hidden states in place; None for others."""
-    found = (adapter.stateful_program(module, inputs, state) for adapter in loaded_adapters())
-    return next((program for program in found if program is not None), None)
+    adapter = _find_recurrent(module)
+    return adapter and adapter.stateful_program(module, inputs, state)
+
+
+def _find_recurrent(module: Any) -> Adapter | None:
+    return next((a for a in loaded_adapters() if isinstance(module, a.recurrent_type)), None)

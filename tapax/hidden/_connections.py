@@ -96,14 +96,15 @@ def _equation(eqn: Any, args: list[Dependences]) -> list[Dependences]:
         return _scan(eqn, args)
     if kind == "while":
         return _while(eqn, args)
+    everything = NOTHING.union(*args)
     if kind in MIXING:
-        return [_at_least(_all(args), Dependence.MIXING)] * len(eqn.outvars)
+        return [_at_least(everything, Dependence.MIXING)] * len(eqn.outvars)
     if kind == "optimization_barrier":
         return args
     shapes = {v.aval.shape for v, found in zip(eqn.invars, args, strict=True) if found}
     if kind in ELEMENTWISE and shapes == {eqn.outvars[0].aval.shape}:
-        return [_all(args)] * len(eqn.outvars)
-    return [_at_least(_all(args), Dependence.OTHER)] * len(eqn.outvars)
+        return [everything] * len(eqn.outvars)
+    return [_at_least(everything, Dependence.OTHER)] * len(eqn.outvars)
 
 
 def _scan(eqn: Any, args: list[Dependences]) -> list[Dependences]:
@@ -130,10 +131,6 @@ def _while(eqn: Any, args: list[Dependences]) -> list[Dependences]:
         if grown == carry:
             return carry
         carry = grown
-
-
-def _all(args: Sequence[Dependences]) -> Dependences:
-    return NOTHING.union(*args)
 
 
 def _at_least(found: Dependences, how: Dependence) -> Dependences:

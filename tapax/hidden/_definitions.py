@@ -45,6 +45,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.evaluate import bind_in_context, evaluate_jaxpr
 from tapax._marks.tap import tap_p
 
 Write = Callable[[str, Any], Any]
@@ -203,13 +204,8 @@ def _back(moves: Sequence[Any], value: Any) -> Any:
 
 def _openable(eqn: Any, in_loops: bool = True) -> list[Any]:
     kind = _jax.kind_of(eqn)
-    if kind in JIT:
-        return [eqn.params["jaxpr"]]
-    if kind in REMAT:
-        return [_jax.remat_parts(eqn)[0]]
-    if kind == "scan" and in_loops and eqn.params["length"]:
-        return [eqn.params["jaxpr"]]
-    return list(eqn.params["branches"]) if kind == "cond" else []
+    is_loop = kind == "scan" and in_loops and eqn.params["length"]
+    return list(bodies(eqn)) if is_loop or kind in JIT | REMAT | {"cond"} else []
 
 
 def _opens(eqn: Any, place: int, in_loops: bool = True) -> bool:
@@ -278,36 +274,31 @@ def _evaluate(
     jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write
 ) -> tuple[list[Any], list[Any]]:
     """The results; and those that are states, as they were before they were written anew."""
-    inner = _jax.open_jaxpr(jaxpr)
-    env = dict(_jax.jaxpr_inputs(jaxpr, args))
     plain: dict[Any, Any] = {}
-
-    def read(atom: Any) -> Any:
-        return _jax.literal_value(atom) if isinstance(atom, _jax.Literal) else env[atom]
 
     def anew(definition: Definition, moves: Sequence[Any], value: Any) -> Any:
         return _back(moves, write(definition.key, _there(moves, value)))
 
-    for number, eqn in enumerate(inner.eqns):
-        values = [read(v) for v in eqn.invars]
+    def apply(number: int, eqn: Any, values: list[Any]) -> list[Any]:
         inside = found.within.get(number)
         if inside is None:
-            outs = _jax.in_context(eqn, _jax.bind_equation, eqn, values)
+            outs = bind_in_context(number, eqn, values)
         else:
             outs, before = _jax.in_context(eqn, _open, eqn, values, inside, write)
             defined = (eqn.outvars[i] for i in inside[0].results)
             plain.update(zip(defined, before, strict=True))
-        for variable, value in zip(eqn.outvars, outs, strict=True):
-            definition = found.at.get(variable)
-            if definition is not None:
-                plain[variable] = value
-                if definition.shared:
-                    value = _there(definition.moves, plain[definition.root])
-                    value = write(definition.key, value)
-                else:
-                    value = anew(definition, definition.path, value)
-            env[variable] = value
-    results = [read(v) for v in inner.outvars]
+        return [
+            define(v, x) if v in found.at else x for v, x in zip(eqn.outvars, outs, strict=True)
+        ]
+
+    def define(variable: Any, value: Any) -> Any:
+        definition = found.at[variable]
+        plain[variable] = value
+        if not definition.shared:
+            return anew(definition, definition.path, value)
+        return write(definition.key, _there(definition.moves, plain[definition.root]))
+
+    results = evaluate_jaxpr(jaxpr, args, apply)
     before = []
     for index, definition in found.results.items():
         value = results[index]

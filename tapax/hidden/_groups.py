@@ -29,7 +29,7 @@ from jax.extend.core import jaxpr_as_fun
 from tapax._frameworks.recurrent_cells import HiddenError, StatePath
 from tapax.hidden._connections import CUSTOM_VJP, Dependence, find_connections, list_primitives
 from tapax.hidden._pure_step import trace_step_or_module
-from tapax.hidden._step import HiddenState, Step
+from tapax.hidden._step import Step
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -122,31 +122,25 @@ def hidden_groups(step: Any, *inputs: Any, state: Any = None) -> list[HiddenGrou
     `step`, `inputs` and `state` are as for `add_hidden_perturbation`. The `transition` and the
     `diagonal_jacobian` of a group take a state like `state`, or like that of `functional`.
     """
-    return _group_states(trace_step_or_module(step, inputs, state))
-
-
-def _group_states(step: Step) -> list[HiddenGroup]:
-    states = step.objects or step.states
-    found = find_connections(step.jaxpr, {i: i for i in range(len(states))})[: len(states)]
+    traced = trace_step_or_module(step, inputs, state)
+    states = traced.objects or traced.states
+    found = find_connections(traced.jaxpr, {i: i for i in range(len(states))})[: len(states)]
+    units = [tuple(state.varshape) for state in states]
     group = list(range(len(states)))
     for new, depends in enumerate(found):
         for old, how in sorted(depends):
-            if how < Dependence.MIXING and _has_units_of(states[old], states[new]):
+            if how < Dependence.MIXING and units[old] == units[new]:
                 group = [group[new] if g == group[old] else g for g in group]
     made = []
     for label in dict.fromkeys(group):
         indices = tuple(i for i, g in enumerate(group) if g == label)
         hows = {how for i in indices for old, how in found[i] if old in indices}
         stacked = any(states[i].num_state > 1 for i in indices)
-        paths = tuple(step.states[i].path for i in indices)
+        paths = tuple(traced.states[i].path for i in indices)
         members = tuple(states[i] for i in indices)
         diagonal = hows <= {Dependence.UNITS} and not stacked
-        made.append(HiddenGroup(len(made), members, paths, step, indices, diagonal))
+        made.append(HiddenGroup(len(made), members, paths, traced, indices, diagonal))
     return made
-
-
-def _has_units_of(a: HiddenState, b: HiddenState) -> bool:
-    return tuple(a.varshape) == tuple(b.varshape)
 
 
 def _find_blocks(
@@ -155,25 +149,22 @@ def _find_blocks(
     """The derivatives `[*varshape, n, n]` of a unit's new states by its old ones."""
     *shape, count = old.shape
     if backward:
-        derivative = jax.vjp(transition, old)[1]
+        _, back = jax.vjp(transition, old)
+        derivative = lambda seed: back(seed)[0]  # noqa: E731
     else:
-        derivative = jax.linearize(transition, old)[1]
-
-    def pushed(seed: jax.Array) -> jax.Array:
-        return derivative(seed)[0] if backward else derivative(seed)
-
+        _, derivative = jax.linearize(transition, old)
     if diagonal:
         # Units do not meet, so one pass for all of them gives what one for each would.
         seeds = jnp.zeros((count, *old.shape), old.dtype)
         seeds = seeds.at[jnp.arange(count), ..., jnp.arange(count)].set(1)
-        rows = jnp.moveaxis(jax.vmap(pushed)(seeds), 0, -1)
+        rows = jnp.moveaxis(jax.vmap(derivative)(seeds), 0, -1)
     else:
         units = math.prod(shape)
 
         def of(unit: jax.Array) -> jax.Array:
             seeds = jnp.zeros((count, units, count), old.dtype)
             seeds = seeds.at[jnp.arange(count), unit, jnp.arange(count)].set(1)
-            found = jax.vmap(lambda seed: pushed(seed.reshape(old.shape)))(seeds)
+            found = jax.vmap(lambda seed: derivative(seed.reshape(old.shape)))(seeds)
             return found.reshape(count, units, count)[:, unit].T
 
         rows = jax.lax.map(of, jnp.arange(units), batch_size=min(64, units))

@@ -25,10 +25,9 @@ go by name. A state that a module writes several times has a variable for every 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,21 +36,21 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._frameworks.recurrent_cells import HiddenError, StatePath, check_names, find_written_name
+from tapax._frameworks.recurrent_cells import (
+    HiddenError,
+    StatefulProgram,
+    StatePath,
+    check_names,
+    find_written_name,
+)
 from tapax._frameworks.registry import stateful_program
+from tapax._jaxpr.evaluate import evaluate_jaxpr
 from tapax._sites import as_array
-from tapax.hidden._definitions import Definition, Definitions, evaluate
+from tapax.hidden._definitions import Definition
 from tapax.hidden._groups import HiddenGroup
 from tapax.hidden._pure_step import trace_step_or_module
-from tapax.hidden._state_writes import WrittenProgram, find_named_writes, find_step_writes
-
-
-@dataclasses.dataclass(frozen=True)
-class StepInterface:
-    """The way from the arguments of a step to the operands of its program, and back."""
-
-    flatten: Callable[[Any, Sequence[Any]], Sequence[Any]]
-    join: Callable[[Sequence[Any]], tuple[Any, Any]]
+from tapax.hidden._state_writes import WrittenProgram, find_named_writes, find_step_writes, retrace
+from tapax.hidden._step import Step
 
 
 class _PerturbationFields(NamedTuple):
@@ -68,7 +67,8 @@ class HiddenPerturbation(_PerturbationFields):
     `perturb_hidden_states[i]`, at `perturb_hidden_paths[i]`, is what `perturb_vars[i]` is added to.
     """
 
-    interface: StepInterface | None = None
+    interface: Step | StatefulProgram | None = None
+    """The traced step, which flattens the arguments of a call and joins the results."""
 
     def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[jax.Array]:
         """The results of the program, given its inputs and one array for every variable."""
@@ -157,16 +157,8 @@ class HiddenPerturbation(_PerturbationFields):
         if any(isinstance(x, Tracer) for x in args):
             return jaxpr_as_fun(self.perturb_jaxpr)(*args)
         # Evaluated, and not compiled, as other functions are: whoever runs it often jits the whole.
-        inner = _jax.open_jaxpr(self.perturb_jaxpr)
-        env = dict(_jax.jaxpr_inputs(self.perturb_jaxpr, args))
-
-        def read(atom: Any) -> Any:
-            return _jax.literal_value(atom) if isinstance(atom, _jax.Literal) else env[atom]
-
-        for eqn in inner.eqns:
-            outs = _jax.bind_equation(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in inner.outvars]
+        bind = lambda _, eqn, values: _jax.bind_equation(eqn, values)  # noqa: E731
+        return evaluate_jaxpr(self.perturb_jaxpr, args, bind)
 
     def _listed(self, perturbations: Mapping[str, Any]) -> list[Any]:
         if not isinstance(perturbations, Mapping):
@@ -216,49 +208,33 @@ def add_hidden_perturbation(step: Any, *inputs: Any, state: Any = None) -> Hidde
     """
     program = stateful_program(step, inputs, state)
     if program is not None:
-        return _perturb(find_named_writes(program), program.flatten, program.join)
+        return _perturb(find_named_writes(program), program)
     traced = trace_step_or_module(step, inputs, state)
-    return _perturb(find_step_writes(traced), traced.flatten, traced.join)
+    return _perturb(find_step_writes(traced), traced)
 
 
-def _perturb(program: WrittenProgram, flatten: Any, join: Any) -> HiddenPerturbation:
+def _perturb(program: WrittenProgram, interface: Step | StatefulProgram) -> HiddenPerturbation:
     """Adds a variable to each definition of a program."""
     writes = program.writes
-    types = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in writes]
-    names = [w.name for w in writes]
-    arguments = program.jaxpr, program.definitions, names, types
-    made = _edit(*arguments) or _retrace(*arguments)
+    made = _edit(program) or retrace(program.jaxpr, program.definitions, writes)
     perturbation = HiddenPerturbation(
         _jax.open_jaxpr(made).invars[-len(writes) :],
         [w.path for w in writes],
         [w.state for w in writes],
         made,
     )
-    perturbation.interface = StepInterface(flatten, join)
+    perturbation.interface = interface
     return perturbation
 
 
-def _retrace(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]) -> Any:
-    """The program, traced anew, with what is added to its definitions."""
-    count = len(_jax.open_jaxpr(jaxpr).invars)
-    given = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _jax.open_jaxpr(jaxpr).invars
-    ]
-
-    def run(*args: Any) -> list[Any]:
-        added = dict(zip(names, args[count:], strict=True))
-        return evaluate(jaxpr, args[:count], found, lambda key, value: value + added[key])
-
-    return jax.make_jaxpr(run)(*given, *types)
-
-
-def _edit(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[Any]) -> Any | None:
+def _edit(program: WrittenProgram) -> Any | None:
     """The same by putting equations into the program: several times faster, if it is as simple."""
+    jaxpr, found = program.jaxpr, program.definitions
     definitions = [*found.at.values(), *found.results.values()]
     if found.within or any(d.path for d in definitions):
         return None
     inner = _jax.open_jaxpr(jaxpr)
-    sums = {n: _sum(i, t.shape, t.dtype) for i, (n, t) in enumerate(zip(names, types, strict=True))}
+    sums = {w.name: _sum(i, w.shape, w.dtype) for i, w in enumerate(program.writes)}
     now: dict[Any, Any] = {}
     eqns = []
 
@@ -283,7 +259,7 @@ def _edit(jaxpr: Any, found: Definitions, names: Sequence[str], types: Sequence[
     for index, definition in found.results.items():
         if definition.root is None or definition.shared:
             outvars[index] = added(definition, outvars[index])
-    variables = [sums[n].invars[1] for n in names]
+    variables = [equation.invars[1] for equation in sums.values()]
     edited = inner.replace(invars=[*inner.invars, *variables], eqns=eqns, outvars=outvars)
     return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
 

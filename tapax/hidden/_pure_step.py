@@ -55,7 +55,11 @@ def trace_step_or_module(step: Any, inputs: Sequence[Any], state: Any) -> Step:
         return trace_step(step, inputs[0] if inputs else None, inputs[1:])
     if cell is None:
         return trace_step(step, state, inputs)
-    bound = _bind_params(cell, type(step).__name__)
+
+    def bound(state: Any, *inputs: Any) -> Any:
+        return cell.step(cell.params, state, *inputs)
+
+    bound.__qualname__ = type(step).__name__  # what error messages call it
     traced = trace_step(bound, _get_state(step, cell), inputs, paths=cell.paths)
     if cell.objects is None:
         return traced
@@ -81,13 +85,3 @@ def _get_state(model: Any, cell: RecurrentCell) -> Any:
             "the new state and what it puts out."
         )
     return cell.state
-
-
-def _bind_params(cell: RecurrentCell, name: str) -> Callable[..., Any]:
-    """The step of a cell with its parameters; `name` is what error messages call it."""
-
-    def run(state: Any, *inputs: Any) -> Any:
-        return cell.step(cell.params, state, *inputs)
-
-    run.__qualname__ = name
-    return run

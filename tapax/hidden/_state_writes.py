@@ -8,6 +8,7 @@ times is defined where it leaves that body.
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,7 +53,9 @@ def find_step_writes(step: Step) -> WrittenProgram:
 
 def find_named_writes(program: StatefulProgram) -> WrittenProgram:
     """Finds the writes that equations of a program name, and states it returns without a write."""
-    jaxpr = _inline_jit(program.jaxpr) if _has_names_in_jit(program.jaxpr) else program.jaxpr
+    jaxpr = program.jaxpr
+    if _has_names_in_jit(jaxpr):
+        jaxpr = retrace(jaxpr, _open_jit(jaxpr))
     inner = _jax.open_jaxpr(jaxpr)
     made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
     hidden = {s.name: s for s in program.states if s.hidden_type is not None}
@@ -103,14 +106,18 @@ def _has_names_in_jit(jaxpr: Any) -> bool:
     )
 
 
-def _inline_jit(jaxpr: Any) -> Any:
-    """A program with the equations of jitted functions in the place of their calls."""
-    types = [
+def retrace(jaxpr: Any, found: Definitions, added: Sequence[StateWrite] = ()) -> Any:
+    """The program, traced anew, with more operands: one for each write that it is `added` to."""
+    types = [jax.ShapeDtypeStruct(write.shape, write.dtype) for write in added]
+    given = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _jax.open_jaxpr(jaxpr).invars
     ]
-    opened = _open_jit(jaxpr)
-    run = lambda *args: evaluate(jaxpr, args, opened, lambda key, value: value)  # noqa: E731
-    return jax.make_jaxpr(run)(*types)
+
+    def run(*args: Any) -> list[Any]:
+        more = dict(zip([write.name for write in added], args[len(given) :], strict=True))
+        return evaluate(jaxpr, args[: len(given)], found, lambda key, value: value + more[key])
+
+    return jax.make_jaxpr(run)(*given, *types)
 
 
 def _open_jit(jaxpr: Any) -> Definitions:

@@ -69,17 +69,15 @@ class Step:
                 f"{name_of(self.fn)} was traced for a state and inputs of the structure "
                 f"{self.in_tree}, but was given {treedef}. Trace it for these."
             )
-        for variable, leaf in zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True):
+        given = list(zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True))
+        for variable, leaf in given:
             if variable.aval.shape != jnp.shape(leaf):
                 raise HiddenError(
                     f"{name_of(self.fn)} was traced for an argument of shape "
                     f"{list(variable.aval.shape)}, but was given one of shape "
                     f"{list(jnp.shape(leaf))}. Trace it for this."
                 )
-        return [
-            jnp.asarray(leaf, variable.aval.dtype)
-            for variable, leaf in zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True)
-        ]
+        return [jnp.asarray(leaf, variable.aval.dtype) for variable, leaf in given]
 
     def find_definitions(self, *, in_loops: bool = True) -> Definitions:
         """Finds where the step defines its new states."""
@@ -110,26 +108,41 @@ def trace_step(
             f"`step` must be a function step(state, *inputs) -> (state, out), but is {step!r} of "
             f"type {type(step).__name__}."
         )
-    leaves, state_tree = jax.tree.flatten(state)
     states = list_hidden_states(state, paths, counts)
+    args = state, *inputs
+    jaxpr, out_tree = trace_leaves(step, args, state, states, _describe)
+    state_tree, in_tree = jax.tree.structure(state), jax.tree.structure(args)
+    return Step(step, jaxpr, states, state_tree, in_tree, out_tree)
+
+
+def trace_leaves(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    state: Any,
+    states: Sequence[HiddenState],
+    describe: Callable[[Any], str],
+) -> tuple[Any, Any]:
+    """Traces `step(*args) -> (state, out)`, from leaves to leaves; returns the structure of `out`.
+
+    It raises if the step does not return a pair, which `describe` describes, or another kind of
+    state than `state`.
+    """
+    arrays, in_tree = jax.tree.flatten(tuple(args))
     cell: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
-        given, *rest = in_tree.unflatten(arrays)
-        result = step(given, *rest)
+        result = step(*in_tree.unflatten(arrays))
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise HiddenError(
-                f"{name_of(step)} returns {_describe(result)}, but a step returns two things: "
+                f"{name_of(step)} returns {describe(result)}, but a step returns two things: "
                 "the new state, and what it puts out."
             )
         new, out = result
-        check_new_state(step, states, state_tree, leaves, new)
+        _check_new_state(step, states, state, new)
         results, cell["out_tree"] = jax.tree.flatten(out)
         return [*jax.tree.leaves(new), *results]
 
-    arrays, in_tree = jax.tree.flatten((state, *inputs))
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
-    return Step(step, jaxpr, states, state_tree, in_tree, cell["out_tree"])
+    return jax.make_jaxpr(flat)(*arrays), cell["out_tree"]
 
 
 def list_hidden_states(
@@ -141,7 +154,8 @@ def list_hidden_states(
         raise HiddenError(
             f"The state {state!r} has no arrays in it, but a step has at least one hidden state."
         )
-    own = [tuple(_key(k) for k in keys) or ("h",) for keys, _ in keyed]
+    texts = [[jax.tree_util.keystr((k,), simple=True) for k in keys] for keys, _ in keyed]
+    own = [tuple(map(segment, text)) or ("h",) for text in texts]
     made = tuple(
         HiddenState(tuple(path), tuple(jnp.shape(leaf)), _dtype(leaf))
         for path, (_, leaf) in zip(paths or own, keyed, strict=True)
@@ -156,10 +170,9 @@ def list_hidden_states(
     return made
 
 
-def check_new_state(
-    step: Any, states: Sequence[HiddenState], treedef: Any, old: Sequence[Any], new: Any
-) -> None:
+def _check_new_state(step: Any, states: Sequence[HiddenState], state: Any, new: Any) -> None:
     """Refuses a step that returns another kind of state than it was given."""
+    old, treedef = jax.tree.flatten(state)
     leaves, new_tree = jax.tree.flatten(new)
     if new_tree != treedef:
         raise HiddenError(
@@ -177,10 +190,6 @@ def check_new_state(
                     f"and comes out with {what} {now}: a step returns a state like the one it is "
                     "given."
                 )
-
-
-def _key(key: Any) -> str:
-    return segment(jax.tree_util.keystr((key,), simple=True))
 
 
 def _dtype(leaf: Any) -> Any:

@@ -15,9 +15,8 @@ The `State`s that a captured function reads and writes become arguments and resu
 
 import contextlib
 import functools
-import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,30 +28,19 @@ from tapax._frameworks.brainstate import cells, states
 from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import running_modules
-from tapax._frameworks.patches import Patch, Replacements, current, is_method, subclasses
+from tapax._frameworks.patches import PatchedAdapter, Replacements, current, methods
 from tapax._marks.context import active_policy, without_marks
-from tapax._sites import segment
 
 _FORWARD = ("__call__", "update")
 
 
-class Brainstate(Adapter):
+class Brainstate(PatchedAdapter):
     package = "brainstate"
-
-    def __init__(self) -> None:
-        self._patch = Patch(self._replacements, nn.Module)
-
-    def is_module(self, value: Any) -> bool:
-        return isinstance(value, nn.Module)
-
-    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
-        return ((segment(key), value) for key, value in vars(module).items())
+    base = nn.Module
+    recurrent_type = graph.Node
 
     def is_opaque(self, value: Any) -> bool:
         return isinstance(value, (graph.Node, State))
-
-    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
-        return self._patch()
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         return contextlib.nullcontext(states.taken_apart(call))
@@ -69,10 +57,7 @@ class Brainstate(Adapter):
         yield _mapping_core, "_build_plan", _rehearsed
         for module in (_mapping1, _mapping2):
             yield module, "_new_state_probe", _rehearsal
-        for cls in subclasses(nn.Module):
-            for name, value in list(cls.__dict__.items()):
-                if cls is not nn.Module and is_method(name, value):
-                    yield cls, name, functools.partial(_method, self, cls, name)
+        yield from methods(self, nn.Module, [nn.Module], _call)
 
 
 def _kept_apart(original: Any) -> Any:
@@ -140,15 +125,6 @@ class _BrainstateCalls(threading.local):
 _calls = _BrainstateCalls()
 
 
-@contextlib.contextmanager
-def _being_called(module: Any) -> Iterator[None]:
-    _calls.modules.append(module)
-    try:
-        yield
-    finally:
-        _calls.modules.pop()
-
-
 def _is_being_called(module: Any) -> bool:
     """Whether the module that is running is this one, in its call."""
     around = running_modules()
@@ -156,32 +132,24 @@ def _is_being_called(module: Any) -> bool:
     return innermost is module and any(m is module for m in _calls.modules)
 
 
-def _method(adapter: Brainstate, owner: type, name: str, original: Any) -> Any:
-    plain = inspect.isfunction(original)
-    forward = name in _FORWARD
-
-    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
-            if plain:
-                return original(self, *args, **kwargs)
-            return original.__get__(self, type(self))(*args, **kwargs)
-
-        # What a subclass calls by `super()` is a part of its own method.
-        first = next(cls for cls in type(self).__mro__ if name in cls.__dict__)
-        if active_policy() is None or first is not owner or (forward and _is_being_called(self)):
-            return run()
-        states.ran(self)
-        with within(adapter, self):
-            if not forward:
-                return _marked(adapter, self, name, run())
-            with _being_called(self):
-                out = run()
-            return _marked(adapter, self, "__call__", out)
-
-    return functools.update_wrapper(method, original)
+def _call(adapter: Adapter, module: Any, method: str, run: Callable[[], Any]) -> Any:
+    """Runs a method of a module, as `module_calls.called` does; both of `_FORWARD` are one call."""
+    forward = method in _FORWARD
+    if forward and _is_being_called(module):
+        return run()
+    states.ran(module)
+    with within(adapter, module):
+        if not forward:
+            return _marked(adapter, module, method, run())
+        _calls.modules.append(module)
+        try:
+            out = run()
+        finally:
+            _calls.modules.pop()
+        return _marked(adapter, module, "__call__", out)
 
 
-def _marked(adapter: Brainstate, module: Any, method: str, out: Any) -> Any:
+def _marked(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
     """Makes a result a site; the name of a quantity's mantissa is that of the quantity."""
 
     def is_whole(x: Any) -> bool:

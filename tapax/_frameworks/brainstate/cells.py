@@ -25,10 +25,8 @@ from tapax._frameworks.recurrent_cells import (
 from tapax._sites import segment
 
 
-def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell | None:
+def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
     """Describes a module: its parameters are its other states, its state is nested dicts."""
-    if not isinstance(module, graph.Node):
-        return None
     traced = _TracedModule(module, inputs, state, name_writes=False)
     hidden, params = traced.split(traced.values)
 
@@ -43,10 +41,8 @@ def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentC
     return RecurrentCell(step, params, hidden, objects=traced.objects)
 
 
-def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram | None:
+def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram:
     """Traces a module with a name for every write of a hidden state."""
-    if not isinstance(module, graph.Node):
-        return None
     traced = _TracedModule(module, inputs, state, name_writes=True)
     treedef = jax.tree.structure(tuple(inputs))
 
@@ -70,7 +66,10 @@ class _TracedModule:
     """A traced module: its program, its states in the order of the operands, and their values."""
 
     def __init__(self, module: Any, inputs: Sequence[Any], state: Any, *, name_writes: bool):
-        self.objects = _states_by_path(module)
+        found: Any = graph.states(module)
+        self.objects: dict[StatePath, Any] = {
+            tuple(map(segment, keys)): state for keys, state in found.items()
+        }
         hidden = {path: s for path, s in self.objects.items() if isinstance(s, HiddenState)}
         if not hidden:
             raise HiddenError(
@@ -118,11 +117,6 @@ def _flatten(values: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any
         return
     for key, value in values.items():
         yield from _flatten(value, (*path, key))
-
-
-def _states_by_path(module: Any) -> dict[StatePath, Any]:
-    found: Any = graph.states(module)
-    return {tuple(segment(key) for key in keys): state for keys, state in found.items()}
 
 
 def _describe(state: Any, path: StatePath) -> StateObject:

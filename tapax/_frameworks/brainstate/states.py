@@ -41,7 +41,7 @@ from brainstate import (
 from jax.core import Tracer
 
 from tapax._frameworks.interface import FunctionCall, Reopen
-from tapax._frameworks.patches import current
+from tapax._frameworks.patches import closure_values, current
 from tapax._jax.pytrees import map_in_order
 from tapax._marks.sow import is_array
 
@@ -358,21 +358,13 @@ def _held(fn: Any) -> list[Any]:
         if inspect.isfunction(fn):
             names = (name for name in fn.__code__.co_names if name in fn.__globals__)
             found += [fn.__globals__[name] for name in names]
-            found += [cell.cell_contents for cell in fn.__closure__ or () if not _is_empty(cell)]
+            found += closure_values(fn)
         if isinstance(fn, functools.partial):
             found += [*fn.args, *fn.keywords.values()]
             fn = fn.func
         else:
             fn = getattr(fn, "__wrapped__", None)
     return [value for value in found if _holds_nodes(value)]
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
 
 
 def _holds_nodes(value: Any) -> bool:

@@ -20,16 +20,23 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import axes_scan
 from flax.linen import transforms as _transforms
 
 from tapax._frameworks.interface import Adapter
-from tapax._frameworks.linen import cells
 from tapax._frameworks.linen.marks import perturb, record_result, sow
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import locate, running_modules
 from tapax._frameworks.patches import Patch, Replacements
+from tapax._frameworks.recurrent_cells import (
+    HiddenError,
+    RecurrentCell,
+    check_inputs,
+    pair_paths,
+    refuse_loop,
+)
 from tapax._marks.context import active_policy, without_marks
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import join, segment
@@ -72,6 +79,7 @@ class _LinenCalls(threading.local):
 
 class Linen(Adapter):
     package = "flax"
+    recurrent_type = nn.Module
 
     def __init__(self) -> None:
         self._calls = _LinenCalls()
@@ -111,8 +119,25 @@ class Linen(Adapter):
             finally:
                 calls.seen = False
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
-        return cells.recurrent_cell(module, inputs, state)
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+        """Describes a bound module of Linen; a cell starts from its own initial carry."""
+        check_inputs(module, inputs)
+        if isinstance(module, nn.RNN):
+            refuse_loop(module, "model.cell, bound to its variables")
+        if module.scope is None:
+            raise HiddenError(
+                f"`model` is a {type(module).__name__} without parameters, for modules of Linen "
+                "have none until they are bound. Give model.bind(variables)."
+            )
+        unbound, variables = module.unbind()
+
+        def step(variables: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+            return unbound.apply(variables, state, *inputs)  # pyright: ignore[reportReturnType]
+
+        if state is not None or not isinstance(module, nn.RNNCellBase):
+            return RecurrentCell(step, variables, state)
+        carry = unbound.initialize_carry(jax.random.key(0), jnp.shape(inputs[0]))
+        return RecurrentCell(step, variables, carry, pair_paths(carry, "c", "h"))
 
     def _replacements(self) -> Replacements:
         yield nn.Module, "sow", functools.partial(sow, self)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,11 +66,9 @@ class LinenRecordOptions:
         return bool(root.debug_path) or root == self.root
 
 
-@contextlib.contextmanager
-def recording(what: LinenRecordOptions) -> Iterator[None]:
+def recording(what: LinenRecordOptions) -> contextlib.AbstractContextManager[Any]:
     """Within, marks are `LinenSownValue`s."""
-    with _recording(what):
-        yield
+    return _recording(what)
 
 
 def _recorded(module: Any) -> LinenRecordOptions | None:

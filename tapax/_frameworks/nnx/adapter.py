@@ -17,33 +17,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from tapax import _jax
-from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
-from tapax._frameworks.nnx import cells, marks
+from tapax._frameworks.interface import FunctionCall, Reopen
+from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
-from tapax._frameworks.patches import Patch, Replacements, methods
+from tapax._frameworks.patches import PatchedAdapter, Replacements, methods
+from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths, refuse_loop
 from tapax._marks.context import active_policy
-from tapax._sites import segment
 
 _BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
 _CONTAINERS = [getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name)]
 _TAG = "tapax"
 
 
-class NNX(Adapter):
+class NNX(PatchedAdapter):
     package = "flax"
-
-    def __init__(self) -> None:
-        self._patch = Patch(self._replacements, nnx.Module)
-
-    def is_module(self, value: Any) -> bool:
-        return isinstance(value, nnx.Module)
-
-    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
-        return ((segment(key), value) for key, value in vars(module).items())
+    base = nnx.Module
+    recurrent_type = nnx.Module
 
     def name(self, module: Any) -> str:
         return marks.name_of(module)
@@ -54,15 +48,25 @@ class NNX(Adapter):
     def is_opaque(self, value: Any) -> bool:
         return is_object(value)
 
-    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
-        return self._patch()
+    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+        """Describes a module of NNX; a cell starts from its own initial carry."""
+        check_inputs(module, inputs)
+        if isinstance(module, nnx.RNN):
+            refuse_loop(module, "model.cell")
+        graph, params = nnx.split(module)
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
-        return cells.recurrent_cell(module, inputs, state)
+        def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+            # Variables of this trace: those that were split off may not be updated in it.
+            return nnx.merge(graph, jax.tree.map(lambda x: x, params))(state, *inputs)
+
+        if state is not None or not isinstance(module, nnx.RNNCellBase):
+            return RecurrentCell(step, params, state)
+        carry = module.initialize_carry(jnp.shape(inputs[0]), nnx.Rngs(0))
+        return RecurrentCell(step, params, carry, pair_paths(carry, "c", "h"))
 
     def _replacements(self) -> Replacements:
         for cls, name, wrap in methods(self, nnx.Module, skip=[*_BASES, *_CONTAINERS]):
-            yield cls, name, functools.partial(_with_outputs, self, cls, name, wrap)
+            yield cls, name, functools.partial(marks.outputs, self, cls, name, wrap)
         for cls in TRANSFORMED:
             yield cls, "__call__", _of_foreign_objects
         yield nnx.Module, "sow", functools.partial(marks.sow, self)
@@ -189,10 +193,6 @@ def _is_foreign(arguments: Any) -> bool:
     """Whether there are variables in some arguments that may not be updated here."""
     objects = [x for x in jax.tree.leaves(arguments, is_leaf=is_object) if is_object(x)]
     return any(not x._can_update for x in _variables(nnx.state(objects, graph=True)))
-
-
-def _with_outputs(adapter: NNX, cls: type, name: str, wrap: Any, original: Any) -> Any:
-    return marks.outputs(adapter, cls, name, wrap(original))
 
 
 ADAPTER = NNX()

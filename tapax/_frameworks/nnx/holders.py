@@ -17,6 +17,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from tapax import _jax
+from tapax._frameworks.patches import closure_values
 from tapax._marks.sow import is_array
 
 TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True, False)})
@@ -58,7 +59,7 @@ def _parts(value: Any) -> list[Any]:
     if inspect.ismethod(value):
         return [value.__self__]
     if inspect.isfunction(value):
-        return [contents(cell) for cell in value.__closure__ or ()]
+        return closure_values(value)
     return list(attributes(value).values()) if has_attributes(value) else []
 
 
@@ -169,13 +170,6 @@ def assigned_by_methods(cls: type) -> frozenset[str]:
 def is_anothers(value: Any, fn: types.FunctionType) -> bool:
     """Whether a global is a function of another file, which is not looked into."""
     return inspect.isfunction(value) and value.__globals__ is not fn.__globals__
-
-
-def contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

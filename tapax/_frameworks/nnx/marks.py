@@ -239,8 +239,9 @@ def _perturbed(module: Any, name: str, value: Any) -> tuple[Any, int]:
     return jax.tree.map(add, value, given), index
 
 
-def outputs(adapter: Adapter, owner: type, name: str, method: Any) -> Any:
-    """A method whose results are sown, under its name, where that is recorded."""
+def outputs(adapter: Adapter, owner: type, name: str, wrap: Any, original: Any) -> Any:
+    """What `wrap` makes of a method, with results sown under its name where that is recorded."""
+    method = wrap(original)
     public = name == "__call__" or not name.startswith("_")
 
     @functools.wraps(method)

@@ -23,6 +23,7 @@ from jax.core import Tracer
 
 from tapax._frameworks.anchors import PathKey, leaf_path
 from tapax._frameworks.nnx import holders
+from tapax._frameworks.patches import closure_values
 from tapax._jax.pytrees import in_order, map_in_order, order_of
 from tapax._sites import join
 
@@ -289,7 +290,7 @@ class Objects:
         used = {name: fn.__globals__[name] for name in names}
         mine = {k: v for k, v in used.items() if not holders.is_anothers(v, fn)}
         lifted = self._lift_all(mine)
-        cells = self._lift_all(dict(enumerate(map(holders.contents, fn.__closure__ or ()))))
+        cells = self._lift_all(dict(enumerate(closure_values(fn))))
         defaults = self._lift_container(fn.__defaults__ or ())
         named = self._lift_container(fn.__kwdefaults__ or {})
         if not (lifted or cells or defaults or named):

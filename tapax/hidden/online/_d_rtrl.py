@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from tapax.hidden.online import _learner, _traces
-from tapax.hidden.online._evaluated_step import collect_gradients, evaluate_step
+from tapax.hidden.online._diagonal_rule import (
+    EvaluatedGroup,
+    Trace,
+    TracedWeight,
+    make_diagonal_rule,
+)
+from tapax.hidden.online._learner import OnlineRule
 
 
 def d_rtrl(
@@ -15,7 +18,7 @@ def d_rtrl(
     *,
     signal: str = "new",
     indirect: str = "trace",
-) -> _learner.OnlineRule:
+) -> OnlineRule:
     """Diagonal RTRL: for each weight, its influence on the units that it drives is kept.
 
     To the gradient within a step, which is exact, comes that through the old states: their signal
@@ -28,46 +31,28 @@ def d_rtrl(
     (doi:10.1038/s41467-026-68453-w); with the diagonal of the matrices from state to state it would
     be the SnAp-1 of Menick et al., 2020 (arXiv:2006.07232).
     """
-    planned = _traces.plan_diagonal_rule(step, loss, indirect, signal)
 
-    def empty(program: Any, groups: Any) -> Any:
-        return [
-            [
-                _traces.make_zeros(program, lay, _traces.list_kept(g, s))
-                for _, s, lay in _traces.list_traced(program, g)
-            ]
-            for g in groups
-        ]
+    def find_signal(here: EvaluatedGroup) -> Any:
+        return here.now.whole_gradients[1] if signal == "old" else _pull_back(here)
 
-    def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
-        traces = empty(*planned(params, state, inputs))
-        return _learner.OnlineMemory(_learner.settle_dtypes(state), traces)
+    def learn(
+        here: EvaluatedGroup, weight: TracedWeight, given: Any, old: Trace
+    ) -> tuple[list[Any], Trace]:
+        terms = [weight.layout.contract(given[k], eps) for k, eps in old.items()]
+        return terms, here.advance(weight, old, tuple(old))
 
-    def update(
-        memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
-        program, groups = planned(params, _learner.get_state(memory), inputs)
-        _learner.check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
-        now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
-        grads, given = now.whole_gradients
-        grads, traces = list(grads), []
-        for group, olds in zip(groups, memory.traces, strict=True):
-            carried, driven = now.differentiate_units(group)
-            if signal == "new":
-                given = _traces.pull_back_signal(
-                    group, now.compute_signal(group), carried, now.beside_gradients[1]
-                )
-            made = []
-            for (i, source, lay), old in zip(
-                _traces.list_traced(program, group), olds, strict=True
-            ):
-                for k, eps in old.items():
-                    at = source.weight
-                    grads[at] = _traces.add_gradient(grads[at], lay.contract(given[k], eps))
-                made.append(
-                    _traces.advance(now, group, i, lay, carried, driven[i], old, tuple(old))
-                )
-            traces.append(made)
-        return collect_gradients(now, back, params, grads), _learner.OnlineMemory(now.state, traces)
+    return make_diagonal_rule(step, loss, indirect, find_signal, learn, signal=signal, whole=True)
 
-    return _learner.OnlineRule(init, update)
+
+def _pull_back(here: EvaluatedGroup) -> Trace:
+    """Pulls the signal back to the old states, through the units themselves and beside them."""
+    signal = here.now.compute_signal(here.group)
+    beside = here.now.beside_gradients[1]
+    made = {}
+    for j in here.group.kept:
+        total = beside[j]
+        for k in here.group.states:
+            if (k, j) in here.group.carries:
+                total = total + signal[k] * here.carried[k, j]
+        made[j] = total
+    return made

@@ -8,10 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from tapax._frameworks.recurrent_cells import HiddenError
-from tapax.hidden.online import _learner, _traces
-from tapax.hidden.online._evaluated_step import EvaluatedStep, collect_gradients, evaluate_step
+from tapax.hidden.online._diagonal_rule import (
+    EvaluatedGroup,
+    Trace,
+    TracedWeight,
+    make_diagonal_rule,
+)
 from tapax.hidden.online._flat_step import FlatStep, is_float
-from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
+from tapax.hidden.online._learner import OnlineRule, check_decay, widen_dtype
+from tapax.hidden.online._unit_groups import UnitGroup
 
 _FEEDBACK = ("symmetric", "random")
 
@@ -24,7 +29,7 @@ def e_prop(
     decay: float = 0.0,
     key: Any = None,
     indirect: str = "trace",
-) -> _learner.OnlineRule:
+) -> OnlineRule:
     """e-prop: the eligibility traces of `d_rtrl`, times a learning signal.
 
     `feedback` says what the signal is. "symmetric": the gradient of the step's loss by the hidden
@@ -40,8 +45,7 @@ def e_prop(
     Bellec et al., A solution to the learning dilemma for recurrent networks of spiking neurons,
     2020 (doi:10.1038/s41467-020-17236-y).
     """
-    planned = _traces.plan_diagonal_rule(step, loss, indirect)
-    _learner.check_decay(decay)
+    check_decay(decay)
     if feedback not in _FEEDBACK:
         raise HiddenError(f"`feedback` is 'symmetric' or 'random', but is {feedback!r}.")
     if (feedback == "random") != (key is not None):
@@ -51,63 +55,35 @@ def e_prop(
             "feedback takes none."
         )
 
-    def filtered(group: UnitGroup, source: DrivingWeight) -> tuple[int, ...]:
-        return source.states if decay and not group.readout else ()
+    def start_trace(weight: TracedWeight) -> tuple[Trace, Trace]:
+        filtered = weight.source.states if decay and not weight.group.readout else ()
+        return weight.start(), weight.make_zeros(filtered)
 
-    def empty(program: FlatStep, groups: Any) -> Any:
-        def both(group: UnitGroup, source: DrivingWeight, lay: Any) -> Any:
-            states = _traces.list_kept(group, source), filtered(group, source)
-            return tuple(_traces.make_zeros(program, lay, part) for part in states)
+    def start_fields(program: FlatStep, groups: Any) -> dict[str, Any]:
+        return {} if key is None else {"feedback": _make_matrices(key, program, groups)}
 
-        return [[both(g, s, lay) for _, s, lay in _traces.list_traced(program, g)] for g in groups]
+    def is_symmetric(group: UnitGroup) -> bool:
+        return key is None or group.readout
 
-    def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
-        program, groups = planned(params, state, inputs)
-        matrices = () if key is None else _make_matrices(key, program, groups)
-        return _learner.OnlineMemory(
-            _learner.settle_dtypes(state), empty(program, groups), matrices
-        )
+    def find_signal(here: EvaluatedGroup) -> Trace:
+        if is_symmetric(here.group):
+            return here.now.compute_signal(here.group)
+        return _broadcast_errors(here)
 
-    def update(
-        memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
-        program, groups = planned(params, _learner.get_state(memory), inputs)
-        _learner.check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
-        now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
-        grads, olds = now.beside_gradients
-        grads, traces = list(grads), []
-        for group, before in zip(groups, memory.traces, strict=True):
-            carried, driven = now.differentiate_units(group)
-            symmetric = key is None or group.readout
-            if symmetric:
-                signal = now.compute_signal(group)
-            else:
-                signal = _broadcast_errors(now, group, memory.feedback)
-            made = []
-            for (i, source, lay), (eps, bars) in zip(
-                _traces.list_traced(program, group), before, strict=True
-            ):
-                new = _traces.advance(now, group, i, lay, carried, driven[i], eps, source.states)
-                more = {k: decay * bar + new[k] for k, bar in bars.items()}
-                at = source.weight
-                for k, x in (more or new).items():
-                    grads[at] = _traces.add_gradient(grads[at], lay.contract(signal[k], x))
-                for k, x in ((bars or eps) if symmetric else {}).items():
-                    if k in group.read:
-                        grads[at] = _traces.add_gradient(grads[at], lay.contract(olds[k], x))
-                made.append(({k: new[k] for k in eps}, more))
-            for source in group.sources:
-                if not source.traced:
-                    grads[source.weight] += _traces.compute_instant(now, group, source, signal)
-            traces.append(made)
-        learned = collect_gradients(now, back, params, grads)
-        return learned, _learner.OnlineMemory(now.state, traces, memory.feedback)
+    def learn(
+        here: EvaluatedGroup, weight: TracedWeight, signal: Trace, old: tuple[Trace, Trace]
+    ) -> tuple[list[Any], tuple[Trace, Trace]]:
+        eps, bars = old
+        new = here.advance(weight, eps, weight.source.states)
+        more = {k: decay * bar + new[k] for k, bar in bars.items()}
+        contract = weight.layout.contract
+        terms = [contract(signal[k], x) for k, x in (more or new).items()]
+        if is_symmetric(here.group):
+            olds, past = here.now.beside_gradients[1], bars or eps
+            terms += [contract(olds[k], x) for k, x in past.items() if k in here.group.read]
+        return terms, ({k: new[k] for k in eps}, more)
 
-    return _learner.OnlineRule(init, update)
-
-
-def _list_output_shapes(program: FlatStep) -> list[tuple[int, ...]]:
-    return [v.aval.shape for v in program.outs if is_float(v.aval)]
+    return make_diagonal_rule(step, loss, indirect, find_signal, learn, start_trace, start_fields)
 
 
 def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:
@@ -120,27 +96,28 @@ def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:
 
 def _make_matrices(key: Any, program: FlatStep, groups: Any) -> Any:
     """For every state that is seen, and everything that is put out, a matrix of fixed numbers."""
+    shapes = [v.aval.shape for v in program.outs if is_float(v.aval)]
     made: dict[int, list[Any]] = {}
     for group in groups:
         for k in () if group.readout else sorted(group.seen):
             made[k] = []
-            for i, out in enumerate(_list_output_shapes(program)):
+            for i, out in enumerate(shapes):
                 n = _count_batch_axes(out, group.shape)
                 one = jax.random.fold_in(jax.random.fold_in(key, k), i)
                 size = math.prod(out[n:]), math.prod(group.shape[n:])
-                matrix = jax.random.normal(one, size, _learner.widen_dtype(program.states[k].dtype))
+                matrix = jax.random.normal(one, size, widen_dtype(program.states[k].dtype))
                 made[k].append(matrix / math.sqrt(max(size[1], 1)))
     return made
 
 
-def _broadcast_errors(now: EvaluatedStep, group: UnitGroup, matrices: Any) -> dict[int, Any]:
+def _broadcast_errors(here: EvaluatedGroup) -> Trace:
     """The gradient by what is put out, through the matrices."""
+    now, group = here.now, here.group
     errors = now.differentiate_output()
-    signal = {
-        k: jnp.zeros(group.shape, _learner.widen_dtype(now.olds[k].dtype)) for k in group.states
-    }
+    dtypes = {k: widen_dtype(now.olds[k].dtype) for k in group.states}
+    signal = {k: jnp.zeros(group.shape, dtype) for k, dtype in dtypes.items()}
     for k in group.seen:
-        for error, matrix in zip(errors, matrices[k], strict=True):
+        for error, matrix in zip(errors, here.memory.feedback[k], strict=True):
             n = _count_batch_axes(error.shape, group.shape)
             rows = error.reshape(*error.shape[:n], -1).astype(matrix.dtype)
             signal[k] += (rows @ matrix).reshape(group.shape)

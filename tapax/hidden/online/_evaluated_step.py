@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax.hidden.online._flat_step import FlatStep
-from tapax.hidden.online._learner import OnlineGradients, compute_loss, make_grads, widen_dtype
+from tapax.hidden.online._learner import compute_loss, widen_dtype
 from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 
@@ -32,19 +32,12 @@ class EvaluatedStep:
     state: Any
     out: Any
 
-    @property
-    def loss_value(self) -> Any:
-        """The loss."""
-        return self.loss(jax.tree.leaves(self.out))
-
     @functools.cached_property
     def data(self) -> dict[int, Any]:
         """The data that the weights are multiplied with, by the index of the product."""
         return self.program.run(self.env, self.weights, self.olds, self.inputs)[2]
 
-    def _compute_loss(self, write: Any, weights: Any = None, olds: Any = None) -> Any:
-        weights = self.weights if weights is None else weights
-        olds = self.olds if olds is None else olds
+    def _compute_loss(self, write: Any, weights: Any, olds: Any) -> Any:
         _, outs, _ = self.program.run(self.env, weights, olds, self.inputs, write=write)
         return self.loss(outs)
 
@@ -68,7 +61,8 @@ class EvaluatedStep:
 
         def lost(added: dict[int, Any]) -> Any:
             cut = jax.lax.stop_gradient
-            return self._compute_loss(lambda k, x: cut(x) + added[k] if k in added else x)
+            write = lambda k, x: cut(x) + added[k] if k in added else x  # noqa: E731
+            return self._compute_loss(write, self.weights, self.olds)
 
         zeros = {k: jnp.zeros_like(self.olds[k]) for k in group.states}
         return {k: g.astype(widen_dtype(g.dtype)) for k, g in jax.grad(lost)(zeros).items()}
@@ -86,13 +80,12 @@ class EvaluatedStep:
 
         return jax.grad(lost)([outs[i] for i in floats])
 
-    def differentiate_units(self, group: UnitGroup) -> tuple[dict[Any, Any], list[dict[int, Any]]]:
+    def differentiate_units(self, group: UnitGroup) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """Computes the derivatives of units by their own old values, and by what drives them.
 
-        The first by pairs of states (new, old); the second for each of the group's sources by the
-        state. With a block of one unit there is one pass backwards for each state.
+        The first by pairs of states (new, old); the second by the group's sources and the state.
+        With a block of one unit there is one pass backwards for each state.
         """
-        program = self.program
         single = [s for s in group.sources if s.units is not None]
         dots = [s for s in single if s.dot is not None]
         each = [s for s in single if s.dot is None]
@@ -104,10 +97,7 @@ class EvaluatedStep:
             for s, x in zip(each, weights, strict=True):
                 given[s.weight] = x
             more = {s.dot.at: x for s, x in zip(dots, added, strict=True) if s.dot}
-            made, _, _ = program.run(
-                self.env, given, here, self.inputs, write=_cut_outside(group), added=more
-            )
-            return [made[k] for k in group.states]
+            return self._compute_news(group, given, here, added=more)
 
         _, back = jax.vjp(
             news,
@@ -118,15 +108,23 @@ class EvaluatedStep:
         own = np.arange(group.units).reshape(group.shape)
         places: Any = [own] * len(group.states), [s.units for s in dots], [s.units for s in each]
         carried: dict[Any, Any] = {}
-        driven: dict[int, dict[int, Any]] = {id(s): {} for s in single}
+        driven: dict[DrivingWeight, dict[int, Any]] = {s: {} for s in single}
         for n, k in enumerate(group.states):
             olds, *rest = _take_diagonal(back, group, n, self.olds[k].dtype, places)
             for old, x in zip(group.states, olds, strict=True):
                 if (k, old) in group.carries:
                     carried[k, old] = x
             for s, x in zip((*dots, *each), [y for part in rest for y in part], strict=True):
-                driven[id(s)][k] = x
-        return carried, [driven.get(id(s), {}) for s in group.sources]
+                driven[s][k] = x
+        return carried, driven
+
+    def _compute_news(
+        self, group: UnitGroup, weights: list[Any], olds: list[Any], **changes: Any
+    ) -> list[Any]:
+        """Runs the step on others for its new states of a group, with other groups cut off."""
+        cut = lambda k, x: x if k in group.states else jax.lax.stop_gradient(x)  # noqa: E731
+        made, _, _ = self.program.run(self.env, weights, olds, self.inputs, write=cut, **changes)
+        return [made[k] for k in group.states]
 
     def pull_back(self, group: UnitGroup, source: DrivingWeight) -> Callable[[dict[int, Any]], Any]:
         """Pulls cotangents of a group's new states back to a weight, in one of its uses."""
@@ -140,10 +138,7 @@ class EvaluatedStep:
                 operand = dict.fromkeys(at, now)
             else:
                 operand = {source.dot.at: weight}
-            made, _, _ = self.program.run(
-                self.env, given, self.olds, self.inputs, write=_cut_outside(group), operand=operand
-            )
-            return [made[k] for k in group.states]
+            return self._compute_news(group, given, self.olds, operand=operand)
 
         made, back = jax.vjp(news, now)
         dtypes = {k: x.dtype for k, x in zip(group.states, made, strict=True)}
@@ -157,10 +152,6 @@ class EvaluatedStep:
         unit = jnp.eye(group.units, dtype=self.olds[k].dtype).reshape(shape)
         rows = jax.vmap(lambda one: back({**zeros, k: one}))(unit)
         return rows.reshape(group.units, -1).astype(widen_dtype(rows.dtype))
-
-
-def _cut_outside(group: UnitGroup) -> Callable[[int, Any], Any]:
-    return lambda k, x: x if k in group.states else jax.lax.stop_gradient(x)
 
 
 def _take_diagonal(
@@ -207,12 +198,3 @@ def evaluate_step(
     given = [jnp.asarray(x) for x in jax.tree.leaves(inputs)]
     new, out = step(params, state, *inputs)
     return EvaluatedStep(program, env, weights, olds, given, lost, new, out), back
-
-
-def collect_gradients(
-    now: EvaluatedStep, back: Any, params: Any, grads: list[Any]
-) -> OnlineGradients:
-    """Makes the gradients by the parameters of those by the weights."""
-    return OnlineGradients(
-        make_grads(params, now.program.trained, back(grads)), now.loss_value, now.out
-    )

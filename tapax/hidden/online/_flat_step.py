@@ -7,35 +7,30 @@ gradient goes back to the parameters through the first part.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError
+from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.evaluate import bind_in_context, evaluate_equations, evaluate_jaxpr, read
 from tapax._marks.context import without_marks
 from tapax._sites import name_of
 from tapax.hidden._connections import ELEMENTWISE
-from tapax.hidden._definitions import is_copy
-from tapax.hidden._step import HiddenState, check_new_state, list_hidden_states
+from tapax.hidden._definitions import JIT, REMAT, is_copy
+from tapax.hidden._step import HiddenState, list_hidden_states, trace_leaves
 
-_CALLS = {
-    **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint", "eval_jaxpr"), "jaxpr"),
-    **dict.fromkeys(("closed_call", "core_call", "call", "core_closed_call"), "call_jaxpr"),
-}
+_CALLS = JIT | REMAT | {"call", "closed_call", "core_call", "core_closed_call", "eval_jaxpr"}
 
 
 def find_call_body(eqn: Any) -> Any:
     """Finds the body of an equation that only calls it; None for any other equation."""
-    kind = _jax.kind_of(eqn)
-    if kind == "RematTraced":
-        return _jax.call_body(eqn)
-    name = _CALLS.get(kind)
-    return None if name is None else eqn.params.get(name, eqn.params.get("jaxpr"))
+    return next(bodies(eqn), None) if _jax.kind_of(eqn) in _CALLS else None
 
 
 def is_variable(atom: Any) -> bool:
@@ -109,12 +104,12 @@ class FlatStep:
         def weights(trained: Sequence[Any]) -> Any:
             here = dict(env)
             here.update((self.params[i], x) for i, x in zip(self.trained, trained, strict=True))
-            _evaluate(self.first, here)
-            return [here[v] for v in self.weights], [here[v] for v in read]
+            evaluate_equations(self.first, here)
+            return [here[v] for v in self.weights], [here[v] for v in given]
 
-        read = [*env, *(v for eqn in self.first for v in eqn.outvars)]
+        given = [*env, *(v for eqn in self.first for v in eqn.outvars)]
         made, back, values = jax.vjp(weights, [leaves[i] for i in self.trained], has_aux=True)
-        return made, dict(zip(read, values, strict=True)), lambda grads: back(grads)[0]
+        return made, dict(zip(given, values, strict=True)), lambda grads: back(grads)[0]
 
     def run(
         self,
@@ -140,69 +135,39 @@ class FlatStep:
         dots = {dot.at: dot for dot in self.dots}
         seen: dict[int, Any] = {}
 
-        def product(i: int, args: list[Any]) -> list[Any]:
-            dot = dots[i]
-            seen[i] = args[1 - dot.side]
-            if operand is not None and i in operand:
-                args[dot.side] = operand[i]
-            return args
-
-        def result(i: int, eqn: Any, outs: list[Any]) -> list[Any]:
-            if added is not None and i in dots:
+        def apply(i: int, eqn: Any, args: list[Any]) -> list[Any]:
+            dot = dots.get(i)
+            if dot is not None:
+                seen[i] = args[1 - dot.side]
+                args[dot.side] = (operand or {}).get(i, args[dot.side])
+            outs = bind_in_context(i, eqn, args)
+            if dot is not None and added is not None:
                 y = jax.lax.stop_gradient(outs[0])
                 outs = [y + added[i] if i in added else y]
-            if write is not None:
-                outs = [
-                    write(self.writes[v], x) if v in self.writes else x
-                    for v, x in zip(eqn.outvars, outs, strict=True)
-                ]
-            return outs
+            if write is None:
+                return outs
+            made = zip(eqn.outvars, outs, strict=True)
+            return [write(self.writes[v], x) if v in self.writes else x for v, x in made]
 
-        _evaluate(self.body, env, lambda i, a: product(i, a) if i in dots else a, result)
-        read = functools.partial(_read, env)
-        return list(map(read, self.news)), list(map(read, self.outs)), seen
-
-
-def _read(env: Mapping[Any, Any], atom: Any) -> Any:
-    return env[atom] if is_variable(atom) else _jax.literal_value(atom)
-
-
-def _evaluate(
-    eqns: Sequence[Any],
-    env: dict[Any, Any],
-    before: Callable[[int, list[Any]], list[Any]] | None = None,
-    after: Callable[[int, Any, list[Any]], list[Any]] | None = None,
-) -> None:
-    for i, eqn in enumerate(eqns):
-        if not eqn.outvars:
-            continue  # what is done for its effect is done by the step itself
-        args = [_read(env, v) for v in eqn.invars]
-        args = before(i, args) if before else args
-        outs = _jax.in_context(eqn, _jax.bind_equation, eqn, args)
-        env.update(zip(eqn.outvars, after(i, eqn, outs) if after else outs, strict=True))
+        evaluate_equations(self.body, env, apply)
+        news, outs = ([read(env, v) for v in atoms] for atoms in (self.news, self.outs))
+        return news, outs, seen
 
 
 def flatten_calls(jaxpr: Any) -> Any:
     """Inlines the calls of a program that only call: jit, remat."""
 
-    def inline(body: Any, args: Sequence[Any]) -> list[Any]:
-        inner = _jax.open_jaxpr(body)
-        env = dict(_jax.jaxpr_inputs(body, args))
-        for eqn in inner.eqns:
-            values = [_read(env, v) for v in eqn.invars]
-            called = find_call_body(eqn)
-            if called is None:
-                if _jax.kind_of(eqn) in ELEMENTWISE:
-                    values = [_broadcast(x, eqn.outvars[0].aval.shape) for x in values]
-                outs = _jax.in_context(eqn, _jax.bind_equation, eqn, values)
-            else:
-                outs = inline(called, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [_read(env, v) for v in inner.outvars]
+    def inline(number: int, eqn: Any, values: list[Any]) -> list[Any]:
+        called = find_call_body(eqn)
+        if called is not None:
+            return evaluate_jaxpr(called, values, inline)
+        if _jax.kind_of(eqn) in ELEMENTWISE:
+            values = [_broadcast(x, eqn.outvars[0].aval.shape) for x in values]
+        return bind_in_context(number, eqn, values)
 
     avals = [v.aval for v in _jax.open_jaxpr(jaxpr).invars]
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    return _jax.dce(jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*like))
+    return _jax.dce(jax.make_jaxpr(lambda *args: evaluate_jaxpr(jaxpr, args, inline))(*like))
 
 
 def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
@@ -217,44 +182,28 @@ def trace_flat_step(
     step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[Any]
 ) -> FlatStep:
     """Traces a step for arguments like these; raises if it has nothing to learn."""
-    keyed = jax.tree_util.tree_leaves_with_path(params)
+    keyed = tree_leaves_with_path(params)
     states = check_state(state)
-    leaves, state_tree = jax.tree.flatten(state)
-    check_params(params)
-    cell: dict[str, Any] = {}
-
-    def flat(*arrays: Any) -> list[Any]:
-        result = step(*in_tree.unflatten(arrays))
-        if not (isinstance(result, (tuple, list)) and len(result) == 2):
-            raise HiddenError(
-                f"{name_of(step)} returns {type(result).__name__}, but a step returns two things: "
-                "the new state, and what it puts out."
-            )
-        check_new_state(step, states, state_tree, leaves, result[0])
-        outs, cell["out_tree"] = jax.tree.flatten(result[1])
-        return [*jax.tree.leaves(result[0]), *outs]
-
-    arrays, in_tree = jax.tree.flatten((params, state, *inputs))
+    describe = lambda result: type(result).__name__  # noqa: E731
     with without_marks():
-        jaxpr = flatten_calls(jax.make_jaxpr(flat)(*arrays))
+        jaxpr, out_tree = trace_leaves(step, (params, state, *inputs), state, states, describe)
+        jaxpr = flatten_calls(jaxpr)
     inner = _jax.open_jaxpr(jaxpr)
     n, m = len(keyed), len(states)
-    given = {id(v): jax.tree_util.keystr(k) for v, (k, _) in zip(inner.invars, keyed, strict=False)}
-    trained = tuple(i for i in range(n) if is_float(inner.invars[i].aval))
     return _divide(
         inner,
         dict(zip(inner.constvars, _jax.jaxpr_consts(jaxpr), strict=True)),
         name=name_of(step),
         states=states,
-        state_tree=state_tree,
-        out_tree=cell["out_tree"],
+        state_tree=jax.tree.structure(state),
+        out_tree=out_tree,
         params=tuple(inner.invars[:n]),
-        trained=trained,
+        trained=tuple(i for i in range(n) if is_float(inner.invars[i].aval)),
         olds=tuple(inner.invars[n : n + m]),
         inputs=tuple(inner.invars[n + m :]),
         news=tuple(inner.outvars[:m]),
         outs=tuple(inner.outvars[m:]),
-        names={v: given[id(v)] for v in inner.invars[:n]},
+        names={v: keystr(k) for v, (k, _) in zip(inner.invars, keyed, strict=False)},
     )
 
 
@@ -265,6 +214,8 @@ def _divide(inner: Any, values: dict[Any, Any], **parts: Any) -> FlatStep:
     learned: dict[Any, frozenset[Any]] = {v: frozenset((v,)) for v in trained}
     first, body = [], []
     for eqn in inner.eqns:
+        if not eqn.outvars:
+            continue  # what is done for its effect is done by the step itself
         used = [v for v in eqn.invars if is_variable(v)]
         if any(v in data for v in used) or eqn.effects:
             body.append(eqn)
@@ -274,8 +225,8 @@ def _divide(inner: Any, values: dict[Any, Any], **parts: Any) -> FlatStep:
         of = frozenset[Any]().union(*(learned.get(v, ()) for v in used))
         if of:
             learned.update((v, of) for v in eqn.outvars if is_float(v.aval))
-    read = [v for eqn in body for v in eqn.invars] + [*parts["news"], *parts["outs"]]
-    weights = tuple(dict.fromkeys(v for v in read if is_variable(v) and v in learned))
+    used = [v for eqn in body for v in eqn.invars] + [*parts["news"], *parts["outs"]]
+    weights = tuple(dict.fromkeys(v for v in used if is_variable(v) and v in learned))
     dots = tuple(
         WeightProduct(i, side, eqn)
         for i, eqn in enumerate(body)
@@ -300,21 +251,21 @@ def _divide(inner: Any, values: dict[Any, Any], **parts: Any) -> FlatStep:
         first=tuple(first),
         body=tuple(body),
         weights=weights,
-        known=_find_constants(first, values, learned, parts["params"]),
+        known=_find_constants(first, values, learned),
         dots=dots,
         writes=writes,
         **parts,
     )
 
 
-def _find_constants(first: Any, values: Any, learned: Any, params: Any) -> dict[Any, Any]:
+def _find_constants(first: Any, values: Any, learned: Any) -> dict[Any, Any]:
     """Finds the values that do not depend on the arguments of the step, indices above all."""
     known = {v: x for v, x in values.items() if not isinstance(x, Tracer)}
     with jax.ensure_compile_time_eval():
         for eqn in first:
             used = [v for v in eqn.invars if is_variable(v)]
             if all(v in known for v in used) and not any(v in learned for v in eqn.outvars):
-                _evaluate([eqn], known)
+                evaluate_equations([eqn], known)
     return known
 
 

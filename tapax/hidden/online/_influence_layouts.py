@@ -93,10 +93,6 @@ class FullLayout:
     def lift(self, x: Any) -> Any:
         return x.reshape(-1, 1)
 
-    def fresh(self, y: Any, x: Any) -> Any:
-        del x
-        return y
-
     def contract(self, signal: Any, trace: Any) -> Any:
         return (signal.reshape(-1) @ trace).reshape(self.weight)
 

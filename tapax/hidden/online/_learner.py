@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError
 from tapax._sites import name_of
-from tapax.hidden.online._flat_step import check_params, check_state
+from tapax.hidden.online._flat_step import FlatStep, check_params, check_state, trace_flat_step
 
 
 class OnlineGradients(NamedTuple):
@@ -56,28 +56,32 @@ def widen_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-class ShapeCache:
-    """What `make` makes for the shapes of a step's arguments, kept for each of them."""
+def cache_by_shape(step: Any, make: Callable[[FlatStep], Any]) -> Callable[..., Any]:
+    """Makes a function of `(params, state, inputs)`: what `make` makes of the flat step for those.
 
-    def __init__(self, step: Any, make: Callable[..., Any]) -> None:
-        if not callable(step):
-            raise HiddenError(f"`step` is a function (params, state, *inputs), but is {step!r}.")
-        self._make, self._step, self._made = make, step, {}
+    It is kept for each kind of arguments.
+    """
+    if not callable(step):
+        raise HiddenError(f"`step` is a function (params, state, *inputs), but is {step!r}.")
+    known: dict[Any, Any] = {}
 
-    def __call__(self, params: Any, state: Any, inputs: Sequence[Any]) -> Any:
+    def find(params: Any, state: Any, inputs: Sequence[Any]) -> Any:
         check_params(params)
         check_state(state)
         leaves, tree = jax.tree.flatten((params, state, *inputs))
         avals = tuple(map(_get_type, leaves))
         key = tree, avals, _jax.trace_context()
-        if key not in self._made:
-            like = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in avals]
-            given, old, *rest = tree.unflatten(like)
-            made, is_reusable = self._make(self._step, given, old, rest)
-            if not is_reusable:
-                return made
-            self._made[key] = made
-        return self._made[key]
+        if key in known:
+            return known[key]
+        like = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in avals]
+        given, old, *rest = tree.unflatten(like)
+        program = trace_flat_step(step, given, old, rest)
+        made = make(program)
+        if program.is_reusable:
+            known[key] = made
+        return made
+
+    return find
 
 
 def _get_type(leaf: Any) -> Any:
@@ -123,13 +127,13 @@ def get_state(memory: Any) -> Any:
     return memory.state
 
 
-def check_traces(memory: Any, like: Any) -> None:
-    """Refuses a memory that was made for arguments of other shapes."""
-    shapes = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
-    if shapes(memory.traces) != shapes(like):
+def check_traces(memory: Any, start: Callable[[], Any]) -> None:
+    """Refuses a memory that was made for arguments of other shapes; `start` makes its traces."""
+    given, expected = (jax.tree.map(jnp.shape, x) for x in (memory.traces, jax.eval_shape(start)))
+    if given != expected:
         raise HiddenError(
-            f"`memory` has traces of shapes {shapes(memory.traces)}, but for these parameters and "
-            f"inputs they are {shapes(like)}: `init` was given others."
+            f"`memory` has traces of shapes {given}, but for these parameters and inputs they are "
+            f"{expected}: `init` was given others."
         )
 
 

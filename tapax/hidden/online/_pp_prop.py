@@ -3,19 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from tapax.hidden.online import _learner, _traces
-from tapax.hidden.online._evaluated_step import EvaluatedStep, collect_gradients, evaluate_step
-from tapax.hidden.online._flat_step import FlatStep
+from tapax.hidden.online._diagonal_rule import (
+    EvaluatedGroup,
+    Trace,
+    TracedWeight,
+    make_diagonal_rule,
+)
 from tapax.hidden.online._influence_layouts import InfluenceLayout, ProductLayout
-from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
+from tapax.hidden.online._learner import OnlineRule, check_decay, widen_dtype
 
 
 def pp_prop(
     step: Callable[..., Any], loss: Callable[..., Any], decay: float, *, indirect: str = "trace"
-) -> _learner.OnlineRule:
+) -> OnlineRule:
     """The influence of a matrix is kept as a product of two vectors, smoothed over time.
 
     One is of the data that the matrix is multiplied with, `x[t] = decay * x[t-1] + data`; the other
@@ -30,56 +32,32 @@ def pp_prop(
     Wang et al., Model-agnostic linear-memory online learning in spiking neural networks, 2026
     (doi:10.1038/s41467-026-68453-w), there also ES-D-RTRL.
     """
-    planned = _traces.plan_diagonal_rule(step, loss, indirect)
-    _learner.check_decay(decay)
+    check_decay(decay)
 
-    def empty(program: FlatStep, groups: Any) -> Any:
-        return [
-            [_make_empty(program, g, s, lay) for _, s, lay in _traces.list_traced(program, g)]
-            for g in groups
+    def find_signal(here: EvaluatedGroup) -> Trace:
+        return here.now.compute_signal(here.group)
+
+    def learn(
+        here: EvaluatedGroup, weight: TracedWeight, signal: Trace, old: Any
+    ) -> tuple[list[Any], Any]:
+        olds, count = here.now.beside_gradients[1], here.memory.count
+        read = {k: olds[k] for k in here.group.read}
+        if isinstance(weight.layout, ProductLayout):
+            new = _smooth(here, weight, weight.layout, old, decay)
+            kept = new[0], {k: new[1][k] for k in old[1]}
+        else:
+            new = here.advance(weight, old, weight.source.states)
+            kept = {k: new[k] for k in old}
+        terms = [
+            _contract(weight.layout, signal, new, _compute_scale(decay, count + 1)),
+            _contract(weight.layout, read, old, _compute_scale(decay, count)),
         ]
+        return [term for term in terms if term is not None], kept
 
-    def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
-        traces = empty(*planned(params, state, inputs))
-        return _learner.OnlineMemory(
-            _learner.settle_dtypes(state), traces, count=jnp.zeros((), jnp.int32)
-        )
+    def start_fields(*_: Any) -> dict[str, Any]:
+        return {"count": jnp.zeros((), jnp.int32)}
 
-    def update(
-        memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
-    ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
-        program, groups = planned(params, _learner.get_state(memory), inputs)
-        _learner.check_traces(memory, jax.eval_shape(lambda: empty(program, groups)))
-        now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
-        grads, olds = now.beside_gradients
-        grads, traces = list(grads), []
-        for group, before in zip(groups, memory.traces, strict=True):
-            carried, driven = now.differentiate_units(group)
-            signal = now.compute_signal(group)
-            made = []
-            for (i, source, lay), old in zip(
-                _traces.list_traced(program, group), before, strict=True
-            ):
-                if isinstance(lay, ProductLayout):
-                    new = _smooth(now, group, source, lay, carried, driven[i], old, decay)
-                else:
-                    new = _traces.advance(
-                        now, group, i, lay, carried, driven[i], old, source.states
-                    )
-                at = source.weight
-                for given, trace, steps in ((signal, new, 1), (olds, old, 0)):
-                    some = {k: given[k] for k in group.states if steps or k in group.read}
-                    more = _contract(lay, some, trace, _compute_scale(decay, memory.count + steps))
-                    grads[at] = grads[at] if more is None else _traces.add_gradient(grads[at], more)
-                made.append(_keep(lay, new, _traces.list_kept(group, source)))
-            for source in group.sources:
-                if not source.traced:
-                    grads[source.weight] += _traces.compute_instant(now, group, source, signal)
-            traces.append(made)
-        learned = collect_gradients(now, back, params, grads)
-        return learned, _learner.OnlineMemory(now.state, traces, count=memory.count + 1)
-
-    return _learner.OnlineRule(init, update)
+    return make_diagonal_rule(step, loss, indirect, find_signal, learn, _start_trace, start_fields)
 
 
 def _compute_scale(decay: float, count: Any) -> Any:
@@ -87,54 +65,38 @@ def _compute_scale(decay: float, count: Any) -> Any:
     return jnp.where(count > 0, 1 / (1 - decay ** jnp.maximum(count, 1)), 0)
 
 
-def _make_empty(
-    program: FlatStep, group: UnitGroup, source: DrivingWeight, lay: InfluenceLayout
-) -> Any:
-    if not isinstance(lay, ProductLayout):
-        return _traces.make_zeros(program, lay, _traces.list_kept(group, source))
-    b, d, c, w = lay.sizes
-    assert source.dot is not None
-    data = jnp.zeros((b, d, c), _learner.widen_dtype(source.dot.data.aval.dtype))
-    states = _traces.list_kept(group, source)
-    return data, {
-        k: jnp.zeros((b, d, w), _learner.widen_dtype(program.states[k].dtype)) for k in states
-    }
+def _start_trace(weight: TracedWeight) -> Any:
+    trace = weight.start()
+    if not isinstance(weight.layout, ProductLayout):
+        return trace
+    b, d, c, w = weight.layout.sizes
+    assert weight.source.dot is not None
+    data = jnp.zeros((b, d, c), widen_dtype(weight.source.dot.data.aval.dtype))
+    return data, {k: jnp.zeros((b, d, w), x.dtype) for k, x in trace.items()}
 
 
 def _smooth(
-    now: EvaluatedStep,
-    group: UnitGroup,
-    source: DrivingWeight,
-    lay: ProductLayout,
-    carried: Any,
-    driven: Any,
-    old: Any,
-    decay: float,
+    here: EvaluatedGroup, weight: TracedWeight, lay: ProductLayout, old: Any, decay: float
 ) -> Any:
     data, units = old
+    source = weight.source
     assert source.dot is not None
-    fresh = lay.factor(now.data[source.dot.at])
+    fresh = lay.factor(here.now.data[source.dot.at])
     data = decay * data + fresh.astype(data.dtype)
     made = {}
     for k in source.states:
-        total = (1 - decay) * lay.result(driven[k])
+        total = (1 - decay) * lay.result(here.driven[source][k])
         for j, x in units.items():
-            if (k, j) in group.carries:
-                total = total + decay * lay.at(carried[k, j]) * x
-        made[k] = total.astype(_learner.widen_dtype(now.olds[k].dtype))
+            if (k, j) in here.group.carries:
+                total = total + decay * lay.at(here.carried[k, j]) * x
+        made[k] = total.astype(widen_dtype(here.now.olds[k].dtype))
     return data, made
 
 
-def _contract(lay: InfluenceLayout, signal: Any, trace: Any, scale: Any) -> Any:
+def _contract(lay: InfluenceLayout, signal: Trace, trace: Any, scale: Any) -> Any:
     if isinstance(lay, ProductLayout):
         data, units = trace
         parts = [lay.at(signal[k]) * x for k, x in units.items() if k in signal]
         return lay.outer(sum(parts) * scale.astype(data.dtype), data) if parts else None
     parts = [lay.contract(signal[k], x) for k, x in trace.items() if k in signal]
     return sum(parts) if parts else None
-
-
-def _keep(lay: InfluenceLayout, new: Any, states: tuple[int, ...]) -> Any:
-    if isinstance(lay, ProductLayout):
-        return new[0], {k: new[1][k] for k in states}
-    return {k: new[k] for k in states}

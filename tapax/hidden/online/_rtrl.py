@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax.hidden.online import _learner
-from tapax.hidden.online._flat_step import FlatStep, trace_flat_step
+from tapax.hidden.online._flat_step import FlatStep
 
 
 def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineRule:
@@ -22,7 +22,7 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineR
     Networks, 1989.
     """
     _learner.check_loss(loss)
-    planned = _learner.ShapeCache(step, _plan)
+    planned = _learner.cache_by_shape(step, lambda program: program)
 
     def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
         traces = _make_zeros(planned(params, state, inputs))
@@ -32,7 +32,7 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineR
         memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
     ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
         program = planned(params, _learner.get_state(memory), inputs)
-        _learner.check_traces(memory, jax.eval_shape(lambda: _make_zeros(program)))
+        _learner.check_traces(memory, lambda: _make_zeros(program))
         leaves, tree = jax.tree.flatten(params)
 
         def run(trained: Any, olds: Any) -> Any:
@@ -65,19 +65,13 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineR
     return _learner.OnlineRule(init, update)
 
 
-def _plan(*args: Any) -> tuple[FlatStep, bool]:
-    program = trace_flat_step(*args)
-    return program, program.is_reusable
-
-
 def _count_units(program: FlatStep) -> int:
     return sum(math.prod(s.shape) for s in program.states)
 
 
 def _make_zeros(program: FlatStep) -> list[Any]:
-    kind = [_learner.widen_dtype(program.params[i].aval.dtype) for i in program.trained]
-    shapes = [program.params[i].aval.shape for i in program.trained]
-    return [jnp.zeros((_count_units(program), *s), d) for s, d in zip(shapes, kind, strict=True)]
+    avals, units = [program.params[i].aval for i in program.trained], _count_units(program)
+    return [jnp.zeros((units, *a.shape), _learner.widen_dtype(a.dtype)) for a in avals]
 
 
 def _make_cotangents(program: FlatStep) -> list[Any]:

@@ -8,9 +8,7 @@ for the cell and the output of an LSTM that derivative is a matrix of two by two
 """
 
 import dataclasses
-import functools
 import math
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,7 +16,7 @@ import numpy as np
 
 from tapax._frameworks.recurrent_cells import HiddenError
 from tapax.hidden.online._flat_step import FlatStep, WeightProduct, is_variable
-from tapax.hidden.online._unit_ranges import RangePropagation, UnitRange
+from tapax.hidden.online._unit_ranges import RangePropagation, UnitRange, join_ranges
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,7 +188,7 @@ def _make_group(
     sources = []
     for i, dot in _list_uses(program, states, others):
         v = program.weights[i] if dot is None else dot.result
-        direct, wide = (_join(ways[k][way].get(v) for k in states) for way in (0, 1))
+        direct, wide = (join_ranges(ways[k][way].get(v) for k in states) for way in (0, 1))
         if direct is not None and wide is not None and np.all(direct.is_single | ~wide.reaches_any):
             now = {k for k in states if v in ways[k][1] and ways[k][1][v].reaches_any.any()}
             units = np.where(direct.is_single, direct.low, 0)
@@ -236,11 +234,6 @@ def _list_uses(
                     otherwise = True
         if otherwise:
             yield i, None
-
-
-def _join(found: Iterable[UnitRange | None]) -> UnitRange | None:
-    there = [reach for reach in found if reach is not None]
-    return functools.reduce(operator.or_, there) if there else None
 
 
 def _list_later(

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax
-from tapax.hidden._connections import ELEMENTWISE
+from tapax.hidden._connections import CUSTOM_VJP, ELEMENTWISE
 from tapax.hidden.online._flat_step import find_call_body, is_variable
 
 _NEVER = np.iinfo(np.int64).max
@@ -47,7 +48,9 @@ class UnitRange:
         units = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
         return UnitRange(units, units)
 
-    def __or__(self, other: UnitRange) -> UnitRange:
+    def __or__(self, other: UnitRange | None) -> UnitRange:
+        if other is None:
+            return self
         return UnitRange(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
     def map(self, fn: Callable[[np.ndarray], np.ndarray]) -> UnitRange:
@@ -55,13 +58,8 @@ class UnitRange:
 
     def where(self, other: UnitRange) -> UnitRange:
         """The ranges of `other` for the elements that reach any unit, and none for the rest."""
-        none = UnitRange.empty(self.low.shape)
-        return UnitRange(
-            *(
-                np.where(self.reaches_any, a, b)
-                for a, b in ((other.low, none.low), (other.high, none.high))
-            )
-        )
+        there = self.reaches_any
+        return UnitRange(np.where(there, other.low, _NEVER), np.where(there, other.high, -1))
 
     def merge(self, axes: Any, keepdims: bool = False) -> UnitRange:
         """One answer for all elements along some axes."""
@@ -105,9 +103,8 @@ class RangePropagation:
             if not any(out.reaches_any.any() for out in outs):
                 continue
             for atom, reach in zip(eqn.invars, self._cross(eqn, outs), strict=True):
-                if reach is None or not is_variable(atom):
-                    continue
-                found[atom] = found[atom] | reach if atom in found else reach
+                if reach is not None and is_variable(atom):
+                    found[atom] = reach | found.get(atom)
         return found
 
     def _get(self, v: Any, found: dict[Any, UnitRange], stop: frozenset[Any]) -> UnitRange:
@@ -170,11 +167,9 @@ class RangePropagation:
         called = find_call_body(eqn)
         if called is not None:
             return self._enter_body(called, outs)
-        if kind.startswith("custom_jvp_call") or kind == "CustomJVPTraced":
-            return dataclasses.replace(self, inside=True)._enter_body(_jax.call_body(eqn), outs)
-        if kind.startswith("custom_vjp_call") or kind == "CustomVJPTraced":
+        if kind.startswith(("custom_jvp_call", "custom_vjp_call", "CustomJVP", "CustomVJP")):
             found = dataclasses.replace(self, inside=True)._enter_body(_jax.call_body(eqn), outs)
-            if not self.mixing:
+            if not self.mixing or kind not in CUSTOM_VJP:
                 return found
             # An argument that only the derivative uses may do anything there.
             rest = self._reach_everything(shapes, outs)
@@ -184,12 +179,8 @@ class RangePropagation:
                 for one, other, ok in zip(found, rest, floats, strict=True)
             ]
         if kind == "cond":
-            found: Ranges = [None] * (len(shapes) - 1)
-            for branch in eqn.params["branches"]:
-                found = [
-                    _join(a, b) for a, b in zip(found, self._enter_body(branch, outs), strict=True)
-                ]
-            return [None, *found]
+            branches = [self._enter_body(body, outs) for body in eqn.params["branches"]]
+            return [None, *map(join_ranges, zip(*branches, strict=True))]
         return self._enter_scan(eqn, outs) if kind == "scan" else None
 
     def _enter_body(self, body: Any, outs: list[UnitRange]) -> Ranges:
@@ -197,7 +188,7 @@ class RangePropagation:
         found: dict[Any, UnitRange] = {}
         for v, out in zip(inner.outvars, outs, strict=True):
             if is_variable(v):
-                found[v] = found[v] | out if v in found else out
+                found[v] = out | found.get(v)
         constants = dict(zip(inner.constvars, _jax.jaxpr_consts(body), strict=False))
         dataclasses.replace(self, known=constants).propagate(inner.eqns, found)
         return [found.get(v) for v in inner.invars]
@@ -210,10 +201,7 @@ class RangePropagation:
         carry = outs[:carried]
         for _ in range(8):
             found = self._enter_body(body, [*carry, *ys])
-            more = [
-                a if b is None else a | b
-                for a, b in zip(carry, found[first : first + carried], strict=True)
-            ]
+            more = [a | b for a, b in zip(carry, found[first : first + carried], strict=True)]
             if all(_is_same(a, b) for a, b in zip(more, carry, strict=True)):
                 break
             carry = more
@@ -238,8 +226,10 @@ def _is_same(a: UnitRange, b: UnitRange) -> bool:
     return np.array_equal(a.low, b.low) and np.array_equal(a.high, b.high)
 
 
-def _join(a: UnitRange | None, b: UnitRange | None) -> UnitRange | None:
-    return b if a is None else a if b is None else a | b
+def join_ranges(found: Iterable[UnitRange | None]) -> UnitRange | None:
+    """All that some operands reach; None if each of them is."""
+    there = [reach for reach in found if reach is not None]
+    return functools.reduce(operator.or_, there) if there else None
 
 
 def _fit(reach: UnitRange, shape: Sequence[int]) -> UnitRange:
