@@ -38,7 +38,7 @@ from tapax import _jax, reduce
 from tapax._calling.program import Program
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._results import SiteTable, Taps
-from tapax._sites import SiteError, name_of
+from tapax._sites import SiteError, name_of, wrong_type
 from tapax._walk.plan import Plan
 from tapax.monitoring._delivery import Delivery, Report, warn
 from tapax.monitoring._readings import (
@@ -294,9 +294,7 @@ def _check_every(every: Any) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(every, bool):
-        raise TypeError(
-            f"`every` must be a number of steps, but is {every!r} of type {type(every).__name__}."
-        )
+        raise wrong_type("`every` must be a number of steps, but is", every)
     if number < 1:
         raise ValueError(f"`every` must be at least 1, to watch every step, but is {number}.")
     return number
@@ -306,7 +304,6 @@ def _list_rules(alerts: Any) -> list[AlertRule]:
     several = [alerts] if isinstance(alerts, AlertRule) else alerts
     if isinstance(several, (list, tuple)) and all(isinstance(a, AlertRule) for a in several):
         return list(several)
-    raise TypeError(
-        f"`alerts` must be alerts of tapax.alert, such as tapax.alert.nonfinite(), but is "
-        f"{alerts!r} of type {type(alerts).__name__}."
+    raise wrong_type(
+        "`alerts` must be alerts of tapax.alert, such as tapax.alert.nonfinite(), but is", alerts
     )
