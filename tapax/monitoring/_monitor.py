@@ -47,7 +47,6 @@ from tapax.monitoring._readings import (
     StatisticRequest,
     label_results,
     make_requests,
-    pair_reducers,
     read_numbers,
 )
 from tapax.monitoring._records import AlertEvent
@@ -106,14 +105,10 @@ class Monitor(Generic[P, R]):
         modules: Any,
     ):
         functools.update_wrapper(self, step, updated=())
-        recorded = [
-            request
-            for kind, selection in (("value", values), ("grad", grads))
-            for request in make_requests(kind, list(pair_reducers(kind, selection, reduce.rms)))
-        ]
         pairs = [(rule, limit) for rule, alert in enumerate(alerts) for limit in alert.limits]
         limits = {f"{x.kind}#a{i}": (rule, x) for i, (rule, x) in enumerate(pairs)}
-        requests = recorded + [
+        requests = [*make_requests("value", values), *make_requests("grad", grads)]
+        requests += [
             StatisticRequest(x.kind, x.selection, x.reducer, x.reducer.name, key)
             for key, (_, x) in limits.items()
         ]
