@@ -23,7 +23,7 @@ from tapax._calling.program import Program, TracedCall, trace
 from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
-from tapax._sites import name_of
+from tapax._sites import name_of, wrong_type
 from tapax._walk.interpreter import eager
 from tapax._walk.plan import Plan
 
@@ -222,6 +222,4 @@ def check_function(fn: Any, function: str) -> None:
             f"compile the result instead: jax.jit(tapax.{function}(fn)).lower(...).compile()."
         )
     if not callable(fn):
-        raise TypeError(
-            f"`{function}` takes a function, but was given {fn!r} of type {type(fn).__name__}."
-        )
+        raise wrong_type(f"`{function}` takes a function, but was given", fn)

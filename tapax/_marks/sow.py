@@ -24,7 +24,7 @@ import numpy as np
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ScopeName
 from tapax._marks.tap import Mark, tap
-from tapax._sites import SiteError
+from tapax._sites import SiteError, wrong_type
 
 T = TypeVar("T")
 
@@ -84,10 +84,7 @@ def scope(name: str) -> contextlib.AbstractContextManager[Any]:
 
 def _check_name(name: Any, function: str) -> None:
     if not isinstance(name, str):
-        raise TypeError(
-            f"`{function}` takes a string as its name, but was given {name!r} of type "
-            f"{type(name).__name__}."
-        )
+        raise wrong_type(f"`{function}` takes a string as its name, but was given", name)
     if "Tracer" in name:
         raise TypeError(
             f"`{function}` was given the name {name!r}, which has a traced value in it. Make the "

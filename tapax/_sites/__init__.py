@@ -1,6 +1,6 @@
 """Sites: what they are, how they are named, how selections pick them, and errors about them."""
 
-from tapax._sites.errors import SiteError, as_array, name_of, nearest
+from tapax._sites.errors import SiteError, as_array, name_of, nearest, wrong_type
 from tapax._sites.names import join, segment
 from tapax._sites.selections import (
     CALLS,

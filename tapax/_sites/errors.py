@@ -34,9 +34,12 @@ def as_array(x: Any, what: str) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"{what} must be an array, but is {x!r} of type {type(x).__name__}."
-        ) from None
+        raise wrong_type(f"{what} must be an array, but is", x) from None
+
+
+def wrong_type(sentence: str, value: Any) -> TypeError:
+    """An error for an argument: `sentence`, to which `value` and its type are the end."""
+    return TypeError(f"{sentence} {value!r} of type {type(value).__name__}.")
 
 
 def name_of(fn: Any) -> str:

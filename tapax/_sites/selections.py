@@ -33,7 +33,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
-from tapax._sites.errors import SiteError
+from tapax._sites.errors import SiteError, wrong_type
 from tapax._sites.site import Site
 from tapax.reduce import Reducer
 
@@ -183,9 +183,8 @@ def at(selection: Selection, *, step: Any) -> At:
             f"`at` takes one iteration as `step`, but was given an array of shape "
             f"{list(step.shape)}. Use jax.vmap for several."
         )
-    raise TypeError(
-        f"`at` takes an integer or a slice of iterations as `step`, "
-        f"but was given {step!r} of type {type(step).__name__}."
+    raise wrong_type(
+        "`at` takes an integer or a slice of iterations as `step`, but was given", step
     )
 
 

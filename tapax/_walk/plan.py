@@ -31,6 +31,7 @@ from tapax._sites import (
     matches,
     nearest,
     rules,
+    wrong_type,
 )
 from tapax.reduce import Reducer
 
@@ -76,10 +77,7 @@ class Plan:
         names: tuple[str, str] = ("values", "grads"),
     ) -> Plan:
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-            raise TypeError(
-                f"`steps` must be a number of iterations, but is {steps!r} of type "
-                f"{type(steps).__name__}."
-            )
+            raise wrong_type("`steps` must be a number of iterations, but is", steps)
         if steps is not None and steps < 1:
             raise SiteError(f"`steps` must be at least 1, but is {steps}.")
         which, policy = _modules(modules)

@@ -115,11 +115,10 @@ def _replace_values(
         if others is None:
             raise SiteError(f"The site {site.name!r} is not reached with the reference.")
         at = _batch_axis(site, value, axis)
-        new = (
-            _mean(others, at)
-            if how == "mean"
-            else _draw_examples(others, value, at, site, key, reference)
-        )
+        if how == "mean":
+            new = jnp.mean(others, at, keepdims=True)
+        else:
+            new = _draw_examples(others, value, at, site, key, reference)
         if not is_broadcastable(new.shape, value.shape):
             raise SiteError(
                 f"The values of the site {site.name!r}, marked at {site.source}, have the shape "
@@ -138,10 +137,6 @@ def _batch_axis(site: Site, value: Any, axis: int) -> int:
             f"shape {list(value.shape[len(site.loops) :])}."
         )
     return axis % own + len(site.loops)
-
-
-def _mean(others: Any, at: int) -> Any:
-    return jnp.mean(others, at, keepdims=True)
 
 
 def _draw_examples(others: Any, value: Any, at: int, site: Site, key: Any, reference: Any) -> Any:

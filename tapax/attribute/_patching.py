@@ -5,6 +5,10 @@ number or any array. The results are plain arrays `[sites, positions, *metric]`,
 *metric]` where `positions` is None.
 """
 
+from __future__ import annotations
+
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +21,7 @@ from tapax._api.capture import capture
 from tapax._api.cut import prefix, suffix
 from tapax._api.edit import edit
 from tapax._api.gradients import grad
+from tapax._results import Taps
 from tapax._sites import SiteError, check
 from tapax.attribute._compilation import arguments, check_alike, check_array, compile_method
 from tapax.attribute._visits import Visit, axis_of, drop_steps, find_visits
@@ -46,29 +51,17 @@ def activation_patching(
     >>> activation_patching(f, jnp.ones((2, 1)), jnp.zeros((2, 1)), ["h"], [0, 1]).tolist()
     [[2.0, 2.0]]
     """
-    where, traced = _parse_positions(positions)
-    run = compile_method(_patch_activations, fn, check(sites, "sites"), axis, batch_size, where)
-    return run(*_pair_arguments(clean, corrupt), traced)
+    runs = _Runs.make(clean, corrupt, positions, axis, batch_size)
+    return compile_method(_patch_activations, fn, check(sites, "sites"))(runs)
 
 
-def _patch_activations(
-    fn: Any,
-    sites: Any,
-    axis: int,
-    batch_size: Any,
-    where: Any,
-    clean: Any,
-    corrupt: Any,
-    traced: Any,
-) -> jax.Array:
-    _, there = capture(fn, values=drop_steps(sites), grads=None)(*clean)
-    metric, here = capture(fn, values=drop_steps(sites), grads=None)(*corrupt)
-    check_array(metric)
+def _patch_activations(fn: Any, sites: Any, runs: _Runs) -> jax.Array:
+    _, there, here = runs.capture(fn, drop_steps(sites))
     made = []
     for visit in find_visits(sites, here):
         rest = suffix(fn, visit.at)
-        patches = _Patches(visit, visit.value_in(there), visit.value_in(here), axis, where, traced)
-        made.append(patches.sweep(lambda value, rest=rest: rest(value, *corrupt), batch_size))
+        patches = _Patches(runs, visit, there, here)
+        made.append(patches.sweep(lambda value, rest=rest: rest(value, *runs.corrupt)))
     return jnp.stack(made)
 
 
@@ -94,24 +87,18 @@ def attribution_patching(
     >>> attribution_patching(f, jnp.zeros((2, 1)), jnp.ones((2, 1)), ["h"], [0, 1]).tolist()
     [[0.0, 0.0]]
     """
-    where, traced = _parse_positions(positions)
-    run = compile_method(_estimate_patches, fn, check(sites, "sites"), axis, where)
-    return run(*_pair_arguments(clean, corrupt), traced)
+    runs = _Runs.make(clean, corrupt, positions, axis)
+    return compile_method(_estimate_patches, fn, check(sites, "sites"))(runs)
 
 
-def _estimate_patches(
-    fn: Any, sites: Any, axis: int, where: Any, clean: Any, corrupt: Any, traced: Any
-) -> jax.Array:
-    _, there = capture(fn, values=drop_steps(sites), grads=None)(*clean)
-    metric, here = capture(fn, values=drop_steps(sites), grads=None)(*corrupt)
-    check_array(metric)
-    metric = jnp.asarray(metric)
+def _estimate_patches(fn: Any, sites: Any, runs: _Runs) -> jax.Array:
+    metric, there, here = runs.capture(fn, drop_steps(sites))
     loss = grad(lambda weights, *args: jnp.sum(weights * fn(*args)), at=drop_steps(sites))
     if metric.ndim == 0:
-        grads = jax.tree.map(lambda g: g[None], loss(jnp.ones_like(metric), *corrupt))
+        grads = jax.tree.map(lambda g: g[None], loss(jnp.ones_like(metric), *runs.corrupt))
     else:
         units = jnp.eye(metric.size, dtype=metric.dtype).reshape(-1, *metric.shape)
-        grads = jax.vmap(lambda weights: loss(weights, *corrupt))(units)
+        grads = jax.vmap(lambda weights: loss(weights, *runs.corrupt))(units)
     made = []
     for visit in find_visits(sites, here):
         if visit.site.name not in grads:
@@ -119,15 +106,14 @@ def _estimate_patches(
                 f"There is no gradient by {visit.where}: it cannot be differentiated, or the "
                 "metric does not depend on it."
             )
-        a, b = visit.value_in(there), visit.value_in(here)
+        patches = _Patches(runs, visit, there, here)
         slope = grads[visit.site.name]
-        effect = (slope if visit.step is None else slope[:, visit.step]) * (a - b)
-        patches = _Patches(visit, a, b, axis, where, traced)
+        slope = slope if visit.step is None else slope[:, visit.step]
+        effect = slope * (patches.clean - patches.corrupt)
         if patches.at is None:
             total = effect.sum(range(1, effect.ndim))
         else:
-            kept = axis_of(visit, a, axis) + 1
-            along = effect.sum([i for i in range(1, effect.ndim) if i != kept])
+            along = effect.sum([i for i in range(1, effect.ndim) if i != patches.axis + 1])
             total = patches.mask_invalid(along[:, patches.at].T)
         made.append(metric + total.reshape(*total.shape[:-1], *metric.shape))
     return jnp.stack(made)
@@ -168,31 +154,16 @@ def path_patching(
     >>> path_patching(f, one, zero, "a", "c", frozen="b").tolist()
     [1.0]
     """
-    where, traced = _parse_positions(positions)
-    chosen = [check(s, n) for s, n in ((sender, "sender"), (receivers, "receivers"))]
-    run = compile_method(
-        _patch_paths, fn, *chosen, check(frozen, "frozen"), axis, batch_size, where
-    )
-    return run(*_pair_arguments(clean, corrupt), traced)
+    runs = _Runs.make(clean, corrupt, positions, axis, batch_size)
+    given = {"sender": sender, "receivers": receivers, "frozen": frozen}
+    chosen = (check(selection, argument) for argument, selection in given.items())
+    return compile_method(_patch_paths, fn, *chosen)(runs)
 
 
-def _patch_paths(
-    fn: Any,
-    sender: Any,
-    receivers: Any,
-    frozen: Any,
-    axis: int,
-    batch_size: Any,
-    where: Any,
-    clean: Any,
-    corrupt: Any,
-    traced: Any,
-) -> jax.Array:
-    every = (*drop_steps(sender, "sender"), *drop_steps(receivers, "receivers"))
-    every = every if frozen is None else (*every, *drop_steps(frozen, "frozen"))
-    _, there = capture(fn, values=drop_steps(sender, "sender"), grads=None)(*clean)
-    metric, here = capture(fn, values=every, grads=None)(*corrupt)
-    check_array(metric)
+def _patch_paths(fn: Any, sender: Any, receivers: Any, frozen: Any, runs: _Runs) -> jax.Array:
+    corrupt_alone = drop_steps(receivers, "receivers")
+    corrupt_alone += () if frozen is None else drop_steps(frozen, "frozen")
+    _, there, here = runs.capture(fn, drop_steps(sender, "sender"), corrupt_alone)
     ends = find_visits(receivers, here, "receivers")
     others = [] if frozen is None else find_visits(frozen, here, "frozen")
     others += [visit for visit in ends if not any(visit.is_same(other) for other in others)]
@@ -203,79 +174,102 @@ def _patch_paths(
             held = [visit for visit in others if not (visit.is_same(start) or visit.is_same(end))]
             edits = [(visit.at, visit.value_in(here)) for visit in held]
             edited = edit(fn, [*edits, (start.at, value)])
-            seen.append((end.at, prefix(edited, end.at)(*corrupt)))
-        return edit(fn, seen)(*corrupt)
+            seen.append((end.at, prefix(edited, end.at)(*runs.corrupt)))
+        return edit(fn, seen)(*runs.corrupt)
 
     made = []
     for start in find_visits(sender, here, "sender"):
         if any(start.is_same(end) for end in ends):
             raise SiteError(f"There is no path: {start.where}, is both a sender and a receiver.")
-        patches = _Patches(start, start.value_in(there), start.value_in(here), axis, where, traced)
-        made.append(patches.sweep(lambda value, start=start: effect(start, value), batch_size))
+        patches = _Patches(runs, start, there, here)
+        made.append(patches.sweep(lambda value, start=start: effect(start, value)))
     return jnp.stack(made)
 
 
-def _pair_arguments(clean: Any, corrupt: Any) -> tuple[Any, Any]:
-    clean, corrupt = arguments(clean), arguments(corrupt)
-    check_alike(clean, corrupt)
-    return clean, corrupt
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["clean", "corrupt", "traced"],
+    meta_fields=["known", "axis", "batch_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class _Runs:
+    """The arguments of a clean and a corrupt run, and the positions to patch, known or traced."""
 
+    clean: tuple[Any, ...]
+    corrupt: tuple[Any, ...]
+    traced: Any
+    known: tuple[int, ...] | None
+    axis: int
+    batch_size: int | None
 
-def _parse_positions(given: Any) -> tuple[tuple[int, ...] | None, Any]:
-    """The positions, as numbers if they are known, else as an array."""
-    if given is None:
-        return None, None
-    if isinstance(given, Tracer):
-        array = given
-    else:
-        array = np.asarray(given if hasattr(given, "shape") else list(given))
-    if array.ndim != 1 or not array.size or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(
-            "`positions` must be a sequence of one or more integers, or None for whole values, but "
-            f"is {given!r}."
-        )
-    if isinstance(array, Tracer):
-        return None, array
-    return tuple(int(i) for i in array), None
+    @classmethod
+    def make(
+        cls, clean: Any, corrupt: Any, positions: Any, axis: int, batch_size: int | None = None
+    ) -> _Runs:
+        array = positions
+        if positions is not None and not isinstance(positions, Tracer):
+            array = np.asarray(positions if hasattr(positions, "shape") else list(positions))
+        if array is not None and (
+            array.ndim != 1 or not array.size or not jnp.issubdtype(array.dtype, jnp.integer)
+        ):
+            raise TypeError(
+                "`positions` must be a sequence of one or more integers, or None for whole values, "
+                f"but is {positions!r}."
+            )
+        clean, corrupt = arguments(clean), arguments(corrupt)
+        check_alike(clean, corrupt)
+        traced = array if isinstance(array, Tracer) else None
+        known = tuple(array.tolist()) if isinstance(array, np.ndarray) else None
+        return cls(clean, corrupt, traced, known, axis, batch_size)
+
+    def capture(
+        self, fn: Any, sites: tuple[Any, ...], corrupt_alone: tuple[Any, ...] = ()
+    ) -> tuple[jax.Array, Taps, Taps]:
+        """The metric of the corrupt run, and what the clean and the corrupt run have at sites."""
+        _, there = capture(fn, values=sites, grads=None)(*self.clean)
+        metric, here = capture(fn, values=(*sites, *corrupt_alone), grads=None)(*self.corrupt)
+        check_array(metric)
+        return jnp.asarray(metric), there, here
 
 
 class _Patches:
     """The corrupt value of a visit, replaced by the clean one, at each of some positions."""
 
-    def __init__(self, visit: Visit, clean: Any, corrupt: Any, axis: int, where: Any, traced: Any):
-        self._clean, self._corrupt = clean, corrupt
+    def __init__(self, runs: _Runs, visit: Visit, there: Taps, here: Taps):
+        self.clean, self.corrupt = visit.value_in(there), visit.value_in(here)
+        self._batch_size = runs.batch_size
         self.at: Any = None
         self._valid: Any = None
-        if where is None and traced is None:
+        known, traced = runs.known, runs.traced
+        if known is None and traced is None:
             return
-        self._axis = axis_of(visit, clean, axis)
-        size = clean.shape[self._axis]
-        if traced is not None:
+        self.axis = axis_of(visit, self.clean, runs.axis)
+        size = self.clean.shape[self.axis]
+        if known is None:
             self._valid = (traced >= -size) & (traced < size)
             self.at = jnp.where(traced < 0, traced + size, traced)
             return
-        where = where or ()
-        wrong = [i for i in where if not -size <= i < size]
+        wrong = [i for i in known if not -size <= i < size]
         if wrong:
             raise SiteError(
                 f"The position {wrong[0]} is out of range: {visit.where}, has values of shape "
-                f"{list(clean.shape)}, so {size} positions along axis {axis}."
+                f"{list(self.clean.shape)}, so {size} positions along axis {runs.axis}."
             )
-        self.at = np.asarray(where) % size
+        self.at = np.asarray(known) % size
 
-    def sweep(self, rest: Callable[[Any], Any], batch_size: int | None) -> Any:
+    def sweep(self, rest: Callable[[Any], Any]) -> Any:
         """What `rest` makes of each patched value."""
         if self.at is None:
-            return rest(self._clean)
-        shape = [-1 if i == self._axis else 1 for i in range(self._clean.ndim)]
-        places = jnp.arange(self._clean.shape[self._axis]).reshape(shape)
+            return rest(self.clean)
+        shape = [-1 if i == self.axis else 1 for i in range(self.clean.ndim)]
+        places = jnp.arange(self.clean.shape[self.axis]).reshape(shape)
 
         def patched(position: Any) -> Any:
-            return rest(jnp.where(places == position, self._clean, self._corrupt))
+            return rest(jnp.where(places == position, self.clean, self.corrupt))
 
-        if batch_size is None:
-            return self.mask_invalid(jax.vmap(patched)(jnp.asarray(self.at)))
-        return self.mask_invalid(jax.lax.map(patched, jnp.asarray(self.at), batch_size=batch_size))
+        at, size = jnp.asarray(self.at), self._batch_size
+        out = jax.vmap(patched)(at) if size is None else jax.lax.map(patched, at, batch_size=size)
+        return self.mask_invalid(out)
 
     def mask_invalid(self, out: Any) -> Any:
         """Makes what comes of a traced position that is out of range no number."""

@@ -10,9 +10,9 @@ import numpy as np
 from tapax._api.capture import capture
 from tapax._api.cut import suffix
 from tapax._api.gradients import grad
-from tapax._sites import At, SiteError, StepSlice, check, flatten
+from tapax._sites import At, SiteError, StepSlice, check, flatten, is_exact
 from tapax.attribute._compilation import compile_method, is_broadcastable
-from tapax.attribute._visits import axis_of, drop_steps, find_one_visit, find_visits, is_single_site
+from tapax.attribute._visits import axis_of, drop_steps, find_one_visit, find_visits
 
 
 def saliency(
@@ -36,11 +36,10 @@ def saliency(
 
 def _compute_saliency(fn: Any, site: Any, times_value: bool, argnum: int, *args: Any) -> Any:
     if site is None:
-        _check_argnum(argnum, args)
-        slope = jax.grad(_of_argument(fn, argnum, args))(args[argnum])
-        times = lambda g, x: g * x if times_value else g  # noqa: E731
-        return jax.tree.map(times, slope, args[argnum])
-    step = site.step if isinstance(site, At) else None
+        value, rest = _of_argument(fn, argnum, args)
+        slope = jax.grad(rest)(value)
+        return jax.tree.map(jnp.multiply, slope, value) if times_value else slope
+    alone, step = (site.selection, site.step) if isinstance(site, At) else (site, None)
     step = step.slice if isinstance(step, StepSlice) else step
     if step is None and any(isinstance(part, At) for part in flatten(site)):
         raise SiteError(f"`site` is one tapax.at, or a selection without any, but is {site!r}.")
@@ -50,7 +49,7 @@ def _compute_saliency(fn: Any, site: Any, times_value: bool, argnum: int, *args:
     grads = grad(fn, at=picked)(*args)
     made = {n: g * taps.values[n] if times_value else g for n, g in grads.items()}
     made = made if step is None else {n: g[step] for n, g in made.items()}
-    if not is_single_site(site):
+    if not is_exact(alone):
         return made
     if len(made) != 1:
         raise SiteError(f"`site` is {site!r}, but must pick one of {', '.join(map(repr, made))}.")
@@ -90,8 +89,7 @@ def _integrate_gradients(
     fn: Any, site: Any, steps: int, argnum: int, batch_size: Any, baseline: Any, *args: Any
 ) -> Any:
     if site is None:
-        _check_argnum(argnum, args)
-        value, rest = args[argnum], _of_argument(fn, argnum, args)
+        value, rest = _of_argument(fn, argnum, args)
     else:
         _, taps = capture(fn, values=drop_steps(site, "site"), grads=None)(*args)
         visit = find_one_visit(site, taps, "site")
@@ -168,10 +166,8 @@ def _compute_cam(
     return jax.nn.relu(jnp.sum(weights * value, channel))
 
 
-def _of_argument(fn: Any, argnum: int, args: tuple[Any, ...]) -> Callable[[Any], Any]:
-    return lambda x: fn(*args[:argnum], x, *args[argnum + 1 :])
-
-
-def _check_argnum(argnum: int, args: tuple[Any, ...]) -> None:
+def _of_argument(fn: Any, argnum: int, args: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
+    """An argument, and `fn` as a function of it."""
     if not 0 <= argnum < len(args):
         raise ValueError(f"`argnum` is {argnum}, but the function was given {len(args)} arguments.")
+    return args[argnum], lambda x: fn(*args[:argnum], x, *args[argnum + 1 :])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tapax._results import Taps
-from tapax._sites import At, Site, SiteError, StepSlice, at, check, flatten, is_exact, matches
+from tapax._sites import At, Site, SiteError, StepSlice, at, check, flatten, matches
 
 
 class Visit(NamedTuple):
@@ -49,9 +49,10 @@ def drop_steps(sites: Any, argument: str = "sites") -> Any:
 def find_visits(sites: Any, taps: Taps, argument: str = "sites") -> list[Visit]:
     """The visits that a selection picks; `taps` holds their values."""
     found = []
+    distinct = {site.name: site for site in taps.sites if site.pullback == 0}
     for part in flatten(check(sites, argument)):
         inner = part.selection if isinstance(part, At) else part
-        picked = [s for s in _distinct_sites(taps.sites) if matches(inner, s)]
+        picked = [s for s in distinct.values() if matches(inner, s)]
         if not picked:
             raise SiteError(f"`{argument}` holds {part!r}, which picks no site.")
         for site in picked:
@@ -65,10 +66,6 @@ def find_visits(sites: Any, taps: Taps, argument: str = "sites") -> list[Visit]:
             selection = inner if ruled else f"{site.path}@{site.call}"
             found += [Visit(site, selection, step) for step in _steps(part, site, taps)]
     return found
-
-
-def _distinct_sites(sites: Sequence[Site]) -> list[Site]:
-    return list({s.name: s for s in sites if s.pullback == 0}.values())
 
 
 def _steps(part: Any, site: Site, taps: Taps) -> Sequence[int | None]:
@@ -107,11 +104,6 @@ def find_one_visit(sites: Any, taps: Taps, argument: str) -> Visit:
         f"`{argument}` must pick one value, but {sites!r} picks {len(found)}: {names}"
         f"{' and more' if len(found) > 5 else ''}."
     )
-
-
-def is_single_site(site: Any) -> bool:
-    """Whether a selection is the name of one site."""
-    return is_exact(site.selection if isinstance(site, At) else site)
 
 
 def axis_of(visit: Visit, value: Any, axis: int) -> int:

@@ -1,9 +1,8 @@
 """Watching a training run: the monitor, its alerts, its sinks, and logs."""
 
 from tapax.monitoring import alert, sink
-from tapax.monitoring._log import Log
+from tapax.monitoring._log import Log, open
 from tapax.monitoring._monitor import Monitor, monitor
-from tapax.monitoring._open import open
 from tapax.monitoring._records import AlertEvent, Histogram
 
 __all__ = ["AlertEvent", "Histogram", "Log", "Monitor", "alert", "monitor", "open", "sink"]

@@ -17,8 +17,8 @@ import tapax.monitoring._log_format as log_format
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 
-class JsonLines:
-    """Writes a line for each record."""
+class jsonl:
+    """A file with a line of JSON for each record."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -102,11 +102,12 @@ def read_lines(path: Path) -> Iterator[log_format.LogEntry]:
                 content = json.loads(line)
                 log_format.check_version(path, content["tapax"])
                 if "alert" in content:
-                    yield 0, None, [log_format.alert_from_json(content["alert"])]
-                    continue
-                record = {name: _number_from_json(x) for name, x in content["record"].items()}
-                step = int(content["step"])
+                    entry = log_format.alert_from_json(content["alert"])
+                else:
+                    numbers = content["record"].items()
+                    record = {name: _number_from_json(x) for name, x in numbers}
+                    entry = int(content["step"]), record
             except (ValueError, KeyError, TypeError, AttributeError):
                 log_format.warn_left_out(path, f"line {number}", 5)
-                continue
-            yield step, record, []
+            else:
+                yield entry

@@ -1,4 +1,4 @@
-"""`Log`: the records of a monitored run, by step and by name.
+"""`Log`: the records of a monitored run, by step and by name; and `open`, which reads one.
 
 A *record* has the numbers of one watched step: a dict of numbers by names such as
 `GPT/blocks/3/mlp/value_rms` and `GPT/blocks/3/mlp/grad_norm`. The name of a site comes first, then
@@ -17,11 +17,16 @@ A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was 
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from tapax._sites import nearest
+from tapax.monitoring._json_lines import read_lines
+from tapax.monitoring._log_format import LogEntry, not_a_log, warn_left_out
+from tapax.monitoring._part_folder import FORMATS, IncompletePart, find_parts
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record
 
 
@@ -106,3 +111,44 @@ class Log:
         from tapax.monitoring._trend import log_table
 
         return log_table(list(self), self.names, len(self.alerts))
+
+
+def open(path: str | os.PathLike[str]) -> Log:
+    """Reads a log that a sink wrote: a `.jsonl` file, a `.parquet` or `.safetensors` folder.
+
+    Records that were not written to their end, as when the run was killed or the disk was full, are
+    left out, with a warning.
+    """
+    log = Log()
+    for entry in _read(Path(path)):
+        if isinstance(entry, AlertEvent):
+            log.alert(entry)
+        else:
+            log(*entry)
+    return log
+
+
+def _read(path: Path) -> Iterator[LogEntry]:
+    """Read every record of a log, and every alert."""
+    if not path.exists():
+        raise FileNotFoundError(f"There is no log {str(path)!r}: nothing has that name.")
+    if path.is_file():
+        if path.suffix == ".jsonl":
+            yield from read_lines(path)
+            return
+        if path.suffix not in FORMATS:
+            name = f"its name ends in {path.suffix!r}" if path.suffix else "it is a file"
+            raise not_a_log(path, name)
+        found = [path]
+    else:
+        found = [part for suffix in FORMATS for part in find_parts(path, suffix)]
+        if not found and (path.suffix not in FORMATS or any(path.iterdir())):
+            raise not_a_log(path, "it holds no parts of one")
+    for part in found:
+        try:
+            yield from FORMATS[part.suffix].read(part)
+        except IncompletePart:
+            if path.is_file():
+                kind = part.suffix[1:]
+                raise not_a_log(path, f"it is no {kind} file, or not a whole one") from None
+            warn_left_out(path, f"the part {part.name!r}", 4)

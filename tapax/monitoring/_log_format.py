@@ -17,8 +17,8 @@ from tapax.monitoring._records import AlertEvent, Histogram, Number
 
 VERSION = 1
 
-LogEntry = tuple[int, "dict[str, Number] | None", "list[AlertEvent]"]
-"""A step and its record, or no record; and alerts."""
+LogEntry = tuple[int, "dict[str, Number]"] | AlertEvent
+"""A step and its record, or an alert."""
 
 
 def unwritable(path: Path, error: OSError) -> OSError:

@@ -38,7 +38,7 @@ from tapax import _jax, reduce
 from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._results import SiteTable, Taps
-from tapax._sites import SiteError, name_of
+from tapax._sites import SiteError, name_of, wrong_type
 from tapax._walk.plan import Plan
 from tapax.monitoring._delivery import Delivery, Report, warn
 from tapax.monitoring._readings import (
@@ -47,7 +47,6 @@ from tapax.monitoring._readings import (
     StatisticRequest,
     label_results,
     make_requests,
-    pair_reducers,
     read_numbers,
 )
 from tapax.monitoring._records import AlertEvent
@@ -106,14 +105,10 @@ class Monitor(Generic[P, R]):
         modules: Any,
     ):
         functools.update_wrapper(self, step, updated=())
-        recorded = [
-            request
-            for kind, selection in (("value", values), ("grad", grads))
-            for request in make_requests(kind, list(pair_reducers(kind, selection, reduce.rms)))
-        ]
         pairs = [(rule, limit) for rule, alert in enumerate(alerts) for limit in alert.limits]
         limits = {f"{x.kind}#a{i}": (rule, x) for i, (rule, x) in enumerate(pairs)}
-        requests = recorded + [
+        requests = [*make_requests("value", values), *make_requests("grad", grads)]
+        requests += [
             StatisticRequest(x.kind, x.selection, x.reducer, x.reducer.name, key)
             for key, (_, x) in limits.items()
         ]
@@ -292,9 +287,7 @@ def _check_every(every: Any) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(every, bool):
-        raise TypeError(
-            f"`every` must be a number of steps, but is {every!r} of type {type(every).__name__}."
-        )
+        raise wrong_type("`every` must be a number of steps, but is", every)
     if number < 1:
         raise ValueError(f"`every` must be at least 1, to watch every step, but is {number}.")
     return number
@@ -304,7 +297,6 @@ def _list_rules(alerts: Any) -> list[AlertRule]:
     several = [alerts] if isinstance(alerts, AlertRule) else alerts
     if isinstance(several, (list, tuple)) and all(isinstance(a, AlertRule) for a in several):
         return list(several)
-    raise TypeError(
-        f"`alerts` must be alerts of tapax.alert, such as tapax.alert.nonfinite(), but is "
-        f"{alerts!r} of type {type(alerts).__name__}."
+    raise wrong_type(
+        "`alerts` must be alerts of tapax.alert, such as tapax.alert.nonfinite(), but is", alerts
     )

@@ -15,13 +15,13 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 import tapax.monitoring._log_format as log_format
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
@@ -37,7 +37,6 @@ class PartFolder:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._load()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Two runs that write into one folder at a time must not write the same parts.
@@ -54,13 +53,13 @@ class PartFolder:
         if found:
             with contextlib.suppress(IncompletePart):
                 self._decode(found[-1])
-        self._number = 1 + max((_part_number(part) for part in found), default=-1)
-        self._begin()
+        self._begin(1 + max((_part_number(part) for part in found), default=-1))
 
     def __repr__(self) -> str:
         return f"{self.suffix[1:]}({str(self.path)!r})"
 
-    def _begin(self) -> None:
+    def _begin(self, number: int) -> None:
+        self._number = number
         self._records: list[Any] = []
         self._alerts: list[AlertEvent] = []
         self._size = 0
@@ -68,20 +67,16 @@ class PartFolder:
     def __call__(self, step: int, record: Record) -> None:
         numbers = as_floats(record)
         if self._records and not self._fits(numbers):
-            self._next()
+            self._begin(self._number + 1)
         self._add(int(step), numbers)
         self._size += sum(map(_nbytes, numbers.values()))
         self._write()
         if len(self._records) >= RECORDS or self._size >= BYTES:
-            self._next()
+            self._begin(self._number + 1)
 
     def alert(self, event: AlertEvent) -> None:
         self._alerts.append(event)
         self._write()
-
-    def _next(self) -> None:
-        self._number += 1
-        self._begin()
 
     def _write(self) -> None:
         part = self.path / f"part-{self._number:05d}-{self._run}{self.suffix}"
@@ -103,15 +98,10 @@ class PartFolder:
             raise
 
     @classmethod
-    def read(cls, path: Path) -> Iterator[log_format.LogEntry]:
+    def read(cls, path: Path) -> list[log_format.LogEntry]:
         """Read one part."""
         about, records = cls._decode(path)
-        for step, record in records:
-            yield step, record, []
-        yield 0, None, [log_format.alert_from_json(event) for event in json.loads(about["alerts"])]
-
-    def _load(self) -> None:
-        """Imports what the format needs."""
+        return [*records, *map(log_format.alert_from_json, json.loads(about["alerts"]))]
 
     def _fits(self, record: Mapping[str, Number]) -> bool:
         """Whether a record can be in the part that is open."""
@@ -150,13 +140,13 @@ def _part_number(part: Path) -> int:
     return int(part.name.split("-")[1])
 
 
-class Safetensors(PartFolder):
-    """An array for each name."""
+class safetensors(PartFolder):
+    """A folder of safetensors files with an array for each name."""
 
     suffix = ".safetensors"
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _begin(self, number: int) -> None:
+        super()._begin(number)
         self._found: dict[str, tuple[list[int], list[Any], Any]] = {}
 
     def _fits(self, record: Mapping[str, Number]) -> bool:
@@ -182,16 +172,16 @@ class Safetensors(PartFolder):
                 arrays[f"/at/{name}"] = np.array(places, np.int64)
         # safetensors sorts them; the order of the names is that of the program.
         about = {**about, "names": json.dumps(list(self._found))}
-        return safetensors.numpy.save(arrays, about)
+        return save(arrays, about)
 
     @classmethod
     def _decode(cls, path: Path) -> tuple[dict[str, str], list[tuple[int, dict[str, Number]]]]:
         try:
-            with safetensors.safe_open(path, "numpy") as file:
+            with safe_open(path, "numpy") as file:
                 about = file.metadata() or {}
                 _check_about(path, about)
                 arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except safetensors.SafetensorError as error:
+        except SafetensorError as error:
             raise IncompletePart from error
         steps = arrays["/steps"]
         records: list[tuple[int, dict[str, Number]]] = [(int(step), {}) for step in steps]
@@ -210,23 +200,20 @@ def _shape_and_edges(number: Number) -> tuple[Any, Any]:
     return np.shape(number), None
 
 
-class Parquet(PartFolder):
-    """A row for each number."""
+class parquet(PartFolder):
+    """A folder of Parquet files with a row for each number: step, name, value, counts, edges."""
 
     suffix = ".parquet"
 
-    def _load(self) -> None:
-        _pyarrow()
+    def __init__(self, path: str | os.PathLike[str]):
+        _pyarrow()  # told at once if it is missing
+        super().__init__(path)
 
     def _add(self, step: int, record: dict[str, Number]) -> None:
         pa, _ = _pyarrow()
         # A record without numbers is a row without a name.
-        rows = [_row(step, name, number) for name, number in record.items()]
-        rows = rows or [(step, None, *[None] * 5)]
-        columns = zip(*rows, strict=True)
-        kinds = [field.type for field in _schema()]
-        arrays = [pa.array(c, k) for c, k in zip(columns, kinds, strict=True)]
-        self._records.append(pa.record_batch(arrays, schema=_schema()))
+        rows = [{"step": step, "name": name, **_columns(x)} for name, x in record.items()]
+        self._records.append(pa.RecordBatch.from_pylist(rows or [{"step": step}], _schema()))
 
     def _encode(self, about: dict[str, str]) -> Any:
         pa, pq = _pyarrow()
@@ -246,12 +233,12 @@ class Parquet(PartFolder):
         found = table.schema.metadata or {}
         about = {key.decode(): value.decode() for key, value in found.items()}
         _check_about(path, about)
-        rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
+        rows = iter(table.to_pylist())
         records = []
         for length in json.loads(about["lengths"]):
-            of_record = [next(rows) for _ in range(length)]
-            numbers = {row[1]: _number_in(row) for row in of_record if row[1] is not None}
-            records.append((of_record[0][0], numbers))
+            first, *others = (next(rows) for _ in range(length))
+            named = [row for row in (first, *others) if row["name"] is not None]
+            records.append((first["step"], {row["name"]: _number_in(row) for row in named}))
         return about, records
 
 
@@ -281,20 +268,23 @@ def _schema() -> Any:
     )
 
 
-def _row(step: int, name: str, number: Number) -> tuple[Any, ...]:
+def _columns(number: Number) -> dict[str, Any]:
     if isinstance(number, Histogram):
-        shape = list(number.counts.shape)
-        return step, name, None, None, shape, number.counts.ravel(), number.edges
+        counts, shape = number.counts.ravel(), list(number.counts.shape)
+        return {"counts": counts, "shape": shape, "edges": number.edges}
     if isinstance(number, np.ndarray):
-        return step, name, None, number.ravel(), list(number.shape), None, None
-    return step, name, number, None, None, None, None
+        return {"values": number.ravel(), "shape": list(number.shape)}
+    return {"value": number}
 
 
-def _number_in(row: tuple[Any, ...]) -> Number:
-    _, _, value, values, shape, counts, edges = row
-    if counts is not None:
-        return Histogram(np.array(counts, np.float64).reshape(shape), np.array(edges, np.float64))
-    return value if values is None else np.array(values, np.float64).reshape(shape)
+def _number_in(row: dict[str, Any]) -> Number:
+    values, counts, edges = (
+        None if row[name] is None else np.array(row[name], np.float64)
+        for name in ("values", "counts", "edges")
+    )
+    if counts is not None and edges is not None:
+        return Histogram(counts.reshape(row["shape"]), edges)
+    return row["value"] if values is None else values.reshape(row["shape"])
 
 
 def _check_about(path: Path, about: Mapping[str, str]) -> None:
@@ -304,4 +294,4 @@ def _check_about(path: Path, about: Mapping[str, str]) -> None:
     log_format.check_version(path, int(version) if version.isdigit() else version)
 
 
-FORMATS: dict[str, type[PartFolder]] = {".parquet": Parquet, ".safetensors": Safetensors}
+FORMATS: dict[str, type[PartFolder]] = {".parquet": parquet, ".safetensors": safetensors}

@@ -18,7 +18,7 @@ import numpy as np
 from tapax._results import SiteTable
 from tapax._sites import At, Site, check, flatten, matches
 from tapax.monitoring._records import Histogram, Number
-from tapax.reduce import Reducer
+from tapax.reduce import Reducer, rms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Reading(NamedTuple):
         return f"{self.label}/{self.request.kind}_{self.stat}"
 
 
-def pair_reducers(kind: str, selection: Any, default: Reducer) -> Iterator[tuple[Any, Reducer]]:
-    """Pair each selection in one with each of its reducers, or with `default` if it has none."""
+def _pair_reducers(kind: str, selection: Any) -> Iterator[tuple[Any, Reducer]]:
+    """Pair each selection in one with each of its reducers, or with `rms` if it has none."""
     argument = f"{kind}s"
     if isinstance(selection, Mapping):
         for part in flatten(check(selection, argument, reducing=True)):
@@ -66,13 +66,14 @@ def pair_reducers(kind: str, selection: Any, default: Reducer) -> Iterator[tuple
                 yield part.selection, reducer
     elif isinstance(selection, (list, tuple)):
         for part in selection:
-            yield from pair_reducers(kind, part, default)
+            yield from _pair_reducers(kind, part)
     elif selection is not None:
-        yield check(selection, argument), default
+        yield check(selection, argument), rms
 
 
-def make_requests(kind: str, pairs: Sequence[tuple[Any, Reducer]]) -> list[StatisticRequest]:
+def make_requests(kind: str, selection: Any) -> list[StatisticRequest]:
     """Make requests, each with a key; reducers that differ but share a name get two names."""
+    pairs = list(_pair_reducers(kind, selection))
     labels: dict[str, set[Reducer]] = {}
     stats: dict[str, Reducer] = {}
     for _, reducer in pairs:

@@ -1,6 +1,7 @@
 """Records: the numbers of one watched step by name, and the alerts that went off in it."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -28,6 +29,15 @@ class AlertEvent:
 
 Number: TypeAlias = "float | np.ndarray | Histogram"
 Record: TypeAlias = "Mapping[str, Number]"
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """The site, the kind and the statistic: `Net/mlp/value_rms` is ("Net/mlp", "value", "rms").
+
+    A name of another form is the site; the kind and the statistic are then empty.
+    """
+    found = re.fullmatch(r"(.+)/(value|grad)_([^/]+)", name)
+    return (found[1], found[2], found[3]) if found else (name, "", "")
 
 
 def as_floats(record: Record) -> dict[str, Number]:

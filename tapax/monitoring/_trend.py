@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tapax.monitoring._records import Number, Record
+from tapax._results.tables import render
+from tapax.monitoring._records import Number, Record, split_name
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def render(table: Table) -> str:
-    """A table as text."""
-    console = Console(file=io.StringIO(), width=140, force_terminal=False)
-    console.print(table)
-    return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def summary(number: Number | None) -> float:
+def summary(number: Number) -> float:
     """One number for any: the mean over units, and the mean that a histogram tells."""
-    if number is None:
-        return math.nan
     if isinstance(number, (int, float)):
         return float(number)
     if isinstance(number, np.ndarray):
@@ -96,21 +86,12 @@ def log_table(
     return render(table)
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """The site and the statistic in a name: `Net/mlp/value_rms` is ("Net/mlp", "value rms")."""
-    site, _, stat = name.rpartition("/")
-    for kind in ("value", "grad"):
-        if stat.startswith(f"{kind}_"):
-            return site, f"{kind} {stat[len(kind) + 1 :]}"
-    return name, ""
-
-
 def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
     """A row for each site, a column for each statistic: its last number, and its trend."""
     rows: dict[str, dict[str, Sequence[float]]] = {}
     for name, numbers in history.items():
-        site, stat = split_name(name)
-        rows.setdefault(site, {})[stat] = numbers
+        site, kind, stat = split_name(name)
+        rows.setdefault(site, {})[f"{kind} {stat}" if kind else ""] = numbers
     stats = list(dict.fromkeys(stat for row in rows.values() for stat in row))
     stats.sort(key=lambda stat: stat.startswith("grad"))
     width = 8 if len(stats) < 5 else 0  # many columns leave no room for trends

@@ -31,63 +31,44 @@ class AlertWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """A statistic of the values or the gradients of some sites, and when it is too much."""
+    """A statistic of the values or the gradients of some sites, and when it is too much.
 
+    `rule` is the name of the function that made it: `nonfinite`, `above`, `below` or `dead`.
+    """
+
+    rule: str
     kind: str
     selection: Selection
     stat: str
     reducer: Reducer
     limit: float = 0.0
 
-    def fault(self, number: float) -> str | None:
-        """The fault of a number, as the end of a sentence about it; None if it has none."""
-        raise NotImplementedError
-
     def check(self, step: int, label: str, number: Any) -> AlertEvent | None:
         """The alert that goes off for the number of a site at a step, if any."""
         number = float(number)
-        fault = self.fault(number)
+        fault = self._fault(number)
         if fault is None:
             return None
-        message = f"step {step}: {self._what(label)} {fault}."
+        what = "gradient" if self.kind == "grad" else "value"
+        message = f"step {step}: the {what} of {label} has {fault}."
         return AlertEvent(step, label, f"{self.kind}_{self.stat}", number, message)
 
-    def _what(self, label: str) -> str:
-        return f"the {'gradient' if self.kind == 'grad' else 'value'} of {label} has"
-
-
-class _Nonfinite(Limit):
-    def fault(self, number: float) -> str | None:
-        if not number:
-            return None
-        return f"{number:.0f} number{' that is' if number == 1 else 's that are'} NaN or Inf"
-
-
-class _Above(Limit):
-    def fault(self, number: float) -> str | None:
-        if number <= self.limit:
-            return None
-        return f"{self.stat} {_compare(number, 'above', self.limit)}"
-
-
-class _Below(Limit):
-    def fault(self, number: float) -> str | None:
-        if number >= self.limit:
-            return None
-        return f"{self.stat} {_compare(number, 'below', self.limit)}"
-
-
-class _Dead(Limit):
-    def fault(self, number: float) -> str | None:
-        if number < self.limit:
-            return None
-        return f"{100 * number:.3g}% dead units, zero in the whole batch"
-
-
-def _compare(number: float, how: str, limit: float) -> str:
-    if math.isnan(number):
-        return f"nan, which cannot be told to be within the limit of {limit:g}"
-    return f"{number:.4g}, {how} the limit of {limit:g}"
+    def _fault(self, number: float) -> str | None:
+        """The fault of a number, as the end of a sentence about it; None if it has none."""
+        match self.rule:
+            case "nonfinite" if number:
+                numbers = "number that is" if number == 1 else "numbers that are"
+                return f"{number:.0f} {numbers} NaN or Inf"
+            case "dead" if number >= self.limit:
+                return f"{100 * number:.3g}% dead units, zero in the whole batch"
+            case "above" | "below" if math.isnan(number):
+                within = f"within the limit of {self.limit:g}"
+                return f"{self.stat} nan, which cannot be told to be {within}"
+            case "above" if number > self.limit:
+                return f"{self.stat} {number:.4g}, above the limit of {self.limit:g}"
+            case "below" if number < self.limit:
+                return f"{self.stat} {number:.4g}, below the limit of {self.limit:g}"
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +82,8 @@ def nonfinite(at: Selection = "**") -> AlertRule:
     """Values and gradients that have a NaN or an Inf in them."""
     at = check(at, "at")
     both = (("value", at), ("grad", _make_optional(at)))
-    return AlertRule(tuple(_Nonfinite(kind, x, "nonfinite", reduce.nonfinite) for kind, x in both))
+    name, reducer = "nonfinite", reduce.nonfinite
+    return AlertRule(tuple(Limit(name, kind, x, name, reducer) for kind, x in both))
 
 
 def above(at: Selection, /, **limits: float) -> AlertRule:
@@ -110,12 +92,12 @@ def above(at: Selection, /, **limits: float) -> AlertRule:
     A keyword is `value_` or `grad_` and the name of a reducer, or `min` or `max`. A NaN is above
     any limit.
     """
-    return AlertRule(tuple(_make_limits("above", _Above, at, limits)))
+    return AlertRule(tuple(_make_limits("above", at, limits)))
 
 
 def below(at: Selection, /, **limits: float) -> AlertRule:
     """Statistics below a limit: `below("**/mlp", grad_rms=1e-12)`. A NaN is below any limit."""
-    return AlertRule(tuple(_make_limits("below", _Below, at, limits)))
+    return AlertRule(tuple(_make_limits("below", at, limits)))
 
 
 def dead(fraction: float = 0.9, at: Selection = "**") -> AlertRule:
@@ -123,7 +105,7 @@ def dead(fraction: float = 0.9, at: Selection = "**") -> AlertRule:
     number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
     if not number or not 0 < fraction <= 1:
         raise ValueError(f"`fraction` must be a number above 0 and at most 1, but is {fraction!r}.")
-    return AlertRule((_Dead("value", check(at, "at"), "dead", _DEAD, float(fraction)),))
+    return AlertRule((Limit("dead", "value", check(at, "at"), "dead", _DEAD, float(fraction)),))
 
 
 def _make_optional(at: Selection) -> Selection:
@@ -151,9 +133,7 @@ _STATS: dict[str, Reducer] = {
 _PAIRED = {"cosine": reduce.cosine, "update_ratio": reduce.update_ratio}
 
 
-def _make_limits(
-    function: str, made: type[Limit], at: Selection, limits: dict[str, float]
-) -> Iterator[Limit]:
+def _make_limits(function: str, at: Selection, limits: dict[str, float]) -> Iterator[Limit]:
     at = check(at, "at")
     if not limits:
         raise TypeError(
@@ -169,4 +149,4 @@ def _make_limits(
             )
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or math.isnan(limit):
             raise TypeError(f"`{function}` was given {keyword}={limit!r}, but a limit is a number.")
-        yield made(kind, at, stat, known[stat], float(limit))
+        yield Limit(function, kind, at, stat, known[stat], float(limit))

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from tapax.monitoring._json_lines import JsonLines
-from tapax.monitoring._part_folder import Parquet, Safetensors
+from tapax.monitoring._json_lines import jsonl
+from tapax.monitoring._part_folder import FORMATS, parquet, safetensors
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 if TYPE_CHECKING:
@@ -36,21 +36,6 @@ __all__ = ["jsonl", "make", "mlflow", "parquet", "safetensors", "table", "tensor
 
 Sink: TypeAlias = Callable[[int, Record], Any]
 To: TypeAlias = "Sink | str | os.PathLike[str] | Sequence[To] | None"
-
-
-def jsonl(path: str | os.PathLike[str]) -> JsonLines:
-    """A file with a line of JSON for each record."""
-    return JsonLines(path)
-
-
-def parquet(path: str | os.PathLike[str]) -> Parquet:
-    """A folder of Parquet files with a row for each number: step, name, value, counts, edges."""
-    return Parquet(path)
-
-
-def safetensors(path: str | os.PathLike[str]) -> Safetensors:
-    """A folder of safetensors files with an array for each name."""
-    return Safetensors(path)
 
 
 class table:
@@ -92,7 +77,8 @@ class table:
         self._console.print(event.message, style="bold red", markup=False, highlight=False)
 
     def close(self) -> None:
-        from tapax.monitoring._trend import render, sites_table
+        from tapax._results.tables import render
+        from tapax.monitoring._trend import sites_table
 
         if self._live is not None:
             self._live.stop()
@@ -233,13 +219,6 @@ def _import_package(package: str, extra: str | None = None) -> Any:
         raise ImportError(f"This sink needs {package}: pip install '{install}'.") from error
 
 
-_PATHS: dict[str, Callable[[Any], Sink]] = {
-    ".jsonl": jsonl,
-    ".parquet": parquet,
-    ".safetensors": safetensors,
-}
-
-
 def make(to: To) -> list[Sink]:
     """The sinks that the argument `to` of a monitor stands for."""
     if to is None:
@@ -261,11 +240,12 @@ def make(to: To) -> list[Sink]:
 def _make_sink(to: str | os.PathLike[str]) -> Sink:
     if to == "table":
         return table()
-    known = _PATHS.get(Path(to).suffix)
-    if known is None:
+    sinks = {".jsonl": jsonl, **FORMATS}
+    suffix = Path(to).suffix
+    if suffix not in sinks:
         raise ValueError(
             f"to={os.fspath(to)!r} was asked for, but what to write is told by the end of a path, "
             "which is one of .jsonl, .parquet and .safetensors; or 'table', or a sink of "
             "tapax.sink, such as tapax.sink.tensorboard(folder)."
         )
-    return known(to)
+    return sinks[suffix](to)

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from tapax._marks.sow import leaf_name
-from tapax._sites import Site, matches, segment
+from tapax._sites import Site, matches, segment, wrong_type
 from tapax.nn._conv import BatchEnsembleConv
 from tapax.nn._einsum import BatchEnsembleEinsum
 from tapax.nn._embed import BatchEnsembleEmbed
@@ -74,9 +74,7 @@ def batch_ensemble(
     """
     options = FactorOptions(num_members, use_base_weights, init, r_mean, r_std, s_mean, s_std)
     if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"`model` must be an nnx.Module, but is {model!r} of type {type(model).__name__}."
-        )
+        raise wrong_type("`model` must be an nnx.Module, but is", model)
     if where is not None and not isinstance(where, str) and not callable(where):
         raise TypeError(
             "`where` must be a glob such as 'Net/blocks/**' or a function of a path and a layer, "

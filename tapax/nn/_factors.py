@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tapax._sites import wrong_type
 from tapax.nn._keys import make_keys
 
 INITS = ("normal", "random_sign")
@@ -44,10 +45,7 @@ class FactorOptions:
         for name in ("r_mean", "s_mean", "r_std", "s_std"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) or not math.isfinite(value):
-                raise TypeError(
-                    f"`{name}` must be a finite number, but is {value!r} of type "
-                    f"{type(value).__name__}."
-                )
+                raise wrong_type(f"`{name}` must be a finite number, but is", value)
             if name.endswith("std") and value < 0:
                 raise ValueError(
                     f"`{name}` is a standard deviation and cannot be negative, but is {value}."
@@ -61,9 +59,7 @@ def check_members(number: Any) -> int:
     except TypeError:
         members = None
     if members is None or isinstance(number, (bool, np.bool_)):
-        raise TypeError(
-            f"`num_members` must be an integer, but is {number!r} of type {type(number).__name__}."
-        )
+        raise wrong_type("`num_members` must be an integer, but is", number)
     if members < 1:
         raise ValueError(f"`num_members` must be 1 or more, but is {members}.")
     return members

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tapax._results import Taps
 from tapax._results.tables import render, type_of
-from tapax._sites import Site, SiteError
+from tapax._sites import Site, SiteError, wrong_type
 from tapax.nn._factors import check_members
 from tapax.nn._predict import only_number
 
@@ -118,10 +118,7 @@ def members(taps: Taps, num_members: int | None = None) -> Members:
     and named.
     """
     if not isinstance(taps, Taps):
-        raise TypeError(
-            f"`taps` must be what a capture returned, but is {taps!r} of type "
-            f"{type(taps).__name__}."
-        )
+        raise wrong_type("`taps` must be what a capture returned, but is", taps)
     sites = {site.name: site for site in taps.sites}
     for found, reducer in ((taps.values, "reducer"), (taps.grads, "grad_reducer")):
         for name in found:

@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tapax._sites import wrong_type
 from tapax.nn._factors import EnsembleLayer
 from tapax.nn._predict import count_members
 
@@ -29,9 +30,7 @@ def shard(model: M, mesh: Mesh, axis: str) -> M:
     communication, as long as what lies between its layers treats rows one by one.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"`mesh` must be a jax.sharding.Mesh, but is {mesh!r} of type {type(mesh).__name__}."
-        )
+        raise wrong_type("`mesh` must be a jax.sharding.Mesh, but is", mesh)
     if axis not in mesh.axis_names:
         raise ValueError(f"`axis` must be one of the mesh's, {mesh.axis_names}, but is {axis!r}.")
     members = count_members(model)

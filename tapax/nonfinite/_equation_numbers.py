@@ -53,8 +53,6 @@ _MOVES = frozenset(
 """Primitives that return their operand with other signs, places or types."""
 PLACEHOLDERS = frozenset({"empty", "empty2"})
 """Primitives that fill in for a value that a branch does not have."""
-DEBUG_PRIMITIVES = frozenset({"debug_callback", "debug_print"})
-"""Debug primitives, skipped when the program is re-run."""
 
 
 def is_move(eqn: Any) -> bool:

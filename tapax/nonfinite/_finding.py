@@ -28,7 +28,7 @@ class Range:
         return span + (f", {self.nonfinite} not finite" if self.nonfinite else "")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
     """Where the first value that is not finite was made.
 
@@ -40,17 +40,17 @@ class Finding:
 
     path: str
     operation: str
-    source: str
-    phase: str
-    iterations: tuple[int, ...]
-    loops: tuple[str, ...]
+    source: str = ""
+    phase: str = "forward"
+    iterations: tuple[int, ...] = ()
+    loops: tuple[str, ...] = ()
     index: tuple[int, ...]
-    mapped: tuple[int, ...]
-    examples: tuple[int, ...]
+    mapped: tuple[int, ...] = ()
+    examples: tuple[int, ...] = ()
     position: tuple[int, ...]
-    device: dict[str, int]
+    device: dict[str, int] = dataclasses.field(default_factory=dict)
     kind: str
-    operands: tuple[Range, ...]
+    operands: tuple[Range, ...] = ()
     count: int
     shape: tuple[int, ...]
     dtype: Any

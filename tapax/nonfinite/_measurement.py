@@ -14,10 +14,9 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+import tapax.nonfinite._evaluation as evaluation
 from tapax import _jax
 from tapax._marks.marked_jaxprs import strip
-from tapax._marks.tap import tap_p
-from tapax._walk.entries import where
 from tapax.nonfinite import _equation_numbers
 
 
@@ -90,24 +89,18 @@ class Measurement:
     ) -> tuple[list[Any], Measures]:
         inner = _jax.open_jaxpr(jaxpr)
         env = dict(_jax.jaxpr_inputs(jaxpr, args))
-        sizes = [*self.equations.offsets(jaxpr)[1:], self.equations.size(jaxpr)]
+        offsets = self.equations.offsets(jaxpr)
+        ends = [*offsets[1:], self.equations.size(jaxpr)]
         measures: Measures = []
-
-        def value(atom: Any) -> Any:
-            if isinstance(atom, _jax.Literal):
-                return _jax.literal_value(atom)
-            return env[atom]
-
-        for eqn, offset, end in zip(inner.eqns, self.equations.offsets(jaxpr), sizes, strict=True):
-            values = [value(v) for v in eqn.invars]
-            wanted = base + offset <= self.target.numbers[level] < base + end
-            if wanted:
+        for eqn, offset, end in zip(inner.eqns, offsets, ends, strict=True):
+            values = evaluation.read(env, eqn.invars)
+            if base + offset <= self.target.numbers[level] < base + end:
                 found = _jax.in_context(eqn, self._equation, eqn, values, base + offset, level)
                 outs, measures = found
             else:
-                outs = _jax.in_context(eqn, _bind, eqn, values)
+                outs = _jax.in_context(eqn, evaluation.bind, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [value(v) for v in inner.outvars], measures
+        return evaluation.read(env, inner.outvars), measures
 
     def _equation(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
         name = eqn.primitive.name
@@ -117,20 +110,15 @@ class Measurement:
             )
         call = _equation_numbers.called_body(eqn, args)
         if not _equation_numbers.inlined_bodies(eqn) or self.target.numbers[level] == number:
-            outs = _bind(eqn, args)
+            outs = evaluation.bind(eqn, args)
             return outs, measure(args, outs)
         if call is not None:
             return self._body(*call, number + 1, level)
         if name == "cond":
             return self._cond(eqn, args, number, level)
         assert _jax.kind_of(eqn) in _equation_numbers.REMATS
-        # Bound again as the remat it is, else it would keep what it should drop.
         staged = self._stage(eqn.params["jaxpr"], args, number + 1, level)
-        jaxpr, consts = _jax.closed(staged)
-        params = dict(eqn.params, jaxpr=jaxpr)
-        if isinstance(params["prevent_cse"], tuple):
-            params["prevent_cse"] = (*(False for _ in consts), *params["prevent_cse"])
-        return _split(eqn, eqn.primitive.bind(*consts, *args, **params))
+        return _split(eqn, evaluation.bind_remat(eqn, staged, args))
 
     def _stage(self, jaxpr: Any, args: Sequence[Any], base: int, level: int) -> Any:
         """Stage a body as a jaxpr that returns the measures after its results."""
@@ -162,97 +150,63 @@ class Measurement:
         )
 
     def _scan(self, eqn: Any, args: list[Any], level: int) -> Any:
-        params = eqn.params
-        body, time = params["jaxpr"], self.target.times[level - 1]
-        nconsts, ncarry = _jax.scan_split(params)
-        consts, xs = args[:nconsts], args[nconsts + ncarry :]
-        init = [jnp.asarray(x) for x in args[nconsts : nconsts + ncarry]]
-        types = _jax.open_jaxpr(body).invars[len(args) - len(xs) :]
+        loop = evaluation.Scan(eqn, args)
+        types = _jax.open_jaxpr(loop.body).invars[len(args) - len(loop.xs) :]
         single = [_jax.zeros(v.aval) for v in types]
-        staged = self._stage(body, [*consts, *init, *single], 0, level)
-        zeros = [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
+        staged = self._stage(loop.body, [*loop.consts, *loop.init, *single], 0, level)
 
         def step(carry: Any, x: Any) -> Any:
             state, held, count = carry
-            *outs, reals, counts = jaxpr_as_fun(staged)(*consts, *state, *x)
-            held = _where(count == time, [reals, counts], held)
-            return (outs[:ncarry], held, count + 1), outs[ncarry:]
+            outs, held = self._iterate(staged, [*loop.consts, *state, *x], held, count, level)
+            return (outs[: loop.ncarry], held, count + 1), outs[loop.ncarry :]
 
-        (state, held, _), ys = lax.scan(
-            step,
-            (init, zeros, jnp.int32(0)),
-            list(xs),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
+        (state, held, _), ys = loop.run(step, (loop.init, _nothing(staged), jnp.int32(0)))
         return [*state, *ys], held
 
     def _while(self, eqn: Any, args: list[Any], level: int) -> Any:
-        params = eqn.params
-        test, body = strip(params["cond_jaxpr"]), params["body_jaxpr"]
-        ntest, nbody = params["cond_nconsts"], params["body_nconsts"]
-        time = self.target.times[level - 1]
-        tconsts, bconsts = args[:ntest], args[ntest : ntest + nbody]
-        init = [jnp.asarray(x) for x in args[ntest + nbody :]]
-        staged = self._stage(body, [*bconsts, *init], 0, level)
-        zeros = [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
-        mapped = bool(_jax.open_jaxpr(test).outvars[0].aval.shape)
-
-        def goes_on(state: Any) -> Any:
-            return jaxpr_as_fun(test)(*tconsts, *state)[0]
+        loop = evaluation.While(eqn, args)
+        staged = self._stage(loop.body, [*loop.consts, *loop.init], 0, level)
 
         def check(carry: Any) -> Any:
-            go = goes_on(carry[0])
             # What was measured is all that is wanted.
-            return (jnp.any(go) if mapped else go) & (carry[2] <= time)
+            return loop.any_goes_on(carry[0]) & (carry[2] <= self.target.times[level - 1])
 
         def step(carry: Any) -> Any:
             state, held, count = carry
-            *new, reals, counts = jaxpr_as_fun(staged)(*bconsts, *state)
-            if mapped:
-                go = goes_on(state)
-                new = [where(go, x, y) for x, y in zip(new, state, strict=True)]
-            held = _where(count == time, [reals, counts], held)
-            return new, held, count + 1
+            new, held = self._iterate(staged, [*loop.consts, *state], held, count, level)
+            return loop.keep_done(new, state), held, count + 1
 
-        state, held, _ = lax.while_loop(check, step, (init, zeros, jnp.int32(0)))
+        carry = loop.init, _nothing(staged), jnp.int32(0)
+        state, held, _ = lax.while_loop(check, step, carry)
         return list(state), held
 
+    def _iterate(self, staged: Any, args: list[Any], held: Measures, count: Any, level: int) -> Any:
+        """The results of an iteration, and its measures if it is the one that is wanted."""
+        *outs, reals, counts = jaxpr_as_fun(staged)(*args)
+        wanted = count == self.target.times[level - 1]
+        pairs = zip([reals, counts], held, strict=True)
+        return outs, [jnp.where(wanted, new, old) for new, old in pairs]
+
     def _shard_map(self, eqn: Any, args: list[Any], level: int) -> Any:
-        params = eqn.params
-        body, mesh, typed = params["jaxpr"], params["mesh"], params["check_vma"]
-        order = [a for a in mesh.axis_names if a in params["newly_manual_axes"]]
+        params, order = eqn.params, evaluation.mesh_axes(eqn)
+        varying = frozenset(order if params["check_vma"] else ())
 
         def local(*flat: Any) -> list[Any]:
-            outs, measures = self._body(body, flat, 0, level)
-            if typed:
-                measures = [_jax.with_varying(m, frozenset(order)) for m in measures]
+            outs, measures = self._body(params["jaxpr"], flat, 0, level)
+            measures = [_jax.with_varying(m, varying) for m in measures]
             return [*outs, *(m.reshape((1,) * len(order) + m.shape) for m in measures)]
 
-        mapped = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=tuple(params["in_specs"]),
-            out_specs=[*params["out_specs"], *[PartitionSpec(*order)] * 2],
-            axis_names=frozenset(order),
-            check_vma=typed,
-        )
+        specs = [*params["out_specs"], *[PartitionSpec(*order)] * 2]
+        options = evaluation.shard_map_options(eqn)
+        mapped = jax.shard_map(local, in_specs=params["in_specs"], out_specs=specs, **options)
         return _split(eqn, mapped(*args))
 
 
-def _bind(eqn: Any, args: list[Any]) -> list[Any]:
-    if eqn.primitive is tap_p:
-        return tap_p.impl(*args, **eqn.params)
-    if eqn.primitive.name in _equation_numbers.DEBUG_PRIMITIVES:
-        return []
-    return _jax.bind_equation(eqn, args)
+def _nothing(staged: Any) -> Measures:
+    """Measures before any were taken."""
+    return [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
 
 
 def _split(eqn: Any, results: Sequence[Any]) -> tuple[list[Any], Measures]:
     own = len(eqn.outvars)
     return list(results[:own]), list(results[own:])
-
-
-def _where(condition: Any, new: Measures, old: Measures) -> Measures:
-    return [jnp.where(condition, n, o) for n, o in zip(new, old, strict=True)]

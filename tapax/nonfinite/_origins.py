@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +42,13 @@ from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.tap import tap_p
 from tapax.nonfinite._equation_numbers import (
-    DEBUG_PRIMITIVES,
     PLACEHOLDERS,
     EquationNumbers,
     called_body,
     is_inexact,
     is_move,
 )
+from tapax.nonfinite._evaluation import bind, read
 from tapax.nonfinite._frames import (
     GIVEN,
     INF,
@@ -67,17 +67,14 @@ from tapax.nonfinite._frames import (
 
 
 class OriginWalk:
-    """One evaluation of a program with origins. `OriginSearch` adds the handlers.
+    """One evaluation of a program with origins; `handlers` are those of `_control_flow`.
 
     With `masked`, values that never reach a result count too. If the program has constants that are
     not finite, NaNs and infinities are told apart.
     """
 
-    handlers: ClassVar[Mapping[str, Handler]] = {}
-
-    def __init__(self, jaxpr: Any, masked: bool):
-        self.jaxpr = jaxpr
-        self.masked = masked
+    def __init__(self, jaxpr: Any, masked: bool, handlers: Mapping[str, Handler]):
+        self.jaxpr, self.masked, self._handlers = jaxpr, masked, handlers
         self.equations = EquationNumbers()
         self.deliberate = _has_bad_constants(jaxpr)
 
@@ -107,11 +104,6 @@ class OriginWalk:
             zip((*inner.constvars, *inner.invars), (*consts, *origins), strict=True)
         )
 
-        def value(atom: Any) -> Any:
-            if isinstance(atom, _jax.Literal):
-                return _jax.literal_value(atom)
-            return env[atom]
-
         def origin(atom: Any, number: int) -> Origin:
             if isinstance(atom, _jax.Literal):
                 return _literal_origin(atom, number, frame)
@@ -119,99 +111,99 @@ class OriginWalk:
 
         for eqn, offset in zip(inner.eqns, self.equations.offsets(jaxpr), strict=True):
             number = base + offset
-            values = [value(v) for v in eqn.invars]
+            values = read(env, eqn.invars)
             # Most literals that are no matter are the bounds of comparisons.
             held = [v for v in eqn.outvars if _jax.is_reference(v.aval)]
             matters = held or any(is_inexact(v.aval) for v in eqn.outvars)
             before = [origin(v, number) if matters else None for v in eqn.invars]
-            found = _jax.in_context(eqn, self._equation, eqn, values, before, number, frame)
+            step = Step(eqn, values, before, number, frame)
+            found = _jax.in_context(eqn, self._equation, step)
             env.update(zip(eqn.outvars, found[0], strict=True))
             known.update(zip(eqn.outvars, found[1], strict=True))
             # What is read of a reference has the origin of what was written to it.
             held += eqn.invars[:1] if eqn.primitive.name in _WRITES else []
             known.update(dict.fromkeys(held, frame.add(before, None, NONE) if held else None))
         last = base + self.equations.size(jaxpr)
-        return [value(v) for v in inner.outvars], [origin(v, last - 1) for v in inner.outvars]
+        return read(env, inner.outvars), [origin(v, last - 1) for v in inner.outvars]
 
-    def _equation(
-        self, eqn: Any, args: list[Any], origins: Origins, number: int, frame: OriginFrame
-    ) -> ValuesAndOrigins:
-        if eqn.primitive is tap_p:
-            outs = tap_p.impl(*args, **eqn.params)
-            return outs, [origins[0], *(None for _ in outs[1:])]
-        if eqn.primitive.name in DEBUG_PRIMITIVES:
-            return [], []
-        call = called_body(eqn, list(zip(args, origins, strict=True)))
+    def _equation(self, step: Step) -> ValuesAndOrigins:
+        call = called_body(step.eqn, list(zip(step.args, step.origins, strict=True)))
         if call is not None:
             body, given = call
             values, before = [x for x, _ in given], [o for _, o in given]
-            return self.run_body(body, values, before, number + 1, frame)
-        handler = self.handlers.get(_jax.kind_of(eqn))
+            return self.run_body(body, values, before, step.number + 1, step.frame)
+        handler = self._handlers.get(_jax.kind_of(step.eqn))
         if handler is not None:
-            return handler(self, eqn, args, origins, number, frame)
-        outs = _jax.bind_equation(eqn, args)
-        return outs, self._judge(eqn, args, outs, origins, number, frame)
+            return handler(self, step)
+        outs = bind(step.eqn, step.args)
+        return outs, _judge(step, outs)
 
-    def _judge(
-        self,
-        eqn: Any,
-        args: list[Any],
-        outs: list[Any],
-        origins: Origins,
-        number: int,
-        frame: OriginFrame,
-    ) -> Origins:
-        """The origins of the results of an equation without a body."""
-        name = eqn.primitive.name
-        if not any(is_inexact(v.aval) for v in eqn.outvars):
-            return [None] * len(outs)
-        if is_move(eqn):
-            return [
-                o if is_inexact(v.aval) else None
-                for o, v in zip(origins, eqn.outvars, strict=False)
-            ]
-        if name == "select_n":
-            return [self._judge_selection(args, origins, frame)]
-        if name in PLACEHOLDERS or (name in _CLOSED and not any(o is not None for o in origins)):
-            return [None] * len(outs)
-        if name in _EACH and len(outs) <= len(origins):
-            sources = [[o] for o in origins[: len(outs)]]
-        else:
-            sources = [origins] * len(outs)
-        away = [self._remote_origin(eqn, args, number, frame)]
-        found: Origins = []
-        for x, before in zip(outs, sources, strict=True):
-            if not is_inexact(jax.typeof(x)):
-                found.append(None)
-                continue
-            found.append(frame.add([*before, *away], badness(x), origin_at(MADE, number)))
-        return found
 
-    def _judge_selection(self, args: list[Any], origins: Origins, frame: OriginFrame) -> Origin:
-        """Of the cases of a selection, those count of which something bad was selected."""
-        which, *cases = args
-        found = []
-        for i, (case, origin) in enumerate(zip(cases, origins[1:], strict=True)):
-            if origin is None:
-                continue
-            chosen = which == i if which.dtype != bool else which == bool(i)
-            bad = jnp.any(~jnp.isfinite(case) & chosen)
-            found.append(frame.add([origin], bad, NONE))
-        return frame.add(found, None, NONE) if found else None
+class Step(NamedTuple):
+    """An equation to evaluate, with its operands, their origins, its number and its frame."""
 
-    def _remote_origin(self, eqn: Any, args: list[Any], number: int, frame: OriginFrame) -> Origin:
-        """The origin of what a collective brings, if an operand is bad on any device."""
-        axes = _axes_of(eqn, frame)
-        if not axes:
-            return None
-        own = [frame.vary(badness(x)) for x in args if is_inexact(jax.typeof(x))]
-        far = [lax.pmax(bad, axes) for bad in own]
-        return frame.add([], functools.reduce(jnp.maximum, far), origin_at(REMOTE, number))
+    eqn: Any
+    args: list[Any]
+    origins: Origins
+    number: int
+    frame: OriginFrame
 
 
 ValuesAndOrigins = tuple[list[Any], Origins]
-Handler = Callable[[OriginWalk, Any, list[Any], Origins, int, OriginFrame], ValuesAndOrigins]
-"""Evaluates one equation: its operands, their origins, its number and its frame come in."""
+Handler = Callable[[OriginWalk, Step], ValuesAndOrigins]
+"""Evaluates one equation."""
+
+
+def _judge(step: Step, outs: list[Any]) -> Origins:
+    """The origins of the results of an equation without a body."""
+    eqn, _, origins, number, frame = step
+    name = eqn.primitive.name
+    if not any(is_inexact(v.aval) for v in eqn.outvars):
+        return [None] * len(outs)
+    if eqn.primitive is tap_p:
+        return [origins[0], *(None for _ in outs[1:])]
+    if is_move(eqn):
+        return [
+            o if is_inexact(v.aval) else None for o, v in zip(origins, eqn.outvars, strict=False)
+        ]
+    if name == "select_n":
+        return [_judge_selection(step)]
+    if name in PLACEHOLDERS or (name in _CLOSED and not any(o is not None for o in origins)):
+        return [None] * len(outs)
+    if name in _EACH and len(outs) <= len(origins):
+        sources = [[o] for o in origins[: len(outs)]]
+    else:
+        sources = [origins] * len(outs)
+    away = _remote_origin(step)
+    here = origin_at(MADE, number)
+    return [
+        frame.add([*before, away], badness(x), here) if is_inexact(jax.typeof(x)) else None
+        for x, before in zip(outs, sources, strict=True)
+    ]
+
+
+def _judge_selection(step: Step) -> Origin:
+    """Of the cases of a selection, those count of which something bad was selected."""
+    (which, *cases), frame = step.args, step.frame
+    found = []
+    for i, (case, origin) in enumerate(zip(cases, step.origins[1:], strict=True)):
+        if origin is None:
+            continue
+        chosen = which == i if which.dtype != bool else which == bool(i)
+        bad = jnp.any(~jnp.isfinite(case) & chosen)
+        found.append(frame.add([origin], bad, NONE))
+    return frame.add(found, None, NONE) if found else None
+
+
+def _remote_origin(step: Step) -> Origin:
+    """The origin of what a collective brings, if an operand is bad on any device."""
+    frame, axes = step.frame, _axes_of(step.eqn, step.frame)
+    if not axes:
+        return None
+    own = [frame.vary(badness(x)) for x in step.args if is_inexact(jax.typeof(x))]
+    far = [lax.pmax(bad, axes) for bad in own]
+    return frame.add([], functools.reduce(jnp.maximum, far), origin_at(REMOTE, step.number))
+
 
 _EACH = frozenset({"sort", "psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather"})
 """Primitives with one result for each operand, or for each of the first few."""
@@ -261,13 +253,10 @@ def _const_origin(x: Any, number: int, frame: OriginFrame) -> Origin:
 
 
 def _has_bad_constants(jaxpr: Any) -> bool:
-    inner = _jax.open_jaxpr(jaxpr)
     if any(is_inexact(jax.typeof(c)) for c in _jax.jaxpr_consts(jaxpr)):
         return True
-    for eqn in inner.eqns:
-        literals = (v for v in eqn.invars if isinstance(v, _jax.Literal))
-        if any(map(_is_bad, literals)):
-            return True
-        if any(map(_has_bad_constants, bodies(eqn))):
-            return True
-    return False
+    return any(
+        any(_is_bad(v) for v in eqn.invars if isinstance(v, _jax.Literal))
+        or any(map(_has_bad_constants, bodies(eqn)))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,18 @@ import numpy as np
 from tapax._sites import name_of
 
 
-class SavedInputs:
+class SavedInputs(NamedTuple):
     """The inputs of a call: the name of the function, and its arrays in order."""
 
-    def __init__(self, function: str, arrays: list[Any]):
-        self.function, self.arrays = function, arrays
+    function: str
+    arrays: list[Any]
 
     def is_for(self, fn: Any, arrays: Sequence[Any]) -> bool:
         """Whether they can be the inputs of a call of `fn` on arrays of these types."""
-        types = [(jnp.shape(x), jax.typeof(x).dtype) for x in self.arrays]
-        return name_of(fn) == self.function and types == [
-            (jnp.shape(x), jax.typeof(x).dtype) for x in arrays
-        ]
+        saved, given = (
+            [(jnp.shape(x), jax.typeof(x).dtype) for x in each] for each in (self.arrays, arrays)
+        )
+        return name_of(fn) == self.function and saved == given
 
 
 def save_inputs(directory: str, function: str, arrays: Sequence[Any]) -> None:

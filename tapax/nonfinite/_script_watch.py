@@ -89,32 +89,32 @@ class ScriptWatch:
         """Call a jitted function, and check its results and updates."""
         if self.busy or not _jax.trace_state_clean():
             return fn(*args, **kwargs)
+        # The jitted functions that are called within are not checked.
+        self.busy = True
+        try:
+            return self._call(fn, args, kwargs)
+        finally:
+            self.busy = False
+
+    def _call(self, fn: Any, args: Any, kwargs: Any) -> Any:
         count = self._calls[id(fn)] = self._calls.get(id(fn), 0) + 1
         if (count - 1) % self.every and self.saved is None:
-            return self._call_unwatched(fn, args, kwargs)
+            return fn(*args, **kwargs)
         search = self._search(fn)
-        before = self._call_unwatched(search.arrays, args, kwargs, whole=True)
+        before = search.arrays(args, kwargs)
         if self.saved is not None:
             if self.saved.is_for(fn, before):
                 self._stop(search, args, kwargs, self.saved.arrays)
-            return self._call_unwatched(fn, args, kwargs)
+            return fn(*args, **kwargs)
         if _may_donate(fn):
             before = [_copy(x) for x in before]
-        out = self._call_unwatched(fn, args, kwargs)
+        out = fn(*args, **kwargs)
         self.checked += 1
-        after = self._call_unwatched(search.arrays, args, kwargs, whole=True)
+        after = search.arrays(args, kwargs)
         changed = [x for x, y in zip(after, before, strict=False) if x is not y]
         if _has_bad([*jax.tree.leaves(out), *changed]):
             self._stop(search, args, kwargs, before)
         return out
-
-    def _call_unwatched(self, fn: Any, args: Any, kwargs: Any, whole: bool = False) -> Any:
-        """Call a function whose inner jitted functions are not checked."""
-        self.busy = True
-        try:
-            return fn(args, kwargs) if whole else fn(*args, **kwargs)
-        finally:
-            self.busy = False
 
     def _search(self, fn: Any) -> NonfiniteSearch:
         # The function is kept so that its id stays its own.
@@ -124,7 +124,7 @@ class ScriptWatch:
         """Search on the inputs of a call; end the script if there is something to report."""
         search.inputs = arrays
         try:
-            finding = self._call_unwatched(search.find, args, kwargs, whole=True)
+            finding = search.find(args, kwargs)
         finally:
             search.inputs = None
         name = name_of(search.fn)

@@ -37,7 +37,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._calling.program import Program
-from tapax._calling.signature import split
+from tapax._calling.signature import Signature, split
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
@@ -47,16 +47,18 @@ from tapax._marks.scopes import path_in
 from tapax._sites import name_of
 from tapax._walk.plan import Plan
 from tapax.nonfinite import _source_location
-from tapax.nonfinite._control_flow import OriginSearch
+from tapax.nonfinite._control_flow import HANDLERS
 from tapax.nonfinite._equation_numbers import (
     EquationNumbers,
     NumberedEquation,
     frame_body,
     is_inexact,
 )
+from tapax.nonfinite._evaluation import mesh_axes
 from tapax.nonfinite._finding import Finding, Range
 from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, decode_origin
 from tapax.nonfinite._measurement import EquationRun, Measurement, measure
+from tapax.nonfinite._origins import OriginWalk
 
 P = ParamSpec("P")
 
@@ -112,11 +114,11 @@ class NonfiniteSearch(TransformedFunction):
 
     def arrays(self, args: Any, kwargs: Any) -> list[Any]:
         """The arrays among the arguments, those in objects included."""
-        return registry.run_opened(self._open(args, kwargs), self._split)
+        return registry.run_opened(self._open(args, kwargs), self._split)[1]
 
-    def _split(self, call: FunctionCall) -> list[Any]:
+    def _split(self, call: FunctionCall) -> tuple[Signature, list[Any]]:
         needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())
-        return split(self.fn, call.arguments, needed)[1]
+        return split(self.fn, call.arguments, needed)
 
     def _inline(self, call: FunctionCall, operands: Any) -> Any:
         if not _jax.trace_state_clean():
@@ -130,14 +132,14 @@ class NonfiniteSearch(TransformedFunction):
 
     def _run(self, call: FunctionCall, operands: Any) -> Any:
         found = super()._run(call, operands)
-        if not isinstance(found, _ArgumentIndex):
+        if not isinstance(found, int):
             return found
-        needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())
-        signature, arrays = split(self.fn, call.arguments, needed)
+        signature, arrays = self._split(call)
         paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(call.arguments)]
-        keys = signature.traced(paths)[found.index]
         searched = arrays if self.inputs is None else self.inputs
-        return _source_location.ArgumentArray(keys, arrays[found.index], searched[found.index])
+        return _source_location.ArgumentArray(
+            signature.traced(paths)[found], arrays[found], searched[found]
+        )
 
     def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
         passes = _Passes(program, self._transform.masked)  # pyright: ignore[reportAttributeAccessIssue]
@@ -149,19 +151,11 @@ class NonfiniteSearch(TransformedFunction):
         return program, None, run
 
 
-@dataclasses.dataclass(frozen=True)
-class _ArgumentIndex:
-    """The index of an argument, among all arrays, that is the first bad value."""
-
-    index: int
-
-
 class _Passes:
     """The passes over one program, each compiled once."""
 
     def __init__(self, program: Program, masked: bool):
-        self.program, self.masked = program, masked
-        self.jaxpr = program.jaxpr
+        self.jaxpr, self.masked = program.jaxpr, masked
         plain = strip(self.jaxpr)
 
         def flag(*arrays: Any) -> Any:
@@ -186,7 +180,7 @@ class _Passes:
 
     def _run(self, masked: bool, *arrays: Any) -> Any:
         with internal_operations():
-            return OriginSearch(self.jaxpr, masked).run(arrays)
+            return OriginWalk(self.jaxpr, masked, HANDLERS).run(arrays)
 
     def _row(self, masked: bool, arrays: Sequence[Any]) -> list[int] | None:
         row = np.asarray(self._search[masked](*arrays)).tolist()
@@ -194,8 +188,8 @@ class _Passes:
 
     def _locate(self, row: list[int], arrays: Sequence[Any]) -> Any:
         kind, number, place = decode_origin(row[0])
-        if number is None:
-            return _ArgumentIndex(place)
+        if number is None:  # an argument, by its place among all arrays
+            return place
         consts = _jax.jaxpr_consts(self.jaxpr)
         if number < len(consts):
             return _describe_value("constant", "", consts[number])
@@ -224,8 +218,8 @@ class _Passes:
     def _report_unexplained(self, arrays: Sequence[Any]) -> Finding:
         """A bad result that is finite once the program is compiled in another way."""
         outs = jax.jit(jaxpr_as_fun(strip(self.jaxpr)))(*arrays)
-        bad = [i for i, x in enumerate(outs) if is_inexact(jax.typeof(x)) and _is_bad(x)]
-        at = bad[0] if bad else 0
+        inexact = [i for i, x in enumerate(outs) if is_inexact(jax.typeof(x))]
+        at = next((i for i in inexact if not jnp.isfinite(outs[i]).all()), 0)
         return _describe_value("result", f"{at}", outs[at])
 
     def measure(self, target: EquationRun, arrays: Sequence[Any]) -> Any:
@@ -247,17 +241,9 @@ def _describe_value(operation: str, path: str, x: Any) -> Finding:
     return Finding(
         path=path,
         operation=operation,
-        source="",
-        phase="forward",
-        iterations=(),
-        loops=(),
         index=position,
-        mapped=(),
-        examples=(),
         position=position,
-        device={},
         kind="nan" if nan else "inf",
-        operands=(),
         count=int(nan + inf),
         shape=tuple(jnp.shape(x)),
         dtype=jax.typeof(x).dtype,
@@ -304,7 +290,7 @@ class _BadEquation:
             source=_source_location.line_of(self.path),
             phase=self._phase(marked),
             iterations=tuple(_index(e, t) for e, t in loops),
-            loops=tuple(map(_loop_name, (e for e, _ in loops))),
+            loops=tuple(_loop_name(e) for e, _ in loops),
             index=tuple(p for i, p in enumerate(position) if i not in axes),
             mapped=tuple(position[a] for a in axes),
             examples=tuple(shape[a] for a in axes),
@@ -324,10 +310,9 @@ class _BadEquation:
         for eqn in self.frames:
             if _is_loop(eqn):
                 continue
-            mesh, new = eqn.params["mesh"], eqn.params["newly_manual_axes"]
-            order = [a for a in mesh.axis_names if a in new]
+            order = mesh_axes(eqn)
             rest, here = divmod(rest, DEVICES)
-            sizes = [mesh.shape[a] for a in order]
+            sizes = [eqn.params["mesh"].shape[a] for a in order]
             found.update(zip(order, map(int, np.unravel_index(here, sizes)), strict=True))
         return found
 
@@ -369,7 +354,3 @@ def _range(atom: Any, numbers: Sequence[float]) -> Range:
     known = low <= high
     shape = tuple(getattr(aval, "shape", ()))
     return Range(shape, aval.dtype, low if known else None, high if known else None, int(bad))
-
-
-def _is_bad(x: Any) -> bool:
-    return not bool(jnp.isfinite(x).all())

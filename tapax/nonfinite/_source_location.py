@@ -40,9 +40,7 @@ def line_of(equations: Sequence[NumberedEquation]) -> str:
     spare = ""
     # Functions of JAX's own have no frame of the user's: whoever calls them does.
     for equation in reversed(equations):
-        for name, line in _jax.lines_of(equation.eqn):
-            if name.startswith((JAX_FOLDER, TAPAX_FOLDER)):
-                continue
+        for name, line in _lines(equation.eqn):
             spare = spare or f"{name}:{line}"
             if not any(part in name for part in theirs):
                 return f"{name}:{line}"

@@ -34,19 +34,12 @@ def draw(
         else:
             used |= _dots(axis, kind, stat, rows, numbers)
         axis.tick_params(axis="y", length=0)
-    _label_rows(axes[0], rows, row)
+    style.label_rows(axes[0], rows, row)
     axes[0].set_ylim(len(rows) - 0.4, -1.4 if ridged else -0.7)  # room for the first ridge
     style.draw_legend(figure, used)
     if note:
         figure.supxlabel(note, size=style.TEXT, color=style.MUTED)
     return figure
-
-
-def _label_rows(axis: Axes, rows: list[str], height: float) -> None:
-    common, labels = style.shorten_names(rows)
-    kept = style.pick_labelled_rows(rows, style.LINE / height)
-    axis.set_yticks(kept, [labels[i] for i in kept], parse_math=False)
-    axis.set_ylabel(f"{common}/…" if common else "", size=style.TEXT, color=style.MUTED)
 
 
 def _dots(

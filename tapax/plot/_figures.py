@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tapax._results import Taps
-from tapax._sites import Selection
+from tapax._sites import Selection, wrong_type
 from tapax.monitoring._log import Log
-from tapax.monitoring._open import open as open_log
+from tapax.monitoring._log import open as open_log
 from tapax.plot._series import Statistic, numbers_of_log, numbers_of_taps, pick_statistics
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ def taps(taps: Taps, at: Selection = "**", stats: str | Iterable[str] | None = N
     `at` selects sites: a glob such as `"**/mlp"`. `stats` selects statistics, such as `"rms"`.
     """
     if not isinstance(taps, Taps):
-        raise TypeError(
-            f"tapax.plot.taps takes the taps that a capture returned, but was given {taps!r} of "
-            f"type {type(taps).__name__}."
+        raise wrong_type(
+            "tapax.plot.taps takes the taps that a capture returned, but was given", taps
         )
     with _explain_matplotlib():
         from tapax.plot._depth import draw
@@ -57,9 +56,8 @@ def history(
     if isinstance(log, (str, os.PathLike)):
         log = open_log(log)
     if not isinstance(log, Log):
-        raise TypeError(
-            f"tapax.plot.history takes a tapax.Log, or the path of one, but was given {log!r} of "
-            f"type {type(log).__name__}."
+        raise wrong_type(
+            "tapax.plot.history takes a tapax.Log, or the path of one, but was given", log
         )
     with _explain_matplotlib():
         from tapax.plot._training import draw

@@ -21,7 +21,7 @@ from tapax._results import Taps
 from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
 from tapax.monitoring._log import Log
 from tapax.monitoring._readings import split_statistics
-from tapax.monitoring._records import Histogram
+from tapax.monitoring._records import Histogram, split_name
 from tapax.reduce import Reducer
 
 Statistic: TypeAlias = "tuple[str, str]"
@@ -79,7 +79,8 @@ def numbers_of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[in
             "tapax.monitor(step, every=100, to=log)."
         )
     at = check(at, "at")
-    names = {name: _split_name(name) for name in log.names}
+    split = {name: split_name(name) for name in log.names}
+    names = {name: ((kind, stat or name), row) for name, (row, kind, stat) in split.items()}
     rows = {row: _is_selected(at, _site(row), row) for _, row in names.values()}
     if not any(rows.values()):
         raise _no_match(at, rows, "the log")
@@ -241,12 +242,6 @@ def _fold(stat: str, number: Any) -> Number | None:
     if array.dtype.kind not in "fiub" or not array.size:
         return None
     return float(_FOLDS.get(_base(stat), np.mean)(array.astype(np.float64)))
-
-
-def _split_name(name: str) -> tuple[Statistic, str]:
-    """The statistic and the row of a name in a log."""
-    found = re.fullmatch(r"(.+)/(value|grad)_([^/]+)", name)
-    return ((found[2], found[3]), found[1]) if found else (("", name), name)
 
 
 def _site(row: str) -> Site:

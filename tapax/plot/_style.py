@@ -208,10 +208,8 @@ def bins(histogram: Histogram) -> tuple[bool, np.ndarray, np.ndarray, tuple[floa
         low += 1
     inner = edges[low : high + 1]
     if len(inner) < 2:  # nothing but bins that have no end
-        inner, counts = (
-            np.append(inner, [0.0])[0] + np.array([-1.0, 1.0]),
-            np.insert(counts, low, 0),
-        )
+        inner = np.append(inner, [0.0])[0] + np.array([-1.0, 1.0])
+        counts = np.insert(counts, low, 0)
         high = low + 1
     along = np.log10(inner) if log else inner
     density = counts[low:high] / np.diff(along)
@@ -286,6 +284,15 @@ def elide(label: str, most: int) -> str:
         return label
     head = (most - 1) // 2
     return f"{label[:head]}…{label[head + 1 - most :]}"
+
+
+def label_rows(axes: Axes, rows: Sequence[str], height: float, most: int = 30) -> list[int]:
+    """Labels rows of this height at the left, as many as there is room for; says which."""
+    common, labels = shorten_names(rows, most)
+    kept = pick_labelled_rows(rows, LINE / height)
+    axes.set_yticks(kept, [labels[i] for i in kept], parse_math=False)
+    axes.set_ylabel(f"{common}/…" if common else "", size=TEXT, color=MUTED)
+    return kept
 
 
 def pick_labelled_rows(names: Sequence[str], apart: float) -> list[int]:

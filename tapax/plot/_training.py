@@ -91,7 +91,11 @@ def _scales(
             used |= _heat(part, axis, np.array(steps), grid, there, log)
         _mark_alerts(axis, alerts, cased=len(rows) > LINES)
     if len(rows) > LINES:
-        _label_rows(axes, rows, height)
+        kept = style.label_rows(axes[0], rows, (height - 0.8) / len(rows), 26)
+        for axis in axes[1:]:
+            axis.set_yticks(kept, [""] * len(kept))
+        for axis in axes:
+            axis.tick_params(axis="y", length=0)
     elif len(rows) > 1:
         _colour_key(part, axes, rows)
     return used
@@ -177,17 +181,6 @@ def _edges(steps: np.ndarray) -> np.ndarray:
         return np.array([steps[0] - 0.5, steps[0] + 0.5])
     middle = (steps[1:] + steps[:-1]) / 2
     return np.array([steps[0] * 2 - middle[0], *middle, steps[-1] * 2 - middle[-1]])
-
-
-def _label_rows(axes: Any, rows: list[str], height: float) -> None:
-    common, labels = style.shorten_names(rows, 26)
-    kept = style.pick_labelled_rows(rows, style.LINE / ((height - 0.8) / len(rows)))
-    axes[0].set_yticks(kept, [labels[i] for i in kept], parse_math=False)
-    axes[0].set_ylabel(f"{common}/…" if common else "", size=style.TEXT, color=style.MUTED)
-    for axis in axes[1:]:
-        axis.set_yticks(kept, [""] * len(kept))
-    for axis in axes:
-        axis.tick_params(axis="y", length=0)
 
 
 def _ridges(part: SubFigure, stat: Statistic, series: NumbersByRow) -> set[str]:

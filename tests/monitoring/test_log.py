@@ -10,7 +10,7 @@ import pytest
 
 from tapax import sink
 from tapax.monitoring._log import Log
-from tapax.monitoring._open import open as open_log
+from tapax.monitoring._log import open as open_log
 from tapax.monitoring._records import AlertEvent, Histogram
 
 pytestmark = pytest.mark.once

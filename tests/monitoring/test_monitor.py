@@ -22,8 +22,8 @@ from flax.training.train_state import TrainState
 import tapax
 from tapax import alert
 from tapax.monitoring._log import Log
+from tapax.monitoring._log import open as open_log
 from tapax.monitoring._monitor import Monitor, monitor
-from tapax.monitoring._open import open as open_log
 from tests.models.monitored import KEY, W, X, batch, scanned
 
 pytestmark = pytest.mark.once

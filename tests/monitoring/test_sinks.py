@@ -22,7 +22,7 @@ from rich.console import Console
 from tapax import sink
 from tapax.monitoring._delivery import Delivery
 from tapax.monitoring._log import Log
-from tapax.monitoring._open import open as open_log
+from tapax.monitoring._log import open as open_log
 from tapax.monitoring._records import AlertEvent, Histogram
 
 pytestmark = pytest.mark.once
