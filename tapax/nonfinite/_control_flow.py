@@ -24,7 +24,7 @@ from tapax.nonfinite._frames import (
     earlier_rows,
     finite_rows,
 )
-from tapax.nonfinite._origins import Handler, OriginWalk, Step, ValuesAndOrigins
+from tapax.nonfinite._origins import EquationCall, Handler, OriginWalk, ValuesAndOrigins
 
 
 def _scatter(count: int, places: Sequence[int], origins: Sequence[Origin]) -> Origins:
@@ -59,7 +59,7 @@ class _LoopBody:
     It carries too, as `best`, the earliest rows of its other results and of what is bad in it.
     """
 
-    def __init__(self, walk: OriginWalk, step: Step, loop: Scan | While):
+    def __init__(self, walk: OriginWalk, step: EquationCall, loop: Scan | While):
         self._walk, self._number, self._frame, self.loop = walk, step.number, step.frame, loop
         origins = step.origins[loop.first :]
         nconsts, nstate = len(loop.consts), len(loop.init)
@@ -115,14 +115,14 @@ class _LoopBody:
         return _scatter(len(self._outvars), self._outs, found[:-1])
 
 
-def _follow_scan(walk: OriginWalk, step: Step) -> ValuesAndOrigins:
+def _follow_scan(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     loop = Scan(step.eqn, step.args)
     body = _LoopBody(walk, step, loop)
     carry, ys = loop.run(body.run, body.carry)
     return [*carry[0], *ys], body.origins(carry)
 
 
-def _follow_while(walk: OriginWalk, step: Step) -> ValuesAndOrigins:
+def _follow_while(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     loop = While(step.eqn, step.args)
     body = _LoopBody(walk, step, loop)
     carry = lax.while_loop(
@@ -170,14 +170,14 @@ def _add_results(
     return list(results[: len(own)]), origins
 
 
-def _follow_remat(walk: OriginWalk, step: Step) -> ValuesAndOrigins:
+def _follow_remat(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     eqn, args, origins, number, frame = step
     part = _StagedBody(walk, eqn.params["jaxpr"], args, origins, number + 1, frame)
     results = evaluation.bind_remat(eqn, part.jaxpr, part.operands, added=1)
     return _add_results([part], results, frame)
 
 
-def _follow_cond(walk: OriginWalk, step: Step) -> ValuesAndOrigins:
+def _follow_cond(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     eqn, (index, *values), origins, number, frame = step
     starts = walk.equations.body_starts(eqn, number)
     parts = [
@@ -204,7 +204,7 @@ def _follow_cond(walk: OriginWalk, step: Step) -> ValuesAndOrigins:
     return _add_results(parts, results, frame)
 
 
-def _follow_shard_map(walk: OriginWalk, step: Step) -> ValuesAndOrigins:
+def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     """Track origins on each device; outside, the earliest of all devices counts."""
     eqn, args, origins, number, frame = step
     body, mesh, order = eqn.params["jaxpr"], eqn.params["mesh"], evaluation.mesh_axes(eqn)

@@ -116,7 +116,7 @@ class OriginWalk:
             held = [v for v in eqn.outvars if _jax.is_reference(v.aval)]
             matters = held or any(is_inexact(v.aval) for v in eqn.outvars)
             before = [origin(v, number) if matters else None for v in eqn.invars]
-            step = Step(eqn, values, before, number, frame)
+            step = EquationCall(eqn, values, before, number, frame)
             found = _jax.in_context(eqn, self._equation, step)
             env.update(zip(eqn.outvars, found[0], strict=True))
             known.update(zip(eqn.outvars, found[1], strict=True))
@@ -126,7 +126,7 @@ class OriginWalk:
         last = base + self.equations.size(jaxpr)
         return read(env, inner.outvars), [origin(v, last - 1) for v in inner.outvars]
 
-    def _equation(self, step: Step) -> ValuesAndOrigins:
+    def _equation(self, step: EquationCall) -> ValuesAndOrigins:
         call = called_body(step.eqn, list(zip(step.args, step.origins, strict=True)))
         if call is not None:
             body, given = call
@@ -139,7 +139,7 @@ class OriginWalk:
         return outs, _judge(step, outs)
 
 
-class Step(NamedTuple):
+class EquationCall(NamedTuple):
     """An equation to evaluate, with its operands, their origins, its number and its frame."""
 
     eqn: Any
@@ -150,11 +150,11 @@ class Step(NamedTuple):
 
 
 ValuesAndOrigins = tuple[list[Any], Origins]
-Handler = Callable[[OriginWalk, Step], ValuesAndOrigins]
+Handler = Callable[[OriginWalk, EquationCall], ValuesAndOrigins]
 """Evaluates one equation."""
 
 
-def _judge(step: Step, outs: list[Any]) -> Origins:
+def _judge(step: EquationCall, outs: list[Any]) -> Origins:
     """The origins of the results of an equation without a body."""
     eqn, _, origins, number, frame = step
     name = eqn.primitive.name
@@ -182,7 +182,7 @@ def _judge(step: Step, outs: list[Any]) -> Origins:
     ]
 
 
-def _judge_selection(step: Step) -> Origin:
+def _judge_selection(step: EquationCall) -> Origin:
     """Of the cases of a selection, those count of which something bad was selected."""
     (which, *cases), frame = step.args, step.frame
     found = []
@@ -195,7 +195,7 @@ def _judge_selection(step: Step) -> Origin:
     return frame.add(found, None, NONE) if found else None
 
 
-def _remote_origin(step: Step) -> Origin:
+def _remote_origin(step: EquationCall) -> Origin:
     """The origin of what a collective brings, if an operand is bad on any device."""
     frame, axes = step.frame, _axes_of(step.eqn, step.frame)
     if not axes:
