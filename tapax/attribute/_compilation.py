@@ -1,5 +1,6 @@
 """The calls that the methods make: their arguments, their metrics, and when they are compiled."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -59,12 +60,10 @@ def compile_method(body: Callable[..., Any], fn: Any, *options: Any) -> Callable
 
     A plain function may close over values that change before the next call.
     """
-    if _jax.jit_options(fn) is None and not registry.has_repeatable_calls(fn):
-        return _compile(body, fn, options)
-    try:
-        return _compile_once(body, fn, options)
-    except TypeError:  # a predicate that cannot be hashed
-        return _compile(body, fn, options)
+    if _jax.jit_options(fn) is not None or registry.has_repeatable_calls(fn):
+        with contextlib.suppress(TypeError):  # a predicate that cannot be hashed
+            return _compile_once(body, fn, options)
+    return _compile(body, fn, options)
 
 
 def _compile(body: Callable[..., Any], fn: Any, options: tuple[Any, ...]) -> Callable[..., Any]:

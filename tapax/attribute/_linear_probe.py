@@ -110,9 +110,8 @@ def linear_probe(
 
 
 def _flatten_features(value: Any, axes: int) -> Any:
-    return value.reshape(*value.shape[:axes], -1).astype(
-        jnp.promote_types(value.dtype, jnp.float32)
-    )
+    flat = value.reshape(*value.shape[:axes], -1)
+    return flat.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
 def _count_classes(labels: Any, given: int | None) -> int:

@@ -38,17 +38,17 @@ def logit_lens(
 def _read_logits(fn: Any, sites: Any, unembed: Any, *args: Any) -> Any:
     _, taps = capture(fn, values=drop_steps(sites), grads=None)(*args)
     found = find_visits(sites, taps)
-    last = found[-1]
-    for visit in found:
-        if visit.value_in(taps).shape != last.value_in(taps).shape:
+    values = [visit.value_in(taps) for visit in found]
+    last, shape = found[-1], values[-1].shape
+    for visit, value in zip(found, values, strict=True):
+        if value.shape != shape:
             raise SiteError(
                 f"The lens reads values of one shape, but that of {visit.where}, is "
-                f"{list(visit.value_in(taps).shape)}, and that of {last.where}, is "
-                f"{list(last.value_in(taps).shape)}."
+                f"{list(value.shape)}, and that of {last.where}, is {list(shape)}."
             )
     if unembed is None:
         unembed = lambda value: suffix(fn, last.at)(value, *args)  # noqa: E731
-    return jax.vmap(unembed)(jnp.stack([visit.value_in(taps) for visit in found]))
+    return jax.vmap(unembed)(jnp.stack(values))
 
 
 def direct_logit_attribution(

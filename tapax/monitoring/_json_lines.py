@@ -34,9 +34,7 @@ class jsonl:
         return f"jsonl({str(self.path)!r})"
 
     def __call__(self, step: int, record: Record) -> None:
-        numbers = {
-            name: log_format.number_to_json(number) for name, number in as_floats(record).items()
-        }
+        numbers = {name: log_format.number_to_json(x) for name, x in as_floats(record).items()}
         self._append({"tapax": log_format.VERSION, "step": int(step), "record": numbers})
 
     def alert(self, event: AlertEvent) -> None:

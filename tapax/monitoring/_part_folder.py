@@ -130,9 +130,8 @@ def _nbytes(number: Number) -> int:
 
 def find_parts(folder: Path, suffix: str) -> list[Path]:
     """The parts in a folder, in order."""
-    found = [
-        p for p in folder.iterdir() if re.fullmatch(r"part-\d+-\w+" + re.escape(suffix), p.name)
-    ]
+    name = re.compile(r"part-\d+-\w+" + re.escape(suffix))
+    found = [p for p in folder.iterdir() if name.fullmatch(p.name)]
     return sorted(found, key=lambda p: (_part_number(p), p.name))
 
 

@@ -10,20 +10,12 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 import tapax.nonfinite._evaluation as evaluation
+import tapax.nonfinite._frames as frames
 from tapax import _jax
 from tapax._walk.entries import where
 from tapax.nonfinite._equation_numbers import REMATS, is_inexact
 from tapax.nonfinite._evaluation import Scan, While
-from tapax.nonfinite._frames import (
-    NONE,
-    FrameInputs,
-    Origin,
-    OriginFrame,
-    Origins,
-    badness,
-    earlier_rows,
-    finite_rows,
-)
+from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, badness
 from tapax.nonfinite._origins import EquationCall, Handler, OriginWalk, ValuesAndOrigins
 
 
@@ -45,7 +37,7 @@ def _outer_rows(frame: OriginFrame, origins: Sequence[Origin]) -> Any:
 def _some_rows(frame: OriginFrame, groups: Sequence[Any]) -> Any:
     """All rows together, at least one: some compilers fail on empty arrays."""
     some = [rows for rows in groups if rows is not None]
-    return jnp.concatenate(some) if some else frame.vary(finite_rows(1, frame.width))
+    return jnp.concatenate(some) if some else frame.vary(frames.finite_rows(1, frame.width))
 
 
 def _part_origin(x: Any, origin: Origin, frame: OriginFrame) -> Origin:
@@ -75,14 +67,14 @@ class _LoopBody:
         self._outvars = _jax.open_jaxpr(loop.body).outvars
         self._outs = [i for i, v in enumerate(self._outvars) if is_inexact(v.aval)]
         others = 1 + len(self._outs) - len(self._state)
-        best = self._frame.vary(finite_rows(others, self._frame.width))
+        best = self._frame.vary(frames.finite_rows(others, self._frame.width))
         self.carry = (loop.init, rows, best, jnp.int32(0))
 
     def run(self, carry: Any, xs: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         """Run an iteration; return what the loop carries, and the other results."""
         state, rows, best, count = carry
-        frame, inner = self._frame, self._frame.loop_frame()
-        given = FrameInputs(_some_rows(frame, [self._const_rows, rows, self._x_rows]))
+        frame, inner = self._frame, self._frame.inner(loop=True)
+        given = frames.FrameInputs(_some_rows(frame, [self._const_rows, rows, self._x_rows]))
         operands = [*self.loop.consts, *state, *xs]
         known = inner.add_known(given.origins)[: len(self._places)]
         before = _scatter(len(operands), self._places, known)
@@ -103,7 +95,7 @@ class _LoopBody:
         left = given.rows_outside(inner, inner.pack(wanted), self._number, count)
         carried = len(self._state)
         rows = frame.vary(left[:carried]) if carried else None
-        best = frame.vary(earlier_rows(best, left[carried:]))
+        best = frame.vary(frames.earlier_rows(best, left[carried:]))
         new = [jnp.asarray(x) for x in outs[: len(state)]]
         return (new, rows, best, count + 1), outs[len(state) :]
 
@@ -141,7 +133,7 @@ class _StagedBody:
         cell: dict[str, Any] = {}
 
         def body(packed: Any, *args: Any) -> list[Any]:
-            inner = frame.inline_frame()
+            inner = frame.inner(loop=False)
             known = inner.add_known(packed)[: len(self.places)]
             before = _scatter(len(args), self.places, known)
             outs, found = walk.run_body(jaxpr, args, before, base, inner)
@@ -173,7 +165,7 @@ def _add_results(
 def _follow_remat(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     eqn, args, origins, number, frame = step
     part = _StagedBody(walk, eqn.params["jaxpr"], args, origins, number + 1, frame)
-    results = evaluation.bind_remat(eqn, part.jaxpr, part.operands, added=1)
+    results = evaluation.bind_remat(eqn, part.jaxpr, part.operands)
     return _add_results([part], results, frame)
 
 
@@ -213,9 +205,9 @@ def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     out_at = [i for i, v in enumerate(_jax.open_jaxpr(body).outvars) if is_inexact(v.aval)]
 
     def local(rows: Any, *flat: Any) -> list[Any]:
-        inner = frame.loop_frame()
+        inner = frame.inner(loop=True)
         inner.axes, inner.typed = here, (here if eqn.params["check_vma"] else frozenset())
-        given = FrameInputs(inner.vary(rows))
+        given = frames.FrameInputs(inner.vary(rows))
         names = inner.add_known(given.origins)[: len(places)]
         known = [_part_origin(flat[i], o, inner) for i, o in zip(places, names, strict=True)]
         outs, found = walk.run_body(body, flat, _scatter(len(flat), places, known), 0, inner)
@@ -239,7 +231,7 @@ def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     while rows.shape[0] > 1:
         if rows.shape[0] % 2:
             rows = jnp.concatenate([rows, rows[-1:]])
-        rows = earlier_rows(rows[0::2], rows[1::2])
+        rows = frames.earlier_rows(rows[0::2], rows[1::2])
     found = frame.add_results(number, rows[0])
     return outs, _scatter(len(outs), out_at, found[:-1])
 

@@ -81,10 +81,8 @@ def called_body(eqn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | No
     if kind in _SOLVES:
         lengths = eqn.params["const_lengths"]
         start = sum(lengths[: lengths._fields.index("solve")])
-        return eqn.params["jaxprs"].solve, [
-            *args[start : start + lengths.solve],
-            *args[sum(lengths) :],
-        ]
+        given = [*args[start : start + lengths.solve], *args[sum(lengths) :]]
+        return eqn.params["jaxprs"].solve, given
     return None
 
 

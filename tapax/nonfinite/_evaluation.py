@@ -30,15 +30,16 @@ def bind(eqn: Any, args: list[Any]) -> list[Any]:
     return _jax.bind_equation(eqn, args)
 
 
-def bind_remat(eqn: Any, body: Any, args: Sequence[Any], added: int = 0) -> list[Any]:
+def bind_remat(eqn: Any, body: Any, args: Sequence[Any]) -> list[Any]:
     """Bind a remat with another body as a remat, so that it still drops what it should drop.
 
-    The body has `added` operands before those of the remat.
+    The body may have operands before those of the remat.
     """
     jaxpr, consts = _jax.closed(body)
     params = dict(eqn.params, jaxpr=jaxpr)
     if isinstance(params["prevent_cse"], tuple):
-        params["prevent_cse"] = (*[False] * (len(consts) + added), *params["prevent_cse"])
+        added = len(consts) + len(args) - len(eqn.invars)
+        params["prevent_cse"] = (*[False] * added, *params["prevent_cse"])
     return eqn.primitive.bind(*consts, *args, **params)
 
 

@@ -74,13 +74,10 @@ class OriginFrame:
         self._pending: list[tuple[list[int], Any, int]] = []
         self._count = 1
 
-    def loop_frame(self) -> OriginFrame:
-        """A frame for the body of a loop here."""
-        return OriginFrame(self.width - 2, self.strict, self.axes, self.typed)
-
-    def inline_frame(self) -> OriginFrame:
-        """A frame for a body that is part of this one."""
-        return OriginFrame(self.width, self.strict, self.axes, self.typed)
+    def inner(self, loop: bool) -> OriginFrame:
+        """A frame for a body here: that of a loop, or one that is part of this frame."""
+        width = self.width - 2 if loop else self.width
+        return OriginFrame(width, self.strict, self.axes, self.typed)
 
     def vary(self, x: Any) -> Any:
         """`x` as varying over the mesh axes, the type of all rows and origins here."""

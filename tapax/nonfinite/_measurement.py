@@ -145,9 +145,8 @@ class Measurement:
         branches = tuple(
             chosen if i == here else padded(b) for i, b in enumerate(eqn.params["branches"])
         )
-        return _split(
-            eqn, eqn.primitive.bind(index, *values, **dict(eqn.params, branches=branches))
-        )
+        params = dict(eqn.params, branches=branches)
+        return _split(eqn, eqn.primitive.bind(index, *values, **params))
 
     def _scan(self, eqn: Any, args: list[Any], level: int) -> Any:
         loop = evaluation.Scan(eqn, args)

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import tapax.nonfinite._frames as frames
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
 from tapax._marks.tap import tap_p
@@ -49,21 +50,7 @@ from tapax.nonfinite._equation_numbers import (
     is_move,
 )
 from tapax.nonfinite._evaluation import bind, read
-from tapax.nonfinite._frames import (
-    GIVEN,
-    INF,
-    MADE,
-    NAN,
-    NONE,
-    NOT_A_NUMBER,
-    REMOTE,
-    Origin,
-    OriginFrame,
-    Origins,
-    badness,
-    input_origin,
-    origin_at,
-)
+from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, badness, origin_at
 
 
 class OriginWalk:
@@ -82,7 +69,9 @@ class OriginWalk:
         """The row of the first bad value that reaches a result."""
         frame = OriginFrame(2 + 2 * self.equations.depth(self.jaxpr), self.deliberate)
         origins = [
-            frame.add([], badness(x), input_origin(GIVEN, i)) if is_inexact(jax.typeof(x)) else None
+            frame.add([], badness(x), frames.input_origin(frames.GIVEN, i))
+            if is_inexact(jax.typeof(x))
+            else None
             for i, x in enumerate(args)
         ]
         _, found = self.run_body(self.jaxpr, args, origins, 0, frame)
@@ -163,9 +152,8 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
     if eqn.primitive is tap_p:
         return [origins[0], *(None for _ in outs[1:])]
     if is_move(eqn):
-        return [
-            o if is_inexact(v.aval) else None for o, v in zip(origins, eqn.outvars, strict=False)
-        ]
+        pairs = zip(origins, eqn.outvars, strict=False)
+        return [o if is_inexact(v.aval) else None for o, v in pairs]
     if name == "select_n":
         return [_judge_selection(step)]
     if name in PLACEHOLDERS or (name in _CLOSED and not any(o is not None for o in origins)):
@@ -175,7 +163,7 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
     else:
         sources = [origins] * len(outs)
     away = _remote_origin(step)
-    here = origin_at(MADE, number)
+    here = origin_at(frames.MADE, number)
     return [
         frame.add([*before, away], badness(x), here) if is_inexact(jax.typeof(x)) else None
         for x, before in zip(outs, sources, strict=True)
@@ -202,7 +190,8 @@ def _remote_origin(step: EquationCall) -> Origin:
         return None
     own = [frame.vary(badness(x)) for x in step.args if is_inexact(jax.typeof(x))]
     far = [lax.pmax(bad, axes) for bad in own]
-    return frame.add([], functools.reduce(jnp.maximum, far), origin_at(REMOTE, step.number))
+    worst = functools.reduce(jnp.maximum, far)
+    return frame.add([], worst, origin_at(frames.REMOTE, step.number))
 
 
 _EACH = frozenset({"sort", "psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather"})
@@ -241,15 +230,16 @@ def _is_bad(literal: Any) -> bool:
 def _literal_origin(literal: Any, number: int, frame: OriginFrame) -> Origin:
     if not _is_bad(literal):
         return None
-    return frame.add([], None, origin_at(NAN if np.isnan(literal.val) else INF, number))
+    kind = frames.NAN if np.isnan(literal.val) else frames.INF
+    return frame.add([], None, origin_at(kind, number))
 
 
 def _const_origin(x: Any, number: int, frame: OriginFrame) -> Origin:
     if not is_inexact(jax.typeof(x)):
         return None
     bad = badness(x)
-    nan = frame.add([], bad == NOT_A_NUMBER, origin_at(NAN, number))
-    return frame.add([nan], bad, origin_at(INF, number))
+    nan = frame.add([], bad == frames.NOT_A_NUMBER, origin_at(frames.NAN, number))
+    return frame.add([nan], bad, origin_at(frames.INF, number))
 
 
 def _has_bad_constants(jaxpr: Any) -> bool:

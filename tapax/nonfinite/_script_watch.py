@@ -100,7 +100,8 @@ class ScriptWatch:
         count = self._calls[id(fn)] = self._calls.get(id(fn), 0) + 1
         if (count - 1) % self.every and self.saved is None:
             return fn(*args, **kwargs)
-        search = self._search(fn)
+        # The function is kept so that its id stays its own.
+        search = self._searches.setdefault(id(fn), (fn, NonfiniteSearch(fn)))[1]
         before = search.arrays(args, kwargs)
         if self.saved is not None:
             if self.saved.is_for(fn, before):
@@ -115,10 +116,6 @@ class ScriptWatch:
         if _has_bad([*jax.tree.leaves(out), *changed]):
             self._stop(search, args, kwargs, before)
         return out
-
-    def _search(self, fn: Any) -> NonfiniteSearch:
-        # The function is kept so that its id stays its own.
-        return self._searches.setdefault(id(fn), (fn, NonfiniteSearch(fn)))[1]
 
     def _stop(self, search: NonfiniteSearch, args: Any, kwargs: Any, arrays: list[Any]) -> None:
         """Search on the inputs of a call; end the script if there is something to report."""

@@ -38,7 +38,7 @@ def draw(
     axes[0].set_ylim(len(rows) - 0.4, -1.4 if ridged else -0.7)  # room for the first ridge
     style.draw_legend(figure, used)
     if note:
-        figure.supxlabel(note, size=style.TEXT, color=style.MUTED)
+        figure.supxlabel(note, **style.LABEL)
     return figure
 
 
@@ -58,7 +58,7 @@ def _dots(
         axis.plot(line, joined, color=style.tint(colour, 0.35), linewidth=0.9, zorder=2)
     size = 5.5 if len(rows) <= 60 else 3.5
     axis.plot(seen, places, "o", color=colour, markersize=size, label=f"{kind} {stat}", zorder=3)
-    axis.set_xlabel(style.name_of(stat), size=style.TEXT, color=style.MUTED)
+    axis.set_xlabel(style.name_of(stat), **style.LABEL)
     return style.mark_beyond_axis(axis, "x", log, places, xs)
 
 
@@ -67,10 +67,7 @@ def _ridges(axis: Axes, kind: str, rows: list[str], numbers: Mapping[str, Any]) 
     used: set[str] = set()
     for i, row in enumerate(rows):
         if row in numbers:
-            # Up is down: rows are counted from above.
-            used |= style.add_ridge(
-                axis, numbers[row], i + 0.3, -height, style.KINDS[kind], row, 2 + i
-            )
+            used |= style.add_ridge(axis, numbers[row], i, height, style.KINDS[kind], row)
     along = style.set_ridge_axis(axis, numbers.values())
-    axis.set_xlabel(along, size=style.TEXT, color=style.MUTED)
+    axis.set_xlabel(along, **style.LABEL)
     return used

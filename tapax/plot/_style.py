@@ -27,6 +27,8 @@ BAD, OUTSIDE = "#d01c1f", "#a9b2b9"
 DEPTH, HEAT = "viridis", "viridis"
 SMALL, TEXT, TITLE = 7.5, 8.5, 10.0
 """Sizes of type, in points: what stands at ticks, what stands elsewhere, titles."""
+LABEL: dict[str, Any] = {"size": TEXT, "color": MUTED}
+"""The looks of the text along an axis."""
 LINE = 0.15
 """The height in inches that a label needs."""
 
@@ -81,8 +83,8 @@ def dress_axes(
     size, weight = (TITLE, "bold") if strong else (TEXT, "normal")
     looks: dict[str, Any] = {"size": size, "color": INK, "weight": weight, "parse_math": False}
     axes.set_title(title, loc="left", pad=pad, **looks)
-    axes.set_xlabel(x, size=TEXT, color=MUTED)
-    axes.set_ylabel(y, size=TEXT, color=MUTED)
+    axes.set_xlabel(x, **LABEL)
+    axes.set_ylabel(y, **LABEL)
 
 
 def title_of(kind: str, stat: str) -> str:
@@ -183,16 +185,8 @@ def mark_beyond_axis(
         edge = [0.0 if name in ("zero", "−Inf") else 1.0] * len(at)
         xs, ys = (edge, at) if along == "x" else (at, edge)
         transform = axes.get_yaxis_transform() if along == "x" else axes.get_xaxis_transform()
-        axes.plot(
-            xs,
-            ys,
-            linestyle="",
-            label=name,
-            transform=transform,
-            clip_on=False,
-            zorder=9,
-            **MARKS[name],
-        )
+        looks = {"linestyle": "", "clip_on": False, "zorder": 9, **MARKS[name]}
+        axes.plot(xs, ys, label=name, transform=transform, **looks)
     return set(used)
 
 
@@ -219,18 +213,14 @@ def bins(histogram: Histogram) -> tuple[bool, np.ndarray, np.ndarray, tuple[floa
 
 
 def add_ridge(
-    axes: Axes,
-    histogram: Histogram,
-    base: float,
-    height: float,
-    colour: Any,
-    name: str,
-    order: float,
+    axes: Axes, histogram: Histogram, row: int, height: float, colour: Any, name: str
 ) -> set[str]:
-    """Draws a histogram upon a base line; says which marks it used.
+    """Draws a histogram upon the base line of a row; says which marks it used.
 
-    What lies beyond the bins is a bar apart, as high as its share of all.
+    Rows are counted from above, so up is down. A later row is drawn over those before it. What lies
+    beyond the bins is a bar apart, as high as its share of all.
     """
+    base, height, order = row + 0.3, -height, 2 + row
     log, edges, density, shares = bins(histogram)
     if not np.sum(histogram.counts):
         axes.plot([edges[0], edges[-1]], [base, base], label=name, zorder=order, **HOLLOW)
@@ -291,7 +281,7 @@ def label_rows(axes: Axes, rows: Sequence[str], height: float, most: int = 30) -
     common, labels = shorten_names(rows, most)
     kept = pick_labelled_rows(rows, LINE / height)
     axes.set_yticks(kept, [labels[i] for i in kept], parse_math=False)
-    axes.set_ylabel(f"{common}/…" if common else "", size=TEXT, color=MUTED)
+    axes.set_ylabel(f"{common}/…" if common else "", **LABEL)
     return kept
 
 

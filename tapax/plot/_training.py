@@ -49,14 +49,7 @@ def draw(
     style.draw_legend(figure, used)
     lines = [*key, *([note] if note else [])]
     if lines:
-        figure.supxlabel(
-            "\n".join(lines),
-            x=0.01,
-            ha="left",
-            size=style.TEXT,
-            color=style.MUTED,
-            parse_math=False,
-        )
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", parse_math=False, **style.LABEL)
     return figure
 
 
@@ -131,7 +124,7 @@ def _dress_bar(bar: Any, title: str) -> None:
     bar.outline.set_visible(False)
     bar.ax.tick_params(which="both", length=0, labelsize=style.SMALL, labelcolor=style.INK)
     bar.ax.tick_params(which="minor", labelcolor=style.MUTED, labelsize=style.SMALL - 1)
-    bar.set_label(title, size=style.TEXT, color=style.MUTED, parse_math=False)
+    bar.set_label(title, **style.LABEL, parse_math=False)
 
 
 def _heat(
@@ -194,16 +187,15 @@ def _ridges(part: SubFigure, stat: Statistic, series: NumbersByRow) -> set[str]:
         steps = _spread(list(series[row]), RIDGES)
         height = 0.8 if len(steps) <= 3 else 1.6
         colours = style.by_depth(len(steps))
-        for i, step in enumerate(steps):
-            histogram: Any = series[row][step]
-            used |= style.add_ridge(axis, histogram, i + 0.3, -height, colours(i), str(step), 2 + i)
         drawn: list[Any] = [series[row][step] for step in steps]
-        axis.set_xlabel(style.set_ridge_axis(axis, drawn), size=style.TEXT, color=style.MUTED)
+        for i, (step, histogram) in enumerate(zip(steps, drawn, strict=True)):
+            used |= style.add_ridge(axis, histogram, i, height, colours(i), str(step))
+        axis.set_xlabel(style.set_ridge_axis(axis, drawn), **style.LABEL)
         kept = style.pick_labelled_rows([""] * len(steps), max(1.0, len(steps) / 9))
         axis.set_yticks(kept, [f"{steps[i]:,}" for i in kept])
         axis.set_ylim(len(steps) - 0.4, -height)
         axis.tick_params(axis="y", length=0)
-    axes[0].set_ylabel("step", size=style.TEXT, color=style.MUTED)
+    axes[0].set_ylabel("step", **style.LABEL)
     left = f"  ({len(picked)} of {len(series)} layers)" if len(picked) < len(series) else ""
     where = f" of {common}/…" if common else ""
     title = style.title_of(*stat) + where + left
