@@ -45,7 +45,11 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
             eqns += [_zeros(token) for token in eqn.outvars[1:]]
             continue
         if eqn.primitive is change_p:
-            eqns += _unchanged(eqn, renamed, rename)
+            # Without an edit its function is the identity: higher derivatives of that are zero.
+            if eqn.params["order"] < 2:
+                renamed[eqn.outvars[0]] = rename(eqn.invars[-1])
+            else:
+                eqns.append(_zeros(eqn.outvars[0]))
             continue
         params = {k: strip(v, marks) for k, v in eqn.params.items()}
         invars = [rename(v) for v in eqn.invars]
@@ -64,14 +68,6 @@ def _rewritten(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
     inner = _jax.open_jaxpr(jaxpr)
     new = inner.replace(eqns=eqns, outvars=outvars, effects=without_taps(inner.effects))
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
-
-
-def _unchanged(eqn: Any, renamed: dict[Any, Any], rename: Any) -> list[Any]:
-    """What is left of the derivative of an edit where there is none: it is the identity."""
-    if eqn.params["order"] < 2:
-        renamed[eqn.outvars[0]] = rename(eqn.invars[-1])
-        return []
-    return [_zeros(eqn.outvars[0])]
 
 
 def _zeros(variable: Any) -> Any:

@@ -46,13 +46,6 @@ class Rule:
 
     names: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        if not self.names or not all(isinstance(name, str) for name in self.names):
-            function = type(self).__name__.lower()
-            raise TypeError(
-                f"`{function}` takes one or more strings, but was given {self.names!r}."
-            )
-
     def marks(self, op: str, source: str, label: str | None) -> bool:
         """Whether it marks the results of an operation, written on a line, with a label."""
         raise NotImplementedError
@@ -146,24 +139,23 @@ def ops(*names: str) -> Ops:
 
     Each becomes a site `scope/operation`, its gradient included.
     """
-    return Ops(names)
+    return Ops(_strings("ops", names))
 
 
 def lines(*places: str) -> Lines:
     """Every result computed on these lines of source: `lines("model.py:120")`."""
-    rule = Lines(places)
-    for place in places:
+    for place in _strings("lines", places):
         if not re.fullmatch(r".+:\d+", place):
             raise SiteError(
                 f"`lines` takes places such as 'model.py:120', a file and a line number, "
                 f"but was given {place!r}."
             )
-    return rule
+    return Lines(places)
 
 
 def named(*names: str) -> Named:
     """Every value given one of these names by `jax.ad_checkpoint.checkpoint_name`."""
-    return Named(names)
+    return Named(_strings("named", names))
 
 
 def at(selection: Selection, *, step: Any) -> At:
@@ -206,6 +198,12 @@ class StepSlice:
 
     def __str__(self) -> str:
         return str(self.slice)
+
+
+def _strings(function: str, names: tuple[Any, ...]) -> tuple[str, ...]:
+    if not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"`{function}` takes one or more strings, but was given {names!r}.")
+    return names
 
 
 def _on_line(source: str, place: str) -> bool:

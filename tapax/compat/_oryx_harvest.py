@@ -59,7 +59,13 @@ class OryxHarvest(Transform):
         group_by_name(planted, "planted")
         spots = [spot for spot in walk.spots.values() if is_planted(spot.site.collection)]
         for spot in spots:
-            _check_plant(spot, _find(plants, spot.site.collection.local_name))
+            found = jax.tree.structure(_find(plants, spot.site.collection.local_name))
+            expected = spot.site.collection.treedef
+            if found != expected:
+                raise SiteError(
+                    f"The plant for {_describe(spot)} has the structure {found}, but the value has "
+                    f"{expected}."
+                )
         return spots
 
     def run(self, call: TracedCall, prepared: Any) -> Any:
@@ -120,16 +126,6 @@ def _check_known(plants: Any, names: set[Name], tag: Any, scope: Name = ()) -> N
         raise SiteError(
             f"`plants` has a value for {show(name)}, but nothing is sown under that name with the "
             f"tag {tag!r}. The names that are: {known}."
-        )
-
-
-def _check_plant(spot: Spot, plant: Any) -> None:
-    """Raises for a plant of another structure than the value that it is for."""
-    found, expected = jax.tree.structure(plant), spot.site.collection.treedef
-    if found != expected:
-        raise SiteError(
-            f"The plant for {_describe(spot)} has the structure {found}, but the value has "
-            f"{expected}."
         )
 
 

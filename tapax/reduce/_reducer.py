@@ -115,8 +115,7 @@ class Reducer:
 
     def takes(self, dtype: Any) -> bool:
         """Whether it is for values of this type."""
-        kinds = _NEEDS[self.needs]
-        return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+        return any(jnp.issubdtype(dtype, kind) for kind in _NEEDS[self.needs])
 
     def start(self, x: Any) -> Any:
         """The state that has seen nothing, for values of the type of `x`."""

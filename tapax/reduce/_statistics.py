@@ -68,26 +68,20 @@ def _summing(
 _FLOATS = "floating-point numbers"
 
 
-def _flag(mask: Any) -> Any:
-    return mask.astype(_sums.COUNT)
-
-
 sum = _summing("sum", lambda x: [x], lambda s: s[0])
 mean = _summing("mean", lambda x: [x], lambda s: _over(s[1], s[0]), _FLOATS)
 norm = _summing("norm", _sums.squares, lambda s: _sums.root(s[:2]), _FLOATS)
 rms = _summing("rms", _sums.squares, lambda s: _sums.root(s[:2], s[2].astype(s[0].dtype)), _FLOATS)
 nonfinite = _summing(
-    "nonfinite", lambda x: [_flag(~jnp.isfinite(x))], lambda s: _sums.as_integers(s[0])
+    "nonfinite",
+    lambda x: [(~jnp.isfinite(x)).astype(_sums.COUNT)],
+    lambda s: _sums.as_integers(s[0]),
 )
 zeros = _summing(
     "zeros",
-    lambda x: [_flag(x == 0)],
+    lambda x: [(x == 0).astype(_sums.COUNT)],
     lambda s: s[0].astype(jnp.float32) / s[1].astype(jnp.float32),
 )
-
-
-def _dot(g: Any, v: Any) -> Any:
-    return jnp.real(jnp.conj(g) * v)
 
 
 def _cosine(state: Any) -> Any:
@@ -98,7 +92,7 @@ def _cosine(state: Any) -> Any:
 
 cosine = _summing(
     "cosine",
-    lambda g, v: [_dot(g, v), *_sums.squares(g), *_sums.squares(v)],
+    lambda g, v: [jnp.real(jnp.conj(g) * v), *_sums.squares(g), *_sums.squares(v)],
     _cosine,
     _FLOATS,
     paired=True,

@@ -75,7 +75,8 @@ def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         back, back_inside = residuals
         cts = [_instantiated(ct) for ct in cts]
         through, inside = back(list(cts[:count])), back_inside(list(cts[count:]))
-        summed = (_add(a, b) for a, b in zip(through, inside[fixed:n], strict=True))
+        both = zip(through, inside[fixed:n], strict=True)
+        summed = (a if a.dtype == float0 else a + b for a, b in both)
         return (*inside[:fixed], *summed, *inside[n:], *(None for _ in threads.parts))
 
     call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
@@ -119,7 +120,3 @@ def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
                 "own (jax.custom_jvp or jax.custom_vjp), so there is no derivative by what it is "
                 "perturbed or replaced with. Mark a value outside of that function."
             )
-
-
-def _add(a: Any, b: Any) -> Any:
-    return a if a.dtype == float0 else a + b
