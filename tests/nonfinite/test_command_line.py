@@ -65,7 +65,6 @@ print("ended")
 EQUINOX = """
 import sys
 import equinox as eqx, jax, jax.numpy as jnp
-from tests.oracles.closeness import assert_close
 
 class Net(eqx.Module):
     inner: eqx.nn.Linear
