@@ -29,8 +29,9 @@ def assert_close(
     Args:
         actual: the arrays under test; a single array, or a pytree of arrays.
         expected: the arrays that are right, in the same structure.
-        tol: the largest error, relative to `scale`. By default 1e-5 for float32, 1e-10 for float64,
-            and more for half precision; integers and booleans must be equal.
+        tol: the largest error, relative to `scale`. By default 1e-5 for float32 and for numbers
+            that are not arrays, 1e-10 for float64, and more for half precision; integers and
+            booleans must be equal.
         scale: the size of the terms that were summed. By default the largest entry of each expected
             array, and at least one, since inputs and weights of the tests are of that order; but
             an error of more than 1% of the largest entry is never rounding. Give it where every
@@ -48,16 +49,21 @@ def assert_close(
         _assert_arrays_close(a, b, tol, scale, err_msg)
 
 
+def _tolerance_of(x: Any) -> float:
+    is_array = isinstance(x, (jax.Array, np.ndarray))
+    return TOLERANCES.get(x.dtype.name, 1e-10) if is_array else TOLERANCES["float32"]
+
+
 def _assert_arrays_close(a: Any, b: Any, tol: float | None, scale: float | None, err: str) -> None:
     if isinstance(b, str):
         assert a == b, err
         return
+    if tol is None:
+        tol = max(_tolerance_of(a), _tolerance_of(b))
     a, b = np.asarray(a), np.asarray(b)
     if a.dtype.kind in "biu" and b.dtype.kind in "biu":
         np.testing.assert_array_equal(a, b, err)
         return
-    if tol is None:
-        tol = max(TOLERANCES.get(x.dtype.name, 1e-10) for x in (a, b))
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     a, b = a.astype(wide), b.astype(wide)
     if scale is None:
