@@ -32,9 +32,9 @@ from tapax._calling.program import TracedCall, trace
 from tapax._calling.signature import Signature
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks.patches import current
+from tapax._jaxpr.restage import is_eager
 from tapax._results import SiteTable, Taps
 from tapax._sites import Selection, name_of
-from tapax._walk.interpreter import eager
 from tapax._walk.plan import Plan
 
 P = ParamSpec("P")
@@ -98,7 +98,7 @@ def _jitted(fn: Any, plan: Plan) -> Any:
     def captured(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # Under `jax.disable_jit()` there are no tracers, and what is no array is static.
-        wanted = (jax.Array, np.ndarray) if eager() else Tracer
+        wanted = (jax.Array, np.ndarray) if is_eager() else Tracer
         places = (i for i, leaf in enumerate(leaves) if not isinstance(leaf, wanted))
         signature = Signature(treedef, tuple((i, leaves[i], None) for i in places))
         run = lambda call: current(inner)(*call[0], **call[1])  # noqa: E731

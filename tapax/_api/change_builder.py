@@ -7,7 +7,7 @@ traced arrays it closes over: those have to be handed down to where the site is.
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from jax.core import Tracer, eval_jaxpr
 
 from tapax import _jax
 from tapax._calling.survey import Spot
+from tapax._jaxpr.leading_axes import where
 from tapax._sites import Selection, SiteError, StepSlice, matches
 from tapax._walk.changes import Change, Changes, Key, Part, PartKey
-from tapax._walk.entries import where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _by_function(rule: EditRule, spot: Spot) -> Replacement:
         return checked, []
 
     def with_traced(x: Any, *consts: Any) -> Any:
-        (out,) = eval_jaxpr(_jax.open_jaxpr(made), consts, x)
+        (out,) = eval_jaxpr(cast(Any, _jax.open_jaxpr(made)), consts, x)
         return out
 
     return with_traced, [Part(c) for c in consts]

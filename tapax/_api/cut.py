@@ -24,17 +24,20 @@ from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._api.change_builder import ChangeBuilder, check_step
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function, transformed
+from tapax._jax import Equation, Value
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.restage import Scan
 from tapax._marks.marked_jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
 from tapax._sites import At, Selection, SiteError, as_array
 from tapax._walk.changes import Part
+from tapax._walk.interpreter import Interpreter, WalkHooks
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
 
@@ -165,7 +168,7 @@ def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     """Evaluates a function without the operations that its results do not need."""
     made, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
     with internal_operations():
-        outs = jaxpr_as_fun(_jax.dce(made))(*arrays)
+        outs = _jax.as_function(_jax.dce(made))(*arrays)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
@@ -179,51 +182,28 @@ def _split(call: TracedCall, spot: Spot, step: int) -> TracedCall:
             "beforehand, so the function cannot be cut at one of its iterations."
         )
     check_step(spot, step)
-    walk = _SplitWalk(spot, step)
+    walk = Walk(Plan(None, None), hooks=_PeelHooks(spot, step))
+    walk.nested = True
     made = jax.make_jaxpr(lambda *arrays: call.program.run(walk, arrays))(*call.arrays)
     return dataclasses.replace(call, program=dataclasses.replace(call.program, jaxpr=made))
 
 
-class _SplitWalk(Walk):
-    """A walk that leaves taps where they are, and takes a scan apart."""
+class _PeelHooks(WalkHooks):
+    """Leaves taps where they are, and takes one iteration out of the scan around a site."""
 
     def __init__(self, spot: Spot, step: int):
-        super().__init__(Plan(None, None))
-        self.nested = True
-        self._spot = spot
-        self._step = step
+        self._spot, self._step = spot, step
         self._uids = Uids()
 
-    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
-        if eqn.primitive.name != "scan" or len(self.around) != self._spot.loop:
-            return super()._equation(eqn, args)
-        if self._spot.uid not in self._uids.within(eqn.params["jaxpr"]):
-            return super()._equation(eqn, args)
-        return self._scan(eqn, self.materialize(eqn.invars, args))
+    def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+        if kind_of(eqn) is not Kind.SCAN or len(walk.around) != self._spot.loop:
+            return walk.evaluate_equation(eqn, args)
+        loop = Scan.of(eqn, walk.materialize(eqn.invars, args))
+        if self._spot.uid not in self._uids.within(loop.body):
+            return walk.evaluate_equation(eqn, args)
 
-    def _scan(self, eqn: Any, args: list[Any]) -> list[Any]:
-        body, length, reverse = (eqn.params[k] for k in ("jaxpr", "length", "reverse"))
-        nconsts, ncarry = _jax.scan_split(eqn.params)
-        consts, carry, xs = args[:nconsts], args[nconsts:][:ncarry], args[nconsts + ncarry :]
-        plain = jaxpr_as_fun(strip(body))
+        def once(values: list[Value]) -> tuple[list[Value], None]:
+            results = walk.run(loop.body, values)
+            return walk.materialize(_jax.open_jaxpr(loop.body).outvars, results), None
 
-        def some(carry: Any, chosen: slice) -> Any:
-            def one(carry: Any, x: Any) -> Any:
-                outs = plain(*consts, *carry, *x)
-                return outs[:ncarry], outs[ncarry:]
-
-            part = [x[chosen] for x in xs]
-            count = len(range(length)[chosen])
-            return jax.lax.scan(one, list(carry), part, length=count, reverse=reverse)
-
-        at = self._step % length
-        around = [slice(0, at), slice(at + 1, length)]
-        first, last = around[::-1] if reverse else around
-        carry, early = some(carry, first)
-        outs = self.run(body, [*consts, *carry, *(x[at] for x in xs)])
-        outs = self.materialize(_jax.open_jaxpr(body).outvars, outs)
-        carry, late = some(outs[:ncarry], last)
-        below, above = (late, early) if reverse else (early, late)
-        here = (y[None] for y in outs[ncarry:])
-        stacked = [jnp.concatenate(ys) for ys in zip(below, here, above, strict=True)]
-        return [*carry, *stacked]
+        return loop.peel(self._step % loop.length, _jax.as_function(strip(loop.body)), once)[0]

@@ -11,9 +11,10 @@ from tapax._calling.program import TracedCall
 from tapax._marks.marked_jaxprs import reaching
 from tapax._marks.tap import split_shape
 from tapax._sites import Site
-from tapax._walk.calls import Call
 from tapax._walk.changes import Around, Key
+from tapax._walk.interpreter import Interpreter, WalkHooks
 from tapax._walk.plan import Plan
+from tapax._walk.recorder import MetTap
 from tapax._walk.walk import Walk
 
 
@@ -50,18 +51,17 @@ class Spot:
         return max((i for i, a in enumerate(self.around) if a.is_loop), default=None)
 
 
-class SurveyWalk(Walk):
-    """A walk that notes where the sites are."""
+class SurveyHooks(WalkHooks):
+    """Notes where the sites are, instead of recording their values."""
 
-    def __init__(self, plan: Plan, reached: frozenset[int]):
-        super().__init__(plan)
+    def __init__(self, reached: frozenset[int]):
         self.spots: dict[Key, Spot] = {}
         self._reached = reached
 
-    def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
-        del live
-        x = xs[0]
-        chosen = self.chosen(eqn, call, grad=grad)
+    def record(self, walk: Interpreter, tap: MetTap) -> None:
+        eqn, call, grad = tap.eqn, tap.call, tap.grad
+        x = tap.values[0]
+        chosen = walk.chosen(eqn, call, grad=grad)
         if chosen is None:
             return
         mapped, own = split_shape(eqn)
@@ -69,7 +69,7 @@ class SurveyWalk(Walk):
         varying = _jax.varying_axes(jax.typeof(x))
         around = tuple(
             a if a.is_loop or a.unchecked or a.kind in varying else a._replace(size=None)
-            for a in self.around
+            for a in walk.around
         )
         sizes = (a.size for a in around if a.size is not None)
         named = tuple(str(a) for a in around if a.is_loop or a.size is not None)
@@ -81,7 +81,7 @@ class SurveyWalk(Walk):
         branches = bool(call.branches)
         own = jax.ShapeDtypeStruct(own, x.dtype)
         level = eqn.params["level"] if grad else None
-        where = around, mapped, own, self.mesh, chosen[1].step, level, branches, reaches
+        where = around, mapped, own, walk.mesh, chosen[1].step, level, branches, reaches
         spot = Spot(key, site, call.mark.uid, *where)
         known = self.spots.setdefault(key, spot)
         if level is not None and known.level is not None and level < known.level:
@@ -93,9 +93,15 @@ def survey(call: TracedCall, plan: Plan, results: Sequence[int] | None = None) -
 
     What they reach are the results of the program, or some of them.
     """
-    walk = SurveyWalk(plan, reaching(call.program.jaxpr, results))
+    hooks = SurveyHooks(reaching(call.program.jaxpr, results))
+    return survey_with(hooks, call, plan)
+
+
+def survey_with(hooks: SurveyHooks, call: TracedCall, plan: Plan) -> list[Spot]:
+    """The sites that a plan chooses, as the hooks note them."""
+    walk = Walk(plan, hooks=hooks)
     jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
-    spots = list(walk.spots.values())
+    spots = list(hooks.spots.values())
     found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]
     plan.verify(walk.sites, found[0], found[1], walk.lost)
     return spots

@@ -23,8 +23,8 @@ from tapax._calling.program import Program, TracedCall, trace
 from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
+from tapax._jaxpr.restage import is_eager
 from tapax._sites import name_of, wrong_type
-from tapax._walk.interpreter import eager
 from tapax._walk.plan import Plan
 
 P = ParamSpec("P")
@@ -115,7 +115,7 @@ class TransformedFunction:
     def _run(self, call: FunctionCall, operands: Any) -> Any:
         if self._transform.stateless:
             call = dataclasses.replace(call, close=lambda out: out)
-        inline = not _jax.trace_state_clean() or eager()
+        inline = not _jax.trace_state_clean() or is_eager()
         program, outs, extra = (self._inline if inline else self._compiled)(call, operands)
         out = None if outs is None else call.close(program.join(outs))
         return self._transform.finish(out, extra)

@@ -12,15 +12,19 @@ A body that several calls share becomes a body for each.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
+from tapax._jax import Atom, Equation, Jaxpr, Var
 from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.rewrite import map_equation_bodies, rewrite
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import segment
 
@@ -92,36 +96,35 @@ def _key_path(key: Any) -> str:
     return segment(jax.tree_util.keystr((key,), simple=True))
 
 
-def resolve(jaxpr: Any, origins: Sequence[Any]) -> Any:
+def resolve(jaxpr: Jaxpr, origins: Sequence[Any]) -> Jaxpr:
     """The program without anchors, and with the names that they tell."""
     if not is_anchored(jaxpr):
         return jaxpr
-    inner = _jax.open_jaxpr(jaxpr)
     known = dict(_jax.jaxpr_inputs(jaxpr, origins))
     chosen: dict[int, str] = {}
-    eqns = []
-    for eqn in inner.eqns:
+
+    def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
+        del names
         from_where = [v.val if isinstance(v, _jax.Literal) else known.get(v) for v in eqn.invars]
         if eqn.primitive is anchor_p:
             choice = eqn.params["anchor"].choose(from_where[0])
             if choice is not None:
                 chosen[eqn.params["anchor"].uid] = choice
-            continue
-        if eqn.primitive.name in _PASSING:
+            return
+        if kind_of(eqn) & _PASSING or eqn.primitive is convert_element_type_p:
             known[eqn.outvars[0]] = from_where[0]
-        params = {k: _resolve_param(eqn, v, from_where) for k, v in eqn.params.items()}
-        effects = frozenset(e for e in eqn.effects if e is not anchor_effect)
-        eqns.append(_renamed(eqn.replace(params=params, effects=effects), chosen))
-    effects = frozenset(e for e in inner.effects if e is not anchor_effect)
-    made = inner.replace(eqns=eqns, effects=effects)
-    return made if inner is jaxpr else jaxpr.replace(jaxpr=made)
+
+        def resolve_body(body: Jaxpr) -> Jaxpr:
+            return resolve(body, _body_origins(eqn, body, from_where))
+
+        yield _renamed(map_equation_bodies(eqn, resolve_body, _ANCHORS), chosen)
+
+    return rewrite(jaxpr, visit, _ANCHORS)
 
 
-# What an array may go through on its way and still be that array.
-_PASSING = frozenset(
-    {"convert_element_type", "copy", "squeeze", "slice", "dynamic_slice", "gather", "reshape"}
-    | {"transpose", "broadcast_in_dim", "optimization_barrier", "sharding_constraint", "pvary"}
-)
+_ANCHORS: frozenset[Any] = frozenset({anchor_effect})
+_PASSING = Kind.COPY | Kind.REARRANGEMENT | Kind.SELECTION
+"""What an array may go through on its way and still be that array."""
 
 
 def is_anchored(jaxpr: Any) -> bool:
@@ -132,21 +135,17 @@ def is_anchored(jaxpr: Any) -> bool:
     )
 
 
-def _resolve_param(eqn: Any, value: Any, origins: list[Any]) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(_resolve_param(eqn, part, origins) for part in value)
-    inner = _jax.open_jaxpr(value)
-    if not hasattr(inner, "eqns"):
-        return value
-    count = len(inner.invars)
-    if eqn.primitive.name == "while":
+def _body_origins(eqn: Equation, body: Jaxpr, origins: list[Any]) -> list[Any]:
+    """The origins of the inputs of a body of an equation, of which some may not be known."""
+    count = len(_jax.open_jaxpr(body).invars)
+    if kind_of(eqn) is Kind.WHILE:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        own = origins[:first] if value is eqn.params["cond_jaxpr"] else origins[first:][:second]
-        origins = [*own, *(None for _ in range(count - len(own)))]
-    elif len(origins) != count:
-        # The first operand of a conditional is its index.
-        origins = origins[1:] if len(origins) == count + 1 else [None] * count
-    return resolve(value, origins)
+        own = origins[:first] if body is eqn.params["cond_jaxpr"] else origins[first:][:second]
+        return [*own, *(None for _ in range(count - len(own)))]
+    if len(origins) == count:
+        return origins
+    # The first operand of a conditional is its index.
+    return origins[1:] if len(origins) == count + 1 else [None] * count
 
 
 def _renamed(eqn: Any, chosen: dict[int, str]) -> Any:

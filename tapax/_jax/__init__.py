@@ -19,20 +19,25 @@ from tapax._jax.equations import (
     transforms_of,
 )
 from tapax._jax.jaxprs import (
+    as_function,
     call_body,
+    called_hi_primitive,
     closed,
     dce,
     hidden_body,
     is_reference,
     jaxpr_consts,
     jaxpr_inputs,
-    kind_of,
     open_jaxpr,
     operation,
-    remat_parts,
+    operation_name,
+    remat_options,
     scan_split,
+    with_open_jaxpr,
 )
 from tapax._jax.jitted import jit_options
+from tapax._jax.primitives import is_own_primitive
+from tapax._jax.pytrees import Static
 from tapax._jax.rules import (
     Effect,
     allow_effect,
@@ -47,6 +52,15 @@ from tapax._jax.rules import (
 )
 from tapax._jax.tracing import intercept_bind, is_traced_here, trace_context, trace_state_clean
 from tapax._jax.types import (
+    AbstractValue,
+    ArrayLike,
+    Atom,
+    Equation,
+    Jaxpr,
+    OpenJaxpr,
+    PyTree,
+    Value,
+    Var,
     literal_value,
     stacked,
     unstacked,

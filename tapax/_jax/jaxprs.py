@@ -3,24 +3,32 @@
 Before jax 0.11 a closed jaxpr holds an open one; since then they are the same class.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
+
+from tapax._jax.types import Equation, Jaxpr, OpenJaxpr, Value
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
     """The object that has `eqns`, `invars` and `outvars`."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner
 
 
-def jaxpr_consts(jaxpr: Any) -> Sequence[Any]:
+def as_function(jaxpr: Jaxpr) -> Callable[..., list[Value]]:
+    """A function that evaluates a closed jaxpr."""
+    return jaxpr_as_fun(jaxpr)  # pyright: ignore[reportArgumentType]
+
+
+def jaxpr_consts(jaxpr: Jaxpr) -> Sequence[Any]:
     """The constants of a closed jaxpr; none for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
-def jaxpr_inputs(jaxpr: Any, args: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+def jaxpr_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Pairs every input variable of a jaxpr, constants included, with its value."""
     inner = open_jaxpr(jaxpr)
     variables = [*inner.constvars, *inner.invars]
@@ -28,18 +36,25 @@ def jaxpr_inputs(jaxpr: Any, args: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     return zip(variables, values, strict=True)
 
 
-def closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def closed(jaxpr: Jaxpr) -> tuple[OpenJaxpr, Sequence[Any]]:
     """A jaxpr as `remat` wants its body: constants turned into leading inputs, and those."""
     consts = jaxpr_consts(jaxpr)
-    return _partial_eval.convert_constvars_jaxpr(open_jaxpr(jaxpr)), consts
+    inner: Any = open_jaxpr(jaxpr)
+    return cast(Any, _partial_eval.convert_constvars_jaxpr(inner)), consts
 
 
-def dce(jaxpr: Any, results: Sequence[int] | None = None) -> Any:
+def dce(jaxpr: Jaxpr, results: Sequence[int] | None = None) -> Jaxpr:
     """A closed jaxpr with some of its results, all if None, and the equations those need."""
-    inner = open_jaxpr(jaxpr)
+    inner: Any = open_jaxpr(jaxpr)
     wanted = [results is None or i in results for i in range(len(inner.outvars))]
     kept, _ = _partial_eval.dce_jaxpr(inner, wanted, instantiate=True)
-    return kept if inner is jaxpr else jaxpr.replace(jaxpr=kept)
+    return with_open_jaxpr(jaxpr, cast(Any, kept))
+
+
+def with_open_jaxpr(jaxpr: Jaxpr, inner: OpenJaxpr) -> Jaxpr:
+    """A jaxpr, closed if `jaxpr` is, with the constants of `jaxpr` and the equations of `inner`."""
+    closed: Any = jaxpr
+    return inner if open_jaxpr(jaxpr) is jaxpr else closed.replace(jaxpr=inner)
 
 
 def hidden_body(value: Any) -> Any:
@@ -53,25 +68,17 @@ def hidden_body(value: Any) -> Any:
     return next((jaxpr for jaxpr in found if jaxpr is not None), None)
 
 
-def kind_of(eqn: Any) -> str:
-    """What an equation is: the name of its primitive, or of what a `call_hi_primitive` calls."""
-    name = eqn.primitive.name
-    return type(eqn.params["_prim"]).__name__ if name == "call_hi_primitive" else name
+def called_hi_primitive(primitive: Primitive, params: Mapping[str, Any]) -> Any:
+    """The object that a `call_hi_primitive` calls; None for any other primitive."""
+    return params["_prim"] if primitive.name == "call_hi_primitive" else None
 
 
-def call_body(eqn: Any) -> Any:
-    """The body of a call with a custom rule, whatever parameter it is in."""
-    body = eqn.params.get("call_jaxpr")
-    return hidden_body(eqn.params["_prim"]) if body is None else body
+def operation_name(eqn: Equation) -> str:
+    """The name of an equation's primitive, or of what a `call_hi_primitive` calls."""
+    return operation(eqn.primitive, eqn.params)[0]
 
 
-def remat_parts(eqn: Any) -> tuple[Any, Any, Any]:
-    """The body of a remat, its policy, and whether common subexpressions are kept."""
-    params = eqn.params if "jaxpr" in eqn.params else vars(eqn.params["_prim"])
-    return params["jaxpr"], params["policy"], params["prevent_cse"]
-
-
-def operation(primitive: Primitive, params: dict[str, Any]) -> tuple[str, str | None]:
+def operation(primitive: Primitive, params: Mapping[str, Any]) -> tuple[str, str | None]:
     """The name of an operation, and the name it gives its operand, if it is `checkpoint_name`."""
     if primitive.name == "call_hi_primitive":
         called = params["_prim"]
@@ -80,7 +87,21 @@ def operation(primitive: Primitive, params: dict[str, Any]) -> tuple[str, str | 
     return primitive.name, params["name"] if primitive.name == "name" else None
 
 
-def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+def call_body(eqn: Equation) -> Jaxpr:
+    """The body of an equation that has one, whatever parameter it is in."""
+    for name in ("jaxpr", "call_jaxpr"):
+        if name in eqn.params:
+            return eqn.params[name]
+    return hidden_body(eqn.params["_prim"])
+
+
+def remat_options(eqn: Equation) -> tuple[Any, Any]:
+    """The policy of a remat, and whether common subexpressions are kept."""
+    params = eqn.params if "jaxpr" in eqn.params else vars(eqn.params["_prim"])
+    return params["policy"], params["prevent_cse"]
+
+
+def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

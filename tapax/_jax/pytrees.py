@@ -1,9 +1,29 @@
-"""Pytrees whose dicts keep the order of their keys, which JAX sorts."""
+"""Pytrees: dicts that keep the order of their keys, which JAX sorts, and leaves without arrays."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static(Generic[T]):
+    """A pytree without leaves. It brings a Python object out of a function that JAX traces.
+
+    All are equal: those of two iterations that JAX evaluates, one after the other, must match.
+    """
+
+    value: T
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static)
+
+    def __hash__(self) -> int:
+        return hash(Static)
 
 
 def order_of(tree: Any) -> Any:

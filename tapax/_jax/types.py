@@ -1,12 +1,76 @@
-"""Types of arrays: their shapes, the mesh axes they vary over, zeros and literals of a type."""
+"""Types: those of programs for annotations, and those of arrays, with their zeros and literals."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import mapped_aval, unmapped_aval
+from jax.extend.core import ClosedJaxpr, Primitive, mapped_aval, unmapped_aval
+from jax.extend.core import Jaxpr as JaxprWithoutConstants
+from jax.typing import ArrayLike as ArrayLike
+
+AbstractValue: TypeAlias = Any
+"""The type that JAX gives a value: a `ShapedArray`, the type of a reference or of a token."""
+PyTree: TypeAlias = Any
+Value: TypeAlias = Any
+"""A value inside a program that is interpreted: an array, a tracer, or what stands for one."""
+
+
+class Var(Protocol):
+    """A variable of a program."""
+
+    @property
+    def aval(self) -> AbstractValue: ...
+
+
+Atom: TypeAlias = Var
+"""An operand or a result of a program: a variable, or else a literal."""
+
+
+class Equation(Protocol):
+    """An equation of a program."""
+
+    @property
+    def primitive(self) -> Primitive: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+    @property
+    def invars(self) -> list[Atom]: ...
+    @property
+    def outvars(self) -> list[Var]: ...
+    @property
+    def effects(self) -> Iterable[Any]: ...
+    @property
+    def source_info(self) -> Any: ...
+    @property
+    def ctx(self) -> Any: ...
+
+    def replace(self, **changes: object) -> Equation: ...
+
+
+class OpenJaxpr(Protocol):
+    """The variables and equations of a program."""
+
+    @property
+    def constvars(self) -> list[Var]: ...
+    @property
+    def invars(self) -> list[Var]: ...
+    @property
+    def outvars(self) -> list[Atom]: ...
+    @property
+    def eqns(self) -> list[Equation]: ...
+    @property
+    def effects(self) -> Iterable[Any]: ...
+
+    def replace(self, **changes: object) -> OpenJaxpr: ...
+
+
+Jaxpr: TypeAlias = ClosedJaxpr | JaxprWithoutConstants | OpenJaxpr
+"""A program, with its constants or without."""
 
 
 def with_shape(aval: Any, shape: tuple[int, ...]) -> Any:

@@ -1,37 +1,70 @@
-"""Evaluation of jaxprs, equation by equation."""
+"""Evaluation of jaxprs, equation by equation, and calls inlined by it.
 
-from collections.abc import Callable, Mapping, Sequence
+What a variable holds is up to the caller: an array, or whatever an analysis knows of it. `apply`
+computes the results of one equation, and `literal` what stands for a literal.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import jax
+
 from tapax import _jax
+from tapax._jax import Atom, Equation, Jaxpr, Value, Var
+from tapax._jaxpr.kinds import Kind, kind_of
 
-Apply = Callable[[int, Any, list[Any]], list[Any]]
-"""The results of an equation: from its number, itself and the values of its operands."""
+Apply = Callable[[int, Equation, list[Any]], Sequence[Any]]
+"""Computes the results of an equation from its number, itself and what its operands hold."""
 
 
-def bind_in_context(number: int, eqn: Any, values: list[Any]) -> list[Any]:
+def bind_in_context(number: int, eqn: Equation, values: Sequence[Value]) -> list[Value]:
     """Evaluates an equation under its own name stack and settings."""
     del number
     return _jax.in_context(eqn, _jax.bind_equation, eqn, values)
 
 
-def read(env: Mapping[Any, Any], atom: Any) -> Any:
-    """The value of a variable or a literal."""
-    return _jax.literal_value(atom) if isinstance(atom, _jax.Literal) else env[atom]
+def read(
+    env: Mapping[Var, Any], atom: Atom, literal: Callable[[Any], Any] = _jax.literal_value
+) -> Any:
+    """Returns what a variable holds, or what stands for a literal."""
+    return literal(atom) if isinstance(atom, _jax.Literal) else env[atom]
 
 
 def evaluate_equations(
-    eqns: Sequence[Any], env: dict[Any, Any], apply: Apply = bind_in_context
+    eqns: Sequence[Equation],
+    env: MutableMapping[Var, Any],
+    apply: Apply = bind_in_context,
+    literal: Callable[[Any], Any] = _jax.literal_value,
 ) -> None:
-    """Adds the results of equations to `env`, which has the values that they read."""
+    """Adds the results of equations to `env`, which holds what they read."""
     for number, eqn in enumerate(eqns):
-        outs = apply(number, eqn, [read(env, v) for v in eqn.invars])
+        outs = apply(number, eqn, [read(env, v, literal) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
 
 
-def evaluate_jaxpr(jaxpr: Any, args: Sequence[Any], apply: Apply = bind_in_context) -> list[Any]:
-    """The results of a program whose equations `apply` evaluates."""
+def evaluate(
+    jaxpr: Jaxpr,
+    args: Sequence[Any],
+    apply: Apply = bind_in_context,
+    literal: Callable[[Any], Any] = _jax.literal_value,
+) -> list[Any]:
+    """Evaluates a program."""
     inner = _jax.open_jaxpr(jaxpr)
     env = dict(_jax.jaxpr_inputs(jaxpr, args))
-    evaluate_equations(inner.eqns, env, apply)
-    return [read(env, v) for v in inner.outvars]
+    evaluate_equations(inner.eqns, env, apply, literal)
+    return [read(env, v, literal) for v in inner.outvars]
+
+
+def inline(jaxpr: Jaxpr, kinds: Kind, apply: Apply = bind_in_context) -> Jaxpr:
+    """Replaces calls of some kinds by their bodies, at every depth of such calls.
+
+    `apply` evaluates the other equations.
+    """
+
+    def run(number: int, eqn: Equation, values: list[Value]) -> Sequence[Value]:
+        if kind_of(eqn) & kinds:
+            return _jax.in_context(eqn, evaluate, _jax.call_body(eqn), values, run)
+        return apply(number, eqn, values)
+
+    types = [v.aval for v in _jax.open_jaxpr(jaxpr).invars]
+    return jax.make_jaxpr(lambda *args: evaluate(jaxpr, args, run))(*types)

@@ -2,13 +2,15 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
+from jax.extend.core.primitives import clamp_p, convert_element_type_p
 
 from tapax import _jax
+from tapax._jax import Atom, Equation, Jaxpr, Var
 from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.rewrite import map_bodies, map_equation_bodies, rewrite, zeros_equation
 from tapax._marks.change import change_p
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import Mark, tap_effect, tap_p
@@ -19,62 +21,34 @@ def strip(value: Any, marks: list[Mark] | None = None) -> Any:
 
     Where a body cannot be replaced, its marks are found all the same.
     """
-    marks = [] if marks is None else marks
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(strip(v, marks) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(strip(v, marks) for v in value)
-    hidden = _jax.hidden_body(value)
-    if hidden is not None:
-        strip(hidden, marks)
-        return value
-    inner = _jax.open_jaxpr(value)
-    if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
-        return value
-    renamed: dict[Any, Any] = {}
+    found = [] if marks is None else marks
 
-    def rename(v: Any) -> Any:
-        return v if isinstance(v, _jax.Literal) else renamed.get(v, v)
-
-    eqns = []
-    for eqn in inner.eqns:
+    def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
         if eqn.primitive is tap_p:
             if eqn.params["kind"] == "value":
-                marks.append(eqn.params["mark"].within(scopes_of(eqn)))
-            renamed[eqn.outvars[0]] = rename(eqn.invars[0])
-            eqns += [_zeros(token) for token in eqn.outvars[1:]]
-            continue
-        if eqn.primitive is change_p:
-            # Without an edit its function is the identity: higher derivatives of that are zero.
-            if eqn.params["order"] < 2:
-                renamed[eqn.outvars[0]] = rename(eqn.invars[-1])
-            else:
-                eqns.append(_zeros(eqn.outvars[0]))
-            continue
-        params = {k: strip(v, marks) for k, v in eqn.params.items()}
-        invars = [rename(v) for v in eqn.invars]
-        eqns.append(eqn.replace(invars=invars, params=params, effects=without_taps(eqn.effects)))
-    outvars = [rename(v) for v in inner.outvars]
-    return _rewritten(value, eqns, outvars)
+                found.append(eqn.params["mark"].within(scopes_of(eqn)))
+            names[eqn.outvars[0]] = eqn.invars[0]
+            yield from map(zeros_equation, eqn.outvars[1:])
+        elif eqn.primitive is not change_p:
+            yield map_equation_bodies(eqn, strip_body, TAPS)
+        # Without an edit its function is the identity: higher derivatives of that are zero.
+        elif eqn.params["order"] < 2:
+            names[eqn.outvars[0]] = eqn.invars[-1]
+        else:
+            yield zeros_equation(eqn.outvars[0])
+
+    def strip_body(jaxpr: Jaxpr) -> Jaxpr:
+        return rewrite(jaxpr, visit, TAPS) if _is_tapped(jaxpr) else jaxpr
+
+    return map_bodies(value, strip_body)
 
 
-def without_taps(effects: Iterable[Any]) -> frozenset[Any]:
-    """Effects without the one that keeps taps alive."""
-    return frozenset(effects) - {tap_effect}
+TAPS: frozenset[Any] = frozenset({tap_effect})
+"""The effect that keeps taps alive."""
 
 
-def _rewritten(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
-    """A jaxpr, open or closed, with other equations and results, whose taps are not kept."""
-    inner = _jax.open_jaxpr(jaxpr)
-    new = inner.replace(eqns=eqns, outvars=outvars, effects=without_taps(inner.effects))
-    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
-
-
-def _zeros(variable: Any) -> Any:
-    """An equation that gives zeros."""
-    made = jax.make_jaxpr(lambda: _jax.zeros(variable.aval))()
-    (eqn,) = _jax.open_jaxpr(made).eqns
-    return eqn.replace(outvars=[variable])
+def _is_tapped(jaxpr: Jaxpr) -> bool:
+    return tap_effect in _jax.open_jaxpr(jaxpr).effects
 
 
 def quieted(value: Any, again: str | None = "copy") -> Any:
@@ -82,18 +56,18 @@ def quieted(value: Any, again: str | None = "copy") -> Any:
 
     Marked values are there as values that are computed once `again`.
     """
-    if type(value) is tuple:
-        return tuple(quieted(v, again) for v in value)
-    inner: Any = _jax.open_jaxpr(value)
-    if not hasattr(inner, "eqns") or tap_effect not in inner.effects:
-        return value
-    eqns = []
-    for eqn in inner.eqns:
-        params = {k: quieted(v, again) for k, v in eqn.params.items()}
-        if again and eqn.primitive is tap_p and params["kind"] == "value":
-            params["kind"] = again
-        eqns.append(eqn.replace(params=params, effects=without_taps(eqn.effects)))
-    return _rewritten(value, eqns, inner.outvars)
+
+    def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
+        del names
+        eqn = map_equation_bodies(eqn, quiet_body, TAPS)
+        if again and eqn.primitive is tap_p and eqn.params["kind"] == "value":
+            eqn = eqn.replace(params=dict(eqn.params, kind=again))
+        yield eqn
+
+    def quiet_body(jaxpr: Jaxpr) -> Jaxpr:
+        return rewrite(jaxpr, visit, TAPS) if _is_tapped(jaxpr) else jaxpr
+
+    return map_bodies(value, quiet_body)
 
 
 def reaching(jaxpr: Any, results: Sequence[int] | None = None) -> frozenset[int]:
@@ -152,6 +126,6 @@ def is_of_two(jaxpr: Any, eqn: Any) -> bool:
     """
     index, branches = eqn.invars[0], eqn.params["branches"]
     for maker in jaxpr.eqns:
-        if index in maker.outvars and maker.primitive.name in ("convert_element_type", "clamp"):
+        if index in maker.outvars and maker.primitive in (convert_element_type_p, clamp_p):
             return maker.invars[0].aval.dtype == bool
     return len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0])

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 
 from tapax import _jax
+from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of_operation, kind_of_primitive
 from tapax._marks.context import MarkingPolicy, active_policy, set_policy
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import Mark, tap, tap_p
-from tapax._sites import CALLS
+from tapax._sites import Operation
 
 _thread = threading.local()
 
@@ -35,8 +36,8 @@ def with_marks(policy: MarkingPolicy) -> Iterator[None]:
         yield
 
 
-# These trace the user's function while they are bound; `jit` has done so before.
-_TRACING = (CALLS - {"jit", "pjit"}) | {"shard_map"}
+_TRACING = CUSTOM_RULES | Kind.SHARD_MAP
+"""Primitives that trace the user's function while they are bound; `jit` has done so before."""
 
 
 @contextlib.contextmanager
@@ -56,10 +57,12 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     source = None if ignored else _user_line()
     if here is None or source is None:
         return bind(primitive, *args, **params)
-    with contextlib.nullcontext() if primitive.name in _TRACING else internal_operations():
+    tracing = bool(kind_of_primitive(primitive) & _TRACING)
+    with contextlib.nullcontext() if tracing else internal_operations():
         out = bind(primitive, *args, **params)
     op, label = _jax.operation(primitive, params)
-    if not any(rule.marks(op, source, label) for rule in here.rules):
+    is_call = bool(kind_of_operation(primitive, params) & (CALLS | CUSTOM_RULES))
+    if not any(rule.marks(Operation(op, source, label, is_call)) for rule in here.rules):
         return out
     path, kind = (label, "name") if label else (op, "op")
     several = primitive.multiple_results and len(list(out)) > 1

@@ -3,8 +3,8 @@
 from tapax._sites.errors import SiteError, as_array, name_of, nearest, wrong_type
 from tapax._sites.names import join, segment
 from tapax._sites.selections import (
-    CALLS,
     At,
+    Operation,
     Ops,
     Reduced,
     Rule,

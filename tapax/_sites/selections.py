@@ -28,7 +28,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -37,7 +37,17 @@ from tapax._sites.errors import SiteError, wrong_type
 from tapax._sites.site import Site
 from tapax.reduce import Reducer
 
-CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+class Operation(NamedTuple):
+    """An operation in a user's code: its name, its line, and the label of a `checkpoint_name`.
+
+    `is_call` if it runs a function, and its results are those of the operations in there.
+    """
+
+    name: str
+    source: str
+    label: str | None
+    is_call: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +56,8 @@ class Rule:
 
     names: tuple[str, ...]
 
-    def marks(self, op: str, source: str, label: str | None) -> bool:
-        """Whether it marks the results of an operation, written on a line, with a label."""
+    def marks(self, operation: Operation) -> bool:
+        """Whether it marks the results of an operation."""
         raise NotImplementedError
 
     def matches(self, site: Site) -> bool:
@@ -61,8 +71,8 @@ class Rule:
 class Ops(Rule):
     """Marks the results of every operation with one of these names. See `ops`."""
 
-    def marks(self, op: str, source: str, label: str | None) -> bool:
-        return op in self.names
+    def marks(self, operation: Operation) -> bool:
+        return operation.name in self.names
 
     def matches(self, site: Site) -> bool:
         return site.kind == "op" and site.op in self.names
@@ -71,9 +81,10 @@ class Ops(Rule):
 class Lines(Rule):
     """Marks the results of every operation written on one of these lines. See `lines`."""
 
-    def marks(self, op: str, source: str, label: str | None) -> bool:
-        # The results of a call are those of the operations in it, which are on the line too.
-        return op not in CALLS and any(_on_line(source, place) for place in self.names)
+    def marks(self, operation: Operation) -> bool:
+        # The operations in a call are on the line too.
+        here = any(_on_line(operation.source, place) for place in self.names)
+        return here and not operation.is_call
 
     def matches(self, site: Site) -> bool:
         return site.kind == "op" and any(_on_line(site.source, place) for place in self.names)
@@ -82,8 +93,8 @@ class Lines(Rule):
 class Named(Rule):
     """Marks the values with one of these `checkpoint_name`s. See `named`."""
 
-    def marks(self, op: str, source: str, label: str | None) -> bool:
-        return label is not None and label in self.names
+    def marks(self, operation: Operation) -> bool:
+        return operation.label is not None and operation.label in self.names
 
     def matches(self, site: Site) -> bool:
         return site.kind == "name" and site.path.rsplit("/", 1)[-1] in self.names

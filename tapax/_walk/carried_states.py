@@ -10,36 +10,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
-from tapax._walk.entries import Entry, refuse_folded, where
+from tapax._jax import Static, Value
+from tapax._jaxpr.leading_axes import where
+from tapax._jaxpr.restage import Scan
+from tapax._walk.entries import Entry, refuse_folded
 
 
 def scan_totals(
-    step: Callable[..., Any], start: Any, over: Any, cell: dict[str, Any], **options: Any
-) -> tuple[Any, list[Any], list[Entry]]:
-    """A scan of `step(carry, x) -> (carry, (stacked, totals))`: what it carries and stacks in the
-    end, and the totals as entries. Once traced, `step` has left in `cell` which they are.
+    loop: Scan, step: Callable[..., Any], start: Any, over: Any
+) -> tuple[Any, list[Value], list[Entry], Static[Any]]:
+    """Runs `step(carry, x) -> (carry, (stacked, totals, recorded))` as a scan that carries totals.
+
+    Returns what it carries and stacks in the end, the totals as entries, and what was recorded.
     """
     treedef = jax.tree.structure((start, over))
     slices = [_jax.unstacked(jax.typeof(x)) for x in jax.tree.leaves(over)]
     now = [jax.typeof(x) for x in jax.tree.leaves(start)]
 
-    def body(*flat: Any) -> Any:
+    def body(*flat: Value) -> Any:
         return step(*treedef.unflatten(flat))
 
     jaxpr, shape = jax.make_jaxpr(body, return_shape=True)(*now, *slices)
     results = jax.tree.structure(shape)
-    entries: Sequence[Entry] = cell["totals"]
+    recorded = shape[1][2]
+    entries: Sequence[Entry] = recorded.value.totals
     avals = [v.aval for v in _jax.open_jaxpr(jaxpr).outvars]
     types = iter(avals[len(avals) - sum(len(e.arrays) for e in entries) :])
     totals = [(e, [next(types) for _ in e.arrays]) for e in entries]
 
     def again(carry: Any, x: Any) -> Any:
         carry, held = carry
-        outs = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(carry), *jax.tree.leaves(x))
-        carry, (stacked, new) = results.unflatten(outs)
+        outs = _jax.as_function(jaxpr)(*jax.tree.leaves(carry), *jax.tree.leaves(x))
+        carry, (stacked, new, _) = results.unflatten(outs)
         arrays, before = iter(new), iter(held)
         held = [
             y
@@ -48,15 +52,15 @@ def scan_totals(
                 entry,
                 [next(before) for _ in range(len(entry.state) + 1)],
                 entry.with_arrays(arrays),
-                backwards=options["reverse"],
+                backwards=loop.reverse,
             )
         ]
         return (carry, held), stacked
 
     held = [x for entry, types in totals for x in nothing_yet(entry, types)]
-    (carry, held), stacked = jax.lax.scan(again, (start, held), over, **options)
+    (carry, held), stacked = loop.run(again, (start, held), over)
     arrays = iter(held)
-    return carry, stacked, [_left(entry, arrays, options["length"]) for entry in entries]
+    return carry, stacked, [_left(entry, arrays, loop.length) for entry in entries], recorded
 
 
 def nothing_yet(entry: Entry, types: Sequence[Any]) -> list[Any]:

@@ -7,13 +7,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._sites import Site, SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.folds import FoldThread
-from tapax._walk.leading_axes import align
 from tapax._walk.reductions import Reduction
 
 
@@ -37,6 +35,12 @@ class Slots:
     def arrays(self, values: Sequence[Any]) -> list[Any]:
         picked = (values[i] for i in self.kept)
         return [v.array if type(v) is Token else v for v in picked]
+
+    def padded(self, values: Sequence[Any]) -> list[Any]:
+        """The arrays of all, with None for those without one."""
+        kept = set(self.kept)
+        bare = (v.array if type(v) is Token else v for v in values)
+        return [v if i in kept else None for i, v in enumerate(bare)]
 
     def fill(self, arrays: Iterator[Any]) -> list[Any]:
         """The operands with these arrays, which are taken in order."""
@@ -139,8 +143,3 @@ def refuse_folded(entry: Entry) -> None:
             "branch, and every device has a fold of its own. Sow it without `reduce`, or outside "
             "of the shard_map."
         )
-
-
-def where(mask: Any, x: Any, y: Any) -> Any:
-    """`x` where the mask, which has the leading axes of `x`, is true; `y` elsewhere."""
-    return jnp.where(align(mask, x.ndim), x, y)

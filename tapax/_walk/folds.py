@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.leading_axes import align, vmapped
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import Mark, split_shape, tap_effect, tap_p
 from tapax._sites import SiteError
-from tapax._walk.leading_axes import align, vmapped
 from tapax._walk.plan import Plan
 
 
@@ -151,7 +152,7 @@ class Folds:
             return self._held[key][1]
         found: dict[str, _FoldMark] = {}
         for eqn in inner.eqns:
-            if tap_effect not in eqn.effects or eqn.primitive.name == "shard_map":
+            if tap_effect not in eqn.effects or kind_of(eqn) is Kind.SHARD_MAP:
                 continue
             here = scopes_of(eqn, scopes)
             if eqn.primitive is tap_p:

@@ -27,10 +27,13 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._jax import Equation, Jaxpr, Static, Value
 from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.evaluate import evaluate
+from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.change import change_p, identity
 from tapax._marks.context import active_policy
-from tapax._marks.marked_jaxprs import is_of_two, strip, without_taps
+from tapax._marks.marked_jaxprs import TAPS, is_of_two, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._sites import SiteError
@@ -38,17 +41,46 @@ from tapax._walk.calls import Call, Token
 from tapax._walk.changes import Around, Change, Changes, Key
 from tapax._walk.entries import Slots, StagedBody, Threads
 from tapax._walk.plan import Plan
-from tapax._walk.recorder import Recorder
+from tapax._walk.recorder import MetTap, Recorder
+
+
+class WalkHooks:
+    """What a walk does at the points where another use of it may do something else.
+
+    Every method goes on as the walk itself does, unless a subclass decides otherwise.
+    """
+
+    def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+        """Evaluates an equation."""
+        return walk.evaluate_equation(eqn, args)
+
+    def tap(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+        """Evaluates a tap."""
+        return walk.evaluate_tap(eqn, args)
+
+    def record(self, walk: Interpreter, tap: MetTap) -> None:
+        """Records the value, or the gradient, of one call of a site."""
+        walk.record(tap)
+
+    def opaque(self, walk: Interpreter, eqn: Equation) -> None:
+        """Sees an equation with taps inside that the walk cannot reach."""
+
+    def inside(
+        self, walk: Interpreter, branch: int | None, around: Sequence[Around]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Wraps the walk of a body: a branch of this number, or the body of loops and meshes."""
+        return contextlib.nullcontext()
 
 
 class Interpreter(Recorder):
     """Goes over one program under one plan. `Walk` is the interpreter with its handlers."""
 
-    handlers: ClassVar[Mapping[str, Handler]] = {}
+    handlers: ClassVar[Mapping[Kind, Handler]] = {}
 
-    def __init__(self, plan: Plan, changes: Changes | None = None):
+    def __init__(self, plan: Plan, changes: Changes | None = None, hooks: WalkHooks | None = None):
         super().__init__(plan)
         self.changes = changes or Changes({}, {}, {})
+        self.hooks = hooks or WalkHooks()
         self.lost: dict[str, str] = {}
         self.scopes: Scopes = ()
         self.mesh: Any = None
@@ -57,27 +89,22 @@ class Interpreter(Recorder):
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
 
-    def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluates a jaxpr on `args`, recording what the plan selects."""
-        env = dict(_jax.jaxpr_inputs(jaxpr, args))
         inner = _jax.open_jaxpr(jaxpr)
 
-        def read(atom: Any) -> Any:
-            if isinstance(atom, _jax.Literal):
-                return _jax.literal_value(atom)
-            return env[atom]
-
-        for eqn in inner.eqns:
-            values = [read(v) for v in eqn.invars]
-            if eqn.primitive.name == "cond":
+        def apply(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
+            del number
+            if kind_of(eqn) is Kind.COND:
                 self.of_two = is_of_two(inner, eqn)
-            outs = _jax.in_context(eqn, self._equation, eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in inner.outvars]
+            return _jax.in_context(eqn, self.hooks.equation, self, eqn, values)
 
-    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
+        return evaluate(jaxpr, args, apply)
+
+    def evaluate_equation(self, eqn: Equation, args: list[Value]) -> list[Value]:
+        """Evaluates an equation; one that holds taps or takes tokens goes to its handler."""
         if eqn.primitive is tap_p:
-            return self._tap(eqn, args)
+            return self.hooks.tap(self, eqn, args)
         if eqn.primitive is change_p:
             return [self._derivative(eqn, args)]
         tokens = [a for a in args if type(a) is Token]
@@ -87,7 +114,7 @@ class Interpreter(Recorder):
             tapped = any(self._holds_taps(body) for body in bodies(eqn))
             if not tapped:
                 return _jax.bind_equation(eqn, args)
-        handler = self.handlers.get(_jax.kind_of(eqn))
+        handler = self.handlers.get(kind_of(eqn))
         if handler is not None:
             outer, self.scopes = self.scopes, scopes_of(eqn, self.scopes)
             try:
@@ -117,12 +144,14 @@ class Interpreter(Recorder):
             for v, a in zip(atoms, args, strict=True)
         ]
 
-    def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def evaluate_tap(self, eqn: Equation, args: list[Value]) -> list[Value]:
+        """Takes a tap out of the program: changes and records what it marks."""
         mark, kind = eqn.params["mark"], eqn.params["kind"]
         own = operands(kind, mark)
         (x, *rest), live = args[:own], args[own] if len(args) > own else None
+        marked = eqn.invars[0].aval
         if isinstance(eqn.invars[0], _jax.Literal):
-            x = jnp.asarray(x, eqn.invars[0].aval.dtype)
+            x = jnp.asarray(x, marked.dtype)
         grad = kind.startswith("grad")
         new = kind == "value" and not (self._recomputing and self._calls.of(mark))
         if new:
@@ -142,7 +171,7 @@ class Interpreter(Recorder):
             x, array = bound[0], bound[1] if len(bound) > 1 else None
         if new or grad:
             for call in calls:
-                self._record(eqn, [x, *rest[1:]], live, call, grad=grad)
+                self.hooks.record(self, MetTap(eqn, [x, *rest[1:]], live, call, grad))
         return [x, Token(frozenset(calls), array)] if kind in MAKES_TOKEN else [x]
 
     def _change(self, of: str, calls: Sequence[Call], eqn: Any) -> Change | None:
@@ -215,13 +244,15 @@ class Interpreter(Recorder):
         """Within, what is recorded and folded is a body's own."""
         before = self.entries, self.folds.items, self._recomputing, self._branches, self.around
         parts = self.changes.parts
+        hook = self.hooks.inside(self, branch, around)
         self.entries = []
         self._recomputing |= recomputing
         if branch is not None:
             self._branches = (*self._branches, branch)
         self.around = (*self.around, *around)
         try:
-            yield
+            with hook:
+                yield
         finally:
             self.entries, self.folds.items, self._recomputing, self._branches, self.around = before
             self.changes.parts = parts
@@ -245,9 +276,8 @@ class Interpreter(Recorder):
         """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
         threads = self.enter(jaxpr) if threads is None else threads
         ins = Slots.of(args)
-        cell: dict[str, Any] = {}
 
-        def body(*flat: Any) -> list[Any]:
+        def body(*flat: Value) -> Any:
             arrays = iter(flat)
             values, handed = ins.fill(arrays), list(arrays)
             count = len(handed) - len(threads.parts)
@@ -255,23 +285,27 @@ class Interpreter(Recorder):
                 self.folds.restore(threads.folds, handed[:count])
                 self.changes.hand_down(threads.parts, handed[count:])
                 outs = self.run(jaxpr, values)
-                cell.update(
-                    outs=Slots.of(outs),
-                    entries=tuple(e.bare for e in self.entries),
-                    certain=self.folds.certain(threads.folds),
-                )
-                return [
-                    *cell["outs"].arrays(outs),
+                slots = Slots.of(outs)
+                arrays = [
+                    *slots.arrays(outs),
                     *(a for e in self.entries for a in e.arrays),
                     *self.folds.arrays(threads.folds),
                 ]
+                entries = tuple(e.bare for e in self.entries)
+                return arrays, Static((slots, entries, self.folds.certain(threads.folds)))
 
-        made = jax.make_jaxpr(body)(*ins.arrays(args), *self.handed(threads))
-        return StagedBody(made, ins, threads=threads, **cell)
+        made, (_, found) = jax.make_jaxpr(body, return_shape=True)(
+            *ins.arrays(args), *self.handed(threads)
+        )
+        outs, entries, certain = found.value
+        return StagedBody(made, ins, outs, entries, threads, certain)
 
-    def operands(self, staged: StagedBody, args: Sequence[Any]) -> list[Any]:
-        """The arrays that a staged body takes: those of its operands, then what it is handed."""
-        return [*staged.ins.arrays(args), *self.handed(staged.threads)]
+    def operands(
+        self, staged: StagedBody, args: Sequence[Value]
+    ) -> tuple[list[Value], list[int | None]]:
+        """The arrays that a staged body takes, and which operands of the equation they are."""
+        own, handed = staged.ins.arrays(args), self.handed(staged.threads)
+        return [*own, *handed], [*staged.ins.kept, *(None for _ in handed)]
 
     def unstage(self, staged: StagedBody, results: Sequence[Any]) -> list[Any]:
         """Takes apart what a staged body gave: records its entries, returns its own results."""
@@ -283,22 +317,19 @@ class Interpreter(Recorder):
 
     def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:
         """An equation that is no business of ours holds marks: they are lost, and said to be."""
+        self.hooks.opaque(self, eqn)
+        name = _jax.operation_name(eqn)
         stripped: list[Mark] = []
         params = {name: strip(value, stripped) for name, value in eqn.params.items()}
         for mark in stripped:
             mark = mark.within(scopes_of(eqn, self.scopes))
             self.lost[mark.path] = (
-                f"it is marked at {mark.source}, inside a call of {_jax.kind_of(eqn)!r}, which "
+                f"it is marked at {mark.source}, inside a call of {name!r}, which "
                 "is opaque: only what goes in and comes out of it can be captured, "
                 f"with tapax.ops({eqn.primitive.name!r})"
             )
-        plain = eqn.replace(params=params, effects=without_taps(eqn.effects))
+        plain = eqn.replace(params=params, effects=frozenset(eqn.effects) - TAPS)
         return _jax.bind_equation(plain, self.materialize(eqn.invars, args))
-
-
-def eager() -> bool:
-    """Whether operations are evaluated one at a time, under `jax.disable_jit()`."""
-    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Handler = Callable[[Interpreter, Any, list[Any]], list[Any]]

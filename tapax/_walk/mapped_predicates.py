@@ -13,25 +13,27 @@ the second run marks nothing again.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
+from tapax._jax import Equation, Jaxpr, Value
 from tapax._jaxpr.bodies import bodies
-from tapax._marks.marked_jaxprs import count_calls, first_uid, quieted, strip, without_taps
+from tapax._jaxpr.kinds import CALLS, LOOPS, Kind, kind_of
+from tapax._marks.marked_jaxprs import TAPS, count_calls, first_uid, quieted, strip
 from tapax._marks.scopes import scopes_of
 from tapax._marks.tap import Mark, operands, tap_effect, tap_p
 from tapax._sites import SiteError
 from tapax._walk.folds import FoldThread
+from tapax._walk.interpreter import Interpreter, WalkHooks
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
 
 _NOTHING = Plan(None, None)
-_THREADED = frozenset({"jit", "pjit", "scan", "cond", "while", "remat2", "remat", "checkpoint"})
+_THREADED = CALLS | LOOPS | Kind.COND | Kind.REMAT
 
 
 class _Condition:
@@ -55,41 +57,44 @@ class _Condition:
         return tuple(False for _ in threads)
 
 
-class _Guard(Walk):
-    """A walk that leaves taps where they are and gives each the condition."""
+class _Guard(WalkHooks):
+    """Leaves taps where they are, and gives each the condition."""
 
-    def __init__(self, live: Any, branches: tuple[int, ...] = (), shifts: Any = None):
-        super().__init__(_NOTHING)
-        self.folds = _Condition(live)
+    def __init__(self, branches: tuple[int, ...] = (), shifts: Mapping[str, int] | None = None):
         self._numbers = branches
-        self._shifts: dict[str, int] = shifts or {}
+        self._shifts = shifts or {}
 
-    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
-        if eqn.primitive is tap_p:
-            return self._tap(eqn, args)
-        if not any(tap_effect in _jax.open_jaxpr(body).effects for body in bodies(eqn)):
+    def run(self, live: Value, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
+        """Evaluates a program, each of whose taps is given the condition."""
+        walk = Walk(_NOTHING, hooks=self)
+        walk.folds = _Condition(live)  # pyright: ignore[reportAttributeAccessIssue]
+        return walk.run(jaxpr, args)
+
+    def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+        kind = kind_of(eqn)
+        holds_taps = any(tap_effect in _jax.open_jaxpr(body).effects for body in bodies(eqn))
+        if eqn.primitive is tap_p or (holds_taps and kind & _THREADED):
+            return walk.evaluate_equation(eqn, args)
+        if not holds_taps:
             return _jax.bind_equation(eqn, args)
-        name = eqn.primitive.name
-        if name in _THREADED:
-            return super()._equation(eqn, args)
-        if name in _CUSTOM:
-            return _CUSTOM[name](self, eqn, args)
+        if kind in _CUSTOM:
+            return _CUSTOM[kind](self, walk.folds.items, eqn, args)
         marks: list[Mark] = []
         strip(list(eqn.params.values()), marks)
         raise SiteError(
-            f"The {marks[0].described}, is inside a call of {_jax.kind_of(eqn)!r}, in a "
+            f"The {marks[0].described}, is inside a call of {_jax.operation_name(eqn)!r}, in a "
             "conditional or a loop whose predicate `vmap` has made differ from example to example, "
             "so for which examples it ran cannot be told. Mark the value outside of that call."
         )
 
-    def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def tap(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
         own = operands(eqn.params["kind"], eqn.params["mark"])
-        live = self.folds.items
+        live: Value = walk.folds.items
         if len(args) > own:
             inner = args[own]
             live = live.reshape(live.shape + (1,) * (inner.ndim - live.ndim)) & inner
         branches = (*self._numbers, *eqn.params["branches"])
-        path = eqn.params["mark"].within(scopes_of(eqn, self.scopes)).path
+        path = eqn.params["mark"].within(scopes_of(eqn, walk.scopes)).path
         shift = eqn.params["shift"] + self._shifts.get(path, 0)
         params = dict(eqn.params, branches=branches, shift=shift)
         return list(tap_p.bind(*args[:own], live, **params))
@@ -97,33 +102,33 @@ class _Guard(Walk):
     def again(self, live: Any, fn: Callable[..., Any], *args: Any) -> Any:
         """Calls `fn` with every tap in what it does given the condition."""
         made, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outs = _Guard(live, self._numbers, self._shifts).run(made, jax.tree.leaves(args))
+        outs = self.run(live, made, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _custom_jvp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
+def _custom_jvp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) -> list[Value]:
     def plain(*flat: Any) -> list[Any]:
         return _jax.bind_equation(eqn, flat)
 
     @jax.custom_jvp
     def call(live: Any, *flat: Any) -> list[Any]:
-        return guard.again(live, jaxpr_as_fun(eqn.params["call_jaxpr"]), *flat)
+        return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
 
     @call.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         live, *flat = primals
         return guard.again(live, lambda p, t: jax.jvp(plain, p, t), flat, list(tangents[1:]))
 
-    return call(guard.folds.items, *args)
+    return call(live, *args)
 
 
-def _custom_vjp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
+def _custom_vjp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) -> list[Value]:
     def plain(*flat: Any) -> list[Any]:
         return _jax.bind_equation(eqn, flat)
 
     @jax.custom_vjp
     def call(live: Any, *flat: Any) -> list[Any]:
-        return guard.again(live, jaxpr_as_fun(eqn.params["call_jaxpr"]), *flat)
+        return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
 
     def forward(live: Any, *flat: Any) -> Any:
         out, back = guard.again(live, lambda *flat: jax.vjp(plain, *flat), *flat)
@@ -134,10 +139,10 @@ def _custom_vjp(guard: _Guard, eqn: Any, args: list[Any]) -> list[Any]:
         return (None, *guard.again(live, lambda back, cts: back(cts), back, list(cts)))
 
     call.defvjp(forward, backward)
-    return call(guard.folds.items, *args)
+    return call(live, *args)
 
 
-_CUSTOM = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
+_CUSTOM = {Kind.CUSTOM_JVP: _custom_jvp, Kind.CUSTOM_VJP: _custom_vjp}
 
 
 def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -154,7 +159,7 @@ def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
     def guarded(number: int, branch: Any) -> Any:
         def body(*args: Any) -> list[Any]:
             *values, index = args
-            return _Guard(index == number, (number,), shifts[number]).run(branch, values)
+            return _Guard((number,), shifts[number]).run(index == number, branch, values)
 
         avals = [v.aval for v in _jax.open_jaxpr(branch).invars]
         return jax.make_jaxpr(body)(*avals, index)
@@ -182,8 +187,8 @@ def _batch_while(rule: Any) -> Any:
             def guarded(*flat: Any) -> list[Any]:
                 extra, rest = flat[:count], flat[count:]
                 state = rest[params["body_nconsts"] :]
-                (live,) = jaxpr_as_fun(strip(test))(*extra, *state)
-                return _Guard(live).run(body, rest)
+                (live,) = _jax.as_function(strip(test))(*extra, *state)
+                return _Guard().run(live, body, rest)
 
             tested = [v.aval for v in _jax.open_jaxpr(test).invars[:count]]
             avals = [v.aval for v in _jax.open_jaxpr(body).invars]
@@ -205,7 +210,7 @@ def _split_while(rule: Any) -> Any:
         known, staged, *rest = rule(*args)
         if known is not None and staged is not None and tap_effect in staged.effects:
             params = {k: quieted(v) for k, v in staged.params.items()}
-            staged = staged.replace(params=params, effects=without_taps(staged.effects))
+            staged = staged.replace(params=params, effects=frozenset(staged.effects) - TAPS)
         return (known, staged, *rest)
 
     return split

@@ -2,22 +2,37 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._jax import Equation, Value
+from tapax._jaxpr.leading_axes import where
 from tapax._marks.sow import leaf_name
 from tapax._marks.tap import split_shape
 from tapax._sites import Site
 from tapax._walk.calls import Call, Calls
 from tapax._walk.changes import Around
-from tapax._walk.entries import Entry, where
+from tapax._walk.entries import Entry
 from tapax._walk.folds import Folds
 from tapax._walk.plan import Choice, Plan
 from tapax._walk.reductions import reduce, refusal
 from tapax.reduce import Reducer
+
+
+class MetTap(NamedTuple):
+    """A tap that a walk has met: the value or gradient of one call, and its value if it is paired.
+
+    `live` is the condition under which it counts; None if it always does.
+    """
+
+    eqn: Equation
+    values: list[Value]
+    live: Value | None
+    call: Call
+    grad: bool
 
 
 class Recorder:
@@ -58,19 +73,19 @@ class Recorder:
         choice = self.plan.choose(site, grad)
         return None if choice is None else (site, choice)
 
-    def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
+    def record(self, tap: MetTap) -> None:
         """Records a value, or a gradient and perhaps its value."""
-        chosen = self.chosen(eqn, call, grad=grad)
+        chosen = self.chosen(tap.eqn, tap.call, grad=tap.grad)
         if chosen is None:
             return
-        axes = eqn.params["axes"]
-        x, *pair = (_mapped_first(x, axes) for x in xs)
-        if call.mark.reduce is not None and not grad:
-            self.folds.add(call.mark, x, len(axes), live)
+        axes = tap.eqn.params["axes"]
+        x, *pair = (_mapped_first(x, axes) for x in tap.values)
+        if tap.call.mark.reduce is not None and not tap.grad:
+            self.folds.add(tap.call.mark, x, len(axes), tap.live)
             return
-        again = eqn.params["kind"] == "grad again"
-        for entry in self._entries(chosen, call, [x, *pair], live, len(axes)):
-            self.entries.append(entry._replace(grad=grad, again=again))
+        again = tap.eqn.params["kind"] == "grad again"
+        for entry in self._entries(chosen, tap.call, [x, *pair], tap.live, len(axes)):
+            self.entries.append(entry._replace(grad=tap.grad, again=again))
 
     def _entries(
         self, chosen: tuple[Site, Choice], call: Call, xs: list[Any], live: Any, mapped: int

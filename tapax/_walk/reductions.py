@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._jaxpr.leading_axes import align, vmapped
 from tapax._sites import Site, SiteError
-from tapax._walk.leading_axes import align, vmapped
 from tapax.reduce import Reducer
 
 

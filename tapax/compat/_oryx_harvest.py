@@ -11,19 +11,20 @@ from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot
 from tapax._calling.transform import Transform
+from tapax._jaxpr.leading_axes import align, where
 from tapax._marks.operations import internal_operations
 from tapax._sites import SiteError
 from tapax._walk.calls import Call
 from tapax._walk.changes import Part
-from tapax._walk.entries import Entry, where
-from tapax._walk.leading_axes import align
+from tapax._walk.entries import Entry
 from tapax._walk.plan import Plan
+from tapax._walk.walk import Walk
 from tapax.compat._oryx_marks import (
     Name,
-    ReapWalk,
+    ReapHooks,
     SowFrame,
     SownLeaf,
-    SowSurvey,
+    SowSurveyHooks,
     group_by_name,
     show,
 )
@@ -45,10 +46,11 @@ class OryxHarvest(Transform):
         """The sites that are planted."""
         if not self.plants:
             return []
-        walk = SowSurvey(Plan(lambda site: self._has(site.collection), None), frozenset())
+        hooks = SowSurveyHooks()
+        walk = Walk(Plan(lambda site: self._has(site.collection), None), hooks=hooks)
         jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
         plants = call.operands
-        own = {sow: at for sow, at in walk.placed.items() if self._has(sow.mark.collection)}
+        own = {sow: at for sow, at in hooks.placed.items() if self._has(sow.mark.collection)}
         _check_known(plants, {sow.mark.collection.local_name for sow in own}, self.tag)
 
         def is_planted(sown: SownLeaf) -> bool:
@@ -57,7 +59,7 @@ class OryxHarvest(Transform):
 
         planted = {sow: at for sow, at in own.items() if is_planted(sow.mark.collection)}
         group_by_name(planted, "planted")
-        spots = [spot for spot in walk.spots.values() if is_planted(spot.site.collection)]
+        spots = [spot for spot in hooks.spots.values() if is_planted(spot.site.collection)]
         for spot in spots:
             found = jax.tree.structure(_find(plants, spot.site.collection.local_name))
             expected = spot.site.collection.treedef
@@ -86,10 +88,11 @@ class OryxHarvest(Transform):
                 return self.function != "plant" or sown.local_name in planted
             return self.exclusive and isinstance(sown, SownLeaf)
 
-        walk = ReapWalk(picks, takes, Plan(lambda site: picks(site.collection), None), builder)
+        plan, hooks = Plan(lambda site: picks(site.collection), None), ReapHooks(picks, takes)
+        walk = Walk(plan, builder.changes(), hooks)
         outs = call.program.run(walk, call.arrays)
         with internal_operations():
-            return outs, _collect_reaps(walk)
+            return outs, _collect_reaps(walk, hooks)
 
     def finish(self, out: Any, extra: Any) -> Any:
         return {"plant": out, "reap": extra}.get(self.function, (out, extra))
@@ -169,8 +172,8 @@ class _ReapedValue(NamedTuple):
     single: bool = True
 
 
-def _collect_reaps(walk: ReapWalk) -> dict[str, Any]:
-    picked = {c: at for c, at in walk.placed.items() if walk.picks(c.mark.collection)}
+def _collect_reaps(walk: Walk, hooks: ReapHooks) -> dict[str, Any]:
+    picked = {c: at for c, at in hooks.placed.items() if hooks.picks(c.mark.collection)}
     entries: dict[Any, list[Entry]] = {}
     for entry in (*walk.entries, *walk.fold_entries()):
         sown = entry.site.collection

@@ -12,15 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._api.change_builder import ChangeBuilder
-from tapax._calling.survey import SurveyWalk
+from tapax._calling.survey import SurveyHooks
+from tapax._jax import Equation, Value
+from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.context import active_policy
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap
 from tapax._sites import SiteError, segment
 from tapax._walk.calls import Call, Token
-from tapax._walk.plan import Plan
-from tapax._walk.walk import Walk
+from tapax._walk.changes import Around
+from tapax._walk.interpreter import Interpreter, WalkHooks
+from tapax._walk.recorder import MetTap
 
 T = TypeVar("T")
 Fn: TypeAlias = Callable[..., Any]
@@ -121,24 +123,25 @@ class SowFrame(NamedTuple):
     branch: Any = 0
 
 
-class SowWalk(Walk):
-    """A walk that records the frames around each call of a sow."""
+class SowHooks(WalkHooks):
+    """Notes the frames around each call of a sow."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self) -> None:
         self.placed: dict[Call, tuple[SowFrame, ...]] = {}
         self._frames: tuple[SowFrame, ...] = ()
         self._path: tuple[int, ...] = ()
 
-    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
         before, self._path = self._path, (*self._path, id(eqn))
         try:
-            return super()._equation(eqn, args)
+            return super().equation(walk, eqn, args)
         finally:
             self._path = before
 
     @contextlib.contextmanager
-    def inside(self, *, branch: Any = None, around: Any = (), **rest: Any) -> Iterator[None]:
+    def inside(
+        self, walk: Interpreter, branch: int | None, around: Sequence[Around]
+    ) -> Iterator[None]:
         before = self._frames
         if branch is not None:
             self._frames = (*before, SowFrame("cond", self._path, branch))
@@ -146,39 +149,41 @@ class SowWalk(Walk):
             kind = around[0].kind if around[0].is_loop else "mesh"
             self._frames = (*before, SowFrame(kind, self._path))
         try:
-            with super().inside(branch=branch, around=around, **rest):
-                yield
+            yield
         finally:
             self._frames = before
 
-    def _record(self, eqn: Any, xs: list[Any], live: Any, call: Call, *, grad: bool) -> None:
-        if not grad and isinstance(call.mark.collection, SownLeaf):
+    def record(self, walk: Interpreter, tap: MetTap) -> None:
+        if not tap.grad and isinstance(tap.call.mark.collection, SownLeaf):
             # Conditionals that `vmap` made selections are to be seen no more.
-            numbers = eqn.params["branches"]
+            numbers = tap.eqn.params["branches"]
             selected = (SowFrame("cond", "vmap", numbers),) if numbers else ()
-            self.placed[call] = (*self._frames, *selected)
-        super()._record(eqn, xs, live, call, grad=grad)
+            self.placed[tap.call] = (*self._frames, *selected)
+        super().record(walk, tap)
 
 
-class SowSurvey(SowWalk, SurveyWalk):
-    """A survey that records the frames around each call of a sow."""
+class SowSurveyHooks(SowHooks, SurveyHooks):
+    """Notes where the sows are, and the frames around each call of one."""
+
+    def __init__(self) -> None:
+        SowHooks.__init__(self)
+        SurveyHooks.__init__(self, frozenset())
 
 
-class ReapWalk(SowWalk):
-    """A walk that records the sows that it `picks`, and takes out those that it `takes`."""
+class ReapHooks(SowHooks):
+    """Records the sows that it `picks`, and takes out those that it `takes`."""
 
-    def __init__(self, picks: Fn, takes: Fn, plan: Plan, builder: ChangeBuilder):
-        super().__init__(plan, builder.changes())
+    def __init__(self, picks: Fn, takes: Fn):
+        super().__init__()
         self.picks, self._takes = picks, takes
 
-    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
-        if eqn.primitive.name == "while":
+    def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+        if kind_of(eqn) is Kind.WHILE:
             self._refuse(eqn.params["cond_jaxpr"], "the predicate of a while loop")
-        return super()._equation(eqn, args)
+        return super().equation(walk, eqn, args)
 
-    def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:
-        self._refuse(list(eqn.params.values()), f"a call of {_jax.kind_of(eqn)!r}")
-        return super()._opaque(eqn, args)
+    def opaque(self, walk: Interpreter, eqn: Equation) -> None:
+        self._refuse(list(eqn.params.values()), f"a call of {_jax.operation_name(eqn)!r}")
 
     def _refuse(self, value: Any, place: str) -> None:
         marks: list[Mark] = []
@@ -190,14 +195,14 @@ class ReapWalk(SowWalk):
                     "it cannot be reaped from. Sow it elsewhere, or put it in the `blocklist`."
                 )
 
-    def _tap(self, eqn: Any, args: list[Any]) -> list[Any]:
-        if not self.nested or not self._takes(eqn.params["mark"].collection):
-            return super()._tap(eqn, args)
-        self.nested = False
+    def tap(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+        if not walk.nested or not self._takes(eqn.params["mark"].collection):
+            return super().tap(walk, eqn, args)
+        walk.nested = False
         try:
-            outs = super()._tap(eqn, args)
+            outs = super().tap(walk, eqn, args)
         finally:
-            self.nested = True
+            walk.nested = True
         empty = jnp.zeros((0,), bool)
         return [Token(out.calls, empty) if type(out) is Token else out for out in outs]
 

@@ -2,8 +2,8 @@
 
 The program of a step returns its new states, and other results may be computed from them, such as a
 read-out. So a state is replaced where it is *defined*, and everything computed from it afterwards
-sees the replacement. `find_definitions` finds the definitions; `evaluate` runs the program and
-calls a function on each defined value for the value to go on with:
+sees the replacement. `find_definitions` finds the definitions; `evaluate_defined` runs the program,
+and calls a function on each defined value for the value to go on with:
 
 >>> import jax, jax.numpy as jnp
 >>> def step(h, x):
@@ -11,7 +11,7 @@ calls a function on each defined value for the value to go on with:
 ...     return h, 3 * h
 >>> program = jax.make_jaxpr(step)(0.0, 1.0)
 >>> found = find_definitions(program, {0: "h"})
->>> h, out = evaluate(program, [0.0, 1.0], found, lambda key, value: value + 10)
+>>> h, out = evaluate_defined(program, [0.0, 1.0], found, lambda key, value: value + 10)
 >>> float(h), float(out)
 (11.0, 33.0)
 
@@ -41,23 +41,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core.primitives import (
+    broadcast_in_dim_p,
+    convert_element_type_p,
+    reshape_p,
+    slice_p,
+    squeeze_p,
+    transpose_p,
+)
 
 from tapax import _jax
+from tapax._jax import Equation, Jaxpr, Value, Var
 from tapax._jaxpr.bodies import bodies
-from tapax._jaxpr.evaluate import bind_in_context, evaluate_jaxpr
+from tapax._jaxpr.dataflow import computed_from
+from tapax._jaxpr.evaluate import bind_in_context, evaluate
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.restage import Scan, bind_cond, bind_remat
 from tapax._marks.tap import tap_p
 
 Write = Callable[[str, Any], Any]
 """What a definition becomes: from its key and its value."""
 
-JIT = frozenset({"jit", "pjit"})
-REMAT = frozenset({"remat", "remat2", "checkpoint", "RematTraced"})
-_COPIES = frozenset(
-    {"copy", "copy_p", "name", "CheckpointName", "optimization_barrier", "sharding_constraint"}
-)
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "slice", "squeeze"})
+_RESHAPING = frozenset({broadcast_in_dim_p, reshape_p, slice_p, squeeze_p})
 """Operations that may leave all elements in their order."""
+_OPENED = Kind.JIT | Kind.REMAT | Kind.COND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,23 +175,21 @@ def find_origin(
     return None, ()
 
 
-def is_copy(eqn: Any, place: int = 0) -> bool:
+def is_copy(eqn: Equation, place: int = 0) -> bool:
     """Whether a result of an equation is what it was given in the same place."""
-    kind = _jax.operation(eqn.primitive, eqn.params)[0]
-    if kind == "convert_element_type":
-        before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-        return before.dtype == after.dtype
+    if eqn.primitive is convert_element_type_p:
+        return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
     if eqn.primitive is tap_p:
         return place == 0
-    return kind in _COPIES
+    return bool(kind_of(eqn) & Kind.COPY)
 
 
-def _is_move(eqn: Any) -> bool:
+def _is_move(eqn: Equation) -> bool:
     """Whether an equation gives the elements that it was given, all of them and once."""
-    if eqn.primitive.name == "transpose":
+    if eqn.primitive is transpose_p:
         return True
     same = len(eqn.invars) == 1 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
-    return eqn.primitive.name in _MOVES and same
+    return eqn.primitive in _RESHAPING and same
 
 
 def _there(moves: Sequence[Any], value: Any) -> Any:
@@ -195,25 +200,25 @@ def _there(moves: Sequence[Any], value: Any) -> Any:
 
 def _back(moves: Sequence[Any], value: Any) -> Any:
     for eqn in reversed(moves):
-        if eqn.primitive.name == "transpose":
+        if eqn.primitive is transpose_p:
             value = jnp.transpose(value, np.argsort(eqn.params["permutation"]).tolist())
         else:
             value = jnp.reshape(value, eqn.invars[0].aval.shape)
     return value
 
 
-def _openable(eqn: Any, in_loops: bool = True) -> list[Any]:
-    kind = _jax.kind_of(eqn)
-    is_loop = kind == "scan" and in_loops and eqn.params["length"]
-    return list(bodies(eqn)) if is_loop or kind in JIT | REMAT | {"cond"} else []
+def _openable(eqn: Equation, in_loops: bool = True) -> list[Jaxpr]:
+    kind = kind_of(eqn)
+    is_loop = kind is Kind.SCAN and in_loops and eqn.params["length"]
+    return list(bodies(eqn)) if is_loop or kind & _OPENED else []
 
 
-def _opens(eqn: Any, place: int, in_loops: bool = True) -> bool:
+def _opens(eqn: Equation, place: int, in_loops: bool = True) -> bool:
     """Whether a result has to be defined in the body, for the sake of the other results."""
-    kind = _jax.kind_of(eqn)
-    if kind in JIT:
+    kind = kind_of(eqn)
+    if kind is Kind.JIT:
         return True
-    if kind == "scan" and place >= _jax.scan_split(eqn.params)[1]:
+    if kind is Kind.SCAN and place >= _jax.scan_split(eqn.params)[1]:
         return False
     found = _openable(eqn, in_loops)
     return any(_has_others(_jax.open_jaxpr(body), place) for body in found)
@@ -222,8 +227,7 @@ def _opens(eqn: Any, place: int, in_loops: bool = True) -> bool:
 def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
     """Warns of what is computed from a state's value in a way that a definition does not reach."""
     eqn = inner.eqns[number]
-    kind = _jax.kind_of(eqn)
-    if kind == "convert_element_type":
+    if eqn.primitive is convert_element_type_p:
         (before,) = eqn.invars
         users = [e for e in inner.eqns if e is not eqn and any(v is before for v in e.invars)]
         if users or any(v is before for v in inner.outvars):
@@ -234,14 +238,16 @@ def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
                 stacklevel=2,
             )
         return
-    if len(eqn.outvars) < 2 or (kind == "scan" and place >= _jax.scan_split(eqn.params)[1]):
+    stacked = kind_of(eqn) is Kind.SCAN and place >= _jax.scan_split(eqn.params)[1]
+    if len(eqn.outvars) < 2 or stacked:
         return
     for body in bodies(eqn):
         inner = _jax.open_jaxpr(body)
         if len(inner.outvars) == len(eqn.outvars) and _has_others(inner, place):
             warnings.warn(
-                f"The hidden state {key!r} leaves a {kind} together with other results that are "
-                "computed from it in there: a derivative by it does not go through those.",
+                f"The hidden state {key!r} leaves a {_jax.operation_name(eqn)} together with other "
+                "results that are computed from it in there: a derivative by it does not go "
+                "through those.",
                 stacklevel=2,
             )
             return
@@ -258,28 +264,28 @@ def _has_others(inner: Any, place: int) -> bool:
     # What is beside it in the equation that makes it may be computed from it in there.
     if _opens(inner.eqns[number], at):
         reached.update(inner.eqns[number].outvars)
-    for eqn in inner.eqns[number + 1 :]:
-        if any(v in reached for v in eqn.invars if not isinstance(v, _jax.Literal)):
-            reached.update(eqn.outvars)
+    reached = computed_from(inner.eqns[number + 1 :], reached)
     others = (v for i, v in enumerate(inner.outvars) if i != place)
     return any(v in reached for v in others if not isinstance(v, _jax.Literal))
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write) -> list[Any]:
+def evaluate_defined(
+    jaxpr: Jaxpr, args: Sequence[Value], found: Definitions, write: Write
+) -> list[Value]:
     """Evaluates a program whose definitions become what `write` makes of them."""
     return _evaluate(jaxpr, args, found, write)[0]
 
 
 def _evaluate(
-    jaxpr: Any, args: Sequence[Any], found: Definitions, write: Write
-) -> tuple[list[Any], list[Any]]:
+    jaxpr: Jaxpr, args: Sequence[Value], found: Definitions, write: Write
+) -> tuple[list[Value], list[Value]]:
     """The results; and those that are states, as they were before they were written anew."""
-    plain: dict[Any, Any] = {}
+    plain: dict[Var, Value] = {}
 
-    def anew(definition: Definition, moves: Sequence[Any], value: Any) -> Any:
+    def anew(definition: Definition, moves: Sequence[Equation], value: Value) -> Value:
         return _back(moves, write(definition.key, _there(moves, value)))
 
-    def apply(number: int, eqn: Any, values: list[Any]) -> list[Any]:
+    def apply(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
         inside = found.within.get(number)
         if inside is None:
             outs = bind_in_context(number, eqn, values)
@@ -291,14 +297,14 @@ def _evaluate(
             define(v, x) if v in found.at else x for v, x in zip(eqn.outvars, outs, strict=True)
         ]
 
-    def define(variable: Any, value: Any) -> Any:
+    def define(variable: Var, value: Value) -> Value:
         definition = found.at[variable]
         plain[variable] = value
         if not definition.shared:
             return anew(definition, definition.path, value)
         return write(definition.key, _there(definition.moves, plain[definition.root]))
 
-    results = evaluate_jaxpr(jaxpr, args, apply)
+    results = evaluate(jaxpr, args, apply)
     before = []
     for index, definition in found.results.items():
         value = results[index]
@@ -311,47 +317,42 @@ def _evaluate(
 
 
 def _open(
-    eqn: Any, args: list[Any], found: tuple[Definitions, ...], write: Write
-) -> tuple[list[Any], list[Any]]:
+    eqn: Equation, args: list[Value], found: tuple[Definitions, ...], write: Write
+) -> tuple[list[Value], list[Value]]:
     """Evaluates an equation whose body has definitions."""
-    kind = _jax.kind_of(eqn)
-    if kind in JIT:
+    kind = kind_of(eqn)
+    if kind is Kind.JIT:
         return _evaluate(eqn.params["jaxpr"], args, found[0], write)
-
-    def run(body: Any, inside: Definitions) -> Callable[..., tuple[list[Any], list[Any]]]:
-        return lambda *args: _evaluate(body, args, inside, write)
-
-    if kind == "cond":
-        index, *operands = args
-        branches = [
-            run(body, inside) for body, inside in zip(eqn.params["branches"], found, strict=True)
-        ]
-        return jax.lax.switch(index, branches, *operands)
-    if kind == "scan":
-        return _open_scan(eqn, args, found[0], write)
-    body, policy, cse = _jax.remat_parts(eqn)
-    cse = any(cse) if isinstance(cse, tuple) else cse
-    return jax.checkpoint(run(body, found[0]), policy=policy, prevent_cse=cse)(*args)
+    if kind is Kind.COND:
+        branches = zip(eqn.params["branches"], found, strict=True)
+        functions = [_evaluation(body, inside, write) for body, inside in branches]
+        return _split(eqn, bind_cond(eqn, args[0], args[1:], functions)[0])
+    if kind is Kind.SCAN:
+        return _open_scan(Scan.of(eqn, args), found[0], write)
+    run = _evaluation(_jax.call_body(eqn), found[0], write)
+    body = jax.make_jaxpr(lambda *args: run(*args)[0])(*args)
+    return _split(eqn, bind_remat(eqn, body, args, range(len(args))))
 
 
-def _open_scan(
-    eqn: Any, args: list[Any], found: Definitions, write: Write
-) -> tuple[list[Any], list[Any]]:
+def _evaluation(
+    jaxpr: Jaxpr, found: Definitions, write: Write
+) -> Callable[..., tuple[list[Value], list[Value]]]:
+    """A function of operands that gives the results, then those that are states, as they were."""
+
+    def run(*args: Value) -> tuple[list[Value], list[Value]]:
+        results, before = _evaluate(jaxpr, args, found, write)
+        return [*results, *before], []
+
+    return run
+
+
+def _split(eqn: Equation, results: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+    count = len(eqn.outvars)
+    return list(results[:count]), list(results[count:])
+
+
+def _open_scan(loop: Scan, found: Definitions, write: Write) -> tuple[list[Value], list[Value]]:
     """Evaluates a scan whose last iteration has definitions."""
-    body, length, reverse = (eqn.params[k] for k in ("jaxpr", "length", "reverse"))
-    consts, carried = _jax.scan_split(eqn.params)
-    fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
-
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        outs = jaxpr_as_fun(body)(*fixed, *carry, *x)
-        return outs[:carried], outs[carried:]
-
-    before, last = (slice(1, None), 0) if reverse else (slice(None, -1), -1)
-    rest = [x[before] for x in xs]
-    carry, ys = jax.lax.scan(step, carry, rest, length - 1, reverse, eqn.params["unroll"])
-    results, plain = _evaluate(body, [*fixed, *carry, *(x[last] for x in xs)], found, write)
-    stacked = [
-        jnp.concatenate([y[None], rows] if reverse else [rows, y[None]])
-        for rows, y in zip(ys, results[carried:], strict=True)
-    ]
-    return [*results[:carried], *stacked], plain
+    last = 0 if loop.reverse else loop.length - 1
+    once = lambda values: _evaluate(loop.body, values, found, write)  # noqa: E731
+    return loop.peel(last, _jax.as_function(loop.body), once)

@@ -24,10 +24,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
+from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError, StatePath
-from tapax.hidden._connections import CUSTOM_VJP, Dependence, find_connections, list_primitives
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax.hidden._connections import Dependence, find_connections, list_equations
 from tapax.hidden._pure_step import trace_step_or_module
 from tapax.hidden._step import Step
 
@@ -62,7 +63,7 @@ class HiddenGroup:
 
     def transition(self, state: Any, *inputs: Any) -> list[jax.Array]:
         """The new values of the group's states, by the whole step."""
-        results = jaxpr_as_fun(self.step.jaxpr)(*self.step.flatten(state, inputs))
+        results = _jax.as_function(self.step.jaxpr)(*self.step.flatten(state, inputs))
         return [results[i] for i in self.indices]
 
     def diagonal_jacobian(self, state: Any, *inputs: Any) -> jax.Array:
@@ -78,13 +79,14 @@ class HiddenGroup:
             given = list(flat)
             for i, value in zip(self.indices, self.split_hidden(joined), strict=True):
                 given[i] = value.astype(given[i].dtype)
-            results = jaxpr_as_fun(self.step.jaxpr)(*given)
+            results = _jax.as_function(self.step.jaxpr)(*given)
             return self.concat_hidden([results[i] for i in self.indices])
 
         old = self.concat_hidden([flat[i] for i in self.indices])
         # A derivative that is given for the way back alone cannot be taken forward; that of a while
         # loop cannot be taken back.
-        backward = not CUSTOM_VJP.isdisjoint(list_primitives(self.step.jaxpr))
+        equations = list_equations(self.step.jaxpr)
+        backward = any(kind_of(eqn) is Kind.CUSTOM_VJP for eqn in equations)
         return _find_blocks(transition, old, self.diagonal, backward)
 
     def concat_hidden(self, values: Sequence[Any]) -> jax.Array:

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core.primitives import convert_element_type_p
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import (
@@ -44,7 +44,9 @@ from tapax._frameworks.recurrent_cells import (
     find_written_name,
 )
 from tapax._frameworks.registry import stateful_program
-from tapax._jaxpr.evaluate import evaluate_jaxpr
+from tapax._jax import Atom, Equation, Var
+from tapax._jaxpr.evaluate import evaluate
+from tapax._jaxpr.rewrite import rewrite
 from tapax._sites import as_array
 from tapax.hidden._definitions import Definition
 from tapax.hidden._groups import HiddenGroup
@@ -155,10 +157,10 @@ class HiddenPerturbation(_PerturbationFields):
 
     def _run(self, *args: Any) -> list[Any]:
         if any(isinstance(x, Tracer) for x in args):
-            return jaxpr_as_fun(self.perturb_jaxpr)(*args)
+            return _jax.as_function(self.perturb_jaxpr)(*args)
         # Evaluated, and not compiled, as other functions are: whoever runs it often jits the whole.
         bind = lambda _, eqn, values: _jax.bind_equation(eqn, values)  # noqa: E731
-        return evaluate_jaxpr(self.perturb_jaxpr, args, bind)
+        return evaluate(self.perturb_jaxpr, args, bind)
 
     def _listed(self, perturbations: Mapping[str, Any]) -> list[Any]:
         if not isinstance(perturbations, Mapping):
@@ -233,39 +235,37 @@ def _edit(program: WrittenProgram) -> Any | None:
     definitions = [*found.at.values(), *found.results.values()]
     if found.within or any(d.path for d in definitions):
         return None
-    inner = _jax.open_jaxpr(jaxpr)
     sums = {w.name: _sum(i, w.shape, w.dtype) for i, w in enumerate(program.writes)}
-    now: dict[Any, Any] = {}
-    eqns = []
+    variables = [equation.invars[1] for equation in sums.values()]
 
-    def read(atom: Any) -> Any:
-        return atom if isinstance(atom, _jax.Literal) else now.get(atom, atom)
-
-    def added(definition: Definition, value: Any) -> Any:
+    def add(definition: Definition, value: Atom) -> Equation:
         equation = sums[definition.key]
         value = definition.root if definition.shared else value
-        eqns.append(equation.replace(invars=[value, equation.invars[1]]))
-        return equation.outvars[0]
+        return equation.replace(invars=[value, equation.invars[1]])
 
-    for eqn in inner.eqns:
+    def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
         if _does_nothing(eqn):
-            now[eqn.outvars[0]] = read(eqn.invars[0])
+            names[eqn.outvars[0]] = eqn.invars[0]
         else:
-            eqns.append(eqn.replace(invars=[read(v) for v in eqn.invars]))
+            yield eqn
         for variable in eqn.outvars:
             if variable in found.at:
-                now[variable] = added(found.at[variable], read(variable))
-    outvars = [read(v) for v in inner.outvars]
+                added = add(found.at[variable], names.get(variable, variable))
+                names[variable] = added.outvars[0]
+                yield added
+
+    edited = rewrite(jaxpr, visit, more_inputs=variables)
+    inner = _jax.open_jaxpr(edited)
+    eqns, outvars = list(inner.eqns), list(inner.outvars)
     for index, definition in found.results.items():
         if definition.root is None or definition.shared:
-            outvars[index] = added(definition, outvars[index])
-    variables = [equation.invars[1] for equation in sums.values()]
-    edited = inner.replace(invars=[*inner.invars, *variables], eqns=eqns, outvars=outvars)
-    return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
+            eqns.append(add(definition, outvars[index]))
+            outvars[index] = eqns[-1].outvars[0]
+    return _jax.with_open_jaxpr(edited, inner.replace(eqns=eqns, outvars=outvars))
 
 
 def _does_nothing(eqn: Any) -> bool:
-    if eqn.primitive.name == "convert_element_type":
+    if eqn.primitive is convert_element_type_p:
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
     return find_written_name(eqn) is not None
 

@@ -26,7 +26,7 @@ import jax
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import GroundedScope, GroundScope
 from tapax._marks.tap import Mark, tap
-from tapax.hidden._definitions import evaluate
+from tapax.hidden._definitions import evaluate_defined
 from tapax.hidden._step import trace_step
 
 
@@ -60,6 +60,6 @@ def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
             # A loop stays one, with the sites in it.
             found = traced.find_definitions(in_loops=False)
             flat = traced.flatten(state, inputs)
-            return traced.join(evaluate(traced.jaxpr, flat, found, write))
+            return traced.join(evaluate_defined(traced.jaxpr, flat, found, write))
 
     return marked

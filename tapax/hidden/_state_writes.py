@@ -20,8 +20,10 @@ from tapax._frameworks.recurrent_cells import (
     StatePath,
     find_written_name,
 )
-from tapax._jaxpr.bodies import bodies
-from tapax.hidden._definitions import JIT, Definitions, evaluate, find_definitions, is_copy
+from tapax._jax import Jaxpr
+from tapax._jaxpr.evaluate import inline
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax.hidden._definitions import Definitions, evaluate_defined, find_definitions, is_copy
 from tapax.hidden._step import Step
 
 
@@ -55,7 +57,7 @@ def find_named_writes(program: StatefulProgram) -> WrittenProgram:
     """Finds the writes that equations of a program name, and states it returns without a write."""
     jaxpr = program.jaxpr
     if _has_names_in_jit(jaxpr):
-        jaxpr = retrace(jaxpr, _open_jit(jaxpr))
+        jaxpr = inline(jaxpr, Kind.JIT)
     inner = _jax.open_jaxpr(jaxpr)
     made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
     hidden = {s.name: s for s in program.states if s.hidden_type is not None}
@@ -98,15 +100,15 @@ def _find_names(made: Any, atom: Any) -> set[str | None]:
 
 
 def _has_names_in_jit(jaxpr: Any) -> bool:
-    calls = [e for e in _jax.open_jaxpr(jaxpr).eqns if _jax.kind_of(e) in JIT]
-    inner = [body for eqn in calls for body in bodies(eqn)]
+    calls = [e for e in _jax.open_jaxpr(jaxpr).eqns if kind_of(e) is Kind.JIT]
+    inner = [eqn.params["jaxpr"] for eqn in calls]
     return any(
         any(find_written_name(e) for e in _jax.open_jaxpr(body).eqns) or _has_names_in_jit(body)
         for body in inner
     )
 
 
-def retrace(jaxpr: Any, found: Definitions, added: Sequence[StateWrite] = ()) -> Any:
+def retrace(jaxpr: Jaxpr, found: Definitions, added: Sequence[StateWrite]) -> Jaxpr:
     """The program, traced anew, with more operands: one for each write that it is `added` to."""
     types = [jax.ShapeDtypeStruct(write.shape, write.dtype) for write in added]
     given = [
@@ -115,13 +117,8 @@ def retrace(jaxpr: Any, found: Definitions, added: Sequence[StateWrite] = ()) ->
 
     def run(*args: Any) -> list[Any]:
         more = dict(zip([write.name for write in added], args[len(given) :], strict=True))
-        return evaluate(jaxpr, args[: len(given)], found, lambda key, value: value + more[key])
+        return evaluate_defined(
+            jaxpr, args[: len(given)], found, lambda key, value: value + more[key]
+        )
 
     return jax.make_jaxpr(run)(*given, *types)
-
-
-def _open_jit(jaxpr: Any) -> Definitions:
-    """Opens the bodies of jitted functions, without a definition in them."""
-    eqns = enumerate(_jax.open_jaxpr(jaxpr).eqns)
-    calls = {i: (_open_jit(e.params["jaxpr"]),) for i, e in eqns if _jax.kind_of(e) in JIT}
-    return Definitions({}, {}, calls)

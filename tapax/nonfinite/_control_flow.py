@@ -1,20 +1,22 @@
 """Handlers that carry origins through loops, branches, remat and shard_map: see `_origins`."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-import tapax.nonfinite._evaluation as evaluation
 import tapax.nonfinite._frames as frames
 from tapax import _jax
-from tapax._walk.entries import where
-from tapax.nonfinite._equation_numbers import REMATS, is_inexact
-from tapax.nonfinite._evaluation import Scan, While
+from tapax._jax import Jaxpr, Static, Value
+from tapax._jaxpr.kinds import Kind
+from tapax._jaxpr.leading_axes import where
+from tapax._jaxpr.restage import Scan, While, bind_cond, bind_remat, bind_shard_map, mesh_axes
+from tapax._marks.marked_jaxprs import strip
+from tapax.nonfinite._equation_numbers import is_inexact
 from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, badness
 from tapax.nonfinite._origins import EquationCall, Handler, OriginWalk, ValuesAndOrigins
 
@@ -45,6 +47,11 @@ def _part_origin(x: Any, origin: Origin, frame: OriginFrame) -> Origin:
     return frame.add([origin], badness(x), NONE)
 
 
+def _body_operands(loop: Scan | While) -> list[Value]:
+    """The operands of a loop that its body takes."""
+    return [*loop.consts, *loop.init, *(loop.xs if isinstance(loop, Scan) else ())]
+
+
 class _LoopBody:
     """The body of a loop, with origins: the loop carries a row for each value of its state.
 
@@ -53,7 +60,7 @@ class _LoopBody:
 
     def __init__(self, walk: OriginWalk, step: EquationCall, loop: Scan | While):
         self._walk, self._number, self._frame, self.loop = walk, step.number, step.frame, loop
-        origins = step.origins[loop.first :]
+        origins = step.origins[len(step.args) - len(_body_operands(loop)) :]
         nconsts, nstate = len(loop.consts), len(loop.init)
         known = [i for i, origin in enumerate(origins) if origin is not None]
         consts = [i for i in known if i < nconsts]
@@ -68,7 +75,7 @@ class _LoopBody:
         self._outs = [i for i, v in enumerate(self._outvars) if is_inexact(v.aval)]
         others = 1 + len(self._outs) - len(self._state)
         best = self._frame.vary(frames.finite_rows(others, self._frame.width))
-        self.carry = (loop.init, rows, best, jnp.int32(0))
+        self.carry = (list(map(jnp.asarray, loop.init)), rows, best, jnp.int32(0))
 
     def run(self, carry: Any, xs: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         """Run an iteration; return what the loop carries, and the other results."""
@@ -81,7 +88,7 @@ class _LoopBody:
         for i in self._xs:
             before[i] = _part_origin(operands[i], before[i], inner)
         outs, found = self._walk.run_body(self.loop.body, operands, before, 0, inner)
-        if isinstance(self.loop, While) and self.loop.mapped:
+        if isinstance(self.loop, While) and self.loop.is_mapped:
             go = self.loop.goes_on(state)
             for i, x in enumerate(state):
                 if found[i] is not None:
@@ -90,7 +97,7 @@ class _LoopBody:
                     origin = before[len(self.loop.consts) + i]
                     parts = _part_origin(now, found[i], inner), _part_origin(old, origin, inner)
                     found[i] = inner.add(parts, None, NONE)
-            outs = self.loop.keep_done(outs, state)
+            outs = self.loop.keep_finished(outs, state)
         wanted = [*(found[i] for i in self._outs), self._walk.first_bad(inner)]
         left = given.rows_outside(inner, inner.pack(wanted), self._number, count)
         carried = len(self._state)
@@ -108,14 +115,14 @@ class _LoopBody:
 
 
 def _follow_scan(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
-    loop = Scan(step.eqn, step.args)
+    loop = Scan.of(step.eqn, step.args)
     body = _LoopBody(walk, step, loop)
     carry, ys = loop.run(body.run, body.carry)
     return [*carry[0], *ys], body.origins(carry)
 
 
 def _follow_while(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
-    loop = While(step.eqn, step.args)
+    loop = While.of(step.eqn, step.args, strip(step.eqn.params["cond_jaxpr"]))
     body = _LoopBody(walk, step, loop)
     carry = lax.while_loop(
         lambda carry: loop.any_goes_on(carry[0]), lambda carry: body.run(carry)[0], body.carry
@@ -123,37 +130,36 @@ def _follow_while(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     return list(carry[0]), body.origins(carry)
 
 
-class _StagedBody:
-    """A jaxpr of a body inside a frame; it returns results, their origins, and the tables."""
+class _TrackedBody:
+    """A body inside a frame, as a jaxpr: it returns results, their origins, and the tables."""
 
-    def __init__(
-        self, walk: OriginWalk, jaxpr: Any, args: Any, origins: Any, base: int, frame: OriginFrame
-    ):
+    def __init__(self, walk: OriginWalk, jaxpr: Jaxpr, step: EquationCall, base: int):
+        """`step` has the operands of the body, and `base` is where its numbers start."""
+        frame, origins = step.frame, step.origins
         self.places = [i for i, o in enumerate(origins) if o is not None]
-        cell: dict[str, Any] = {}
 
-        def body(packed: Any, *args: Any) -> list[Any]:
+        def body(packed: Value, *args: Value) -> Any:
             inner = frame.inner(loop=False)
             known = inner.add_known(packed)[: len(self.places)]
             before = _scatter(len(args), self.places, known)
             outs, found = walk.run_body(jaxpr, args, before, base, inner)
-            cell["slots"] = inner.slots
-            return [
+            results = [
                 *map(jnp.asarray, outs),
                 frame.vary(inner.pack([*found, walk.first_bad(inner)])),
                 *map(frame.vary, inner.tables),
             ]
+            return results, Static(inner.slots)
 
-        self.operands = [frame.pack([origins[i] for i in self.places] or [None]), *args]
-        self.jaxpr = jax.make_jaxpr(body)(*self.operands)
-        self.slots: list[int] = cell["slots"]
+        self.operands = [frame.pack([origins[i] for i in self.places] or [None]), *step.args]
+        self.jaxpr, (_, slots) = jax.make_jaxpr(body, return_shape=True)(*self.operands)
+        self.slots: list[int] = slots.value
         self.own = _jax.open_jaxpr(jaxpr).outvars
 
 
 def _add_results(
-    parts: Sequence[_StagedBody], results: Sequence[Any], frame: OriginFrame
+    parts: Sequence[_TrackedBody], results: Sequence[Value], frame: OriginFrame
 ) -> ValuesAndOrigins:
-    """Split what staged bodies returned into results and origins; add their tables to a frame."""
+    """Split what tracked bodies returned into results and origins; add their tables to a frame."""
     own = parts[0].own
     frame.slots += [slot for part in parts for slot in part.slots]
     frame.tables += results[len(own) + 1 :]
@@ -163,48 +169,41 @@ def _add_results(
 
 
 def _follow_remat(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
-    eqn, args, origins, number, frame = step
-    part = _StagedBody(walk, eqn.params["jaxpr"], args, origins, number + 1, frame)
-    results = evaluation.bind_remat(eqn, part.jaxpr, part.operands)
-    return _add_results([part], results, frame)
+    part = _TrackedBody(walk, _jax.call_body(step.eqn), step, step.number + 1)
+    sources = [None, *range(len(step.args))]
+    results = bind_remat(step.eqn, part.jaxpr, part.operands, sources)
+    return _add_results([part], results, step.frame)
 
 
 def _follow_cond(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
-    eqn, (index, *values), origins, number, frame = step
-    starts = walk.equations.body_starts(eqn, number)
-    parts = [
-        _StagedBody(walk, branch, values, origins[1:], start, frame)
-        for branch, start in zip(eqn.params["branches"], starts, strict=True)
-    ]
-    own = len(parts[0].own)
-    kept = [[v.aval for v in _jax.open_jaxpr(p.jaxpr).outvars[own + 1 :]] for p in parts]
+    eqn, inside = step.eqn, step._replace(args=step.args[1:], origins=step.origins[1:])
+    starts = zip(eqn.params["branches"], walk.equations.body_starts(eqn, step.number), strict=True)
+    parts = [_TrackedBody(walk, branch, inside, start) for branch, start in starts]
+    common = len(parts[0].own) + 1
 
-    def padded(chosen: int) -> Any:
-        def branch(*flat: Any) -> list[Any]:
-            results = jaxpr_as_fun(parts[chosen].jaxpr)(*flat)
-            tables = [
-                t
-                for i, types in enumerate(kept)
-                for t in (results[own + 1 :] if i == chosen else map(_jax.zeros, types))
-            ]
-            return [*results[: own + 1], *tables]
+    def branch_of(part: _TrackedBody) -> Callable[..., tuple[list[Value], list[Value]]]:
+        def branch(*flat: Value) -> tuple[list[Value], list[Value]]:
+            results = _jax.as_function(part.jaxpr)(*flat)
+            return results[:common], results[common:]
 
-        return jax.make_jaxpr(branch)(*parts[chosen].operands)
+        return branch
 
-    branches = tuple(padded(i) for i in range(len(parts)))
-    results = eqn.primitive.bind(index, *parts[0].operands, **dict(eqn.params, branches=branches))
-    return _add_results(parts, results, frame)
+    tables = [[v.aval for v in _jax.open_jaxpr(p.jaxpr).outvars[common:]] for p in parts]
+    shared, found = bind_cond(
+        eqn, step.args[0], parts[0].operands, [branch_of(p) for p in parts], tables
+    )
+    return _add_results(parts, [*shared, *itertools.chain(*found)], step.frame)
 
 
 def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     """Track origins on each device; outside, the earliest of all devices counts."""
     eqn, args, origins, number, frame = step
-    body, mesh, order = eqn.params["jaxpr"], eqn.params["mesh"], evaluation.mesh_axes(eqn)
+    body, mesh, order = eqn.params["jaxpr"], eqn.params["mesh"], mesh_axes(eqn)
     here = frame.axes | frozenset(order)
     places = [i for i, o in enumerate(origins) if o is not None]
     out_at = [i for i, v in enumerate(_jax.open_jaxpr(body).outvars) if is_inexact(v.aval)]
 
-    def local(rows: Any, *flat: Any) -> list[Any]:
+    def local(rows: Value, *flat: Value) -> tuple[list[Value], list[Value], None]:
         inner = frame.inner(loop=True)
         inner.axes, inner.typed = here, (here if eqn.params["check_vma"] else frozenset())
         given = frames.FrameInputs(inner.vary(rows))
@@ -215,18 +214,12 @@ def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
         for axis in order:
             device = device * mesh.shape[axis] + lax.axis_index(axis)
         packed = inner.pack([*(found[i] for i in out_at), walk.first_bad(inner)])
-        left = inner.vary(given.rows_outside(inner, packed, number, 0, device.astype(jnp.int32)))
-        return [*outs, left.reshape((1,) * len(order) + left.shape)]
+        left = given.rows_outside(inner, packed, number, 0, device.astype(jnp.int32))
+        return outs, [inner.vary(left)], None
 
-    mapped = jax.shard_map(
-        local,
-        in_specs=(PartitionSpec(), *eqn.params["in_specs"]),
-        out_specs=[*eqn.params["out_specs"], PartitionSpec(*order)],
-        **evaluation.shard_map_options(eqn),
-    )
-    *outs, rows = mapped(
-        _some_rows(frame, [_outer_rows(frame, [origins[i] for i in places])]), *args
-    )
+    operands = [_some_rows(frame, [_outer_rows(frame, [origins[i] for i in places])]), *args]
+    in_specs = [PartitionSpec(), *eqn.params["in_specs"]]
+    outs, (rows,), _, _ = bind_shard_map(eqn, local, operands, in_specs)
     rows = rows.reshape((-1, *rows.shape[len(order) :]))
     while rows.shape[0] > 1:
         if rows.shape[0] % 2:
@@ -236,11 +229,11 @@ def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     return outs, _scatter(len(outs), out_at, found[:-1])
 
 
-HANDLERS: dict[str, Handler] = {
-    "scan": _follow_scan,
-    "while": _follow_while,
-    "cond": _follow_cond,
-    "shard_map": _follow_shard_map,
-    **dict.fromkeys(REMATS, _follow_remat),
+HANDLERS: dict[Kind, Handler] = {
+    Kind.SCAN: _follow_scan,
+    Kind.WHILE: _follow_while,
+    Kind.COND: _follow_cond,
+    Kind.SHARD_MAP: _follow_shard_map,
+    Kind.REMAT: _follow_remat,
 }
 """A handler for every kind of equation whose body is staged again."""

@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._jax import Equation, Jaxpr, Value
+from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, LOOPS, Kind, kind_of
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import tap_p
 
-FRAMES = ("scan", "while", "shard_map")
-_CALLS = frozenset(
-    {
-        *("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr", "core_closed_call"),
-        *("custom_jvp_call", "CustomJVPTraced", "RematTraced"),
-        *("custom_vjp_call", "custom_vjp_call_jaxpr", "CustomVJPTraced"),
-    }
-)
-_SOLVES = ("custom_linear_solve", "linear_solve")
-REMATS = ("remat2", "remat", "checkpoint")
+FRAMES = LOOPS | Kind.SHARD_MAP
+
+
+def bind_plain(eqn: Equation, args: Sequence[Value]) -> list[Value]:
+    """Evaluates an equation as it stands: a tap passes its operand on, and nothing is printed."""
+    if eqn.primitive is tap_p:
+        return tap_p.impl(*args, **eqn.params)
+    return [] if kind_of(eqn) & Kind.DEBUG else _jax.bind_equation(eqn, args)
 
 
 def is_inexact(aval: Any) -> bool:
@@ -42,22 +42,12 @@ def is_inexact(aval: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and aval.size > 0
 
 
-_MOVES = frozenset(
-    {
-        *("neg", "abs", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims"),
-        *("rev", "copy", "copy_p", "conj", "convert_element_type", "sharding_constraint", "name"),
-        *("reshard", "mesh_cast", "device_put", "pvary", "pcast", "optimization_barrier"),
-        *("stop_gradient", "layout_constraint"),
-    }
-)
-"""Primitives that return their operand with other signs, places or types."""
-PLACEHOLDERS = frozenset({"empty", "empty2"})
-"""Primitives that fill in for a value that a branch does not have."""
+_MOVES = Kind.COPY | Kind.REARRANGEMENT | Kind.KEEPS_FINITE
 
 
-def is_move(eqn: Any) -> bool:
+def is_move(eqn: Equation) -> bool:
     """Whether an equation returns its operands, each as finite as it was."""
-    return eqn.primitive.name in _MOVES and all(map(_is_wide_enough, eqn.invars, eqn.outvars))
+    return bool(kind_of(eqn) & _MOVES) and all(map(_is_wide_enough, eqn.invars, eqn.outvars))
 
 
 def _is_wide_enough(operand: Any, result: Any) -> bool:
@@ -72,13 +62,10 @@ def _is_wide_enough(operand: Any, result: Any) -> bool:
 
 def called_body(eqn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
     """The body of an equation that does no more than run it, and what it is run on."""
-    kind = _jax.kind_of(eqn)
-    if kind in _CALLS:
-        body = eqn.params.get("jaxpr")
-        return (_jax.call_body(eqn) if body is None else body), args
-    if kind in REMATS and not eqn.params["differentiated"]:
-        return eqn.params["jaxpr"], args
-    if kind in _SOLVES:
+    kind = kind_of(eqn)
+    if kind & (CALLS | CUSTOM_RULES) or (kind is Kind.REMAT and not _is_recomputed(eqn)):
+        return _jax.call_body(eqn), args
+    if kind is Kind.LINEAR_SOLVE:
         lengths = eqn.params["const_lengths"]
         start = sum(lengths[: lengths._fields.index("solve")])
         given = [*args[start : start + lengths.solve], *args[sum(lengths) :]]
@@ -86,23 +73,28 @@ def called_body(eqn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | No
     return None
 
 
-def inlined_bodies(eqn: Any) -> list[Any]:
+def _is_recomputed(eqn: Equation) -> bool:
+    """Whether a remat computes once more what a backward pass needs."""
+    return eqn.params.get("differentiated", False)
+
+
+def inlined_bodies(eqn: Equation) -> list[Jaxpr]:
     """The bodies of an equation that are counted with what is around it."""
     found = called_body(eqn, eqn.invars)
     if found is not None:
         return [found[0]]
-    if eqn.primitive.name == "cond":
+    kind = kind_of(eqn)
+    if kind is Kind.COND:
         return list(eqn.params["branches"])
-    if _jax.kind_of(eqn) in REMATS:
-        return [eqn.params["jaxpr"]]
-    return []
+    return [_jax.call_body(eqn)] if kind is Kind.REMAT else []
 
 
-def frame_body(eqn: Any) -> Any:
+def frame_body(eqn: Equation) -> Jaxpr | None:
     """The body of an equation that is a frame; None if it is none."""
-    if eqn.primitive.name not in FRAMES:
+    kind = kind_of(eqn)
+    if not kind & FRAMES:
         return None
-    return eqn.params["body_jaxpr" if eqn.primitive.name == "while" else "jaxpr"]
+    return eqn.params["body_jaxpr" if kind is Kind.WHILE else "jaxpr"]
 
 
 class NumberedEquation(NamedTuple):
@@ -166,7 +158,7 @@ class EquationNumbers:
         if not bodies and (
             not any(is_inexact(v.aval) for v in eqn.outvars)
             or is_move(eqn)
-            or eqn.primitive.name in PLACEHOLDERS
+            or kind_of(eqn) & Kind.PLACEHOLDER
         ):
             return 0
         return 1 + sum(map(self.size, bodies))

@@ -4,20 +4,28 @@ All other equations are bound unchanged. Loops carry only the few numbers that a
 ranges of the operands, how many elements of the results are bad, and which is the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
 
-import tapax.nonfinite._evaluation as evaluation
 from tapax import _jax
+from tapax._jax import Equation, Jaxpr, Value
+from tapax._jaxpr.evaluate import evaluate_equations, read
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.restage import Scan, While, bind_cond, bind_remat, bind_shard_map, mesh_axes
 from tapax._marks.marked_jaxprs import strip
-from tapax.nonfinite import _equation_numbers
+from tapax.nonfinite._equation_numbers import (
+    FRAMES,
+    EquationNumbers,
+    bind_plain,
+    called_body,
+    inlined_bodies,
+    is_inexact,
+)
 
 
 class EquationRun(NamedTuple):
@@ -65,7 +73,7 @@ def finite_range(x: Any) -> list[Any]:
 
 def count_bad(x: Any) -> Any:
     """How many elements are NaN, how many are infinite, and which is the first."""
-    if not _equation_numbers.is_inexact(jax.typeof(x)):
+    if not is_inexact(jax.typeof(x)):
         return jnp.zeros(3, jnp.int32)
     nan = jnp.isnan(x)
     inf = ~nan & jnp.isinf(x)
@@ -79,7 +87,7 @@ class Measurement:
     def __init__(self, jaxpr: Any, target: EquationRun):
         self.jaxpr = jaxpr
         self.target = target
-        self.equations = _equation_numbers.EquationNumbers()
+        self.equations = EquationNumbers()
 
     def run(self, args: Sequence[Any]) -> Measures:
         return self._body(self.jaxpr, args, 0, 0)[1]
@@ -88,82 +96,86 @@ class Measurement:
         self, jaxpr: Any, args: Sequence[Any], base: int, level: int
     ) -> tuple[list[Any], Measures]:
         inner = _jax.open_jaxpr(jaxpr)
-        env = dict(_jax.jaxpr_inputs(jaxpr, args))
         offsets = self.equations.offsets(jaxpr)
         ends = [*offsets[1:], self.equations.size(jaxpr)]
-        measures: Measures = []
-        for eqn, offset, end in zip(inner.eqns, offsets, ends, strict=True):
-            values = evaluation.read(env, eqn.invars)
-            if base + offset <= self.target.numbers[level] < base + end:
-                found = _jax.in_context(eqn, self._equation, eqn, values, base + offset, level)
-                outs, measures = found
-            else:
-                outs = _jax.in_context(eqn, evaluation.bind, eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return evaluation.read(env, inner.outvars), measures
+        target = self.target.numbers[level] - base
+        spans = enumerate(zip(offsets, ends, strict=True))
+        (here,) = (i for i, (start, end) in spans if start <= target < end)
+        eqn = inner.eqns[here]
+        env = dict(_jax.jaxpr_inputs(jaxpr, args))
+        evaluate_equations(inner.eqns[:here], env, _bind)
+        values = [read(env, v) for v in eqn.invars]
+        found = _jax.in_context(eqn, self._equation, eqn, values, base + offsets[here], level)
+        outs, measures = found
+        env.update(zip(eqn.outvars, outs, strict=True))
+        evaluate_equations(inner.eqns[here + 1 :], env, _bind)
+        return [read(env, v) for v in inner.outvars], measures
 
-    def _equation(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
-        name = eqn.primitive.name
-        if _equation_numbers.frame_body(eqn) is not None and level + 1 < len(self.target.numbers):
-            return {"scan": self._scan, "while": self._while, "shard_map": self._shard_map}[name](
-                eqn, args, level + 1
-            )
-        call = _equation_numbers.called_body(eqn, args)
-        if not _equation_numbers.inlined_bodies(eqn) or self.target.numbers[level] == number:
-            outs = evaluation.bind(eqn, args)
+    def _equation(
+        self, eqn: Equation, args: list[Value], number: int, level: int
+    ) -> tuple[list[Value], Measures]:
+        kind = kind_of(eqn)
+        if kind & FRAMES and level + 1 < len(self.target.numbers):
+            loops = {Kind.SCAN: self._scan, Kind.WHILE: self._while}
+            return loops.get(kind, self._shard_map)(eqn, args, level + 1)
+        call = called_body(eqn, args)
+        if not inlined_bodies(eqn) or self.target.numbers[level] == number:
+            outs = bind_plain(eqn, args)
             return outs, measure(args, outs)
         if call is not None:
             return self._body(*call, number + 1, level)
-        if name == "cond":
+        if kind is Kind.COND:
             return self._cond(eqn, args, number, level)
-        assert _jax.kind_of(eqn) in _equation_numbers.REMATS
-        staged = self._stage(eqn.params["jaxpr"], args, number + 1, level)
-        return _split(eqn, evaluation.bind_remat(eqn, staged, args))
+        staged = self._stage(_jax.call_body(eqn), args, number + 1, level)
+        return _split(eqn, bind_remat(eqn, staged, args, range(len(args))))
 
-    def _stage(self, jaxpr: Any, args: Sequence[Any], base: int, level: int) -> Any:
+    def _stage(self, jaxpr: Jaxpr, args: Sequence[Value], base: int, level: int) -> Jaxpr:
         """Stage a body as a jaxpr that returns the measures after its results."""
 
-        def flat(*args: Any) -> list[Any]:
+        def flat(*args: Value) -> list[Value]:
             outs, measures = self._body(jaxpr, args, base, level)
             return [*map(jnp.asarray, outs), *measures]
 
         return jax.make_jaxpr(flat)(*args)
 
-    def _cond(self, eqn: Any, args: list[Any], number: int, level: int) -> Any:
+    def _cond(
+        self, eqn: Equation, args: list[Value], number: int, level: int
+    ) -> tuple[list[Value], Measures]:
         index, *values = args
         starts = self.equations.body_starts(eqn, number)
         here = max(i for i, s in enumerate(starts) if s <= self.target.numbers[level])
         chosen = self._stage(eqn.params["branches"][here], values, starts[here], level)
-        types = [v.aval for v in _jax.open_jaxpr(chosen).outvars[len(eqn.outvars) :]]
+        own = len(eqn.outvars)
 
-        def padded(branch: Any) -> Any:
-            def flat(*args: Any) -> list[Any]:
-                return [*jaxpr_as_fun(strip(branch))(*args), *map(_jax.zeros, types)]
+        def branch_of(body: Jaxpr) -> Callable[..., tuple[list[Value], list[Value]]]:
+            def branch(*flat: Value) -> tuple[list[Value], list[Value]]:
+                results = _jax.as_function(body)(*flat)
+                return results[:own], results[own:]
 
-            return jax.make_jaxpr(flat)(*values)
+            return branch
 
-        branches = tuple(
-            chosen if i == here else padded(b) for i, b in enumerate(eqn.params["branches"])
-        )
-        params = dict(eqn.params, branches=branches)
-        return _split(eqn, eqn.primitive.bind(index, *values, **params))
+        bodies = [chosen if i == here else strip(b) for i, b in enumerate(eqn.params["branches"])]
+        types = [[v.aval for v in _jax.open_jaxpr(body).outvars[own:]] for body in bodies]
+        outs, measures = bind_cond(eqn, index, values, [branch_of(b) for b in bodies], types)
+        return outs, measures[here]
 
-    def _scan(self, eqn: Any, args: list[Any], level: int) -> Any:
-        loop = evaluation.Scan(eqn, args)
+    def _scan(self, eqn: Equation, args: list[Value], level: int) -> tuple[list[Value], Measures]:
+        loop = Scan.of(eqn, args)
         types = _jax.open_jaxpr(loop.body).invars[len(args) - len(loop.xs) :]
         single = [_jax.zeros(v.aval) for v in types]
-        staged = self._stage(loop.body, [*loop.consts, *loop.init, *single], 0, level)
+        init = [jnp.asarray(x) for x in loop.init]
+        staged = self._stage(loop.body, [*loop.consts, *init, *single], 0, level)
 
         def step(carry: Any, x: Any) -> Any:
             state, held, count = carry
             outs, held = self._iterate(staged, [*loop.consts, *state, *x], held, count, level)
-            return (outs[: loop.ncarry], held, count + 1), outs[loop.ncarry :]
+            return (outs[: len(init)], held, count + 1), outs[len(init) :]
 
-        (state, held, _), ys = loop.run(step, (loop.init, _nothing(staged), jnp.int32(0)))
+        (state, held, _), ys = loop.run(step, (init, _nothing(staged), jnp.int32(0)))
         return [*state, *ys], held
 
-    def _while(self, eqn: Any, args: list[Any], level: int) -> Any:
-        loop = evaluation.While(eqn, args)
+    def _while(self, eqn: Equation, args: list[Value], level: int) -> tuple[list[Value], Measures]:
+        loop = While.of(eqn, args, strip(eqn.params["cond_jaxpr"]))
         staged = self._stage(loop.body, [*loop.consts, *loop.init], 0, level)
 
         def check(carry: Any) -> Any:
@@ -173,32 +185,37 @@ class Measurement:
         def step(carry: Any) -> Any:
             state, held, count = carry
             new, held = self._iterate(staged, [*loop.consts, *state], held, count, level)
-            return loop.keep_done(new, state), held, count + 1
+            return loop.keep_finished(new, state), held, count + 1
 
         carry = loop.init, _nothing(staged), jnp.int32(0)
         state, held, _ = lax.while_loop(check, step, carry)
         return list(state), held
 
-    def _iterate(self, staged: Any, args: list[Any], held: Measures, count: Any, level: int) -> Any:
+    def _iterate(
+        self, staged: Jaxpr, args: list[Value], held: Measures, count: Value, level: int
+    ) -> tuple[list[Value], Measures]:
         """The results of an iteration, and its measures if it is the one that is wanted."""
-        *outs, reals, counts = jaxpr_as_fun(staged)(*args)
+        *outs, reals, counts = _jax.as_function(staged)(*args)
         wanted = count == self.target.times[level - 1]
         pairs = zip([reals, counts], held, strict=True)
         return outs, [jnp.where(wanted, new, old) for new, old in pairs]
 
-    def _shard_map(self, eqn: Any, args: list[Any], level: int) -> Any:
-        params, order = eqn.params, evaluation.mesh_axes(eqn)
-        varying = frozenset(order if params["check_vma"] else ())
+    def _shard_map(
+        self, eqn: Equation, args: list[Value], level: int
+    ) -> tuple[list[Value], Measures]:
+        varying = frozenset(mesh_axes(eqn) if eqn.params["check_vma"] else ())
 
-        def local(*flat: Any) -> list[Any]:
-            outs, measures = self._body(params["jaxpr"], flat, 0, level)
-            measures = [_jax.with_varying(m, varying) for m in measures]
-            return [*outs, *(m.reshape((1,) * len(order) + m.shape) for m in measures)]
+        def local(*flat: Value) -> tuple[list[Value], list[Value], None]:
+            outs, measures = self._body(eqn.params["jaxpr"], flat, 0, level)
+            return outs, [_jax.with_varying(m, varying) for m in measures], None
 
-        specs = [*params["out_specs"], *[PartitionSpec(*order)] * 2]
-        options = evaluation.shard_map_options(eqn)
-        mapped = jax.shard_map(local, in_specs=params["in_specs"], out_specs=specs, **options)
-        return _split(eqn, mapped(*args))
+        found = bind_shard_map(eqn, local, args, eqn.params["in_specs"])
+        return found.own, found.extra
+
+
+def _bind(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
+    del number
+    return _jax.in_context(eqn, bind_plain, eqn, values)
 
 
 def _nothing(staged: Any) -> Measures:

@@ -30,6 +30,7 @@ into the program as scalars they would take the compiler hours.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,19 +38,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core.primitives import select_n_p
 
 import tapax.nonfinite._frames as frames
 from tapax import _jax
+from tapax._jax import Atom, Equation, Value, Var
 from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.evaluate import evaluate_equations, read
+from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.tap import tap_p
 from tapax.nonfinite._equation_numbers import (
-    PLACEHOLDERS,
     EquationNumbers,
+    bind_plain,
     called_body,
     is_inexact,
     is_move,
 )
-from tapax.nonfinite._evaluation import bind, read
 from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, badness, origin_at
 
 
@@ -60,7 +64,7 @@ class OriginWalk:
     not finite, NaNs and infinities are told apart.
     """
 
-    def __init__(self, jaxpr: Any, masked: bool, handlers: Mapping[str, Handler]):
+    def __init__(self, jaxpr: Any, masked: bool, handlers: Mapping[Kind, Handler]):
         self.jaxpr, self.masked, self._handlers = jaxpr, masked, handlers
         self.equations = EquationNumbers()
         self.deliberate = _has_bad_constants(jaxpr)
@@ -87,33 +91,44 @@ class OriginWalk:
     ) -> ValuesAndOrigins:
         """Evaluates a body whose equations are numbered from `base`."""
         inner = _jax.open_jaxpr(jaxpr)
-        env = dict(_jax.jaxpr_inputs(jaxpr, args))
-        consts = [_const_origin(c, base + i, frame) for i, c in enumerate(_jax.jaxpr_consts(jaxpr))]
-        known: dict[Any, Origin] = dict(
-            zip((*inner.constvars, *inner.invars), (*consts, *origins), strict=True)
+        constants = _jax.jaxpr_consts(jaxpr)
+        consts = [_const_origin(c, base + i, frame) for i, c in enumerate(constants)]
+        given = zip((*constants, *args), (*consts, *origins), strict=True)
+        env: dict[Var, _Traced] = dict(
+            zip((*inner.constvars, *inner.invars), itertools.starmap(_Traced, given), strict=True)
         )
+        offsets = self.equations.offsets(jaxpr)
 
-        def origin(atom: Any, number: int) -> Origin:
+        def origin(atom: Atom, traced: _Traced, number: int) -> Origin:
             if isinstance(atom, _jax.Literal):
                 return _literal_origin(atom, number, frame)
-            return known[atom]
+            return traced.origin
 
-        for eqn, offset in zip(inner.eqns, self.equations.offsets(jaxpr), strict=True):
-            number = base + offset
-            values = read(env, eqn.invars)
+        def apply(position: int, eqn: Equation, operands: list[_Traced]) -> list[_Traced]:
+            number = base + offsets[position]
             # Most literals that are no matter are the bounds of comparisons.
             held = [v for v in eqn.outvars if _jax.is_reference(v.aval)]
             matters = held or any(is_inexact(v.aval) for v in eqn.outvars)
-            before = [origin(v, number) if matters else None for v in eqn.invars]
-            step = EquationCall(eqn, values, before, number, frame)
-            found = _jax.in_context(eqn, self._equation, step)
-            env.update(zip(eqn.outvars, found[0], strict=True))
-            known.update(zip(eqn.outvars, found[1], strict=True))
+            before: Origins = [None] * len(operands)
+            if matters:
+                before = [origin(v, x, number) for v, x in zip(eqn.invars, operands, strict=True)]
+            step = EquationCall(eqn, [x.value for x in operands], before, number, frame)
+            outs, found = _jax.in_context(eqn, self._equation, step)
             # What is read of a reference has the origin of what was written to it.
-            held += eqn.invars[:1] if eqn.primitive.name in _WRITES else []
-            known.update(dict.fromkeys(held, frame.add(before, None, NONE) if held else None))
-        last = base + self.equations.size(jaxpr)
-        return read(env, inner.outvars), [origin(v, last - 1) for v in inner.outvars]
+            written = eqn.invars[:1] if kind_of(eqn) & Kind.WRITE else []
+            if held or written:
+                joined = frame.add(before, None, NONE)
+                env.update((v, _Traced(env[v].value, joined)) for v in written)
+                found = [
+                    joined if v in held else o for v, o in zip(eqn.outvars, found, strict=True)
+                ]
+            return list(map(_Traced, outs, found))
+
+        evaluate_equations(inner.eqns, env, apply, _read_literal)
+        last = base + self.equations.size(jaxpr) - 1
+        results = [read(env, v, _read_literal) for v in inner.outvars]
+        left = [origin(v, x, last) for v, x in zip(inner.outvars, results, strict=True)]
+        return [x.value for x in results], left
 
     def _equation(self, step: EquationCall) -> ValuesAndOrigins:
         call = called_body(step.eqn, list(zip(step.args, step.origins, strict=True)))
@@ -121,11 +136,23 @@ class OriginWalk:
             body, given = call
             values, before = [x for x, _ in given], [o for _, o in given]
             return self.run_body(body, values, before, step.number + 1, step.frame)
-        handler = self._handlers.get(_jax.kind_of(step.eqn))
+        handler = self._handlers.get(kind_of(step.eqn))
         if handler is not None:
             return handler(self, step)
-        outs = bind(step.eqn, step.args)
+        outs = bind_plain(step.eqn, step.args)
         return outs, _judge(step, outs)
+
+
+class _Traced(NamedTuple):
+    """A value and its origin."""
+
+    value: Value
+    origin: Origin
+
+
+def _read_literal(literal: Any) -> _Traced:
+    """A literal; its origin depends on the equation that reads it."""
+    return _Traced(_jax.literal_value(literal), None)
 
 
 class EquationCall(NamedTuple):
@@ -146,7 +173,7 @@ Handler = Callable[[OriginWalk, EquationCall], ValuesAndOrigins]
 def _judge(step: EquationCall, outs: list[Any]) -> Origins:
     """The origins of the results of an equation without a body."""
     eqn, _, origins, number, frame = step
-    name = eqn.primitive.name
+    kind = kind_of(eqn)
     if not any(is_inexact(v.aval) for v in eqn.outvars):
         return [None] * len(outs)
     if eqn.primitive is tap_p:
@@ -154,11 +181,12 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
     if is_move(eqn):
         pairs = zip(origins, eqn.outvars, strict=False)
         return [o if is_inexact(v.aval) else None for o, v in pairs]
-    if name == "select_n":
+    if eqn.primitive is select_n_p:
         return [_judge_selection(step)]
-    if name in PLACEHOLDERS or (name in _CLOSED and not any(o is not None for o in origins)):
+    all_finite = all(o is None for o in origins)
+    if kind & Kind.PLACEHOLDER or (kind & Kind.BOUNDED and all_finite):
         return [None] * len(outs)
-    if name in _EACH and len(outs) <= len(origins):
+    if kind & Kind.PAIRED and len(outs) <= len(origins):
         sources = [[o] for o in origins[: len(outs)]]
     else:
         sources = [origins] * len(outs)
@@ -194,29 +222,9 @@ def _remote_origin(step: EquationCall) -> Origin:
     return frame.add([], worst, origin_at(frames.REMOTE, step.number))
 
 
-_EACH = frozenset({"sort", "psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather"})
-"""Primitives with one result for each operand, or for each of the first few."""
-_CLOSED = frozenset(
-    {
-        *("sign", "tanh", "logistic", "erf", "sin", "cos", "max", "min", "clamp", "floor", "ceil"),
-        *("round", "concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice"),
-        *("reduce_max", "reduce_min", "convert_element_type", "iota"),
-    }
-)
-"""Primitives whose results are finite if their operands are."""
-_WRITES = frozenset({"swap", "addupdate"})
-_COLLECTIVE = frozenset(
-    {
-        *("psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_to_all"),
-        *("ppermute", "reduce_scatter", "psum_scatter", "all_gather_invariant", "pgather"),
-        *("all_gather_reduced", "unreduced_psum", "collective_permute", "ragged_all_to_all"),
-    }
-)
-
-
 def _axes_of(eqn: Any, frame: OriginFrame) -> tuple[str, ...]:
     """The axes of the mesh over which an equation brings values from other devices."""
-    if eqn.primitive.name not in _COLLECTIVE or not frame.axes:
+    if not (kind_of(eqn) & Kind.COLLECTIVE and frame.axes):
         return ()
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     names = (names,) if isinstance(names, str) else names

@@ -33,7 +33,6 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._calling.program import Program
@@ -41,6 +40,8 @@ from tapax._calling.signature import Signature, split
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.restage import mesh_axes
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
@@ -54,7 +55,6 @@ from tapax.nonfinite._equation_numbers import (
     frame_body,
     is_inexact,
 )
-from tapax.nonfinite._evaluation import mesh_axes
 from tapax.nonfinite._finding import Finding, Range
 from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, decode_origin
 from tapax.nonfinite._measurement import EquationRun, Measurement, measure
@@ -160,7 +160,7 @@ class _Passes:
 
         def flag(*arrays: Any) -> Any:
             with internal_operations():
-                outs = jaxpr_as_fun(plain)(*arrays)
+                outs = _jax.as_function(plain)(*arrays)
                 return [jnp.isfinite(x).all() for x in outs if is_inexact(jax.typeof(x))]
 
         self._flag = jax.jit(flag)
@@ -217,7 +217,7 @@ class _Passes:
 
     def _report_unexplained(self, arrays: Sequence[Any]) -> Finding:
         """A bad result that is finite once the program is compiled in another way."""
-        outs = jax.jit(jaxpr_as_fun(strip(self.jaxpr)))(*arrays)
+        outs = jax.jit(_jax.as_function(strip(self.jaxpr)))(*arrays)
         inexact = [i for i, x in enumerate(outs) if is_inexact(jax.typeof(x))]
         at = next((i for i in inexact if not jnp.isfinite(outs[i]).all()), 0)
         return _describe_value("result", f"{at}", outs[at])
@@ -286,7 +286,7 @@ class _BadEquation:
         loops = [(e, t) for e, t in zip(self.frames, self.target.times, strict=True) if _is_loop(e)]
         return Finding(
             path=path_in(self.path[-1].scopes, ""),
-            operation="constant" if self.constant else _jax.kind_of(eqn),
+            operation="constant" if self.constant else _jax.operation_name(eqn),
             source=_source_location.line_of(self.path),
             phase=self._phase(marked),
             iterations=tuple(_index(e, t) for e, t in loops),
@@ -335,7 +335,7 @@ class _BadEquation:
 
 
 def _is_loop(eqn: Any) -> bool:
-    return eqn.primitive.name != "shard_map"
+    return kind_of(eqn) is not Kind.SHARD_MAP
 
 
 def _loop_name(eqn: Any) -> str:

@@ -15,9 +15,10 @@ import jax
 
 from tapax import _jax
 from tapax._frameworks.registry import loaded_adapters
+from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import tap_p
-from tapax._sites import Ops
+from tapax._sites import Operation, Ops
 from tapax.nonfinite._equation_numbers import NumberedEquation, frame_body, inlined_bodies
 
 _LIBRARIES = ("optax", "chex")
@@ -29,7 +30,7 @@ class EveryOperation(Ops):
 
     names: tuple[str, ...] = ()
 
-    def marks(self, op: str, source: str, label: str | None) -> bool:
+    def marks(self, operation: Operation) -> bool:
         return True
 
 
@@ -122,7 +123,7 @@ def mapped_axes(equation: NumberedEquation, result: int, hops: int = 8) -> tuple
             for v in (*eqn.invars, *eqn.outvars)
             if not isinstance(v, _jax.Literal) and getattr(v.aval, "shape", None) == shape
         ]
-        if eqn.primitive.name not in _MOVING:
+        if not kind_of(eqn) & _MOVING:
             for v in alike:
                 near.setdefault(v, []).extend(alike)
     front, seen = [target], {target}
@@ -135,7 +136,7 @@ def mapped_axes(equation: NumberedEquation, result: int, hops: int = 8) -> tuple
     return ()
 
 
-_MOVING = frozenset({"transpose", "reshape", "dot_general", "rev", "gather", "scatter"})
+_MOVING = Kind.REARRANGEMENT | Kind.SELECTION | Kind.MATRIX_PRODUCT
 
 
 class ArgumentArray(NamedTuple):

@@ -1,19 +1,18 @@
 """The handler of `lax.cond` and `lax.switch`: what a branch records has a mask."""
 
-from typing import Any
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
+from tapax._jax import Equation, Value
+from tapax._jaxpr.restage import bind_cond
 from tapax._walk.calls import Token
-from tapax._walk.entries import Slots, refuse_folded
-from tapax._walk.interpreter import Interpreter, eager
+from tapax._walk.entries import Slots, StagedBody, refuse_folded
+from tapax._walk.interpreter import Interpreter
 
 
-def walk_cond(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_cond(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
     index, *values = args
     branches = eqn.params["branches"]
     threads = walk.enter(*branches)
@@ -25,34 +24,25 @@ def walk_cond(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     nfolds = len(walk.folds.arrays(threads.folds))
     # Residuals of one place may be a token in one branch and an empty filling in another.
     merged = Slots(tuple(map(_merged, *(part.outs.tokens for part in parts))))
-    held = [part.types[: len(part.types) - nfolds] for part in parts]
 
-    def padded(chosen: int) -> Any:
-        part = parts[chosen]
-
-        def branch(*flat: Any) -> list[Any]:
-            results = iter(jaxpr_as_fun(part.jaxpr)(*flat))
+    def branch_of(part: StagedBody) -> Callable[..., tuple[list[Value], list[Value]]]:
+        def branch(*flat: Value) -> tuple[list[Value], list[Value]]:
+            results = iter(_jax.as_function(part.jaxpr)(*flat))
             own = part.outs.fill(results)
             rest = list(results)
-            inner = rest[: len(rest) - nfolds]
-            filled = [
-                x
-                for i, types in enumerate(held)
-                for x in (inner if i == chosen else [_jax.zeros(t) for t in types])
-            ]
-            return [*merged.arrays(own), *filled, *rest[len(rest) - nfolds :]]
+            recorded = len(rest) - nfolds
+            return [*merged.arrays(own), *rest[recorded:]], rest[:recorded]
 
         return branch
 
-    functions = [padded(i) for i in range(len(parts))]
-    if eager() and not isinstance(index, Tracer):
-        results = functions[int(index)](*operands)
-    else:
-        jaxprs = tuple(jax.make_jaxpr(f)(*operands) for f in functions)
-        results = eqn.primitive.bind(index, *operands, **dict(eqn.params, branches=jaxprs))
-    flat = iter(results)
+    types = [part.types[: len(part.types) - nfolds] for part in parts]
+    common, recorded = bind_cond(eqn, index, operands, [branch_of(p) for p in parts], types)
+    flat = iter(common)
     own = merged.fill(flat)
-    entries = [[e.with_arrays(flat) for e in part.entries] for part in parts]
+    entries = [
+        [e.with_arrays(arrays) for e in part.entries]
+        for part, arrays in zip(parts, map(iter, recorded), strict=True)
+    ]
     for i in order:
         ran = jnp.asarray(index) == i
         for entry in entries[i]:

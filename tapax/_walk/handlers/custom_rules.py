@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
-from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._marks.context import without_marks
@@ -44,7 +43,7 @@ def walk_custom_jvp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         return [*own, *results[count:]], [*out, *inside[count:]]
 
     call.defjvp(rule, symbolic_zeros=bool(threads.parts))
-    return walk.unstage(staged, call(*walk.operands(staged, args)))
+    return walk.unstage(staged, call(*walk.operands(staged, args)[0]))
 
 
 def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
@@ -80,7 +79,7 @@ def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         return (*inside[:fixed], *summed, *inside[n:], *(None for _ in threads.parts))
 
     call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
-    return walk.unstage(staged, call(*walk.operands(staged, args)))
+    return walk.unstage(staged, call(*walk.operands(staged, args)[0]))
 
 
 def _staged(
@@ -89,7 +88,7 @@ def _staged(
     """The body of a call, staged, as a function too; and whether something in it is edited."""
     body = _jax.call_body(eqn)
     staged = walk.stage(body, args)
-    return staged, jaxpr_as_fun(staged.jaxpr), walk.changes.has_any(body)
+    return staged, _jax.as_function(staged.jaxpr), walk.changes.has_any(body)
 
 
 def _plain(eqn: Any) -> Callable[..., Any]:

@@ -1,48 +1,32 @@
-"""The handlers of `jit`, of other plain calls, and of barriers."""
-
-from typing import Any
+"""The handlers of `jit`, of other plain calls, and of copies."""
 
 from tapax import _jax
+from tapax._jax import Equation, Value
+from tapax._jaxpr.kinds import kind_of_primitive
+from tapax._jaxpr.restage import bind_call, bind_jit, is_eager
 from tapax._walk.entries import Slots
-from tapax._walk.interpreter import Interpreter, eager
+from tapax._walk.interpreter import Interpreter
 
 
-def walk_jit(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
-    params = dict(eqn.params)
-    body = params["jaxpr"]
-    if eager():
+def walk_jit(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+    body = eqn.params["jaxpr"]
+    if is_eager():
         return walk.run(body, args)
     staged = walk.stage(body, args)
-    operands = walk.operands(staged, args)
-
-    def inputs(name: str, fill: Any) -> tuple[Any, ...]:
-        own = [params[name][i] for i in staged.ins.kept]
-        return (*own, *(fill for _ in operands[len(own) :]))
-
-    def outputs(name: str, fill: Any) -> tuple[Any, ...]:
-        return (*(params[name][i] for i in staged.outs.kept), *(fill for _ in staged.types))
-
-    params.update(
-        jaxpr=staged.jaxpr,
-        donated_invars=inputs("donated_invars", False),
-        in_shardings=inputs("in_shardings", _jax.UNSPECIFIED),
-        in_layouts=inputs("in_layouts", None),
-        out_shardings=outputs("out_shardings", _jax.UNSPECIFIED),
-        out_layouts=outputs("out_layouts", None),
-    )
-    return walk.unstage(staged, eqn.primitive.bind(*operands, **params))
+    results = [*staged.outs.kept, *(None for _ in staged.types)]
+    return walk.unstage(staged, bind_jit(eqn, staged.jaxpr, *walk.operands(staged, args), results))
 
 
-def walk_call(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
-    (name,) = (k for k in eqn.params if k in ("call_jaxpr", "jaxpr"))
-    body = eqn.params[name]
-    if eager() or not hasattr(body, "consts"):
+def walk_call(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+    body = _jax.call_body(eqn)
+    # What a primitive of another library does with its other parameters, nobody knows.
+    if is_eager() or not hasattr(body, "consts") or not kind_of_primitive(eqn.primitive):
         return walk.run(body, args)
     staged = walk.stage(body, args)
-    bound = eqn.replace(params={**eqn.params, name: staged.jaxpr})
-    return walk.unstage(staged, _jax.bind_equation(bound, walk.operands(staged, args)))
+    return walk.unstage(staged, bind_call(eqn, staged.jaxpr, *walk.operands(staged, args)))
 
 
-def walk_barrier(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_copies(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
     slots = Slots.of(args)
-    return slots.fill(iter(_jax.bind_equation(eqn, slots.arrays(args))))
+    arrays = slots.arrays(args)
+    return slots.fill(iter(_jax.bind_equation(eqn, arrays))) if arrays else args

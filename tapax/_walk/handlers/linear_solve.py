@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
 from tapax._marks.marked_jaxprs import strip
@@ -30,10 +29,10 @@ def walk_linear_solve(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]
 
     def apply(name: str) -> Any:
         jaxpr = getattr(jaxprs, name)
-        return lambda x: jaxpr_as_fun(strip(jaxpr))(*consts[name], *x)
+        return lambda x: _jax.as_function(strip(jaxpr))(*consts[name], *x)
 
     def solve(_: Any, b: Any) -> Any:
-        results = jaxpr_as_fun(staged.jaxpr)(*consts["solve"], *b, *handed)
+        results = _jax.as_function(staged.jaxpr)(*consts["solve"], *b, *handed)
         return results[: len(b)], results[len(b) :]
 
     def transposed(_: Any, b: Any) -> Any:

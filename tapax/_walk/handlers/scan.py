@@ -1,33 +1,43 @@
 """The handler of `lax.scan`: it stacks what its body records."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._jax import Equation, Static, Value
+from tapax._jaxpr.restage import Scan, is_eager
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import scan_totals, selected
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry, Slots, refuse_folded
-from tapax._walk.interpreter import Interpreter, eager
+from tapax._walk.interpreter import Interpreter
 
 
-def walk_scan(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
-    params = eqn.params
-    body, length = params["jaxpr"], params["length"]
-    nconsts, ncarry = _jax.scan_split(params)
-    consts, init, xs = args[:nconsts], args[nconsts : nconsts + ncarry], args[nconsts + ncarry :]
-    init = walk.materialize(eqn.invars[nconsts : nconsts + ncarry], init)
-    carried_out = _jax.open_jaxpr(body).outvars[:ncarry]
-    threads = walk.enter(body)
-    slots = Slots.of(xs)
-    around = Around("scan", length)
+class _Recorded(NamedTuple):
+    """What the body of a scan gives besides its carry; `places` says where arrays are stacked."""
+
+    ys: Slots
+    entries: tuple[Entry, ...]
+    totals: tuple[Entry, ...]
+    places: list[int]
+    certain: tuple[bool, ...]
+
+
+def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+    loop = Scan.of(eqn, args)
+    ncarry = len(loop.init)
+    start = len(loop.consts)
+    init = walk.materialize(eqn.invars[start : start + ncarry], loop.init)
+    carried_out = _jax.open_jaxpr(loop.body).outvars[:ncarry]
+    threads = walk.enter(loop.body)
+    slots = Slots.of(loop.xs)
+    around = Around("scan", loop.length)
     # What a change needs for each iteration goes in with what is scanned over.
     depth = len(walk.around)
-    each = walk.changes.at_depth(threads.parts, depth, length)
-    numbers = jnp.arange(length, dtype=jnp.int32) if walk.changes.counts(body) else None
-    cell: dict[str, Any] = {}
+    each = walk.changes.at_depth(threads.parts, depth, loop.length)
+    counted = walk.changes.counts(loop.body)
+    numbers = jnp.arange(loop.length, dtype=jnp.int32) if counted else None
 
     def step(carry: Any, x: Any) -> Any:
         (state, folds), (x, parts, number) = carry, x
@@ -36,7 +46,7 @@ def walk_scan(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
             walk.changes.hand_down(each, parts, below=depth + 1)
             if number is not None:
                 walk.changes.count(number)
-            outs = walk.run(body, [*consts, *state, *slots.fill(iter(x))])
+            outs = walk.run(loop.body, [*loop.consts, *state, *slots.fill(iter(x))])
             carried = walk.materialize(carried_out, outs[:ncarry])
             ys = Slots.of(outs[ncarry:])
             totals = [e for e in walk.entries if e.is_total]
@@ -45,15 +55,16 @@ def walk_scan(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
             # A value that the backward pass keeps anyway is stacked once.
             stacked = {id(y): y for y in arrays}
             order = {key: i for i, key in enumerate(stacked)}
-            cell.update(
-                ys=ys,
-                entries=tuple(e.bare for e in entries),
-                totals=tuple(e.bare for e in totals),
-                places=[order[id(y)] for y in arrays],
-                certain=walk.folds.certain(threads.folds) if length else (),
+            recorded = _Recorded(
+                ys,
+                tuple(e.bare for e in entries),
+                tuple(e.bare for e in totals),
+                [order[id(y)] for y in arrays],
+                walk.folds.certain(threads.folds) if loop.length else (),
             )
             carry = carried, walk.folds.arrays(threads.folds)
-            return carry, (list(stacked.values()), [a for e in totals for a in e.arrays])
+            rest = [a for e in totals for a in e.arrays]
+            return carry, (list(stacked.values()), rest, Static(recorded))
 
     rewind = walk.rewinder()
 
@@ -61,22 +72,20 @@ def walk_scan(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         rewind()
         return step(carry, x)
 
-    start = (list(init), walk.folds.arrays(threads.folds))
-    over = (slots.arrays(xs), walk.changes.arrays(each), numbers)
-    options = {"length": length, "reverse": params["reverse"], "unroll": params["unroll"]}
-    if params.get("_split_transpose"):
-        options["_split_transpose"] = True
+    first = (list(init), walk.folds.arrays(threads.folds))
+    over = (slots.arrays(loop.xs), walk.changes.arrays(each), numbers)
     if walk.plan.over_loops:
-        (carried, folds), stacked, totals = scan_totals(step, start, over, cell, **options)
+        (carried, folds), stacked, totals, found = scan_totals(loop, step, first, over)
         walk.entries += totals
     else:
-        run = once if eager() else step
-        (carried, folds), (stacked, _) = jax.lax.scan(run, start, over, **options)
-    walk.folds.restore(threads.folds, folds, cell["certain"])
-    flat = (stacked[i] for i in cell["places"])
-    ys = cell["ys"].fill(flat)
-    for entry in cell["entries"]:
-        walk.entries.append(_stacked(entry.with_arrays(flat), f"scan[{length}]"))
+        run = once if is_eager() else step
+        (carried, folds), (stacked, _, found) = loop.run(run, first, over)
+    recorded: _Recorded = found.value
+    walk.folds.restore(threads.folds, folds, recorded.certain)
+    flat = (stacked[i] for i in recorded.places)
+    ys = recorded.ys.fill(flat)
+    for entry in recorded.entries:
+        walk.entries.append(_stacked(entry.with_arrays(flat), f"scan[{loop.length}]"))
     return [*carried, *ys]
 
 

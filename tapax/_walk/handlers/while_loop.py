@@ -8,38 +8,36 @@ first few iterations are asked for, those and a mask.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 
 from tapax import _jax
+from tapax._jax import Equation, Value
+from tapax._jaxpr.leading_axes import where
+from tapax._jaxpr.restage import While
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import joined, nothing_yet, selected
 from tapax._walk.changes import COUNTER, Around
-from tapax._walk.entries import Entry, refuse_folded, where
-from tapax._walk.interpreter import Interpreter, eager
+from tapax._walk.entries import Entry, refuse_folded
+from tapax._walk.interpreter import Interpreter
 
 
-def walk_while(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
-    params = eqn.params
-    test, body = params["cond_jaxpr"], params["body_jaxpr"]
-    ntest, nbody = params["cond_nconsts"], params["body_nconsts"]
-    args = walk.materialize(eqn.invars, args)
-    tconsts, bconsts, init = args[:ntest], args[ntest : ntest + nbody], args[ntest + nbody :]
-    mapped = bool(_jax.open_jaxpr(test).outvars[0].aval.shape)
-    plain_test = test if walk.nested else strip(test)
+def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
+    test = eqn.params["cond_jaxpr"]
     _refuse_changes(walk, test)
+    args = walk.materialize(eqn.invars, args)
+    loop = While.of(eqn, args, test if walk.nested else strip(test))
     with walk.inside():
-        if walk.changes.counts(body):
+        if walk.changes.counts(loop.body):
             walk.changes.count(jnp.zeros((), jnp.int32))
-        threads = walk.enter(body)
+        threads = walk.enter(loop.body)
         folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
-        staged = walk.stage(body, [*bconsts, *init], threads, around=[Around("while", None)])
+        inputs = [*loop.consts, *loop.init]
+        staged = walk.stage(loop.body, inputs, threads, around=[Around("while", None)])
         items = walk.folds.items
     walk.folds.items = items
     types = iter(staged.types)
@@ -50,49 +48,43 @@ def walk_while(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     # Whoever asks for nothing in the loop finds it as it was, without a count.
     counts = [jnp.zeros((), jnp.int32)] if buffers or COUNTER in threads.parts or tested else []
 
-    def goes_on(tconsts: Any, state: Any) -> Any:
-        return jaxpr_as_fun(plain_test)(*tconsts, *state)[0]
-
-    def check(*flat: Any) -> Any:
-        go = goes_on(flat[:ntest], flat[ntest : ntest + len(init)])
-        return [jnp.any(go) if mapped else go]
-
-    def step(*flat: Any) -> list[Any]:
-        consts, parts = flat[: ntest + nbody], flat[ntest + nbody :][: len(threads.parts)]
-        flat = flat[ntest + nbody + len(parts) :]
-        state, carried = flat[: len(init)], flat[len(init) : len(init) + len(folds)]
-        held = flat[len(init) + len(folds) + len(counts) :]
-        count = flat[len(init) + len(folds)] if counts else None
+    def step(carry: _Carry) -> _Carry:
+        count = carry.counts[0] if carry.counts else None
         keys = zip(threads.parts, parts, strict=True)
         given = [count if key == COUNTER else part for key, part in keys]
-        results = iter(jaxpr_as_fun(staged.jaxpr)(*consts[ntest:], *state, *carried, *given))
-        new = [next(results) for _ in init]
-        if mapped:
-            # An example that is done keeps its state: so JAX itself lowers such a loop.
-            go = goes_on(consts[:ntest], state)
-            new = [where(go, x, y) for x, y in zip(new, state, strict=True)]
+        inputs = [*loop.consts, *carry.state, *carry.folds, *given]
+        results = iter(_jax.as_function(staged.jaxpr)(*inputs))
+        new = loop.keep_finished([next(results) for _ in loop.init], carry.state)
         entries = [e.with_arrays(results) for e in staged.entries]
-        kept = iter(held)
+        kept = iter(carry.held)
         updated = [
             x
             for buffer, entry in zip(buffers, entries, strict=True)
             for x in buffer.update([next(kept) for _ in range(buffer.count)], entry, count)
         ]
-        recorded = [*([] if count is None else [count + 1]), *updated]
-        return [*new, *results, *(_jax.with_varying(x, over) for x in recorded)]
+        counted = [_jax.with_varying(x + 1, over) for x in carry.counts]
+        return _Carry(new, list(results), counted, [_jax.with_varying(x, over) for x in updated])
 
-    start = [*counts, *(x for buffer in buffers for x in buffer.start())]
-    carry = [*init, *folds, *(_jax.with_varying(x, over) for x in start)]
-    results = _loop(eqn, check, step, tconsts, [*tconsts, *bconsts, *parts], carry)
-    flat = iter(results)
-    own = [next(flat) for _ in init]
-    walk.folds.restore(threads.folds, [next(flat) for _ in folds])
-    last = [next(flat) for _ in counts]
+    start = [x for buffer in buffers for x in buffer.start()]
+    counts, held = ([_jax.with_varying(x, over) for x in part] for part in (counts, start))
+    carry = _Carry(loop.init, [jnp.asarray(x) for x in folds], counts, held)
+    end = jax.lax.while_loop(lambda carry: loop.any_goes_on(carry.state), step, carry)
+    walk.folds.restore(threads.folds, end.folds)
+    arrays = iter(end.held)
     for buffer in buffers:
-        walk.entries.append(buffer.finish([next(flat) for _ in range(buffer.count)]))
+        walk.entries.append(buffer.finish([next(arrays) for _ in range(buffer.count)]))
     if tested:
-        _last_test(walk, test, [*tconsts, *own], last[0] + 1)
-    return own
+        _last_test(walk, test, [*loop.test_consts, *end.state], end.counts[0] + 1)
+    return list(end.state)
+
+
+class _Carry(NamedTuple):
+    """What a loop carries: its own state, folds, the number of the iteration, and buffers."""
+
+    state: list[Value]
+    folds: list[Value]
+    counts: list[Value]
+    held: list[Value]
 
 
 def _refuse_changes(walk: Interpreter, test: Any) -> None:
@@ -133,21 +125,6 @@ def _last_test(walk: Interpreter, test: Any, args: list[Any], count: Any) -> Non
             )
         valid = count if entry.valid is None else entry.valid
         walk.entries.append(entry._replace(valid=valid, loops=("while", *entry.loops)))
-
-
-def _loop(eqn: Any, check: Any, step: Any, tconsts: Any, bconsts: Any, carry: list[Any]) -> Any:
-    if eager() and not any(isinstance(x, Tracer) for x in (*tconsts, *bconsts, *carry)):
-        while check(*tconsts, *carry)[0]:
-            carry = step(*bconsts, *carry)
-        return carry
-    carry = [jnp.asarray(c) for c in carry]
-    params = {
-        "cond_jaxpr": jax.make_jaxpr(check)(*tconsts, *carry),
-        "cond_nconsts": len(tconsts),
-        "body_jaxpr": jax.make_jaxpr(step)(*bconsts, *carry),
-        "body_nconsts": len(bconsts),
-    }
-    return eqn.primitive.bind(*tconsts, *bconsts, *carry, **params)
 
 
 @dataclasses.dataclass(frozen=True)

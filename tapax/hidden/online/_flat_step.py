@@ -13,24 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.extend.core.primitives import dot_general_p
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError
-from tapax._jaxpr.bodies import bodies
-from tapax._jaxpr.evaluate import bind_in_context, evaluate_equations, evaluate_jaxpr, read
+from tapax._jax import Equation, Jaxpr, Value
+from tapax._jaxpr.evaluate import bind_in_context, evaluate_equations, inline, read
+from tapax._jaxpr.kinds import CALLS, Kind, kind_of
 from tapax._marks.context import without_marks
 from tapax._sites import name_of
-from tapax.hidden._connections import ELEMENTWISE
-from tapax.hidden._definitions import JIT, REMAT, is_copy
+from tapax.hidden._definitions import is_copy
 from tapax.hidden._step import HiddenState, list_hidden_states, trace_leaves
 
-_CALLS = JIT | REMAT | {"call", "closed_call", "core_call", "core_closed_call", "eval_jaxpr"}
-
-
-def find_call_body(eqn: Any) -> Any:
-    """Finds the body of an equation that only calls it; None for any other equation."""
-    return next(bodies(eqn), None) if _jax.kind_of(eqn) in _CALLS else None
+INLINED = CALLS | Kind.REMAT
+"""Equations that do no more than call their body, as far as values go."""
 
 
 def is_variable(atom: Any) -> bool:
@@ -154,20 +151,15 @@ class FlatStep:
         return news, outs, seen
 
 
-def flatten_calls(jaxpr: Any) -> Any:
-    """Inlines the calls of a program that only call: jit, remat."""
+def flatten_calls(jaxpr: Jaxpr) -> Jaxpr:
+    """Inlines calls, and repeats what several units share for each of them."""
 
-    def inline(number: int, eqn: Any, values: list[Any]) -> list[Any]:
-        called = find_call_body(eqn)
-        if called is not None:
-            return evaluate_jaxpr(called, values, inline)
-        if _jax.kind_of(eqn) in ELEMENTWISE:
+    def apply(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
+        if kind_of(eqn) & Kind.ELEMENTWISE:
             values = [_broadcast(x, eqn.outvars[0].aval.shape) for x in values]
         return bind_in_context(number, eqn, values)
 
-    avals = [v.aval for v in _jax.open_jaxpr(jaxpr).invars]
-    like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    return _jax.dce(jax.make_jaxpr(lambda *args: evaluate_jaxpr(jaxpr, args, inline))(*like))
+    return _jax.dce(inline(jaxpr, INLINED, apply))
 
 
 def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
@@ -230,7 +222,7 @@ def _divide(inner: Any, values: dict[Any, Any], **parts: Any) -> FlatStep:
     dots = tuple(
         WeightProduct(i, side, eqn)
         for i, eqn in enumerate(body)
-        if eqn.primitive.name == "dot_general"
+        if eqn.primitive is dot_general_p
         for side in (0, 1)
         if eqn.invars[side] in learned and eqn.invars[1 - side] not in learned
     )

@@ -21,15 +21,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import (
+    broadcast_in_dim_p,
+    concatenate_p,
+    dot_general_p,
+    dynamic_slice_p,
+    dynamic_update_slice_p,
+    gather_p,
+    pad_p,
+    reshape_p,
+    rev_p,
+    slice_p,
+    squeeze_p,
+    stop_gradient_p,
+    transpose_p,
+)
 
 from tapax import _jax
-from tapax.hidden._connections import CUSTOM_VJP, ELEMENTWISE
-from tapax.hidden.online._flat_step import find_call_body, is_variable
+from tapax._jax import Equation, Primitive
+from tapax._jaxpr.kinds import CUSTOM_RULES, Kind, kind_of
+from tapax.hidden.online._flat_step import INLINED, is_variable
 
 _NEVER = np.iinfo(np.int64).max
-
-_REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"))
-_RUNNING = frozenset(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,33 +126,32 @@ class RangePropagation:
         return found[v]
 
     def _cross(self, eqn: Any, outs: list[UnitRange]) -> Ranges:
-        kind = _jax.kind_of(eqn)
+        kind, primitive = kind_of(eqn), eqn.primitive
         shapes = [v.aval.shape for v in eqn.invars]
-        if kind == "stop_gradient" and not self.inside:
+        if primitive is stop_gradient_p and not self.inside:
             return [None] * len(shapes)
-        if kind == "optimization_barrier":
+        if kind & Kind.COPY:
             return list(outs)
-        if kind in ELEMENTWISE:
+        if kind & Kind.ELEMENTWISE:
             return [_fit(outs[0], shape) for shape in shapes]
-        if kind in _MOVES:
+        if primitive in _MOVES:
             return _move(eqn, shapes, outs)
-        if kind in _BOUND and all(
-            self._find_value(v) is not None for v in eqn.invars[_BOUND[kind] :]
-        ):
-            return self._move_numbers(eqn, shapes, outs, _BOUND[kind])
-        inner = self._enter(kind, eqn, shapes, outs)
+        moved = _MOVED.get(primitive)
+        if moved and all(self._find_value(v) is not None for v in eqn.invars[moved:]):
+            return self._move_numbers(eqn, shapes, outs, moved)
+        inner = self._enter(eqn, shapes, outs)
         if inner is not None:
             return inner
         if not self.mixing:
             return [None] * len(shapes)
-        if kind in _REDUCTIONS:
+        if kind & Kind.REDUCTION:
             axes = tuple(eqn.params["axes"])
             spread = outs[0].map(lambda x: np.expand_dims(x, axes))
             return [spread.map(lambda x: np.broadcast_to(x, shapes[0]))]
-        if kind in _RUNNING:
+        if kind & Kind.CUMULATIVE:
             whole = outs[0].merge(eqn.params["axis"], keepdims=True)
             return [whole.map(lambda x: np.broadcast_to(x, shapes[0]))]
-        if kind == "dot_general":
+        if primitive is dot_general_p:
             return _multiply(eqn, shapes, outs[0])
         return self._reach_everything(shapes, outs)
 
@@ -155,7 +167,7 @@ class RangePropagation:
         """An operation that moves elements, done to their numbers."""
         numbers = _number_elements(shapes[:moved])
         rest = [self._find_value(v) for v in eqn.invars[moved:]]
-        if eqn.primitive.name == "pad":
+        if eqn.primitive is pad_p:
             rest = [np.int32(-1)]
         with jax.ensure_compile_time_eval():
             moving = [jnp.asarray(n, jnp.int32) for n in numbers]
@@ -163,13 +175,13 @@ class RangePropagation:
         back = _gather([np.asarray(m) for m in made], outs, shapes[:moved])
         return [*back, *[None] * len(rest)]
 
-    def _enter(self, kind: str, eqn: Any, shapes: Any, outs: list[UnitRange]) -> Ranges | None:
-        called = find_call_body(eqn)
-        if called is not None:
-            return self._enter_body(called, outs)
-        if kind.startswith(("custom_jvp_call", "custom_vjp_call", "CustomJVP", "CustomVJP")):
+    def _enter(self, eqn: Equation, shapes: Any, outs: list[UnitRange]) -> Ranges | None:
+        kind = kind_of(eqn)
+        if kind & INLINED:
+            return self._enter_body(_jax.call_body(eqn), outs)
+        if kind & CUSTOM_RULES:
             found = dataclasses.replace(self, inside=True)._enter_body(_jax.call_body(eqn), outs)
-            if not self.mixing or kind not in CUSTOM_VJP:
+            if not self.mixing or kind is not Kind.CUSTOM_VJP:
                 return found
             # An argument that only the derivative uses may do anything there.
             rest = self._reach_everything(shapes, outs)
@@ -178,10 +190,10 @@ class RangePropagation:
                 other if ok and (one is None or not one.reaches_any.any()) else one
                 for one, other, ok in zip(found, rest, floats, strict=True)
             ]
-        if kind == "cond":
+        if kind is Kind.COND:
             branches = [self._enter_body(body, outs) for body in eqn.params["branches"]]
             return [None, *map(join_ranges, zip(*branches, strict=True))]
-        return self._enter_scan(eqn, outs) if kind == "scan" else None
+        return self._enter_scan(eqn, outs) if kind is Kind.SCAN else None
 
     def _enter_body(self, body: Any, outs: list[UnitRange]) -> Ranges:
         inner = _jax.open_jaxpr(body)
@@ -265,7 +277,7 @@ def _gather(
 
 def _move(eqn: Any, shapes: Sequence[Any], outs: list[UnitRange]) -> Ranges:
     numbers = _number_elements(shapes)
-    made = _MOVES[eqn.primitive.name](eqn, *numbers)
+    made = _MOVES[eqn.primitive](eqn, *numbers)
     return _gather(made if isinstance(made, list) else [made], outs, shapes)
 
 
@@ -292,19 +304,18 @@ def _reshape(eqn: Any, x: np.ndarray) -> np.ndarray:
     return x.reshape(eqn.outvars[0].aval.shape)
 
 
-_MOVES: dict[str, Callable[..., Any]] = {
-    "reshape": _reshape,
-    "squeeze": _reshape,
-    "expand_dims": _reshape,
-    "transpose": lambda eqn, x: x.transpose(eqn.params["permutation"]),
-    "rev": lambda eqn, x: np.flip(x, eqn.params["dimensions"]),
-    "concatenate": lambda eqn, *xs: np.concatenate(xs, eqn.params["dimension"]),
-    "broadcast_in_dim": _broadcast,
-    "slice": _slice,
-    "split": _split,
+_MOVES: dict[Primitive, Callable[..., Any]] = {
+    reshape_p: _reshape,
+    squeeze_p: _reshape,
+    transpose_p: lambda eqn, x: x.transpose(eqn.params["permutation"]),
+    rev_p: lambda eqn, x: np.flip(x, eqn.params["dimensions"]),
+    concatenate_p: lambda eqn, *xs: np.concatenate(xs, eqn.params["dimension"]),
+    broadcast_in_dim_p: _broadcast,
+    slice_p: _slice,
+    jax.lax.split_p: _split,
 }
-# How many operands are moved; the others say where to, and have to be known.
-_BOUND = {"pad": 1, "gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
+_MOVED = {pad_p: 1, gather_p: 1, dynamic_slice_p: 1, dynamic_update_slice_p: 2}
+"""How many operands are moved; the others say where to, and have to be known."""
 
 
 def _multiply(eqn: Any, shapes: Sequence[Any], out: UnitRange) -> Ranges:

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax._jax import Value
+
 
 def vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
     """A function of values with so many leading axes."""
@@ -14,7 +16,12 @@ def vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
     return fn
 
 
-def align(mask: Any, ndim: int) -> Any:
+def where(mask: Value, x: Value, y: Value) -> Value:
+    """`x` where the mask, which has the leading axes of `x`, is true; `y` elsewhere."""
+    return jnp.where(align(mask, x.ndim), x, y)
+
+
+def align(mask: Value, ndim: int) -> Value:
     """A mask with the leading axes of an array of `ndim`, to broadcast with it."""
     mask = jnp.asarray(mask).astype(bool)
     return mask.reshape(mask.shape + (1,) * (ndim - mask.ndim))

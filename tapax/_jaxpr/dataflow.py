@@ -1,0 +1,101 @@
+"""Analyses that follow values through a program, and through the bodies of its equations."""
+
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+from tapax import _jax
+from tapax._jax import Equation, Jaxpr, Var
+from tapax._jaxpr.evaluate import evaluate_equations, read
+from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of
+
+Fact = TypeVar("Fact")
+
+
+class ForwardAnalysis(Generic[Fact]):
+    """Computes a fact for every result of a program from the facts for its inputs.
+
+    Facts grow: a loop is followed until what it carries has the same facts as before.
+    """
+
+    nothing: Fact
+    """The fact for literals and constants."""
+
+    def join(self, facts: Iterable[Fact]) -> Fact:
+        """Combines the facts for values of which any may be meant."""
+        raise NotImplementedError
+
+    def transfer(self, eqn: Equation, facts: list[Fact]) -> list[Fact]:
+        """Computes the facts for the results of an equation whose body is not followed."""
+        raise NotImplementedError
+
+    def decide(self, fact: Fact) -> Fact:
+        """Computes the fact for a value chosen by a predicate, from that for the predicate."""
+        return fact
+
+    def slice(self, fact: Fact) -> Fact:
+        """Computes the fact for an element from that for all along an axis, or the reverse."""
+        return fact
+
+    def run(self, jaxpr: Jaxpr, facts: Sequence[Fact]) -> list[Fact]:
+        """Computes the facts for the results of a program."""
+        inner = _jax.open_jaxpr(jaxpr)
+        env = dict.fromkeys(inner.constvars, self.nothing)
+        env.update(zip(inner.invars, facts, strict=True))
+        evaluate_equations(inner.eqns, env, self._apply, self._literal)
+        return [read(env, v, self._literal) for v in inner.outvars]
+
+    def _literal(self, literal: object) -> Fact:
+        del literal
+        return self.nothing
+
+    def _apply(self, number: int, eqn: Equation, facts: list[Fact]) -> list[Fact]:
+        del number
+        if all(fact == self.nothing for fact in facts):
+            return [self.nothing for _ in eqn.outvars]
+        kind = kind_of(eqn)
+        if kind & (CALLS | CUSTOM_RULES | Kind.REMAT):
+            return self.run(_jax.call_body(eqn), facts)
+        if kind & Kind.COND:
+            return self._cond(eqn, facts)
+        if kind & Kind.SCAN:
+            return self._scan(eqn, facts)
+        return self._while(eqn, facts) if kind & Kind.WHILE else self.transfer(eqn, facts)
+
+    def _cond(self, eqn: Equation, facts: list[Fact]) -> list[Fact]:
+        index, *operands = facts
+        chosen = self.decide(index)
+        found = (self.run(branch, operands) for branch in eqn.params["branches"])
+        return [self.join([chosen, *outs]) for outs in zip(*found, strict=True)]
+
+    def _scan(self, eqn: Equation, facts: list[Fact]) -> list[Fact]:
+        nconsts, ncarry = _jax.scan_split(eqn.params)
+        consts, carry = facts[:nconsts], facts[nconsts : nconsts + ncarry]
+        xs = [self.slice(fact) for fact in facts[nconsts + ncarry :]]
+        while True:
+            outs = self.run(eqn.params["jaxpr"], [*consts, *carry, *xs])
+            grown = [self.join(pair) for pair in zip(carry, outs[:ncarry], strict=True)]
+            if grown == carry:
+                return [*carry, *(self.slice(fact) for fact in outs[ncarry:])]
+            carry = grown
+
+    def _while(self, eqn: Equation, facts: list[Fact]) -> list[Fact]:
+        ntest, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test_consts, body_consts = facts[:ntest], facts[ntest : ntest + nbody]
+        carry = facts[ntest + nbody :]
+        while True:
+            outs = self.run(eqn.params["body_jaxpr"], [*body_consts, *carry])
+            (goes_on,) = self.run(eqn.params["cond_jaxpr"], [*test_consts, *carry])
+            ended = self.decide(goes_on)
+            grown = [self.join([*pair, ended]) for pair in zip(carry, outs, strict=True)]
+            if grown == carry:
+                return carry
+            carry = grown
+
+
+def computed_from(eqns: Iterable[Equation], variables: Iterable[Var]) -> set[Var]:
+    """Finds the variables that equations compute from some, those included."""
+    found = set(variables)
+    for eqn in eqns:
+        if any(not isinstance(v, _jax.Literal) and v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found

@@ -1,0 +1,77 @@
+"""Jaxprs rewritten without being evaluated."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from tapax import _jax
+from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, Var
+
+Visit = Callable[[Equation, dict[Var, Atom]], Iterable[Equation]]
+"""Returns what stands in the place of an equation, whose operands are renamed already.
+
+It may add to the names: a variable, and what the equations that follow read instead.
+"""
+
+
+def rewrite(
+    jaxpr: Jaxpr,
+    visit: Visit,
+    drop_effects: frozenset[Any] = frozenset(),
+    more_inputs: Sequence[Var] = (),
+) -> Jaxpr:
+    """Rewrites the equations of a program, which may get more inputs and lose effects."""
+    inner = _jax.open_jaxpr(jaxpr)
+    names: dict[Var, Atom] = {}
+
+    def rename(atom: Atom) -> Atom:
+        return atom if isinstance(atom, _jax.Literal) else names.get(atom, atom)
+
+    eqns: list[Equation] = []
+    for eqn in inner.eqns:
+        if names:
+            eqn = eqn.replace(invars=[rename(v) for v in eqn.invars])
+        eqns += visit(eqn, names)
+    new = inner.replace(
+        invars=[*inner.invars, *more_inputs],
+        outvars=[rename(v) for v in inner.outvars],
+        eqns=eqns,
+        effects=frozenset(inner.effects) - drop_effects,
+    )
+    return _jax.with_open_jaxpr(jaxpr, new)
+
+
+def map_bodies(value: Any, fn: Callable[[Jaxpr], Any]) -> Any:
+    """Applies `fn` to every jaxpr in a parameter of an equation.
+
+    A body that a parameter hides cannot be replaced; `fn` is called on it all the same.
+    """
+    if isinstance(value, (list, tuple)):
+        parts = [map_bodies(part, fn) for part in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    hidden = _jax.hidden_body(value)
+    if hidden is not None:
+        fn(hidden)
+        return value
+    return fn(value) if hasattr(_jax.open_jaxpr(value), "eqns") else value
+
+
+def map_equation_bodies(
+    eqn: Equation, fn: Callable[[Jaxpr], Any], drop_effects: frozenset[Any] = frozenset()
+) -> Equation:
+    """Applies `fn` to every jaxpr in the parameters of an equation."""
+    params = {name: map_bodies(value, fn) for name, value in eqn.params.items()}
+    return eqn.replace(params=params, effects=frozenset(eqn.effects) - drop_effects)
+
+
+def zeros_equation(variable: Var) -> Equation:
+    """Makes an equation that sets a variable to zeros."""
+    return _equation_of(variable.aval).replace(outvars=[variable])
+
+
+def _equation_of(aval: AbstractValue) -> Equation:
+    (eqn,) = _jax.open_jaxpr(jax.make_jaxpr(lambda: _jax.zeros(aval))()).eqns
+    return eqn
