@@ -24,15 +24,11 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
-import numpy as np
-from jax.core import Tracer
 
 from tapax import _jax
-from tapax._calling.program import TracedCall, trace
-from tapax._calling.signature import Signature
+from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks.patches import current
-from tapax._jaxpr.restage import is_eager
 from tapax._results import SiteTable, Taps
 from tapax._sites import Selection, name_of
 from tapax._walk.plan import Plan
@@ -95,16 +91,15 @@ def _jitted(fn: Any, plan: Plan) -> Any:
         options["out_shardings"] = (options["out_shardings"], None)
 
     @functools.wraps(inner)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A framework has another function in the place of this one while it is captured.
+        return current(inner)(*args, **kwargs)
+
+    call = TransformedFunction(run, _CaptureTransform(plan), jitted=True)
+
+    @functools.wraps(inner)
     def captured(*args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        # Under `jax.disable_jit()` there are no tracers, and what is no array is static.
-        wanted = (jax.Array, np.ndarray) if is_eager() else Tracer
-        places = (i for i, leaf in enumerate(leaves) if not isinstance(leaf, wanted))
-        signature = Signature(treedef, tuple((i, leaves[i], None) for i in places))
-        run = lambda call: current(inner)(*call[0], **call[1])  # noqa: E731
-        program = trace(inner, run, plan, (args, kwargs), signature)
-        outs, taps = program.walk(plan, signature.traced(leaves))
-        return program.join(outs), taps
+        return call((), args, kwargs)
 
     return jax.jit(captured, **options)
 

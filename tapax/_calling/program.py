@@ -20,6 +20,7 @@ from tapax._calling.signature import Signature
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import is_anchored, labels, resolve
 from tapax._frameworks.module_paths import new_call_stack
+from tapax._jax import Jaxpr, Static, Value
 from tapax._jax.pytrees import in_order, order_of
 from tapax._marks.context import Structure
 from tapax._marks.operations import internal_operations, with_marks
@@ -42,12 +43,16 @@ class _Result:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function: its jaxpr, and how its results are put together again."""
+    """A traced function: its jaxpr, and how its results are put together again.
 
-    jaxpr: Any
+    `keys` are the paths of the arrays among the arguments.
+    """
+
+    jaxpr: Jaxpr
     treedef: Any
     statics: tuple[tuple[int, Any], ...]
     order: Any
+    keys: tuple[Any, ...]
 
     def join(self, arrays: Sequence[Any]) -> Any:
         leaves = list(arrays)
@@ -62,7 +67,7 @@ class Program:
         leaves, treedef = jax.tree.flatten(picked)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _Result))
         kept = [x.number for x in leaves if isinstance(x, _Result)]
-        return Program(_jax.dce(self.jaxpr, kept), treedef, statics, order_of(picked))
+        return Program(_jax.dce(self.jaxpr, kept), treedef, statics, order_of(picked), self.keys)
 
     def walk(
         self, plan: Plan, arrays: Sequence[Any], changes: Changes | None = None
@@ -102,10 +107,10 @@ def trace(
     fn: Any, run: Callable[[Any], Any], plan: Plan, arguments: Any, signature: Signature
 ) -> Program:
     """Traces `run`, the call of `fn` on some arguments, with those traced that are not static."""
-    arrays = signature.traced(jax.tree.leaves(arguments))
-    cell: dict[str, Any] = {}
+    keyed = jax.tree_util.tree_leaves_with_path(arguments)
+    arrays = signature.traced([leaf for _, leaf in keyed])
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: Value) -> Any:
         arguments = signature.join(arrays)
         given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
         out = run(arguments)
@@ -115,9 +120,9 @@ def trace(
             # A function in a model that comes out as it went in has nothing traced in it.
             if not (callable(x) and id(x) in given):
                 _check_result(fn, x)
-        cell.update(treedef=treedef, statics=statics, order=order_of(out))
         fixed = {i for i, _ in statics}
-        return [x for i, x in enumerate(leaves) if i not in fixed]
+        results = [x for i, x in enumerate(leaves) if i not in fixed]
+        return results, Static((treedef, statics, order_of(out)))
 
     with (
         registry.observe_calls(),
@@ -126,10 +131,13 @@ def trace(
         jax.disable_jit(False),
         _jax.no_names(),
     ):
-        jaxpr = registry.trace_program(lambda: jax.make_jaxpr(flat)(*arrays))
+        trace_flat = jax.make_jaxpr(flat, return_shape=True)
+        jaxpr, (_, structure) = registry.trace_program(lambda: trace_flat(*arrays))
     if is_anchored(jaxpr):
         jaxpr = resolve(jaxpr, signature.traced(labels(arguments)))
-    return Program(jaxpr, **cell)
+    keys = signature.traced([path for path, _ in keyed])
+    treedef, statics, order = structure.value
+    return Program(jaxpr, treedef, statics, order, tuple(keys))
 
 
 def _check_result(fn: Any, x: Any) -> None:

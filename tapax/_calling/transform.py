@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 from jax.core import Tracer
@@ -23,6 +23,7 @@ from tapax._calling.program import Program, TracedCall, trace
 from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
+from tapax._jax import PyTree, Value
 from tapax._jaxpr.restage import is_eager
 from tapax._sites import name_of, wrong_type
 from tapax._walk.plan import Plan
@@ -36,6 +37,10 @@ class Transform:
     plan: Plan
     stateless = False
     """Whether objects that the function changes stay as they are."""
+    is_traceable = True
+    """Whether `run` can be traced; if not, it is called on arrays whose values are known."""
+    no_values = ""
+    """The error for a call under a transformation, if it is not; `{}` is the function's name."""
 
     @property
     def is_reusable(self) -> bool:
@@ -92,88 +97,138 @@ def _cache_of(fn: Any, transform: Transform) -> _CallCache:
     return known
 
 
-class TransformedFunction:
-    """A function under a transform, traced and compiled once for each kind of call."""
+class _Compiled(NamedTuple):
+    """A traced function under a transform: what the transform knows of it, and how it is run."""
 
-    def __init__(self, fn: Callable[..., Any], transform: Transform):
+    program: Program
+    prepared: Any
+    run: Callable[..., Any]
+
+
+_FoundProgram = tuple[_Compiled, list[Value]] | None
+"""The program of a call, and its arrays; None if there is more to take apart."""
+
+
+class TransformedFunction:
+    """A function under a transform, traced and compiled once for each kind of call.
+
+    A call under a transformation becomes a part of that, and is traced each time. If it is
+    `jitted`, that is a `jax.jit` made for it: all that is not traced there is static.
+    """
+
+    def __init__(self, fn: Callable[..., Any], transform: Transform, *, jitted: bool = False):
         self.fn = fn
         self._transform = transform
+        self._jitted = jitted
         self._known = _cache_of(fn, transform)
 
-    def __call__(self, operands: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, operands: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function."""
-        return registry.run_opened(self._open(args, kwargs), lambda call: self._run(call, operands))
+        call = self._open(args, kwargs)
+        if self._jitted:
+            return self._run(call, self._stage(call, operands), operands)
+        is_clean = _jax.trace_state_clean()
+        if not (is_clean or self._transform.is_traceable):
+            raise TypeError(self._transform.no_values.format(name_of(self.fn)))
+        inline = self._transform.is_traceable and (not is_clean or is_eager())
+        find = self._stage if inline else self._find_compiled
+        return registry.run_opened(
+            call,
+            lambda call: find(call, operands),
+            lambda call, found: self._run(call, found, operands),
+        )
 
-    def traced_call(self, args: Any, kwargs: Any) -> TracedCall:
+    def traced_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
         """The traced function, and the arrays among these arguments."""
-        program, _, arrays = registry.run_opened(self._open(args, kwargs), self._trace)
+        call = self._open(args, kwargs)
+        program, _, arrays = registry.run_opened(call, self._trace, lambda call, traced: traced)
         return TracedCall(program, arrays)
 
-    def _open(self, args: Any, kwargs: Any) -> FunctionCall:
+    def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+        """The arrays among the arguments, those in objects included."""
+        call = self._open(args, kwargs)
+        return registry.run_opened(call, self._split, lambda call, parts: parts[1])
+
+    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
         return FunctionCall(self.fn, args, kwargs, memory=self._known.memory)
 
-    def _run(self, call: FunctionCall, operands: Any) -> Any:
-        if self._transform.stateless:
-            call = dataclasses.replace(call, close=lambda out: out)
-        inline = not _jax.trace_state_clean() or is_eager()
-        program, outs, extra = (self._inline if inline else self._compiled)(call, operands)
-        out = None if outs is None else call.close(program.join(outs))
+    def _run(self, call: FunctionCall, found: _FoundProgram, operands: PyTree) -> Any:
+        assert found is not None
+        compiled, arrays = found
+        self._transform.check(compiled.prepared, operands)
+        outs, extra = compiled.run(operands, *arrays)
+        out = None if outs is None else compiled.program.join(outs)
+        if outs is not None and not self._transform.stateless:
+            out = call.close(out)
         return self._transform.finish(out, extra)
 
-    def _trace(self, call: FunctionCall) -> tuple[Program, Signature, list[Any]]:
+    def _split(self, call: FunctionCall) -> tuple[Signature, list[Value]]:
+        needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())
+        return split(self.fn, call.arguments, needed)
+
+    def _trace(self, call: FunctionCall) -> tuple[Program, Signature, list[Value]]:
         """The traced function; numbers that it needs the values of are made static."""
         structure = jax.tree.structure(call.arguments)
 
         def attempt(needed: frozenset[int]) -> Any:
             signature, arrays = split(self.fn, call.arguments, needed)
             program = trace(self.fn, call.run, self._transform.plan, call.arguments, signature)
-            if self._transform.stateless:
+            if self._transform.stateless and not call.found_more():
                 program = program.only(call.own)
             return program, signature, arrays
 
+        candidates = numbers(call.arguments)
+        if self._jitted:
+            return attempt(frozenset(candidates))
         known = self._known.needed.get(structure)
         if known is None:
             known = static_numbers(call)
-        needed, result = find_needed(attempt, numbers(call.arguments), known)
+        needed, result = find_needed(attempt, candidates, known)
         self._known.needed[structure] = needed
         return result
 
-    def _inline(self, call: FunctionCall, operands: Any) -> Any:
+    def _stage(self, call: FunctionCall, operands: PyTree) -> _FoundProgram:
+        """The program of a call that becomes a part of another, or is evaluated step by step."""
         program, _, arrays = self._trace(call)
+        if call.found_more():
+            return None
         known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-        traced = TracedCall(program, arrays, operands, known)
-        prepared = self._transform.prepare(traced)
-        self._transform.check(prepared, operands)
-        return program, *self._transform.run(traced, prepared)
+        return self._prepare(program, TracedCall(program, arrays, operands, known)), arrays
 
-    def _compiled(self, call: FunctionCall, operands: Any) -> Any:
-        structure = jax.tree.structure(call.arguments)
-        needed = self._known.needed.get(structure, frozenset())
-        signature, arrays = split(self.fn, call.arguments, needed)
+    def _find_compiled(self, call: FunctionCall, operands: PyTree) -> _FoundProgram:
+        """The compiled program of a call, from the cache if an equal call came before."""
+        signature, arrays = self._split(call)
         found = None
         if signature.is_repeatable:
             found = self._known.programs.get(_key(signature, operands, arrays))
         if found is None:
             with self._known.lock:
                 program, signature, arrays = self._trace(call)
-                found = self._compile(program, operands, arrays)
+                if call.found_more():
+                    return None
+                found = self._compile(program, TracedCall(program, arrays, operands))
                 if signature.is_repeatable:
                     key = _key(signature, operands, arrays)
                     found = self._known.programs.setdefault(key, found)
-        program, prepared, run = found
-        self._transform.check(prepared, operands)
-        return program, *run(operands, *arrays)
+        return found, arrays
 
-    def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
+    def _prepare(self, program: Program, call: TracedCall) -> _Compiled:
         transform = self._transform
-        prepared = transform.prepare(TracedCall(program, arrays, operands))
+        prepared = transform.prepare(call)
 
-        def captured(operands: Any, *arrays: Any) -> Any:
-            return transform.run(TracedCall(program, arrays, operands), prepared)
+        def captured(operands: PyTree, *arrays: Value) -> Any:
+            here = dataclasses.replace(call, arrays=arrays, operands=operands)
+            return transform.run(here, prepared)
 
         captured.__name__ = captured.__qualname__ = name_of(self.fn)
-        donated = () if transform.stateless else (i + 1 for i in _donated(program.jaxpr))
-        return program, prepared, jax.jit(captured, donate_argnums=tuple(donated))
+        return _Compiled(program, prepared, captured)
+
+    def _compile(self, program: Program, call: TracedCall) -> _Compiled:
+        found = self._prepare(program, call)
+        if not self._transform.is_traceable:
+            return found
+        donated = () if self._transform.stateless else (i + 1 for i in _donated(program.jaxpr))
+        return found._replace(run=jax.jit(found.run, donate_argnums=tuple(donated)))
 
 
 def static_numbers(call: FunctionCall) -> frozenset[int]:

@@ -108,6 +108,8 @@ class FunctionCall:
     """What adapters have learned of the function, from one call to the next."""
     own: Callable[[Any], Any] = lambda out: out
     """What of the result is the function's own, and no state."""
+    found_more: Callable[[], bool] = lambda: False
+    """Whether the trace met state that was not taken apart; its program is of no use then."""
 
     @property
     def arguments(self) -> Any:
@@ -119,7 +121,3 @@ class FunctionCall:
         """Makes the call, on other arguments of the same structure."""
         args, kwargs, fn = arguments
         return (self.fn if fn is None else fn)(*args, **kwargs)
-
-
-class Reopen(Exception):
-    """Raised when a call that is being traced must be taken apart anew: there is more state."""

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tapax._frameworks.interface import Adapter, FunctionCall, Reopen
+from tapax._frameworks.interface import Adapter, FunctionCall
 from tapax._frameworks.recurrent_cells import RecurrentCell, StatefulProgram
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 ADAPTERS = {
@@ -71,14 +72,18 @@ def open_call(call: FunctionCall) -> Iterator[FunctionCall]:
         yield call
 
 
-def run_opened(call: FunctionCall, run: Callable[[FunctionCall], T]) -> T:
-    """Runs the call taken apart; anew as long as there is more to take apart."""
+def run_opened(
+    call: FunctionCall, find: Callable[[FunctionCall], T], run: Callable[[FunctionCall, T], R]
+) -> R:
+    """Runs the call taken apart: `find` gives its program, from which `run` makes the result.
+
+    To trace a function may show that there is more to take apart: then it is done anew.
+    """
     while True:
-        try:
-            with open_call(call) as opened:
-                return run(opened)
-        except Reopen:
-            continue
+        with open_call(call) as opened:
+            program = find(opened)
+            if not opened.found_more():
+                return run(opened, program)
 
 
 def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell | None:

@@ -8,6 +8,7 @@ that another does not) is worked out here, and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from tapax import _jax
 from tapax._jax import AbstractValue, Equation, Jaxpr, Value
+from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.leading_axes import where
 
 T = TypeVar("T")
@@ -227,11 +229,34 @@ def bind_cond(
     if is_eager() and not isinstance(index, Tracer):
         results = functions[int(index)](*operands)
     else:
-        jaxprs = tuple(jax.make_jaxpr(fn)(*operands) for fn in functions)
+        jaxprs, operands = _close_branches(functions, operands)
         results = eqn.primitive.bind(index, *operands, **dict(eqn.params, branches=jaxprs))
     flat = iter(results)
     common = [next(flat) for _ in range(len(results) - sum(map(len, private)))]
     return common, [[next(flat) for _ in types] for types in private]
+
+
+def _close_branches(
+    functions: Sequence[Body], operands: Sequence[Value]
+) -> tuple[tuple[Jaxpr, ...], Sequence[Value]]:
+    """Traces branches; what they close over becomes operands of them all."""
+    jaxprs = [jax.make_jaxpr(fn)(*operands) for fn in functions]
+    consts = [list(_jax.jaxpr_consts(jaxpr)) for jaxpr in jaxprs]
+    if not any(isinstance(c, Tracer) for some in consts for c in some):
+        return tuple(jaxprs), operands
+    together = [*itertools.chain(*consts), *operands]
+
+    def lifted(number: int) -> Body:
+        inner, own = _jax.closed(jaxprs[number])
+        start = sum(map(len, consts[:number]))
+
+        def branch(*flat: Value) -> list[Value]:
+            given = flat[start : start + len(own)]
+            return evaluate(inner, [*given, *flat[len(flat) - len(operands) :]])
+
+        return branch
+
+    return tuple(jax.make_jaxpr(lifted(i))(*together) for i in range(len(jaxprs))), together
 
 
 def mesh_axes(eqn: Equation) -> list[str]:

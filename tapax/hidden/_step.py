@@ -15,6 +15,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError, StatePath
+from tapax._jax import PyTree, Value
 from tapax._sites import name_of, segment
 from tapax.hidden._definitions import Definitions, find_definitions
 
@@ -128,9 +129,8 @@ def trace_leaves(
     state than `state`.
     """
     arrays, in_tree = jax.tree.flatten(tuple(args))
-    cell: dict[str, Any] = {}
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: Value) -> tuple[list[Value], PyTree]:
         result = step(*in_tree.unflatten(arrays))
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise HiddenError(
@@ -139,10 +139,10 @@ def trace_leaves(
             )
         new, out = result
         _check_new_state(step, states, state, new)
-        results, cell["out_tree"] = jax.tree.flatten(out)
-        return [*jax.tree.leaves(new), *results]
+        return jax.tree.leaves(new), out
 
-    return jax.make_jaxpr(flat)(*arrays), cell["out_tree"]
+    jaxpr, (_, out) = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    return jaxpr, jax.tree.structure(out)
 
 
 def list_hidden_states(

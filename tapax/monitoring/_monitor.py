@@ -70,6 +70,7 @@ def monitor(
     values: Any = EVERYTHING,
     grads: Any = EVERYTHING,
     to: To = None,
+    *,
     alerts: AlertRule | Sequence[AlertRule] = (),
     modules: Any = True,
 ) -> Monitor[P, R]:
@@ -83,7 +84,8 @@ def monitor(
     these: see `tapax.sink`. `alerts` are rules by which to warn: see `tapax.alert`.
     """
     check_function(step, "monitor")
-    return Monitor(step, _check_every(every), values, grads, to, _list_rules(alerts), modules)
+    rules = _list_rules(alerts)
+    return Monitor(step, _check_every(every), values, grads, to, alerts=rules, modules=modules)
 
 
 class Monitor(Generic[P, R]):
@@ -101,6 +103,7 @@ class Monitor(Generic[P, R]):
         values: Any,
         grads: Any,
         to: Any,
+        *,
         alerts: Sequence[AlertRule],
         modules: Any,
     ):

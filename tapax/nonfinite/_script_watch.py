@@ -119,11 +119,7 @@ class ScriptWatch:
 
     def _stop(self, search: NonfiniteSearch, args: Any, kwargs: Any, arrays: list[Any]) -> None:
         """Search on the inputs of a call; end the script if there is something to report."""
-        search.inputs = arrays
-        try:
-            finding = search.find(args, kwargs)
-        finally:
-            search.inputs = None
+        finding = search.find(args, kwargs, arrays)
         name = name_of(search.fn)
         if finding is None:
             if self.saved is not None:

@@ -25,6 +25,8 @@ is taken to be the one that went on. Iterations count from 0 in the order of the
 pass that goes from the last layer to the first has those of the forward pass.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -35,17 +37,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax
-from tapax._calling.program import Program
-from tapax._calling.signature import Signature, split
+from tapax._calling.program import Program, TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
-from tapax._frameworks import registry
-from tapax._frameworks.interface import FunctionCall
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.restage import mesh_axes
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.operations import internal_operations
 from tapax._marks.scopes import path_in
-from tapax._sites import name_of
 from tapax._walk.plan import Plan
 from tapax.nonfinite import _source_location
 from tapax.nonfinite._control_flow import HANDLERS
@@ -83,72 +81,55 @@ def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P,
 
 @dataclasses.dataclass(frozen=True)
 class _NonfiniteTransform(Transform):
-    """Finds the first bad value of the results; updates no object."""
+    """Finds the first bad value of the results; updates no object.
+
+    The operands, if there are any, are the arrays to search on instead of those of the call.
+    """
 
     plan: Plan
     masked: bool
+    is_traceable = False
+    no_values = (
+        "find_nonfinite({}) was called inside of a transformation, such as jax.jit or jax.vmap, "
+        "where no value is known. Call it on the function that is transformed: "
+        "find_nonfinite(jax.jit(fn))(...)."
+    )
+
+    def prepare(self, call: TracedCall) -> _Passes:
+        return _Passes(call.program, self.masked)
+
+    def run(self, call: TracedCall, prepared: _Passes) -> Any:
+        searched = call.operands or call.arrays
+        with jax.disable_jit(False):
+            found = prepared(*searched)
+        if isinstance(found, int):
+            keys = call.program.keys[found]
+            found = _source_location.ArgumentArray(keys, call.arrays[found], searched[found])
+        return None, found
 
     def finish(self, out: Any, extra: Any) -> Any:
         return extra
 
 
-class NonfiniteSearch(TransformedFunction):
-    """A search for the first value that is not finite in what `fn` returns.
-
-    `inputs`, if given, are the arrays to search on instead of those among the arguments.
-    """
+class NonfiniteSearch:
+    """A search for the first value that is not finite in what `fn` returns."""
 
     def __init__(self, fn: Callable[..., Any], masked: bool = False):
-        super().__init__(fn, _NonfiniteTransform(Plan.make(None, None), masked))
-        self.inputs: Sequence[Any] | None = None
+        self.fn = fn
+        self._call = TransformedFunction(fn, _NonfiniteTransform(Plan.make(None, None), masked))
+        self.arrays = self._call.arrays
 
-    def find(self, args: Any, kwargs: Any) -> Finding | None:
-        """Search a call of the function; nothing is updated."""
-        place = self((), args, kwargs)
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Any] = ()
+    ) -> Finding | None:
+        """Search a call of the function, on the arrays `inputs` if they are given."""
+        place = self._call(list(inputs), args, kwargs)
         if isinstance(place, _source_location.ArgumentArray):
             name = _source_location.argument_name(self.fn, args, kwargs, place)
             return _describe_value("argument", name, place.searched)
         if place is None or isinstance(place, Finding):
             return place
         return place.describe(self.fn, args, kwargs)
-
-    def arrays(self, args: Any, kwargs: Any) -> list[Any]:
-        """The arrays among the arguments, those in objects included."""
-        return registry.run_opened(self._open(args, kwargs), self._split)[1]
-
-    def _split(self, call: FunctionCall) -> tuple[Signature, list[Any]]:
-        needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())
-        return split(self.fn, call.arguments, needed)
-
-    def _inline(self, call: FunctionCall, operands: Any) -> Any:
-        if not _jax.trace_state_clean():
-            raise TypeError(
-                f"find_nonfinite({name_of(self.fn)}) was called inside of a transformation, such "
-                "as jax.jit or jax.vmap, where no value is known. Call it on the function that is "
-                "transformed: find_nonfinite(jax.jit(fn))(...)."
-            )
-        with jax.disable_jit(False):
-            return self._compiled(call, operands)
-
-    def _run(self, call: FunctionCall, operands: Any) -> Any:
-        found = super()._run(call, operands)
-        if not isinstance(found, int):
-            return found
-        signature, arrays = self._split(call)
-        paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(call.arguments)]
-        searched = arrays if self.inputs is None else self.inputs
-        return _source_location.ArgumentArray(
-            signature.traced(paths)[found], arrays[found], searched[found]
-        )
-
-    def _compile(self, program: Program, operands: Any, arrays: Sequence[Any]) -> Any:
-        passes = _Passes(program, self._transform.masked)  # pyright: ignore[reportAttributeAccessIssue]
-
-        def run(operands: Any, *arrays: Any) -> Any:
-            del operands
-            return None, passes(*(arrays if self.inputs is None else self.inputs))
-
-        return program, None, run
 
 
 class _Passes:

@@ -40,7 +40,7 @@ from brainstate import (
 )
 from jax.core import Tracer
 
-from tapax._frameworks.interface import FunctionCall, Reopen
+from tapax._frameworks.interface import FunctionCall
 from tapax._frameworks.patches import closure_values, current
 from tapax._jax.pytrees import map_in_order
 from tapax._marks.sow import is_array
@@ -220,7 +220,8 @@ def taken_apart(call: FunctionCall) -> FunctionCall:
     added = values, clock, _StaticLeaf(settings)
     same = call.fn, call.args, call.kwargs, taken.close, call.memory
     own = lambda result: call.own(result[0])  # noqa: E731
-    return _ExtendedCall(*same, own, taken=taken, added=added)
+    found_more = lambda: taken.found_more or call.found_more()  # noqa: E731
+    return _ExtendedCall(*same, own, found_more, taken=taken, added=added)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,6 +246,7 @@ class _OpenedCall:
         self.call = call
         self._inventory = inventory
         self._learned = learned
+        self.found_more = False
         self._effects: list[_StateEffects] = []
 
     def run(self, added: Any, arguments: Any) -> Any:
@@ -266,9 +268,9 @@ class _OpenedCall:
                 with stack, environ.context(**clock):
                     call = dataclasses.replace(self.call, fn=current(self.call.fn))
                     out = call.run(arguments)
+                self.found_more = bool(unknown)
                 if unknown:
-                    self._learn(unknown, modules)
-                    raise Reopen
+                    return self._learn(unknown, modules)
                 return self._results(out, stack, made.get_states(), modules)
             finally:
                 # As it is, and not by `restore_value`: a value may change its structure.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tapax import _jax
-from tapax._frameworks.interface import FunctionCall, Reopen
+from tapax._frameworks.interface import FunctionCall
 from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
@@ -89,8 +89,10 @@ class NNX(PatchedAdapter):
             return
         # In a transformation it is traced for every call, and numbers stay what they are.
         inline = not _jax.trace_state_clean()
+        missed = False
 
         def pure(graphdef: Any, state: Any, args: Any, kwargs: Any, values: Any) -> Any:
+            nonlocal missed
             with nnx.merge_context(_TAG, inner=True) as context:
                 named = context.merge(graphdef, state)
             inner = tuple(named[path] for path in objects.paths)
@@ -99,8 +101,9 @@ class NNX(PatchedAdapter):
                 args, kwargs = fill((args, kwargs), inner, bindings)
                 out = (fn(bindings) if fn else call.fn)(*args, **kwargs)
             changing.update(bindings.changed)
-            if bindings.missed:
-                raise Reopen
+            missed = bindings.missed
+            if missed:
+                return ()
             before.restore(inner)
             returned = Objects()
             out, assigned = returned.take((out, bindings.assigned))
@@ -130,7 +133,8 @@ class NNX(PatchedAdapter):
                 graphdef, state = context.split(named)
             taken = graphdef, state, args, kwargs, None if inline else objects.values
             own = lambda result: call.own(result[0])  # noqa: E731
-            yield FunctionCall(pure, taken, {}, close, call.memory, own)
+            found_more = lambda: missed or call.found_more()  # noqa: E731
+            yield FunctionCall(pure, taken, {}, close, call.memory, own, found_more)
 
 
 def _variables(state: Any) -> list[Any]:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from flax import config, errors, nnx
 
-from tapax._frameworks.interface import Adapter, Reopen
+from tapax._frameworks.interface import Adapter
 from tapax._frameworks.module_calls import within
 from tapax._frameworks.nnx.holders import is_object
 from tapax._frameworks.patches import is_first
@@ -334,8 +334,6 @@ def traced(trace: Callable[[], Any]) -> Any:
     """Traces a program; without storing attributes where they cannot be."""
     try:
         return trace()
-    except Reopen:
-        raise
     except Exception as error:
         if not _stored:
             raise

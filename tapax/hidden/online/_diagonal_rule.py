@@ -80,9 +80,9 @@ def make_diagonal_rule(
     indirect: str,
     find_signal: Callable[[EvaluatedGroup], Any],
     learn: Callable[[EvaluatedGroup, TracedWeight, Any, Any], tuple[Sequence[Any], Any]],
+    *,
     start_trace: Callable[[TracedWeight], Any] = TracedWeight.start,
     start_fields: Callable[[FlatStep, Sequence[UnitGroup]], dict[str, Any]] = lambda *_: {},
-    *,
     signal: str = "new",
     whole: bool = False,
 ) -> OnlineRule:
@@ -119,7 +119,9 @@ def make_diagonal_rule(
     ) -> tuple[OnlineGradients, OnlineMemory]:
         program, groups, weights = planned(params, _learner.get_state(memory), inputs)
         _learner.check_traces(memory, lambda: [list(map(start_trace, some)) for some in weights])
-        now, back = evaluate_step(step, program, params, memory.state, inputs, loss, target)
+        now, back = evaluate_step(
+            step, program, params, memory.state, inputs, loss=loss, target=target
+        )
         grads = list((now.whole_gradients if whole else now.beside_gradients)[0])
         traces = []
         for group, traced, olds in zip(groups, weights, memory.traces, strict=True):

@@ -83,7 +83,8 @@ def e_prop(
             terms += [contract(olds[k], x) for k, x in past.items() if k in here.group.read]
         return terms, ({k: new[k] for k in eps}, more)
 
-    return make_diagonal_rule(step, loss, indirect, find_signal, learn, start_trace, start_fields)
+    start = {"start_trace": start_trace, "start_fields": start_fields}
+    return make_diagonal_rule(step, loss, indirect, find_signal, learn, **start)
 
 
 def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:

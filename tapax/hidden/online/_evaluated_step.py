@@ -182,7 +182,7 @@ def _take_diagonal(
 
 
 def evaluate_step(
-    step: Any, program: FlatStep, params: Any, state: Any, inputs: Any, loss: Any, target: Any
+    step: Any, program: FlatStep, params: Any, state: Any, inputs: Any, *, loss: Any, target: Any
 ) -> tuple[EvaluatedStep, Any]:
     """Runs a step; returns it and the pullback from weights to parameters.
 

@@ -57,7 +57,8 @@ def pp_prop(
     def start_fields(*_: Any) -> dict[str, Any]:
         return {"count": jnp.zeros((), jnp.int32)}
 
-    return make_diagonal_rule(step, loss, indirect, find_signal, learn, _start_trace, start_fields)
+    start = {"start_trace": _start_trace, "start_fields": start_fields}
+    return make_diagonal_rule(step, loss, indirect, find_signal, learn, **start)
 
 
 def _compute_scale(decay: float, count: Any) -> Any:

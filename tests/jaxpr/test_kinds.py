@@ -1,0 +1,191 @@
+"""The table of primitives: found by the primitive itself, and used alike by every part."""
+
+import contextlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+import tapax
+from tapax._jaxpr.kinds import Kind, kind_of
+from tests.oracles.closeness import assert_close
+
+FLAGS = ["jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"]
+X = jnp.array([0.5, -1.0, 2.0])
+PREDICATES = jnp.array([True, False, True])
+
+
+@contextlib.contextmanager
+def next_flags(flags=FLAGS):
+    """The settings of the next JAX, those that this one has."""
+    known = {flag: getattr(jax.config, flag) for flag in flags if hasattr(jax.config, flag)}
+    for flag in known:
+        jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        for flag, before in known.items():
+            jax.config.update(flag, before)
+
+
+def only_kind(fn, *args):
+    (eqn,) = jax.make_jaxpr(fn)(*args).eqns
+    return kind_of(eqn)
+
+
+@jax.custom_jvp
+def doubled(x):
+    return tapax.sow(2 * x, "h")
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
+
+
+@jax.custom_vjp
+def tripled(x):
+    return tapax.sow(3 * x, "h")
+
+
+tripled.defvjp(lambda x: (tripled(x), None), lambda _, ct: (3 * ct,))
+
+SOWING = {
+    "remat": (jax.checkpoint(lambda x: tapax.sow(2 * x, "h")), 2),
+    "custom_jvp": (doubled, 2),
+    "custom_vjp": (tripled, 3),
+}
+
+
+@pytest.mark.parametrize("flags", [[], FLAGS], ids=["default", "next"])
+@pytest.mark.parametrize("name", SOWING)
+def test_site_in_a_branch_that_vmap_selects_has_the_mask(name, flags):
+    fn, factor = SOWING[name]
+
+    def branch(p, x):
+        return lax.cond(p, fn, lambda x: x, x)
+
+    with next_flags(flags):
+        out, taps = tapax.capture(jax.vmap(branch))(PREDICATES, X)
+        slopes, backward = tapax.capture(jax.vmap(jax.grad(branch, 1)))(PREDICATES, X)
+    assert_close(out, jnp.where(PREDICATES, factor * X, X))
+    assert_close(taps.values["h"], jnp.where(PREDICATES, factor * X, 0))
+    assert taps.valid["h"].tolist() == PREDICATES.tolist()
+    assert_close(slopes, jnp.where(PREDICATES, factor, 1.0))
+    assert_close(backward.values["h"], taps.values["h"])
+    if name == "remat":  # a rule of its own takes no gradient by a value inside
+        assert_close(backward.grads["h"], jnp.where(PREDICATES, 1.0, 0.0))
+
+
+@pytest.mark.parametrize("flags", [[], FLAGS], ids=["default", "next"])
+@pytest.mark.parametrize("name", ["remat", "custom_jvp", "custom_vjp"])
+def test_kind_is_the_same_under_the_flags_of_the_next_jax(name, flags):
+    expected = {
+        "remat": Kind.REMAT, "custom_jvp": Kind.CUSTOM_JVP, "custom_vjp": Kind.CUSTOM_VJP
+    }  # fmt: skip
+    with next_flags(flags):
+        assert only_kind(lambda x: SOWING[name][0](x), X) is expected[name]
+
+
+def make_primitive(name):
+    """A primitive of another library, with the name of one of JAX's."""
+    made = Primitive(name)
+    made.def_impl(lambda x, **params: 2 * x)
+    made.def_abstract_eval(lambda x, **params: x)
+    mlir.register_lowering(made, mlir.lower_fun(lambda x, **params: 2 * x, multiple_results=False))
+    ad.deflinear(made, lambda ct, **params: [2 * ct])
+    batching.defvectorized(made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["custom_linear_solve", "scan", "jit", "neg"])
+def test_primitive_of_another_library_is_not_what_its_name_says(name):
+    primitive = make_primitive(name)
+    assert only_kind(lambda x: primitive.bind(x), X) is Kind.OPAQUE
+
+    def loss(x):
+        h = tapax.sow(primitive.bind(x), "h")
+        return jnp.sum(primitive.bind(h) ** 2)
+
+    _, taps = tapax.capture(jax.grad(loss))(X)
+    assert_close(taps.values["h"], 2 * X)
+    assert_close(taps.grads["h"], 16 * X)
+    finding = tapax.find_nonfinite(lambda x: primitive.bind(jnp.log(x)))(X)
+    assert finding.operation == "log"
+
+
+def bind_call(name, fn, *args):
+    """Calls a function through a primitive of another library that holds a `call_jaxpr`."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def run(*args, call_jaxpr, **params):
+        return jax.extend.core.jaxpr_as_fun(call_jaxpr)(*args)
+
+    def abstract_eval(*avals, call_jaxpr, **params):
+        return [
+            v.aval for v in getattr(call_jaxpr, "jaxpr", call_jaxpr).outvars
+        ], call_jaxpr.effects
+
+    primitive.def_impl(run)
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    return lambda *args: primitive.bind(*args, call_jaxpr=jax.make_jaxpr(fn)(*args), other=3)[0]
+
+
+def test_any_primitive_with_a_call_jaxpr_is_a_call():
+    call = bind_call("their_call", lambda x: tapax.sow(jnp.sin(x), "h") * 2, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, taps = tapax.capture(call)(X)
+    assert_close(out, 2 * jnp.sin(X))
+    assert_close(taps.values["h"], jnp.sin(X))
+    edited = tapax.edit(call, values={"h": lambda h: h + 1})
+    assert_close(edited(X), 2 * jnp.sin(X) + 2)
+
+
+def test_site_in_a_body_of_no_kind_is_lost_in_words():
+    primitive = Primitive("their_solver")
+    primitive.multiple_results = True
+    run = lambda x, body: jax.extend.core.jaxpr_as_fun(body)(x)
+    primitive.def_impl(run)
+    primitive.def_effectful_abstract_eval(
+        lambda x, body: ([v.aval for v in getattr(body, "jaxpr", body).outvars], body.effects)
+    )
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+
+    def f(x):
+        body = jax.make_jaxpr(lambda x: tapax.sow(jnp.sin(x), "inside"))(x)
+        return primitive.bind(tapax.sow(x, "x"), body=body)[0]
+
+    with pytest.warns(UserWarning, match="'inside' is not captured: .* call of 'their_solver'"):
+        _, taps = tapax.capture(f)(X)
+    assert set(taps.values) == {"x"}
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_program_order_is_a_call(enforce):
+    overlap = pytest.importorskip("jax.experimental.overlap")
+
+    @overlap.program_order(enforce=enforce)
+    def f(x):
+        return tapax.sow(jnp.sin(x), "h") * 2
+
+    out, taps = tapax.capture(f)(X)
+    assert_close(out, 2 * jnp.sin(X))
+    assert_close(taps.values["h"], jnp.sin(X))
+    assert_close(tapax.edit(f, values={"h": jnp.zeros_like})(X), jnp.zeros(3))
+    loss = lambda x: jnp.sum(f(x) ** 2)
+    assert_close(tapax.capture(jax.grad(loss))(X)[1].grads["h"], 8 * jnp.sin(X))
+
+
+def test_every_row_names_a_primitive_of_some_jax():
+    names = {name for row in kinds._ROWS.values() for name in row.split()}
+    ours = {name for name, kind in kinds._BY_NAME.items() if kind}
+    assert names == ours
+    assert only_kind(jnp.sin, X) is Kind.ELEMENTWISE | Kind.BOUNDED
+    assert (
+        only_kind(lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: c + 1, x), X) is Kind.WHILE
+    )
