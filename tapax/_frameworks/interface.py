@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from tapax._frameworks.recurrent_cells import RecurrentCell, StatefulProgram
+
+
+Module: TypeAlias = Any
+"""A module of a framework."""
 
 
 class Adapter:
