@@ -29,6 +29,7 @@ from tapax import _jax
 from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._frameworks.patches import current
+from tapax._jax import Args, Kwargs, PyTree, Value
 from tapax._results import SiteTable, Taps
 from tapax._sites import Selection, name_of
 from tapax._walk.plan import Plan
@@ -110,10 +111,10 @@ class _CaptureTransform(Transform):
 
     plan: Plan
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         return call.program.walk(self.plan, call.arrays)
 
-    def finish(self, out: Any, extra: Any) -> Any:
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
         return out, extra
 
 
@@ -134,11 +135,11 @@ class _CapturedFunction(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Taps]:
         return self._call((), args, kwargs)
 
-    def survey(self, args: Any, kwargs: Any) -> SiteTable:
+    def survey(self, args: Args, kwargs: Kwargs) -> SiteTable:
         """The sites of the function, for these arguments."""
         call = self._call.traced_call(args, kwargs)
 
-        def abstract(*arrays: Any) -> Taps:
+        def abstract(*arrays: Value) -> Taps:
             return call.program.walk(self._plan, arrays)[1]
 
         return jax.eval_shape(abstract, *call.arrays).sites

@@ -16,6 +16,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from tapax import _jax
 from tapax._calling.survey import Spot
+from tapax._jax import Value
 from tapax._jaxpr.leading_axes import where
 from tapax._sites import Selection, SiteError, StepSlice, matches
 from tapax._walk.changes import Change, Changes, Key, Part, PartKey
@@ -36,7 +37,7 @@ class EditRule:
     def picks(self, spot: Spot) -> bool:
         return self.of == spot.key.of and matches(self.selection, spot.site)
 
-    def replace(self, x: Any, site: Any) -> Any:
+    def replace(self, x: Value, site: Any) -> Any:
         assert self.fn is not None
         return self.fn(x, site) if _takes_site(self.fn) else self.fn(x)
 
@@ -95,7 +96,7 @@ class ChangeBuilder:
         self._changes.setdefault(spot.key, []).append(change)
         self._sites.setdefault(spot.uid, set()).add(spot.key)
 
-    def add(self, rule: EditRule, spot: Spot, array: Any, step: Any) -> None:
+    def add(self, rule: EditRule, spot: Spot, array: Value, step: Any) -> None:
         """Has a site changed as a rule says, with the array and the number of an iteration."""
         made = _by_array(rule, spot, array) if rule.fn is None else _by_function(rule, spot)
         replace, parts = made
@@ -107,7 +108,7 @@ class ChangeBuilder:
         due = _due(rule, spot, traced)
         given = [] if rule.step is not True else [Part(jnp.asarray(step, jnp.int32))]
 
-        def at_step(x: Any, counter: Any, *rest: Any) -> Any:
+        def at_step(x: Value, counter: Value, *rest: Any) -> Any:
             steps, rest = rest[: len(given)], rest[len(given) :]
             now, valid = due(counter, *steps)
             varying = _jax.varying_axes(jax.typeof(x))
@@ -125,7 +126,7 @@ def _composed(changes: Sequence[Change]) -> Change:
     if len(changes) == 1:
         return changes[0]
 
-    def fn(x: Any, counter: Any, *parts: Any) -> Any:
+    def fn(x: Value, counter: Value, *parts: Any) -> Any:
         rest = iter(parts)
         for change in changes:
             x = change.fn(x, counter, *(next(rest) for _ in change.parts))
@@ -141,7 +142,7 @@ Replacement = tuple[Callable[..., Any], list[Part]]
 
 
 def _by_function(rule: EditRule, spot: Spot) -> Replacement:
-    def replace(x: Any) -> Any:
+    def replace(x: Value) -> Any:
         out = rule.replace(x, spot.site)
         if not isinstance(out, (jax.Array, np.ndarray, np.generic, int, float, complex)):
             raise SiteError(
@@ -150,7 +151,7 @@ def _by_function(rule: EditRule, spot: Spot) -> Replacement:
             )
         return out
 
-    def checked(x: Any) -> Any:
+    def checked(x: Value) -> Any:
         out = jnp.asarray(replace(x))
         if out.shape != spot.own.shape or out.dtype != spot.own.dtype:
             raise SiteError(
@@ -167,14 +168,14 @@ def _by_function(rule: EditRule, spot: Spot) -> Replacement:
     if not any(isinstance(c, Tracer) for c in consts):
         return checked, []
 
-    def with_traced(x: Any, *consts: Any) -> Any:
+    def with_traced(x: Value, *consts: Value) -> Any:
         (out,) = eval_jaxpr(cast(Any, _jax.open_jaxpr(made)), consts, x)
         return out
 
     return with_traced, [Part(c) for c in consts]
 
 
-def _by_array(rule: EditRule, spot: Spot, array: Any) -> Replacement:
+def _by_array(rule: EditRule, spot: Spot, array: Value) -> Replacement:
     """In the place of the value comes an array, or the part of it that is due."""
     own = spot.own
     weak = not isinstance(array, jax.Array) or jax.typeof(array).weak_type
@@ -204,7 +205,7 @@ def _by_array(rule: EditRule, spot: Spot, array: Any) -> Replacement:
     return (lambda x, a: _cast(a, x)), [part]
 
 
-def _cast(a: Any, like: Any) -> Any:
+def _cast(a: Value, like: Any) -> Any:
     # A weak type becomes a strong one; a random key has neither, and cannot be cast.
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     return a if is_key else jax.lax.convert_element_type(a, like.dtype)
@@ -218,14 +219,14 @@ def _due(rule: EditRule, spot: Spot, traced: bool) -> Callable[..., tuple[Any, A
         )
     length = spot.around[spot.loop].size
 
-    def one(counter: Any, step: Any) -> tuple[Any, Any]:
+    def one(counter: Value, step: Any) -> tuple[Any, Any]:
         step = step if length is None else jnp.where(step < 0, step + length, step)
         if not traced:
             return counter == step, None
         inside = step >= 0
         return counter == step, inside if length is None else inside & (step < length)
 
-    def some(counter: Any) -> tuple[Any, Any]:
+    def some(counter: Value) -> tuple[Any, Any]:
         step = rule.step
         assert isinstance(step, StepSlice)
         if length is None and (
@@ -263,7 +264,7 @@ def check_step(spot: Spot, step: int) -> None:
         raise SiteError(f"step={step} was given for the {spot.site.described}, but its loop {has}.")
 
 
-def _unless(valid: Any, x: Any) -> Any:
+def _unless(valid: Value, x: Value) -> Any:
     """Not a number, where something is not valid and numbers can be that."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x

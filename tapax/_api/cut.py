@@ -30,7 +30,7 @@ from tapax._api.change_builder import ChangeBuilder, check_step
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function, transformed
-from tapax._jax import Equation, Value
+from tapax._jax import Equation, PyTree, Value
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.restage import Scan
 from tapax._marks.marked_jaxprs import Uids, strip
@@ -59,7 +59,7 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
     call = TransformedFunction(fn, _SuffixTransform(*_cut(site, modules)))
 
     @functools.wraps(fn, updated=())
-    def after(value: Any, *args: Any, **kwargs: Any) -> Any:
+    def after(value: PyTree, *args: Any, **kwargs: Any) -> Any:
         return call(as_array(value, f"What {site!r} is to start with"), args, kwargs)
 
     return after
@@ -121,17 +121,17 @@ class _CutTransform(Transform):
 
 
 class _PrefixTransform(_CutTransform):
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         program, spot = prepared
         name = spot.site.name
         plan = dataclasses.replace(self.plan, values=lambda site: site.name == name)
 
-        def before(*arrays: Any) -> Any:
+        def before(*arrays: Value) -> Any:
             return program.walk(plan, arrays)[1].values[name]
 
         return None, _needed(before, call.arrays)
 
-    def finish(self, out: Any, extra: Any) -> Any:
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra
 
 
@@ -152,10 +152,10 @@ class _SuffixTransform(_CutTransform):
             )
         return program, spot
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         program, spot = prepared
 
-        def after(value: Any, *arrays: Any) -> Any:
+        def after(value: PyTree, *arrays: Value) -> Any:
             builder = ChangeBuilder()
             part = Part(value, spot.depths, len(spot.mapped))
             builder.change(spot, lambda x, counter, part: part, [part])

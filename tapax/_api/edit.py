@@ -54,6 +54,7 @@ from tapax._api.change_builder import ChangeBuilder, EditRule, check_step
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
+from tapax._jax import PyTree
 from tapax._sites import At, SiteError, StepSlice, check, flatten
 from tapax._walk.plan import Plan
 from tapax.reduce import Reducer
@@ -147,13 +148,13 @@ class _EditTransform(Transform):
             _check_reached(rule, spots)
         return spots
 
-    def check(self, prepared: Any, operands: Any) -> None:
+    def check(self, prepared: PyTree, operands: PyTree) -> None:
         for spot in prepared:
             for rule, (_, step) in zip(self.rules, operands, strict=True):
                 if rule.picks(spot) and rule.step is True and not isinstance(step, Tracer):
                     check_step(spot, int(step))
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         builder = ChangeBuilder(call.checked)
         for spot in prepared:
             for rule, (array, step) in zip(self.rules, call.operands, strict=True):

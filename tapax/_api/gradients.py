@@ -31,6 +31,7 @@ from tapax._api.perturbations import AT, adding, differentiable
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
+from tapax._jax import PyTree, Value
 from tapax._sites import Selection, SiteError
 from tapax._walk.plan import Plan
 
@@ -99,7 +100,7 @@ class _GradientTransform(Transform):
             )
         return differentiable(survey(call, self.plan, [0]), self.plan, reaching=True)
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         def loss(zeros: list[Any]) -> Any:
             outs = call.run_changed(adding(prepared, zeros, _inject))
             return outs[0], outs
@@ -112,7 +113,7 @@ class _GradientTransform(Transform):
             for spot, grad in zip(prepared, grads, strict=True)
         }
 
-    def finish(self, out: Any, extra: Any) -> Any:
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
         pair = isinstance(out, tuple) and len(out) == 2
         if pair != self.has_aux or not (pair or isinstance(out, jax.Array)):
             expected = "(loss, aux), as has_aux=True says" if self.has_aux else "the loss alone"
@@ -124,14 +125,14 @@ class _GradientTransform(Transform):
 
 
 @jax.custom_jvp
-def _inject(x: Any, zeros: Any) -> Any:
+def _inject(x: Value, zeros: PyTree) -> Any:
     """`x + zeros` without the addition, and so without the zeros."""
     del zeros
     return x
 
 
 @functools.partial(_inject.defjvp, symbolic_zeros=True)
-def _(primals: Any, tangents: Any) -> Any:
+def _(primals: PyTree, tangents: PyTree) -> Any:
     moved = [t for t in tangents if not isinstance(t, jax.custom_derivatives.SymbolicZero)]
     return primals[0], functools.reduce(jnp.add, moved) if moved else tangents[0]
 
@@ -168,11 +169,11 @@ class _JacobianTransform(Transform):
             return wrt, None
         return wrt, _only(survey(call, self.of), self.of)
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         wrt, of = prepared
         plan = dataclasses.replace(self.of, values=lambda site: of and site.name == of.site.name)
 
-        def inner(zeros: Any) -> Any:
+        def inner(zeros: PyTree) -> Any:
             changes = adding([wrt], [zeros], _inject)
             outs, taps = call.program.walk(plan, call.arrays, changes)
             return outs if of is None else taps.values[of.site.name]
@@ -183,7 +184,7 @@ class _JacobianTransform(Transform):
         made = (jax.jacfwd if forward else jax.jacrev)(inner)(zeros)
         return (made, ()) if of is None else (None, made)
 
-    def finish(self, out: Any, extra: Any) -> Any:
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
         return out if self.of.values is None else extra
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tapax._api.capture import sites
+from tapax._frameworks.interface import Module
 from tapax._frameworks.module_tree import in_order
 from tapax._frameworks.registry import loaded_adapters
 from tapax._results import SiteTable
@@ -31,7 +32,7 @@ class ModuleTable(tuple[tuple[str, type], ...]):
         return modules_table(self)
 
 
-def modules(model: Any, *args: Any, **kwargs: Any) -> ModuleTable:
+def modules(model: Module, *args: Any, **kwargs: Any) -> ModuleTable:
     """The path and the class of every module of `model`: pairs, of which `dict` makes a dict.
 
     The paths are those of the sites that `capture` finds. Modules of NNX, Equinox and brainstate

@@ -28,6 +28,7 @@ from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
+from tapax._jax import PyTree, Value
 from tapax._results import SiteTable
 from tapax._sites import At, Selection, SiteError, as_array, check, flatten, nearest
 from tapax._walk.changes import Changes, Part
@@ -98,7 +99,7 @@ class _PerturbationTransform(Transform):
     def prepare(self, call: TracedCall) -> Any:
         return _perturbed_spots(survey(call, self.plan), call.operands, reaching=True)
 
-    def check(self, prepared: Any, operands: Any) -> None:
+    def check(self, prepared: PyTree, operands: PyTree) -> None:
         for spot, array in zip(prepared, operands.values(), strict=True):
             wanted = _sharding(spot)
             if wanted is None or isinstance(array, Tracer) or not array.committed:
@@ -110,7 +111,7 @@ class _PerturbationTransform(Transform):
                     "tapax.perturbations, or put them there with jax.device_put."
                 )
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         arrays = [call.operands[spot.site.name] for spot in prepared]
         return call.run_changed(adding(prepared, arrays, jnp.add)), ()
 
@@ -125,7 +126,7 @@ class AdditionTransform(Transform):
     def prepare(self, call: TracedCall) -> Any:
         return survey(call, self.plan)
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         chosen = self.choose(SiteTable([spot.site for spot in prepared]))
         spots = _perturbed_spots(prepared, chosen)
         return call.run_changed(adding(spots, list(chosen.values()), jnp.add)), ()
@@ -206,7 +207,7 @@ def _perturbed_spots(
     return [known[name] for name in perturbations]
 
 
-def _check_perturbation(spot: Spot, array: Any, reaching: bool) -> None:
+def _check_perturbation(spot: Spot, array: Value, reaching: bool) -> None:
     site = spot.site
     where = f"The perturbation of the {site.described},"
     why_not = _why_not(spot, reaching)

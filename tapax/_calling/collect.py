@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax._jax import PyTree
 from tapax._marks.sow import leaf_name
 from tapax._results import SiteTable, Taps
 from tapax._sites import Site, SiteError
@@ -116,6 +117,6 @@ def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
                 yield _pulled_back(part, number, part.value)
 
 
-def _pulled_back(entry: Entry, number: int, value: Any) -> Entry:
+def _pulled_back(entry: Entry, number: int, value: PyTree) -> Entry:
     site = dataclasses.replace(entry.site, pullback=number)
     return entry._replace(site=site, value=value, again=False)

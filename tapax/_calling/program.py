@@ -20,7 +20,7 @@ from tapax._calling.signature import Signature
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import is_anchored, labels, resolve
 from tapax._frameworks.module_paths import new_call_stack
-from tapax._jax import Jaxpr, Static, Value
+from tapax._jax import Function, Jaxpr, PyTree, Static, Value
 from tapax._jax.pytrees import in_order, order_of
 from tapax._marks.context import Structure
 from tapax._marks.operations import internal_operations, with_marks
@@ -104,7 +104,7 @@ class TracedCall:
 
 
 def trace(
-    fn: Any, run: Callable[[Any], Any], plan: Plan, arguments: Any, signature: Signature
+    fn: Function, run: Callable[[Any], Any], plan: Plan, arguments: PyTree, signature: Signature
 ) -> Program:
     """Traces `run`, the call of `fn` on some arguments, with those traced that are not static."""
     keyed = jax.tree_util.tree_leaves_with_path(arguments)
@@ -140,7 +140,7 @@ def trace(
     return Program(jaxpr, treedef, statics, order, tuple(keys))
 
 
-def _check_result(fn: Any, x: Any) -> None:
+def _check_result(fn: Function, x: Value) -> None:
     """Refuses a result that may hide traced values where nothing can find them."""
     if not isinstance(x, (str, bytes, bool, int, float, complex, np.generic, np.ndarray, *_FIXED)):
         raise TypeError(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tapax._jax import Function, PyTree
 from tapax._jax.pytrees import in_order, order_of
 from tapax._sites import name_of
 
@@ -48,7 +49,7 @@ class Signature:
         return [leaf for i, leaf in enumerate(leaves) if i not in fixed]
 
 
-def split(fn: Any, arguments: Any, needed: frozenset[int]) -> tuple[Signature, list[Any]]:
+def split(fn: Function, arguments: PyTree, needed: frozenset[int]) -> tuple[Signature, list[Any]]:
     """Takes the arguments of `fn` apart into their static half and their arrays.
 
     `needed` are the places of numbers that are static because the function needs their values.
@@ -74,14 +75,14 @@ def split(fn: Any, arguments: Any, needed: frozenset[int]) -> tuple[Signature, l
     return Signature(treedef, tuple(statics), is_repeatable, order_of(arguments)), arrays
 
 
-def _is_value(leaf: Any) -> bool:
+def _is_value(leaf: PyTree) -> bool:
     """Whether an object stays what it is; functions are taken to, as `jax.jit` does."""
     return (
         callable(leaf) or isinstance(leaf, enum.Enum) or type(leaf).__hash__ is not object.__hash__
     )
 
 
-def _is_traced(leaf: Any) -> bool:
+def _is_traced(leaf: PyTree) -> bool:
     if isinstance(leaf, (bool, str, bytes, enum.Enum)) or callable(leaf):
         return False
     if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
@@ -91,13 +92,13 @@ def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, _NUMBERS) or hasattr(leaf, "__jax_array__")
 
 
-def numbers(arguments: Any) -> list[int]:
+def numbers(arguments: PyTree) -> list[int]:
     """The places of the leaves that are single numbers, which a function may need the value of."""
     leaves = jax.tree.leaves(arguments)
     return [i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS) and _is_traced(leaf)]
 
 
-def places_in(arguments: Any, parts: Callable[[Any], bool]) -> frozenset[int]:
+def places_in(arguments: PyTree, parts: Callable[[Any], bool]) -> frozenset[int]:
     """The places of the leaves in some parts of `arguments`, but for numbers of NumPy's."""
     places: list[int] = []
     start = 0

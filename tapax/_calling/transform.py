@@ -23,7 +23,7 @@ from tapax._calling.program import Program, TracedCall, trace
 from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
-from tapax._jax import PyTree, Value
+from tapax._jax import Function, Jaxpr, PyTree, Value
 from tapax._jaxpr.restage import is_eager
 from tapax._sites import name_of, wrong_type
 from tapax._walk.plan import Plan
@@ -51,14 +51,14 @@ class Transform:
         """What it has to know about the program. Only the types of the arrays may be looked at."""
         return None
 
-    def check(self, prepared: Any, operands: Any) -> None:
+    def check(self, prepared: PyTree, operands: PyTree) -> None:
         """Raises for operands whose values are wrong, where they are known."""
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         """The results of the program, or None if it has none; and a pytree of whatever else."""
         raise NotImplementedError
 
-    def finish(self, out: Any, extra: Any) -> Any:
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
         """What the user gets, of the function's result and whatever else."""
         return out
 
@@ -76,7 +76,7 @@ class _CallCache:
 _caches: dict[int, dict[Transform, _CallCache]] = {}
 
 
-def _cache_of(fn: Any, transform: Transform) -> _CallCache:
+def _cache_of(fn: Function, transform: Transform) -> _CallCache:
     """The cache of a function, shared by equal transforms if calls of it can be repeated.
 
     It is forgotten with the function, which it must not keep alive.
@@ -237,13 +237,13 @@ def static_numbers(call: FunctionCall) -> frozenset[int]:
     return frozenset().union(*found)
 
 
-def _key(signature: Signature, operands: Any, arrays: Sequence[Any]) -> Any:
+def _key(signature: Signature, operands: PyTree, arrays: Sequence[Any]) -> Any:
     leaves, treedef = jax.tree.flatten(operands)
     types = tuple(map(jax.typeof, (*leaves, *arrays)))
     return signature, treedef, types, _jax.trace_context()
 
 
-def _donated(jaxpr: Any) -> tuple[int, ...]:
+def _donated(jaxpr: Jaxpr) -> tuple[int, ...]:
     """The inputs of a program that a jitted function in it is given for good."""
     inner = _jax.open_jaxpr(jaxpr)
     read = itertools.chain(*(eqn.invars for eqn in inner.eqns), inner.outvars)
@@ -257,7 +257,9 @@ def _donated(jaxpr: Any) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(inner.invars) if v in once)
 
 
-def transformed(fn: Callable[P, Any], transform: Transform, operands: Any = ()) -> Callable[P, Any]:
+def transformed(
+    fn: Callable[P, Any], transform: Transform, operands: PyTree = ()
+) -> Callable[P, Any]:
     """A function of the arguments of `fn` that returns what the transform gives."""
     call = TransformedFunction(fn, transform)
 
@@ -268,7 +270,7 @@ def transformed(fn: Callable[P, Any], transform: Transform, operands: Any = ()) 
     return wrapper
 
 
-def check_function(fn: Any, function: str) -> None:
+def check_function(fn: Function, function: str) -> None:
     """Refuses what is no function, or none that can be traced."""
     if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered, jax.stages.Traced)):
         raise TypeError(

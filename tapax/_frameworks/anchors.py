@@ -21,7 +21,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
-from tapax._jax import Atom, Equation, Jaxpr, Var
+from tapax._jax import Args, Atom, Equation, Jaxpr, PyTree, Value, Var
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.rewrite import map_equation_bodies, rewrite
@@ -63,7 +63,7 @@ anchor_p = _jax.Primitive("anchor")
 anchor_p.multiple_results = True
 
 
-def anchor(x: Any, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -> int:
+def anchor(x: Value, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -> int:
     """Anchors an array; returns what a `ModuleScope` refers to it by."""
     # A traced array must not outlive its trace.
     kept = tuple(None if isinstance(a, Tracer) else a for a in arrays)
@@ -72,7 +72,7 @@ def anchor(x: Any, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -
     return made.uid
 
 
-def labels(arguments: Any) -> list[str]:
+def labels(arguments: PyTree) -> list[str]:
     """Where each array among the arguments of a program is, as a path."""
     paths = jax.tree_util.tree_flatten_with_path(arguments)[0]
     return [leaf_path(keys) for keys, _ in paths]
@@ -89,7 +89,7 @@ def leaf_path(keys: Sequence[Any]) -> str:
     return "/".join(map(_key_path, keys))
 
 
-def _key_path(key: Any) -> str:
+def _key_path(key: Value) -> str:
     inner = getattr(key, "key", None)
     if isinstance(inner, PathKey):
         return inner
@@ -127,7 +127,7 @@ _PASSING = Kind.COPY | Kind.REARRANGEMENT | Kind.SELECTION
 """What an array may go through on its way and still be that array."""
 
 
-def is_anchored(jaxpr: Any) -> bool:
+def is_anchored(jaxpr: Jaxpr) -> bool:
     """Whether there are anchors in a program; some equations keep effects to themselves."""
     inner = _jax.open_jaxpr(jaxpr)
     return anchor_effect in inner.effects or any(
@@ -148,7 +148,7 @@ def _body_origins(eqn: Equation, body: Jaxpr, origins: list[Any]) -> list[Any]:
     return origins[1:] if len(origins) == count + 1 else [None] * count
 
 
-def _renamed(eqn: Any, chosen: dict[int, str]) -> Any:
+def _renamed(eqn: Equation, chosen: dict[int, str]) -> Any:
     def rename(name: str) -> str:
         if not isinstance(name, ModuleScope) or name.anchor not in chosen:
             return name
@@ -157,7 +157,7 @@ def _renamed(eqn: Any, chosen: dict[int, str]) -> Any:
     return _jax.rename_scopes(eqn, rename) if chosen else eqn
 
 
-def _bind_again(args: Any, tangents_or_dims: Any, **params: Any) -> Any:
+def _bind_again(args: Args, tangents_or_dims: PyTree, **params: Any) -> Any:
     del tangents_or_dims  # there is no result that could have any
     return anchor_p.bind(*args, **params), []
 

@@ -23,11 +23,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from tapax._frameworks.interface import FunctionCall
+from tapax._frameworks.interface import FunctionCall, Module
 from tapax._frameworks.module_calls import within
 from tapax._frameworks.module_paths import find, running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
+from tapax._jax import Args, Function, Kwargs, PyTree
 from tapax._marks.context import active_policy
 from tapax._sites import join, segment
 
@@ -42,23 +43,23 @@ class Equinox(PatchedAdapter):
     base = eqx.Module
     recurrent_type = eqx.Module
 
-    def is_module(self, value: Any) -> bool:
+    def is_module(self, value: PyTree) -> bool:
         return isinstance(value, eqx.Module) and _is_users(type(value))
 
-    def wraps(self, value: Any) -> bool:
+    def wraps(self, value: PyTree) -> bool:
         return isinstance(value, eqx.Module) and _is_wrapper(type(value))
 
-    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+    def children(self, module: Module) -> Iterator[tuple[str, Any]]:
         named = not self.wraps(module)
         return ((segment(key) if named else "", part) for key, part in vars(module).items())
 
-    def is_opaque(self, value: Any) -> bool:
+    def is_opaque(self, value: PyTree) -> bool:
         # A module that cannot be called may well be a record of results.
         if isinstance(value, (eqx.nn.State, eqx.nn.StateIndex)):
             return True
         return isinstance(value, eqx.Module) and callable(value)
 
-    def has_repeatable_calls(self, fn: Any) -> bool:
+    def has_repeatable_calls(self, fn: Function) -> bool:
         return isinstance(fn, eqx.Module)
 
     def static_parts(self, call: FunctionCall) -> Any:
@@ -76,7 +77,7 @@ class Equinox(PatchedAdapter):
             call = dataclasses.replace(call, fn=bound)
         return contextlib.nullcontext(call)
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+    def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
         """Describes a module; a cell of Equinox takes its state last and starts from zeros."""
         check_inputs(module, inputs)
         params, rest = eqx.partition(module, eqx.is_array)
@@ -85,7 +86,7 @@ class Equinox(PatchedAdapter):
             run = lambda params, *args: eqx.combine(params, rest)(*args)  # noqa: E731
             return RecurrentCell(run, params, state)
 
-        def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+        def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
             new = eqx.combine(params, rest)(*inputs, state)
             return new, new[0] if is_lstm else new
 
@@ -125,7 +126,7 @@ def _is_wrapper(cls: type) -> bool:
     return package == "equinox" and not rest.startswith("nn.") and _has_call(cls)
 
 
-def _around(wrap: Any, original: Any) -> Any:
+def _around(wrap: Function, original: Function) -> Any:
     """What `wrap` makes of a method. Equinox warns of one that is made from numbers.
 
     There are some in the wrappers that `filter_checkpoint` and `filter_vmap` make.
@@ -139,7 +140,7 @@ def _has_call(cls: type) -> bool:
     return any("__call__" in base.__dict__ for base in cls.__mro__)
 
 
-def _wrapped(fn: Any) -> Any:
+def _wrapped(fn: Function) -> Any:
     """What a function is made from; None if it is not made from another."""
     for name in ("__self__", "func", "fun", "__wrapped__"):
         inner = getattr(fn, name, None)
@@ -148,7 +149,7 @@ def _wrapped(fn: Any) -> Any:
     return None
 
 
-def _transformed(adapter: Equinox, original: Any) -> Any:
+def _transformed(adapter: Equinox, original: Function) -> Any:
     """The call of a transformed function, within the place of the module that goes through it."""
 
     @functools.wraps(original)
@@ -161,7 +162,7 @@ def _transformed(adapter: Equinox, original: Any) -> Any:
     return call
 
 
-def _entered(adapter: Equinox, wrapper: Any, args: Any, kwargs: Any) -> Any:
+def _entered(adapter: Equinox, wrapper: Any, args: Args, kwargs: Kwargs) -> Any:
     module: Any = wrapper
     while module is not None and not adapter.is_module(module):
         module = _wrapped(module)
@@ -175,7 +176,7 @@ def _entered(adapter: Equinox, wrapper: Any, args: Any, kwargs: Any) -> Any:
     return within(adapter, *parts[0]) if len(parts) == 1 else contextlib.nullcontext()
 
 
-def _shared(adapter: Equinox, original: Any) -> Any:
+def _shared(adapter: Equinox, original: Function) -> Any:
     """The call of `Shared`, which returns copies of the modules in it, their arrays tied."""
 
     @functools.wraps(original)
@@ -189,7 +190,7 @@ def _shared(adapter: Equinox, original: Any) -> Any:
     return call
 
 
-def _bound(original: Any) -> Any:
+def _bound(original: Function) -> Any:
     """The call of a bound method, which may have been bound before its class was patched."""
 
     @functools.wraps(original)
@@ -201,7 +202,7 @@ def _bound(original: Any) -> Any:
     return call
 
 
-def _partial(original: Any) -> Any:
+def _partial(original: Function) -> Any:
     """The call of a partial function, which a method under `filter_jit` is."""
 
     @functools.wraps(original)
@@ -214,7 +215,7 @@ def _partial(original: Any) -> Any:
     return call
 
 
-def _current(method: Any, module: Any) -> Any:
+def _current(method: Any, module: Module) -> Any:
     """The method of a module as it is now, if `method` is what it was before."""
     name = getattr(method, "__name__", "")
     if isinstance(module, eqx.Module) and _is_users(type(module)):
@@ -225,7 +226,7 @@ def _current(method: Any, module: Any) -> Any:
     return method
 
 
-def _innermost(fn: Any) -> Any:
+def _innermost(fn: Function) -> Any:
     while (inner := _wrapped(fn)) is not None:
         fn = inner
     return fn

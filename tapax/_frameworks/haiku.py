@@ -17,11 +17,12 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from tapax._frameworks.interface import Adapter
+from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import called
 from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import is_first
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs
+from tapax._jax import Args, Kwargs, PyTree
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import join
@@ -47,16 +48,16 @@ class Haiku(Adapter):
     def __init__(self) -> None:
         self._calls = _HaikuCalls()
 
-    def is_module(self, value: Any) -> bool:
+    def is_module(self, value: PyTree) -> bool:
         return isinstance(value, hk.Module)
 
-    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+    def children(self, module: Module) -> Iterator[tuple[str, Any]]:
         return iter(())
 
-    def name(self, module: Any) -> str:
+    def name(self, module: Module) -> str:
         return self._path(module)
 
-    def maker(self, model: Any) -> Any:
+    def maker(self, model: Module) -> Any:
         if not isinstance(model, (hk.Transformed, hk.TransformedWithState)):
             return None
         return lambda *args, **kwargs: model.init(jax.random.key(0), *args, **kwargs)
@@ -75,7 +76,7 @@ class Haiku(Adapter):
             if not calls.captures:
                 calls.made.clear()
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+    def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
         """Describes a core. Its parameters are the transformed function's, so it has none here."""
         check_inputs(module, inputs)
         ndim = len(getattr(module, "input_shape", ())) + 1
@@ -85,14 +86,14 @@ class Haiku(Adapter):
         # The first call makes the parameters, which must not happen under a trace.
         core(*inputs, initial)
 
-        def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+        def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
             del params
             out, new = core(*inputs, state)
             return new, out
 
         return RecurrentCell(step, {}, initial if state is None else state)
 
-    def _intercept(self, run: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+    def _intercept(self, run: Any, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
         if active_policy() is None:
             return run(*args, **kwargs)
         module, method, stack = context.module, context.method_name, self._calls.stack
@@ -109,7 +110,7 @@ class Haiku(Adapter):
         finally:
             stack.pop()
 
-    def _path(self, module: Any) -> str:
+    def _path(self, module: Module) -> str:
         """The name of a module, from the outermost transformed function."""
         name = _without_methods(module.module_name)
         _, maker = self._calls.made.get(id(module), (module, None))
@@ -118,7 +119,7 @@ class Haiku(Adapter):
         outer = _without_methods(maker.module_name)
         return join(self._path(maker), name.removeprefix(f"{outer}/"))
 
-    def _place(self, module: Any) -> ModuleScope:
+    def _place(self, module: Module) -> ModuleScope:
         path = self._path(module)
         up = 0
         for around in reversed(running_modules()):

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 
 from tapax._frameworks.recurrent_cells import RecurrentCell, StatefulProgram
-
+from tapax._jax import Function, PyTree
 
 Module: TypeAlias = Any
 """A module of a framework."""
@@ -27,38 +27,38 @@ class Adapter:
     recurrent_type: type
     """The class of modules that may be recurrent."""
 
-    def is_module(self, value: Any) -> bool:
+    def is_module(self, value: PyTree) -> bool:
         """Whether a value is a module of this framework."""
         raise NotImplementedError
 
-    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+    def children(self, module: Module) -> Iterator[tuple[str, Any]]:
         """The attributes of a module that may be modules, or containers of some, by name.
 
         A name that is empty adds nothing to the path: it is that of something wrapped.
         """
         raise NotImplementedError
 
-    def name(self, module: Any) -> str:
+    def name(self, module: Module) -> str:
         """What to call a module that is in no other."""
         return type(module).__name__
 
-    def state(self, module: Any) -> Any:
+    def state(self, module: Module) -> Any:
         """The arrays of a module, in a structure with the names of its attributes as keys."""
         return module
 
-    def wraps(self, value: Any) -> bool:
+    def wraps(self, value: PyTree) -> bool:
         """Whether a value is no module, but something of the framework's around one."""
         return False
 
-    def maker(self, model: Any) -> Callable[..., Any] | None:
+    def maker(self, model: Module) -> Callable[..., Any] | None:
         """The function by whose call the modules of a model come to be, if they do so by one."""
         return None
 
-    def has_site(self, module: Any) -> bool:
+    def has_site(self, module: Module) -> bool:
         """Whether what a module returns is a site: a container of modules returns nothing."""
         return callable(module)
 
-    def is_opaque(self, value: Any) -> bool:
+    def is_opaque(self, value: PyTree) -> bool:
         """Whether a part of a result is an object of its own, whose arrays are not results."""
         return self.is_module(value)
 
@@ -70,7 +70,7 @@ class Adapter:
         """Traces a program, and once more in another way if the first fails and may have to."""
         return trace()
 
-    def has_repeatable_calls(self, fn: Any) -> bool:
+    def has_repeatable_calls(self, fn: Function) -> bool:
         """Whether equal arguments, and equal state, mean equal calls of a function.
 
         They do if it is a module; or if it is jitted by the framework, and so keeps what it closes
@@ -86,7 +86,7 @@ class Adapter:
         """The call of a captured function with its stateful objects taken apart into arrays."""
         return contextlib.nullcontext(call)
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+    def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
         """Describes a module of `recurrent_type` as a pure step.
 
         `inputs` are an example of the inputs; `state` replaces the initial state unless it is None.
@@ -94,7 +94,7 @@ class Adapter:
         raise NotImplementedError
 
     def stateful_program(
-        self, module: Any, inputs: Sequence[Any], state: Any
+        self, module: Module, inputs: Sequence[Any], state: PyTree
     ) -> StatefulProgram | None:
         """Traces a module of `recurrent_type` that writes its states in place; None for others."""
         return None
@@ -121,7 +121,7 @@ class FunctionCall:
         whole = jax.tree_util.all_leaves([self.fn])
         return self.args, self.kwargs, None if whole else self.fn
 
-    def run(self, arguments: Any) -> Any:
+    def run(self, arguments: PyTree) -> Any:
         """Makes the call, on other arguments of the same structure."""
         args, kwargs, fn = arguments
         return (self.fn if fn is None else fn)(*args, **kwargs)

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tapax._frameworks.interface import Adapter
+from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_paths import RunningModule, enter_module, locate, rooted
+from tapax._jax import PyTree, Value
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ModuleScope
 from tapax._marks.sow import leaf_name
@@ -22,7 +23,7 @@ from tapax._marks.tap import Mark, tap
 
 def called(
     adapter: Adapter,
-    module: Any,
+    module: Module,
     method: str,
     run: Callable[[], Any],
     place: ModuleScope | None = None,
@@ -36,7 +37,7 @@ def called(
 
 
 @contextlib.contextmanager
-def within(adapter: Adapter, module: Any, place: ModuleScope | None = None) -> Iterator[None]:
+def within(adapter: Adapter, module: Module, place: ModuleScope | None = None) -> Iterator[None]:
     """The scope of a module; entering the one that is running already changes nothing."""
     place = rooted(locate(adapter, module) if place is None else place)
     if not place and not place.up:
@@ -49,7 +50,7 @@ def within(adapter: Adapter, module: Any, place: ModuleScope | None = None) -> I
         yield
 
 
-def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
+def mark_result(adapter: Adapter, module: Module, method: str, out: PyTree) -> Any:
     """Makes what a method of a module returned a site, if a capture admits it; returns it."""
     here = active_policy()
     admitted = here.admits(module, method) if here is not None else frozenset()
@@ -58,7 +59,7 @@ def mark_result(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
     source = _user_line(adapter)
     suffix = "" if method == "__call__" else f".{method}"
 
-    def leaf(keys: tuple[Any, ...], x: Any) -> Any:
+    def leaf(keys: tuple[Any, ...], x: Value) -> Any:
         if not isinstance(x, (jax.Array, np.ndarray)):
             return x
         path = suffix + (f":{leaf_name(keys)}" if keys else "")

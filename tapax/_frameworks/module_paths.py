@@ -21,8 +21,9 @@ from typing import Any
 from jax.core import Tracer
 
 from tapax._frameworks.anchors import anchor
-from tapax._frameworks.interface import Adapter
+from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, kind
+from tapax._jax import PyTree
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import join
 
@@ -41,11 +42,11 @@ class RunningModule:
         # Most modules call no other, so that nothing is ever looked for in them.
         return [(self.module, "", index(self.adapter, self.module))]
 
-    def adopt(self, twin: Any, path: str) -> None:
+    def adopt(self, twin: Module, path: str) -> None:
         """Makes the modules in `twin` known, as those at `path`."""
         self._indexes.append((twin, path, index(self.adapter, twin)))
 
-    def find(self, module: Any) -> str | None:
+    def find(self, module: Module) -> str | None:
         """The path to a module from this one; None if it is not in it."""
         if module is self.module:
             return ""
@@ -111,7 +112,7 @@ def rooted(place: ModuleScope) -> ModuleScope:
     return ModuleScope(place, place.root, len(outer)) if same else place
 
 
-def locate(adapter: Adapter, module: Any) -> ModuleScope:
+def locate(adapter: Adapter, module: Module) -> ModuleScope:
     """The place of a module, from the module that is running; empty if it is that one."""
     if not _stack.running:
         return _root(adapter, module)
@@ -152,7 +153,7 @@ def _known(adapter: Adapter, part: Any) -> ModuleScope | None:
     return None
 
 
-def _root(adapter: Adapter, module: Any) -> ModuleScope:
+def _root(adapter: Adapter, module: Module) -> ModuleScope:
     """The place of a module that no module calls, in the model that it is a part of."""
     owner, path = _owner(adapter, module, _stack.frame)
     if not path:
@@ -184,7 +185,7 @@ def _undecided(
     return ModuleScope(name, name)
 
 
-def _owner(adapter: Adapter, module: Any, until: Any) -> tuple[Any, str]:
+def _owner(adapter: Adapter, module: Module, until: Any) -> tuple[Any, str]:
     """The largest model that holds `module`, in the functions running since `until`; its path."""
     # One model is in the variables of many functions.
     indexes: dict[int, tuple[Any, dict[int, str]]] = {}
@@ -216,7 +217,7 @@ def _models_running(adapter: Adapter, until: Any) -> Iterator[list[Any]]:
         frame = frame.f_back
 
 
-def _models(adapter: Adapter, value: Any) -> Iterator[Any]:
+def _models(adapter: Adapter, value: PyTree) -> Iterator[Any]:
     """The modules that a variable holds."""
     if adapter.is_module(value):
         yield value
@@ -226,7 +227,7 @@ def _models(adapter: Adapter, value: Any) -> Iterator[Any]:
                 yield part
 
 
-def _copied(adapter: Adapter, twin: Any, model: Any) -> dict[str, Any]:
+def _copied(adapter: Adapter, twin: Module, model: Module) -> dict[str, Any]:
     """The modules in a model that `twin` may be a copy of, by their paths."""
     wanted = kind(adapter, twin)
     if wanted == kind(adapter, model):

@@ -6,19 +6,20 @@ from typing import Any
 import jax
 
 from tapax._frameworks.anchors import leaf_path
-from tapax._frameworks.interface import Adapter
+from tapax._frameworks.interface import Adapter, Module
+from tapax._jax import PyTree
 from tapax._sites import join, segment
 
 CONTAINERS = (list, tuple, dict)
 
 
-def kind(adapter: Adapter, module: Any) -> Any:
+def kind(adapter: Adapter, module: Module) -> Any:
     """What two modules have in common if one is a copy of the other: the classes in them."""
     parts = [(path, type(part)) for path, part in descendants(adapter, module)]
     return type(module), tuple(parts)
 
 
-def index(adapter: Adapter, module: Any) -> dict[int, str]:
+def index(adapter: Adapter, module: Module) -> dict[int, str]:
     """The paths of a module and of all that are in it, wrapped or not, by identity."""
     found = {id(module): ""}
     for path, part in _nodes(adapter, module):
@@ -26,12 +27,12 @@ def index(adapter: Adapter, module: Any) -> dict[int, str]:
     return found
 
 
-def descendants(adapter: Adapter, module: Any) -> Iterator[tuple[str, Any]]:
+def descendants(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:
     """The modules in a module with their paths, those nearest to it first, each once."""
     return (found for found in _nodes(adapter, module) if adapter.is_module(found[1]))
 
 
-def _nodes(adapter: Adapter, module: Any) -> Iterator[tuple[str, Any]]:
+def _nodes(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:
     """The same with what is around some of them."""
     seen = {id(module)}
     level = [("", module)]
@@ -49,11 +50,11 @@ def _nodes(adapter: Adapter, module: Any) -> Iterator[tuple[str, Any]]:
         level = deeper
 
 
-def in_order(adapter: Adapter, model: Any) -> Iterator[tuple[str, Any]]:
+def in_order(adapter: Adapter, model: Module) -> Iterator[tuple[str, Any]]:
     """A module and all that are in it, each once, in the order of their attributes."""
     paths = index(adapter, model)
 
-    def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def below(path: str, value: PyTree) -> Iterator[tuple[str, Any]]:
         if adapter.is_module(value):
             if paths.get(id(value)) != path:
                 return
@@ -64,7 +65,7 @@ def in_order(adapter: Adapter, model: Any) -> Iterator[tuple[str, Any]]:
     return below("", model)
 
 
-def _parts(adapter: Adapter, value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(adapter: Adapter, value: PyTree) -> Iterator[tuple[str, Any]]:
     if adapter.is_module(value) or adapter.wraps(value):
         parts = adapter.children(value)
     elif isinstance(value, dict):
@@ -76,7 +77,7 @@ def _parts(adapter: Adapter, value: Any) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-def arrays(adapter: Adapter, module: Any) -> Iterator[tuple[str, Any]]:
+def arrays(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:
     """The arrays in a module, and their paths."""
     for keys, x in jax.tree_util.tree_leaves_with_path(adapter.state(module)):
         if isinstance(x, jax.Array):

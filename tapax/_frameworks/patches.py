@@ -13,8 +13,9 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tapax._frameworks.interface import Adapter
+from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import called
+from tapax._jax import Function, PyTree
 from tapax._marks.context import active_policy
 from tapax._sites import segment
 
@@ -71,9 +72,9 @@ class Patch:
             )
             yield maker, "__call__", self._maker
 
-    def _maker(self, original: Any) -> Any:
+    def _maker(self, original: Function) -> Any:
         @functools.wraps(original)
-        def make(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def make(cls: type, /, *args: Any, **kwargs: Any) -> Any:
             if self._users and cls not in self._classes and issubclass(cls, self._base or ()):
                 self._put()
             return original(cls, *args, **kwargs)
@@ -89,10 +90,10 @@ class PatchedAdapter(Adapter):
     def __init__(self) -> None:
         self._patch = Patch(self._replacements, self.base)
 
-    def is_module(self, value: Any) -> bool:
+    def is_module(self, value: PyTree) -> bool:
         return isinstance(value, self.base)
 
-    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+    def children(self, module: Module) -> Iterator[tuple[str, Any]]:
         return ((segment(key), value) for key, value in vars(module).items())
 
     def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
@@ -102,7 +103,7 @@ class PatchedAdapter(Adapter):
         raise NotImplementedError
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
+def _set(owner: Any, name: str, value: PyTree) -> None:
     # A metaclass may forbid what is plainly possible.
     (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, value)
 
@@ -132,7 +133,7 @@ def methods(
                 yield cls, name, functools.partial(_method, adapter, cls, name, call)
 
 
-def is_method(name: str, value: Any) -> bool:
+def is_method(name: str, value: PyTree) -> bool:
     """Whether an attribute of a class is a method that may return what a module computes."""
     if name.startswith("__") and name != "__call__":
         return False
@@ -142,7 +143,7 @@ def is_method(name: str, value: Any) -> bool:
 
 
 def _method(
-    adapter: Adapter, owner: type, name: str, call: Callable[..., Any], original: Any
+    adapter: Adapter, owner: type, name: str, call: Callable[..., Any], original: Function
 ) -> Any:
     # What a framework puts around a function takes the module as its first argument, too.
     plain = inspect.isfunction(original) or adapter.wraps(original)
@@ -168,7 +169,7 @@ def closure_values(fn: types.FunctionType) -> list[Any]:
     return [None if cell == types.CellType() else cell.cell_contents for cell in cells]
 
 
-def current(fn: Any) -> Any:
+def current(fn: Function) -> Any:
     """A method that was taken earlier, as it would be taken now: its class may be patched."""
     if isinstance(fn, functools.partial):
         func = current(fn.func)

@@ -13,6 +13,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from tapax import _jax
+from tapax._frameworks.interface import Module
+from tapax._jax import Equation, PyTree
 from tapax._sites import SiteError, nearest
 
 StatePath = tuple[str, ...]
@@ -73,12 +75,12 @@ class StatefulProgram:
     join: Callable[[Sequence[Any]], tuple[Any, Any]]
 
 
-def mark_write(value: Any, name: str) -> Any:
+def mark_write(value: PyTree, name: str) -> Any:
     """Names a value in the traced program as one that is written to the hidden state `name`."""
     return jax.tree.map(lambda x: checkpoint_name(x, _WRITE + name), value)
 
 
-def find_written_name(eqn: Any) -> str | None:
+def find_written_name(eqn: Equation) -> str | None:
     """The name of the hidden state that an equation of `mark_write` names; None for any other."""
     label = _jax.operation(eqn.primitive, eqn.params)[1]
     return label.removeprefix(_WRITE) if label is not None and label.startswith(_WRITE) else None
@@ -92,7 +94,7 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
             raise HiddenError(f"There is no hidden state {name!r}. {near}")
 
 
-def check_inputs(module: Any, inputs: Sequence[Any]) -> None:
+def check_inputs(module: Module, inputs: Sequence[Any]) -> None:
     """Refuses to trace a module without an example of its input."""
     if not inputs:
         raise HiddenError(
@@ -101,7 +103,7 @@ def check_inputs(module: Any, inputs: Sequence[Any]) -> None:
         )
 
 
-def refuse_loop(module: Any, cell: str) -> NoReturn:
+def refuse_loop(module: Module, cell: str) -> NoReturn:
     """Refuses a module that runs a whole sequence; `cell` is what to give in its place."""
     raise HiddenError(
         f"`model` is of type {type(module).__name__}, which runs over a whole sequence and has no "
@@ -109,7 +111,7 @@ def refuse_loop(module: Any, cell: str) -> NoReturn:
     )
 
 
-def refuse_other(value: Any, fix: str) -> NoReturn:
+def refuse_other(value: PyTree, fix: str) -> NoReturn:
     """Refuses what is not a recurrent module of any framework; `fix` is what to do about it."""
     raise HiddenError(
         f"`model` is of type {type(value).__name__}, but expected is a recurrent module: one of "
@@ -117,6 +119,6 @@ def refuse_other(value: Any, fix: str) -> NoReturn:
     )
 
 
-def pair_paths(state: Any, *names: str) -> Sequence[StatePath] | None:
+def pair_paths(state: PyTree, *names: str) -> Sequence[StatePath] | None:
     """The paths of a state that is a pair without names; None for any other state."""
     return [(name,) for name in names] if type(state) is tuple and len(state) == 2 else None

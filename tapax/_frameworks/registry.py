@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from tapax._frameworks.interface import Adapter, FunctionCall
+from tapax._frameworks.interface import Adapter, FunctionCall, Module
 from tapax._frameworks.recurrent_cells import RecurrentCell, StatefulProgram
+from tapax._jax import Function, PyTree
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def trace_program(trace: Callable[[], T]) -> T:
     return trace()
 
 
-def has_repeatable_calls(fn: Any) -> bool:
+def has_repeatable_calls(fn: Function) -> bool:
     """Whether equal arguments mean equal calls of a function, in any of the frameworks."""
     return any(adapter.has_repeatable_calls(fn) for adapter in loaded_adapters())
 
@@ -86,17 +87,19 @@ def run_opened(
                 return run(opened, program)
 
 
-def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell | None:
+def recurrent_cell(module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell | None:
     """Describes a recurrent module of any framework as a pure step; None for anything else."""
     adapter = _find_recurrent(module)
     return adapter and adapter.recurrent_cell(module, inputs, state)
 
 
-def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram | None:
+def stateful_program(
+    module: Module, inputs: Sequence[Any], state: PyTree
+) -> StatefulProgram | None:
     """Traces a recurrent module that writes its hidden states in place; None for others."""
     adapter = _find_recurrent(module)
     return adapter and adapter.stateful_program(module, inputs, state)
 
 
-def _find_recurrent(module: Any) -> Adapter | None:
+def _find_recurrent(module: Module) -> Adapter | None:
     return next((a for a in loaded_adapters() if isinstance(module, a.recurrent_type)), None)

@@ -53,10 +53,13 @@ from tapax._jax.rules import (
 from tapax._jax.tracing import intercept_bind, is_traced_here, trace_context, trace_state_clean
 from tapax._jax.types import (
     AbstractValue,
+    Args,
     ArrayLike,
     Atom,
     Equation,
+    Function,
     Jaxpr,
+    Kwargs,
     OpenJaxpr,
     PyTree,
     Value,

@@ -9,7 +9,7 @@ from typing import Any, cast
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend.core import Primitive, jaxpr_as_fun
 
-from tapax._jax.types import Equation, Jaxpr, OpenJaxpr, Value
+from tapax._jax.types import AbstractValue, Equation, Jaxpr, OpenJaxpr, PyTree, Value
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
@@ -57,7 +57,7 @@ def with_open_jaxpr(jaxpr: Jaxpr, inner: OpenJaxpr) -> Jaxpr:
     return inner if open_jaxpr(jaxpr) is jaxpr else closed.replace(jaxpr=inner)
 
 
-def hidden_body(value: Any) -> Any:
+def hidden_body(value: PyTree) -> Any:
     """The jaxpr inside a parameter that is no jaxpr: that of a `call_hi_primitive`; or None."""
     # What `call_hi_primitive` calls knows how to `expand` itself.
     if hasattr(value, "eqns") or not callable(getattr(value, "expand", None)):
@@ -109,6 +109,6 @@ def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def is_reference(aval: Any) -> bool:
+def is_reference(aval: AbstractValue) -> bool:
     """Whether a value is a reference to an array, which is read and written."""
     return hasattr(aval, "inner_aval")

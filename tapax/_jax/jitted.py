@@ -5,10 +5,12 @@ from typing import Any
 import jax
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 
+from tapax._jax.types import Function
+
 _Jitted = type(jax.jit(lambda: None))
 
 
-def jit_options(fn: Any) -> dict[str, Any] | None:
+def jit_options(fn: Function) -> dict[str, Any] | None:
     """The keyword arguments with which `jax.jit` made `fn`; None if it did not.
 
     A function that wraps a jitted one, as `jax.grad` makes it, has its attributes too: the type

@@ -6,6 +6,8 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from tapax._jax.types import PyTree
+
 T = TypeVar("T")
 
 
@@ -26,7 +28,7 @@ class Static(Generic[T]):
         return hash(Static)
 
 
-def order_of(tree: Any) -> Any:
+def order_of(tree: PyTree) -> Any:
     """The order of the keys in the dicts of a structure, which JAX sorts; None if it is sorted."""
     if type(tree) is dict:
         inner = tuple(map(order_of, tree.values()))
@@ -39,7 +41,7 @@ def order_of(tree: Any) -> Any:
     return None
 
 
-def in_order(tree: Any, order: Any) -> Any:
+def in_order(tree: PyTree, order: Any) -> Any:
     """A structure with the keys of its dicts in an order."""
     if order is None:
         return tree
@@ -49,6 +51,6 @@ def in_order(tree: Any, order: Any) -> Any:
     return type(tree)(in_order(t, o) for t, o in zip(tree, inner, strict=True))
 
 
-def map_in_order(fn: Callable[..., Any], tree: Any, is_leaf: Any = None) -> Any:
+def map_in_order(fn: Callable[..., Any], tree: PyTree, is_leaf: Any = None) -> Any:
     """`jax.tree.map` over one structure, whose dicts keep the order of their keys."""
     return in_order(jax.tree.map(fn, tree, is_leaf=is_leaf), order_of(tree))

@@ -11,6 +11,8 @@ from jax._src.interpreters import remat as _remat
 from jax.extend.core import Primitive, mapped_aval
 from jax.interpreters import batching
 
+from tapax._jax.types import Value
+
 
 def register_partial_eval_custom(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Registers what happens to `primitive` when remat splits a body in two."""
@@ -115,7 +117,7 @@ def wrap_batcher(
     rules[primitive] = wrap(rules[primitive])
 
 
-def unmapped(x: Any, dim: int | None) -> Any:
+def unmapped(x: Value, dim: int | None) -> Any:
     """The type that one example of a mapped value has."""
     aval = jax.typeof(x)
     return aval if dim is None else mapped_aval(aval.shape[dim], dim, aval)

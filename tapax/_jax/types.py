@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -16,6 +16,10 @@ from jax.typing import ArrayLike as ArrayLike
 AbstractValue: TypeAlias = Any
 """The type that JAX gives a value: a `ShapedArray`, the type of a reference or of a token."""
 PyTree: TypeAlias = Any
+Function: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of a call, or the operands that a rule of JAX is given."""
+Kwargs: TypeAlias = dict[str, Any]
 Value: TypeAlias = Any
 """A value inside a program that is interpreted: an array, a tracer, or what stands for one."""
 
@@ -73,22 +77,22 @@ Jaxpr: TypeAlias = ClosedJaxpr | JaxprWithoutConstants | OpenJaxpr
 """A program, with its constants or without."""
 
 
-def with_shape(aval: Any, shape: tuple[int, ...]) -> Any:
+def with_shape(aval: AbstractValue, shape: tuple[int, ...]) -> Any:
     """A type like another, strong, of another shape, on as many devices."""
     return ShapedArray(shape, aval.dtype, manual_axis_type=aval.manual_axis_type)
 
 
-def stacked(aval: Any, length: int) -> Any:
+def stacked(aval: AbstractValue, length: int) -> Any:
     """The type of several values along a new leading axis."""
     return unmapped_aval(length, 0, aval)
 
 
-def unstacked(aval: Any) -> Any:
+def unstacked(aval: AbstractValue) -> Any:
     """The type of what lies along the first axis."""
     return mapped_aval(aval.shape[0], 0, aval)
 
 
-def varying_axes(aval: Any) -> frozenset[str]:
+def varying_axes(aval: AbstractValue) -> frozenset[str]:
     """The manual mesh axes over which a value differs from device to device."""
     kind = getattr(aval, "manual_axis_type", None)
     if kind is not None:
@@ -96,7 +100,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()))
 
 
-def with_varying(x: Any, axes: frozenset[str]) -> Any:
+def with_varying(x: Value, axes: frozenset[str]) -> Any:
     """`x`, declared to vary over `axes` too, as a carry or a branch must be to match another."""
     missing = tuple(sorted(axes - varying_axes(jax.typeof(x))))
     if not missing:
@@ -104,7 +108,7 @@ def with_varying(x: Any, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(x, missing, to="varying")
 
 
-def zeros(aval: Any) -> Any:
+def zeros(aval: AbstractValue) -> Any:
     """An array of zeros of the type `aval`, random keys and device-varying types included."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))

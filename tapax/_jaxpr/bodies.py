@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from tapax import _jax
+from tapax._jax import Equation
 
 
-def bodies(eqn: Any) -> Iterator[Any]:
+def bodies(eqn: Equation) -> Iterator[Any]:
     """The jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for part in value if isinstance(value, (list, tuple)) else (value,):

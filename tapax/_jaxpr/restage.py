@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from tapax import _jax
-from tapax._jax import AbstractValue, Equation, Jaxpr, Value
+from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.leading_axes import where
 
@@ -117,7 +117,7 @@ class Scan:
         return self.eqn.params["reverse"]
 
     def run(
-        self, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any = None
+        self, step: Callable[[Any, Any], tuple[Any, Any]], carry: PyTree, xs: Any = None
     ) -> tuple[Any, Any]:
         """Runs another step, over other inputs if `xs` is given, in the order of the scan."""
         options: dict[str, Any] = {"reverse": self.reverse, "unroll": self.eqn.params["unroll"]}

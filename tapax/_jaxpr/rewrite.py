@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from tapax import _jax
-from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, Var
+from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, PyTree, Var
 
 Visit = Callable[[Equation, dict[Var, Atom]], Iterable[Equation]]
 """Returns what stands in the place of an equation, whose operands are renamed already.
@@ -42,7 +42,7 @@ def rewrite(
     return _jax.with_open_jaxpr(jaxpr, new)
 
 
-def map_bodies(value: Any, fn: Callable[[Jaxpr], Any]) -> Any:
+def map_bodies(value: PyTree, fn: Callable[[Jaxpr], Any]) -> Any:
     """Applies `fn` to every jaxpr in a parameter of an equation.
 
     A body that a parameter hides cannot be replaced; `fn` is called on it all the same.

@@ -33,17 +33,18 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
+from tapax._jax import Args, PyTree, Value
 
 change_p = _jax.Primitive("change")
 
 
-def identity(*operands: Any, order: int) -> Any:
+def identity(*operands: Value, order: int) -> Any:
     """What a change gives that is none."""
     last = operands[-1]
     return last if order < 2 else _jax.zeros(jax.typeof(last))
 
 
-def derivative(fn: Callable[[Any], Any], order: int, transposed: bool, x: Any, *ts: Any) -> Any:
+def derivative(fn: Callable[[Any], Any], order: int, transposed: bool, x: Value, *ts: Value) -> Any:
     """The derivative of `fn` that a change with these operands stands for."""
     if order == 0:
         return fn(x)
@@ -56,16 +57,16 @@ def derivative(fn: Callable[[Any], Any], order: int, transposed: bool, x: Any, *
     return out
 
 
-def _along(fn: Callable[[Any], Any], t: Any, x: Any) -> Any:
+def _along(fn: Callable[[Any], Any], t: Value, x: Value) -> Any:
     return jax.jvp(fn, (x,), (t,))[1]
 
 
-def _impl(token: Any, *operands: Any, order: int, **params: Any) -> Any:
+def _impl(token: Value, *operands: Value, order: int, **params: Any) -> Any:
     del token, params
     return identity(*operands, order=order)
 
 
-def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, own: Any, **params: Any) -> Any:
+def _batch(axis_data: Any, args: Args, dims: Any, *, axes: Any, own: PyTree, **params: Any) -> Any:
     token, *operands = args
     dims = dims[1:]
     mapped = [d for d in (dims[-1], *dims) if d is not None]
@@ -78,12 +79,12 @@ def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, own: Any, **param
     return change_p.bind(token, *aligned, axes=axes, own=own, **params), dim
 
 
-def with_axis(x: Any, now: int | None, then: int, size: int) -> Any:
+def with_axis(x: Value, now: int | None, then: int, size: int) -> Any:
     """An operand with its mapped axis in another place."""
     return x if now == then else jnp.moveaxis(batching.bdim_at_front(x, now, size), 0, then)
 
 
-def _jvp(primals: Any, tangents: Any, *, order: int, **params: Any) -> Any:
+def _jvp(primals: PyTree, tangents: PyTree, *, order: int, **params: Any) -> Any:
     token, x, *ts = primals
     _, dx, *dts = tangents
     out = change_p.bind(*primals, order=order, **params)
@@ -100,7 +101,9 @@ def _jvp(primals: Any, tangents: Any, *, order: int, **params: Any) -> Any:
     return out, functools.reduce(ad.add_jaxvals, parts)
 
 
-def _transpose(ct: Any, token: Any, x: Any, *ts: Any, transposed: bool, **params: Any) -> Any:
+def _transpose(
+    ct: Value, token: Value, x: Value, *ts: Value, transposed: bool, **params: Any
+) -> Any:
     (place,) = (i for i, t in enumerate(ts) if ad.is_undefined_primal(t))
     outs: list[Any] = [None] * (len(ts) + 2)
     if type(ct) is ad.Zero:

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 import jax
 
+from tapax._frameworks.interface import Module
+from tapax._jax import PyTree
 from tapax._sites import Rule
 
 ModuleFilter: TypeAlias = Callable[[Any, str], bool] | bool
@@ -30,7 +32,7 @@ class Structure:
     __slots__ = ()
 
     @classmethod
-    def of(cls, arguments: Any) -> Structure | None:
+    def of(cls, arguments: PyTree) -> Structure | None:
         try:
             return cls._known(jax.tree.structure(arguments))
         except TypeError:  # something in it cannot be hashed
@@ -56,7 +58,7 @@ class MarkingPolicy:
     changing: bool = False
     pairs: bool = False
 
-    def admits(self, module: Any, method: str) -> frozenset[ModuleFilter]:
+    def admits(self, module: Module, method: str) -> frozenset[ModuleFilter]:
         """The policies by which what a method of a module returns is a site."""
         public = method == "__call__" or not method.startswith("_")
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))

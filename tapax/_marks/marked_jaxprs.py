@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core.primitives import clamp_p, convert_element_type_p
 
 from tapax import _jax
-from tapax._jax import Atom, Equation, Jaxpr, Var
+from tapax._jax import Atom, Equation, Jaxpr, OpenJaxpr, PyTree, Var
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.rewrite import map_bodies, map_equation_bodies, rewrite, zeros_equation
 from tapax._marks.change import change_p
@@ -16,7 +16,7 @@ from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import Mark, tap_effect, tap_p
 
 
-def strip(value: Any, marks: list[Mark] | None = None) -> Any:
+def strip(value: PyTree, marks: list[Mark] | None = None) -> Any:
     """A jaxpr, or a structure with some in it, without its taps, whose marks go to `marks`.
 
     Where a body cannot be replaced, its marks are found all the same.
@@ -51,7 +51,7 @@ def _is_tapped(jaxpr: Jaxpr) -> bool:
     return tap_effect in _jax.open_jaxpr(jaxpr).effects
 
 
-def quieted(value: Any, again: str | None = "copy") -> Any:
+def quieted(value: PyTree, again: str | None = "copy") -> Any:
     """A jaxpr, or a structure with some in it, whose taps are not kept where nothing uses them.
 
     Marked values are there as values that are computed once `again`.
@@ -70,7 +70,7 @@ def quieted(value: Any, again: str | None = "copy") -> Any:
     return map_bodies(value, quiet_body)
 
 
-def reaching(jaxpr: Any, results: Sequence[int] | None = None) -> frozenset[int]:
+def reaching(jaxpr: Jaxpr, results: Sequence[int] | None = None) -> frozenset[int]:
     """The marks of a program whose taps are needed for its results, or for some of them."""
     return Uids().within(_jax.dce(quieted(jaxpr, again=None), results))
 
@@ -81,7 +81,7 @@ class Uids:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, frozenset[int]]] = {}
 
-    def within(self, jaxpr: Any) -> frozenset[int]:
+    def within(self, jaxpr: Jaxpr) -> frozenset[int]:
         inner = _jax.open_jaxpr(jaxpr)
         if id(inner) not in self._known:
             found: set[int] = set()
@@ -95,7 +95,7 @@ class Uids:
         return self._known[id(inner)][1]
 
 
-def first_uid(jaxpr: Any) -> int:
+def first_uid(jaxpr: Jaxpr) -> int:
     """The first mark that was traced in a body; a large number if there is none."""
     uids = [
         eqn.params["mark"].uid if eqn.primitive is tap_p else min(map(first_uid, bodies(eqn)))
@@ -105,7 +105,7 @@ def first_uid(jaxpr: Any) -> int:
     return min(uids, default=sys.maxsize)
 
 
-def count_calls(jaxpr: Any, scopes: Scopes = ()) -> Counter[str]:
+def count_calls(jaxpr: Jaxpr, scopes: Scopes = ()) -> Counter[str]:
     """How often each site is called in a body."""
     found: Counter[str] = Counter()
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
@@ -118,7 +118,7 @@ def count_calls(jaxpr: Any, scopes: Scopes = ()) -> Counter[str]:
     return found
 
 
-def is_of_two(jaxpr: Any, eqn: Any) -> bool:
+def is_of_two(jaxpr: OpenJaxpr, eqn: Equation) -> bool:
     """Whether a conditional was written as `lax.cond`, which puts the branch for true second.
 
     Its index is a boolean made a number, where that of `lax.switch` is clamped. Where neither is to

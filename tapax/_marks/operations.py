@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from tapax import _jax
+from tapax._jax import Args, Primitive, PyTree, Value
 from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of_operation, kind_of_primitive
 from tapax._marks.context import MarkingPolicy, active_policy, set_policy
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
@@ -51,7 +52,7 @@ def internal_operations() -> Iterator[None]:
         _thread.binding = before
 
 
-def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
+def _mark_operation(bind: Any, primitive: Primitive, args: Args, params: PyTree) -> Any:
     here = active_policy()
     ignored = here is None or primitive is tap_p or getattr(_thread, "binding", False)
     source = None if ignored else _user_line()
@@ -68,7 +69,7 @@ def _mark_operation(bind: Any, primitive: Any, args: Any, params: Any) -> Any:
     several = primitive.multiple_results and len(list(out)) > 1
     numbers = itertools.count()
 
-    def marked(x: Any) -> Any:
+    def marked(x: Value) -> Any:
         name = f"{path}:{next(numbers)}" if several else path
         if not isinstance(x, jax.Array):
             return x

@@ -10,9 +10,8 @@ as it is, it stays right where one traced body is called by several modules.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tapax import _jax
+from tapax._jax import Equation
 from tapax._sites import join
 
 
@@ -74,7 +73,7 @@ class GroundedScope(ScopeName):
 Scopes = tuple[ScopeName, ...]
 
 
-def scopes_of(eqn: Any, outer: Scopes = ()) -> Scopes:
+def scopes_of(eqn: Equation, outer: Scopes = ()) -> Scopes:
     """The scopes of an equation, in a body that is called within those of `outer`."""
     scopes = list(outer)
     for name in _jax.names_of(eqn):

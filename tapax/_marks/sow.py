@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from tapax._jax import PyTree, Value
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ScopeName
 from tapax._marks.tap import Mark, tap
@@ -97,7 +98,7 @@ def _check_name(name: Any, function: str) -> None:
         )
 
 
-def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
+def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
     """Marks the arrays in `value`, from the line that called the caller; returns it."""
     _check_name(name, kind)
     here = active_policy()
@@ -106,7 +107,7 @@ def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
     frame = sys._getframe(2)
     source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def leaf(keys: tuple[Any, ...], x: Any) -> Any:
+    def leaf(keys: tuple[Any, ...], x: Value) -> Any:
         if not is_array(x):
             return x
         path = name + (f":{leaf_name(keys)}" if keys else "")
@@ -117,7 +118,7 @@ def mark(value: Any, name: str, kind: str, **fields: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, value)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: Value) -> bool:
     """Whether `mark` marks a leaf: an array, or a number."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 

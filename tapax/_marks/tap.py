@@ -59,6 +59,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
+from tapax._jax import Args, Equation, PyTree, Value
 from tapax._marks.change import change_p, with_axis
 from tapax._marks.scopes import Scopes, path_in
 from tapax._sites import Site
@@ -121,7 +122,7 @@ tap_p = _jax.Primitive("tap")
 tap_p.multiple_results = True
 
 
-def tap(x: Any, mark: Mark) -> Any:
+def tap(x: Value, mark: Mark) -> Any:
     """Marks an array; returns it."""
     return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=(), shift=0, level=0)[0]
 
@@ -129,19 +130,19 @@ def tap(x: Any, mark: Mark) -> Any:
 MAKES_TOKEN = ("value", "copy")
 
 
-def _impl(x: Any, *rest: Any, kind: str, **params: Any) -> list[Any]:
+def _impl(x: Value, *rest: Any, kind: str, **params: Any) -> list[Any]:
     del rest, params
     return [x, jnp.zeros((0,), bool)] if kind in MAKES_TOKEN else [x]
 
 
-def _abstract_eval(x: Any, *rest: Any, kind: str, **params: Any) -> Any:
+def _abstract_eval(x: Value, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
     token = [ShapedArray((0,), jnp.dtype(bool))] if kind in MAKES_TOKEN else []
     kept = kind == "value" or kind.startswith("grad")
     return [x, *token], ({tap_effect} if kept else set())
 
 
-def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
+def _lowering(ctx: Any, x: Value, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
     if kind not in MAKES_TOKEN:
         return [x]
@@ -149,7 +150,7 @@ def _lowering(ctx: Any, x: Any, *rest: Any, kind: str, **params: Any) -> Any:
     return [x, *empty(ctx.replace(avals_in=(), avals_out=ctx.avals_out[1:]))]
 
 
-def split_shape(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def split_shape(eqn: Equation) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The sizes of the mapped axes of what a tap carries, and the shape of the value itself."""
     axes, shape = eqn.params["axes"], eqn.invars[0].aval.shape
     return tuple(shape[a] for a in axes), tuple(n for i, n in enumerate(shape) if i not in axes)
@@ -162,7 +163,7 @@ def operands(kind: str, mark: Mark) -> int:
     return 3 if mark.pairs and kind != "again" else 2
 
 
-def _batch(axis_data: Any, args: Any, dims: Any, *, axes: Any, **params: Any) -> Any:
+def _batch(axis_data: Any, args: Args, dims: Any, *, axes: Any, **params: Any) -> Any:
     own = operands(params["kind"], params["mark"])
     (x, *token), live = args[:own], args[own:]
     live_dims = dims[own:]
@@ -196,7 +197,7 @@ def _zero(primal: Any) -> ad.Zero:
 _TANGENTS = {"value": "tangent", "again": "tangent again", "copy": "tangent again"}
 
 
-def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
+def _jvp(primals: PyTree, tangents: PyTree, *, kind: str, **params: Any) -> Any:
     x, *rest = primals
     t = tangents[0]
     deeper = params["level"] + (kind in _TANGENTS)
@@ -216,7 +217,7 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
     return out, [t_out, *(_zero(o) for o in out[1:])]
 
 
-def _slope(token: Any, x: Any, t: Any, of: str, params: dict[str, Any]) -> Any:
+def _slope(token: Value, x: Value, t: Value, of: str, params: dict[str, Any]) -> Any:
     """The tangent of what an edit makes of `x`."""
     if not params["mark"].changing:
         return t
@@ -225,7 +226,7 @@ def _slope(token: Any, x: Any, t: Any, of: str, params: dict[str, Any]) -> Any:
     return change_p.bind(token, x, t, of=of, order=1, transposed=False, own=own, **kept)
 
 
-def _transpose(cts: Any, t: Any, *rest: Any, kind: str, **params: Any) -> Any:
+def _transpose(cts: PyTree, t: Value, *rest: Any, kind: str, **params: Any) -> Any:
     del t
     ct = cts[0]
     if type(ct) is not ad.Zero and kind in _TANGENTS.values():
@@ -233,7 +234,7 @@ def _transpose(cts: Any, t: Any, *rest: Any, kind: str, **params: Any) -> Any:
     return [ct, *(None for _ in rest)]
 
 
-def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> Any:
+def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Equation) -> Any:
     """How remat splits a tap: forward the value and its token, backward the value once more.
 
     Left to itself, JAX would save the result of an effectful equation, and so lose the memory that
@@ -262,19 +263,19 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Any) -> A
     return eqn, again, [False, False], [True, False], [*needed, token]
 
 
-def _remat(x: Any, *rest: Any, kind: str, **params: Any) -> Any:
+def _remat(x: Value, *rest: Any, kind: str, **params: Any) -> Any:
     """The same for JAX's newer remat: results, residuals, and how to make the results again."""
     out = tap_p.bind(x, *rest, kind=kind, **params)
     if kind != "value":
         return out, None, lambda _, *args: tap_p.bind(*args, kind=kind, **params)
 
-    def again(token: Any, x: Any, *live: Any) -> Any:
+    def again(token: Value, x: Value, *live: Any) -> Any:
         return [*tap_p.bind(x, token, *live, kind="again", **params), token]
 
     return out, out[1], again
 
 
-def _hoist(stage: Any, tracers: Any, params: Any) -> Any:
+def _hoist(stage: Any, tracers: Any, params: PyTree) -> Any:
     """What JAX takes out of a loop goes on as it is; the tap stays in, for every iteration.
 
     The token stays with it: one for each iteration is none too many, as it has no bytes.

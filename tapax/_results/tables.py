@@ -12,6 +12,7 @@ from jax.core import Tracer
 from rich.console import Console
 from rich.table import Table
 
+from tapax._jax import Value
 from tapax._sites import Site
 
 
@@ -28,7 +29,7 @@ def _bytes(n: int) -> str:
     return f"{n / 1024**power:.1f} {' KMGT'[power]}iB"
 
 
-def type_of(x: Any) -> str:
+def type_of(x: Value) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
@@ -56,7 +57,7 @@ def modules_table(modules: Sequence[tuple[str, type]]) -> str:
     return render(table)
 
 
-def _number(x: Any, reducer: Any) -> str:
+def _number(x: Value, reducer: Any) -> str:
     """The root mean square of what was captured; what it was reduced to, if it was."""
     if isinstance(x, Tracer):
         return "traced"
@@ -95,7 +96,7 @@ def taps_table(
     return render(table)
 
 
-def _valid(mask: Any) -> str:
+def _valid(mask: Value) -> str:
     if mask is None:
         return ""
     if isinstance(mask, Tracer):

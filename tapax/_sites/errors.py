@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax._jax import Function, PyTree, Value
+
 
 class SiteError(ValueError):
     """A site was asked for that cannot be given. The message names it, the cause and the fix."""
@@ -29,7 +31,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     return "The sites are " + ", ".join(repr(k) for k in known[:5]) + more + "."
 
 
-def as_array(x: Any, what: str) -> Any:
+def as_array(x: Value, what: str) -> Any:
     """`x` as an array; `what` it is, should it be none."""
     try:
         return jnp.asarray(x)
@@ -37,12 +39,12 @@ def as_array(x: Any, what: str) -> Any:
         raise wrong_type(f"{what} must be an array, but is", x) from None
 
 
-def wrong_type(sentence: str, value: Any) -> TypeError:
+def wrong_type(sentence: str, value: PyTree) -> TypeError:
     """An error for an argument: `sentence`, to which `value` and its type are the end."""
     return TypeError(f"{sentence} {value!r} of type {type(value).__name__}.")
 
 
-def name_of(fn: Any) -> str:
+def name_of(fn: Function) -> str:
     """What to call a function in a message."""
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
     # A function that is a structure, as a model is, shows all that is in it.

@@ -1,7 +1,8 @@
 """Paths: how names are escaped and joined."""
 
 import re
-from typing import Any
+
+from tapax._jax import Value
 
 
 def join(path: str, name: str) -> str:
@@ -9,7 +10,7 @@ def join(path: str, name: str) -> str:
     return f"{path}/{name}" if path and name else path or name
 
 
-def segment(key: Any) -> str:
+def segment(key: Value) -> str:
     """A key as one segment of a path; characters that mean something else are escaped."""
     if type(key) is str and key.isidentifier():
         return key

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from tapax._jax import Equation, Value
 from tapax._marks.tap import Mark
 from tapax._sites import Site, SiteError
 from tapax._walk.folds import same_fold
@@ -46,7 +47,7 @@ class Calls:
         self._by_uid: dict[int, list[Call]] = {}
         self._marks: dict[str, Mark] = {}
 
-    def new(self, mark: Mark, eqn: Any, branches: tuple[int, ...]) -> Call:
+    def new(self, mark: Mark, eqn: Equation, branches: tuple[int, ...]) -> Call:
         """The call that a tap of a mark is."""
         first = self._marks.setdefault(mark.path, mark)
         if not same_fold(first, mark):
@@ -73,7 +74,7 @@ class Calls:
         return self._known[path, 0]
 
     def standing_for(
-        self, token: Any, eqn: Any, branches: tuple[int, ...] | None = None
+        self, token: Value, eqn: Equation, branches: tuple[int, ...] | None = None
     ) -> list[Call]:
         """The calls that a residual may belong to; if it is read in branches, those in them."""
         mark = eqn.params["mark"]
@@ -81,7 +82,9 @@ class Calls:
         calls = [c for c in calls if c.mark.uid == mark.uid]
         return calls if branches is None else self.narrowed(calls, eqn, branches)
 
-    def narrowed(self, calls: Sequence[Call], eqn: Any, branches: tuple[int, ...]) -> list[Call]:
+    def narrowed(
+        self, calls: Sequence[Call], eqn: Equation, branches: tuple[int, ...]
+    ) -> list[Call]:
         """Of some calls, those in the branches that an equation is in, if there are any.
 
         Residuals of branches share their places.

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import Static, Value
+from tapax._jax import PyTree, Static, Value
 from tapax._jaxpr.leading_axes import where
 from tapax._jaxpr.restage import Scan
 from tapax._walk.entries import Entry, refuse_folded
 
 
 def scan_totals(
-    loop: Scan, step: Callable[..., Any], start: Any, over: Any
+    loop: Scan, step: Callable[..., Any], start: PyTree, over: PyTree
 ) -> tuple[Any, list[Value], list[Entry], Static[Any]]:
     """Runs `step(carry, x) -> (carry, (stacked, totals, recorded))` as a scan that carries totals.
 
@@ -40,7 +40,7 @@ def scan_totals(
     types = iter(avals[len(avals) - sum(len(e.arrays) for e in entries) :])
     totals = [(e, [next(types) for _ in e.arrays]) for e in entries]
 
-    def again(carry: Any, x: Any) -> Any:
+    def again(carry: PyTree, x: Value) -> Any:
         carry, held = carry
         outs = _jax.as_function(jaxpr)(*jax.tree.leaves(carry), *jax.tree.leaves(x))
         carry, (stacked, new, _) = results.unflatten(outs)

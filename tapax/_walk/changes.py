@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._jax import Jaxpr, Value
 from tapax._marks.change import derivative
 from tapax._marks.marked_jaxprs import Uids
 from tapax._sites import SiteError
@@ -116,15 +117,15 @@ class Changes:
             keys[COUNTER] = None
         return tuple(keys)
 
-    def has_any(self, jaxpr: Any) -> bool:
+    def has_any(self, jaxpr: Jaxpr) -> bool:
         """Whether there is a change in a body."""
         return bool(self._changes) and bool(self._within(jaxpr))
 
-    def counts(self, jaxpr: Any) -> bool:
+    def counts(self, jaxpr: Jaxpr) -> bool:
         """Whether a change in a body wants to know the iteration."""
         return any(change.counted for change in self._within(jaxpr))
 
-    def _within(self, jaxpr: Any) -> list[Change]:
+    def _within(self, jaxpr: Jaxpr) -> list[Change]:
         keys = (key for uid in self._uids.within(jaxpr) for key in self._sites.get(uid, ()))
         return [self._changes[key] for key in keys if key in self._changes]
 
@@ -178,11 +179,11 @@ class Changes:
                 "that its site is not in. Give it one value for all."
             )
 
-        def one(*flat: Any) -> Any:
+        def one(*flat: Value) -> Any:
             xs, ps = flat[: len(operands)], flat[len(operands) :]
             return derivative(lambda x: changed(x, *ps), order, transposed, *xs)
 
-        def changed(x: Any, *ps: Any) -> Any:
+        def changed(x: Value, *ps: Value) -> Any:
             out = change.fn(x, counter, *ps)
             return then(_jax.with_varying(out, varying))
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.leading_axes import align, vmapped
@@ -64,7 +65,7 @@ class Folds:
         """Replaces the folds instead of changing them: leaving a body puts the old ones back."""
         self.items = {**self.items, fold.mark.path: fold}
 
-    def add(self, mark: Mark, x: Any, mapped: int, live: Any) -> None:
+    def add(self, mark: Mark, x: Value, mapped: int, live: Value) -> None:
         """Folds `x`, whose mapped axes lead, where it is live."""
         fold = self.items.get(mark.path)
         reduce, first = _functions(mark)
@@ -84,7 +85,7 @@ class Folds:
             self._put(dataclasses.replace(fold, state=state))
             return
 
-        def step(seen: Any, live: Any, state: Any, x: Any) -> tuple[Any, Any]:
+        def step(seen: Any, live: Value, state: PyTree, x: Value) -> tuple[Any, Any]:
             new = jax.lax.cond(
                 seen, lambda: _cast(reduce(state, x), state), lambda: _cast(first(x), state)
             )
@@ -141,7 +142,7 @@ class Folds:
         """Which folds have seen something for sure."""
         return tuple(self.items[thread.path].seen is True for thread in threads)
 
-    def held(self, jaxpr: Any, scopes: Scopes) -> dict[str, _FoldMark]:
+    def held(self, jaxpr: Jaxpr, scopes: Scopes) -> dict[str, _FoldMark]:
         """The reducing marks in a body that the plan selects.
 
         Those of a mesh are not among them: they fold on each device, and leave it as entries.
@@ -166,7 +167,7 @@ class Folds:
         self._held[key] = (inner, found)  # `inner` is kept so that its id stays its own
         return found
 
-    def _hold(self, eqn: Any, scopes: Scopes) -> _FoldMark | None:
+    def _hold(self, eqn: Equation, scopes: Scopes) -> _FoldMark | None:
         mark = eqn.params["mark"].within(scopes)
         if eqn.params["kind"] != "value" or mark.reduce is None:
             return None
@@ -197,7 +198,7 @@ def _same_function(f: Any, g: Any) -> bool:
     )
 
 
-def _same_code(a: Any, b: Any) -> bool:
+def _same_code(a: Value, b: Value) -> bool:
     """Whether two code objects say the same, wherever they stand in the source."""
     if not (hasattr(a, "co_code") and hasattr(b, "co_code")):
         return type(a) is type(b) and a == b
@@ -215,7 +216,7 @@ def _functions(mark: Mark) -> tuple[Callable[[Any, Any], Any], Callable[[Any], A
     return reduce, lambda x: reduce(init(), x)
 
 
-def _fresh(mark: Mark, aval: Any, mapped: int) -> Fold:
+def _fresh(mark: Mark, aval: AbstractValue, mapped: int) -> Fold:
     """A fold that has seen nothing yet, with the type that it will keep."""
     reduce, first = _functions(mark)
     x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
@@ -244,10 +245,10 @@ def _expand(flag: Any, batch: tuple[int, ...]) -> Any:
     return jnp.broadcast_to(align(flag, len(batch)), batch)
 
 
-def _types(tree: Any) -> Any:
+def _types(tree: PyTree) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _cast(tree: Any, like: Any) -> Any:
+def _cast(tree: PyTree, like: Any) -> Any:
     return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), tree, like)

@@ -132,7 +132,7 @@ class Interpreter(Recorder):
         outs = _jax.bind_equation(eqn, self.materialize(eqn.invars, args))
         return [Token(calls, x) for x in outs]
 
-    def _holds_taps(self, jaxpr: Any) -> bool:
+    def _holds_taps(self, jaxpr: Jaxpr) -> bool:
         """Whether a body has to be walked: what is only computed once more may be edited too."""
         return tap_effect in _jax.open_jaxpr(jaxpr).effects or self.changes.has_any(jaxpr)
 
@@ -174,7 +174,7 @@ class Interpreter(Recorder):
                 self.hooks.record(self, MetTap(eqn, [x, *rest[1:]], live, call, grad))
         return [x, Token(frozenset(calls), array)] if kind in MAKES_TOKEN else [x]
 
-    def _change(self, of: str, calls: Sequence[Call], eqn: Any) -> Change | None:
+    def _change(self, of: str, calls: Sequence[Call], eqn: Equation) -> Change | None:
         """How one of some calls is changed; raises if it depends on which one it is."""
         calls = self._calls.narrowed(calls, eqn, self._branches)
         level = eqn.params["level"] if of == "grad" else None
@@ -188,7 +188,7 @@ class Interpreter(Recorder):
             )
         return found.pop() if found else None
 
-    def _derivative(self, eqn: Any, args: list[Any]) -> Any:
+    def _derivative(self, eqn: Equation, args: list[Any]) -> Any:
         """The derivative of what an edit does to a site."""
         params = eqn.params
         token, *operands = args
@@ -200,7 +200,7 @@ class Interpreter(Recorder):
         if change is None:
             return change_p.bind(array, *operands, **params)
 
-        def then(x: Any) -> Any:
+        def then(x: Value) -> Any:
             if not self.nested:
                 return x
             fixed = {k: params[k] for k in ("mark", "of", "branches", "level")}
@@ -210,7 +210,7 @@ class Interpreter(Recorder):
         asked = {k: params[k] for k in ("order", "transposed")}
         return self.changes.apply(change, operands, params["axes"], params["own"], then, **asked)
 
-    def _owner(self, eqn: Any, token: Any) -> Call | None:
+    def _owner(self, eqn: Equation, token: Value) -> Call | None:
         """The call that a gradient belongs to; None if it is nobody's, and not asked for."""
         mark, calls = eqn.params["mark"], self._calls.standing_for(token, eqn, self._branches)
         if len(calls) == 1:
@@ -224,7 +224,7 @@ class Interpreter(Recorder):
             "checkpoint of its own, or leave the site out of `grads`."
         )
 
-    def _asks_for_gradient(self, call: Call, eqn: Any) -> bool:
+    def _asks_for_gradient(self, call: Call, eqn: Equation) -> bool:
         site = self._site(call, eqn, grad=True)
         changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
         return changed is not None or self.plan.choose(site, grad=True) is not None
@@ -271,7 +271,7 @@ class Interpreter(Recorder):
         return rewind
 
     def stage(
-        self, jaxpr: Any, args: Sequence[Any], threads: Threads | None = None, **where: Any
+        self, jaxpr: Jaxpr, args: Sequence[Any], threads: Threads | None = None, **where: Any
     ) -> StagedBody:
         """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
         threads = self.enter(jaxpr) if threads is None else threads
@@ -315,7 +315,7 @@ class Interpreter(Recorder):
         self.folds.restore(staged.threads.folds, list(flat), staged.certain)
         return outs
 
-    def _opaque(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def _opaque(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """An equation that is no business of ours holds marks: they are lost, and said to be."""
         self.hooks.opaque(self, eqn)
         name = _jax.operation_name(eqn)

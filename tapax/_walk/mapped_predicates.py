@@ -20,7 +20,7 @@ import jax
 from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, Value
+from tapax._jax import Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import CALLS, LOOPS, Kind, kind_of
 from tapax._marks.marked_jaxprs import TAPS, count_calls, first_uid, quieted, strip
@@ -39,7 +39,7 @@ _THREADED = CALLS | LOOPS | Kind.COND | Kind.REMAT
 class _Condition:
     """What is threaded through bodies in the place of folds: the condition itself."""
 
-    def __init__(self, live: Any):
+    def __init__(self, live: Value):
         self.items = live
 
     def enter(self, jaxprs: Sequence[Any], scopes: Any) -> tuple[FoldThread, ...]:
@@ -99,7 +99,7 @@ class _Guard(WalkHooks):
         params = dict(eqn.params, branches=branches, shift=shift)
         return list(tap_p.bind(*args[:own], live, **params))
 
-    def again(self, live: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    def again(self, live: Value, fn: Callable[..., Any], *args: Any) -> Any:
         """Calls `fn` with every tap in what it does given the condition."""
         made, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         outs = self.run(live, made, jax.tree.leaves(args))
@@ -107,15 +107,15 @@ class _Guard(WalkHooks):
 
 
 def _custom_jvp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) -> list[Value]:
-    def plain(*flat: Any) -> list[Any]:
+    def plain(*flat: Value) -> list[Any]:
         return _jax.bind_equation(eqn, flat)
 
     @jax.custom_jvp
-    def call(live: Any, *flat: Any) -> list[Any]:
+    def call(live: Value, *flat: Value) -> list[Any]:
         return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
 
     @call.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: PyTree, tangents: PyTree) -> Any:
         live, *flat = primals
         return guard.again(live, lambda p, t: jax.jvp(plain, p, t), flat, list(tangents[1:]))
 
@@ -123,18 +123,18 @@ def _custom_jvp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) ->
 
 
 def _custom_vjp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) -> list[Value]:
-    def plain(*flat: Any) -> list[Any]:
+    def plain(*flat: Value) -> list[Any]:
         return _jax.bind_equation(eqn, flat)
 
     @jax.custom_vjp
-    def call(live: Any, *flat: Any) -> list[Any]:
+    def call(live: Value, *flat: Value) -> list[Any]:
         return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
 
-    def forward(live: Any, *flat: Any) -> Any:
+    def forward(live: Value, *flat: Value) -> Any:
         out, back = guard.again(live, lambda *flat: jax.vjp(plain, *flat), *flat)
         return out, (live, back)
 
-    def backward(residuals: Any, cts: Any) -> Any:
+    def backward(residuals: PyTree, cts: PyTree) -> Any:
         live, back = residuals
         return (None, *guard.again(live, lambda back, cts: back(cts), back, list(cts)))
 
@@ -168,7 +168,9 @@ def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
 
 
 def _batch_cond(rule: Any) -> Any:
-    def batch(axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
+    def batch(
+        axis_data: Any, args: Sequence[Value], dims: Any, *, branches: Any, **params: Any
+    ) -> Any:
         if dims[0] is not None and any(tap_effect in b.effects for b in branches):
             index = _jax.unmapped(args[0], dims[0])
             branches = _in_branches(branches, index)
@@ -179,12 +181,12 @@ def _batch_cond(rule: Any) -> Any:
 
 
 def _batch_while(rule: Any) -> Any:
-    def batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
+    def batch(axis_data: Any, args: Sequence[Value], dims: Any, **params: Any) -> Any:
         test, body = params["cond_jaxpr"], params["body_jaxpr"]
         count = params["cond_nconsts"]
         if tap_effect in body.effects:
 
-            def guarded(*flat: Any) -> list[Any]:
+            def guarded(*flat: Value) -> list[Any]:
                 extra, rest = flat[:count], flat[count:]
                 state = rest[params["body_nconsts"] :]
                 (live,) = _jax.as_function(strip(test))(*extra, *state)

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from jax.core import Tracer
 
+from tapax._jax import Function, PyTree
 from tapax._marks.context import MarkingPolicy, ModuleFilter, Structure
 from tapax._marks.tap import Mark
 from tapax._sites import (
@@ -68,7 +69,7 @@ class Plan:
     def make(
         cls,
         values: Any,
-        grads: Any,
+        grads: PyTree,
         steps: Any = None,
         modules: Any = True,
         *,
@@ -252,7 +253,7 @@ def _modules(modules: Any) -> tuple[Selection, ModuleFilter | None]:
     return check(modules, "modules"), True
 
 
-def _takes_two(fn: Any) -> bool:
+def _takes_two(fn: Function) -> bool:
     try:
         inspect.signature(fn).bind(None, "")
     except (TypeError, ValueError):

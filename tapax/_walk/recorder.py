@@ -47,7 +47,7 @@ class Recorder:
         self.around: tuple[Around, ...] = ()
         self._calls = Calls()
 
-    def _site(self, call: Call, eqn: Any, *, grad: bool, pullback: int = 0) -> Site:
+    def _site(self, call: Call, eqn: Equation, *, grad: bool, pullback: int = 0) -> Site:
         """The site as a predicate sees it: with the loops that it is known to be in."""
         mapped, own = split_shape(eqn)
         folded = call.mark.reduce is not None and not grad
@@ -62,7 +62,7 @@ class Recorder:
             pullback=pullback,
         )
 
-    def chosen(self, eqn: Any, call: Call, *, grad: bool) -> tuple[Site, Choice] | None:
+    def chosen(self, eqn: Equation, call: Call, *, grad: bool) -> tuple[Site, Choice] | None:
         """Notes a site; how the plan chooses it, if it does."""
         again = eqn.params["kind"] == "grad again"
         number = self._calls.pullback(call, again=again) if grad else 0
@@ -88,7 +88,7 @@ class Recorder:
             self.entries.append(entry._replace(grad=tap.grad, again=again))
 
     def _entries(
-        self, chosen: tuple[Site, Choice], call: Call, xs: list[Any], live: Any, mapped: int
+        self, chosen: tuple[Site, Choice], call: Call, xs: list[Any], live: Value, mapped: int
     ) -> Iterator[Entry]:
         """What is written down of a value: itself, and what reducers make of it."""
         (site, choice), x = chosen, xs[0]
@@ -123,7 +123,7 @@ class Recorder:
         return entries
 
 
-def _mapped_first(x: Any, axes: tuple[int, ...]) -> Any:
+def _mapped_first(x: Value, axes: tuple[int, ...]) -> Any:
     order = tuple(range(len(axes)))
     x = x if axes == order else jnp.moveaxis(x, axes, order)
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x

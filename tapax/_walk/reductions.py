@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
+from tapax._jax import PyTree, Value
 from tapax._jaxpr.leading_axes import align, vmapped
 from tapax._sites import Site, SiteError
 from tapax.reduce import Reducer
@@ -66,7 +67,7 @@ class Reduction(NamedTuple):
             merged = jax.vmap(merged, in_axes=1, out_axes=0)
         return jax.tree.leaves(merged(*state))
 
-    def masked(self, state: Sequence[Any], valid: Any) -> list[Any]:
+    def masked(self, state: Sequence[Any], valid: Value) -> list[Any]:
         """The state where it is valid, and one that has seen nothing elsewhere."""
         if valid is None:
             return list(state)
@@ -74,7 +75,7 @@ class Reduction(NamedTuple):
         both = zip(state, empty, strict=True)
         return [jnp.where(align(valid, x.ndim), x, y) for x, y in both]
 
-    def finish(self, state: Sequence[Any], valid: Any, lead: int) -> Any:
+    def finish(self, state: Sequence[Any], valid: Value, lead: int) -> Any:
         """The result: zeros where nothing ran."""
         fn = vmapped(self.reducer.finish, lead + len(self.mapped))
         result = fn(self.treedef.unflatten(self.masked(state, valid)))
@@ -84,7 +85,7 @@ class Reduction(NamedTuple):
 
 
 def reduce(
-    site: Site, reducer: Reducer, label: str, operands: Sequence[Any], mapped: int, live: Any
+    site: Site, reducer: Reducer, label: str, operands: Sequence[Any], mapped: int, live: Value
 ) -> tuple[Reduction, list[Any], Any]:
     """The state of a reducer that has seen a value, whose mapped axes lead; and where it counts.
 
@@ -94,7 +95,7 @@ def reduce(
     own = jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype)
     treedef = _checked(site, reducer, own)
 
-    def seen(*operands: Any) -> Any:
+    def seen(*operands: Value) -> Any:
         return reducer.update(_started(reducer, own), *operands)
 
     state = jax.tree.leaves(vmapped(seen, mapped)(*operands))
@@ -108,19 +109,19 @@ def reduce(
     return reduction, reduction.merge(flat, 0), live
 
 
-def _started(reducer: Reducer, own: Any) -> Any:
+def _started(reducer: Reducer, own: PyTree) -> Any:
     """The state that has seen nothing, of the types of one that has."""
     like = _types_of(reducer, own)
     return jax.tree.map(lambda x, t: jnp.asarray(x, t.dtype), reducer.start(own), like)
 
 
-def _types_of(reducer: Reducer, own: Any) -> Any:
+def _types_of(reducer: Reducer, own: PyTree) -> Any:
     """The types of a state that has seen something; Python's numbers have none of their own."""
     return _known_types(reducer, own, _jax.trace_context())
 
 
 @functools.lru_cache(maxsize=1024)
-def _known_types(reducer: Reducer, own: Any, context: Any) -> Any:
+def _known_types(reducer: Reducer, own: PyTree, context: Any) -> Any:
     del context  # types depend on the settings of JAX
     start = jax.eval_shape(lambda: reducer.start(own))
     if not any(leaf.weak_type for leaf in jax.tree.leaves(start)):
@@ -130,11 +131,11 @@ def _known_types(reducer: Reducer, own: Any, context: Any) -> Any:
     )
 
 
-def _given(reducer: Reducer, own: Any) -> list[Any]:
+def _given(reducer: Reducer, own: PyTree) -> list[Any]:
     return [own] * (2 if reducer.paired else 1)
 
 
-def refusal(site: Site, reducer: Reducer, own: Any) -> str | None:
+def refusal(site: Site, reducer: Reducer, own: PyTree) -> str | None:
     """Why a reducer is not for values of a type, in a sentence; None if it is."""
     if not reducer.takes(own.dtype):
         return (
@@ -151,7 +152,7 @@ def refusal(site: Site, reducer: Reducer, own: Any) -> str | None:
     )
 
 
-def _checked(site: Site, reducer: Reducer, own: Any) -> Any:
+def _checked(site: Site, reducer: Reducer, own: PyTree) -> Any:
     """The structure of the state of a reducer; raises if it does not keep its types."""
     wrong = _instability(reducer, own, _jax.trace_context())
     if wrong is not None:
@@ -163,7 +164,7 @@ def _checked(site: Site, reducer: Reducer, own: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _instability(reducer: Reducer, own: Any, context: Any) -> str | None:
+def _instability(reducer: Reducer, own: PyTree, context: Any) -> str | None:
     """How the state of a reducer changes its types, in words; None if it does not."""
     del context
     given = _given(reducer, own)
@@ -177,7 +178,7 @@ def _instability(reducer: Reducer, own: Any, context: Any) -> str | None:
     return None
 
 
-def _shown(state: Any) -> str:
+def _shown(state: PyTree) -> str:
     return str(jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", state)).replace("'", "")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from tapax import _jax
 from tapax._api.edit import edit
 from tapax._frameworks import registry
+from tapax._jax import Function, PyTree
 
 
 def arguments(given: Any) -> tuple[Any, ...]:
@@ -19,7 +20,7 @@ def arguments(given: Any) -> tuple[Any, ...]:
     return (given,) if alone else given
 
 
-def check_alike(clean: Any, corrupt: Any) -> None:
+def check_alike(clean: PyTree, corrupt: PyTree) -> None:
     """Raises unless one program does for both calls."""
     leaves, trees = zip(*map(jax.tree.flatten_with_path, (clean, corrupt)), strict=True)
     if trees[0] != trees[1]:
@@ -37,7 +38,7 @@ def check_alike(clean: Any, corrupt: Any) -> None:
             )
 
 
-def check_array(out: Any) -> None:
+def check_array(out: PyTree) -> None:
     """Raises for a metric that is no array."""
     if not isinstance(out, (jax.Array, np.ndarray, np.generic, int, float)):
         raise TypeError(
@@ -55,7 +56,7 @@ def is_broadcastable(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
         return False
 
 
-def compile_method(body: Callable[..., Any], fn: Any, *options: Any) -> Callable[..., Any]:
+def compile_method(body: Callable[..., Any], fn: Function, *options: Any) -> Callable[..., Any]:
     """Compile `body(fn, *options, ...)`, once for all calls if `fn` itself is compiled.
 
     A plain function may close over values that change before the next call.
@@ -66,7 +67,9 @@ def compile_method(body: Callable[..., Any], fn: Any, *options: Any) -> Callable
     return _compile(body, fn, options)
 
 
-def _compile(body: Callable[..., Any], fn: Any, options: tuple[Any, ...]) -> Callable[..., Any]:
+def _compile(
+    body: Callable[..., Any], fn: Function, options: tuple[Any, ...]
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return body(fn, *options, *args, **kwargs)
 

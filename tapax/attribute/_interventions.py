@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from tapax._api.capture import capture
 from tapax._api.edit import edit
+from tapax._jax import Function, PyTree, Value
 from tapax._sites import Site, SiteError, check
 from tapax.attribute._compilation import arguments, compile_method, is_broadcastable
 from tapax.attribute._visits import drop_steps
@@ -36,7 +37,7 @@ def steer(
     def adding(vector: Any) -> Callable[[Any, Site], Any]:
         push = strength * jnp.asarray(vector)
 
-        def add(x: Any, site: Site) -> Any:
+        def add(x: Value, site: Site) -> Any:
             if not is_broadcastable(push.shape, x.shape):
                 raise SiteError(
                     f"A vector of shape {list(push.shape)} cannot be added to the site "
@@ -56,7 +57,7 @@ def ablate(
     how: str = "zero",
     *,
     reference: Any = None,
-    key: Any = None,
+    key: Value = None,
     axis: int = 0,
 ) -> Callable[..., Any]:
     """A function like `fn`, with nothing said by the values of some sites.
@@ -97,7 +98,14 @@ def ablate(
 
 
 def _replace_values(
-    fn: Any, sites: Any, how: str, axis: int, reference: Any, key: Any, *args: Any, **kwargs: Any
+    fn: Function,
+    sites: Any,
+    how: str,
+    axis: int,
+    reference: Any,
+    key: Value,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     captured = capture(fn, values=sites, grads=None)
     taps = captured(*args, **kwargs)[1]
@@ -129,7 +137,7 @@ def _replace_values(
     return edit(fn, edits)(*args, **kwargs)
 
 
-def _batch_axis(site: Site, value: Any, axis: int) -> int:
+def _batch_axis(site: Site, value: PyTree, axis: int) -> int:
     own = value.ndim - len(site.loops)
     if not -own <= axis < own:
         raise SiteError(
@@ -139,7 +147,9 @@ def _batch_axis(site: Site, value: Any, axis: int) -> int:
     return axis % own + len(site.loops)
 
 
-def _draw_examples(others: Any, value: Any, at: int, site: Site, key: Any, reference: Any) -> Any:
+def _draw_examples(
+    others: Any, value: PyTree, at: int, site: Site, key: Value, reference: Any
+) -> Any:
     count, wanted = others.shape[at], value.shape[at]
     if key is None:
         return others

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax._api.cut import prefix
+from tapax._jax import PyTree, Value
 from tapax.attribute._compilation import arguments
 
 
@@ -29,17 +30,17 @@ class Probe:
     kind: str
     axes: int
 
-    def __call__(self, inputs: Any) -> jax.Array:
+    def __call__(self, inputs: PyTree) -> jax.Array:
         """The numbers, or the logits of the classes, that are read from the inputs."""
         x = _flatten_features(self.features(*arguments(inputs)), self.axes)
         return x @ self.weights + self.bias
 
-    def predict(self, inputs: Any) -> jax.Array:
+    def predict(self, inputs: PyTree) -> jax.Array:
         """The numbers, or the classes."""
         out = self(inputs)
         return jnp.argmax(out, -1) if self.kind == "logistic" else out
 
-    def score(self, inputs: Any, labels: Any) -> jax.Array:
+    def score(self, inputs: PyTree, labels: Any) -> jax.Array:
         """How right it is: the part of the classes, or the coefficient of determination."""
         labels, read = jnp.asarray(labels), self.predict(inputs)
         if read.shape != labels.shape:
@@ -55,7 +56,7 @@ class Probe:
 def linear_probe(
     fn: Callable[..., Any],
     site: Any,
-    inputs: Any,
+    inputs: PyTree,
     labels: Any,
     *,
     kind: str | None = None,
@@ -109,7 +110,7 @@ def linear_probe(
     return Probe(weights, bias, features, kind, axes)
 
 
-def _flatten_features(value: Any, axes: int) -> Any:
+def _flatten_features(value: PyTree, axes: int) -> Any:
     flat = value.reshape(*value.shape[:axes], -1)
     return flat.astype(jnp.promote_types(value.dtype, jnp.float32))
 
@@ -128,14 +129,14 @@ def _count_classes(labels: Any, given: int | None) -> int:
     return given or high + 1
 
 
-def _least_squares(x: Any, y: Any, ridge: float) -> tuple[Any, Any]:
+def _least_squares(x: Value, y: Value, ridge: float) -> tuple[Any, Any]:
     centre, level = x.mean(0), y.mean(0)
     x, y = x - centre, y - level
     weights = jnp.linalg.solve(x.T @ x + ridge * jnp.eye(x.shape[1], dtype=x.dtype), x.T @ y)
     return weights, level - centre @ weights
 
 
-def _newton(x: Any, y: Any, ridge: float, count: int, steps: int) -> tuple[Any, Any]:
+def _newton(x: Value, y: Value, ridge: float, count: int, steps: int) -> tuple[Any, Any]:
     centre = x.mean(0)
     x = jnp.concatenate([x - centre, jnp.ones_like(x[:, :1])], 1)
     width = x.shape[1]
@@ -146,11 +147,11 @@ def _newton(x: Any, y: Any, ridge: float, count: int, steps: int) -> tuple[Any, 
     # so a bend along it makes the step unique, and does not change it.
     shift = jnp.outer(jnp.repeat(is_bias, count), jnp.repeat(is_bias, count)).astype(x.dtype)
 
-    def loss(w: Any) -> Any:
+    def loss(w: Value) -> Any:
         fit = jnp.sum(jax.nn.logsumexp(x @ w, -1) - jnp.sum(chosen * (x @ w), -1))
         return fit + 0.5 * jnp.sum(penalty * w**2)
 
-    def step(w: Any, _: Any) -> Any:
+    def step(w: Value, _: Any) -> Any:
         p = jax.nn.softmax(x @ w)
         slope = x.T @ (p - chosen) + penalty * w
         curves = (

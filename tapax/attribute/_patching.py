@@ -21,6 +21,7 @@ from tapax._api.capture import capture
 from tapax._api.cut import prefix, suffix
 from tapax._api.edit import edit
 from tapax._api.gradients import grad
+from tapax._jax import Function, PyTree, Value
 from tapax._results import Taps
 from tapax._sites import SiteError, check
 from tapax.attribute._compilation import arguments, check_alike, check_array, compile_method
@@ -29,8 +30,8 @@ from tapax.attribute._visits import Visit, axis_of, drop_steps, find_visits
 
 def activation_patching(
     fn: Callable[..., Any],
-    clean: Any,
-    corrupt: Any,
+    clean: PyTree,
+    corrupt: PyTree,
     sites: Any,
     positions: Any = None,
     *,
@@ -55,7 +56,7 @@ def activation_patching(
     return compile_method(_patch_activations, fn, check(sites, "sites"))(runs)
 
 
-def _patch_activations(fn: Any, sites: Any, runs: _Runs) -> jax.Array:
+def _patch_activations(fn: Function, sites: Any, runs: _Runs) -> jax.Array:
     _, there, here = runs.capture(fn, drop_steps(sites))
     made = []
     for visit in find_visits(sites, here):
@@ -67,8 +68,8 @@ def _patch_activations(fn: Any, sites: Any, runs: _Runs) -> jax.Array:
 
 def attribution_patching(
     fn: Callable[..., Any],
-    clean: Any,
-    corrupt: Any,
+    clean: PyTree,
+    corrupt: PyTree,
     sites: Any,
     positions: Any = None,
     *,
@@ -91,7 +92,7 @@ def attribution_patching(
     return compile_method(_estimate_patches, fn, check(sites, "sites"))(runs)
 
 
-def _estimate_patches(fn: Any, sites: Any, runs: _Runs) -> jax.Array:
+def _estimate_patches(fn: Function, sites: Any, runs: _Runs) -> jax.Array:
     metric, there, here = runs.capture(fn, drop_steps(sites))
     loss = grad(lambda weights, *args: jnp.sum(weights * fn(*args)), at=drop_steps(sites))
     if metric.ndim == 0:
@@ -121,13 +122,13 @@ def _estimate_patches(fn: Any, sites: Any, runs: _Runs) -> jax.Array:
 
 def path_patching(
     fn: Callable[..., Any],
-    clean: Any,
-    corrupt: Any,
+    clean: PyTree,
+    corrupt: PyTree,
     sender: Any,
     receivers: Any,
     positions: Any = None,
     *,
-    frozen: Any = None,
+    frozen: Value = None,
     axis: int = -2,
     batch_size: int | None = None,
 ) -> jax.Array:
@@ -160,7 +161,9 @@ def path_patching(
     return compile_method(_patch_paths, fn, *chosen)(runs)
 
 
-def _patch_paths(fn: Any, sender: Any, receivers: Any, frozen: Any, runs: _Runs) -> jax.Array:
+def _patch_paths(
+    fn: Function, sender: Any, receivers: Any, frozen: Value, runs: _Runs
+) -> jax.Array:
     corrupt_alone = drop_steps(receivers, "receivers")
     corrupt_alone += () if frozen is None else drop_steps(frozen, "frozen")
     _, there, here = runs.capture(fn, drop_steps(sender, "sender"), corrupt_alone)
@@ -168,7 +171,7 @@ def _patch_paths(fn: Any, sender: Any, receivers: Any, frozen: Any, runs: _Runs)
     others = [] if frozen is None else find_visits(frozen, here, "frozen")
     others += [visit for visit in ends if not any(visit.is_same(other) for other in others)]
 
-    def effect(start: Visit, value: Any) -> Any:
+    def effect(start: Visit, value: PyTree) -> Any:
         seen = []
         for end in ends:
             held = [visit for visit in others if not (visit.is_same(start) or visit.is_same(end))]
@@ -204,7 +207,12 @@ class _Runs:
 
     @classmethod
     def make(
-        cls, clean: Any, corrupt: Any, positions: Any, axis: int, batch_size: int | None = None
+        cls,
+        clean: PyTree,
+        corrupt: PyTree,
+        positions: Any,
+        axis: int,
+        batch_size: int | None = None,
     ) -> _Runs:
         array = positions
         if positions is not None and not isinstance(positions, Tracer):
@@ -223,7 +231,7 @@ class _Runs:
         return cls(clean, corrupt, traced, known, axis, batch_size)
 
     def capture(
-        self, fn: Any, sites: tuple[Any, ...], corrupt_alone: tuple[Any, ...] = ()
+        self, fn: Function, sites: tuple[Any, ...], corrupt_alone: tuple[Any, ...] = ()
     ) -> tuple[jax.Array, Taps, Taps]:
         """The metric of the corrupt run, and what the clean and the corrupt run have at sites."""
         _, there = capture(fn, values=sites, grads=None)(*self.clean)
@@ -271,7 +279,7 @@ class _Patches:
         out = jax.vmap(patched)(at) if size is None else jax.lax.map(patched, at, batch_size=size)
         return self.mask_invalid(out)
 
-    def mask_invalid(self, out: Any) -> Any:
+    def mask_invalid(self, out: PyTree) -> Any:
         """Makes what comes of a traced position that is out of range no number."""
         if self._valid is None or not jnp.issubdtype(out.dtype, jnp.inexact):
             return out

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from tapax._api.capture import capture
 from tapax._api.cut import suffix
 from tapax._api.edit import edit
+from tapax._jax import Function, Value
 from tapax._sites import SiteError, check
 from tapax.attribute._compilation import compile_method, is_broadcastable
 from tapax.attribute._visits import drop_steps, find_one_visit, find_visits
@@ -35,7 +36,7 @@ def logit_lens(
     return compile_method(_read_logits, fn, check(sites, "sites"), unembed)
 
 
-def _read_logits(fn: Any, sites: Any, unembed: Any, *args: Any) -> Any:
+def _read_logits(fn: Function, sites: Any, unembed: Any, *args: Any) -> Any:
     _, taps = capture(fn, values=drop_steps(sites), grads=None)(*args)
     found = find_visits(sites, taps)
     values = [visit.value_in(taps) for visit in found]
@@ -52,7 +53,7 @@ def _read_logits(fn: Any, sites: Any, unembed: Any, *args: Any) -> Any:
 
 
 def direct_logit_attribution(
-    fn: Callable[..., Any], sites: Any, final: Any, *, frozen: Any = None
+    fn: Callable[..., Any], sites: Any, final: Any, *, frozen: Value = None
 ) -> Callable[..., Any]:
     """A function that returns what each component adds to the output directly: `[sites, ...]`.
 
@@ -79,7 +80,7 @@ def direct_logit_attribution(
     )
 
 
-def _attribute_logits(fn: Any, sites: Any, final: Any, frozen: Any, *args: Any) -> Any:
+def _attribute_logits(fn: Function, sites: Any, final: Any, frozen: Value, *args: Any) -> Any:
     whole = (*drop_steps(sites), *drop_steps(final, "final"))
     _, taps = capture(fn, values=whole, grads=None)(*args)
     end = find_one_visit(final, taps, "final")

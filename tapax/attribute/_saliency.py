@@ -10,6 +10,7 @@ import numpy as np
 from tapax._api.capture import capture
 from tapax._api.cut import suffix
 from tapax._api.gradients import grad
+from tapax._jax import Function, PyTree
 from tapax._sites import At, SiteError, StepSlice, check, flatten, is_exact
 from tapax.attribute._compilation import compile_method, is_broadcastable
 from tapax.attribute._visits import axis_of, drop_steps, find_one_visit, find_visits
@@ -34,7 +35,7 @@ def saliency(
     return compile_method(_compute_saliency, fn, check(site, "site"), times_value, argnum)
 
 
-def _compute_saliency(fn: Any, site: Any, times_value: bool, argnum: int, *args: Any) -> Any:
+def _compute_saliency(fn: Function, site: Any, times_value: bool, argnum: int, *args: Any) -> Any:
     if site is None:
         value, rest = _of_argument(fn, argnum, args)
         slope = jax.grad(rest)(value)
@@ -60,7 +61,7 @@ def integrated_gradients(
     fn: Callable[..., Any],
     site: Any = None,
     *,
-    baseline: Any = 0.0,
+    baseline: PyTree = 0.0,
     steps: int = 32,
     argnum: int = 0,
     batch_size: int | None = None,
@@ -86,7 +87,7 @@ def integrated_gradients(
 
 
 def _integrate_gradients(
-    fn: Any, site: Any, steps: int, argnum: int, batch_size: Any, baseline: Any, *args: Any
+    fn: Function, site: Any, steps: int, argnum: int, batch_size: Any, baseline: PyTree, *args: Any
 ) -> Any:
     if site is None:
         value, rest = _of_argument(fn, argnum, args)
@@ -114,7 +115,7 @@ def _integrate_gradients(
 def grad_cam(
     fn: Callable[..., Any],
     site: Any,
-    target: Any = None,
+    target: PyTree = None,
     *,
     axis: tuple[int, ...] = (-3, -2),
     channel: int = -1,
@@ -141,9 +142,15 @@ def grad_cam(
 
 
 def _compute_cam(
-    fn: Any, site: Any, chosen: Any, axis: tuple[int, ...], channel: int, target: Any, *args: Any
+    fn: Function,
+    site: Any,
+    chosen: Any,
+    axis: tuple[int, ...],
+    channel: int,
+    target: PyTree,
+    *args: Any,
 ) -> Any:
-    def score(target: Any, *args: Any) -> Any:
+    def score(target: PyTree, *args: Any) -> Any:
         out = fn(*args)
         if chosen is not None:
             out = chosen(out)
@@ -166,7 +173,9 @@ def _compute_cam(
     return jax.nn.relu(jnp.sum(weights * value, channel))
 
 
-def _of_argument(fn: Any, argnum: int, args: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
+def _of_argument(
+    fn: Function, argnum: int, args: tuple[Any, ...]
+) -> tuple[Any, Callable[[Any], Any]]:
     """An argument, and `fn` as a function of it."""
     if not 0 <= argnum < len(args):
         raise ValueError(f"`argnum` is {argnum}, but the function was given {len(args)} arguments.")

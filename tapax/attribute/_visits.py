@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tapax._jax import PyTree
 from tapax._results import Taps
 from tapax._sites import At, Site, SiteError, StepSlice, at, check, flatten, matches
 
@@ -106,7 +107,7 @@ def find_one_visit(sites: Any, taps: Taps, argument: str) -> Visit:
     )
 
 
-def axis_of(visit: Visit, value: Any, axis: int) -> int:
+def axis_of(visit: Visit, value: PyTree, axis: int) -> int:
     if not -value.ndim <= axis < value.ndim:
         raise SiteError(
             f"`axis` is {axis}, but {visit.where}, has values of shape {list(value.shape)}, which "

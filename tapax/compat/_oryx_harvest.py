@@ -11,6 +11,7 @@ from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot
 from tapax._calling.transform import Transform
+from tapax._jax import PyTree, Value
 from tapax._jaxpr.leading_axes import align, where
 from tapax._marks.operations import internal_operations
 from tapax._sites import SiteError
@@ -70,7 +71,7 @@ class OryxHarvest(Transform):
                 )
         return spots
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         builder = ChangeBuilder(call.checked)
         for spot in prepared:
             sown = spot.site.collection
@@ -94,7 +95,7 @@ class OryxHarvest(Transform):
         with internal_operations():
             return outs, _collect_reaps(walk, hooks)
 
-    def finish(self, out: Any, extra: Any) -> Any:
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
         return {"plant": out, "reap": extra}.get(self.function, (out, extra))
 
     def _has(self, sown: Any) -> bool:
@@ -108,7 +109,7 @@ class OryxHarvest(Transform):
 _MISSING = object()
 
 
-def _find(plants: Any, name: Name) -> Any:
+def _find(plants: PyTree, name: Name) -> Any:
     for part in name:
         if not isinstance(plants, Mapping) or part not in plants:
             return _MISSING
@@ -116,7 +117,7 @@ def _find(plants: Any, name: Name) -> Any:
     return plants
 
 
-def _check_known(plants: Any, names: set[Name], tag: Any, scope: Name = ()) -> None:
+def _check_known(plants: PyTree, names: set[Name], tag: Hashable, scope: Name = ()) -> None:
     """Raises for a plant that would do nothing."""
     for key, value in plants.items():
         name = (*scope, key)
@@ -132,7 +133,7 @@ def _check_known(plants: Any, names: set[Name], tag: Any, scope: Name = ()) -> N
         )
 
 
-def _make_part(spot: Spot, array: Any) -> Part:
+def _make_part(spot: Spot, array: Value) -> Part:
     """What is planted at a site: for each iteration its own if they are appended."""
     own, each = spot.own, spot.site.collection.mode == "append"
     dtype = jnp.result_type(own.dtype, array) if array.weak_type else array.dtype
@@ -153,7 +154,7 @@ def _make_part(spot: Spot, array: Any) -> Part:
     )
 
 
-def _plant(x: Any, counter: Any, plant: Any) -> Any:
+def _plant(x: Value, counter: Value, plant: Any) -> Any:
     del counter
     return plant if plant.dtype == x.dtype else plant.astype(x.dtype)
 

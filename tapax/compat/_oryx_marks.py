@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._calling.survey import SurveyHooks
-from tapax._jax import Equation, Value
+from tapax._jax import Equation, PyTree, Value
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.context import active_policy
 from tapax._marks.marked_jaxprs import strip
@@ -71,7 +71,7 @@ class _UnscopedMark(Mark):
         return self
 
 
-def mark_sow(value: Any, sown: SownLeaf, source: str = "") -> Any:
+def mark_sow(value: PyTree, sown: SownLeaf, source: str = "") -> Any:
     check_string("name", sown.name[-1])
     hash(sown.tag)
     here = active_policy()
@@ -89,11 +89,11 @@ def mark_sow(value: Any, sown: SownLeaf, source: str = "") -> Any:
     return treedef.unflatten(arrays[: len(leaves)])
 
 
-def tie(value: T, key: Any) -> T:
+def tie(value: T, key: Value) -> T:
     return value if key is None else jax.lax.optimization_barrier((value, key))[0]
 
 
-def _keep_last(before: Any, new: Any) -> Any:
+def _keep_last(before: Any, new: Value) -> Any:
     del before
     return new
 
@@ -109,7 +109,7 @@ def find_caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def check_string(argument: str, value: Any) -> None:
+def check_string(argument: str, value: PyTree) -> None:
     if not isinstance(value, str):
         kind = type(value).__name__
         raise TypeError(f"`{argument}` must be a string, but is {value!r} of type {kind}.")
@@ -185,7 +185,7 @@ class ReapHooks(SowHooks):
     def opaque(self, walk: Interpreter, eqn: Equation) -> None:
         self._refuse(list(eqn.params.values()), f"a call of {_jax.operation_name(eqn)!r}")
 
-    def _refuse(self, value: Any, place: str) -> None:
+    def _refuse(self, value: PyTree, place: str) -> None:
         marks: list[Mark] = []
         strip(value, marks)
         for mark in marks:

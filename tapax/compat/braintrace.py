@@ -25,6 +25,7 @@ from typing import Any
 
 import brainstate
 
+from tapax._frameworks.interface import Module
 from tapax.hidden import HiddenPerturbation, add_hidden_perturbation
 
 __all__ = ["HiddenPerturbation", "add_hidden_perturbation_in_module", "nn"]
@@ -34,7 +35,7 @@ _CELLS = ("GRUCell", "LSTMCell", "MGUCell", "URLSTMCell", "ValinaRNNCell")
 nn = types.SimpleNamespace(**{name: getattr(brainstate.nn, name) for name in _CELLS})
 
 
-def add_hidden_perturbation_in_module(model: Any, *model_args: Any) -> HiddenPerturbation:
+def add_hidden_perturbation_in_module(model: Module, *model_args: Any) -> HiddenPerturbation:
     """Adds a perturbation to every hidden state of a module of brainstate, called on `model_args`.
 
     `eval_jaxpr` of the result takes the leaves of `model_args` and then the values of all states of

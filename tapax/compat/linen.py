@@ -46,6 +46,7 @@ from flax.core.scope import in_filter, union_filters
 from tapax._api.capture import capture
 from tapax._api.perturbations import AdditionTransform
 from tapax._calling.transform import TransformedFunction
+from tapax._frameworks.interface import Module
 from tapax._frameworks.linen.adapter import ADAPTER
 from tapax._frameworks.linen.marks import LinenRecordOptions, LinenSownValue, recording
 from tapax._sites import Site, SiteError
@@ -117,7 +118,7 @@ def _is_call(module: nn.Module, method: str) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _make_capture(module: Any, method: Any, mutable: Any, outputs: Any) -> Any:
+def _make_capture(module: Module, method: Any, mutable: Any, outputs: Any) -> Any:
     """Makes the captured call of a module; equal calls share one, so that it compiles once."""
     collections = list(mutable) if isinstance(mutable, frozenset) else mutable
 

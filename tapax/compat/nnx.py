@@ -48,11 +48,12 @@ from tapax._api.capture import capture as _capture
 from tapax._frameworks.module_tree import index
 from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.adapter import ADAPTER
+from tapax._jax import Args, Function, Kwargs
 from tapax._sites import Site, SiteError, segment
 
 
 def capture(
-    fn: Any, *var_types: Any, init: Any = None, method_outputs: Any = None
+    fn: Function, *var_types: Any, init: Any = None, method_outputs: Any = None
 ) -> Callable[..., Any]:
     """A function that returns what `fn` does, and a `State` of what is sown for each type.
 
@@ -67,7 +68,7 @@ def capture(
     what = marks.NNXRecordOptions(method_outputs, perturbed=init is not None)
     kinds = {*var_types, *(type(variable) for _, variable in _flatten(init))}
 
-    def run(init: Any, args: Any, kwargs: Any) -> Any:
+    def run(init: Any, args: Args, kwargs: Kwargs) -> Any:
         roots = _find_roots(fn, args, kwargs)
         marked = [*_rename(roots), *_give(roots, init)]
         with marks.recording(what):
@@ -94,7 +95,7 @@ def capture(
     return wrapper
 
 
-def _find_roots(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _find_roots(fn: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Finds the modules of a call: the first has no name, others those of their arguments."""
     found: list[tuple[str, Any]] = []
     if isinstance(fn, nnx.Module):

@@ -65,6 +65,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax._calling.transform import TransformedFunction, check_function, transformed
+from tapax._jax import Value
 from tapax._marks.context import active_policy
 from tapax._walk.plan import Plan
 from tapax.compat._oryx_harvest import OryxHarvest
@@ -77,7 +78,7 @@ Fn: TypeAlias = Callable[..., Any]
 Names: TypeAlias = Iterable[str] | None
 
 
-def sow(value: T, *, tag: Hashable, name: str, mode: str = "strict", key: Any = None) -> T:
+def sow(value: T, *, tag: Hashable, name: str, mode: str = "strict", key: Value = None) -> T:
     """Names a value, an array or a pytree of arrays; returns it, or what is planted instead.
 
     With a `key`, any JAX value, what is returned depends on that too.
@@ -92,7 +93,7 @@ def sow(value: T, *, tag: Hashable, name: str, mode: str = "strict", key: Any = 
 
 
 def sow_cond(
-    value: T, pred: Any, *, tag: Hashable, name: str, mode: str = "cond_clobber", key: Any = None
+    value: T, pred: Any, *, tag: Hashable, name: str, mode: str = "cond_clobber", key: Value = None
 ) -> T:
     """Names a value that replaces what was sown before under that name, where `pred` is true."""
     if mode != "cond_clobber":
@@ -155,7 +156,7 @@ def reap(
     return _make("reap", f, tag, allowlist, blocklist, exclusive)
 
 
-def _make(function: str, f: Fn, tag: Any, allowed: Any, blocked: Any, exclusive: bool) -> Fn:
+def _make(function: str, f: Fn, tag: Hashable, allowed: Any, blocked: Any, exclusive: bool) -> Fn:
     check_function(f, function)
     hash(tag)
     for argument, names in (("allowlist", allowed), ("blocklist", blocked)):

@@ -69,7 +69,7 @@ class _ConnectionAnalysis(ForwardAnalysis[Dependences]):
         return _at_least(fact, Dependence.OTHER)
 
 
-def find_connections(jaxpr: Any, inputs: Mapping[int, Any]) -> list[Dependences]:
+def find_connections(jaxpr: Jaxpr, inputs: Mapping[int, Any]) -> list[Dependences]:
     """Finds which of the named `inputs` each result of a program depends on, and how."""
     count = len(_jax.open_jaxpr(jaxpr).invars)
     seeds = [

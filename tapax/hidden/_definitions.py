@@ -51,7 +51,7 @@ from jax.extend.core.primitives import (
 )
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, Value, Var
+from tapax._jax import Atom, Equation, Jaxpr, OpenJaxpr, PyTree, Value, Var
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.dataflow import computed_from
 from tapax._jaxpr.evaluate import bind_in_context, evaluate
@@ -96,7 +96,7 @@ class Definitions:
 
 
 def find_definitions(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     wanted: Mapping[int, str],
     writes: Mapping[Any, str] | None = None,
     *,
@@ -111,7 +111,7 @@ def find_definitions(
 
 
 def _find(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     wanted: Mapping[int, tuple[str, tuple[Any, ...]]],
     writes: Mapping[Any, str],
     in_loops: bool,
@@ -123,7 +123,7 @@ def _find(
     opened: dict[int, dict[int, tuple[str, tuple[Any, ...]]]] = defaultdict(dict)
     claimed: set[Any] = set()
 
-    def define(key: str, atom: Any, beyond: tuple[Any, ...]) -> Definition:
+    def define(key: str, atom: Atom, beyond: tuple[Any, ...]) -> Definition:
         root, moves = find_origin(inner, made, atom, writes)
         if root is None or root in writes:
             return Definition(key, None, (), beyond, False)
@@ -151,13 +151,13 @@ def _find(
     return Definitions(at, results, within)
 
 
-def _made(inner: Any) -> dict[Any, tuple[int, int]]:
+def _made(inner: OpenJaxpr) -> dict[Any, tuple[int, int]]:
     """Which equation makes a variable, as which of its results."""
     return {v: (i, j) for i, eqn in enumerate(inner.eqns) for j, v in enumerate(eqn.outvars)}
 
 
 def find_origin(
-    inner: Any, made: Mapping[Any, tuple[int, int]], atom: Any, writes: Container[Any] = ()
+    inner: OpenJaxpr, made: Mapping[Any, tuple[int, int]], atom: Atom, writes: Container[Any] = ()
 ) -> tuple[Any, tuple[Any, ...]]:
     """The variable that a value is a copy of, or the write, and the equations that move it.
 
@@ -192,13 +192,13 @@ def _is_move(eqn: Equation) -> bool:
     return eqn.primitive in _RESHAPING and same
 
 
-def _there(moves: Sequence[Any], value: Any) -> Any:
+def _there(moves: Sequence[Any], value: PyTree) -> Any:
     for eqn in moves:
         (value,) = _jax.bind_equation(eqn, [value])
     return value
 
 
-def _back(moves: Sequence[Any], value: Any) -> Any:
+def _back(moves: Sequence[Any], value: PyTree) -> Any:
     for eqn in reversed(moves):
         if eqn.primitive is transpose_p:
             value = jnp.transpose(value, np.argsort(eqn.params["permutation"]).tolist())
@@ -224,7 +224,7 @@ def _opens(eqn: Equation, place: int, in_loops: bool = True) -> bool:
     return any(_has_others(_jax.open_jaxpr(body), place) for body in found)
 
 
-def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
+def _warn_of_others(inner: OpenJaxpr, number: int, place: int, key: str) -> None:
     """Warns of what is computed from a state's value in a way that a definition does not reach."""
     eqn = inner.eqns[number]
     if eqn.primitive is convert_element_type_p:
@@ -253,7 +253,7 @@ def _warn_of_others(inner: Any, number: int, place: int, key: str) -> None:
             return
 
 
-def _has_others(inner: Any, place: int) -> bool:
+def _has_others(inner: OpenJaxpr, place: int) -> bool:
     """Whether other results of a body are computed from one."""
     made = _made(inner)
     root, _ = find_origin(inner, made, inner.outvars[place])

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError, StatePath
+from tapax._jax import PyTree
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax.hidden._connections import Dependence, find_connections, list_equations
 from tapax.hidden._pure_step import trace_step_or_module
@@ -61,12 +62,12 @@ class HiddenGroup:
         """How many states a unit has."""
         return sum(state.num_state for state in self.hidden_states)
 
-    def transition(self, state: Any, *inputs: Any) -> list[jax.Array]:
+    def transition(self, state: PyTree, *inputs: PyTree) -> list[jax.Array]:
         """The new values of the group's states, by the whole step."""
         results = _jax.as_function(self.step.jaxpr)(*self.step.flatten(state, inputs))
         return [results[i] for i in self.indices]
 
-    def diagonal_jacobian(self, state: Any, *inputs: Any) -> jax.Array:
+    def diagonal_jacobian(self, state: PyTree, *inputs: PyTree) -> jax.Array:
         """How the states of every unit depend on its own states before: `[*varshape, n, n]`.
 
         The entry `[u, a, b]` is the derivative of the new state `a` of the unit `u` by its old
@@ -115,7 +116,7 @@ class HiddenGroup:
         return f"HiddenGroup({', '.join(self.names)}: {dtype}[{shape}])"
 
 
-def hidden_groups(step: Any, *inputs: Any, state: Any = None) -> list[HiddenGroup]:
+def hidden_groups(step: Any, *inputs: PyTree, state: PyTree = None) -> list[HiddenGroup]:
     """Groups the hidden states of a step that it connects and whose shapes agree.
 
     Two states are connected if the step computes the new value of one from the old value of the

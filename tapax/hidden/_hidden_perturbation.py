@@ -44,7 +44,7 @@ from tapax._frameworks.recurrent_cells import (
     find_written_name,
 )
 from tapax._frameworks.registry import stateful_program
-from tapax._jax import Atom, Equation, Var
+from tapax._jax import Atom, Equation, PyTree, Var
 from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.rewrite import rewrite
 from tapax._sites import as_array
@@ -131,7 +131,7 @@ class HiddenPerturbation(_PerturbationFields):
         return dict(zip(self.names, self.init_perturb_data(), strict=True))
 
     def __call__(
-        self, perturbations: Mapping[str, Any], state: Any, *inputs: Any
+        self, perturbations: Mapping[str, Any], state: PyTree, *inputs: PyTree
     ) -> tuple[Any, Any]:
         """The step, `(state, out)`, with perturbations by name; those not given are zero."""
         data = self._listed(perturbations)
@@ -195,7 +195,7 @@ class HiddenPerturbation(_PerturbationFields):
         return data
 
 
-def add_hidden_perturbation(step: Any, *inputs: Any, state: Any = None) -> HiddenPerturbation:
+def add_hidden_perturbation(step: Any, *inputs: PyTree, state: PyTree = None) -> HiddenPerturbation:
     """Adds a perturbation to every hidden state of a step.
 
     `step` is a function, given with an example of its arguments: `add_hidden_perturbation(step,
@@ -264,7 +264,7 @@ def _edit(program: WrittenProgram) -> Any | None:
     return _jax.with_open_jaxpr(edited, inner.replace(eqns=eqns, outvars=outvars))
 
 
-def _does_nothing(eqn: Any) -> bool:
+def _does_nothing(eqn: Equation) -> bool:
     if eqn.primitive is convert_element_type_p:
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
     return find_written_name(eqn) is not None

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from tapax._jax import PyTree
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import GroundedScope, GroundScope
 from tapax._marks.tap import Mark, tap
@@ -44,14 +45,14 @@ def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     @functools.wraps(step, updated=())
-    def marked(state: Any, *inputs: Any) -> tuple[Any, Any]:
+    def marked(state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
         here = active_policy()
         if here is None:
             return step(state, *inputs)
         frame = getattr(step, "__code__", None) or sys._getframe(1).f_code
         source = f"{frame.co_filename}:{frame.co_firstlineno}"
 
-        def write(name: str, value: Any) -> Any:
+        def write(name: str, value: PyTree) -> Any:
             with jax.named_scope(GroundedScope("")):
                 return tap(value, Mark(name, "hidden", source, **here.on_marks))
 

@@ -5,8 +5,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tapax._frameworks.interface import Module
 from tapax._frameworks.recurrent_cells import HiddenError, RecurrentCell, refuse_other
 from tapax._frameworks.registry import recurrent_cell
+from tapax._jax import PyTree
 from tapax.hidden._step import Step, trace_step
 
 
@@ -18,7 +20,7 @@ class PureStep(NamedTuple):
     state: Any
 
 
-def functional(model: Any, *inputs: Any, state: Any = None) -> PureStep:
+def functional(model: Module, *inputs: PyTree, state: PyTree = None) -> PureStep:
     """Makes a pure step of a recurrent module, with its parameters and its initial state.
 
     A cell of a framework starts from its own initial state. Another module that is called like a
@@ -43,7 +45,7 @@ def functional(model: Any, *inputs: Any, state: Any = None) -> PureStep:
     return PureStep(cell.step, cell.params, _get_state(model, cell))
 
 
-def trace_step_or_module(step: Any, inputs: Sequence[Any], state: Any) -> Step:
+def trace_step_or_module(step: Any, inputs: Sequence[Any], state: PyTree) -> Step:
     """Traces a pure step, or a recurrent module, for `inputs` and `state`.
 
     A function takes its state first. So does a module without a state of its own.
@@ -56,7 +58,7 @@ def trace_step_or_module(step: Any, inputs: Sequence[Any], state: Any) -> Step:
     if cell is None:
         return trace_step(step, state, inputs)
 
-    def bound(state: Any, *inputs: Any) -> Any:
+    def bound(state: PyTree, *inputs: PyTree) -> Any:
         return cell.step(cell.params, state, *inputs)
 
     bound.__qualname__ = type(step).__name__  # what error messages call it
@@ -77,7 +79,7 @@ def _takes(step: Callable[..., Any], args: Sequence[Any]) -> bool:
     return True
 
 
-def _get_state(model: Any, cell: RecurrentCell) -> Any:
+def _get_state(model: Module, cell: RecurrentCell) -> Any:
     if cell.state is None:
         raise HiddenError(
             f"`model` is of type {type(model).__name__}, which says nothing of its hidden state. "

@@ -20,7 +20,7 @@ from tapax._frameworks.recurrent_cells import (
     StatePath,
     find_written_name,
 )
-from tapax._jax import Jaxpr
+from tapax._jax import Atom, Jaxpr
 from tapax._jaxpr.evaluate import inline
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax.hidden._definitions import Definitions, evaluate_defined, find_definitions, is_copy
@@ -90,7 +90,7 @@ def find_named_writes(program: StatefulProgram) -> WrittenProgram:
     return WrittenProgram(jaxpr, tuple(writes), find_definitions(jaxpr, results, copies))
 
 
-def _find_names(made: Any, atom: Any) -> set[str | None]:
+def _find_names(made: Any, atom: Atom) -> set[str | None]:
     """The names under which a value is written, with copies in between."""
     names = set()
     while not isinstance(atom, _jax.Literal) and atom in made and is_copy(made[atom]):
@@ -99,7 +99,7 @@ def _find_names(made: Any, atom: Any) -> set[str | None]:
     return names
 
 
-def _has_names_in_jit(jaxpr: Any) -> bool:
+def _has_names_in_jit(jaxpr: Jaxpr) -> bool:
     calls = [e for e in _jax.open_jaxpr(jaxpr).eqns if kind_of(e) is Kind.JIT]
     inner = [eqn.params["jaxpr"] for eqn in calls]
     return any(

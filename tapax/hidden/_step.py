@@ -62,7 +62,7 @@ class Step:
     out_tree: Any
     objects: tuple[Any, ...] = ()
 
-    def flatten(self, state: Any, inputs: Sequence[Any]) -> list[Any]:
+    def flatten(self, state: PyTree, inputs: Sequence[Any]) -> list[Any]:
         """Makes the operands of `jaxpr`; raises if it was traced for other structures or shapes."""
         leaves, treedef = jax.tree.flatten((state, *inputs))
         if treedef != self.in_tree:
@@ -93,7 +93,7 @@ class Step:
 
 def trace_step(
     step: Callable[..., Any],
-    state: Any,
+    state: PyTree,
     inputs: Sequence[Any],
     *,
     paths: Any = None,
@@ -119,7 +119,7 @@ def trace_step(
 def trace_leaves(
     step: Callable[..., Any],
     args: Sequence[Any],
-    state: Any,
+    state: PyTree,
     states: Sequence[HiddenState],
     describe: Callable[[Any], str],
 ) -> tuple[Any, Any]:
@@ -146,7 +146,7 @@ def trace_leaves(
 
 
 def list_hidden_states(
-    state: Any, paths: Sequence[StatePath] | None = None, counts: bool = False
+    state: PyTree, paths: Sequence[StatePath] | None = None, counts: bool = False
 ) -> tuple[HiddenState, ...]:
     """Lists the leaves of a state; raises if one is not a floating-point array."""
     keyed = jax.tree_util.tree_leaves_with_path(state)
@@ -170,7 +170,7 @@ def list_hidden_states(
     return made
 
 
-def _check_new_state(step: Any, states: Sequence[HiddenState], state: Any, new: Any) -> None:
+def _check_new_state(step: Any, states: Sequence[HiddenState], state: PyTree, new: Value) -> None:
     """Refuses a step that returns another kind of state than it was given."""
     old, treedef = jax.tree.flatten(state)
     leaves, new_tree = jax.tree.flatten(new)
@@ -192,7 +192,7 @@ def _check_new_state(step: Any, states: Sequence[HiddenState], state: Any, new: 
                 )
 
 
-def _dtype(leaf: Any) -> Any:
+def _dtype(leaf: PyTree) -> Any:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         return leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -200,7 +200,7 @@ def _dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(type(leaf)) if is_number else None
 
 
-def _describe(result: Any) -> str:
+def _describe(result: PyTree) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of {len(result)}"
     return f"one value of type {type(result).__name__}"

@@ -37,6 +37,7 @@ import jax
 from tapax import _jax, reduce
 from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
+from tapax._jax import Args, Kwargs, PyTree
 from tapax._results import SiteTable, Taps
 from tapax._sites import SiteError, name_of, wrong_type
 from tapax._walk.plan import Plan
@@ -68,7 +69,7 @@ def monitor(
     step: Callable[P, R],
     every: int = 100,
     values: Any = EVERYTHING,
-    grads: Any = EVERYTHING,
+    grads: PyTree = EVERYTHING,
     to: To = None,
     *,
     alerts: AlertRule | Sequence[AlertRule] = (),
@@ -101,7 +102,7 @@ class Monitor(Generic[P, R]):
         step: Callable[P, R],
         every: int,
         values: Any,
-        grads: Any,
+        grads: PyTree,
         to: Any,
         *,
         alerts: Sequence[AlertRule],
@@ -156,7 +157,7 @@ class Monitor(Generic[P, R]):
         self.step_number = number + 1
         return self._step(*args, **kwargs)
 
-    def _watch(self, number: int, args: Any, kwargs: Any) -> None:
+    def _watch(self, number: int, args: Args, kwargs: Kwargs) -> None:
         try:
             taps = self._copy((), args, kwargs)
         except Exception as error:
@@ -214,10 +215,10 @@ class _MonitorTransform(Transform):
                 stacklevel=10,
             )
 
-    def run(self, call: TracedCall, prepared: Any) -> Any:
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
         return None, call.program.only(lambda out: ()).walk(self.plan, call.arrays)[1]
 
-    def finish(self, out: Any, extra: Any) -> Any:
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tapax._jax import Value
 from tapax._results import SiteTable
 from tapax._sites import At, Site, check, flatten, matches
 from tapax.monitoring._records import Histogram, Number
@@ -167,7 +168,7 @@ def read_numbers(
                     yield Reading(request, label, one, number)
 
 
-def split_statistics(reducer: Reducer, stat: str, array: Any) -> Iterator[tuple[str, Number]]:
+def split_statistics(reducer: Reducer, stat: str, array: Value) -> Iterator[tuple[str, Number]]:
     """Split a result into numbers, each with the name of its statistic."""
     if reducer.edges is not None:
         yield stat, Histogram(array.astype(np.float64), np.array(reducer.edges))

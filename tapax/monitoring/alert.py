@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tapax import reduce
+from tapax._jax import Value
 from tapax._sites import Selection, check, flatten, is_exact, matches
 from tapax.monitoring._records import AlertEvent
 from tapax.reduce import Reducer
@@ -113,7 +114,7 @@ def _make_optional(at: Selection) -> Selection:
     return tuple(functools.partial(matches, p) if is_exact(p) else p for p in flatten(at))
 
 
-def _alive(x: Any) -> Any:
+def _alive(x: Value) -> Any:
     # A single number is no unit: it is never taken for dead.
     return jnp.any(x != 0, tuple(range(x.ndim - 1))) if x.ndim else jnp.array(True)
 

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from tapax._frameworks.interface import Module
+from tapax._jax import PyTree
 from tapax._marks.sow import leaf_name
 from tapax._sites import Site, matches, segment, wrong_type
 from tapax.nn._conv import BatchEnsembleConv
@@ -100,7 +102,7 @@ def batch_ensemble(
     return _replace(new, replaced, {})
 
 
-def _pick(model: Any, where: str | Where | None) -> list[tuple[str, Any]]:
+def _pick(model: Module, where: str | Where | None) -> list[tuple[str, Any]]:
     """The layers to convert, each once, with the path it was found by."""
     found: dict[int, tuple[str, Any]] = {}
     known: list[str] = []
@@ -129,7 +131,7 @@ def _pick(model: Any, where: str | Where | None) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def _list_candidates(node: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]:
+def _list_candidates(node: PyTree, path: str, above: set[int]) -> Iterator[tuple[str, Any]]:
     """Layers with a weight, with every path that leads to them."""
     if id(node) in above:
         return
@@ -140,7 +142,7 @@ def _list_candidates(node: Any, path: str, above: set[int]) -> Iterator[tuple[st
         yield from _list_candidates(child, f"{path}/{key}", above | {id(node)})
 
 
-def _list_children(node: Any) -> list[tuple[str, Any]]:
+def _list_children(node: PyTree) -> list[tuple[str, Any]]:
     """What is in a module or a container, by name."""
     if isinstance(node, nnx.Variable):
         return []
@@ -156,7 +158,7 @@ def _flatten(container: Any) -> Any:
     return jax.tree_util.tree_flatten_with_path(container, is_leaf=lambda x: x is not container)
 
 
-def _replace(node: Any, replaced: dict[int, Any], done: dict[int, Any]) -> Any:
+def _replace(node: PyTree, replaced: dict[int, Any], done: dict[int, Any]) -> Any:
     """A node with other layers in it: a module is changed in place, a container made anew."""
     if id(node) in replaced:
         return replaced[id(node)]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tapax._frameworks.interface import Module
 from tapax._sites import wrong_type
 from tapax.nn._keys import make_keys
 
@@ -88,7 +89,7 @@ class BaseLayer:
     initializer: Initializer = LECUN
     weight: str = "kernel"
 
-    def check(self, layer: Any, name: str) -> None:
+    def check(self, layer: Module, name: str) -> None:
         """Refuses a layer of another class, and one with a `__call__` of its own."""
         plain = f"`base_layer` of {name} must be a plain nnx.{self.kind.__name__}"
         if isinstance(layer, EnsembleLayer):
@@ -100,7 +101,7 @@ class BaseLayer:
         if getattr(type(layer), "__call__") is not getattr(self.kind, "__call__"):  # noqa: B004, B009
             raise TypeError(f"{plain}, but is {of}, which has a __call__ of its own.")
 
-    def stack(self, layer: Any) -> tuple[int, ...]:
+    def stack(self, layer: Module) -> tuple[int, ...]:
         """The axes in front of a layer's weight that several layers are stacked along."""
         weight, bias = getattr(layer, self.weight), getattr(layer, "bias", None)
         shapes = self.shapes(layer)
@@ -117,7 +118,7 @@ class BaseLayer:
             )
         return stack
 
-    def fresh(self, layer: Any, key: jax.Array) -> jax.Array:
+    def fresh(self, layer: Module, key: jax.Array) -> jax.Array:
         """A new weight for a layer; of a stack, each with the scale it would have alone."""
         stack, shapes = self.stack(layer), self.shapes(layer)
         drawn = shapes.flat or shapes.weight
@@ -139,7 +140,7 @@ class EnsembleLayer:
 
     def __init__(
         self,
-        base_layer: Any,
+        base_layer: Module,
         rngs: Any = 1,
         num_members: int = 1,
         use_base_weights: bool = False,

@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax._frameworks.interface import Module
+from tapax._jax import PyTree, Value
+
 
 class BiaslessLayer:
     """A view of a layer without its bias, for the method of its base class to run on.
@@ -20,14 +23,14 @@ class BiaslessLayer:
     bias = None
     use_bias = False
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Module):
         self._layer = layer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
 
-def count_rows(layer: Any, inputs: Any, argument: str = "inputs") -> int:
+def count_rows(layer: Module, inputs: PyTree, argument: str = "inputs") -> int:
     """Counts the rows of a batch that each member has."""
     members = layer.num_members
     if inputs.ndim == 0 or inputs.shape[0] % members:
@@ -41,8 +44,8 @@ def count_rows(layer: Any, inputs: Any, argument: str = "inputs") -> int:
 
 
 def check_width(
-    layer: Any,
-    x: Any,
+    layer: Module,
+    x: Value,
     axes: Sequence[int],
     size: Sequence[int],
     what: str = "features",
@@ -59,7 +62,7 @@ def check_width(
         )
 
 
-def check_stack(layer: Any, shape: Sequence[int]) -> None:
+def check_stack(layer: Module, shape: Sequence[int]) -> None:
     """Refuses to run a stack of layers as if it were one."""
     if tuple(layer.r.shape) != (layer.num_members, *shape):
         raise ValueError(
@@ -82,7 +85,7 @@ def spread_rows(factor: Any, batch: int, ndim: int, axes: Sequence[int]) -> jax.
 
 
 def modulate(
-    layer: Any,
+    layer: Module,
     inputs: jax.Array,
     run: Callable[[Any, jax.Array], jax.Array],
     ins: Sequence[int],

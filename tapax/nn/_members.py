@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from rich.table import Table
 
+from tapax._jax import Value
 from tapax._results import Taps
 from tapax._results.tables import render, type_of
 from tapax._sites import Site, SiteError, wrong_type
@@ -145,7 +146,7 @@ def members(taps: Taps, num_members: int | None = None) -> Members:
     return Members(each(taps.values), each(taps.grads), taps.valid, number, tuple(shared))
 
 
-def _find_row(x: Any, site: Site) -> int | None:
+def _find_row(x: Value, site: Site) -> int | None:
     """The axis of the rows: the first of a value, behind those of loops and maps."""
     row = x.ndim - site.rank
     return row if site.rank and row >= 0 else None
@@ -161,7 +162,7 @@ def _find_batches(taps: Taps, sites: dict[str, Site]) -> set[int]:
     return rows
 
 
-def _split(x: Any, site: Site, members: int, batches: set[int]) -> jax.Array | None:
+def _split(x: Value, site: Site, members: int, batches: set[int]) -> jax.Array | None:
     """`[loops..., E * B, ...]` as `[E, loops..., B, ...]`; None if members have no rows in it."""
     row = _find_row(x, site)
     if row is None or x.shape[row] % members or (batches and x.shape[row] not in batches):

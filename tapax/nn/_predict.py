@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tapax._frameworks.interface import Module
+from tapax._jax import PyTree, Value
 from tapax.nn._factors import EnsembleLayer, check_members
 
 KINDS = ("classification", "regression")
 
 
-def fold(x: Any) -> Any:
+def fold(x: Value) -> Any:
     """`[E, B, ...]` as `[E * B, ...]`: what a layer takes. Of a pytree, every array."""
 
-    def leaf(x: Any) -> jax.Array:
+    def leaf(x: Value) -> jax.Array:
         x = jnp.asarray(x)
         if x.ndim < 2:
             raise ValueError(
@@ -36,11 +38,11 @@ def fold(x: Any) -> Any:
     return jax.tree.map(leaf, x)
 
 
-def unfold(x: Any, num_members: int) -> Any:
+def unfold(x: Value, num_members: int) -> Any:
     """`[E * B, ...]` as `[E, B, ...]`: one member after the other. Of a pytree, every array."""
     members = check_members(num_members)
 
-    def leaf(x: Any) -> jax.Array:
+    def leaf(x: Value) -> jax.Array:
         x = jnp.asarray(x)
         if x.ndim == 0 or x.shape[0] % members:
             raise ValueError(
@@ -52,11 +54,11 @@ def unfold(x: Any, num_members: int) -> Any:
     return jax.tree.map(leaf, x)
 
 
-def tile(x: Any, num_members: int) -> Any:
+def tile(x: Value, num_members: int) -> Any:
     """A plain batch `[B, ...]` once for each member, `[E * B, ...]`. Of a pytree, every array."""
     members = check_members(num_members)
 
-    def leaf(x: Any) -> jax.Array:
+    def leaf(x: Value) -> jax.Array:
         x = jnp.asarray(x)
         if x.ndim == 0:
             raise ValueError("`x` of `tile` must have an axis of rows, but has the shape [].")
@@ -84,7 +86,7 @@ class Prediction:
 
 def predict(
     model: Callable[[Any], Any],
-    x: Any,
+    x: Value,
     *,
     kind: str = "classification",
     num_members: int | None = None,
@@ -130,7 +132,7 @@ def predict(
     return _regress(unfold(tuple(out) if pair else out, members))
 
 
-def count_members(model: Any) -> int:
+def count_members(model: Module) -> int:
     """Counts the members of the layers of a model."""
     numbers = set()
     if isinstance(model, nnx.Module):
@@ -171,7 +173,7 @@ def _sum_weighted(p: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, x, 0), 0), axis=-1)
 
 
-def _regress(out: Any) -> Prediction:
+def _regress(out: PyTree) -> Prediction:
     means, variances = out if isinstance(out, tuple) else (out, None)
     epistemic = _widen(means).var(0)
     aleatoric = None if variances is None else _widen(variances).mean(0)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import tapax.nonfinite._frames as frames
 from tapax import _jax
-from tapax._jax import Jaxpr, Static, Value
+from tapax._jax import Jaxpr, PyTree, Static, Value
 from tapax._jaxpr.kinds import Kind
 from tapax._jaxpr.leading_axes import where
 from tapax._jaxpr.restage import Scan, While, bind_cond, bind_remat, bind_shard_map, mesh_axes
@@ -42,7 +42,7 @@ def _some_rows(frame: OriginFrame, groups: Sequence[Any]) -> Any:
     return jnp.concatenate(some) if some else frame.vary(frames.finite_rows(1, frame.width))
 
 
-def _part_origin(x: Any, origin: Origin, frame: OriginFrame) -> Origin:
+def _part_origin(x: Value, origin: Origin, frame: OriginFrame) -> Origin:
     """The origin of a part of a value, which may well be finite."""
     return frame.add([origin], badness(x), NONE)
 
@@ -77,7 +77,7 @@ class _LoopBody:
         best = self._frame.vary(frames.finite_rows(others, self._frame.width))
         self.carry = (list(map(jnp.asarray, loop.init)), rows, best, jnp.int32(0))
 
-    def run(self, carry: Any, xs: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+    def run(self, carry: PyTree, xs: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         """Run an iteration; return what the loop carries, and the other results."""
         state, rows, best, count = carry
         frame, inner = self._frame, self._frame.inner(loop=True)
@@ -106,7 +106,7 @@ class _LoopBody:
         new = [jnp.asarray(x) for x in outs[: len(state)]]
         return (new, rows, best, count + 1), outs[len(state) :]
 
-    def origins(self, carry: Any) -> Origins:
+    def origins(self, carry: PyTree) -> Origins:
         """The origins of the results of the loop."""
         _, rows, best, _ = carry
         rows = best if rows is None else jnp.concatenate([rows, best])

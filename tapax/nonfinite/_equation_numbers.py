@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, Value
+from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, LOOPS, Kind, kind_of
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import tap_p
@@ -34,7 +34,7 @@ def bind_plain(eqn: Equation, args: Sequence[Value]) -> list[Value]:
     return [] if kind_of(eqn) & Kind.DEBUG else _jax.bind_equation(eqn, args)
 
 
-def is_inexact(aval: Any) -> bool:
+def is_inexact(aval: AbstractValue) -> bool:
     """Whether a value of this type can have an element that is not finite."""
     if _jax.is_reference(aval):
         return False
@@ -50,7 +50,7 @@ def is_move(eqn: Equation) -> bool:
     return bool(kind_of(eqn) & _MOVES) and all(map(_is_wide_enough, eqn.invars, eqn.outvars))
 
 
-def _is_wide_enough(operand: Any, result: Any) -> bool:
+def _is_wide_enough(operand: Any, result: PyTree) -> bool:
     """Whether what is finite in the type of an operand is so in that of the result."""
     old, new = operand.aval.dtype, result.aval.dtype
     if old == new:
@@ -60,7 +60,7 @@ def _is_wide_enough(operand: Any, result: Any) -> bool:
     return bool(jnp.finfo(old).max <= jnp.finfo(new).max) and jnp.finfo(old).bits > 8
 
 
-def called_body(eqn: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
+def called_body(eqn: Equation, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
     """The body of an equation that does no more than run it, and what it is run on."""
     kind = kind_of(eqn)
     if kind & (CALLS | CUSTOM_RULES) or (kind is Kind.REMAT and not _is_recomputed(eqn)):
@@ -114,20 +114,20 @@ class EquationNumbers:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, list[int], int]] = {}
 
-    def offsets(self, jaxpr: Any) -> list[int]:
+    def offsets(self, jaxpr: Jaxpr) -> list[int]:
         """The number of every equation of a body, counted from its start; constants come first."""
         return self._of(jaxpr)[1]
 
-    def size(self, jaxpr: Any) -> int:
+    def size(self, jaxpr: Jaxpr) -> int:
         """How many numbers a body takes."""
         return self._of(jaxpr)[2]
 
-    def body_starts(self, eqn: Any, number: int) -> list[int]:
+    def body_starts(self, eqn: Equation, number: int) -> list[int]:
         """Where the numbers of each body start, for an equation of this number."""
         sizes = [self.size(body) for body in inlined_bodies(eqn)]
         return [number + 1 + sum(sizes[:i]) for i in range(len(sizes))]
 
-    def depth(self, jaxpr: Any) -> int:
+    def depth(self, jaxpr: Jaxpr) -> int:
         """How many frames are within one another."""
         depths = [0]
         for eqn in _jax.open_jaxpr(jaxpr).eqns:
@@ -137,7 +137,7 @@ class EquationNumbers:
             depths += [self.depth(b) for b in inlined_bodies(eqn)]
         return max(depths)
 
-    def _of(self, jaxpr: Any) -> tuple[Any, list[int], int]:
+    def _of(self, jaxpr: Jaxpr) -> tuple[Any, list[int], int]:
         inner = _jax.open_jaxpr(jaxpr)
         if id(inner) not in self._known:
             offsets, at = [], len(inner.constvars)
@@ -148,7 +148,7 @@ class EquationNumbers:
             self._known[id(inner)] = inner, offsets, at
         return self._known[id(inner)]
 
-    def _span(self, eqn: Any) -> int:
+    def _span(self, eqn: Equation) -> int:
         if eqn.primitive is tap_p:
             return 0
         if frame_body(eqn) is not None:
@@ -163,7 +163,7 @@ class EquationNumbers:
             return 0
         return 1 + sum(map(self.size, bodies))
 
-    def find(self, jaxpr: Any, number: int, scopes: Scopes = ()) -> list[NumberedEquation]:
+    def find(self, jaxpr: Jaxpr, number: int, scopes: Scopes = ()) -> list[NumberedEquation]:
         """The way to the equation of a number within a frame; empty for a constant."""
         equations: list[NumberedEquation] = []
         base = 0

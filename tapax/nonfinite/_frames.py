@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from tapax import _jax
+from tapax._jax import PyTree, Value
 
 CLASS, _HERE = 2**28, 2**20
 MADE, GIVEN, NAN, REMOTE, INF, _NOTHING = range(6)
@@ -39,7 +40,7 @@ def decode_origin(origin: int) -> tuple[int, int | None, int]:
 FINE, INFINITE, NOT_A_NUMBER = range(3)
 
 
-def badness(x: Any) -> Any:
+def badness(x: Value) -> Any:
     """How bad the worst element of a value is, as a number.
 
     It is no maximum of the elements themselves: between devices, a maximum may well drop a NaN.
@@ -79,7 +80,7 @@ class OriginFrame:
         width = self.width - 2 if loop else self.width
         return OriginFrame(width, self.strict, self.axes, self.typed)
 
-    def vary(self, x: Any) -> Any:
+    def vary(self, x: Value) -> Any:
         """`x` as varying over the mesh axes, the type of all rows and origins here."""
         return _jax.with_varying(x, self.typed)
 
@@ -124,7 +125,7 @@ class OriginFrame:
         limit = jnp.where(worst == NOT_A_NUMBER, input_origin(INF, 0), NONE).astype(np.int32)
         limit = limit if self.strict else _none(count)
 
-        def one(carry: Any, x: Any) -> Any:
+        def one(carry: PyTree, x: Value) -> Any:
             origins, place = carry
             sources, limit, fine, here = x
             before = origins.at[sources].get(mode="promise_in_bounds").min()
@@ -154,7 +155,7 @@ class OriginFrame:
         match = (origins % CLASS - _HERE)[:, None] == np.asarray(self.slots, np.int32)
         return jnp.where(match.any(1)[:, None], _picked(match, tables), own)
 
-    def add_results(self, number: int, rows: Any) -> list[int]:
+    def add_results(self, number: int, rows: PyTree) -> list[int]:
         """The origins, here, of what comes out of the frame of an equation, given by their rows."""
         from_inside = rows[:, 0] % CLASS == _HERE + number
         rank = ranks(rows)
@@ -169,14 +170,14 @@ class OriginFrame:
 class FrameInputs:
     """The inputs of a frame: their rows outside, and the origins that replace them inside."""
 
-    def __init__(self, rows: Any):
+    def __init__(self, rows: PyTree):
         self.rows = rows
         self.rank = ranks(rows)
         kind = rows[:, 0] // CLASS
         self.origins = jnp.where(kind == _NOTHING, NONE, kind * CLASS + self.rank)
 
     def rows_outside(
-        self, frame: OriginFrame, origins: Any, number: int, iteration: Any, device: Any = None
+        self, frame: OriginFrame, origins: Any, number: int, iteration: Value, device: Any = None
     ) -> Any:
         """The rows, outside of the frame, of origins inside it."""
         inner = frame.rows(origins)
@@ -208,22 +209,22 @@ def _none(count: int) -> Any:
     return np.full(count, NONE, np.int32)
 
 
-def _picked(match: Any, rows: Any) -> Any:
+def _picked(match: Any, rows: PyTree) -> Any:
     """For each row of a mask, one of the rows that it picks: they are all the same."""
     return jnp.where(match[:, :, None], rows[None], 0).max(1)
 
 
-def _before(a: Any, b: Any) -> Any:
+def _before(a: Value, b: Value) -> Any:
     """Whether rows come before others; the last axis is that of the row."""
     weights = 3 ** np.arange(a.shape[-1], dtype=np.int32)[::-1]
     return jnp.sum(jnp.sign(a - b) * weights, -1, dtype=jnp.int32) < 0
 
 
-def ranks(rows: Any) -> Any:
+def ranks(rows: PyTree) -> Any:
     """How many of the rows come before each; equal ones have the same rank."""
     return jnp.sum(_before(rows[None, :], rows[:, None]), 1, dtype=jnp.int32)
 
 
-def earlier_rows(a: Any, b: Any) -> Any:
+def earlier_rows(a: Value, b: Value) -> Any:
     """The earlier of two rows, for each of several."""
     return jnp.where(_before(b, a)[..., None], b, a)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, Value
+from tapax._jax import Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.evaluate import evaluate_equations, read
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.restage import Scan, While, bind_cond, bind_remat, bind_shard_map, mesh_axes
@@ -51,7 +51,7 @@ def measure(args: Sequence[Any], outs: Sequence[Any]) -> Measures:
     ]
 
 
-def finite_range(x: Any) -> list[Any]:
+def finite_range(x: Value) -> list[Any]:
     """The least and the largest finite element of a value, by magnitude if it is complex."""
     aval = jax.typeof(x)
     plain = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool
@@ -71,7 +71,7 @@ def finite_range(x: Any) -> list[Any]:
     ]
 
 
-def count_bad(x: Any) -> Any:
+def count_bad(x: Value) -> Any:
     """How many elements are NaN, how many are infinite, and which is the first."""
     if not is_inexact(jax.typeof(x)):
         return jnp.zeros(3, jnp.int32)
@@ -84,7 +84,7 @@ def count_bad(x: Any) -> Any:
 class Measurement:
     """One evaluation of a program that measures one equation."""
 
-    def __init__(self, jaxpr: Any, target: EquationRun):
+    def __init__(self, jaxpr: Jaxpr, target: EquationRun):
         self.jaxpr = jaxpr
         self.target = target
         self.equations = EquationNumbers()
@@ -93,7 +93,7 @@ class Measurement:
         return self._body(self.jaxpr, args, 0, 0)[1]
 
     def _body(
-        self, jaxpr: Any, args: Sequence[Any], base: int, level: int
+        self, jaxpr: Jaxpr, args: Sequence[Any], base: int, level: int
     ) -> tuple[list[Any], Measures]:
         inner = _jax.open_jaxpr(jaxpr)
         offsets = self.equations.offsets(jaxpr)
@@ -166,7 +166,7 @@ class Measurement:
         init = [jnp.asarray(x) for x in loop.init]
         staged = self._stage(loop.body, [*loop.consts, *init, *single], 0, level)
 
-        def step(carry: Any, x: Any) -> Any:
+        def step(carry: PyTree, x: Value) -> Any:
             state, held, count = carry
             outs, held = self._iterate(staged, [*loop.consts, *state, *x], held, count, level)
             return (outs[: len(init)], held, count + 1), outs[len(init) :]
@@ -178,11 +178,11 @@ class Measurement:
         loop = While.of(eqn, args, strip(eqn.params["cond_jaxpr"]))
         staged = self._stage(loop.body, [*loop.consts, *loop.init], 0, level)
 
-        def check(carry: Any) -> Any:
+        def check(carry: PyTree) -> Any:
             # What was measured is all that is wanted.
             return loop.any_goes_on(carry[0]) & (carry[2] <= self.target.times[level - 1])
 
-        def step(carry: Any) -> Any:
+        def step(carry: PyTree) -> Any:
             state, held, count = carry
             new, held = self._iterate(staged, [*loop.consts, *state], held, count, level)
             return loop.keep_finished(new, state), held, count + 1
@@ -223,6 +223,6 @@ def _nothing(staged: Any) -> Measures:
     return [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
 
 
-def _split(eqn: Any, results: Sequence[Any]) -> tuple[list[Any], Measures]:
+def _split(eqn: Equation, results: Sequence[Any]) -> tuple[list[Any], Measures]:
     own = len(eqn.outvars)
     return list(results[:own]), list(results[own:])

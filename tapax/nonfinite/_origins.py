@@ -42,7 +42,7 @@ from jax.extend.core.primitives import select_n_p
 
 import tapax.nonfinite._frames as frames
 from tapax import _jax
-from tapax._jax import Atom, Equation, Value, Var
+from tapax._jax import Atom, Equation, Jaxpr, Value, Var
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.evaluate import evaluate_equations, read
 from tapax._jaxpr.kinds import Kind, kind_of
@@ -64,7 +64,7 @@ class OriginWalk:
     not finite, NaNs and infinities are told apart.
     """
 
-    def __init__(self, jaxpr: Any, masked: bool, handlers: Mapping[Kind, Handler]):
+    def __init__(self, jaxpr: Jaxpr, masked: bool, handlers: Mapping[Kind, Handler]):
         self.jaxpr, self.masked, self._handlers = jaxpr, masked, handlers
         self.equations = EquationNumbers()
         self.deliberate = _has_bad_constants(jaxpr)
@@ -87,7 +87,7 @@ class OriginWalk:
         return frame.add_known(frame.earliest_made())[0] if self.masked else None
 
     def run_body(
-        self, jaxpr: Any, args: Sequence[Any], origins: Origins, base: int, frame: OriginFrame
+        self, jaxpr: Jaxpr, args: Sequence[Any], origins: Origins, base: int, frame: OriginFrame
     ) -> ValuesAndOrigins:
         """Evaluates a body whose equations are numbered from `base`."""
         inner = _jax.open_jaxpr(jaxpr)
@@ -150,7 +150,7 @@ class _Traced(NamedTuple):
     origin: Origin
 
 
-def _read_literal(literal: Any) -> _Traced:
+def _read_literal(literal: Atom) -> _Traced:
     """A literal; its origin depends on the equation that reads it."""
     return _Traced(_jax.literal_value(literal), None)
 
@@ -222,7 +222,7 @@ def _remote_origin(step: EquationCall) -> Origin:
     return frame.add([], worst, origin_at(frames.REMOTE, step.number))
 
 
-def _axes_of(eqn: Any, frame: OriginFrame) -> tuple[str, ...]:
+def _axes_of(eqn: Equation, frame: OriginFrame) -> tuple[str, ...]:
     """The axes of the mesh over which an equation brings values from other devices."""
     if not (kind_of(eqn) & Kind.COLLECTIVE and frame.axes):
         return ()
@@ -242,7 +242,7 @@ def _literal_origin(literal: Any, number: int, frame: OriginFrame) -> Origin:
     return frame.add([], None, origin_at(kind, number))
 
 
-def _const_origin(x: Any, number: int, frame: OriginFrame) -> Origin:
+def _const_origin(x: Value, number: int, frame: OriginFrame) -> Origin:
     if not is_inexact(jax.typeof(x)):
         return None
     bad = badness(x)
@@ -250,7 +250,7 @@ def _const_origin(x: Any, number: int, frame: OriginFrame) -> Origin:
     return frame.add([nan], bad, origin_at(frames.INF, number))
 
 
-def _has_bad_constants(jaxpr: Any) -> bool:
+def _has_bad_constants(jaxpr: Jaxpr) -> bool:
     if any(is_inexact(jax.typeof(c)) for c in _jax.jaxpr_consts(jaxpr)):
         return True
     return any(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._jax import Function
 from tapax._sites import name_of
 
 
@@ -18,7 +19,7 @@ class SavedInputs(NamedTuple):
     function: str
     arrays: list[Any]
 
-    def is_for(self, fn: Any, arrays: Sequence[Any]) -> bool:
+    def is_for(self, fn: Function, arrays: Sequence[Any]) -> bool:
         """Whether they can be the inputs of a call of `fn` on arrays of these types."""
         saved, given = (
             [(jnp.shape(x), jax.typeof(x).dtype) for x in each] for each in (self.arrays, arrays)

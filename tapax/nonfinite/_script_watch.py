@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax
+from tapax._frameworks.interface import Module
 from tapax._frameworks.registry import loaded_adapters
+from tapax._jax import Args, Function, Kwargs, PyTree, Value
 from tapax._sites import name_of
 from tapax.nonfinite._finding import Finding
 from tapax.nonfinite._saved_inputs import SavedInputs, save_inputs
@@ -62,7 +64,7 @@ class ScriptWatch:
         """Watch the functions that are jitted within, by frameworks imported within too."""
         replaced: list[tuple[Any, str, Any]] = []
 
-        def replace(module: Any, name: str) -> None:
+        def replace(module: Module, name: str) -> None:
             loaded_adapters()  # they look at what a `jit` makes, and must see the framework's own
             *around, name = name.split(".")
             module = functools.reduce(getattr, around, module)
@@ -85,7 +87,7 @@ class ScriptWatch:
             for module, name, jit in replaced:
                 setattr(module, name, jit)
 
-    def call(self, fn: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, fn: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a jitted function, and check its results and updates."""
         if self.busy or not _jax.trace_state_clean():
             return fn(*args, **kwargs)
@@ -96,7 +98,7 @@ class ScriptWatch:
         finally:
             self.busy = False
 
-    def _call(self, fn: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, fn: Function, args: Args, kwargs: Kwargs) -> Any:
         count = self._calls[id(fn)] = self._calls.get(id(fn), 0) + 1
         if (count - 1) % self.every and self.saved is None:
             return fn(*args, **kwargs)
@@ -117,7 +119,7 @@ class ScriptWatch:
             self._stop(search, args, kwargs, before)
         return out
 
-    def _stop(self, search: NonfiniteSearch, args: Any, kwargs: Any, arrays: list[Any]) -> None:
+    def _stop(self, search: NonfiniteSearch, args: Args, kwargs: Kwargs, arrays: list[Any]) -> None:
         """Search on the inputs of a call; end the script if there is something to report."""
         finding = search.find(args, kwargs, arrays)
         name = name_of(search.fn)
@@ -151,13 +153,13 @@ def _is_any_bad(arrays: Sequence[Any]) -> Any:
     return ~functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in arrays])
 
 
-def _may_donate(fn: Any) -> bool:
+def _may_donate(fn: Function) -> bool:
     """Whether a function may donate its arguments; only those of `jax.jit` say."""
     options = _jax.jit_options(fn)
     return options is None or bool(options["donate_argnums"] or options["donate_argnames"])
 
 
-def _copy(x: Any) -> Any:
+def _copy(x: Value) -> Any:
     return jnp.copy(x) if isinstance(x, jax.Array) else x
 
 
@@ -176,7 +178,7 @@ def _save_and_note(directory: str, name: str, number: int, arrays: Sequence[Any]
 class WatchedFunction:
     """A jitted function whose calls a watch sees. In all else it is the function."""
 
-    def __init__(self, fn: Any, watch: ScriptWatch):
+    def __init__(self, fn: Function, watch: ScriptWatch):
         self.__dict__.update(_fn=fn, _watch=watch, __wrapped__=getattr(fn, "__wrapped__", fn))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +223,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def __init__(self, then: dict[str, Callable[[Any], None]]):
         self._then = dict(then)
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: Any = None, target: PyTree = None) -> Any:
         then = self._then.pop(fullname, None)
         spec = importlib.util.find_spec(fullname) if then else None
         if then is None or spec is None or spec.loader is None:
@@ -229,7 +231,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         loader: Any = spec.loader
         execute = loader.exec_module
 
-        def exec_module(module: Any) -> None:
+        def exec_module(module: Module) -> None:
             execute(module)
             then(module)
 

@@ -39,6 +39,7 @@ import numpy as np
 from tapax import _jax
 from tapax._calling.program import Program, TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
+from tapax._jax import Args, Atom, Equation, Function, Kwargs, PyTree, Value
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.restage import mesh_axes
 from tapax._marks.marked_jaxprs import strip
@@ -107,7 +108,7 @@ class _NonfiniteTransform(Transform):
             found = _source_location.ArgumentArray(keys, call.arrays[found], searched[found])
         return None, found
 
-    def finish(self, out: Any, extra: Any) -> Any:
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra
 
 
@@ -139,7 +140,7 @@ class _Passes:
         self.jaxpr, self.masked = program.jaxpr, masked
         plain = strip(self.jaxpr)
 
-        def flag(*arrays: Any) -> Any:
+        def flag(*arrays: Value) -> Any:
             with internal_operations():
                 outs = _jax.as_function(plain)(*arrays)
                 return [jnp.isfinite(x).all() for x in outs if is_inexact(jax.typeof(x))]
@@ -148,7 +149,7 @@ class _Passes:
         self._search = {m: jax.jit(functools.partial(self._run, m)) for m in (False, True)}
         self._measurements: dict[Any, Any] = {}
 
-    def __call__(self, *arrays: Any) -> Any:
+    def __call__(self, *arrays: Value) -> Any:
         if not self.masked and all(map(bool, jax.device_get(self._flag(*arrays)))):
             return None
         row = self._row(self.masked, arrays)
@@ -159,7 +160,7 @@ class _Passes:
             return None if self.masked else self._report_unexplained(arrays)
         return self._locate(row, arrays)
 
-    def _run(self, masked: bool, *arrays: Any) -> Any:
+    def _run(self, masked: bool, *arrays: Value) -> Any:
         with internal_operations():
             return OriginWalk(self.jaxpr, masked, HANDLERS).run(arrays)
 
@@ -207,7 +208,7 @@ class _Passes:
         if target not in self._measurements:
             measurement = Measurement(self.jaxpr, target)
 
-            def run(*arrays: Any) -> Any:
+            def run(*arrays: Value) -> Any:
                 with internal_operations():
                     return measurement.run(arrays)
 
@@ -215,7 +216,7 @@ class _Passes:
         return [np.asarray(x) for x in self._measurements[target](*arrays)]
 
 
-def _describe_value(operation: str, path: str, x: Any) -> Finding:
+def _describe_value(operation: str, path: str, x: Value) -> Finding:
     """The finding for a value that no operation made."""
     _, ((nan, inf, first),) = map(np.asarray, measure([], [x]))
     position = _position(first, jnp.shape(x))
@@ -250,7 +251,7 @@ class _BadEquation:
     constant: bool
     arrays: tuple[Any, ...]
 
-    def describe(self, fn: Any, args: Any, kwargs: Any) -> Finding:
+    def describe(self, fn: Function, args: Args, kwargs: Kwargs) -> Finding:
         """Describe the equation to a user who called `fn`."""
         eqn = self.path[-1].eqn
         coordinates = self._coordinates()
@@ -297,7 +298,7 @@ class _BadEquation:
             found.update(zip(order, map(int, np.unravel_index(here, sizes)), strict=True))
         return found
 
-    def _find_marked(self, fn: Any, args: Any, kwargs: Any) -> NumberedEquation | None:
+    def _find_marked(self, fn: Function, args: Args, kwargs: Kwargs) -> NumberedEquation | None:
         """Find it in the program with every operation marked, if a transformation made it."""
         if not _source_location.transformations(self.path) & {"jvp", "vmap"}:
             return None
@@ -315,21 +316,21 @@ class _BadEquation:
         return "backward" if derived and not self.constant else "forward"
 
 
-def _is_loop(eqn: Any) -> bool:
+def _is_loop(eqn: Equation) -> bool:
     return kind_of(eqn) is not Kind.SHARD_MAP
 
 
-def _loop_name(eqn: Any) -> str:
+def _loop_name(eqn: Equation) -> str:
     name = eqn.primitive.name
     return f"scan[{eqn.params['length']}]" if name == "scan" else name
 
 
-def _index(eqn: Any, time: int) -> int:
+def _index(eqn: Equation, time: int) -> int:
     """The index of an iteration; a scan may go from the last to the first."""
     return eqn.params["length"] - 1 - time if eqn.params.get("reverse") else time
 
 
-def _range(atom: Any, numbers: Sequence[float]) -> Range:
+def _range(atom: Atom, numbers: Sequence[float]) -> Range:
     low, high, bad = numbers
     aval = atom.aval
     known = low <= high

@@ -15,6 +15,7 @@ import jax
 
 from tapax import _jax
 from tapax._frameworks.registry import loaded_adapters
+from tapax._jax import Args, Equation, Function, Jaxpr, Kwargs
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import tap_p
@@ -53,7 +54,7 @@ def transformations(equations: Sequence[NumberedEquation]) -> set[str]:
     return {name for equation in equations for name in _jax.transforms_of(equation.eqn)}
 
 
-def counterpart(jaxpr: Any, equation: NumberedEquation, marked: Any) -> NumberedEquation | None:
+def counterpart(jaxpr: Jaxpr, equation: NumberedEquation, marked: Any) -> NumberedEquation | None:
     """The equation of one program in the same program with other marks; None if it has none.
 
     It is known by its operation, type and line, and, where several have these, by its turn. Loops
@@ -65,7 +66,7 @@ def counterpart(jaxpr: Any, equation: NumberedEquation, marked: Any) -> Numbered
     return there[min(turn, len(there) - 1)] if there else None
 
 
-def _all_equations(jaxpr: Any) -> Iterator[NumberedEquation]:
+def _all_equations(jaxpr: Jaxpr) -> Iterator[NumberedEquation]:
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield NumberedEquation(eqn, 0, 0, (), jaxpr)
         for body in (*inlined_bodies(eqn), frame_body(eqn)):
@@ -83,7 +84,7 @@ def _is_alike(a: NumberedEquation, b: NumberedEquation) -> bool:
     return _lines(first) == _lines(second) and transformations([a]) == transformations([b])
 
 
-def _lines(eqn: Any) -> list[tuple[str, int]]:
+def _lines(eqn: Equation) -> list[tuple[str, int]]:
     return [
         (name, line)
         for name, line in _jax.lines_of(eqn)
@@ -147,7 +148,7 @@ class ArgumentArray(NamedTuple):
     searched: Any
 
 
-def argument_name(fn: Any, args: Any, kwargs: Any, given: ArgumentArray) -> str:
+def argument_name(fn: Function, args: Args, kwargs: Kwargs, given: ArgumentArray) -> str:
     """An argument by the name of the parameter, and its place in there."""
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
     # What an object holds that was taken apart may not be among them.

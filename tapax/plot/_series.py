@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from tapax._jax import Value
 from tapax._results import Taps
 from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
 from tapax.monitoring._log import Log
@@ -153,7 +154,7 @@ def _split_statistic(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
 
 
 def _read(
-    site: Site, reducer: Reducer | None, stat: str, array: Any, valid: Any, lead: int
+    site: Site, reducer: Reducer | None, stat: str, array: Value, valid: Value, lead: int
 ) -> Iterator[tuple[str, str, Number]]:
     """Each number of a site: its row, its statistic, and the number."""
     if isinstance(array, Tracer):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._jax import Value
 from tapax.reduce._reducer import Reducer
 from tapax.reduce._sketches import histogram_of, quantiles_of
 from tapax.reduce._sums import extremes, ordered
@@ -70,11 +71,11 @@ def topk(k: int) -> Reducer:
 
 @functools.lru_cache(maxsize=256)
 def _topk(k: int) -> Reducer:
-    def init(x: Any) -> Any:
+    def init(x: Value) -> Any:
         dtype = ordered(x.dtype)
         return jnp.full(k, extremes(dtype)[0], dtype)
 
-    def largest(x: Any) -> Any:
+    def largest(x: Value) -> Any:
         return jax.lax.top_k(x, k)[0]
 
     return Reducer(

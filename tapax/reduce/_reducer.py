@@ -37,8 +37,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._jax import PyTree, Value
 
-def _same(state: Any) -> Any:
+
+def _same(state: PyTree) -> Any:
     return state
 
 
@@ -117,7 +119,7 @@ class Reducer:
         """Whether it is for values of this type."""
         return any(jnp.issubdtype(dtype, kind) for kind in _NEEDS[self.needs])
 
-    def start(self, x: Any) -> Any:
+    def start(self, x: Value) -> Any:
         """The state that has seen nothing, for values of the type of `x`."""
         state = self.init(x) if _takes_value(self.init) else self.init()
         return jax.tree.map(jnp.asarray, state)

@@ -8,13 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._jax import PyTree, Value
 from tapax.reduce._sums import COUNT, add, add_all, as_integers, count, wide
 
 
 def histogram_of(edges: tuple[float, ...], magnitudes: bool) -> dict[str, Any]:
     """A reducer's functions: counts between edges, of the values or of their magnitudes."""
 
-    def see(x: Any) -> Any:
+    def see(x: Value) -> Any:
         x = wide(x).ravel()
         x = _magnitude(x) if magnitudes else x
         # A value is below an edge or not: no bin is searched for, and nothing is scattered.
@@ -33,7 +34,7 @@ def histogram_of(edges: tuple[float, ...], magnitudes: bool) -> dict[str, Any]:
     }
 
 
-def _magnitude(x: Any) -> Any:
+def _magnitude(x: Value) -> Any:
     # That of the smallest integer is no integer of the same type.
     signed = jnp.issubdtype(x.dtype, jnp.signedinteger)
     return jnp.abs(x).astype(f"uint{8 * x.dtype.itemsize}") if signed else jnp.abs(x)
@@ -77,7 +78,7 @@ def quantiles_of(
     middles = np.concatenate([[-np.inf], -middles[::-1], [0.0], middles, [np.inf]])
     places = len(middles)
 
-    def see(x: Any) -> Any:
+    def see(x: Value) -> Any:
         x = x.ravel().astype(_float_of(x))
         magnitude = jnp.abs(x)
         place = jnp.ceil(jnp.log(jnp.maximum(magnitude, least)) / growth) - first
@@ -89,10 +90,10 @@ def quantiles_of(
         ends = {"where": known}
         return counts, x.min(initial=jnp.inf, **ends), x.max(initial=-jnp.inf, **ends)
 
-    def combine(a: Any, b: Any) -> Any:
+    def combine(a: Value, b: Value) -> Any:
         return add(a[0], b[0]), jnp.minimum(a[1], b[1]), jnp.maximum(a[2], b[2])
 
-    def finish(state: Any) -> Any:
+    def finish(state: PyTree) -> Any:
         counts, low, high = state
         below = jnp.cumsum(counts, dtype=COUNT)
         total = below[-1]
@@ -130,5 +131,5 @@ def _ranked(ranks: tuple[float, ...], last: Any) -> Any:
     return jnp.where(ones, last, whole)
 
 
-def _float_of(x: Any) -> Any:
+def _float_of(x: Value) -> Any:
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

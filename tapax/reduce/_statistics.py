@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax._jax import PyTree, Value
 from tapax.reduce import _sums
 from tapax.reduce._reducer import Reducer
 
@@ -32,14 +33,14 @@ def _along(
 
     @functools.cache
     def made(axis: Any) -> Reducer:
-        def init(x: Any) -> Any:
+        def init(x: Value) -> Any:
             if start is not None:
                 return start(axis, x)
             xs = [x, x] if options.get("paired") else [x]
             like = jax.eval_shape(functools.partial(see, axis), *xs)
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
 
-        def update(state: Any, *xs: Any) -> Any:
+        def update(state: PyTree, *xs: Value) -> Any:
             return combine(state, see(axis, *xs))
 
         kept: dict[str, Any] = {"needs": needs, "axis": axis, "make": made, **options}
@@ -57,7 +58,7 @@ def _summing(
 ) -> Reducer:
     """A reducer whose state is the sum of something over the elements, and how many there were."""
 
-    def see(axis: Any, *xs: Any) -> Any:
+    def see(axis: Any, *xs: Value) -> Any:
         axes = _sums.all_but(xs[0], axis)
         found = [t.sum(axes, dtype=t.dtype) for t in terms(*map(_sums.wide, xs))]
         return (*found, jnp.broadcast_to(_sums.size(xs[0], axes), found[0].shape))
@@ -84,7 +85,7 @@ zeros = _summing(
 )
 
 
-def _cosine(state: Any) -> Any:
+def _cosine(state: PyTree) -> Any:
     dot, g, v = state[0], _sums.root(state[1:3]), _sums.root(state[3:5])
     none = (g == 0) | (v == 0)
     return jnp.where(none, 0, dot / jnp.where(none, 1, g) / jnp.where(none, 1, v))
@@ -113,7 +114,7 @@ update_ratio = _summing(
 # close together can be told apart.
 
 
-def _see_moments(axis: Any, x: Any) -> Any:
+def _see_moments(axis: Any, x: Value) -> Any:
     x, axes = _sums.wide(x), _sums.all_but(x, axis)
     n = _sums.size(x, axes)
     count = jnp.maximum(n, 1).astype(x.real.dtype)
@@ -124,7 +125,7 @@ def _see_moments(axis: Any, x: Any) -> Any:
     return jnp.broadcast_to(n, q.shape), m.reshape(q.shape), rest.reshape(q.shape), q
 
 
-def _combine_moments(a: Any, b: Any) -> Any:
+def _combine_moments(a: Value, b: Value) -> Any:
     (na, ma, ra, qa), (nb, mb, rb, qb) = a, b
     n = _sums.add(na, nb)
     fa, fb = (k.astype(qa.dtype) / jnp.maximum(n, 1).astype(qa.dtype) for k in (na, nb))
@@ -138,12 +139,12 @@ def _combine_moments(a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where((na == 0) | (nb == 0), x, y), one, both)
 
 
-def _mean_of(state: Any) -> Any:
+def _mean_of(state: PyTree) -> Any:
     n, m, rest, _ = state
     return jnp.where(n == 0, jnp.nan, m + rest)
 
 
-def _variance(state: Any) -> Any:
+def _variance(state: PyTree) -> Any:
     return _over(state[0], state[3])
 
 
@@ -158,13 +159,13 @@ moments = _along(
 )
 
 
-def _see_ends(axis: Any, x: Any) -> Any:
+def _see_ends(axis: Any, x: Value) -> Any:
     x = x.astype(_sums.ordered(x.dtype))
     axes, (low, high) = _sums.all_but(x, axis), _sums.extremes(x.dtype)
     return x.min(axes, initial=high), x.max(axes, initial=low)
 
 
-def _start_ends(axis: Any, x: Any) -> Any:
+def _start_ends(axis: Any, x: Value) -> Any:
     kept = tuple(n for i, n in enumerate(x.shape) if i not in _sums.all_but(x, axis))
     dtype = _sums.ordered(x.dtype)
     low, high = _sums.extremes(dtype)

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tapax._jax import Value
+
 COUNT = jnp.dtype(jnp.uint32)
 _MOST = np.uint32(2**32 - 1)
 
 
-def wide(x: Any) -> Any:
+def wide(x: Value) -> Any:
     """A value in the type that it is accumulated in."""
     if x.dtype.itemsize >= 4:
         return x
@@ -30,7 +32,7 @@ def ordered(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32 if small else dtype)
 
 
-def square(x: Any) -> Any:
+def square(x: Value) -> Any:
     """The square of the magnitude."""
     return jnp.real(x) ** 2 + jnp.imag(x) ** 2 if jnp.iscomplexobj(x) else jnp.square(x)
 
@@ -39,7 +41,7 @@ def _scale(dtype: Any) -> float:
     return 2.0 ** (jnp.finfo(dtype).maxexp * 25 // 64)
 
 
-def squares(x: Any) -> list[Any]:
+def squares(x: Value) -> list[Any]:
     """The squares of the magnitudes made larger, and made smaller.
 
     The square of a vanishing gradient is zero, and that of an exploding one infinite, long before
@@ -60,27 +62,27 @@ def root(sums: Any, among: Any = 1) -> Any:
     return jnp.where(fits, found / scale, found * scale)
 
 
-def all_but(x: Any, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
+def all_but(x: Value, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """The axes of a value that are reduced, where `axis` is kept."""
     kept = () if axis is None else (axis,) if isinstance(axis, int) else axis
     rank = len(x.shape)
     return tuple(a for a in range(rank) if a not in {k % rank for k in kept})
 
 
-def count(mask: Any, axes: tuple[int, ...] | None = None) -> Any:
+def count(mask: Value, axes: tuple[int, ...] | None = None) -> Any:
     """How many are true."""
     return mask.sum(axes, dtype=COUNT)
 
 
-def size(x: Any, axes: tuple[int, ...]) -> Any:
+def size(x: Value, axes: tuple[int, ...]) -> Any:
     """How many elements there are along some axes."""
     return jnp.asarray(min(math.prod(x.shape[a] for a in axes), int(_MOST)), COUNT)
 
 
-def add(a: Any, b: Any) -> Any:
+def add(a: Value, b: Value) -> Any:
     """The sum of two states."""
 
-    def one(x: Any, y: Any) -> Any:
+    def one(x: Value, y: Value) -> Any:
         both = x + y
         return jnp.where(both < x, _MOST, both) if x.dtype == COUNT else both
 
@@ -90,7 +92,7 @@ def add(a: Any, b: Any) -> Any:
 def add_all(states: Any) -> Any:
     """The sum of states that lie along the first axis."""
 
-    def one(x: Any) -> Any:
+    def one(x: Value) -> Any:
         total = x.sum(0, dtype=x.dtype)
         if x.dtype != COUNT:
             return total

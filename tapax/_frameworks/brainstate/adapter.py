@@ -25,10 +25,11 @@ from brainstate.transform import _mapping1, _mapping2, _mapping_core
 from brainunit import Quantity
 
 from tapax._frameworks.brainstate import cells, states
-from tapax._frameworks.interface import Adapter, FunctionCall
+from tapax._frameworks.interface import Adapter, FunctionCall, Module
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, current, methods
+from tapax._jax import Function, PyTree, Value
 from tapax._marks.context import active_policy, without_marks
 
 _FORWARD = ("__call__", "update")
@@ -39,16 +40,16 @@ class Brainstate(PatchedAdapter):
     base = nn.Module
     recurrent_type = graph.Node
 
-    def is_opaque(self, value: Any) -> bool:
+    def is_opaque(self, value: PyTree) -> bool:
         return isinstance(value, (graph.Node, State))
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         return contextlib.nullcontext(states.taken_apart(call))
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
+    def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> Any:
         return cells.recurrent_cell(module, inputs, state)
 
-    def stateful_program(self, module: Any, inputs: Sequence[Any], state: Any) -> Any:
+    def stateful_program(self, module: Module, inputs: Sequence[Any], state: PyTree) -> Any:
         return cells.stateful_program(module, inputs, state)
 
     def _replacements(self) -> Replacements:
@@ -60,7 +61,7 @@ class Brainstate(PatchedAdapter):
         yield from methods(self, nn.Module, [nn.Module], _call)
 
 
-def _kept_apart(original: Any) -> Any:
+def _kept_apart(original: Function) -> Any:
     """The key by which a transform keeps what it traced, with what was marked meanwhile."""
 
     @functools.wraps(original)
@@ -76,7 +77,7 @@ def _kept_apart(original: Any) -> Any:
     return get_arg_cache_key
 
 
-def _rehearsed(original: Any) -> Any:
+def _rehearsed(original: Function) -> Any:
     """What `vmap` runs its function for, to find out which states it touches: there are no marks.
 
     Nothing public tells such a run from the one that counts.
@@ -90,7 +91,7 @@ def _rehearsed(original: Any) -> Any:
     return build_plan
 
 
-def _rehearsal(original: Any) -> Any:
+def _rehearsal(original: Function) -> Any:
     @contextlib.contextmanager
     def probe() -> Iterator[None]:
         with without_marks(), original():
@@ -99,7 +100,7 @@ def _rehearsal(original: Any) -> Any:
     return probe
 
 
-def _of_the_current(original: Any) -> Any:
+def _of_the_current(original: Function) -> Any:
     """Tracing by a transform, whose function may be a method from before classes were patched."""
 
     @functools.wraps(original)
@@ -125,14 +126,14 @@ class _BrainstateCalls(threading.local):
 _calls = _BrainstateCalls()
 
 
-def _is_being_called(module: Any) -> bool:
+def _is_being_called(module: Module) -> bool:
     """Whether the module that is running is this one, in its call."""
     around = running_modules()
     innermost = around[-1].module if around else None
     return innermost is module and any(m is module for m in _calls.modules)
 
 
-def _call(adapter: Adapter, module: Any, method: str, run: Callable[[], Any]) -> Any:
+def _call(adapter: Adapter, module: Module, method: str, run: Callable[[], Any]) -> Any:
     """Runs a method of a module, as `module_calls.called` does; both of `_FORWARD` are one call."""
     forward = method in _FORWARD
     if forward and _is_being_called(module):
@@ -149,10 +150,10 @@ def _call(adapter: Adapter, module: Any, method: str, run: Callable[[], Any]) ->
         return _marked(adapter, module, "__call__", out)
 
 
-def _marked(adapter: Adapter, module: Any, method: str, out: Any) -> Any:
+def _marked(adapter: Adapter, module: Module, method: str, out: PyTree) -> Any:
     """Makes a result a site; the name of a quantity's mantissa is that of the quantity."""
 
-    def is_whole(x: Any) -> bool:
+    def is_whole(x: Value) -> bool:
         return isinstance(x, Quantity) or adapter.is_opaque(x)
 
     leaves, treedef = jax.tree.flatten(out, is_leaf=is_whole)

@@ -13,6 +13,7 @@ import jax
 from brainstate import HiddenState, graph, transform
 from brainunit import get_mantissa
 
+from tapax._frameworks.interface import Module
 from tapax._frameworks.recurrent_cells import (
     HiddenError,
     RecurrentCell,
@@ -22,15 +23,16 @@ from tapax._frameworks.recurrent_cells import (
     check_names,
     mark_write,
 )
+from tapax._jax import PyTree
 from tapax._sites import segment
 
 
-def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+def recurrent_cell(module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
     """Describes a module: its parameters are its other states, its state is nested dicts."""
     traced = _TracedModule(module, inputs, state, name_writes=False)
     hidden, params = traced.split(traced.values)
 
-    def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+    def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
         given = [
             functools.reduce(operator.getitem, s.path, state if s.hidden_type else params)
             for s in traced.states
@@ -41,12 +43,12 @@ def recurrent_cell(module: Any, inputs: Sequence[Any], state: Any) -> RecurrentC
     return RecurrentCell(step, params, hidden, objects=traced.objects)
 
 
-def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> StatefulProgram:
+def stateful_program(module: Module, inputs: Sequence[Any], state: PyTree) -> StatefulProgram:
     """Traces a module with a name for every write of a hidden state."""
     traced = _TracedModule(module, inputs, state, name_writes=True)
     treedef = jax.tree.structure(tuple(inputs))
 
-    def flatten(state: Any, inputs: Sequence[Any]) -> list[Any]:
+    def flatten(state: PyTree, inputs: Sequence[Any]) -> list[Any]:
         leaves, given = jax.tree.flatten(tuple(inputs))
         if given != treedef:
             raise HiddenError(
@@ -65,7 +67,7 @@ def stateful_program(module: Any, inputs: Sequence[Any], state: Any) -> Stateful
 class _TracedModule:
     """A traced module: its program, its states in the order of the operands, and their values."""
 
-    def __init__(self, module: Any, inputs: Sequence[Any], state: Any, *, name_writes: bool):
+    def __init__(self, module: Module, inputs: Sequence[Any], state: PyTree, *, name_writes: bool):
         found: Any = graph.states(module)
         self.objects: dict[StatePath, Any] = {
             tuple(map(segment, keys)): state for keys, state in found.items()
@@ -119,7 +121,7 @@ def _flatten(values: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any
         yield from _flatten(value, (*path, key))
 
 
-def _describe(state: Any, path: StatePath) -> StateObject:
+def _describe(state: PyTree, path: StatePath) -> StateObject:
     count = len(jax.tree.leaves(state.value))
     if not isinstance(state, HiddenState):
         return StateObject(path, state, count, None)

@@ -40,8 +40,9 @@ from brainstate import (
 )
 from jax.core import Tracer
 
-from tapax._frameworks.interface import FunctionCall
+from tapax._frameworks.interface import FunctionCall, Module
 from tapax._frameworks.patches import closure_values, current
+from tapax._jax import PyTree
 from tapax._jax.pytrees import map_in_order
 from tapax._marks.sow import is_array
 
@@ -60,7 +61,7 @@ class _RanModules(threading.local):
 _running = _RanModules()
 
 
-def ran(module: Any) -> None:
+def ran(module: Module) -> None:
     """Tells that a method of a module runs."""
     _running.modules.setdefault(id(module), module)
 
@@ -77,7 +78,7 @@ def _modules_that_run() -> Iterator[dict[int, Any]]:
 class _Identity:
     """An object, equal to nothing but itself."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: PyTree):
         self.value = value
 
     def __eq__(self, other: Any) -> bool:
@@ -110,7 +111,7 @@ class _StateEffects:
     owners: tuple[tuple[Any, str, Any], ...]
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: PyTree) -> bool:
     return isinstance(value, (graph.Node, State))
 
 
@@ -139,14 +140,14 @@ class _StateInventory:
         self.fixed: list[Any] = []
         self._seen: dict[int, tuple[str, int]] = {}
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: PyTree) -> bool:
         return id(value) in self._seen
 
-    def add(self, value: Any) -> None:
+    def add(self, value: PyTree) -> None:
         """Walks through a value."""
         self.fixed.append(self._settings(value))
 
-    def _settings(self, value: Any) -> Any:
+    def _settings(self, value: PyTree) -> Any:
         """What is fixed in a value, as something to compare."""
         cls = type(value)
         kind = _kind(cls)
@@ -174,7 +175,7 @@ class _StateInventory:
         parts = tuple([(name, self._settings(part)) for name, part in vars(value).items()])
         return self._identity(value), parts
 
-    def _identity(self, value: Any) -> int:
+    def _identity(self, value: PyTree) -> int:
         self.alive.append(value)
         return id(value)
 
@@ -235,7 +236,7 @@ class _ExtendedCall(FunctionCall):
     def arguments(self) -> Any:
         return self.added, self.taken.call.arguments
 
-    def run(self, arguments: Any) -> Any:
+    def run(self, arguments: PyTree) -> Any:
         return self.taken.run(*arguments)
 
 
@@ -249,7 +250,7 @@ class _OpenedCall:
         self.found_more = False
         self._effects: list[_StateEffects] = []
 
-    def run(self, added: Any, arguments: Any) -> Any:
+    def run(self, added: Any, arguments: PyTree) -> Any:
         """Runs the call; returns what it returns, and what `State`s it writes and makes hold."""
         values, clock, _ = added
         given = {id(s): v for s, v in zip(self._inventory.states, values, strict=True)}
@@ -298,7 +299,7 @@ class _OpenedCall:
                 self._learned.append(state)
 
     def _results(
-        self, out: Any, stack: StateTraceStack, new: list[State], modules: dict[int, Any]
+        self, out: PyTree, stack: StateTraceStack, new: list[State], modules: dict[int, Any]
     ) -> Any:
         written = stack.get_write_states()
         numbers = {id(state): i for i, state in enumerate(self._inventory.states)}
@@ -315,7 +316,7 @@ class _OpenedCall:
         out = map_in_order(lambda x: _StaticLeaf(_Identity(x)) if _is_node(x) else x, out)
         return out, [s.value for s in written], [s.value for s in made], _StaticLeaf(effects)
 
-    def close(self, result: Any) -> Any:
+    def close(self, result: PyTree) -> Any:
         """Writes the states; returns what the function returned."""
         out, written, made, fixed = result
         effects: _StateEffects = fixed.value
@@ -335,7 +336,7 @@ class _OpenedCall:
         return self.call.close(out)
 
 
-def _replaced(value: Any, new: dict[int, Any]) -> Any:
+def _replaced(value: PyTree, new: dict[int, Any]) -> Any:
     """The value of an attribute with other states in the place of some; itself if it has none."""
     if isinstance(value, State):
         return new.get(id(value), value)
@@ -369,7 +370,7 @@ def _held(fn: Any) -> list[Any]:
     return [value for value in found if _holds_nodes(value)]
 
 
-def _holds_nodes(value: Any) -> bool:
+def _holds_nodes(value: PyTree) -> bool:
     if type(value) is dict:
         value = list(value.values())
     return _is_node(value) or (type(value) in (list, tuple) and any(map(_is_node, value)))

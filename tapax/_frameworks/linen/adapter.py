@@ -25,7 +25,7 @@ from flax import linen as nn
 from flax.core import axes_scan
 from flax.linen import transforms as _transforms
 
-from tapax._frameworks.interface import Adapter
+from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.linen.marks import perturb, record_result, sow
 from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import locate, running_modules
@@ -37,6 +37,7 @@ from tapax._frameworks.recurrent_cells import (
     pair_paths,
     refuse_loop,
 )
+from tapax._jax import Args, Function, Kwargs, PyTree, Value
 from tapax._marks.context import active_policy, without_marks
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import join, segment
@@ -86,23 +87,23 @@ class Linen(Adapter):
         self._patch = Patch(self._replacements)
         self._models: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
 
-    def is_module(self, value: Any) -> bool:
+    def is_module(self, value: PyTree) -> bool:
         return isinstance(value, nn.Module)
 
-    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+    def children(self, module: Module) -> Iterator[tuple[str, Any]]:
         for name, value in vars(module).items():
             if name not in ("parent", "name") and not name.startswith("_"):
                 yield segment(name), value
 
-    def name(self, module: Any) -> str:
+    def name(self, module: Module) -> str:
         return _users_class(module).__name__
 
-    def maker(self, model: Any) -> Any:
+    def maker(self, model: Module) -> Any:
         if not self.is_module(model):
             return None
         return lambda *args, **kwargs: model.init(jax.random.key(0), *args, **kwargs)
 
-    def is_opaque(self, value: Any) -> bool:
+    def is_opaque(self, value: PyTree) -> bool:
         return isinstance(value, (nn.Module, nn.Variable))
 
     @contextlib.contextmanager
@@ -119,7 +120,7 @@ class Linen(Adapter):
             finally:
                 calls.seen = False
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+    def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
         """Describes a bound module of Linen; a cell starts from its own initial carry."""
         check_inputs(module, inputs)
         if isinstance(module, nn.RNN):
@@ -131,7 +132,7 @@ class Linen(Adapter):
             )
         unbound, variables = module.unbind()
 
-        def step(variables: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+        def step(variables: Any, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
             return unbound.apply(variables, state, *inputs)  # pyright: ignore[reportReturnType]
 
         if state is not None or not isinstance(module, nn.RNNCellBase):
@@ -145,7 +146,7 @@ class Linen(Adapter):
         yield _transforms._HashableProxy, "from_module", functools.partial(_from_module, self)
         yield axes_scan, "scan", _scan
 
-    def _intercept(self, run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def _intercept(self, run: Any, args: Args, kwargs: Kwargs, context: Any) -> Any:
         module, method = context.module, context.method_name
         if active_policy() is not None and method == "setup" and not module.path:
             self._models[module.scope.root] = self.name(module)
@@ -165,7 +166,7 @@ class Linen(Adapter):
         finally:
             stack.pop()
 
-    def place(self, module: Any) -> ModuleScope:
+    def place(self, module: Module) -> ModuleScope:
         """Where a module is, from the module that is running."""
         if module.scope is None:
             return locate(self, module)
@@ -175,7 +176,7 @@ class Linen(Adapter):
                 return ModuleScope(_text(path[len(around.module.path) :]), root, up)
         return ModuleScope(root, root)
 
-    def _whole(self, module: Any) -> str:
+    def _whole(self, module: Module) -> str:
         """The path of a module from the class of the model, by which that is called."""
         model = module
         while isinstance(model.parent, nn.Module):
@@ -187,13 +188,13 @@ class Linen(Adapter):
         return join(self.name(model), _text(module.path[len(model.path) :]))
 
 
-def _is_clone(module: Any, of: Any) -> bool:
+def _is_clone(module: Module, of: Any) -> bool:
     """Whether a transformation made a module to run in the place of another."""
     bound = module.scope is not None and of.scope is not None
     return bound and module.path == of.path and _holds(of, module)
 
 
-def _holds(around: Any, module: Any) -> bool:
+def _holds(around: Any, module: Module) -> bool:
     """Whether a module is in a module that is running: in the same `apply`, and below it."""
     if around.scope is None or module.path[: len(around.path)] != around.path:
         return False
@@ -202,7 +203,7 @@ def _holds(around: Any, module: Any) -> bool:
     return bool(root.debug_path) or root == around.scope.root
 
 
-def _users_class(module: Any) -> type:
+def _users_class(module: Module) -> type:
     """The class of a module, before transformations made another from it."""
     return next(c for c in type(module).__mro__ if c.__module__ != _transforms.__name__)
 
@@ -211,14 +212,14 @@ def _text(path: Sequence[str]) -> str:
     return "/".join(map(segment, path))
 
 
-def _from_module(adapter: Linen, original: Any) -> Any:
+def _from_module(adapter: Linen, original: Function) -> Any:
     """What `nn.jit` tells modules apart by: where they are as well.
 
     It would trace once for modules that are alike, but for their paths and for the modules that
     they were given: their names would be those of the first.
     """
 
-    def from_module(cls: Any, module: Any) -> Any:
+    def from_module(cls: type, module: Module) -> Any:
         proxy = original.__get__(None, cls)(module)
         if active_policy() is None or module.scope is None:
             return proxy
@@ -229,18 +230,18 @@ def _from_module(adapter: Linen, original: Any) -> Any:
     return classmethod(from_module)
 
 
-def _scan(original: Any) -> Any:
+def _scan(original: Function) -> Any:
     """`nn.scan` traces its body once more, first, to see what is constant: without marks."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def scan(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def scan(fn: Function, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(fn, *args, **kwargs)
         bound.apply_defaults()
         if active_policy() is None or not bound.arguments["check_constancy_invariants"]:
             return original(fn, *args, **kwargs)
 
-        def scanned(*operands: Any) -> Any:
+        def scanned(*operands: Value) -> Any:
             trials = iter([True])
 
             def body(*state: Any) -> Any:

@@ -17,7 +17,9 @@ import jax
 import numpy as np
 from flax.linen import module as _module
 
+from tapax._frameworks.interface import Module
 from tapax._frameworks.module_calls import within
+from tapax._jax import Function, PyTree
 from tapax._marks.context import active_policy
 from tapax._marks.sow import mark
 from tapax._sites import segment
@@ -60,7 +62,7 @@ class LinenRecordOptions:
     perturbed: frozenset[str]
     root: Any = None
 
-    def covers(self, module: Any) -> bool:
+    def covers(self, module: Module) -> bool:
         """Whether a module runs in that `apply`, and not in one within it."""
         root = module.scope.root
         return bool(root.debug_path) or root == self.root
@@ -71,26 +73,26 @@ def recording(what: LinenRecordOptions) -> contextlib.AbstractContextManager[Any
     return _recording(what)
 
 
-def _recorded(module: Any) -> LinenRecordOptions | None:
+def _recorded(module: Module) -> LinenRecordOptions | None:
     what = _recording.value
     return what if what is not None and what.covers(module) else None
 
 
-def record_result(module: Any, method: str, out: Any) -> None:
+def record_result(module: Module, method: str, out: PyTree) -> None:
     """Sows what a method returned, where that is recorded."""
     what = _recorded(module) if module.scope is not None else None
     if what is not None and what.outputs is not None and what.outputs(module, method):
         mark(out, method, "sow", collection=_sown(module, "intermediates", method, out))
 
 
-def _sown(module: Any, collection: str, name: str, value: Any) -> LinenSownValue:
+def _sown(module: Module, collection: str, name: str, value: PyTree) -> LinenSownValue:
     leaves, treedef = jax.tree.flatten(value)
     known = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     fixed = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, known))
     return LinenSownValue(collection, name, len(module.path), treedef, fixed)
 
 
-def sow(adapter: Any, original: Any) -> Any:
+def sow(adapter: Any, original: Function) -> Any:
     """`Module.sow`, with marks."""
     signature = inspect.signature(original)
     defaults = [signature.parameters[name].default for name in ("reduce_fn", "init_fn")]
@@ -130,7 +132,7 @@ def sow(adapter: Any, original: Any) -> Any:
     return sow
 
 
-def perturb(adapter: Any, original: Any) -> Any:
+def perturb(adapter: Any, original: Function) -> Any:
     """`Module.perturb`, with marks."""
     signature = inspect.signature(original)
 

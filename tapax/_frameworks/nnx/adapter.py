@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tapax import _jax
-from tapax._frameworks.interface import FunctionCall
+from tapax._frameworks.interface import FunctionCall, Module
 from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths, refuse_loop
+from tapax._jax import Args, Function, Kwargs, PyTree
 from tapax._marks.context import active_policy
 
 _BASES = [cls for cls in nnx.Module.__mro__ if cls is not object]
@@ -39,23 +40,23 @@ class NNX(PatchedAdapter):
     base = nnx.Module
     recurrent_type = nnx.Module
 
-    def name(self, module: Any) -> str:
+    def name(self, module: Module) -> str:
         return marks.name_of(module)
 
-    def state(self, module: Any) -> Any:
+    def state(self, module: Module) -> Any:
         return nnx.state(module, marks.is_own)
 
-    def is_opaque(self, value: Any) -> bool:
+    def is_opaque(self, value: PyTree) -> bool:
         return is_object(value)
 
-    def recurrent_cell(self, module: Any, inputs: Sequence[Any], state: Any) -> RecurrentCell:
+    def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
         """Describes a module of NNX; a cell starts from its own initial carry."""
         check_inputs(module, inputs)
         if isinstance(module, nnx.RNN):
             refuse_loop(module, "model.cell")
         graph, params = nnx.split(module)
 
-        def step(params: Any, state: Any, *inputs: Any) -> tuple[Any, Any]:
+        def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
             # Variables of this trace: those that were split off may not be updated in it.
             return nnx.merge(graph, jax.tree.map(lambda x: x, params))(state, *inputs)
 
@@ -72,7 +73,7 @@ class NNX(PatchedAdapter):
         yield nnx.Module, "sow", functools.partial(marks.sow, self)
         yield nnx.Module, "perturb", functools.partial(marks.perturb, self)
 
-    def has_repeatable_calls(self, fn: Any) -> bool:
+    def has_repeatable_calls(self, fn: Function) -> bool:
         return isinstance(fn, (nnx.Module, *TRANSFORMED))
 
     def trace_program(self, trace: Callable[[], Any]) -> Any:
@@ -91,7 +92,7 @@ class NNX(PatchedAdapter):
         inline = not _jax.trace_state_clean()
         missed = False
 
-        def pure(graphdef: Any, state: Any, args: Any, kwargs: Any, values: Any) -> Any:
+        def pure(graphdef: Any, state: PyTree, args: Args, kwargs: Kwargs, values: Any) -> Any:
             nonlocal missed
             with nnx.merge_context(_TAG, inner=True) as context:
                 named = context.merge(graphdef, state)
@@ -112,7 +113,7 @@ class NNX(PatchedAdapter):
             with nnx.split_context(_TAG) as context:
                 return out, assigned, *context.split((inner, tuple(returned.taken)))
 
-        def close(result: Any) -> Any:
+        def close(result: PyTree) -> Any:
             out, assigned, *rest = result
             returned = ()
             if len(rest) == 1:
@@ -137,11 +138,11 @@ class NNX(PatchedAdapter):
             yield FunctionCall(pure, taken, {}, close, call.memory, own, found_more)
 
 
-def _variables(state: Any) -> list[Any]:
+def _variables(state: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(state, is_leaf=_is_variable) if _is_variable(x)]
 
 
-def _is_variable(value: Any) -> bool:
+def _is_variable(value: PyTree) -> bool:
     return isinstance(value, nnx.Variable)
 
 
@@ -177,7 +178,7 @@ class _Variables:
         return found
 
 
-def _of_foreign_objects(original: Any) -> Any:
+def _of_foreign_objects(original: Function) -> Any:
     """The call of a function that `nnx.jit` made, on objects of an outer transformation too.
 
     `nnx.jit` updates all objects that it is called on, be they changed or not, and those may not be
@@ -193,7 +194,7 @@ def _of_foreign_objects(original: Any) -> Any:
     return call
 
 
-def _is_foreign(arguments: Any) -> bool:
+def _is_foreign(arguments: PyTree) -> bool:
     """Whether there are variables in some arguments that may not be updated here."""
     objects = [x for x in jax.tree.leaves(arguments, is_leaf=is_object) if is_object(x)]
     return any(not x._can_update for x in _variables(nnx.state(objects, graph=True)))

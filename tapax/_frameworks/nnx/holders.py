@@ -18,12 +18,13 @@ from jax.core import Tracer
 
 from tapax import _jax
 from tapax._frameworks.patches import closure_values
+from tapax._jax import PyTree, Value
 from tapax._marks.sow import is_array
 
 TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True, False)})
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: PyTree) -> bool:
     """Whether a value is an object of NNX that has state, or holds some that have."""
     return isinstance(value, (nnx.Pytree, nnx.Variable))
 
@@ -32,7 +33,7 @@ _DEPTH = 4
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, np.ndarray})
 
 
-def holds_object(value: Any) -> bool:
+def holds_object(value: PyTree) -> bool:
     """Whether there is an object in a value, in what it holds, and so on for a few levels."""
     level, seen = [value], {id(value): value}
     for _ in range(_DEPTH):
@@ -46,7 +47,7 @@ def holds_object(value: Any) -> bool:
     return any(map(is_object, level))
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: PyTree) -> list[Any]:
     """What a value holds."""
     if is_plain(value):
         return []
@@ -63,12 +64,12 @@ def _parts(value: Any) -> list[Any]:
     return list(attributes(value).values()) if has_attributes(value) else []
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: PyTree) -> bool:
     """Whether a value can hold no object."""
     return type(value) in _PLAIN or isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def has_attributes(value: Any) -> bool:
+def has_attributes(value: PyTree) -> bool:
     """Whether a value is one that a copy with other attributes can stand for."""
     # The transformations of NNX know themselves by their identity.
     kept = (type, types.ModuleType, *TRANSFORMED)
@@ -81,7 +82,7 @@ def has_attributes(value: Any) -> bool:
     return True
 
 
-def attributes(value: Any) -> dict[str, Any]:
+def attributes(value: PyTree) -> dict[str, Any]:
     slots = (name for cls in type(value).__mro__ for name in _slots(cls))
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**held, **getattr(value, "__dict__", {})}
@@ -93,7 +94,7 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(n for n in ((names,) if isinstance(names, str) else names) if n[:2] != "__")
 
 
-def set_attributes(value: Any, new: dict[str, Any]) -> None:
+def set_attributes(value: PyTree, new: dict[str, Any]) -> None:
     """Sets attributes, of frozen objects too."""
     for name, attribute in new.items():
         object.__setattr__(value, name, attribute)
@@ -110,31 +111,31 @@ def is_state(attribute: Any, changes: bool) -> bool:
     return all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves)
 
 
-def is_result(value: Any) -> bool:
+def is_result(value: PyTree) -> bool:
     """Whether a value can be returned from the function that is being traced."""
     leaves = _leaves(value)
     return leaves is not None and all(map(_is_returned, leaves))
 
 
-def _is_returned(leaf: Any) -> bool:
+def _is_returned(leaf: PyTree) -> bool:
     if isinstance(leaf, Tracer):
         return _jax.is_traced_here(leaf)
     return is_object(leaf) or is_array(leaf) or isinstance(leaf, (str, bytes))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: PyTree) -> bool:
     """Whether an array stands for a number of Python's."""
     return isinstance(value, jax.Array) and value.ndim == 0 and jax.typeof(value).weak_type
 
 
-def _leaves(value: Any) -> list[Any] | None:
+def _leaves(value: PyTree) -> list[Any] | None:
     try:
         return jax.tree.leaves(value, is_leaf=is_object)
     except (TypeError, ValueError):  # a dict whose keys have no order
         return None
 
 
-def identity(value: Any) -> Any:
+def identity(value: PyTree) -> Any:
     """What is another when something in a container is; None if that cannot be told."""
     leaves = _leaves(value)
     if leaves is None:
@@ -142,7 +143,7 @@ def identity(value: Any) -> Any:
     return jax.tree.structure(value, is_leaf=is_object), [id(leaf) for leaf in leaves]
 
 
-def refilled(old: Any, new: Any) -> Any:
+def refilled(old: Value, new: Value) -> Any:
     """The old containers with what is in the new ones."""
     if type(old) is not type(new) or type(old) not in (list, dict):
         return new
@@ -167,7 +168,7 @@ def assigned_by_methods(cls: type) -> frozenset[str]:
     return frozenset(name for fn in functions for name in _stores(fn.__code__, "STORE_ATTR"))
 
 
-def is_anothers(value: Any, fn: types.FunctionType) -> bool:
+def is_anothers(value: PyTree, fn: types.FunctionType) -> bool:
     """Whether a global is a function of another file, which is not looked into."""
     return inspect.isfunction(value) and value.__globals__ is not fn.__globals__
 

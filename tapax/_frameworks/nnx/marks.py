@@ -22,10 +22,11 @@ import jax
 import numpy as np
 from flax import config, errors, nnx
 
-from tapax._frameworks.interface import Adapter
+from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import within
 from tapax._frameworks.nnx.holders import is_object
 from tapax._frameworks.patches import is_first
+from tapax._jax import Function, PyTree, Value
 from tapax._marks.context import active_policy
 from tapax._marks.sow import is_array, mark
 from tapax._sites import SiteError, segment
@@ -81,17 +82,17 @@ def recording(what: NNXRecordOptions) -> Iterator[None]:
         _thread.calls = before
 
 
-def carry(module: Any, name: str, perturbation: Any) -> None:
+def carry(module: Module, name: str, perturbation: PyTree) -> None:
     """Has a module carry a perturbation, through whatever transformation it goes."""
     setattr(module, _PREFIX + name, perturbation)
 
 
-def rename(module: Any, name: str) -> None:
+def rename(module: Module, name: str) -> None:
     """Gives a model another name than that of its class, through whatever it goes."""
     setattr(module, _NAME, name)
 
 
-def name_of(module: Any) -> str:
+def name_of(module: Module) -> str:
     """The name of a model."""
     return getattr(module, _NAME, type(module).__name__)
 
@@ -101,7 +102,7 @@ def is_own(path: tuple[Any, ...], _: Any) -> bool:
     return not str(path[-1]).startswith(_PREFIX)
 
 
-def drop(module: Any) -> None:
+def drop(module: Module) -> None:
     """Takes from a module what it was given."""
     for name in [name for name in vars(module) if name.startswith((_PREFIX, _NAME))]:
         delattr(module, name)
@@ -110,7 +111,7 @@ def drop(module: Any) -> None:
 # --- the marks ----------------------------------------------------------------------------------
 
 
-def _arguments(original: Any) -> Callable[..., dict[str, Any]]:
+def _arguments(original: Function) -> Callable[..., dict[str, Any]]:
     signature = inspect.signature(original)
 
     def bind(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _arguments(original: Any) -> Callable[..., dict[str, Any]]:
     return bind
 
 
-def sow(adapter: Adapter, original: Any) -> Any:
+def sow(adapter: Adapter, original: Function) -> Any:
     """`Module.sow`, with marks."""
     bind = _arguments(original)
 
@@ -145,7 +146,7 @@ def sow(adapter: Adapter, original: Any) -> Any:
     return sow
 
 
-def _append(calls: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+def _append(calls: tuple[Any, ...], value: PyTree) -> tuple[Any, ...]:
     return (*calls, value)
 
 
@@ -167,7 +168,7 @@ def _fields(
     }
 
 
-def _arrays(value: Any) -> Any:
+def _arrays(value: PyTree) -> Any:
     """The structure of what `mark` marks: its arrays."""
     return jax.tree.map(lambda x: x if is_array(x) else None, value)
 
@@ -183,7 +184,7 @@ def _appends(reduce: Any, init: Any) -> type | None:
         return None
 
 
-def perturb(adapter: Adapter, original: Any) -> Any:
+def perturb(adapter: Adapter, original: Function) -> Any:
     """`Module.perturb`, with marks."""
     bind = _arguments(original)
 
@@ -206,7 +207,7 @@ def perturb(adapter: Adapter, original: Any) -> Any:
     return perturb
 
 
-def _perturbed(module: Any, name: str, value: Any) -> tuple[Any, int]:
+def _perturbed(module: Module, name: str, value: PyTree) -> tuple[Any, int]:
     """A value with the perturbation that its module carries for this call of it."""
     where = f"perturb({name!r}) of a {type(module).__name__}"
     held = getattr(module, _PREFIX + name, None)
@@ -226,7 +227,7 @@ def _perturbed(module: Any, name: str, value: Any) -> tuple[Any, int]:
             )
         given = given[index]
 
-    def add(x: Any, p: Any) -> Any:
+    def add(x: Value, p: Any) -> Any:
         if np.shape(x) != np.shape(p):
             raise SiteError(
                 f"`init` has a perturbation of shape {list(np.shape(p))} for {where}, whose value "
@@ -239,7 +240,7 @@ def _perturbed(module: Any, name: str, value: Any) -> tuple[Any, int]:
     return jax.tree.map(add, value, given), index
 
 
-def outputs(adapter: Adapter, owner: type, name: str, wrap: Any, original: Any) -> Any:
+def outputs(adapter: Adapter, owner: type, name: str, wrap: Function, original: Function) -> Any:
     """What `wrap` makes of a method, with results sown under its name where that is recorded."""
     method = wrap(original)
     public = name == "__call__" or not name.startswith("_")
@@ -270,7 +271,7 @@ def _stores(given: dict[str, Any]) -> bool:
     return not without and _recording.value is None
 
 
-def _store(module: Any, given: dict[str, Any], original: Any) -> None:
+def _store(module: Module, given: dict[str, Any], original: Function) -> None:
     name, kind, value = given["name"], given["variable_type"], given["value"]
     held = getattr(module, name, None)
     if hasattr(module, name) and type(held) is not kind:
@@ -287,7 +288,7 @@ def _store(module: Any, given: dict[str, Any], original: Any) -> None:
         pass  # the module is not the transformation's: nothing can be stored on it
 
 
-def _add(module: Any, given: dict[str, Any], original: Any) -> Any:
+def _add(module: Module, given: dict[str, Any], original: Function) -> Any:
     name, kind, value = given["name"], given["variable_type"], given["value"]
     held = getattr(module, name, None)
     if held is not None:

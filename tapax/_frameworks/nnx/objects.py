@@ -24,6 +24,7 @@ from jax.core import Tracer
 from tapax._frameworks.anchors import PathKey, leaf_path
 from tapax._frameworks.nnx import holders
 from tapax._frameworks.patches import closure_values
+from tapax._jax import PyTree
 from tapax._jax.pytrees import in_order, map_in_order, order_of
 from tapax._sites import join
 
@@ -42,7 +43,7 @@ class Holder:
     What else it holds may change from call to call: no two are equal.
     """
 
-    def __init__(self, value: Any, recipe: Recipe):
+    def __init__(self, value: PyTree, recipe: Recipe):
         self.value = value
         self.recipe = recipe
 
@@ -57,11 +58,11 @@ class FunctionHolder(Holder):
         return hash(self.value)
 
 
-def fill(tree: Any, objects: Any, bindings: Any = None) -> Any:
+def fill(tree: PyTree, objects: Any, bindings: Any = None) -> Any:
     """The structure with objects in the place of its slots; `bindings` makes what holds some."""
     is_slot = lambda x: type(x) is ObjectSlot  # noqa: E731
 
-    def filled(value: Any) -> Any:
+    def filled(value: PyTree) -> Any:
         if is_slot(value):
             return objects[value.number]
         return value.recipe(bindings) if isinstance(value, Holder) else value
@@ -136,7 +137,7 @@ class _TwinObject:
     state: dict[str, Any]
 
 
-def _is_traced(value: Any) -> bool:
+def _is_traced(value: PyTree) -> bool:
     return isinstance(value, Tracer) and holders.is_number(value)
 
 
@@ -159,7 +160,7 @@ class Objects:
         self._inside: set[int] = set()
         self._changing = frozenset(changing)
 
-    def _slot(self, keys: Any, value: Any) -> Any:
+    def _slot(self, keys: Any, value: PyTree) -> Any:
         if not holders.is_object(value):
             return value
         number = self._numbers.setdefault(id(value), len(self.taken))
@@ -168,23 +169,23 @@ class Objects:
             self.paths.append(PathKey(join(str(number), leaf_path(keys))))
         return ObjectSlot(number)
 
-    def take(self, tree: Any) -> Any:
+    def take(self, tree: PyTree) -> Any:
         """The structure with a slot in the place of each."""
         taken = jax.tree_util.tree_map_with_path(self._slot, tree, is_leaf=holders.is_object)
         return in_order(taken, order_of(tree))
 
-    def take_arguments(self, tree: Any) -> Any:
+    def take_arguments(self, tree: PyTree) -> Any:
         """As `take`; and those that functions and other arguments hold are taken too."""
         return map_in_order(self._held, self.take(tree))
 
-    def _held(self, value: Any) -> Any:
+    def _held(self, value: PyTree) -> Any:
         recipe = None if holders.is_plain(value) else self.lift(value)
         if recipe is None:
             return value
         is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
         return (FunctionHolder if is_function else Holder)(value, recipe)
 
-    def lift(self, value: Any) -> Recipe | None:
+    def lift(self, value: PyTree) -> Recipe | None:
         """How to make a value from other objects; None if it holds none."""
         if holders.is_object(value):
             number = self._slot((), value).number
@@ -200,7 +201,7 @@ class Objects:
         lifted = self._lift_attributes(value) if holders.has_attributes(value) else None
         return lifted or self._lift_structure(value)
 
-    def _lift_structure(self, value: Any) -> Recipe | None:
+    def _lift_structure(self, value: PyTree) -> Recipe | None:
         """A structure that JAX knows: a named tuple, say."""
         parts, treedef = jax.tree.flatten(value, is_leaf=holders.is_object)
         if jax.tree_util.treedef_is_leaf(treedef):
@@ -208,7 +209,7 @@ class Objects:
         made = self._lift_container(parts)
         return (lambda bindings: treedef.unflatten(made(bindings))) if made else None
 
-    def _lift_container(self, value: Any) -> Recipe | None:
+    def _lift_container(self, value: PyTree) -> Recipe | None:
         kind = type(value)
         keys = list(value) if kind is dict else range(len(value))
         if id(value) in self._inside:  # it is in itself
@@ -229,7 +230,7 @@ class Objects:
         found = ((key, self.lift(value)) for key, value in values.items())
         return {key: recipe for key, recipe in found if recipe is not None}
 
-    def _lift_attributes(self, value: Any) -> Recipe | None:
+    def _lift_attributes(self, value: PyTree) -> Recipe | None:
         if id(value) in self._inside:  # it holds another that holds it
             return lambda bindings: bindings.made[id(value)]
         held = {k: v for k, v in holders.attributes(value).items() if holders.holds_object(v)}
@@ -258,7 +259,7 @@ class Objects:
                 value = value.item()
             holders.set_attributes(owner, {name: value})
 
-    def _lift_method(self, value: Any) -> Recipe | None:
+    def _lift_method(self, value: PyTree) -> Recipe | None:
         owner = self.lift(value.__self__)
         if owner is None:
             return None

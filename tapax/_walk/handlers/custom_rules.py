@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
 from tapax import _jax
+from tapax._jax import Equation, PyTree, Value
 from tapax._marks.context import without_marks
 from tapax._sites import SiteError
 from tapax._walk.changes import PartKey
@@ -17,7 +18,7 @@ from tapax._walk.entries import StagedBody, Threads
 from tapax._walk.interpreter import Interpreter
 
 
-def walk_custom_jvp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
     """The values come from the body; the derivative of its results is that of the custom rule.
 
     Where a derivative is taken, the values of the results are the rule's too, which may have code
@@ -27,10 +28,10 @@ def walk_custom_jvp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
 
     @jax.custom_jvp
-    def call(*flat: Any) -> list[Any]:
+    def call(*flat: Value) -> list[Any]:
         return inner(*flat)
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: PyTree, tangents: PyTree) -> Any:
         _refuse_derivatives(threads, [type(t) is not SymbolicZero for t in tangents])
         tangents = tuple(map(_instantiated, tangents))
         values, out = jax.jvp(_plain(eqn), primals[:n], tangents[:n])
@@ -46,7 +47,7 @@ def walk_custom_jvp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     return walk.unstage(staged, call(*walk.operands(staged, args)[0]))
 
 
-def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
     """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
     staged, inner, edited = _staged(walk, eqn, args)
     threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
@@ -54,7 +55,7 @@ def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
     fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
 
     @jax.custom_vjp
-    def call(*flat: Any) -> list[Any]:
+    def call(*flat: Value) -> list[Any]:
         return inner(*flat)
 
     def forward(*given: Any) -> Any:
@@ -62,7 +63,7 @@ def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         flat = [x.value if threads.parts else x for x in given]
         moving = len(flat) - len(threads.parts)
 
-        def split(*moved: Any) -> Any:
+        def split(*moved: Value) -> Any:
             results = inner(*moved, *flat[moving:])
             return results[count:], results[:count]
 
@@ -70,7 +71,7 @@ def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
         inside, back_inside, own = jax.vjp(split, *flat[:moving], has_aux=True)
         return [*(own if edited else out), *inside], (back, back_inside)
 
-    def backward(residuals: Any, cts: Any) -> Any:
+    def backward(residuals: PyTree, cts: PyTree) -> Any:
         back, back_inside = residuals
         cts = [_instantiated(ct) for ct in cts]
         through, inside = back(list(cts[:count])), back_inside(list(cts[count:]))
@@ -83,7 +84,7 @@ def walk_custom_vjp(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
 
 
 def _staged(
-    walk: Interpreter, eqn: Any, args: list[Any]
+    walk: Interpreter, eqn: Equation, args: list[Any]
 ) -> tuple[StagedBody, Callable[..., Any], bool]:
     """The body of a call, staged, as a function too; and whether something in it is edited."""
     body = _jax.call_body(eqn)
@@ -91,17 +92,17 @@ def _staged(
     return staged, _jax.as_function(staged.jaxpr), walk.changes.has_any(body)
 
 
-def _plain(eqn: Any) -> Callable[..., Any]:
+def _plain(eqn: Equation) -> Callable[..., Any]:
     """A call as it stands, with its own rule and without marks."""
 
-    def call(*flat: Any) -> Any:
+    def call(*flat: Value) -> Any:
         with without_marks():
             return _jax.bind_equation(eqn, flat)
 
     return call
 
 
-def _instantiated(t: Any) -> Any:
+def _instantiated(t: Value) -> Any:
     """A tangent or cotangent as an array, also where JAX knows that it is zero."""
     if not isinstance(t, SymbolicZero):
         return t

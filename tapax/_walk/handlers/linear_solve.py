@@ -5,12 +5,13 @@ from typing import Any
 import jax
 
 from tapax import _jax
+from tapax._jax import Equation, Value
 from tapax._marks.marked_jaxprs import strip
 from tapax._sites import SiteError
 from tapax._walk.interpreter import Interpreter
 
 
-def walk_linear_solve(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]:
+def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
     """What the solver marks comes out as the auxiliary result that solvers may have."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     args = walk.materialize(eqn.invars, args)
@@ -31,11 +32,11 @@ def walk_linear_solve(walk: Interpreter, eqn: Any, args: list[Any]) -> list[Any]
         jaxpr = getattr(jaxprs, name)
         return lambda x: _jax.as_function(strip(jaxpr))(*consts[name], *x)
 
-    def solve(_: Any, b: Any) -> Any:
+    def solve(_: Any, b: Value) -> Any:
         results = _jax.as_function(staged.jaxpr)(*consts["solve"], *b, *handed)
         return results[: len(b)], results[len(b) :]
 
-    def transposed(_: Any, b: Any) -> Any:
+    def transposed(_: Any, b: Value) -> Any:
         results = apply("transpose_solve")(b)
         rest = _jax.open_jaxpr(staged.jaxpr).outvars[len(b) :]
         return results[: len(b)], [_jax.zeros(v.aval) for v in rest]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import Equation, Static, Value
+from tapax._jax import Equation, PyTree, Static, Value
 from tapax._jaxpr.restage import Scan, is_eager
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import scan_totals, selected
@@ -39,7 +39,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     counted = walk.changes.counts(loop.body)
     numbers = jnp.arange(loop.length, dtype=jnp.int32) if counted else None
 
-    def step(carry: Any, x: Any) -> Any:
+    def step(carry: PyTree, x: Value) -> Any:
         (state, folds), (x, parts, number) = carry, x
         with walk.inside(around=[around]):
             walk.folds.restore(threads.folds, folds)
@@ -68,7 +68,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
 
     rewind = walk.rewinder()
 
-    def once(carry: Any, x: Any) -> Any:
+    def once(carry: PyTree, x: Value) -> Any:
         rewind()
         return step(carry, x)
 

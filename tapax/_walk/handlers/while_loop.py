@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import Equation, Value
+from tapax._jax import Equation, Jaxpr, Value
 from tapax._jaxpr.leading_axes import where
 from tapax._jaxpr.restage import While
 from tapax._marks.marked_jaxprs import strip
@@ -87,7 +87,7 @@ class _Carry(NamedTuple):
     held: list[Value]
 
 
-def _refuse_changes(walk: Interpreter, test: Any) -> None:
+def _refuse_changes(walk: Interpreter, test: Jaxpr) -> None:
     if walk.changes.has_any(test):
         marks: list[Mark] = []
         strip(test, marks)
@@ -97,7 +97,7 @@ def _refuse_changes(walk: Interpreter, test: Any) -> None:
         )
 
 
-def _last_test(walk: Interpreter, test: Any, args: list[Any], count: Any) -> None:
+def _last_test(walk: Interpreter, test: Jaxpr, args: list[Any], count: Any) -> None:
     """Records what the predicate of a loop marks: it ran last on what the loop ended with."""
     nested, walk.nested = walk.nested, False  # the tap in the loop is there for the other capture
     with walk.inside(around=[Around("while", None)]):
@@ -151,7 +151,7 @@ class _Buffer:
         """How many arrays it has: those of a value, and one that says when there was one."""
         return len(self.entry.state) + 1
 
-    def _ran(self, valid: Any) -> Any:
+    def _ran(self, valid: Value) -> Any:
         """How often an entry was recorded in one iteration."""
         return jnp.ones((), jnp.int32) if valid is None else valid.astype(jnp.int32)
 
@@ -166,7 +166,7 @@ class _Buffer:
         mask = jax.typeof(ran > 0)
         return [_jax.zeros(_jax.stacked(t, self.window[1])) for t in (*own, mask)]
 
-    def update(self, held: list[Any], entry: Entry, iteration: Any) -> list[Any]:
+    def update(self, held: list[Any], entry: Entry, iteration: Value) -> list[Any]:
         if self.window is None and entry.reduction is not None:
             return joined(self.entry, held, entry)
         *values, counted = held

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax._frameworks.recurrent_cells import HiddenError
+from tapax._jax import PyTree
 from tapax.hidden.online import _learner, _unit_groups
 from tapax.hidden.online._evaluated_step import EvaluatedStep, evaluate_step
 from tapax.hidden.online._flat_step import FlatStep
@@ -109,13 +110,13 @@ def make_diagonal_rule(
 
     planned = _learner.cache_by_shape(step, plan)
 
-    def init(params: Any, state: Any, *inputs: Any) -> OnlineMemory:
+    def init(params: PyTree, state: PyTree, *inputs: PyTree) -> OnlineMemory:
         program, groups, weights = planned(params, state, inputs)
         traces = [list(map(start_trace, some)) for some in weights]
         return OnlineMemory(_learner.settle_dtypes(state), traces, **start_fields(program, groups))
 
     def update(
-        memory: OnlineMemory, params: Any, *inputs: Any, target: Any = None
+        memory: OnlineMemory, params: PyTree, *inputs: PyTree, target: PyTree = None
     ) -> tuple[OnlineGradients, OnlineMemory]:
         program, groups, weights = planned(params, _learner.get_state(memory), inputs)
         _learner.check_traces(memory, lambda: [list(map(start_trace, some)) for some in weights])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax._frameworks.recurrent_cells import HiddenError
+from tapax._jax import Value
 from tapax.hidden.online._diagonal_rule import (
     EvaluatedGroup,
     Trace,
@@ -27,7 +28,7 @@ def e_prop(
     *,
     feedback: str = "symmetric",
     decay: float = 0.0,
-    key: Any = None,
+    key: Value = None,
     indirect: str = "trace",
 ) -> OnlineRule:
     """e-prop: the eligibility traces of `d_rtrl`, times a learning signal.
@@ -95,7 +96,7 @@ def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:
     return n
 
 
-def _make_matrices(key: Any, program: FlatStep, groups: Any) -> Any:
+def _make_matrices(key: Value, program: FlatStep, groups: Any) -> Any:
     """For every state that is seen, and everything that is put out, a matrix of fixed numbers."""
     shapes = [v.aval.shape for v in program.outs if is_float(v.aval)]
     made: dict[int, list[Any]] = {}

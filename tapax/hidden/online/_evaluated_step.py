@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._jax import Function, PyTree, Value
 from tapax.hidden.online._flat_step import FlatStep
 from tapax.hidden.online._learner import compute_loss, widen_dtype
 from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
@@ -169,7 +170,7 @@ def _take_diagonal(
         one = (own % group.block == place).astype(dtype)
         return back([one if i == n else zeros for i in range(len(group.states))])
 
-    def picked(x: Any, units: np.ndarray) -> Any:
+    def picked(x: Value, units: np.ndarray) -> Any:
         at = jnp.asarray(units % group.block)[None]
         return jnp.take_along_axis(x, at, 0)[0]
 
@@ -182,7 +183,14 @@ def _take_diagonal(
 
 
 def evaluate_step(
-    step: Any, program: FlatStep, params: Any, state: Any, inputs: Any, *, loss: Any, target: Any
+    step: Any,
+    program: FlatStep,
+    params: PyTree,
+    state: PyTree,
+    inputs: PyTree,
+    *,
+    loss: Function,
+    target: PyTree,
 ) -> tuple[EvaluatedStep, Any]:
     """Runs a step; returns it and the pullback from weights to parameters.
 

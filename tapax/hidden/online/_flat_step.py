@@ -18,7 +18,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError
-from tapax._jax import Equation, Jaxpr, Value
+from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.evaluate import bind_in_context, evaluate_equations, inline, read
 from tapax._jaxpr.kinds import CALLS, Kind, kind_of
 from tapax._marks.context import without_marks
@@ -30,11 +30,11 @@ INLINED = CALLS | Kind.REMAT
 """Equations that do no more than call their body, as far as values go."""
 
 
-def is_variable(atom: Any) -> bool:
+def is_variable(atom: Atom) -> bool:
     return not isinstance(atom, _jax.Literal)
 
 
-def is_float(aval: Any) -> bool:
+def is_float(aval: AbstractValue) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.floating)
 
 
@@ -132,7 +132,7 @@ class FlatStep:
         dots = {dot.at: dot for dot in self.dots}
         seen: dict[int, Any] = {}
 
-        def apply(i: int, eqn: Any, args: list[Any]) -> list[Any]:
+        def apply(i: int, eqn: Equation, args: list[Any]) -> list[Any]:
             dot = dots.get(i)
             if dot is not None:
                 seen[i] = args[1 - dot.side]
@@ -162,7 +162,7 @@ def flatten_calls(jaxpr: Jaxpr) -> Jaxpr:
     return _jax.dce(inline(jaxpr, INLINED, apply))
 
 
-def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
+def _broadcast(x: Value, shape: tuple[int, ...]) -> Any:
     """Repeats a parameter that several units share, a bias or a gain, for each of them."""
     if jnp.shape(x) == shape or not isinstance(x, Tracer) or not is_float(x.aval):
         return x
@@ -171,7 +171,7 @@ def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def trace_flat_step(
-    step: Callable[..., Any], params: Any, state: Any, inputs: Sequence[Any]
+    step: Callable[..., Any], params: PyTree, state: PyTree, inputs: Sequence[Any]
 ) -> FlatStep:
     """Traces a step for arguments like these; raises if it has nothing to learn."""
     keyed = tree_leaves_with_path(params)
@@ -261,7 +261,7 @@ def _find_constants(first: Any, values: Any, learned: Any) -> dict[Any, Any]:
     return known
 
 
-def check_state(state: Any) -> tuple[HiddenState, ...]:
+def check_state(state: PyTree) -> tuple[HiddenState, ...]:
     states = list_hidden_states(state)
     for one in states:
         if not jnp.issubdtype(one.dtype, jnp.floating):
@@ -272,7 +272,7 @@ def check_state(state: Any) -> tuple[HiddenState, ...]:
     return states
 
 
-def check_params(params: Any) -> None:
+def check_params(params: PyTree) -> None:
     """Refuses parameters with nothing to learn in them, or with what can have no gradient."""
     dtypes = {jax.dtypes.result_type(leaf) for leaf in jax.tree.leaves(params)}
     found = ", ".join(sorted(map(str, dtypes)))

@@ -14,11 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._jax import Value
 from tapax.hidden.online._flat_step import FlatStep
 from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 
-def _at(x: Any, units: np.ndarray) -> Any:
+def _at(x: Value, units: np.ndarray) -> Any:
     """Takes the values of the units that elements drive."""
     flat = x.reshape(-1)
     if units.size == flat.size and np.array_equal(units.reshape(-1), np.arange(units.size)):
@@ -39,28 +40,28 @@ class ProductLayout:
     def shape(self) -> tuple[int, ...]:
         return self.sizes
 
-    def at(self, x: Any) -> Any:
+    def at(self, x: Value) -> Any:
         return _at(x, self.units)
 
-    def lift(self, x: Any) -> Any:
+    def lift(self, x: Value) -> Any:
         return self.at(x)[:, :, None, :]
 
-    def result(self, y: Any) -> Any:
+    def result(self, y: Value) -> Any:
         b, d, _, w = self.sizes
         return y.transpose(self.order).reshape(b, d, w)
 
-    def factor(self, x: Any) -> Any:
+    def factor(self, x: Value) -> Any:
         b, d, c, _ = self.sizes
         return x.transpose(self.data).reshape(b, d, c)
 
-    def fresh(self, y: Any, x: Any) -> Any:
+    def fresh(self, y: Value, x: Value) -> Any:
         return self.result(y)[:, :, None, :] * self.factor(x)[..., None]
 
-    def contract(self, signal: Any, trace: Any) -> Any:
+    def contract(self, signal: Value, trace: Any) -> Any:
         made = jnp.einsum("bdw,bdcw->bcw", _at(signal, self.units), trace)
         return made.reshape(self.weight).transpose(self.back)
 
-    def outer(self, y: Any, x: Any) -> Any:
+    def outer(self, y: Value, x: Value) -> Any:
         """The gradient by the weight, from the gradient by the result `[b, d, w]` and the data."""
         made = jnp.einsum("bdc,bdw->bcw", x, y)
         return made.reshape(self.weight).transpose(self.back)
@@ -74,14 +75,14 @@ class ElementwiseLayout:
     def shape(self) -> tuple[int, ...]:
         return self.units.shape
 
-    def lift(self, x: Any) -> Any:
+    def lift(self, x: Value) -> Any:
         return _at(x, self.units)
 
-    def fresh(self, y: Any, x: Any) -> Any:
+    def fresh(self, y: Value, x: Value) -> Any:
         del x
         return y
 
-    def contract(self, signal: Any, trace: Any) -> Any:
+    def contract(self, signal: Value, trace: Any) -> Any:
         return self.lift(signal) * trace
 
 
@@ -90,10 +91,10 @@ class FullLayout:
     shape: tuple[int, ...]
     weight: tuple[int, ...]
 
-    def lift(self, x: Any) -> Any:
+    def lift(self, x: Value) -> Any:
         return x.reshape(-1, 1)
 
-    def contract(self, signal: Any, trace: Any) -> Any:
+    def contract(self, signal: Value, trace: Any) -> Any:
         return (signal.reshape(-1) @ trace).reshape(self.weight)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError
+from tapax._jax import Function, PyTree
 from tapax._sites import name_of
 from tapax.hidden.online._flat_step import FlatStep, check_params, check_state, trace_flat_step
 
@@ -65,7 +66,7 @@ def cache_by_shape(step: Any, make: Callable[[FlatStep], Any]) -> Callable[..., 
         raise HiddenError(f"`step` is a function (params, state, *inputs), but is {step!r}.")
     known: dict[Any, Any] = {}
 
-    def find(params: Any, state: Any, inputs: Sequence[Any]) -> Any:
+    def find(params: PyTree, state: PyTree, inputs: Sequence[Any]) -> Any:
         check_params(params)
         check_state(state)
         leaves, tree = jax.tree.flatten((params, state, *inputs))
@@ -84,14 +85,14 @@ def cache_by_shape(step: Any, make: Callable[[FlatStep], Any]) -> Callable[..., 
     return find
 
 
-def _get_type(leaf: Any) -> Any:
+def _get_type(leaf: PyTree) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, bool(leaf.weak_type)
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, bool(aval.weak_type)
 
 
-def compute_loss(loss: Callable[..., Any], out: Any, target: Any) -> Any:
+def compute_loss(loss: Callable[..., Any], out: PyTree, target: PyTree) -> Any:
     """Computes the loss of a step; raises if it is not one real number."""
     value = loss(out, target)
     shape, dtype = jnp.shape(value), getattr(value, "dtype", type(value))
@@ -103,7 +104,7 @@ def compute_loss(loss: Callable[..., Any], out: Any, target: Any) -> Any:
     return value
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Function) -> None:
     if not callable(loss):
         raise HiddenError(f"`loss` is a function (out, target) -> scalar, but is {loss!r}.")
 
@@ -115,19 +116,19 @@ def check_decay(decay: Any) -> None:
         raise HiddenError(f"`decay` is a number in [0, 1), but is {decay!r}.")
 
 
-def settle_dtypes(state: Any) -> Any:
+def settle_dtypes(state: PyTree) -> Any:
     """Makes the dtypes of a state strong, as those of every later state are."""
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
 
 
-def get_state(memory: Any) -> Any:
+def get_state(memory: PyTree) -> Any:
     """The hidden state in a memory; raises if `memory` is not one."""
     if not isinstance(memory, OnlineMemory):
         raise HiddenError(f"`memory` is what `init` returned, but is a {type(memory).__name__}.")
     return memory.state
 
 
-def check_traces(memory: Any, start: Callable[[], Any]) -> None:
+def check_traces(memory: PyTree, start: Callable[[], Any]) -> None:
     """Refuses a memory that was made for arguments of other shapes; `start` makes its traces."""
     given, expected = (jax.tree.map(jnp.shape, x) for x in (memory.traces, jax.eval_shape(start)))
     if given != expected:
@@ -137,7 +138,7 @@ def check_traces(memory: Any, start: Callable[[], Any]) -> None:
         )
 
 
-def make_grads(params: Any, trained: Sequence[int], grads: Sequence[Any]) -> Any:
+def make_grads(params: PyTree, trained: Sequence[int], grads: Sequence[Any]) -> Any:
     """Makes gradients like the parameters, with their dtypes, and zeros where there are none."""
     leaves, tree = jax.tree.flatten(params)
     made = [jnp.zeros_like(leaf) for leaf in leaves]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tapax._jax import Value
 from tapax.hidden.online._diagonal_rule import (
     EvaluatedGroup,
     Trace,
@@ -38,7 +39,7 @@ def pp_prop(
         return here.now.compute_signal(here.group)
 
     def learn(
-        here: EvaluatedGroup, weight: TracedWeight, signal: Trace, old: Any
+        here: EvaluatedGroup, weight: TracedWeight, signal: Trace, old: Value
     ) -> tuple[list[Any], Any]:
         olds, count = here.now.beside_gradients[1], here.memory.count
         read = {k: olds[k] for k in here.group.read}
@@ -77,7 +78,7 @@ def _start_trace(weight: TracedWeight) -> Any:
 
 
 def _smooth(
-    here: EvaluatedGroup, weight: TracedWeight, lay: ProductLayout, old: Any, decay: float
+    here: EvaluatedGroup, weight: TracedWeight, lay: ProductLayout, old: Value, decay: float
 ) -> Any:
     data, units = old
     source = weight.source

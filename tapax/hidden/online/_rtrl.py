@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax._jax import PyTree
 from tapax.hidden.online import _learner
 from tapax.hidden.online._flat_step import FlatStep
 
@@ -24,25 +25,25 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineR
     _learner.check_loss(loss)
     planned = _learner.cache_by_shape(step, lambda program: program)
 
-    def init(params: Any, state: Any, *inputs: Any) -> _learner.OnlineMemory:
+    def init(params: PyTree, state: PyTree, *inputs: PyTree) -> _learner.OnlineMemory:
         traces = _make_zeros(planned(params, state, inputs))
         return _learner.OnlineMemory(_learner.settle_dtypes(state), traces)
 
     def update(
-        memory: _learner.OnlineMemory, params: Any, *inputs: Any, target: Any = None
+        memory: _learner.OnlineMemory, params: PyTree, *inputs: PyTree, target: PyTree = None
     ) -> tuple[_learner.OnlineGradients, _learner.OnlineMemory]:
         program = planned(params, _learner.get_state(memory), inputs)
         _learner.check_traces(memory, lambda: _make_zeros(program))
         leaves, tree = jax.tree.flatten(params)
 
-        def run(trained: Any, olds: Any) -> Any:
+        def run(trained: PyTree, olds: Any) -> Any:
             here = list(leaves)
             for i, x in zip(program.trained, trained, strict=True):
                 here[i] = x
             new, out = step(tree.unflatten(here), program.state_tree.unflatten(olds), *inputs)
             return jax.tree.leaves(new), out
 
-        def value(trained: Any, olds: Any) -> Any:
+        def value(trained: PyTree, olds: Any) -> Any:
             _, out = run(trained, olds)
             return _learner.compute_loss(loss, out, target), out
 

@@ -38,7 +38,7 @@ from jax.extend.core.primitives import (
 )
 
 from tapax import _jax
-from tapax._jax import Equation, Primitive
+from tapax._jax import AbstractValue, Atom, Equation, Primitive, Value
 from tapax._jaxpr.kinds import CUSTOM_RULES, Kind, kind_of
 from tapax.hidden.online._flat_step import INLINED, is_variable
 
@@ -125,7 +125,7 @@ class RangePropagation:
             return UnitRange.empty(v.aval.shape)
         return found[v]
 
-    def _cross(self, eqn: Any, outs: list[UnitRange]) -> Ranges:
+    def _cross(self, eqn: Equation, outs: list[UnitRange]) -> Ranges:
         kind, primitive = kind_of(eqn), eqn.primitive
         shapes = [v.aval.shape for v in eqn.invars]
         if primitive is stop_gradient_p and not self.inside:
@@ -160,10 +160,12 @@ class RangePropagation:
         high = max(int(out.high.max(initial=-1)) for out in outs)
         return [UnitRange(np.full(s, low), np.full(s, high)) for s in shapes]
 
-    def _find_value(self, atom: Any) -> Any:
+    def _find_value(self, atom: Atom) -> Any:
         return self.known.get(atom) if is_variable(atom) else _jax.literal_value(atom)
 
-    def _move_numbers(self, eqn: Any, shapes: Any, outs: list[UnitRange], moved: int) -> Ranges:
+    def _move_numbers(
+        self, eqn: Equation, shapes: Any, outs: list[UnitRange], moved: int
+    ) -> Ranges:
         """An operation that moves elements, done to their numbers."""
         numbers = _number_elements(shapes[:moved])
         rest = [self._find_value(v) for v in eqn.invars[moved:]]
@@ -205,7 +207,7 @@ class RangePropagation:
         dataclasses.replace(self, known=constants).propagate(inner.eqns, found)
         return [found.get(v) for v in inner.invars]
 
-    def _enter_scan(self, eqn: Any, outs: list[UnitRange]) -> Ranges:
+    def _enter_scan(self, eqn: Equation, outs: list[UnitRange]) -> Ranges:
         """Bodies are gone through until what is carried reaches no more."""
         first, carried = _jax.scan_split(eqn.params)
         body = eqn.params["jaxpr"]
@@ -230,7 +232,7 @@ class RangePropagation:
         return [*found[:first], *carry, *xs]
 
 
-def _is_differentiable(aval: Any) -> bool:
+def _is_differentiable(aval: AbstractValue) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", np.int32), jnp.inexact)
 
 
@@ -275,13 +277,13 @@ def _gather(
     return [UnitRange(a.reshape(s), b.reshape(s)) for a, b, s in parts]
 
 
-def _move(eqn: Any, shapes: Sequence[Any], outs: list[UnitRange]) -> Ranges:
+def _move(eqn: Equation, shapes: Sequence[Any], outs: list[UnitRange]) -> Ranges:
     numbers = _number_elements(shapes)
     made = _MOVES[eqn.primitive](eqn, *numbers)
     return _gather(made if isinstance(made, list) else [made], outs, shapes)
 
 
-def _broadcast(eqn: Any, x: np.ndarray, *sizes: Any) -> np.ndarray:
+def _broadcast(eqn: Equation, x: np.ndarray, *sizes: Any) -> np.ndarray:
     shape, places = eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
     wide = [1] * len(shape)
     for i, place in enumerate(places):
@@ -289,18 +291,18 @@ def _broadcast(eqn: Any, x: np.ndarray, *sizes: Any) -> np.ndarray:
     return np.broadcast_to(x.reshape(wide), shape)
 
 
-def _slice(eqn: Any, x: np.ndarray) -> np.ndarray:
+def _slice(eqn: Equation, x: np.ndarray) -> np.ndarray:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * x.ndim
     return x[tuple(slice(*s) for s in zip(starts, limits, strides, strict=True))]
 
 
-def _split(eqn: Any, x: np.ndarray) -> list[np.ndarray]:
+def _split(eqn: Equation, x: np.ndarray) -> list[np.ndarray]:
     places = np.cumsum(eqn.params["sizes"])[:-1]
     return np.split(x, places, axis=eqn.params["axis"])
 
 
-def _reshape(eqn: Any, x: np.ndarray) -> np.ndarray:
+def _reshape(eqn: Equation, x: np.ndarray) -> np.ndarray:
     return x.reshape(eqn.outvars[0].aval.shape)
 
 
@@ -318,7 +320,7 @@ _MOVED = {pad_p: 1, gather_p: 1, dynamic_slice_p: 1, dynamic_update_slice_p: 2}
 """How many operands are moved; the others say where to, and have to be known."""
 
 
-def _multiply(eqn: Any, shapes: Sequence[Any], out: UnitRange) -> Ranges:
+def _multiply(eqn: Equation, shapes: Sequence[Any], out: UnitRange) -> Ranges:
     """An element of one operand reaches what its row of the other one leads to."""
     (contract, batch) = eqn.params["dimension_numbers"]
     free = [
@@ -336,5 +338,5 @@ def _multiply(eqn: Any, shapes: Sequence[Any], out: UnitRange) -> Ranges:
     return found
 
 
-def _place(new: Any, back: Any, shape: Any, x: np.ndarray) -> np.ndarray:
+def _place(new: Value, back: Any, shape: Any, x: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.expand_dims(x, new).transpose(back), shape)
