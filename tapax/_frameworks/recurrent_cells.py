@@ -13,7 +13,6 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from tapax import _jax
-from tapax._frameworks.interface import Module
 from tapax._jax import Equation, PyTree
 from tapax._sites import SiteError, nearest
 
@@ -94,7 +93,7 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
             raise HiddenError(f"There is no hidden state {name!r}. {near}")
 
 
-def check_inputs(module: Module, inputs: Sequence[Any]) -> None:
+def check_inputs(module: object, inputs: Sequence[Any]) -> None:
     """Refuses to trace a module without an example of its input."""
     if not inputs:
         raise HiddenError(
@@ -103,7 +102,7 @@ def check_inputs(module: Module, inputs: Sequence[Any]) -> None:
         )
 
 
-def refuse_loop(module: Module, cell: str) -> NoReturn:
+def refuse_loop(module: object, cell: str) -> NoReturn:
     """Refuses a module that runs a whole sequence; `cell` is what to give in its place."""
     raise HiddenError(
         f"`model` is of type {type(module).__name__}, which runs over a whole sequence and has no "
