@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import jax
 
-from tapax._frameworks.interface import Module
 from tapax._jax import PyTree
 from tapax._sites import Rule
 
@@ -58,7 +57,7 @@ class MarkingPolicy:
     changing: bool = False
     pairs: bool = False
 
-    def admits(self, module: Module, method: str) -> frozenset[ModuleFilter]:
+    def admits(self, module: Any, method: str) -> frozenset[ModuleFilter]:
         """The policies by which what a method of a module returns is a site."""
         public = method == "__call__" or not method.startswith("_")
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
