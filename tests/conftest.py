@@ -13,6 +13,11 @@ import pytest
 
 from tapax._marks.context import active_policy
 
+if jax.config.jax_enable_x64:
+    import brainstate  # noqa: F401  (the import of older versions turns 64 bits off)
+
+    jax.config.update("jax_enable_x64", True)
+
 
 def pytest_collection_modifyitems(items):
     """Skip what a framework cannot do under a setting of JAX, with or without tapax."""

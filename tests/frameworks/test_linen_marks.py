@@ -38,7 +38,7 @@ def test_sow_and_perturb_are_sites_and_linen_is_left_alone(mutable):
     out, taps = tapax.capture(apply)(params, X)
     plain = apply(params, X)
     assert jax.tree.structure(out) == jax.tree.structure(plain)
-    assert_close(out, plain)
+    assert_close(out, plain, 1e-5)  # the layers are of 32 bits, whatever sums them
 
     dense = lambda x: nn.tanh(
         nn.Dense(4).apply({"params": params["params"]["inner"]["Dense_0"]}, x)
@@ -48,7 +48,7 @@ def test_sow_and_perturb_are_sites_and_linen_is_left_alone(mutable):
     expected = {"h": one, "h@1": two, "features": 2 * one, "features@1": 2 * two}
     for name, x in expected.items():
         assert_close(taps.values[f"Marked/inner/{name}"], x)
-    assert_close(taps.values["Marked/inner/total"], one.sum() + two.sum())
+    assert_close(taps.values["Marked/inner/total"], one.sum() + two.sum(), 1e-5)
     assert_close(taps.values["Marked/out"], two)
     collections = {s.path: (s.kind, s.collection) for s in taps.sites if s.kind != "module"}
     assert collections == {
