@@ -26,7 +26,10 @@ def modules_below(package, folder):
 
 
 MODULES = list(modules_below("tapax", ROOT / "tapax"))
-DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("semantics", "changing", "frameworks"))]
+DOCUMENTS = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("semantics", "changing", "frameworks", "architecture")),
+]
 NOTEBOOKS = [
     f"docs/{name}.md"
     for name in (
