@@ -10,7 +10,8 @@ what could not run. The exit status is 1 if a test failed, or if some Python tha
 run nothing at all.
 
 XLA compiles without LLVM's optimisations, which takes a quarter less time, everywhere but in the
-newest combination of the whole matrix: that one compiles as users do.
+newest combination of the whole matrix: that one compiles as users do. Compiled programs are kept in
+`.venv/compiled`, for the next run of the same tests and for other Pythons with the same jax.
 
 With `--default` each Python runs the tests once, those marked `once` on the last one alone, those
 marked `many` on none, and a combination that cannot be installed is a failure.
@@ -35,6 +36,11 @@ PLAIN: dict[str, str] = {}
 X64 = {"JAX_ENABLE_X64": "1"}
 CHECKS = {"JAX_ENABLE_CHECKS": "1"}
 QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".venv" / "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 PASSED, NOT_INSTALLED, NO_TEST = "passed", "could not be installed", "no test selected"
 NO_TEST_CODE = 5
@@ -76,7 +82,7 @@ def run_tests(
     done = subprocess.run(
         [str(inner), "-m", "pytest", "-n", "2", *arguments],
         cwd=ROOT,
-        env=environ | settings,
+        env=CACHE | environ | settings,
         stdin=subprocess.DEVNULL,
         check=False,
     )
