@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from tapax._jax import PyTree
+from tapax._jax import PyTree, Value, pytrees
 from tapax._marks.sow import leaf_name
 from tapax._results import SiteTable, Taps
 from tapax._sites import Site, SiteError
@@ -18,7 +17,9 @@ from tapax._walk.walk import Walk
 
 
 def collect(walk: Walk) -> Taps:
-    values, grads, valid = {}, {}, {}
+    values: dict[str, Value] = {}
+    grads: dict[str, Value] = {}
+    valid: dict[str, Value] = {}
     sites: dict[str, Site] = {}
     entries = [*_summed(walk.entries), *walk.fold_entries()]
     marked = [site.name for site in walk.sites if site.kind != "grad"]
@@ -64,7 +65,7 @@ def _results(entry: Entry) -> Iterator[Entry]:
         yield entry
         return
     result = reduction.finish(entry.state, entry.valid, entry.lead)
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(result):
+    for keys, leaf in pytrees.leaves_with_path(result):
         name = leaf_name(keys)
         if name:
             name = f"{reduction.label}.{name}" if reduction.label else f":{name}"

@@ -20,7 +20,7 @@ from tapax._calling.signature import Signature
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import is_anchored, labels, resolve
 from tapax._frameworks.module_paths import new_call_stack
-from tapax._jax import Function, Jaxpr, PyTree, Static, Value
+from tapax._jax import Function, Jaxpr, PyTree, Static, Value, pytrees, typed
 from tapax._jax.pytrees import in_order, order_of
 from tapax._marks.context import Structure
 from tapax._marks.operations import internal_operations, with_marks
@@ -64,7 +64,7 @@ class Program:
         """The program with a part of its results."""
         count = len(_jax.open_jaxpr(self.jaxpr).outvars)
         picked = pick(self.join([_Result(i) for i in range(count)]))
-        leaves, treedef = jax.tree.flatten(picked)
+        leaves, treedef = pytrees.flatten(picked)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _Result))
         kept = [x.number for x in leaves if isinstance(x, _Result)]
         return Program(_jax.dce(self.jaxpr, kept), treedef, statics, order_of(picked), self.keys)
@@ -107,14 +107,14 @@ def trace(
     fn: Function, run: Callable[[Any], Any], plan: Plan, arguments: PyTree, signature: Signature
 ) -> Program:
     """Traces `run`, the call of `fn` on some arguments, with those traced that are not static."""
-    keyed = jax.tree_util.tree_leaves_with_path(arguments)
+    keyed = pytrees.leaves_with_path(arguments)
     arrays = signature.traced([leaf for _, leaf in keyed])
 
     def flat(*arrays: Value) -> Any:
         arguments = signature.join(arrays)
         given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
         out = run(arguments)
-        leaves, treedef = jax.tree.flatten(out)
+        leaves, treedef = pytrees.flatten(out)
         statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
         for _, x in statics:
             # A function in a model that comes out as it went in has nothing traced in it.
@@ -131,7 +131,7 @@ def trace(
         jax.disable_jit(False),
         _jax.no_names(),
     ):
-        trace_flat = jax.make_jaxpr(flat, return_shape=True)
+        trace_flat = typed.make_jaxpr(flat, return_shape=True)
         jaxpr, (_, structure) = registry.trace_program(lambda: trace_flat(*arrays))
     if is_anchored(jaxpr):
         jaxpr = resolve(jaxpr, signature.traced(labels(arguments)))

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tapax._jax import Function, PyTree
+from tapax._jax import Function, PyTree, Value, pytrees
 from tapax._jax.pytrees import in_order, order_of
 from tapax._sites import name_of
 
-_NUMBERS = (int, float, complex, np.generic)
+_NUMBERS: tuple[type[Any], ...] = (int, float, complex, np.generic)
+_ARRAYS: tuple[type[Any], ...] = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 # What is raised where a traced number is used as a shape, an index, a condition or a key: errors of
 # JAX's, which are TypeErrors, and Python's own.
 _NEEDS_A_VALUE = (TypeError, LookupError, ValueError, AttributeError)
@@ -54,8 +55,9 @@ def split(fn: Function, arguments: PyTree, needed: frozenset[int]) -> tuple[Sign
 
     `needed` are the places of numbers that are static because the function needs their values.
     """
-    leaves, treedef = jax.tree.flatten(arguments)
-    arrays, statics = [], []
+    leaves, treedef = pytrees.flatten(arguments)
+    arrays: list[Value] = []
+    statics: list[tuple[int, Any, Any]] = []
     for i, leaf in enumerate(leaves):
         if _is_traced(leaf) and not (i in needed and isinstance(leaf, _NUMBERS)):
             arrays.append(leaf)
@@ -69,8 +71,7 @@ def split(fn: Function, arguments: PyTree, needed: frozenset[int]) -> tuple[Sign
                 "fixed. Close over it (functools.partial), or make its class a pytree."
             ) from None
         # 0.0 equals -0.0, and True equals 1.
-        told_apart = repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf)
-        statics.append((i, leaf, told_apart))
+        statics += [(i, leaf, repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf))]
     is_repeatable = all(map(_is_value, (leaf for _, leaf, _ in statics)))
     return Signature(treedef, tuple(statics), is_repeatable, order_of(arguments)), arrays
 
@@ -85,7 +86,7 @@ def _is_value(leaf: PyTree) -> bool:
 def _is_traced(leaf: PyTree) -> bool:
     if isinstance(leaf, (bool, str, bytes, enum.Enum)) or callable(leaf):
         return False
-    if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+    if isinstance(leaf, _ARRAYS):
         return leaf.dtype != object
     if isinstance(leaf, int) and not -(2**31) <= leaf < 2**31:
         return False  # it has no type of JAX's, unless 64 bits are enabled

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from tapax import _jax
 from tapax._calling.program import TracedCall
+from tapax._jax import typed, varying_axes
 from tapax._marks.marked_jaxprs import reaching
 from tapax._marks.tap import split_shape
 from tapax._sites import Site
@@ -66,7 +66,7 @@ class SurveyHooks(WalkHooks):
             return
         mapped, own = split_shape(eqn)
         # An axis of a mesh over which the value does not vary is none of its own.
-        varying = _jax.varying_axes(jax.typeof(x))
+        varying = varying_axes(jax.typeof(x))
         around = tuple(
             a if a.is_loop or a.unchecked or a.kind in varying else a._replace(size=None)
             for a in walk.around
@@ -100,7 +100,7 @@ def survey(call: TracedCall, plan: Plan, results: Sequence[int] | None = None) -
 def survey_with(hooks: SurveyHooks, call: TracedCall, plan: Plan) -> list[Spot]:
     """The sites that a plan chooses, as the hooks note them."""
     walk = Walk(plan, hooks=hooks)
-    jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
+    typed.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
     spots = list(hooks.spots.values())
     found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]
     plan.verify(walk.sites, found[0], found[1], walk.lost)

@@ -23,7 +23,7 @@ from tapax._calling.program import Program, TracedCall, trace
 from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
-from tapax._jax import Function, Jaxpr, PyTree, Value
+from tapax._jax import Function, Jaxpr, PyTree, Value, pytrees
 from tapax._jaxpr.restage import is_eager
 from tapax._sites import name_of, wrong_type
 from tapax._walk.plan import Plan
@@ -163,12 +163,12 @@ class TransformedFunction:
         return self._transform.finish(out, extra)
 
     def _split(self, call: FunctionCall) -> tuple[Signature, list[Value]]:
-        needed = self._known.needed.get(jax.tree.structure(call.arguments), frozenset())
+        needed = self._known.needed.get(pytrees.structure(call.arguments), frozenset())
         return split(self.fn, call.arguments, needed)
 
     def _trace(self, call: FunctionCall) -> tuple[Program, Signature, list[Value]]:
         """The traced function; numbers that it needs the values of are made static."""
-        structure = jax.tree.structure(call.arguments)
+        structure = pytrees.structure(call.arguments)
 
         def attempt(needed: frozenset[int]) -> Any:
             signature, arrays = split(self.fn, call.arguments, needed)
@@ -228,17 +228,18 @@ class TransformedFunction:
         if not self._transform.is_traceable:
             return found
         donated = () if self._transform.stateless else (i + 1 for i in _donated(program.jaxpr))
-        return found._replace(run=jax.jit(found.run, donate_argnums=tuple(donated)))
+        jit: Function = getattr(jax, "jit")  # noqa: B009  (not in `typed`: scripts replace it)
+        return found._replace(run=jit(found.run, donate_argnums=tuple(donated)))
 
 
 def static_numbers(call: FunctionCall) -> frozenset[int]:
     """The places among the arguments of a call at which a framework keeps numbers static."""
     found = (places_in(call.arguments, parts) for parts in registry.static_parts(call))
-    return frozenset().union(*found)
+    return frozenset[int]().union(*found)
 
 
 def _key(signature: Signature, operands: PyTree, arrays: Sequence[Any]) -> Any:
-    leaves, treedef = jax.tree.flatten(operands)
+    leaves, treedef = pytrees.flatten(operands)
     types = tuple(map(jax.typeof, (*leaves, *arrays)))
     return signature, treedef, types, _jax.trace_context()
 

@@ -6,7 +6,7 @@ this was written has a fair chance to work.
 """
 
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Literal
 
 from tapax._jax.equations import (
     bind_equation,
@@ -37,7 +37,7 @@ from tapax._jax.jaxprs import (
 )
 from tapax._jax.jitted import jit_options
 from tapax._jax.primitives import is_own_primitive
-from tapax._jax.pytrees import Static
+from tapax._jax.pytrees import Static, map_leaves
 from tapax._jax.rules import (
     Effect,
     allow_effect,
@@ -45,6 +45,7 @@ from tapax._jax.rules import (
     register_partial_eval,
     register_partial_eval_custom,
     register_remat,
+    register_rules,
     unmapped,
     wrap_batcher,
     wrap_partial_eval,
@@ -52,6 +53,7 @@ from tapax._jax.rules import (
 )
 from tapax._jax.tracing import intercept_bind, is_traced_here, trace_context, trace_state_clean
 from tapax._jax.types import (
+    SEQUENCES,
     AbstractValue,
     Args,
     ArrayLike,
@@ -61,6 +63,7 @@ from tapax._jax.types import (
     Jaxpr,
     Kwargs,
     OpenJaxpr,
+    Primitive,
     PyTree,
     Value,
     Var,

@@ -2,13 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import jax
 
-from tapax._jax.types import PyTree
+from tapax._jax.types import PyTree, Value
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+# JAX's own functions, with types that are known in full: see `typed`.
+flatten: Callable[[PyTree], tuple[list[Value], Any]] = jax.tree.flatten
+structure: Callable[[PyTree], Any] = jax.tree.structure
+leaves_with_path: Callable[[PyTree], list[tuple[Any, Value]]] = jax.tree.leaves_with_path
+keystr: Callable[..., str] = jax.tree_util.keystr
+
+
+def map_leaves(fn: Callable[[*Ts], Any], *trees: *Ts) -> Any:
+    """`jax.tree.map`, which does not say that `fn` takes a leaf of every tree."""
+    return jax.tree.map(fn, *trees)
 
 
 @jax.tree_util.register_static

@@ -1,4 +1,4 @@
-"""Registering and wrapping JAX's own rules: effects, partial evaluation, remat, batching."""
+"""Registering and wrapping JAX's own rules: effects, derivatives, remat, batching, and others."""
 
 import sys
 from collections.abc import Callable
@@ -9,9 +9,19 @@ from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import remat as _remat
 from jax.extend.core import Primitive, mapped_aval
-from jax.interpreters import batching
+from jax.interpreters import ad, batching, mlir
 
-from tapax._jax.types import Value
+from tapax._jax.types import Function, Value
+
+
+def register_rules(
+    primitive: Primitive, lowering: Function, batch: Function, jvp: Function, transpose: Function
+) -> None:
+    """Registers how a primitive is compiled, batched, differentiated and transposed."""
+    mlir.register_lowering(primitive, lowering)
+    batching.fancy_primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
 
 
 def register_partial_eval_custom(primitive: Primitive, rule: Callable[..., Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Primitive, mapped_aval, unmapped_aval
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, mapped_aval, unmapped_aval
 from jax.extend.core import Jaxpr as JaxprWithoutConstants
 from jax.typing import ArrayLike as ArrayLike
 
@@ -22,6 +23,20 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 Value: TypeAlias = Any
 """A value inside a program that is interpreted: an array, a tracer, or what stands for one."""
+SEQUENCES: tuple[type[Any], ...] = (list, tuple)
+"""For `isinstance`: of a bare `list` pyright says that it does not know what it holds."""
+
+if TYPE_CHECKING:
+
+    class Primitive(core.Primitive):
+        """JAX's own class, with types."""
+
+        def bind(self, *args: Value, **params: Any) -> Any: ...
+        def def_impl(self, impl: Function) -> Any: ...
+        def def_abstract_eval(self, abstract_eval: Function) -> Any: ...
+        def def_effectful_abstract_eval(self, effectful_abstract_eval: Function) -> Any: ...
+else:
+    Primitive = core.Primitive
 
 
 class Var(Protocol):

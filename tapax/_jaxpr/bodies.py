@@ -10,7 +10,7 @@ from tapax._jax import Equation
 def bodies(eqn: Equation) -> Iterator[Any]:
     """The jaxprs in an equation's parameters."""
     for value in eqn.params.values():
-        for part in value if isinstance(value, (list, tuple)) else (value,):
+        for part in value if isinstance(value, _jax.SEQUENCES) else (value,):
             body = _jax.hidden_body(part)
             body = part if body is None else body
             if hasattr(_jax.open_jaxpr(body), "eqns"):

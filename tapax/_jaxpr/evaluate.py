@@ -7,10 +7,8 @@ computes the results of one equation, and `literal` what stands for a literal.
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import jax
-
 from tapax import _jax
-from tapax._jax import Atom, Equation, Jaxpr, Value, Var
+from tapax._jax import Atom, Equation, Jaxpr, Value, Var, typed
 from tapax._jaxpr.kinds import Kind, kind_of
 
 Apply = Callable[[int, Equation, list[Any]], Sequence[Any]]
@@ -67,4 +65,4 @@ def inline(jaxpr: Jaxpr, kinds: Kind, apply: Apply = bind_in_context) -> Jaxpr:
         return apply(number, eqn, values)
 
     types = [v.aval for v in _jax.open_jaxpr(jaxpr).invars]
-    return jax.make_jaxpr(lambda *args: evaluate(jaxpr, args, run))(*types)
+    return typed.make_jaxpr(lambda *args: evaluate(jaxpr, args, run))(*types)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tapax._jax import Value
+from tapax._jax import Value, typed
 
 
 def vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
@@ -23,5 +23,5 @@ def where(mask: Value, x: Value, y: Value) -> Value:
 
 def align(mask: Value, ndim: int) -> Value:
     """A mask with the leading axes of an array of `ndim`, to broadcast with it."""
-    mask = jnp.asarray(mask).astype(bool)
+    mask = typed.asarray(mask).astype(bool)
     return mask.reshape(mask.shape + (1,) * (ndim - mask.ndim))

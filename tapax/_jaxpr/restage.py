@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from tapax import _jax
-from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value
+from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value, typed
 from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.leading_axes import where
 
@@ -31,7 +31,8 @@ Source = int | None
 
 def is_eager() -> bool:
     """Whether operations are evaluated one at a time, under `jax.disable_jit()`."""
-    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
+    config: Any = jax.config
+    return bool(config.jax_disable_jit)
 
 
 def bind_jit(
@@ -76,11 +77,11 @@ def bind_remat(
     """Binds a remat with another body as a remat, so that it still drops what it should drop."""
     if _jax.called_hi_primitive(eqn.primitive, eqn.params) is not None:
         policy, prevent_cse = _jax.remat_options(eqn)
-        again = jax.checkpoint(_jax.as_function(body), policy=policy, prevent_cse=prevent_cse)
+        again = typed.checkpoint(_jax.as_function(body), policy=policy, prevent_cse=prevent_cse)
         return again(*operands)
     jaxpr, consts = _jax.closed(body)
     params = dict(eqn.params, jaxpr=jaxpr)
-    kept = params["prevent_cse"]
+    kept: bool | tuple[bool, ...] = params["prevent_cse"]
     if isinstance(kept, tuple):
         own = (False if i is None else kept[i] for i in sources)
         params["prevent_cse"] = (*(False for _ in consts), *own)
@@ -173,7 +174,7 @@ class While:
         """`test` takes the place of the loop's own, and computes the same."""
         start = eqn.params["cond_nconsts"]
         split = start + eqn.params["body_nconsts"]
-        init = [jnp.asarray(x) for x in operands[split:]]
+        init = [typed.asarray(x) for x in operands[split:]]
         return cls(eqn, test, list(operands[:start]), list(operands[start:split]), init)
 
     @property
@@ -196,7 +197,7 @@ class While:
 
     def keep_finished(self, new: Sequence[Value], state: Sequence[Value]) -> list[Value]:
         """Returns the new state; an example that has finished keeps its old one, as in JAX."""
-        new = [jnp.asarray(x) for x in new]
+        new = [typed.asarray(x) for x in new]
         if not self.is_mapped:
             return new
         go = self.goes_on(state)
@@ -240,7 +241,7 @@ def _close_branches(
     functions: Sequence[Body], operands: Sequence[Value]
 ) -> tuple[tuple[Jaxpr, ...], Sequence[Value]]:
     """Traces branches; what they close over becomes operands of them all."""
-    jaxprs = [jax.make_jaxpr(fn)(*operands) for fn in functions]
+    jaxprs = [typed.make_jaxpr(fn)(*operands) for fn in functions]
     consts = [list(_jax.jaxpr_consts(jaxpr)) for jaxpr in jaxprs]
     if not any(isinstance(c, Tracer) for some in consts for c in some):
         return tuple(jaxprs), operands
@@ -256,7 +257,7 @@ def _close_branches(
 
         return branch
 
-    return tuple(jax.make_jaxpr(lifted(i))(*together) for i in range(len(jaxprs))), together
+    return tuple(typed.make_jaxpr(lifted(i))(*together) for i in range(len(jaxprs))), together
 
 
 def mesh_axes(eqn: Equation) -> list[str]:
@@ -302,10 +303,10 @@ def bind_shard_map(
             own, extra, static = body(*flat)
             return own, extra, _jax.Static(static)
 
-        return _jax.Static(jax.make_jaxpr(with_static, return_shape=True)(*flat))
+        return _jax.Static(typed.make_jaxpr(with_static, return_shape=True)(*flat))
 
     traced = jax.shard_map(trace, out_specs=PartitionSpec(), **options)
-    jaxpr, (own, _, static) = jax.eval_shape(traced, *operands).value
+    jaxpr, (own, _, static) = typed.eval_shape(traced, *operands).value
     kept = [spec for spec, x in zip(params["out_specs"], own, strict=True) if x is not None]
     avals = [v.aval for v in _jax.open_jaxpr(jaxpr).outvars[len(kept) :]]
 

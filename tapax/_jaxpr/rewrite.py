@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
-
 from tapax import _jax
-from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, PyTree, Var
+from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, PyTree, Var, typed
 
 Visit = Callable[[Equation, dict[Var, Atom]], Iterable[Equation]]
 """Returns what stands in the place of an equation, whose operands are renamed already.
@@ -47,7 +45,7 @@ def map_bodies(value: PyTree, fn: Callable[[Jaxpr], Any]) -> Any:
 
     A body that a parameter hides cannot be replaced; `fn` is called on it all the same.
     """
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, _jax.SEQUENCES):
         parts = [map_bodies(part, fn) for part in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
@@ -73,5 +71,5 @@ def zeros_equation(variable: Var) -> Equation:
 
 
 def _equation_of(aval: AbstractValue) -> Equation:
-    (eqn,) = _jax.open_jaxpr(jax.make_jaxpr(lambda: _jax.zeros(aval))()).eqns
+    (eqn,) = _jax.open_jaxpr(typed.make_jaxpr(lambda: _jax.zeros(aval))()).eqns
     return eqn

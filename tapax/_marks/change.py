@@ -30,10 +30,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from tapax import _jax
-from tapax._jax import Args, PyTree, Value
+from tapax._jax import Args, PyTree, Value, typed
 
 change_p = _jax.Primitive("change")
 
@@ -53,12 +53,12 @@ def derivative(fn: Callable[[Any], Any], order: int, transposed: bool, x: Value,
         fn = functools.partial(_along, fn, t)
     if not transposed:
         return fn(x)
-    (out,) = jax.vjp(fn, x)[1](ts[-1])
+    (out,) = typed.vjp(fn, x)[1](ts[-1])
     return out
 
 
 def _along(fn: Callable[[Any], Any], t: Value, x: Value) -> Any:
-    return jax.jvp(fn, (x,), (t,))[1]
+    return typed.jvp(fn, (x,), (t,))[1]
 
 
 def _impl(token: Value, *operands: Value, order: int, **params: Any) -> Any:
@@ -81,7 +81,7 @@ def _batch(axis_data: Any, args: Args, dims: Any, *, axes: Any, own: PyTree, **p
 
 def with_axis(x: Value, now: int | None, then: int, size: int) -> Any:
     """An operand with its mapped axis in another place."""
-    return x if now == then else jnp.moveaxis(batching.bdim_at_front(x, now, size), 0, then)
+    return x if now == then else jnp.moveaxis(typed.bdim_at_front(x, now, size), 0, then)
 
 
 def _jvp(primals: PyTree, tangents: PyTree, *, order: int, **params: Any) -> Any:
@@ -104,7 +104,7 @@ def _jvp(primals: PyTree, tangents: PyTree, *, order: int, **params: Any) -> Any
 def _transpose(
     ct: Value, token: Value, x: Value, *ts: Value, transposed: bool, **params: Any
 ) -> Any:
-    (place,) = (i for i, t in enumerate(ts) if ad.is_undefined_primal(t))
+    (place,) = (i for i, t in enumerate(ts) if type(t) is ad.UndefinedPrimal)
     outs: list[Any] = [None] * (len(ts) + 2)
     if type(ct) is ad.Zero:
         outs[place + 2] = ad.Zero(ts[place].aval)
@@ -122,7 +122,5 @@ def _transpose(
 
 change_p.def_impl(_impl)
 change_p.def_abstract_eval(lambda *args, **params: args[-1])
-mlir.register_lowering(change_p, mlir.lower_fun(_impl, multiple_results=False))
-batching.fancy_primitive_batchers[change_p] = _batch
-ad.primitive_jvps[change_p] = _jvp
-ad.primitive_transposes[change_p] = _transpose
+_lowering = typed.lower_fun(_impl, multiple_results=False)
+_jax.register_rules(change_p, _lowering, _batch, _jvp, _transpose)

@@ -13,9 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import jax
-
-from tapax._jax import PyTree
+from tapax._jax import PyTree, pytrees, typed
 from tapax._sites import Rule
 
 ModuleFilter: TypeAlias = Callable[[Any, str], bool] | bool
@@ -33,7 +31,7 @@ class Structure:
     @classmethod
     def of(cls, arguments: PyTree) -> Structure | None:
         try:
-            return cls._known(jax.tree.structure(arguments))
+            return cls._known(pytrees.structure(arguments))
         except TypeError:  # something in it cannot be hashed
             return None
 
@@ -73,7 +71,7 @@ class MarkingPolicy:
         return {"changing": self.changing, "pairs": self.pairs}
 
 
-_context = jax.make_user_context(None)
+_context = typed.make_user_context(None)
 
 
 def active_policy() -> MarkingPolicy | None:

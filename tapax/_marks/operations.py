@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def with_marks(policy: MarkingPolicy) -> Iterator[None]:
+def with_marks(policy: MarkingPolicy) -> Generator[None]:
     """Within, marks exist; and results that its rules pick are marked too."""
     outer = active_policy()
     here = policy if outer is None else policy | outer
@@ -42,7 +42,7 @@ _TRACING = CUSTOM_RULES | Kind.SHARD_MAP
 
 
 @contextlib.contextmanager
-def internal_operations() -> Iterator[None]:
+def internal_operations() -> Generator[None]:
     """Within, operations that are bound are not the user's, and rules do not mark them."""
     before = getattr(_thread, "binding", False)
     _thread.binding = True
@@ -80,7 +80,7 @@ def _mark_operation(bind: Any, primitive: Primitive, args: Args, params: PyTree)
 
 def _user_line() -> str | None:
     """`file:line` of the user's code that binds an operation; None where JAX does so itself."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(JAX_FOLDER):

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tapax._jax import PyTree, Value
+from tapax._jax import PyTree, Value, pytrees
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ScopeName
 from tapax._marks.tap import Mark, tap
@@ -104,7 +104,7 @@ def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
     here = active_policy()
     if here is None:
         return value
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def leaf(keys: tuple[Any, ...], x: Value) -> Any:
@@ -125,5 +125,5 @@ def is_array(x: Value) -> bool:
 
 def leaf_name(keys: tuple[Any, ...]) -> str:
     """The name of a leaf in its structure; characters that mean something else are escaped."""
-    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    name = pytrees.keystr(keys, simple=True, separator=".")
     return re.sub(r"[*?@~:]", lambda found: f"%{ord(found.group()):02X}", name)

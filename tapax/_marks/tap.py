@@ -56,10 +56,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from tapax import _jax
-from tapax._jax import Args, Equation, PyTree, Value
+from tapax._jax import Args, Equation, PyTree, Value, typed
 from tapax._marks.change import change_p, with_axis
 from tapax._marks.scopes import Scopes, path_in
 from tapax._sites import Site
@@ -132,7 +132,7 @@ MAKES_TOKEN = ("value", "copy")
 
 def _impl(x: Value, *rest: Any, kind: str, **params: Any) -> list[Any]:
     del rest, params
-    return [x, jnp.zeros((0,), bool)] if kind in MAKES_TOKEN else [x]
+    return [x, typed.zeros((0,), bool)] if kind in MAKES_TOKEN else [x]
 
 
 def _abstract_eval(x: Value, *rest: Any, kind: str, **params: Any) -> Any:
@@ -146,7 +146,7 @@ def _lowering(ctx: Any, x: Value, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
     if kind not in MAKES_TOKEN:
         return [x]
-    empty = mlir.lower_fun(lambda: jnp.zeros((0,), bool), multiple_results=False)
+    empty = typed.lower_fun(lambda: typed.zeros((0,), bool), multiple_results=False)
     return [x, *empty(ctx.replace(avals_in=(), avals_out=ctx.avals_out[1:]))]
 
 
@@ -172,7 +172,7 @@ def _batch(axis_data: Any, args: Args, dims: Any, *, axes: Any, **params: Any) -
     dim = pair_dim if dims[0] is None else dims[0]
     if live and live_dims[0] is None and live[0].ndim == 0:
         # The predicate is the same for all examples: the branch runs only where it counts.
-        live, live_dims = [], []
+        live, live_dims = (), ()
     if dim is None and not any(d is not None for d in live_dims):
         out = tap_p.bind(*args[:own], *live, axes=axes, **params)
         return out, [None] * len(out)
@@ -182,9 +182,7 @@ def _batch(axis_data: Any, args: Args, dims: Any, *, axes: Any, **params: Any) -
         token.append(with_axis(pair, pair_dim, dim, axis_data.size))
     # `live` leads with the mapped axes, outermost first, and this one is the outermost yet. What
     # axis a token was given means nothing.
-    live = [
-        batching.bdim_at_front(v, d, axis_data.size) for v, d in zip(live, live_dims, strict=True)
-    ]
+    live = [typed.bdim_at_front(v, d, axis_data.size) for v, d in zip(live, live_dims, strict=True)]
     axes = (dim, *(a + (a >= dim) for a in axes))
     out = tap_p.bind(x, *token, *live, axes=axes, **params)
     return out, [dim, None][: len(out)]
@@ -252,13 +250,13 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Equation)
     value, token = eqn.outvars
     x, *live = eqn.invars
     if _jax.is_splitting_while():
-        copy = eqn.replace(params=dict(eqn.params, kind="copy"), effects=frozenset())
+        copy = eqn.replace(params=dict(eqn.params, kind="copy"), effects=frozenset[Any]())
         return eqn, copy, [False, False], [True, True], needed
     again = eqn.replace(
         invars=[x, token, *live],
         outvars=[value],
         params=dict(eqn.params, kind="again"),
-        effects=frozenset(),
+        effects=frozenset[Any](),
     )
     return eqn, again, [False, False], [True, False], [*needed, token]
 
@@ -266,13 +264,13 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Equation)
 def _remat(x: Value, *rest: Any, kind: str, **params: Any) -> Any:
     """The same for JAX's newer remat: results, residuals, and how to make the results again."""
     out = tap_p.bind(x, *rest, kind=kind, **params)
-    if kind != "value":
-        return out, None, lambda _, *args: tap_p.bind(*args, kind=kind, **params)
 
-    def again(token: Value, x: Value, *live: Any) -> Any:
-        return [*tap_p.bind(x, token, *live, kind="again", **params), token]
+    def again(token: Value, x: Value, *rest: Any) -> Any:
+        if kind != "value":
+            return tap_p.bind(x, *rest, kind=kind, **params)
+        return [*tap_p.bind(x, token, *rest, kind="again", **params), token]
 
-    return out, out[1], again
+    return out, out[1] if kind == "value" else None, again
 
 
 def _hoist(stage: Any, tracers: Any, params: PyTree) -> Any:
@@ -289,10 +287,7 @@ def _hoist(stage: Any, tracers: Any, params: PyTree) -> Any:
 _jax.allow_effect(TapEffect)
 tap_p.def_impl(_impl)
 tap_p.def_effectful_abstract_eval(_abstract_eval)
-mlir.register_lowering(tap_p, _lowering)
-batching.fancy_primitive_batchers[tap_p] = _batch
-ad.primitive_jvps[tap_p] = _jvp
-ad.primitive_transposes[tap_p] = _transpose
+_jax.register_rules(tap_p, _lowering, _batch, _jvp, _transpose)
 _jax.register_partial_eval_custom(tap_p, _partial_eval_custom)
 _jax.register_partial_eval(tap_p, _hoist)
 _jax.register_remat(tap_p, _remat)

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from tapax._jax import Function, PyTree, Value
+from tapax._jax import Function, PyTree, Value, typed
 
 
 class SiteError(ValueError):
@@ -34,7 +33,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
 def as_array(x: Value, what: str) -> Any:
     """`x` as an array; `what` it is, should it be none."""
     try:
-        return jnp.asarray(x)
+        return typed.asarray(x)
     except (TypeError, ValueError):
         raise wrong_type(f"{what} must be an array, but is", x) from None
 

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import jax
 import numpy as np
 
+from tapax._jax import SEQUENCES, ArrayLike
 from tapax._sites.errors import SiteError, wrong_type
 from tapax._sites.site import Site
 from tapax.reduce import Reducer
@@ -139,6 +140,7 @@ class Reduced:
         return str(self.selection)
 
 
+_MAPPINGS: tuple[type[Any], ...] = (Mapping,)
 Reductions: TypeAlias = "Mapping[Any, Reducer | Sequence[Reducer]]"
 Selection: TypeAlias = (
     "str | Rule | At | Reduced | Callable[[Site], bool] | Sequence[Selection] | Reductions | None"
@@ -169,7 +171,7 @@ def named(*names: str) -> Named:
     return Named(_strings("named", names))
 
 
-def at(selection: Selection, *, step: Any) -> At:
+def at(selection: Selection, *, step: slice | ArrayLike) -> At:
     """The iterations `step` of the innermost loop around the selected sites.
 
     An integer gives the value of that one iteration, a slice gives them stacked. In an edit, `step`
@@ -273,9 +275,9 @@ def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection
         )
     if callable(selection):
         return cast(Selection, selection)
-    if isinstance(selection, (list, tuple, set, frozenset)):
+    if isinstance(selection, (*SEQUENCES, set, frozenset)):
         return tuple(check(part, argument, reducing=reducing) for part in selection)
-    if isinstance(selection, Mapping) and reducing:
+    if isinstance(selection, _MAPPINGS) and reducing:
         return tuple(
             Reduced(check(key, argument), _reducers(reducers, argument))
             for key, reducers in selection.items()
@@ -288,7 +290,7 @@ def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection
 
 
 def _reducers(reducers: Any, argument: str) -> tuple[Reducer, ...]:
-    several = tuple(reducers) if isinstance(reducers, (list, tuple)) else (reducers,)
+    several = tuple(reducers) if isinstance(reducers, SEQUENCES) else (reducers,)
     if not several:
         raise TypeError(
             f"`{argument}` maps a selection to no reducer at all: give one, or several."
@@ -311,7 +313,7 @@ def _reducers(reducers: Any, argument: str) -> tuple[Reducer, ...]:
 def flatten(selection: Selection) -> Iterator[Any]:
     """The single selections that a selection is made of."""
     if isinstance(selection, tuple):
-        for part in selection:
+        for part in cast(tuple[Selection, ...], selection):
             yield from flatten(part)
     elif selection is not None:
         yield selection

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import PyTree, Static, Value
+from tapax._jax import PyTree, Static, Value, pytrees, typed
 from tapax._jaxpr.leading_axes import where
 from tapax._jaxpr.restage import Scan
 from tapax._walk.entries import Entry, refuse_folded
@@ -25,15 +25,15 @@ def scan_totals(
 
     Returns what it carries and stacks in the end, the totals as entries, and what was recorded.
     """
-    treedef = jax.tree.structure((start, over))
+    treedef = pytrees.structure((start, over))
     slices = [_jax.unstacked(jax.typeof(x)) for x in jax.tree.leaves(over)]
     now = [jax.typeof(x) for x in jax.tree.leaves(start)]
 
     def body(*flat: Value) -> Any:
         return step(*treedef.unflatten(flat))
 
-    jaxpr, shape = jax.make_jaxpr(body, return_shape=True)(*now, *slices)
-    results = jax.tree.structure(shape)
+    jaxpr, shape = typed.make_jaxpr(body, return_shape=True)(*now, *slices)
+    results = pytrees.structure(shape)
     recorded = shape[1][2]
     entries: Sequence[Entry] = recorded.value.totals
     avals = [v.aval for v in _jax.open_jaxpr(jaxpr).outvars]
@@ -68,9 +68,9 @@ def nothing_yet(entry: Entry, types: Sequence[Any]) -> list[Any]:
     refuse_folded(entry)
     assert entry.reduction is not None
     count = len(entry.state)
-    ran = _jax.zeros(types[count]) if entry.valid is not None else jnp.zeros((), bool)
+    ran = _jax.zeros(types[count]) if entry.valid is not None else typed.zeros((), bool)
     start = [*entry.reduction.empty(types[:count]), ran.astype(jnp.int32)]
-    axes = frozenset().union(*map(_jax.varying_axes, types))
+    axes = frozenset[str]().union(*map(_jax.varying_axes, types))
     return [_jax.with_varying(x, axes) for x in start]
 
 

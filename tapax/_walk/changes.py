@@ -15,10 +15,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import Jaxpr, Value
+from tapax._jax import Jaxpr, Value, typed
 from tapax._marks.change import derivative
 from tapax._marks.marked_jaxprs import Uids
 from tapax._sites import SiteError
@@ -193,4 +192,4 @@ class Changes:
             in_axes = (*(position for _ in operands), *lies)
             one = jax.vmap(one, in_axes=in_axes, out_axes=position)
         arrays = (_jax.with_varying(part.array, varying) for part in parts)
-        return one(*map(jnp.asarray, operands), *arrays)
+        return one(*map(typed.asarray, operands), *arrays)

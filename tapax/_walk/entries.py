@@ -88,7 +88,7 @@ class Entry(NamedTuple):
     @property
     def even(self) -> Entry:
         """The entry with arrays that vary over the same axes of a mesh, as one state's do."""
-        axes = frozenset().union(*(_jax.varying_axes(jax.typeof(x)) for x in self.arrays))
+        axes = frozenset[str]().union(*(_jax.varying_axes(jax.typeof(x)) for x in self.arrays))
         return self.with_arrays(iter([_jax.with_varying(x, axes) for x in self.arrays]))
 
     @property

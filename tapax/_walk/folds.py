@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value
+from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value, map_leaves, pytrees, typed
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.leading_axes import align, vmapped
@@ -86,10 +86,10 @@ class Folds:
             return
 
         def step(seen: Any, live: Value, state: PyTree, x: Value) -> tuple[Any, Any]:
-            new = jax.lax.cond(
+            new = typed.cond(
                 seen, lambda: _cast(reduce(state, x), state), lambda: _cast(first(x), state)
             )
-            return seen | live, jax.tree.map(lambda a, b: jnp.where(live, a, b), new, state)
+            return seen | live, map_leaves(lambda a, b: jnp.where(live, a, b), new, state)
 
         batch = x.shape[:mapped]
         flags = (_expand(flag, batch) for flag in (fold.seen, True if live is None else live))
@@ -104,7 +104,7 @@ class Folds:
             for path, held in self.held(jaxpr, scopes).items():
                 fresh = _fresh(held.mark, held.aval, held.mapped)
                 fold = self.items.get(path, fresh)
-                fold = dataclasses.replace(fold, state=jax.tree.map(jnp.asarray, fold.state))
+                fold = dataclasses.replace(fold, state=map_leaves(typed.asarray, fold.state))
                 if _types(fold.state) != _types(fresh.state):
                     raise SiteError(
                         f"The {held.mark.described}, is folded in a loop or a branch, where its "
@@ -117,7 +117,7 @@ class Folds:
 
     def arrays(self, threads: Sequence[FoldThread]) -> list[Any]:
         """The arrays of some folds."""
-        arrays = []
+        arrays: list[Value] = []
         for thread in threads:
             fold = self.items[thread.path]
             leaves = jax.tree.leaves(fold.state)
@@ -133,7 +133,7 @@ class Folds:
         flat = iter(arrays)
         for i, thread in enumerate(threads):
             fold = self.items[thread.path]
-            state = jax.tree.map(lambda _: next(flat), fold.state)
+            state = map_leaves(lambda _: next(flat), fold.state)
             seen = next(flat) if thread.flagged else True
             seen = True if certain and certain[i] else seen
             self._put(dataclasses.replace(fold, state=state, seen=seen))
@@ -220,13 +220,13 @@ def _fresh(mark: Mark, aval: AbstractValue, mapped: int) -> Fold:
     """A fold that has seen nothing yet, with the type that it will keep."""
     reduce, first = _functions(mark)
     x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    once = jax.eval_shape(vmapped(first, mapped), x)
+    once = typed.eval_shape(vmapped(first, mapped), x)
     try:
-        stable = _types(once) == _types(jax.eval_shape(vmapped(reduce, mapped), once, x))
+        stable = _types(once) == _types(typed.eval_shape(vmapped(reduce, mapped), once, x))
     except TypeError:
         stable = False
     if not stable:
-        shown = jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", once)
+        shown = map_leaves(lambda s: f"{s.dtype}{list(s.shape)}", once)
         raise SiteError(
             f"The reducer of the {mark.described}, is used in a loop or a branch, where its result "
             f"must keep its type, but it gives {shown} the first time and something else the "
@@ -235,9 +235,9 @@ def _fresh(mark: Mark, aval: AbstractValue, mapped: int) -> Fold:
     varying = _jax.varying_axes(aval)
 
     def zeros(s: Any) -> Any:
-        return _jax.with_varying(jnp.zeros(s.shape, s.dtype), varying)
+        return _jax.with_varying(typed.zeros(s.shape, s.dtype), varying)
 
-    return Fold(mark, jax.tree.map(zeros, once), False, mapped)
+    return Fold(mark, map_leaves(zeros, once), False, mapped)
 
 
 def _expand(flag: Any, batch: tuple[int, ...]) -> Any:
@@ -246,9 +246,9 @@ def _expand(flag: Any, batch: tuple[int, ...]) -> Any:
 
 
 def _types(tree: PyTree) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = pytrees.flatten(tree)
     return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _cast(tree: PyTree, like: Any) -> Any:
-    return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), tree, like)
+    return map_leaves(lambda x, s: typed.asarray(x, s.dtype), tree, like)

@@ -20,14 +20,11 @@ are left in the program, and a token has its array too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, Static, Value
+from tapax._jax import Equation, Jaxpr, Static, Value, typed
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.kinds import Kind, kind_of
@@ -124,7 +121,7 @@ class Interpreter(Recorder):
         if tapped:
             return self._opaque(eqn, args)
         # A residual without elements is only ever moved about: reshaped, selected, broadcast.
-        calls = frozenset().union(*(t.calls for t in tokens))
+        calls = frozenset[Call]().union(*(t.calls for t in tokens))
         if not all(v.aval.size == 0 for v in eqn.outvars):
             return _jax.bind_equation(eqn, self.materialize(eqn.invars, args))
         if not self.nested:
@@ -151,7 +148,7 @@ class Interpreter(Recorder):
         (x, *rest), live = args[:own], args[own] if len(args) > own else None
         marked = eqn.invars[0].aval
         if isinstance(eqn.invars[0], _jax.Literal):
-            x = jnp.asarray(x, marked.dtype)
+            x = typed.asarray(x, marked.dtype)
         grad = kind.startswith("grad")
         new = kind == "value" and not (self._recomputing and self._calls.of(mark))
         if new:
@@ -240,7 +237,7 @@ class Interpreter(Recorder):
     @contextlib.contextmanager
     def inside(
         self, *, recomputing: bool = False, branch: int | None = None, around: Sequence[Around] = ()
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Within, what is recorded and folded is a body's own."""
         before = self.entries, self.folds.items, self._recomputing, self._branches, self.around
         parts = self.changes.parts
@@ -294,7 +291,7 @@ class Interpreter(Recorder):
                 entries = tuple(e.bare for e in self.entries)
                 return arrays, Static((slots, entries, self.folds.certain(threads.folds)))
 
-        made, (_, found) = jax.make_jaxpr(body, return_shape=True)(
+        made, (_, found) = typed.make_jaxpr(body, return_shape=True)(
             *ins.arrays(args), *self.handed(threads)
         )
         outs, entries, certain = found.value

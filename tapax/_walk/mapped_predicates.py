@@ -14,13 +14,13 @@ the second run marks nothing again.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import jax
 from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, PyTree, Value
+from tapax._jax import Equation, Jaxpr, PyTree, Value, pytrees, typed
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import CALLS, LOOPS, Kind, kind_of
 from tapax._marks.marked_jaxprs import TAPS, count_calls, first_uid, quieted, strip
@@ -32,6 +32,7 @@ from tapax._walk.interpreter import Interpreter, WalkHooks
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
 
+Ts = TypeVarTuple("Ts")
 _NOTHING = Plan(None, None)
 _THREADED = CALLS | LOOPS | Kind.COND | Kind.REMAT
 
@@ -99,11 +100,11 @@ class _Guard(WalkHooks):
         params = dict(eqn.params, branches=branches, shift=shift)
         return list(tap_p.bind(*args[:own], live, **params))
 
-    def again(self, live: Value, fn: Callable[..., Any], *args: Any) -> Any:
+    def again(self, live: Value, fn: Callable[[*Ts], Any], *args: *Ts) -> Any:
         """Calls `fn` with every tap in what it does given the condition."""
-        made, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        made, shape = typed.make_jaxpr(fn, return_shape=True)(*args)
         outs = self.run(live, made, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+        return pytrees.structure(shape).unflatten(outs)
 
 
 def _custom_jvp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) -> list[Value]:
@@ -117,7 +118,7 @@ def _custom_jvp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) ->
     @call.defjvp
     def rule(primals: PyTree, tangents: PyTree) -> Any:
         live, *flat = primals
-        return guard.again(live, lambda p, t: jax.jvp(plain, p, t), flat, list(tangents[1:]))
+        return guard.again(live, lambda p, t: typed.jvp(plain, p, t), flat, list(tangents[1:]))
 
     return call(live, *args)
 
@@ -126,12 +127,12 @@ def _custom_vjp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) ->
     def plain(*flat: Value) -> list[Any]:
         return _jax.bind_equation(eqn, flat)
 
-    @jax.custom_vjp
+    @typed.custom_vjp
     def call(live: Value, *flat: Value) -> list[Any]:
         return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
 
     def forward(live: Value, *flat: Value) -> Any:
-        out, back = guard.again(live, lambda *flat: jax.vjp(plain, *flat), *flat)
+        out, back = guard.again(live, lambda *flat: typed.vjp(plain, *flat), *flat)
         return out, (live, back)
 
     def backward(residuals: PyTree, cts: PyTree) -> Any:
@@ -162,7 +163,7 @@ def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
             return _Guard((number,), shifts[number]).run(index == number, branch, values)
 
         avals = [v.aval for v in _jax.open_jaxpr(branch).invars]
-        return jax.make_jaxpr(body)(*avals, index)
+        return typed.make_jaxpr(body)(*avals, index)
 
     return tuple(guarded(i, branch) for i, branch in enumerate(branches))
 
@@ -196,7 +197,7 @@ def _batch_while(rule: Any) -> Any:
             avals = [v.aval for v in _jax.open_jaxpr(body).invars]
             params = dict(
                 params,
-                body_jaxpr=jax.make_jaxpr(guarded)(*tested, *avals),
+                body_jaxpr=typed.make_jaxpr(guarded)(*tested, *avals),
                 body_nconsts=count + params["body_nconsts"],
             )
             args, dims = [*args[:count], *args], [*dims[:count], *dims]

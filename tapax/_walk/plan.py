@@ -89,7 +89,7 @@ class Plan:
     def marking_policy(self, structure: Structure | None = None) -> MarkingPolicy:
         """What has to be marked for this plan, in a function of arguments of that structure."""
         found = frozenset((*rules(self.values), *rules(self.grads)))
-        policies = frozenset() if self.policy is None else frozenset({self.policy})
+        policies = frozenset[ModuleFilter](() if self.policy is None else {self.policy})
         pairs = any(r.paired for _, r in self.reducers)
         return MarkingPolicy(found, policies, structure, self.changing, pairs)
 
@@ -231,7 +231,7 @@ class Plan:
 def _fixed(selection: Selection) -> Selection:
     """A selection whose iterations are numbers: which ones to capture must be known."""
     if isinstance(selection, tuple):
-        return tuple(map(_fixed, selection))
+        return tuple(map(_fixed, cast(tuple[Selection, ...], selection)))
     if isinstance(selection, Reduced):
         return Reduced(_fixed(selection.selection), selection.reducers)
     if not isinstance(selection, At) or isinstance(selection.step, (int, StepSlice)):

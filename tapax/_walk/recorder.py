@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import Equation, Value
+from tapax._jax import Equation, Value, pytrees, typed
 from tapax._jaxpr.leading_axes import where
 from tapax._marks.sow import leaf_name
 from tapax._marks.tap import split_shape
@@ -109,16 +109,16 @@ class Recorder:
 
     def fold_entries(self) -> list[Entry]:
         """The folds as entries; a structured one has one for each leaf."""
-        entries = []
+        entries: list[Entry] = []
         for path, fold in self.folds.items.items():
             site = next(s for s in self.sites if s.path == path)
             seen = None if fold.seen is True else fold.seen
-            for keys, leaf in jax.tree_util.tree_leaves_with_path(fold.state):
+            for keys, leaf in pytrees.leaves_with_path(fold.state):
                 name = path + (f":{leaf_name(keys)}" if keys else "")
                 here = dataclasses.replace(site, path=name)
                 chosen = here, self.plan.choose(site, False) or Choice()
                 call = self._calls.first(path)
-                made = self._entries(chosen, call, [jnp.asarray(leaf)], seen, fold.mapped)
+                made = self._entries(chosen, call, [typed.asarray(leaf)], seen, fold.mapped)
                 entries += [e._replace(folded=True) for e in made]
         return entries
 

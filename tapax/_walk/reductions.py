@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import PyTree, Value
+from tapax._jax import PyTree, Value, map_leaves, pytrees, typed
 from tapax._jaxpr.leading_axes import align, vmapped
 from tapax._sites import Site, SiteError
 from tapax.reduce import Reducer
@@ -80,8 +80,8 @@ class Reduction(NamedTuple):
         fn = vmapped(self.reducer.finish, lead + len(self.mapped))
         result = fn(self.treedef.unflatten(self.masked(state, valid)))
         if valid is None:
-            return jax.tree.map(jnp.asarray, result)
-        return jax.tree.map(lambda x: jnp.where(align(valid, x.ndim), x, jnp.zeros_like(x)), result)
+            return map_leaves(typed.asarray, result)
+        return map_leaves(lambda x: jnp.where(align(valid, x.ndim), x, typed.zeros_like(x)), result)
 
 
 def reduce(
@@ -112,7 +112,7 @@ def reduce(
 def _started(reducer: Reducer, own: PyTree) -> Any:
     """The state that has seen nothing, of the types of one that has."""
     like = _types_of(reducer, own)
-    return jax.tree.map(lambda x, t: jnp.asarray(x, t.dtype), reducer.start(own), like)
+    return map_leaves(lambda x, t: typed.asarray(x, t.dtype), reducer.start(own), like)
 
 
 def _types_of(reducer: Reducer, own: PyTree) -> Any:
@@ -123,10 +123,10 @@ def _types_of(reducer: Reducer, own: PyTree) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _known_types(reducer: Reducer, own: PyTree, context: Any) -> Any:
     del context  # types depend on the settings of JAX
-    start = jax.eval_shape(lambda: reducer.start(own))
+    start = typed.eval_shape(lambda: reducer.start(own))
     if not any(leaf.weak_type for leaf in jax.tree.leaves(start)):
         return start
-    return jax.eval_shape(
+    return typed.eval_shape(
         lambda *xs: reducer.update(reducer.start(own), *xs), *_given(reducer, own)
     )
 
@@ -160,7 +160,7 @@ def _checked(site: Site, reducer: Reducer, own: PyTree) -> Any:
             f"The {site.described}, is reduced by {reducer.name!r}, whose state must keep its "
             f"structure, shapes and dtypes, but {wrong}."
         )
-    return jax.tree.structure(_types_of(reducer, own))
+    return pytrees.structure(_types_of(reducer, own))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,18 +168,18 @@ def _instability(reducer: Reducer, own: PyTree, context: Any) -> str | None:
     """How the state of a reducer changes its types, in words; None if it does not."""
     del context
     given = _given(reducer, own)
-    start = jax.eval_shape(lambda: _started(reducer, own))
-    once = jax.eval_shape(lambda *xs: reducer.update(_started(reducer, own), *xs), *given)
+    start = typed.eval_shape(lambda: _started(reducer, own))
+    once = typed.eval_shape(lambda *xs: reducer.update(_started(reducer, own), *xs), *given)
     if _shown(start) != _shown(once):
         return f"`init` gives {_shown(start)} and `update` gives {_shown(once)}"
-    both = jax.eval_shape(reducer.combine, once, once)
+    both = typed.eval_shape(reducer.combine, once, once)
     if _shown(both) != _shown(once):
         return f"`update` gives {_shown(once)} and `combine` gives {_shown(both)}"
     return None
 
 
 def _shown(state: PyTree) -> str:
-    return str(jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", state)).replace("'", "")
+    return str(map_leaves(lambda s: f"{s.dtype}{list(s.shape)}", state)).replace("'", "")
 
 
 def _merged(reducer: Reducer, states: Any) -> Any:
@@ -190,11 +190,11 @@ def _merged(reducer: Reducer, states: Any) -> Any:
     while count > 1:
         even = count - count % 2
         first, second = (
-            jax.tree.map(lambda x: x[start:even:2], states)  # noqa: B023
+            map_leaves(lambda x: x[start:even:2], states)  # noqa: B023
             for start in (0, 1)
         )
         combined = jax.vmap(reducer.combine)(first, second)
         if count % 2:
-            combined = jax.tree.map(lambda x, y: jnp.concatenate([x, y[-1:]]), combined, states)
+            combined = map_leaves(lambda x, y: jnp.concatenate([x, y[-1:]]), combined, states)
         states, count = combined, even // 2 + count % 2
-    return jax.tree.map(lambda x: x[0], states)
+    return map_leaves(lambda x: x[0], states)

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
-
 from tapax import _jax
-from tapax._jax import Equation, Value
+from tapax._jax import Equation, Value, typed
 from tapax._jaxpr.restage import bind_cond
-from tapax._walk.calls import Token
+from tapax._walk.calls import Call, Token
 from tapax._walk.entries import Slots, StagedBody, refuse_folded
 from tapax._walk.interpreter import Interpreter
 
@@ -44,7 +42,7 @@ def walk_cond(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
         for part, arrays in zip(parts, map(iter, recorded), strict=True)
     ]
     for i in order:
-        ran = jnp.asarray(index) == i
+        ran = typed.asarray(index) == i
         for entry in entries[i]:
             refuse_folded(entry)
             valid = ran if entry.valid is None else entry.valid
@@ -59,4 +57,4 @@ def _merged(*tokens: Token | None) -> Token | None:
     some = [t for t in tokens if t is not None]
     if not some:
         return None
-    return Token(frozenset().union(*(t.calls for t in some)), any(t.array for t in some))
+    return Token(frozenset[Call]().union(*(t.calls for t in some)), any(t.array for t in some))

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
 from tapax import _jax
-from tapax._jax import Equation, PyTree, Value
+from tapax._jax import Equation, PyTree, Value, typed
 from tapax._marks.context import without_marks
 from tapax._sites import SiteError
 from tapax._walk.changes import PartKey
@@ -34,10 +34,10 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
     def rule(primals: PyTree, tangents: PyTree) -> Any:
         _refuse_derivatives(threads, [type(t) is not SymbolicZero for t in tangents])
         tangents = tuple(map(_instantiated, tangents))
-        values, out = jax.jvp(_plain(eqn), primals[:n], tangents[:n])
+        values, out = typed.jvp(_plain(eqn), primals[:n], tangents[:n])
         moving = len(primals) - len(threads.parts)
         parts = primals[moving:]
-        results, inside = jax.jvp(
+        results, inside = typed.jvp(
             lambda *flat: inner(*flat, *parts), primals[:moving], tangents[:moving]
         )
         own = results[:count] if edited else values
@@ -54,7 +54,7 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
     # By what the function closed over, which JAX puts first, it has no derivative.
     fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
 
-    @jax.custom_vjp
+    @typed.custom_vjp
     def call(*flat: Value) -> list[Any]:
         return inner(*flat)
 
@@ -67,8 +67,8 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
             results = inner(*moved, *flat[moving:])
             return results[count:], results[:count]
 
-        out, back = jax.vjp(functools.partial(_plain(eqn), *flat[:fixed]), *flat[fixed:n])
-        inside, back_inside, own = jax.vjp(split, *flat[:moving], has_aux=True)
+        out, back = typed.vjp(functools.partial(_plain(eqn), *flat[:fixed]), *flat[fixed:n])
+        inside, back_inside, own = typed.vjp(split, *flat[:moving], has_aux=True)
         return [*(own if edited else out), *inside], (back, back_inside)
 
     def backward(residuals: PyTree, cts: PyTree) -> Any:

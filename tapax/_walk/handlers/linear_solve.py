@@ -1,11 +1,10 @@
 """The handler of `lax.custom_linear_solve`."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from tapax import _jax
-from tapax._jax import Equation, Value
+from tapax._jax import Equation, Value, typed
 from tapax._marks.marked_jaxprs import strip
 from tapax._sites import SiteError
 from tapax._walk.interpreter import Interpreter
@@ -28,7 +27,7 @@ def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list
     staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads)
     handed = walk.handed(threads)
 
-    def apply(name: str) -> Any:
+    def apply(name: str) -> Callable[[Sequence[Value]], list[Value]]:
         jaxpr = getattr(jaxprs, name)
         return lambda x: _jax.as_function(strip(jaxpr))(*consts[name], *x)
 
@@ -41,7 +40,7 @@ def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list
         rest = _jax.open_jaxpr(staged.jaxpr).outvars[len(b) :]
         return results[: len(b)], [_jax.zeros(v.aval) for v in rest]
 
-    x, aux = jax.lax.custom_linear_solve(
+    x, aux = typed.custom_linear_solve(
         apply("matvec"),
         list(b),
         solve,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import Equation, PyTree, Static, Value
+from tapax._jax import Equation, PyTree, Static, Value, typed
 from tapax._jaxpr.restage import Scan, is_eager
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import scan_totals, selected
@@ -37,7 +37,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     depth = len(walk.around)
     each = walk.changes.at_depth(threads.parts, depth, loop.length)
     counted = walk.changes.counts(loop.body)
-    numbers = jnp.arange(loop.length, dtype=jnp.int32) if counted else None
+    numbers = typed.arange(loop.length, dtype=jnp.int32) if counted else None
 
     def step(carry: PyTree, x: Value) -> Any:
         (state, folds), (x, parts, number) = carry, x

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, Value
+from tapax._jax import Equation, Jaxpr, Value, typed
 from tapax._jaxpr.leading_axes import where
 from tapax._jaxpr.restage import While
 from tapax._marks.marked_jaxprs import strip
@@ -33,7 +33,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     loop = While.of(eqn, args, test if walk.nested else strip(test))
     with walk.inside():
         if walk.changes.counts(loop.body):
-            walk.changes.count(jnp.zeros((), jnp.int32))
+            walk.changes.count(typed.zeros((), jnp.int32))
         threads = walk.enter(loop.body)
         folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
         inputs = [*loop.consts, *loop.init]
@@ -46,7 +46,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     # If the loop ends on one device before it does on another, so does what is recorded in it.
     over = _jax.varying_axes(_jax.open_jaxpr(test).outvars[0].aval)
     # Whoever asks for nothing in the loop finds it as it was, without a count.
-    counts = [jnp.zeros((), jnp.int32)] if buffers or COUNTER in threads.parts or tested else []
+    counts = [typed.zeros((), jnp.int32)] if buffers or COUNTER in threads.parts or tested else []
 
     def step(carry: _Carry) -> _Carry:
         count = carry.counts[0] if carry.counts else None
@@ -67,7 +67,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
 
     start = [x for buffer in buffers for x in buffer.start()]
     counts, held = ([_jax.with_varying(x, over) for x in part] for part in (counts, start))
-    carry = _Carry(loop.init, [jnp.asarray(x) for x in folds], counts, held)
+    carry = _Carry(loop.init, [typed.asarray(x) for x in folds], counts, held)
     end = jax.lax.while_loop(lambda carry: loop.any_goes_on(carry.state), step, carry)
     walk.folds.restore(threads.folds, end.folds)
     arrays = iter(end.held)
@@ -153,7 +153,7 @@ class _Buffer:
 
     def _ran(self, valid: Value) -> Any:
         """How often an entry was recorded in one iteration."""
-        return jnp.ones((), jnp.int32) if valid is None else valid.astype(jnp.int32)
+        return typed.ones((), jnp.int32) if valid is None else valid.astype(jnp.int32)
 
     def start(self) -> list[Any]:
         if self.window is None and self.entry.reduction is not None:
@@ -172,7 +172,7 @@ class _Buffer:
         *values, counted = held
         ran = self._ran(entry.valid)
         if self.window is None:
-            new = entry.state
+            new: list[Value] = entry.state
             if entry.valid is not None:
                 new = [where(ran, x, y) for x, y in zip(new, values, strict=True)]
             return [*new, counted + ran]

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 from jax.extend.core.primitives import (
     broadcast_in_dim_p,
     concatenate_p,
@@ -38,7 +39,7 @@ from jax.extend.core.primitives import (
 )
 
 from tapax import _jax
-from tapax._jax import AbstractValue, Atom, Equation, Primitive, Value
+from tapax._jax import AbstractValue, Atom, Equation, Value
 from tapax._jaxpr.kinds import CUSTOM_RULES, Kind, kind_of
 from tapax.hidden.online._flat_step import INLINED, is_variable
 
