@@ -98,7 +98,7 @@ def call_body(eqn: Equation) -> Jaxpr:
 def remat_options(eqn: Equation) -> tuple[Any, Any]:
     """The policy of a remat, and whether common subexpressions are kept."""
     params = eqn.params if "jaxpr" in eqn.params else vars(eqn.params["_prim"])
-    return params["policy"], params["prevent_cse"]
+    return params["policy"], params.get("prevent_cse", True)
 
 
 def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:

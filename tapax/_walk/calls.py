@@ -1,7 +1,7 @@
 """Calls of sites: which one a value is, and which ones a residual may belong to.
 
 A gradient, and a value that is computed once more, are those of a call that was walked before. They
-are told by the `Token` that goes with them: see `_tap`.
+are told by the `Token` that goes with them: see `_marks.tap`.
 """
 
 import dataclasses
