@@ -1,6 +1,7 @@
 """`SiteError`, and what messages about sites and functions are made of."""
 
 import difflib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,7 +45,9 @@ def wrong_type(sentence: str, value: PyTree) -> TypeError:
 
 
 def name_of(fn: Function) -> str:
-    """What to call a function in a message."""
+    """What to call a function in a message, and a compiled program of it."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
     # A function that is a structure, as a model is, shows all that is in it.
     return name or (repr(fn) if jax.tree_util.all_leaves([fn]) else type(fn).__name__)

@@ -447,3 +447,11 @@ def test_no_tracer_leaks():
     with jax.check_tracer_leaks():
         _, taps = tapax.capture(f)(ANGLES)
     assert set(taps.values) == {"h", "w"}
+
+
+def test_partial_function_has_the_name_of_the_function():
+    def scaled(x, factor):
+        return tapax.sow(factor * x, "h")
+
+    captured = tapax.capture(functools.partial(scaled, factor=np.arange(100.0)))
+    assert repr(captured).endswith(".scaled)")
