@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tapax import _jax
-from tapax._jax import Equation
+from tapax._jax import Equation, Jaxpr
 
 
 def bodies(eqn: Equation) -> Iterator[Any]:
@@ -15,3 +15,11 @@ def bodies(eqn: Equation) -> Iterator[Any]:
             body = part if body is None else body
             if hasattr(_jax.open_jaxpr(body), "eqns"):
                 yield body
+
+
+def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Lists the equations of a program, those in the bodies of equations included."""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from list_equations(body)

@@ -24,6 +24,8 @@ from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.leading_axes import where
 
 T = TypeVar("T")
+Branch = Callable[..., tuple[list[Value], list[Value]]]
+"""A branch: it returns results that all branches have, and others of its own."""
 Body = Callable[..., list[Value]]
 Source = int | None
 """The operand or result of the old equation that one of the new equation is; None for a new one."""
@@ -208,7 +210,7 @@ def bind_cond(
     eqn: Equation,
     index: Value,
     operands: Sequence[Value],
-    branches: Sequence[Callable[..., tuple[list[Value], list[Value]]]],
+    branches: Sequence[Branch],
     private: Sequence[Sequence[AbstractValue]] = (),
 ) -> tuple[list[Value], list[list[Value]]]:
     """Binds a conditional whose branches return more.

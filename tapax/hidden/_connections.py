@@ -15,12 +15,11 @@ meet. What one state does to another without a mixing is its dynamics: a leak, a
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tapax import _jax
 from tapax._jax import Equation, Jaxpr
-from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.dataflow import ForwardAnalysis
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.tap import tap_p
@@ -80,11 +79,3 @@ def find_connections(jaxpr: Jaxpr, inputs: Mapping[int, Any]) -> list[Dependence
 
 def _at_least(found: Dependences, how: Dependence) -> Dependences:
     return frozenset((name, max(was, how)) for name, was in found)
-
-
-def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Lists the equations of a program, those in the bodies of equations included."""
-    for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        yield eqn
-        for body in bodies(eqn):
-            yield from list_equations(body)

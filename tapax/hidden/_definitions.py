@@ -62,6 +62,8 @@ from tapax._marks.tap import tap_p
 Write = Callable[[str, Any], Any]
 """What a definition becomes: from its key and its value."""
 
+_Evaluated = tuple[list[Value], list[Value]]
+"""The results of a body; and those that are states, as they were before they were written anew."""
 _RESHAPING = frozenset({broadcast_in_dim_p, reshape_p, slice_p, squeeze_p})
 """Operations that may leave all elements in their order."""
 _OPENED = Kind.JIT | Kind.REMAT | Kind.COND
@@ -276,10 +278,7 @@ def evaluate_defined(
     return _evaluate(jaxpr, args, found, write)[0]
 
 
-def _evaluate(
-    jaxpr: Jaxpr, args: Sequence[Value], found: Definitions, write: Write
-) -> tuple[list[Value], list[Value]]:
-    """The results; and those that are states, as they were before they were written anew."""
+def _evaluate(jaxpr: Jaxpr, args: Sequence[Value], found: Definitions, write: Write) -> _Evaluated:
     plain: dict[Var, Value] = {}
 
     def anew(definition: Definition, moves: Sequence[Equation], value: Value) -> Value:
@@ -318,7 +317,7 @@ def _evaluate(
 
 def _open(
     eqn: Equation, args: list[Value], found: tuple[Definitions, ...], write: Write
-) -> tuple[list[Value], list[Value]]:
+) -> _Evaluated:
     """Evaluates an equation whose body has definitions."""
     kind = kind_of(eqn)
     if kind is Kind.JIT:
@@ -334,24 +333,22 @@ def _open(
     return _split(eqn, bind_remat(eqn, body, args, range(len(args))))
 
 
-def _evaluation(
-    jaxpr: Jaxpr, found: Definitions, write: Write
-) -> Callable[..., tuple[list[Value], list[Value]]]:
+def _evaluation(jaxpr: Jaxpr, found: Definitions, write: Write) -> Callable[..., _Evaluated]:
     """A function of operands that gives the results, then those that are states, as they were."""
 
-    def run(*args: Value) -> tuple[list[Value], list[Value]]:
+    def run(*args: Value) -> _Evaluated:
         results, before = _evaluate(jaxpr, args, found, write)
         return [*results, *before], []
 
     return run
 
 
-def _split(eqn: Equation, results: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+def _split(eqn: Equation, results: Sequence[Value]) -> _Evaluated:
     count = len(eqn.outvars)
     return list(results[:count]), list(results[count:])
 
 
-def _open_scan(loop: Scan, found: Definitions, write: Write) -> tuple[list[Value], list[Value]]:
+def _open_scan(loop: Scan, found: Definitions, write: Write) -> _Evaluated:
     """Evaluates a scan whose last iteration has definitions."""
     last = 0 if loop.reverse else loop.length - 1
     once = lambda values: _evaluate(loop.body, values, found, write)  # noqa: E731

@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._frameworks.recurrent_cells import HiddenError, StatePath
 from tapax._jax import PyTree
+from tapax._jaxpr.bodies import list_equations
 from tapax._jaxpr.kinds import Kind, kind_of
-from tapax.hidden._connections import Dependence, find_connections, list_equations
+from tapax.hidden._connections import Dependence, find_connections
 from tapax.hidden._pure_step import trace_step_or_module
 from tapax.hidden._step import Step
 

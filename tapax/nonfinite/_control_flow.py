@@ -1,7 +1,7 @@
 """Handlers that carry origins through loops, branches, remat and shard_map: see `_origins`."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,15 @@ from tapax import _jax
 from tapax._jax import Jaxpr, PyTree, Static, Value
 from tapax._jaxpr.kinds import Kind
 from tapax._jaxpr.leading_axes import where
-from tapax._jaxpr.restage import Scan, While, bind_cond, bind_remat, bind_shard_map, mesh_axes
+from tapax._jaxpr.restage import (
+    Branch,
+    Scan,
+    While,
+    bind_cond,
+    bind_remat,
+    bind_shard_map,
+    mesh_axes,
+)
 from tapax._marks.marked_jaxprs import strip
 from tapax.nonfinite._equation_numbers import is_inexact
 from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, badness
@@ -181,7 +189,7 @@ def _follow_cond(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     parts = [_TrackedBody(walk, branch, inside, start) for branch, start in starts]
     common = len(parts[0].own) + 1
 
-    def branch_of(part: _TrackedBody) -> Callable[..., tuple[list[Value], list[Value]]]:
+    def branch_of(part: _TrackedBody) -> Branch:
         def branch(*flat: Value) -> tuple[list[Value], list[Value]]:
             results = _jax.as_function(part.jaxpr)(*flat)
             return results[:common], results[common:]

@@ -4,7 +4,7 @@ All other equations are bound unchanged. Loops carry only the few numbers that a
 ranges of the operands, how many elements of the results are bad, and which is the first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,15 @@ from tapax import _jax
 from tapax._jax import Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.evaluate import evaluate_equations, read
 from tapax._jaxpr.kinds import Kind, kind_of
-from tapax._jaxpr.restage import Scan, While, bind_cond, bind_remat, bind_shard_map, mesh_axes
+from tapax._jaxpr.restage import (
+    Branch,
+    Scan,
+    While,
+    bind_cond,
+    bind_remat,
+    bind_shard_map,
+    mesh_axes,
+)
 from tapax._marks.marked_jaxprs import strip
 from tapax.nonfinite._equation_numbers import (
     FRAMES,
@@ -38,6 +46,8 @@ class EquationRun(NamedTuple):
 Measures = list[Any]
 """Two arrays: for each operand its least and its largest finite element, and how many are bad; and
 for each result how many are NaN, how many infinite, and the place of the first of them."""
+Measured = tuple[list[Value], Measures]
+"""The results of equations, and what was measured in them."""
 
 
 def measure(args: Sequence[Any], outs: Sequence[Any]) -> Measures:
@@ -92,9 +102,7 @@ class Measurement:
     def run(self, args: Sequence[Any]) -> Measures:
         return self._body(self.jaxpr, args, 0, 0)[1]
 
-    def _body(
-        self, jaxpr: Jaxpr, args: Sequence[Any], base: int, level: int
-    ) -> tuple[list[Any], Measures]:
+    def _body(self, jaxpr: Jaxpr, args: Sequence[Any], base: int, level: int) -> Measured:
         inner = _jax.open_jaxpr(jaxpr)
         offsets = self.equations.offsets(jaxpr)
         ends = [*offsets[1:], self.equations.size(jaxpr)]
@@ -111,9 +119,7 @@ class Measurement:
         evaluate_equations(inner.eqns[here + 1 :], env, _bind)
         return [read(env, v) for v in inner.outvars], measures
 
-    def _equation(
-        self, eqn: Equation, args: list[Value], number: int, level: int
-    ) -> tuple[list[Value], Measures]:
+    def _equation(self, eqn: Equation, args: list[Value], number: int, level: int) -> Measured:
         kind = kind_of(eqn)
         if kind & FRAMES and level + 1 < len(self.target.numbers):
             loops = {Kind.SCAN: self._scan, Kind.WHILE: self._while}
@@ -138,16 +144,14 @@ class Measurement:
 
         return jax.make_jaxpr(flat)(*args)
 
-    def _cond(
-        self, eqn: Equation, args: list[Value], number: int, level: int
-    ) -> tuple[list[Value], Measures]:
+    def _cond(self, eqn: Equation, args: list[Value], number: int, level: int) -> Measured:
         index, *values = args
         starts = self.equations.body_starts(eqn, number)
         here = max(i for i, s in enumerate(starts) if s <= self.target.numbers[level])
         chosen = self._stage(eqn.params["branches"][here], values, starts[here], level)
         own = len(eqn.outvars)
 
-        def branch_of(body: Jaxpr) -> Callable[..., tuple[list[Value], list[Value]]]:
+        def branch_of(body: Jaxpr) -> Branch:
             def branch(*flat: Value) -> tuple[list[Value], list[Value]]:
                 results = _jax.as_function(body)(*flat)
                 return results[:own], results[own:]
@@ -159,7 +163,7 @@ class Measurement:
         outs, measures = bind_cond(eqn, index, values, [branch_of(b) for b in bodies], types)
         return outs, measures[here]
 
-    def _scan(self, eqn: Equation, args: list[Value], level: int) -> tuple[list[Value], Measures]:
+    def _scan(self, eqn: Equation, args: list[Value], level: int) -> Measured:
         loop = Scan.of(eqn, args)
         types = _jax.open_jaxpr(loop.body).invars[len(args) - len(loop.xs) :]
         single = [_jax.zeros(v.aval) for v in types]
@@ -174,7 +178,7 @@ class Measurement:
         (state, held, _), ys = loop.run(step, (init, _nothing(staged), jnp.int32(0)))
         return [*state, *ys], held
 
-    def _while(self, eqn: Equation, args: list[Value], level: int) -> tuple[list[Value], Measures]:
+    def _while(self, eqn: Equation, args: list[Value], level: int) -> Measured:
         loop = While.of(eqn, args, strip(eqn.params["cond_jaxpr"]))
         staged = self._stage(loop.body, [*loop.consts, *loop.init], 0, level)
 
@@ -193,16 +197,14 @@ class Measurement:
 
     def _iterate(
         self, staged: Jaxpr, args: list[Value], held: Measures, count: Value, level: int
-    ) -> tuple[list[Value], Measures]:
+    ) -> Measured:
         """The results of an iteration, and its measures if it is the one that is wanted."""
         *outs, reals, counts = _jax.as_function(staged)(*args)
         wanted = count == self.target.times[level - 1]
         pairs = zip([reals, counts], held, strict=True)
         return outs, [jnp.where(wanted, new, old) for new, old in pairs]
 
-    def _shard_map(
-        self, eqn: Equation, args: list[Value], level: int
-    ) -> tuple[list[Value], Measures]:
+    def _shard_map(self, eqn: Equation, args: list[Value], level: int) -> Measured:
         varying = frozenset(mesh_axes(eqn) if eqn.params["check_vma"] else ())
 
         def local(*flat: Value) -> tuple[list[Value], list[Value], None]:
@@ -223,6 +225,6 @@ def _nothing(staged: Any) -> Measures:
     return [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
 
 
-def _split(eqn: Equation, results: Sequence[Any]) -> tuple[list[Any], Measures]:
+def _split(eqn: Equation, results: Sequence[Any]) -> Measured:
     own = len(eqn.outvars)
     return list(results[:own]), list(results[own:])

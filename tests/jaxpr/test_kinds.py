@@ -1,6 +1,5 @@
 """The table of primitives: found by the primitive itself, and used alike by every part."""
 
-import contextlib
 import warnings
 
 import jax
@@ -12,24 +11,11 @@ from jax.interpreters import ad, batching, mlir
 
 import tapax
 from tapax._jaxpr.kinds import Kind, kind_of
+from tests.models.next_jax import FLAGS, next_flags
 from tests.oracles.closeness import assert_close
 
-FLAGS = ["jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"]
 X = jnp.array([0.5, -1.0, 2.0])
 PREDICATES = jnp.array([True, False, True])
-
-
-@contextlib.contextmanager
-def next_flags(flags=FLAGS):
-    """The settings of the next JAX, those that this one has."""
-    known = {flag: getattr(jax.config, flag) for flag in flags if hasattr(jax.config, flag)}
-    for flag in known:
-        jax.config.update(flag, True)
-    try:
-        yield
-    finally:
-        for flag, before in known.items():
-            jax.config.update(flag, before)
 
 
 def only_kind(fn, *args):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tapax
+from tests.models.next_jax import next_flags
 from tests.models.programs import CASES
 from tests.oracles import eager as oracle
 from tests.oracles.closeness import assert_close
@@ -66,6 +67,27 @@ def test_gradients_of_every_program(name, how):
         else:
             oracle.close(oracle.unstack(taps.grads[site], loops), expected[site], TOL)
     assert set(taps.values) == set(case.loops)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_program_under_the_flags_of_the_next_jax(name):
+    case = CASES[name]
+    program, steps = case.program(tapax.sow), 6 if name == "while_loop" else None
+    _, values = oracle.values(case.program, x())
+    grads = oracle.grads(case.program, x()) if case.differentiable else {}
+    with next_flags():
+        _, taps = tapax.capture(program, steps=steps)(x())
+        backward = tapax.capture(jax.grad(program))(x())[1].grads if case.differentiable else {}
+    assert set(taps.values) == set(case.loops)
+    for site, loops in case.loops.items():
+        found = oracle.unstack(taps.values[site], loops)
+        if steps is not None:
+            found = [v for v, ok in zip(found, taps.valid[site], strict=True) if ok]
+        oracle.close(found, values[site], TOL)
+        if site in backward:
+            oracle.close(oracle.unstack(backward[site], loops), grads[site], TOL)
+    assert set(backward) == {site for site in grads if not name.startswith("dropped")}
 
 
 @pytest.mark.parametrize("name", ["scanned", "nested_scans", "remat_in_scan", "jitted"])

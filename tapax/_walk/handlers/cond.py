@@ -1,10 +1,8 @@
 """The handler of `lax.cond` and `lax.switch`: what a branch records has a mask."""
 
-from collections.abc import Callable
-
 from tapax import _jax
 from tapax._jax import Equation, Value, typed
-from tapax._jaxpr.restage import bind_cond
+from tapax._jaxpr.restage import Branch, bind_cond
 from tapax._walk.calls import Call, Token
 from tapax._walk.entries import Slots, StagedBody, refuse_folded
 from tapax._walk.interpreter import Interpreter
@@ -23,7 +21,7 @@ def walk_cond(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     # Residuals of one place may be a token in one branch and an empty filling in another.
     merged = Slots(tuple(map(_merged, *(part.outs.tokens for part in parts))))
 
-    def branch_of(part: StagedBody) -> Callable[..., tuple[list[Value], list[Value]]]:
+    def branch_of(part: StagedBody) -> Branch:
         def branch(*flat: Value) -> tuple[list[Value], list[Value]]:
             results = iter(_jax.as_function(part.jaxpr)(*flat))
             own = part.outs.fill(results)

@@ -1,0 +1,20 @@
+"""The settings that will be the defaults of the next JAX."""
+
+import contextlib
+
+import jax
+
+FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+
+
+@contextlib.contextmanager
+def next_flags(flags=FLAGS):
+    """Within, those of the settings are on that this JAX has."""
+    before = {flag: getattr(jax.config, flag) for flag in flags if hasattr(jax.config, flag)}
+    for flag in before:
+        jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        for flag, value in before.items():
+            jax.config.update(flag, value)
