@@ -5,8 +5,6 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-
 from tapax._jax import Function, PyTree, Value, typed
 
 
@@ -49,5 +47,4 @@ def name_of(fn: Function) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
-    # A function that is a structure, as a model is, shows all that is in it.
-    return name or (repr(fn) if jax.tree_util.all_leaves([fn]) else type(fn).__name__)
+    return name or type(fn).__name__

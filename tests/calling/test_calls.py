@@ -455,3 +455,14 @@ def test_partial_function_has_the_name_of_the_function():
 
     captured = tapax.capture(functools.partial(scaled, factor=np.arange(100.0)))
     assert repr(captured).endswith(".scaled)")
+
+
+def test_object_that_is_called_has_the_name_of_its_class():
+    class Model:
+        def __call__(self, x):
+            return tapax.sow(2 * x, "h")
+
+        def __repr__(self):
+            return "a file can have no name as long as what a model shows of itself"
+
+    assert repr(tapax.capture(Model())) == "capture(Model)"
