@@ -6,7 +6,6 @@ it was traced with. Under a transformation, or in another jitted function, it be
 program instead. Under `jax.disable_jit()` it is evaluated one operation at a time.
 """
 
-import dataclasses
 import functools
 import itertools
 import threading
@@ -213,12 +212,12 @@ class TransformedFunction:
         return found, arrays
 
     def _prepare(self, program: Program, call: TracedCall) -> _Compiled:
-        transform = self._transform
+        transform, checked = self._transform, call.checked
         prepared = transform.prepare(call)
 
+        # It is kept for later calls, and must not keep the arrays of this one.
         def captured(operands: PyTree, *arrays: Value) -> Any:
-            here = dataclasses.replace(call, arrays=arrays, operands=operands)
-            return transform.run(here, prepared)
+            return transform.run(TracedCall(program, arrays, operands, checked), prepared)
 
         captured.__name__ = captured.__qualname__ = name_of(self.fn)
         return _Compiled(program, prepared, captured)

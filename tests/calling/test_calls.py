@@ -2,7 +2,9 @@
 
 import enum
 import functools
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -466,3 +468,25 @@ def test_object_that_is_called_has_the_name_of_its_class():
             return "a file can have no name as long as what a model shows of itself"
 
     assert repr(tapax.capture(Model())) == "capture(Model)"
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        tapax.capture,
+        lambda f: tapax.edit(f, values={"h": jnp.zeros_like}),
+        lambda f: tapax.grad(f, "h"),
+        lambda f: tapax.prefix(f, "h"),
+        tapax.find_nonfinite,
+    ],
+    ids=["capture", "edit", "grad", "prefix", "find_nonfinite"],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_compiled_call_keeps_no_argument_alive(transform, wrap):
+    changed = transform(wrap(lambda x: jnp.sum(tapax.sow(2 * x, "h") ** 2)))
+    x = jnp.arange(3.0) + 1
+    kept = weakref.ref(x)
+    jax.block_until_ready(changed(x))
+    del x
+    gc.collect()
+    assert kept() is None
