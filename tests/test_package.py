@@ -69,3 +69,42 @@ print(json.dumps([name for name in later if f"tapax.{name}" in sys.modules]))
 
 def test_the_version_has_one_place():
     assert importlib.metadata.version("tapax") == tapax.__version__
+
+
+EVERYTHING = """
+import json, jax, jax.numpy as jnp, tapax
+traces = []
+other = jax.jit(lambda x: traces.append(1) or x + 1)
+x = jnp.ones(3)
+other(x)
+f = lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h"))
+step = lambda s, x: (jnp.tanh(s + x), s)
+tapax.capture(f)(x)
+tapax.edit(f, values={"h": 0.0})(x)
+tapax.grad(f)(x)
+tapax.find_nonfinite(f)(x)
+tapax.capture(f, values=tapax.ops("sin"))(x)
+tapax.hidden.add_hidden_perturbation(step, x, x)
+with tapax.monitor(jax.jit(jax.grad(f)), every=1, to=lambda step, record: None) as watched:
+    watched(x)
+import brainstate, equinox, haiku
+from flax import linen, nnx
+from tapax.compat import linen as linen_compat, nnx as nnx_compat, oryx
+other(x)
+tapax.capture(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))(x)
+tapax.capture(equinox.nn.Linear(3, 2, key=jax.random.key(0)))(x)
+dense = linen.Dense(2)
+variables = dense.init(jax.random.key(0), x)
+linen_compat.apply(dense, variables, x, capture_intermediates=True)
+linear = haiku.without_apply_rng(haiku.transform(lambda x: haiku.Linear(2)(x)))
+tapax.capture(linear.apply)(linear.init(jax.random.key(0), x), x)
+tapax.capture(brainstate.nn.Linear(3, 2))(x)
+oryx.reap(lambda x: oryx.sow(x, tag="t", name="a"), tag="t")(x)
+other(x)
+print(json.dumps(len(traces)))
+"""
+
+
+@pytest.mark.once
+def test_nothing_makes_an_unrelated_function_trace_again():
+    assert in_a_new_process(EVERYTHING) == 1

@@ -32,6 +32,7 @@ from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
 from tapax._jax import PyTree, Value
+from tapax._results import SiteDict
 from tapax._sites import Selection, SiteError
 from tapax._walk.plan import Plan
 
@@ -108,10 +109,8 @@ class _GradientTransform(Transform):
         zeros = [jnp.zeros(spot.site.shape, spot.own.dtype) for spot in prepared]
         value, back, outs = jax.vjp(loss, zeros, has_aux=True)
         (grads,) = back(jnp.ones_like(value))
-        return outs, {
-            spot.site.name: _iterations(spot, grad)
-            for spot, grad in zip(prepared, grads, strict=True)
-        }
+        both = zip(prepared, grads, strict=True)
+        return outs, SiteDict((spot.site.name, _iterations(spot, grad)) for spot, grad in both)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         pair = isinstance(out, tuple) and len(out) == 2

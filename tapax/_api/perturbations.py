@@ -29,7 +29,7 @@ from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._jax import PyTree, Value
-from tapax._results import SiteTable
+from tapax._results import SiteDict, SiteTable
 from tapax._sites import At, Selection, SiteError, as_array, check, flatten, nearest
 from tapax._walk.changes import Changes, Part
 from tapax._walk.plan import Plan
@@ -55,7 +55,7 @@ def perturbations(
     def zeros(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         found = survey(call.traced_call(args, kwargs), plan)
         spots = differentiable(found, plan, reaching=True)
-        return {spot.site.name: _zeros(spot) for spot in spots}
+        return SiteDict((spot.site.name, _zeros(spot)) for spot in spots)
 
     return zeros
 

@@ -8,18 +8,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tapax._jax import PyTree, Value, pytrees
+from tapax._jax import PyTree, pytrees
 from tapax._marks.sow import leaf_name
-from tapax._results import SiteTable, Taps
+from tapax._results import SiteDict, SiteTable, Taps
 from tapax._sites import Site, SiteError
 from tapax._walk.entries import Entry
 from tapax._walk.walk import Walk
 
 
 def collect(walk: Walk) -> Taps:
-    values: dict[str, Value] = {}
-    grads: dict[str, Value] = {}
-    valid: dict[str, Value] = {}
+    values, grads, valid = SiteDict(), SiteDict(), SiteDict()
     sites: dict[str, Site] = {}
     entries = [*_summed(walk.entries), *walk.fold_entries()]
     marked = [site.name for site in walk.sites if site.kind != "grad"]

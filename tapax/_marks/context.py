@@ -2,7 +2,8 @@
 
 It is one of JAX's user contexts, which are part of the key of every `jit` cache: a function that
 was jitted and called before is traced afresh under capture, and equal captures share what was
-traced.
+traced. Since a new user context makes every jitted function of the process trace again, there is
+one, made when tapax is imported, and it holds all `ContextVariable`s.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from tapax._jax import PyTree, pytrees, typed
 from tapax._sites import Rule
 
+T = TypeVar("T")
 ModuleFilter: TypeAlias = Callable[[Any, str], bool] | bool
 """Which modules are sites: a filter `(module, method name) -> bool`, or all with public methods."""
 
@@ -71,17 +73,36 @@ class MarkingPolicy:
         return {"changing": self.changing, "pairs": self.pairs}
 
 
-_context = typed.make_user_context(None)
+_context = typed.make_user_context(())
+
+
+class ContextVariable(Generic[T]):
+    """A variable of each thread, which is part of the key of every `jit` cache while it is set."""
+
+    def __init__(self, default: T):
+        self._default = default
+
+    @property
+    def value(self) -> T:
+        return next((value for key, value in _context.value if key is self), self._default)
+
+    def __call__(self, value: T) -> contextlib.AbstractContextManager[Any]:
+        """Within, the variable has another value."""
+        others = tuple(pair for pair in _context.value if pair[0] is not self)
+        return _context(others if value is self._default else (*others, (self, value)))
+
+
+_policy = ContextVariable[MarkingPolicy | None](None)
 
 
 def active_policy() -> MarkingPolicy | None:
     """What is being marked on this thread; None outside of a capture."""
-    return _context.value
+    return _policy.value
 
 
 def set_policy(policy: MarkingPolicy | None) -> contextlib.AbstractContextManager[Any]:
     """Within, this is what is being marked on this thread."""
-    return _context(policy)
+    return _policy(policy)
 
 
 def without_marks() -> contextlib.AbstractContextManager[Any]:

@@ -54,7 +54,11 @@ def internal_operations() -> Generator[None]:
 
 def _mark_operation(bind: Any, primitive: Primitive, args: Args, params: PyTree) -> Any:
     here = active_policy()
-    ignored = here is None or primitive is tap_p or getattr(_thread, "binding", False)
+    if primitive is tap_p:
+        # A tap that is evaluated, and not traced, has operations of its own.
+        with internal_operations():
+            return bind(primitive, *args, **params)
+    ignored = here is None or getattr(_thread, "binding", False)
     source = None if ignored else _user_line()
     if here is None or source is None:
         return bind(primitive, *args, **params)

@@ -1,4 +1,4 @@
 """Results: what a capture returns, and the tables that results print as."""
 
 from tapax._results.site_table import SiteTable
-from tapax._results.taps import Taps
+from tapax._results.taps import SiteDict, Taps

@@ -4,13 +4,33 @@ It prints as a table, and passes through `jit`, `vmap` and `scan` as any pytree 
 leaves, its sites are static.
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 
 from tapax._results.site_table import SiteTable
 from tapax._sites import Selection
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class SiteDict(dict[str, Any]):
+    """Arrays by the names of their sites, in the order of the program.
+
+    JAX sorts the keys of a dict that passes through `jit`; it leaves these as they are.
+    """
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        return [(jax.tree_util.DictKey(name), x) for name, x in self.items()], tuple(self)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        return tuple(self.values()), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], arrays: Iterable[Any]) -> SiteDict:
+        return cls(zip(names, arrays, strict=True))
 
 
 class Taps:
@@ -27,9 +47,7 @@ class Taps:
     plotter: ClassVar[Callable[..., Any]]
     """Draws taps. The package sets it, so that results need not import plots."""
 
-    def __init__(
-        self, values: dict[str, Any], grads: dict[str, Any], valid: dict[str, Any], sites: SiteTable
-    ):
+    def __init__(self, values: SiteDict, grads: SiteDict, valid: SiteDict, sites: SiteTable):
         self.values = values
         self.grads = grads
         self.valid = valid

@@ -15,7 +15,7 @@ from tapax import _jax
 from tapax._calling.survey import SurveyHooks
 from tapax._jax import Equation, PyTree, Value
 from tapax._jaxpr.kinds import Kind, kind_of
-from tapax._marks.context import active_policy
+from tapax._marks.context import ContextVariable, active_policy
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap
 from tapax._sites import SiteError, segment
@@ -29,7 +29,7 @@ Fn: TypeAlias = Callable[..., Any]
 Name: TypeAlias = tuple[str, ...]
 """The scopes around a name, and the name."""
 
-nesting = jax.make_user_context(())
+nesting = ContextVariable[Name](())
 _HERE = os.path.dirname(__file__)
 
 

@@ -202,7 +202,7 @@ def test_jt_scopes_and_names_do_not_get_into_each_others_way():
 
     same(reap_var(g)(1.0), {"a/b": 4.0})
     _, taps = tapax.capture(call_var(g))(1.0)
-    same(taps.values, {"mine": 4.0})
+    same(dict(taps.values), {"mine": 4.0})
     assert "var/h" in tapax.capture(lambda x: var(x, name="h"))(1.0)[1].values
 
 

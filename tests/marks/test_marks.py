@@ -376,3 +376,17 @@ def test_fold_that_has_another_type_before_a_loop():
 
     with pytest.raises(tapax.SiteError, match=r"'c', marked at .* has another type before"):
         tapax.capture(f)(1.0)
+
+
+def test_operations_evaluated_while_tracing_are_left_alone():
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            fixed = tapax.sow(jnp.sin(jnp.arange(3.0)), "fixed") * 2
+        return jnp.sin(x * fixed)
+
+    out, taps = tapax.capture(f, values=tapax.ops("sin", "mul", "iota"))(ANGLES)
+    twice = 2 * jnp.sin(jnp.arange(3.0))
+    assert_close(out, jnp.sin(ANGLES * twice))
+    assert_close(taps.values["mul"], ANGLES * twice)
+    assert_close(taps.values["sin"], jnp.sin(ANGLES * twice))
+    assert tapax.find_nonfinite(lambda x: jnp.log(f(x) - 5))(ANGLES).operation == "log"

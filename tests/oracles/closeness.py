@@ -44,6 +44,14 @@ def assert_close(
     if isinstance(actual, (jax.Array, np.ndarray, np.generic)):
         _assert_arrays_close(actual, expected, tol, scale, err_msg)
         return
+    if isinstance(expected, dict):  # in whatever order
+        assert isinstance(actual, dict) and actual.keys() == expected.keys(), err_msg
+        actual, expected = [actual[key] for key in expected], list(expected.values())
+    if type(expected) in (list, tuple):
+        assert type(actual) is type(expected) and len(actual) == len(expected), err_msg
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other, tol, scale=scale, err_msg=err_msg)
+        return
     assert jax.tree.structure(actual) == jax.tree.structure(expected), err_msg
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         _assert_arrays_close(a, b, tol, scale, err_msg)

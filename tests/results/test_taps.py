@@ -1,6 +1,7 @@
 """The results of a capture: a pytree, and the tables that people read."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import tapax
@@ -64,3 +65,25 @@ def test_taps_show_in_a_notebook():
 
     _, taps = tapax.capture(net)(X)
     assert "block0/attn" in treescope.render_to_text(taps)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda f: f, jax.jit, lambda f: jax.vmap(f, axis_size=2, in_axes=None)],
+    ids=["plain", "jit", "vmap"],
+)
+def test_results_are_in_the_order_of_the_program(wrap):
+    names = [f"h/{i}" for i in reversed(range(12))]
+
+    def loss(x):
+        for name in names:
+            x = tapax.sow(jnp.sin(x), name)
+        return jnp.sum(x)
+
+    x = jnp.ones(2)
+    _, taps = wrap(tapax.capture(jax.jit(jax.grad(loss))))(x)
+    assert list(taps.values) == list(taps.grads) == names
+    assert list(wrap(tapax.grad(loss))(x)) == names
+    zeros = tapax.perturbations(loss)(x)
+    assert list(jax.grad(tapax.perturbed(loss))(zeros, x)) == list(zeros) == names
+    assert taps.values == dict(taps.values)

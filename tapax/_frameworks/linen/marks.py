@@ -20,12 +20,12 @@ from flax.linen import module as _module
 from tapax._frameworks.interface import Module
 from tapax._frameworks.module_calls import within
 from tapax._jax import Function, PyTree
-from tapax._marks.context import active_policy
+from tapax._marks.context import ContextVariable, active_policy
 from tapax._marks.sow import mark
 from tapax._sites import segment
 
 # Part of the key of every `jit` cache, as what is traced depends on it.
-_recording = jax.make_user_context(None)
+_recording = ContextVariable[Any](None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,13 +27,13 @@ from tapax._frameworks.module_calls import within
 from tapax._frameworks.nnx.holders import is_object
 from tapax._frameworks.patches import is_first
 from tapax._jax import Function, PyTree, Value
-from tapax._marks.context import active_policy
+from tapax._marks.context import ContextVariable, active_policy
 from tapax._marks.sow import is_array, mark
 from tapax._sites import SiteError, segment
 
 # Both are part of the key of every `jit` cache, as what is traced depends on them.
-_storing = jax.make_user_context(True)
-_recording = jax.make_user_context(None)
+_storing = ContextVariable(True)
+_recording = ContextVariable[Any](None)
 _thread = threading.local()
 # What marks have stored, ever: a function that NNX jitted has what it stored in the structure that
 # it was traced to, and stores it again without a mark being run.
