@@ -15,22 +15,28 @@ from tapax._results.site_table import SiteTable
 from tapax._sites import Selection
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class SiteDict(dict[str, Any]):
     """Arrays by the names of their sites, in the order of the program.
 
     JAX sorts the keys of a dict that passes through `jit`; it leaves these as they are.
     """
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        return [(jax.tree_util.DictKey(name), x) for name, x in self.items()], tuple(self)
+    __slots__ = ()
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        return tuple(self.values()), tuple(self)
 
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], arrays: Iterable[Any]) -> SiteDict:
-        return cls(zip(names, arrays, strict=True))
+def _flatten(sites: SiteDict) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    return tuple(sites.values()), tuple(sites)
+
+
+def _flatten_with_keys(sites: SiteDict) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    return [(jax.tree_util.DictKey(name), x) for name, x in sites.items()], tuple(sites)
+
+
+def _unflatten(names: tuple[str, ...], arrays: Iterable[Any]) -> SiteDict:
+    return SiteDict(zip(names, arrays, strict=True)) if names else SiteDict()
+
+
+jax.tree_util.register_pytree_with_keys(SiteDict, _flatten_with_keys, _unflatten, _flatten)
 
 
 class Taps:
