@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from tapax._jax import Function, PyTree, Value, pytrees
 from tapax._jax.pytrees import in_order, order_of
+from tapax._jaxpr.restage import is_eager
 from tapax._sites import name_of
 
 _NUMBERS: tuple[type[Any], ...] = (int, float, complex, np.generic)
@@ -74,6 +76,18 @@ def split(fn: Function, arguments: PyTree, needed: frozenset[int]) -> tuple[Sign
         statics += [(i, leaf, repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf))]
     is_repeatable = all(map(_is_value, (leaf for _, leaf, _ in statics)))
     return Signature(treedef, tuple(statics), is_repeatable, order_of(arguments)), arrays
+
+
+def split_traced(arguments: PyTree) -> tuple[Signature, list[Value]]:
+    """Takes the arguments of a function apart that JAX traces: what is no tracer is static.
+
+    Under `jax.disable_jit()` there are no tracers, and what is no array is static.
+    """
+    leaves, treedef = pytrees.flatten(arguments)
+    kinds = (jax.Array, np.ndarray) if is_eager() else Tracer
+    statics = ((i, leaf, None) for i, leaf in enumerate(leaves) if not isinstance(leaf, kinds))
+    signature = Signature(treedef, tuple(statics))
+    return signature, signature.traced(leaves)
 
 
 def _is_value(leaf: PyTree) -> bool:

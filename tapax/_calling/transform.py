@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from tapax import _jax
 from tapax._calling.program import Program, TracedCall, trace
-from tapax._calling.signature import Signature, find_needed, numbers, places_in, split
+from tapax._calling.signature import Signature, find_needed, numbers, places_in, split, split_traced
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
 from tapax._jax import Function, Jaxpr, PyTree, Value, pytrees
@@ -170,19 +170,21 @@ class TransformedFunction:
         structure = pytrees.structure(call.arguments)
 
         def attempt(needed: frozenset[int]) -> Any:
-            signature, arrays = split(self.fn, call.arguments, needed)
+            if self._jitted:
+                signature, arrays = split_traced(call.arguments)
+            else:
+                signature, arrays = split(self.fn, call.arguments, needed)
             program = trace(self.fn, call.run, self._transform.plan, call.arguments, signature)
             if self._transform.stateless and not call.found_more():
                 program = program.only(call.own)
             return program, signature, arrays
 
-        candidates = numbers(call.arguments)
         if self._jitted:
-            return attempt(frozenset(candidates))
+            return attempt(frozenset())
         known = self._known.needed.get(structure)
         if known is None:
             known = static_numbers(call)
-        needed, result = find_needed(attempt, candidates, known)
+        needed, result = find_needed(attempt, numbers(call.arguments), known)
         self._known.needed[structure] = needed
         return result
 

@@ -1,26 +1,26 @@
 """JAX's own primitives, told from those of other libraries that have the same names."""
 
 import sys
+import threading
 
 from jax.extend.core import Primitive
 
 _own: dict[str, set[Primitive]] = {}
-_modules_seen: set[str] = set()
+_lock = threading.Lock()
 
 
 def is_own_primitive(primitive: Primitive) -> bool:
     """Whether JAX itself defines a primitive."""
-    if primitive in _own.get(primitive.name, ()):
-        return True
-    _collect()
-    return primitive in _own.get(primitive.name, ())
+    with _lock:
+        if primitive not in _own.get(primitive.name, ()):
+            _collect()
+        return primitive in _own.get(primitive.name, ())
 
 
 def _collect() -> None:
-    """Adds the primitives of the modules of JAX that were imported since the last call."""
+    """Adds the primitives of all modules of JAX that are imported by now."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("jax._src.") and name not in _modules_seen:
-            _modules_seen.add(name)
+        if name.startswith("jax._src."):
             for value in list(vars(module).values()):
                 if isinstance(value, Primitive):
                     _own.setdefault(value.name, set()).add(value)

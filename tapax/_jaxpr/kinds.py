@@ -8,8 +8,8 @@ jit Kind.JIT
 add Kind.ELEMENTWISE
 
 The rows hold JAX's own primitives alone: a primitive of another library is not what its name says.
-One that holds a `call_jaxpr` is a call, whoever defines it. A primitive in no row is `OPAQUE`; a
-warning tells when a tap is inside of one.
+One that holds a `call_jaxpr` with the operands and results of the equation is a call, whoever
+defines it. A primitive in no row is `OPAQUE`; a warning tells when a tap is inside of one.
 
 Adding a primitive is adding its name to a row. If it has a body that is re-staged in a new way, the
 walk needs a handler too: see `tapax._walk.handlers`.
@@ -128,7 +128,10 @@ _known: dict[Primitive, Kind] = {}
 
 def kind_of(eqn: Equation) -> Kind:
     """Returns the kinds of an equation; `OPAQUE` if no row has its primitive."""
-    return kind_of_operation(eqn.primitive, eqn.params)
+    kind = kind_of_operation(eqn.primitive, eqn.params)
+    if kind is Kind.CALL and not _runs_its_body(eqn):
+        return Kind.OPAQUE
+    return kind
 
 
 def kind_of_operation(primitive: Primitive, params: Mapping[str, Any]) -> Kind:
@@ -137,10 +140,20 @@ def kind_of_operation(primitive: Primitive, params: Mapping[str, Any]) -> Kind:
     if called is not None:
         own = type(called).__module__.startswith("jax.")
         return _BY_NAME.get(type(called).__name__, Kind.OPAQUE) if own else Kind.OPAQUE
-    kind = kind_of_primitive(primitive)
-    if not kind and hasattr(params.get("call_jaxpr"), "eqns"):
-        return Kind.CALL
-    return kind
+    body: Any = params.get("call_jaxpr")
+    is_call = hasattr(_jax.open_jaxpr(body), "eqns")
+    return kind_of_primitive(primitive) or (Kind.CALL if is_call else Kind.OPAQUE)
+
+
+def _runs_its_body(eqn: Equation) -> bool:
+    """Whether a call gives its body its operands and returns the results: a map does not."""
+    inner = _jax.open_jaxpr(_jax.call_body(eqn))
+    pairs = zip((eqn.invars, eqn.outvars), (inner.invars, inner.outvars), strict=True)
+    return all(
+        [getattr(v.aval, "shape", None) for v in one]
+        == [getattr(v.aval, "shape", None) for v in other]
+        for one, other in pairs
+    )
 
 
 def kind_of_primitive(primitive: Primitive) -> Kind:

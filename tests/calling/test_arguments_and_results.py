@@ -112,3 +112,27 @@ def test_partial_of_a_jitted_function_keeps_its_options():
     fn = jax.jit(lambda x, n: [tapax.sow(x, f"h{i}") for i in range(n)], static_argnums=1)
     _, taps = tapax.capture(functools.partial(fn, n=2))(X)
     assert set(taps.values) == {"h0", "h1"}
+
+
+def test_static_arguments_of_a_jitted_function_stay_what_they_are():
+    @jax.tree_util.register_pytree_node_class
+    class Config:
+        def __init__(self, table, tag):
+            self.table, self.tag = table, tag
+
+        def tree_flatten(self):
+            return (self.table, self.tag), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def f(x, config, like):
+        assert isinstance(config.table, np.ndarray) and isinstance(config.tag, bytearray)
+        assert isinstance(like, jax.ShapeDtypeStruct)
+        return tapax.sow(x * int(config.table[1]), "h")
+
+    x = jnp.arange(3.0)
+    given = Config(np.array([2, 5]), bytearray(b"tag")), jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert_close(tapax.capture(f)(x, *given)[1].values["h"], 5 * x)

@@ -1,5 +1,7 @@
 """The table of primitives: found by the primitive itself, and used alike by every part."""
 
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -172,3 +174,46 @@ def test_program_order_is_a_call(enforce):
 def test_primitive_of_several_rows_is_of_all_their_kinds():
     assert only_kind(jnp.sin, X) is Kind.ELEMENTWISE | Kind.BOUNDED
     assert only_kind(jnp.negative, X) is Kind.ELEMENTWISE | Kind.KEEPS_FINITE
+
+
+def test_primitive_that_maps_its_call_jaxpr_is_not_a_call():
+    primitive = Primitive("their_map")
+    primitive.multiple_results = True
+
+    def run(x, *, call_jaxpr):
+        return jax.vmap(jax.extend.core.jaxpr_as_fun(call_jaxpr))(x)
+
+    def abstract_eval(x, *, call_jaxpr):
+        outs = [v.aval for v in getattr(call_jaxpr, "jaxpr", call_jaxpr).outvars]
+        return [jax.core.ShapedArray((x.shape[0], *a.shape), a.dtype) for a in outs], set()
+
+    primitive.def_impl(run)
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+
+    def f(x):
+        body = jax.make_jaxpr(lambda row: jnp.sum(tapax.sow(jnp.log(row), "h")))(x[0])
+        return primitive.bind(x, call_jaxpr=body)[0]
+
+    x = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    with pytest.warns(UserWarning, match="'h' is not captured"):
+        out, taps = tapax.capture(f)(x)
+    assert_close(out, jnp.log(x).sum(1))
+    assert tapax.find_nonfinite(f)(-x).operation == "their_map"
+
+
+def test_kinds_are_the_same_on_every_thread():
+    code = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+import jax, jax.numpy as jnp
+from tapax._jaxpr.kinds import Kind, kind_of
+eqns = [jax.make_jaxpr(f)(1.0).eqns[0] for f in (jax.jit(jnp.sin), jax.checkpoint(jnp.sin))]
+found = []
+look = lambda: found.append([kind_of(e) for e in eqns])
+threads = [threading.Thread(target=look) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert found == [[Kind.JIT, Kind.REMAT]] * 8, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -204,3 +204,17 @@ def test_exactly_named_calls_of_gradients():
 
     assert set(tapax.capture(twice, grads="k@0~1")(X)[1].grads) == {"k~1"}
     assert set(tapax.capture(twice, grads="k~1")(X)[1].grads) == {"k~1", "k@1~1"}
+
+
+def test_residuals_may_be_put_on_a_device_together():
+    def f(x):
+        loss = lambda x: jnp.sum(tapax.sow(jnp.sin(tapax.sow(2 * x, "a")), "b") ** 2)
+        out, back = jax.vjp(loss, x)
+        return jax.device_put(back)(out)
+
+    x = jnp.array([0.5, -1.0, 2.0])
+    out, taps = tapax.capture(f)(x)
+    assert_close(out, f(x))
+    total = jnp.sum(jnp.sin(2 * x) ** 2)
+    assert_close(taps.grads["b"], 2 * jnp.sin(2 * x) * total)
+    assert_close(taps.grads["a"], 2 * jnp.sin(2 * x) * jnp.cos(2 * x) * total)

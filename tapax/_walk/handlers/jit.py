@@ -1,9 +1,12 @@
 """The handlers of `jit`, of other plain calls, and of copies."""
 
+from jax.lax import optimization_barrier_p
+
 from tapax import _jax
 from tapax._jax import Equation, Value
 from tapax._jaxpr.kinds import kind_of_primitive
 from tapax._jaxpr.restage import bind_call, bind_jit, is_eager
+from tapax._walk.calls import Token
 from tapax._walk.entries import Slots
 from tapax._walk.interpreter import Interpreter
 
@@ -27,6 +30,13 @@ def walk_call(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
 
 
 def walk_copies(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
-    slots = Slots.of(args)
-    arrays = slots.arrays(args)
-    return slots.fill(iter(_jax.bind_equation(eqn, arrays))) if arrays else args
+    if eqn.primitive is optimization_barrier_p:
+        slots = Slots.of(args)
+        return slots.fill(iter(_jax.bind_equation(eqn, slots.arrays(args))))
+    if not walk.nested and all(type(a) is Token for a in args):
+        return args
+    copies = _jax.bind_equation(eqn, walk.materialize(eqn.invars, args))
+    return [
+        Token(a.calls, x if walk.nested else None) if type(a) is Token else x
+        for a, x in zip(args, copies, strict=True)
+    ]
