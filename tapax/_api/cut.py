@@ -176,7 +176,7 @@ def _split(call: TracedCall, spot: Spot, step: int) -> TracedCall:
     """The call with one iteration of the innermost loop around a site written out."""
     if spot.loop is None:
         raise SiteError(f"The {spot.site.described}, is in no loop. Leave `step` out.")
-    if spot.around[spot.loop].kind != "scan":
+    if spot.around[spot.loop].kind is not Kind.SCAN:
         raise SiteError(
             f"The {spot.site.described}, is in a while loop: how often that runs is not known "
             "beforehand, so the function cannot be cut at one of its iterations."

@@ -29,6 +29,7 @@ from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._jax import PyTree, Value
+from tapax._jaxpr.kinds import Kind
 from tapax._results import SiteDict, SiteTable
 from tapax._sites import At, Selection, SiteError, as_array, check, flatten, nearest
 from tapax._walk.changes import Changes, Part
@@ -156,7 +157,7 @@ def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False)
 def _why_not(spot: Spot, reaching: bool) -> str | None:
     if not jnp.issubdtype(spot.own.dtype, jnp.inexact):
         return f"its values are of type {spot.own.dtype}, which cannot be differentiated"
-    if any(a.kind == "while" for a in spot.around):
+    if any(a.kind is Kind.WHILE for a in spot.around):
         return (
             "it is in a while loop, which may reach it any number of times. A loop with a known "
             "number of iterations, a scan or a fori_loop, has one for each"
@@ -177,7 +178,7 @@ def _zeros(spot: Spot) -> Any:
 
 def _sharding(spot: Spot) -> Any:
     """Where the parts of a perturbation lie that devices of a mesh have each their own of."""
-    names = [None if a.is_loop else a.kind for a in (spot.around[d] for d in spot.depths)]
+    names = [None if a.is_loop else a.name for a in (spot.around[d] for d in spot.depths)]
     if spot.mesh is None or not any(names):
         return None
     return NamedSharding(spot.mesh, PartitionSpec(*names))

@@ -79,9 +79,9 @@ def split(fn: Function, arguments: PyTree, needed: frozenset[int]) -> tuple[Sign
 
 
 def split_traced(arguments: PyTree) -> tuple[Signature, list[Value]]:
-    """Takes the arguments of a function apart that JAX traces: what is no tracer is static.
+    """Splits the arguments of a jitted function: tracers are traced, everything else is static.
 
-    Under `jax.disable_jit()` there are no tracers, and what is no array is static.
+    Under `jax.disable_jit()` there are no tracers, so arrays count as traced.
     """
     leaves, treedef = pytrees.flatten(arguments)
     kinds = (jax.Array, np.ndarray) if is_eager() else Tracer

@@ -68,7 +68,7 @@ class SurveyHooks(WalkHooks):
         # An axis of a mesh over which the value does not vary is none of its own.
         varying = varying_axes(jax.typeof(x))
         around = tuple(
-            a if a.is_loop or a.unchecked or a.kind in varying else a._replace(size=None)
+            a if a.is_loop or a.unchecked or a.name in varying else a._replace(size=None)
             for a in walk.around
         )
         sizes = (a.size for a in around if a.size is not None)

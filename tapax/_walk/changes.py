@@ -18,6 +18,7 @@ import jax
 
 from tapax import _jax
 from tapax._jax import Jaxpr, Value, typed
+from tapax._jaxpr.kinds import LOOPS, Kind
 from tapax._marks.change import derivative
 from tapax._marks.marked_jaxprs import Uids
 from tapax._sites import SiteError
@@ -29,17 +30,18 @@ class Around(NamedTuple):
     What is captured has an axis for a mesh's if it varies over it, or if that is not known.
     """
 
-    kind: str
+    kind: Kind
+    name: str
     size: int | None
     unchecked: bool = False
 
     def __str__(self) -> str:
-        return self.kind if self.size is None else f"{self.kind}[{self.size}]"
+        return self.name if self.size is None else f"{self.name}[{self.size}]"
 
     @property
     def is_loop(self) -> bool:
-        """Whether it is a loop; if not, `kind` is the name of an axis of a mesh."""
-        return self.kind in ("scan", "while")
+        """Whether it is a loop; if not, `name` is that of an axis of a mesh."""
+        return bool(self.kind & LOOPS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot
 from tapax._calling.transform import Transform
 from tapax._jax import PyTree, Value
+from tapax._jaxpr.kinds import Kind
 from tapax._jaxpr.leading_axes import align, where
 from tapax._marks.operations import internal_operations
 from tapax._sites import SiteError
@@ -203,7 +204,7 @@ def _join_entries(name: Name, entries: Sequence[Entry], placed: Mapping[Call, An
     items = []
     for entry in entries:
         frames = placed[entry.call]
-        meshes = len(entry.loops) - sum(frame.kind == "scan" for frame in frames)
+        meshes = len(entry.loops) - sum(frame.kind is Kind.SCAN for frame in frames)
         items.append(_ReapedValue(frames, entry.value, entry.valid, meshes))
     try:
         return _join(items, 0).value
@@ -246,9 +247,9 @@ def _join_group(group: Sequence[_ReapedValue], axis: int) -> _ReapedValue:
     for item in group:
         inside = item._replace(frames=item.frames[1:])
         branches.setdefault(item.frames[0].branch, []).append(inside)
-    if kind == "scan":
+    if kind is Kind.SCAN:
         return _join(branches[0], axis + 1)._replace(single=False)
-    if kind == "mesh":
+    if kind is Kind.SHARD_MAP:
         _check_same(f"{item.meshes} axes of a mesh" for item in group)
         inner = [item._replace(meshes=0) for item in branches[0]]
         return _join(inner, axis + group[0].meshes)._replace(single=True)

@@ -118,7 +118,7 @@ def check_string(argument: str, value: PyTree) -> None:
 class SowFrame(NamedTuple):
     """A loop, a mesh or a branch around a sow; `key` tells it from others of its kind."""
 
-    kind: str
+    kind: Kind
     key: Any
     branch: Any = 0
 
@@ -144,10 +144,9 @@ class SowHooks(WalkHooks):
     ) -> Iterator[None]:
         before = self._frames
         if branch is not None:
-            self._frames = (*before, SowFrame("cond", self._path, branch))
+            self._frames = (*before, SowFrame(Kind.COND, self._path, branch))
         elif around:
-            kind = around[0].kind if around[0].is_loop else "mesh"
-            self._frames = (*before, SowFrame(kind, self._path))
+            self._frames = (*before, SowFrame(around[0].kind, self._path))
         try:
             yield
         finally:
@@ -157,7 +156,7 @@ class SowHooks(WalkHooks):
         if not tap.grad and isinstance(tap.call.mark.collection, SownLeaf):
             # Conditionals that `vmap` made selections are to be seen no more.
             numbers = tap.eqn.params["branches"]
-            selected = (SowFrame("cond", "vmap", numbers),) if numbers else ()
+            selected = (SowFrame(Kind.COND, "vmap", numbers),) if numbers else ()
             self.placed[tap.call] = (*self._frames, *selected)
         super().record(walk, tap)
 
@@ -240,8 +239,9 @@ def _check_modes(name: Name, calls: Mapping[Call, Sequence[SowFrame]], what: str
                 f"{where} with the structure {treedef}, and at {call.mark.source} with "
                 f"{other.treedef}. Give one of them another name."
             )
-        if "clobber" not in mode and ("while" in kinds or ("scan" in kinds and mode == "strict")):
-            loop, fix = ("while", "") if "while" in kinds else ("scan", " or 'append'")
+        in_while, in_scan = Kind.WHILE in kinds, Kind.SCAN in kinds
+        if "clobber" not in mode and (in_while or (in_scan and mode == "strict")):
+            loop, fix = ("while", "") if in_while else ("scan", " or 'append'")
             raise SiteError(
                 f"{show(name)}, sown at {call.mark.source}, is in a {loop} loop, where it cannot "
                 f"be {what} in mode {mode!r}. Sow it in mode 'clobber'{fix}."
@@ -261,7 +261,7 @@ def _is_exclusive(a: Sequence[SowFrame], b: Sequence[SowFrame]) -> bool:
     """Whether two places are in different branches of one conditional."""
     for one, two in zip(a, b, strict=False):
         if one != two:
-            return one.kind == "cond" and one[:2] == two[:2]
+            return one.kind is Kind.COND and one[:2] == two[:2]
     return False
 
 

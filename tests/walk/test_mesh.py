@@ -224,3 +224,20 @@ def test_sites_in_branches_keep_their_sharding_in_explicit_mode():
         )[1]
         _, taps = tapax.capture(jax.jit(loop), steps=3)(x)
         assert taps.values["h"].sharding.spec == P(None, "x", "y")
+
+
+@pytest.mark.parametrize("name", ["scan", "while"])
+def test_axis_of_a_mesh_may_have_the_name_of_a_loop(name):
+    mesh = jax.make_mesh((2,), (name,), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.arange(4.0)
+
+    @jax.shard_map(mesh=mesh, in_specs=P(name), out_specs=P(name))
+    def f(x):
+        return tapax.sow(jnp.sin(x), "h") * 2
+
+    _, taps = tapax.capture(f)(x)
+    assert_close(taps.values["h"], jnp.sin(x).reshape(2, 2))
+    zeros = tapax.perturbations(f)(x)
+    assert zeros["h"].shape == (2, 2)
+    assert_close(tapax.perturbed(f)({"h": jnp.ones((2, 2))}, x), 2 * jnp.sin(x) + 2)
+    assert_close(tapax.prefix(f, "h")(x), jnp.sin(x).reshape(2, 2))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._jax import Equation, PyTree, Static, Value, typed
+from tapax._jaxpr.kinds import Kind
 from tapax._jaxpr.restage import Scan, is_eager
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import scan_totals, selected
@@ -32,7 +33,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     carried_out = _jax.open_jaxpr(loop.body).outvars[:ncarry]
     threads = walk.enter(loop.body)
     slots = Slots.of(loop.xs)
-    around = Around("scan", loop.length)
+    around = Around(Kind.SCAN, "scan", loop.length)
     # What a change needs for each iteration goes in with what is scanned over.
     depth = len(walk.around)
     each = walk.changes.at_depth(threads.parts, depth, loop.length)

@@ -5,6 +5,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from tapax._jax import Equation, Value
+from tapax._jaxpr.kinds import Kind
 from tapax._jaxpr.restage import bind_shard_map, mesh_axes
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry, Slots
@@ -24,7 +25,8 @@ def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[
     own_axes = [[a for i, a in enumerate(order) if depth + i in depths] for depths in deep]
 
     def local(*flat: Value) -> tuple[list[Value], list[Value], Any]:
-        with walk.inside(around=[Around(a, mesh.shape[a], unchecked) for a in order]):
+        axes = [Around(Kind.SHARD_MAP, a, mesh.shape[a], unchecked) for a in order]
+        with walk.inside(around=axes):
             walk.folds.items, walk.mesh = {}, mesh
             given = flat[len(flat) - len(keys) :]
             parts = [x.reshape(x.shape[len(a) :]) for x, a in zip(given, own_axes, strict=True)]

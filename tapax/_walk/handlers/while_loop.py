@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._jax import Equation, Jaxpr, Value, typed
+from tapax._jaxpr.kinds import Kind
 from tapax._jaxpr.leading_axes import where
 from tapax._jaxpr.restage import While
 from tapax._marks.marked_jaxprs import strip
@@ -24,6 +25,8 @@ from tapax._walk.carried_states import joined, nothing_yet, selected
 from tapax._walk.changes import COUNTER, Around
 from tapax._walk.entries import Entry, refuse_folded
 from tapax._walk.interpreter import Interpreter
+
+_AROUND = Around(Kind.WHILE, "while", None)
 
 
 def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
@@ -37,7 +40,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         threads = walk.enter(loop.body)
         folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
         inputs = [*loop.consts, *loop.init]
-        staged = walk.stage(loop.body, inputs, threads, around=[Around("while", None)])
+        staged = walk.stage(loop.body, inputs, threads, around=[_AROUND])
         items = walk.folds.items
     walk.folds.items = items
     types = iter(staged.types)
@@ -100,7 +103,7 @@ def _refuse_changes(walk: Interpreter, test: Jaxpr) -> None:
 def _last_test(walk: Interpreter, test: Jaxpr, args: list[Any], count: Any) -> None:
     """Records what the predicate of a loop marks: it ran last on what the loop ended with."""
     nested, walk.nested = walk.nested, False  # the tap in the loop is there for the other capture
-    with walk.inside(around=[Around("while", None)]):
+    with walk.inside(around=[_AROUND]):
         before = walk.folds.items
         walk.run(test, args)
         entries, folded = walk.entries, set(walk.folds.items) - set(before)
