@@ -163,6 +163,20 @@ class EquationNumbers:
             return 0
         return 1 + sum(map(self.size, bodies))
 
+    def find_constant(
+        self, jaxpr: Jaxpr, number: int, path: Sequence[NumberedEquation]
+    ) -> Value | None:
+        """The constant of a number within a frame, with the way that `find` gave; None if none."""
+        base = 0
+        if path:
+            eqn, start, body, *_ = path[-1]
+            bodies = inlined_bodies(eqn)
+            if not bodies or number == start:
+                return None
+            jaxpr, base = bodies[body], self.body_starts(eqn, start)[body]
+        consts = _jax.jaxpr_consts(jaxpr)
+        return consts[number - base] if number - base < len(consts) else None
+
     def find(self, jaxpr: Jaxpr, number: int, scopes: Scopes = ()) -> list[NumberedEquation]:
         """The way to the equation of a number within a frame; empty for a constant."""
         equations: list[NumberedEquation] = []

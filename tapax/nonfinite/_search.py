@@ -172,9 +172,6 @@ class _Passes:
         kind, number, place = decode_origin(row[0])
         if number is None:  # an argument, by its place among all arrays
             return place
-        consts = _jax.jaxpr_consts(self.jaxpr)
-        if number < len(consts):
-            return _describe_value("constant", "", consts[number])
         known, jaxpr = EquationNumbers(), self.jaxpr
         numbers, times, frames, path = [], [], [], []
         *keys, device = row
@@ -183,9 +180,11 @@ class _Passes:
             kind, number, _ = decode_origin(keys[i])
             assert number is not None
             found = known.find(jaxpr, number, path[-1].scopes if path else ())
-            if not found:  # an array that the function closes over
-                break
             path += found
+            closed_over = known.find_constant(jaxpr, number, found)
+            if closed_over is not None:
+                scopes = path[-1].scopes if path else ()
+                return _describe_value("constant", path_in(scopes, ""), closed_over)
             numbers.append(number)
             body = frame_body(found[-1].eqn)
             if body is None:

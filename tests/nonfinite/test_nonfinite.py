@@ -408,3 +408,23 @@ def test_bad_input_of_find_nonfinite():
 def test_arrays_without_elements_are_clean(size):
     assert find_nonfinite(lambda x: bad_log(x))(jnp.ones(size)) is None
     assert find_nonfinite(lambda i: i + 1)(jnp.arange(size)) is None
+
+
+CLOSED_OVER = np.array([1.0, np.inf, 2.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        jax.jit(lambda x: x * 2 + CLOSED_OVER),
+        lambda x: lax.scan(lambda c, _: (jax.jit(lambda c: c + CLOSED_OVER)(c), None), x, None, 3)[
+            0
+        ],
+        lambda x: lax.cond(x[0] > 0, lambda x: x * CLOSED_OVER, lambda x: x, x),
+        jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(x) * CLOSED_OVER)(x))),
+    ],
+    ids=["jit", "jit in scan", "cond", "checkpoint"],
+)
+def test_constant_of_an_inner_function_is_found(program):
+    found = find_nonfinite(program)(jnp.ones(3))
+    assert (found.operation, found.kind, found.index, found.count) == ("constant", "inf", (1,), 1)
