@@ -112,23 +112,22 @@ class Changes:
 
     def needed(self, jaxprs: Sequence[Any]) -> tuple[Hashable, ...]:
         """The keys of the parts that some bodies may need."""
-        found = [change for jaxpr in jaxprs for change in self._within(jaxpr)]
+        found = [self._changes[key] for jaxpr in jaxprs for key in self.within(jaxpr)]
         keys = dict.fromkeys(part for change in found for part in change.parts)
         if COUNTER in self.parts and any(change.counted for change in found):
             keys[COUNTER] = None
         return tuple(keys)
 
-    def has_any(self, jaxpr: Jaxpr) -> bool:
-        """Whether there is a change in a body."""
-        return bool(self._changes) and bool(self._within(jaxpr))
-
     def counts(self, jaxpr: Jaxpr) -> bool:
         """Whether a change in a body wants to know the iteration."""
-        return any(change.counted for change in self._within(jaxpr))
+        return any(self._changes[key].counted for key in self.within(jaxpr))
 
-    def _within(self, jaxpr: Jaxpr) -> list[Change]:
+    def within(self, jaxpr: Jaxpr) -> list[Key]:
+        """What is changed in a body."""
+        if not self._changes:
+            return []
         keys = (key for uid in self._uids.within(jaxpr) for key in self._sites.get(uid, ()))
-        return [self._changes[key] for key in keys if key in self._changes]
+        return [key for key in keys if key in self._changes]
 
     def arrays(self, keys: Sequence[Hashable]) -> list[Any]:
         return [self.parts[key].array for key in keys]

@@ -59,6 +59,15 @@ class WalkHooks:
         """Records the value, or the gradient, of one call of a site."""
         walk.record(tap)
 
+    def differentiate_edited(self, walk: Interpreter, edited: Sequence[Key]) -> None:
+        """Sees the derivative of a function with a rule of its own in which something is edited."""
+        raise SiteError(
+            f"The site {edited[0].name!r} is edited inside a function with a derivative rule of "
+            "its own (jax.custom_jvp or jax.custom_vjp), and that rule is the derivative of the "
+            "function without the edit. Edit the function that takes the derivative instead: "
+            "tapax.edit(jax.grad(fn), ...)."
+        )
+
     def opaque(self, walk: Interpreter, eqn: Equation) -> None:
         """Sees an equation with taps inside that the walk cannot reach."""
 
@@ -131,7 +140,7 @@ class Interpreter(Recorder):
 
     def _holds_taps(self, jaxpr: Jaxpr) -> bool:
         """Whether a body has to be walked: what is only computed once more may be edited too."""
-        return tap_effect in _jax.open_jaxpr(jaxpr).effects or self.changes.has_any(jaxpr)
+        return tap_effect in _jax.open_jaxpr(jaxpr).effects or bool(self.changes.within(jaxpr))
 
     @staticmethod
     def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -90,8 +90,8 @@ class OryxHarvest(Transform):
                 return self.function != "plant" or sown.local_name in planted
             return self.exclusive and isinstance(sown, SownLeaf)
 
-        plan, hooks = Plan(lambda site: picks(site.collection), None), ReapHooks(picks, takes)
-        walk = Walk(plan, builder.changes(), hooks)
+        hooks = ReapHooks(picks, takes, self.plan.marking_policy(None))
+        walk = Walk(Plan(lambda site: picks(site.collection), None), builder.changes(), hooks)
         outs = call.program.run(walk, call.arrays)
         with internal_operations():
             return outs, _collect_reaps(walk, hooks)

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._calling.survey import SurveyHooks
 from tapax._jax import Equation, PyTree, Value
-from tapax._jaxpr.kinds import Kind, kind_of
-from tapax._marks.context import ContextVariable, active_policy
+from tapax._jaxpr.kinds import CUSTOM_RULES, Kind, kind_of
+from tapax._marks.context import ContextVariable, MarkingPolicy, active_policy
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap
 from tapax._sites import SiteError, segment
 from tapax._walk.calls import Call, Token
-from tapax._walk.changes import Around
+from tapax._walk.changes import Around, Key
 from tapax._walk.interpreter import Interpreter, WalkHooks
 from tapax._walk.recorder import MetTap
+from tapax.compat._oryx_rules import runs_rules, walk_rule
 
 T = TypeVar("T")
 Fn: TypeAlias = Callable[..., Any]
@@ -172,14 +173,22 @@ class SowSurveyHooks(SowHooks, SurveyHooks):
 class ReapHooks(SowHooks):
     """Records the sows that it `picks`, and takes out those that it `takes`."""
 
-    def __init__(self, picks: Fn, takes: Fn):
+    def __init__(self, picks: Fn, takes: Fn, policy: MarkingPolicy):
         super().__init__()
-        self.picks, self._takes = picks, takes
+        self.picks, self._takes, self._policy = picks, takes, policy
 
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
-        if kind_of(eqn) is Kind.WHILE:
+        kind = kind_of(eqn)
+        if kind is Kind.WHILE:
             self._refuse(eqn.params["cond_jaxpr"], "the predicate of a while loop")
+        if kind & CUSTOM_RULES:
+            known = walk.materialize(eqn.invars, args)
+            if runs_rules(known):
+                return walk_rule(walk, eqn, known, self._policy)
         return super().equation(walk, eqn, args)
+
+    def differentiate_edited(self, walk: Interpreter, edited: Sequence[Key]) -> None:
+        """Leaves the derivative to the rule, as Oryx does."""
 
     def opaque(self, walk: Interpreter, eqn: Equation) -> None:
         self._refuse(list(eqn.params.values()), f"a call of {_jax.operation_name(eqn)!r}")

@@ -52,6 +52,10 @@ The axes of a reaped value are those of loops and meshes, outermost first, those
 own. If two conditionals that `vmap` has made selections sow one name, they are taken for one; where
 both ran, the value is not a number.
 
+A function with a derivative rule of its own gives what it sows, or, where a derivative is taken of
+the harvest, what its rule sows instead, as that is what runs. Inside a loop, a branch or a function
+under `jax.jit`, it gives what it sows itself.
+
 Functions are traced, as they are under `jax.jit`; work is linear in the depth of nesting. One is
 compiled when it is first called: make it once, and call it often.
 """

@@ -308,6 +308,24 @@ def test_reap_under_custom_derivatives(kind):
     assert reap_var(rule)(2.0) == {}
 
 
+def test_a_rule_that_runs_because_of_a_derivative_around_the_harvest_is_reaped():
+    rule = custom("jvp", "rule")
+    same(jax.jvp(call_var(rule), (2.0,), (1.0,)), ((6.0, {"y": 4.0}), (5.0, {"y": 0.0})))
+    same(jax.value_and_grad(call_var(rule), has_aux=True)(2.0), ((6.0, {"y": 4.0}), 5.0))
+    rows = np.arange(3.0)
+    mapped = jax.vmap(lambda x: jax.jvp(call_var(rule), (x,), (1.0,))[0])
+    same(mapped(jnp.arange(3.0)), (3 * rows, {"y": 2 * rows}))
+    same(jax.jit(jax.vmap(jax.grad(lambda x: call_var(rule)(x)[0])))(jnp.arange(3.0)), rows * 0 + 5)
+    pullback = custom("vjp", "rule")
+    same(jax.value_and_grad(call_var(pullback), has_aux=True)(2.0), ((6.0, {"y": 4.0}), 5.0))
+    same(call_var(pullback)(2.0), (4 + np.sin(2.0), {}))
+
+
+def test_what_a_differentiated_function_with_a_rule_sows_itself_is_not_reaped():
+    same(jax.value_and_grad(call_var(custom("jvp")), has_aux=True)(2.0), ((6.0, {}), 5.0))
+    same(jax.value_and_grad(call_var(custom("vjp")), has_aux=True)(2.0), ((6.0, {}), 5.0))
+
+
 def test_the_backward_rule():
     def pull(ct):
         return jax.vjp(custom("vjp", "bwd"), 2.0)[1](ct)

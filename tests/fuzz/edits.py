@@ -27,7 +27,7 @@ import tapax
 from . import build
 from .compare import Laid, arguments, close, wrong
 from .leaf import weights
-from .program import Custom, Do, Edit, Of, Program, nodes
+from .program import Do, Edit, Of, Program, nodes
 from .reference import Undecided
 from .sites import Path, Site, picked, sites
 
@@ -280,13 +280,12 @@ def _expected(program: Program, hand: Edited, known: Given) -> tuple[Way, Any]:
 def _differentiable(program: Program) -> bool:
     """Whether a gradient from outside is by hand what it is for an edited function.
 
-    Edits of gradients are of those that the function takes itself. A rule that computes the value
-    of a custom function by code of its own passes by what is edited in its body.
+    Edits of gradients are of those that the function takes itself. The derivative of a custom
+    function in which something is edited is refused.
     """
     found = sites(program)
     inside = any(_in_custom(site) for edit in program.edits for site in picked(edit, found))
-    own = any(isinstance(n, Custom) and n.own is not None for n in nodes(program.body))
-    return not (inside and own) and all(edit.of == "value" for edit in program.edits)
+    return not inside and all(edit.of == "value" for edit in program.edits)
 
 
 def call(program: Program, fn: Edited, known: Given) -> Any:

@@ -249,3 +249,61 @@ def test_differentiating_by_an_array_that_a_custom_vjp_closes_over():
     scaled.defvjp(lambda x: (scaled(x), x), lambda x, ct: (0.75 * jnp.cos(x) * ct,))
     grad = jax.grad(lambda x: tapax.capture(lambda x: jnp.sum(scaled(x)))(x)[0])(X)
     assert_close(grad, 0.75 * jnp.cos(X))
+
+
+@jax.custom_jvp
+def squared_by_rule(x):
+    return tapax.sow(x, "h") ** 2
+
+
+squared_by_rule.defjvp(lambda p, t: (squared_by_rule(p[0]), 2 * p[0] * t[0]))
+
+
+@jax.custom_vjp
+def squared_by_pullback(x):
+    return tapax.sow(x, "h") ** 2
+
+
+def _forward(x):
+    h = tapax.sow(x, "h")
+    return h**2, h
+
+
+squared_by_pullback.defvjp(_forward, lambda h, ct: (2 * h * ct,))
+
+REFUSED = "The site 'h' is edited inside a function with a derivative rule of its own"
+
+
+@pytest.mark.parametrize("fn", [squared_by_rule, squared_by_pullback])
+@pytest.mark.parametrize(
+    "around", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda x: jax.vmap(f)(x[None])[0]]
+)
+def test_the_derivative_of_an_edit_inside_a_custom_rule_is_refused(fn, around):
+    loss = lambda x: jnp.sum(around(fn)(x))
+    tripled = tapax.edit(loss, values={"h": lambda h: 3 * h})
+    assert_close(tripled(X), jnp.sum(9 * X**2))
+    with pytest.raises(tapax.SiteError, match=REFUSED):
+        jax.grad(tripled)(X)
+    with pytest.raises(tapax.SiteError, match=REFUSED):
+        jax.jit(jax.vmap(jax.grad(tripled)))(X[None])
+
+
+def test_an_edit_around_a_gradient_reaches_what_a_custom_rule_saved():
+    gradient = jax.grad(lambda x: jnp.sum(squared_by_pullback(x)))
+    assert_close(tapax.edit(gradient, values={"h": lambda h: 3 * h})(X), 6 * X)
+
+
+@pytest.mark.parametrize("fn", [squared_by_rule, squared_by_pullback])
+def test_the_derivative_of_a_perturbed_custom_rule_is_refused(fn):
+    loss = lambda x: jnp.sum(fn(x))
+    perturbation = {"h": jnp.ones(3)}
+    perturbed = lambda x: tapax.perturbed(loss)(perturbation, x)
+    assert_close(perturbed(X), jnp.sum((X + 1) ** 2))
+    with pytest.raises(tapax.SiteError, match=REFUSED):
+        jax.grad(perturbed)(X)
+
+
+def test_a_derivative_that_passes_by_an_edited_custom_rule_is_taken():
+    loss = lambda x, y: jnp.sum(squared_by_pullback(x)) * y
+    tripled = tapax.edit(loss, values={"h": lambda h: 3 * h})
+    assert_close(jax.grad(tripled, argnums=1)(X, 2.0), jnp.sum(9 * X**2))

@@ -13,7 +13,7 @@ from tapax import _jax
 from tapax._jax import Equation, PyTree, Value, typed
 from tapax._marks.context import without_marks
 from tapax._sites import SiteError
-from tapax._walk.changes import PartKey
+from tapax._walk.changes import Key, PartKey
 from tapax._walk.entries import StagedBody, Threads
 from tapax._walk.interpreter import Interpreter
 
@@ -33,6 +33,8 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 
     def rule(primals: PyTree, tangents: PyTree) -> Any:
         _refuse_derivatives(threads, [type(t) is not SymbolicZero for t in tangents])
+        if edited:
+            walk.hooks.differentiate_edited(walk, edited)
         tangents = tuple(map(_instantiated, tangents))
         values, out = typed.jvp(_plain(eqn), primals[:n], tangents[:n])
         moving = len(primals) - len(threads.parts)
@@ -60,6 +62,8 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 
     def forward(*given: Any) -> Any:
         _refuse_derivatives(threads, [getattr(x, "perturbed", False) for x in given])
+        if edited:
+            walk.hooks.differentiate_edited(walk, edited)
         flat = [x.value if threads.parts else x for x in given]
         moving = len(flat) - len(threads.parts)
 
@@ -85,11 +89,11 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 
 def _staged(
     walk: Interpreter, eqn: Equation, args: list[Any]
-) -> tuple[StagedBody, Callable[..., Any], bool]:
-    """The body of a call, staged, as a function too; and whether something in it is edited."""
+) -> tuple[StagedBody, Callable[..., Any], Sequence[Key]]:
+    """The body of a call, staged, as a function too; and what is edited in it."""
     body = _jax.call_body(eqn)
     staged = walk.stage(body, args)
-    return staged, _jax.as_function(staged.jaxpr), walk.changes.has_any(body)
+    return staged, _jax.as_function(staged.jaxpr), walk.changes.within(body)
 
 
 def _plain(eqn: Equation) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list
         consts[name], at = args[at : at + length], at + length
     b = args[at:]
     threads = walk.enter(jaxprs.solve)
-    if threads.parts or walk.changes.has_any(jaxprs.solve):
+    if threads.parts or walk.changes.within(jaxprs.solve):
         raise SiteError(
             "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed: the "
             "derivative of a solve is that of the equation it solves. Mark what goes into it."

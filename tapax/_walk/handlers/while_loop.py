@@ -91,7 +91,7 @@ class _Carry(NamedTuple):
 
 
 def _refuse_changes(walk: Interpreter, test: Jaxpr) -> None:
-    if walk.changes.has_any(test):
+    if walk.changes.within(test):
         marks: list[Mark] = []
         strip(test, marks)
         raise SiteError(

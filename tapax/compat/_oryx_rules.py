@@ -1,0 +1,109 @@
+"""What derivative rules sow, when the derivative is taken around the harvest, and not in it.
+
+`jax.jvp(call_and_reap(f), ...)` differentiates the program that is walked while it is walked: of a
+function with a rule of its own, the rule runs, and not the function. So the rule is what is reaped.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.custom_derivatives import zero_from_primal
+from jax.dtypes import float0
+
+from tapax import _jax
+from tapax._jax import Equation, PyTree, Static, Value, typed
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._marks.context import MarkingPolicy
+from tapax._marks.operations import with_marks
+from tapax._walk.entries import StagedBody
+from tapax._walk.interpreter import Interpreter
+
+
+def runs_rules(args: Sequence[Value]) -> bool:
+    """Whether a function of these values is differentiated as it is called."""
+    ran = []
+
+    @jax.custom_jvp
+    def probe(*args: Value) -> tuple[()]:
+        return ()
+
+    def rule(primals: PyTree, tangents: PyTree) -> Any:
+        ran.append(True)
+        return (), ()
+
+    probe.defjvp(rule)
+    probe(*args)
+    return bool(ran)
+
+
+def walk_rule(
+    walk: Interpreter, eqn: Equation, args: Sequence[Value], policy: MarkingPolicy
+) -> list[Value]:
+    """Evaluates a call of a function with a rule of its own, and walks the rule."""
+    bind = functools.partial(_jax.bind_equation, eqn)
+    if kind_of(eqn) is Kind.CUSTOM_VJP:
+        call = _by_pullback(walk, eqn, bind, policy)
+    else:
+        call = _by_tangents(walk, bind, policy)
+    results, staged = call(*args)
+    count = len(eqn.outvars)
+    others = staged.value.count - count
+    return walk.unstage(staged.value, [*results[:count], *[None] * others, *results[count:]])[
+        :count
+    ]
+
+
+def _by_tangents(
+    walk: Interpreter, bind: Callable[..., Any], policy: MarkingPolicy
+) -> Callable[..., Any]:
+    call = jax.custom_jvp(lambda *flat: (bind(flat), None))
+
+    def rule(primals: PyTree, tangents: PyTree) -> Any:
+        fixed = {i: t for i, t in enumerate(tangents) if jax.dtypes.result_type(t) == float0}
+        moving = [t for i, t in enumerate(tangents) if i not in fixed]
+
+        def both(*flat: Value) -> Any:
+            rest = iter(flat[len(primals) :])
+            directions = [fixed[i] if i in fixed else next(rest) for i in range(len(primals))]
+            return typed.jvp(lambda *flat: bind(flat), flat[: len(primals)], tuple(directions))
+
+        staged, (outs, moved), rest = _evaluate(walk, both, [*primals, *moving], policy)
+        still = [zero_from_primal(x) for x in rest]
+        return ([*outs, *rest], Static(staged)), ([*moved, *still], Static(staged))
+
+    call.defjvp(rule)
+    return call
+
+
+def _by_pullback(
+    walk: Interpreter, eqn: Equation, bind: Callable[..., Any], policy: MarkingPolicy
+) -> Callable[..., Any]:
+    count, fixed = len(eqn.outvars), eqn.params.get("num_consts", 0)
+    call = typed.custom_vjp(lambda *flat: (bind(flat), None))
+
+    def forward(*flat: Value) -> Any:
+        def both(*flat: Value) -> Any:
+            return typed.vjp(lambda *moving: bind([*flat[:fixed], *moving]), *flat[fixed:])
+
+        staged, (outs, back), rest = _evaluate(walk, both, flat, policy)
+        return ([*outs, *rest], Static(staged)), back
+
+    def backward(back: Callable[..., Any], cts: PyTree) -> Any:
+        return (*(None for _ in range(fixed)), *back(list(cts[0][:count])))
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _evaluate(
+    walk: Interpreter, fn: Callable[..., Any], args: Sequence[Value], policy: MarkingPolicy
+) -> tuple[StagedBody, Any, list[Value]]:
+    """Walks a function: what it recorded, its results, and the arrays of what it recorded."""
+    with with_marks(policy):
+        made, shape = typed.make_jaxpr(fn, return_shape=True)(*args)
+    staged = walk.stage(made, args)
+    results = iter(_jax.as_function(staged.jaxpr)(*walk.operands(staged, args)[0]))
+    values = walk.materialize(_jax.open_jaxpr(made).outvars, staged.outs.fill(results))
+    return staged, jax.tree.unflatten(jax.tree.structure(shape), values), list(results)
