@@ -43,6 +43,7 @@ site are not a number (or, if they are integers, unchanged).
 
 import dataclasses
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -55,7 +56,7 @@ from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
 from tapax._jax import PyTree
-from tapax._sites import At, SiteError, StepSlice, check, flatten
+from tapax._sites import At, SiteError, StepSlice, check, flatten, name_of
 from tapax._walk.plan import Plan
 from tapax.reduce import Reducer
 
@@ -80,6 +81,11 @@ def edit(
     for rule, operand in (*_rules(values, "values"), *_rules(grads, "grads")):
         rules.append(rule)
         operands.append(operand)
+    if not rules:
+        warnings.warn(
+            f"tapax.edit was given nothing to edit in {name_of(fn)}, which stays as it is.",
+            stacklevel=2,
+        )
     picked = [tuple(r.selection for r in rules if r.of == of) for of in ("value", "grad")]
     plan = Plan.make(*picked, modules=modules, changing=True)
     return transformed(fn, _EditTransform(plan, tuple(rules)), tuple(operands))

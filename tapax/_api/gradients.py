@@ -44,7 +44,8 @@ def grad(
 ) -> Callable[P, Any]:
     """A function that returns the gradients of `loss` by the values of its sites, by name.
 
-    A site that the loss does not depend on has none; one that is named exactly then raises. With
+    A site has none if the loss does not depend on it, or if it is in a while loop or inside of a
+    function with a derivative rule of its own; one that is named exactly then raises. With
     `has_aux`, `loss` returns `(loss, aux)`, and the function `(gradients, aux)`.
     """
     both = value_and_grad(loss, at, has_aux, modules=modules)
@@ -99,7 +100,13 @@ class _GradientTransform(Transform):
                 f"A gradient is that of a loss, one real number, but the function returns {what} "
                 "first. Return (loss, aux), and give has_aux=True, to return more."
             )
-        return differentiable(survey(call, self.plan, [0]), self.plan, reaching=True)
+        spots = survey(call, self.plan, [0])
+        if not spots:
+            raise SiteError(
+                f"A gradient was asked for at {self.plan.values!r}, but that picks no site. Mark a "
+                "value with tapax.sow(value, name), or select operations with tapax.ops."
+            )
+        return differentiable(spots, self.plan, reaching=True)
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         def loss(zeros: list[Any]) -> Any:

@@ -31,7 +31,7 @@ from tapax._calling.transform import Transform, TransformedFunction, check_funct
 from tapax._jax import PyTree, Value
 from tapax._jaxpr.kinds import Kind
 from tapax._results import SiteDict, SiteTable
-from tapax._sites import At, Selection, SiteError, as_array, check, flatten, nearest
+from tapax._sites import At, Selection, SiteError, as_array, check, flatten, matches, nearest
 from tapax._walk.changes import Changes, Part
 from tapax._walk.plan import Plan
 
@@ -45,7 +45,8 @@ def perturbations(
     """A function that returns zeros to be added to the sites of `fn`, by name.
 
     Each has the shape of what a capture returns: one for every iteration, example and device. Sites
-    that are no floating-point numbers, in a while loop, or dropped by `fn`, have none.
+    that are no floating-point numbers, in a while loop, inside a function with a derivative rule of
+    its own, or dropped by `fn`, have none.
     """
     check_function(fn, "perturbations")
     _refuse_steps(at)
@@ -143,14 +144,28 @@ def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]
 
 
 def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False) -> list[Spot]:
-    """Those sites by which a derivative can be taken; raises for one that is named exactly."""
-    kept = []
+    """Those sites by which a derivative can be taken.
+
+    Raises for one that is named exactly and has none, and for a selection if all of its have none.
+    """
+    kept, left = [], list[tuple[Spot, str]]()
     for spot in spots:
-        why = _why_not(spot, reaching)
+        shielded = f"{spot.site.name!r} is inside {spot.shield}" if spot.shield else None
+        why = shielded or _why_not(spot, reaching)
         if why is None:
             kept.append(spot)
         elif plan.names_value(spot.site):
             raise SiteError(f"There is no derivative by the {spot.site.described}: {why}.")
+        else:
+            left.append((spot, why))
+    for part in flatten(plan.values):
+        out = [(spot, why) for spot, why in left if matches(part, spot.site)]
+        if out and not any(matches(part, spot.site) for spot in kept):
+            spot, why = out[0]
+            raise SiteError(
+                f"There is no derivative by any site that {plan.names[0]}={part!r} picks. Of the "
+                f"{spot.site.described}, this is why: {why}."
+            )
     return kept
 
 

@@ -51,6 +51,13 @@ def collect(walk: Walk) -> Taps:
         known = sites.setdefault(name, site)
         sites[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
     walk.plan.verify(walk.sites, taken[0], taken[1], walk.lost)
+    if walk.plan.asks and not walk.sites and not walk.lost:
+        warnings.warn(
+            "The function has no sites, so nothing is captured: it marks no value with tapax.sow, "
+            "and calls no module of Flax, Equinox, Haiku, Keras or brainstate. Mark a value, or "
+            "select operations of any program with tapax.ops or tapax.lines.",
+            stacklevel=6,
+        )
     for path, why in walk.lost.items():
         warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
     return Taps(values, grads, valid, SiteTable(tuple(sites.values())))

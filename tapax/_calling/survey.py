@@ -25,7 +25,7 @@ class Spot:
     `site` has the shape of what a capture returns of it. `mapped` are the sizes of its mapped axes,
     `mesh` is that of the shard_map that it is in, `step` what is asked for of the innermost loop.
     `level` is that of the innermost derivative, if it is a gradient. `reaches` if results of the
-    program depend on it.
+    program depend on it. `shield` is what it is in that has no derivative by it.
     """
 
     key: Key
@@ -39,6 +39,7 @@ class Spot:
     level: int | None
     branches: bool
     reaches: bool
+    shield: str
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -82,7 +83,7 @@ class SurveyHooks(WalkHooks):
         own = jax.ShapeDtypeStruct(own, x.dtype)
         level = eqn.params["level"] if grad else None
         where = around, mapped, own, walk.mesh, chosen[1].step, level, branches, reaches
-        spot = Spot(key, site, call.mark.uid, *where)
+        spot = Spot(key, site, call.mark.uid, *where, walk.shield)
         known = self.spots.setdefault(key, spot)
         if level is not None and known.level is not None and level < known.level:
             self.spots[key] = spot

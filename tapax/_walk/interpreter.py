@@ -92,6 +92,8 @@ class Interpreter(Recorder):
         self.mesh: Any = None
         self.nested = active_policy() is not None
         self.of_two = False
+        self.shield = ""
+        """What the walk is in that takes no derivative of its body from outside."""
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
 
@@ -245,21 +247,28 @@ class Interpreter(Recorder):
 
     @contextlib.contextmanager
     def inside(
-        self, *, recomputing: bool = False, branch: int | None = None, around: Sequence[Around] = ()
+        self,
+        *,
+        recomputing: bool = False,
+        branch: int | None = None,
+        around: Sequence[Around] = (),
+        shield: str = "",
     ) -> Generator[None]:
         """Within, what is recorded and folded is a body's own."""
         before = self.entries, self.folds.items, self._recomputing, self._branches, self.around
-        parts = self.changes.parts
+        parts, outer_shield = self.changes.parts, self.shield
         hook = self.hooks.inside(self, branch, around)
         self.entries = []
         self._recomputing |= recomputing
         if branch is not None:
             self._branches = (*self._branches, branch)
         self.around = (*self.around, *around)
+        self.shield = shield or self.shield
         try:
             with hook:
                 yield
         finally:
+            self.shield = outer_shield
             self.entries, self.folds.items, self._recomputing, self._branches, self.around = before
             self.changes.parts = parts
 

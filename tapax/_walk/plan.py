@@ -94,6 +94,11 @@ class Plan:
         return MarkingPolicy(found, policies, structure, self.changing, pairs)
 
     @property
+    def asks(self) -> bool:
+        """Whether anything is asked for, other than by predicates, which may well pick nothing."""
+        return any(not callable(part) for part in (*flatten(self.values), *flatten(self.grads)))
+
+    @property
     def over_loops(self) -> bool:
         """Whether there are reducers over loops."""
         return any(reducer.over_loops for _, reducer in self.reducers)

@@ -43,7 +43,17 @@ def test_a_misspelt_glob_is_named_with_its_neighbours():
 def test_program_without_sites():
     text = message(lambda: tapax.capture(jnp.sin, values="h")(X))
     assert text.endswith("The program has no sites: mark a value with tapax.sow(value, name).")
-    assert tapax.capture(jnp.sin)(X)[1].values == {}
+    with pytest.warns(UserWarning, match="The function has no sites, so nothing is captured"):
+        assert tapax.capture(jnp.sin)(X)[1].values == {}
+    with pytest.warns(UserWarning, match="The function has no sites"):
+        assert len(tapax.sites(lambda x: 2 * x)(X)) == 0
+    captured = tapax.capture(jax.jit(jnp.cos), grads=None)
+    with pytest.warns(UserWarning, match="The function has no sites") as caught:
+        captured(X)
+        captured(X)
+    assert len(caught) == 1
+    assert tapax.capture(jnp.sin, values=None, grads=None)(X)[1].values == {}
+    assert tapax.capture(jnp.sin, values=lambda site: True, grads=None)(X)[1].values == {}
 
 
 def test_call_that_was_not_made():

@@ -317,6 +317,23 @@ def test_inside_of_a_function_with_a_rule(wrap):
     assert_close(tapax.perturbed(f)({"h": X}, X), 2 * jnp.sum(jnp.sin(X) + X))
 
 
+def test_gradients_that_no_site_has_are_refused():
+    counted = lambda x: jnp.sum(x) * tapax.sow(jnp.arange(3), "a/i")[1] * tapax.sow(2, "a/j")
+    begin = "There is no derivative by any site that at='a/*' picks. Of the site 'a/i', marked at"
+    for take in (tapax.grad, tapax.value_and_grad, tapax.perturbations):
+        text = message(take(counted, "a/*"), X)
+        assert text.startswith(begin)
+        assert text.endswith("its values are of type int32, which cannot be differentiated.")
+    total = lambda x: jnp.sum(loop(x)) + loss(x)
+    assert "at=('*',)" not in message(tapax.grad(lambda x: jnp.sum(loop(x)), ["*"]), X)
+    assert set(tapax.grad(total, "*")(X)) == {"h@1"}
+
+
+def test_gradients_of_nothing_are_refused():
+    for at in ((), None, "**", lambda site: False):
+        assert "but that picks no site" in message(tapax.grad(jnp.sum, at), X)
+
+
 def test_only_real_scalar_losses_have_gradients():
     first = "A gradient is that of a loss, one real number, but the function returns"
     for f, what in (

@@ -158,7 +158,8 @@ def test_a_number_that_is_needed_is_static_and_others_are_not():
     out, taps = captured(X, 3, 3.0, flag=True)
     assert set(taps.values) == {"h", "h@1", "h@2"}
     assert_close(out, 27 * X + 1)
-    assert captured(X, 3, 3.0, flag=False)[1].values == {}
+    with pytest.warns(UserWarning, match="The function has no sites"):
+        assert captured(X, 3, 3.0, flag=False)[1].values == {}
 
 
 @pytest.mark.parametrize(

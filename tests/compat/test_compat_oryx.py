@@ -116,7 +116,8 @@ def test_a_second_harvest_of_the_tag_finds_nothing():
     same(reap_var(reap_var(f, blocklist=["y"]))(1.0), {})
     with pytest.raises(tapax.SiteError, match="nothing is sown"):
         harvest_var(harvest_var(f))({"y": 1.0}, {}, 1.0)
-    _, taps = tapax.capture(reap_var(f))(1.0)
+    with pytest.warns(UserWarning, match="The function has no sites"):
+        _, taps = tapax.capture(reap_var(f))(1.0)
     assert not taps.values
 
 

@@ -220,7 +220,8 @@ def check_no_edit(program: Program) -> None:
     fn, args = marked(program), arguments(program)
     decide(program)
     want = jax.jit(build.build(program))(*args)
-    same(program, "an edit of nothing", tapax.edit(fn, values={}, grads={})(*args), want)
+    nothing = tapax.edit(fn, values={lambda site: False: 0.0}, grads={})
+    same(program, "an edit of nothing", nothing(*args), want)
     found = sites(program)
     for of in get_args(Of):
         edited = tapax.edit(fn, **{f"{of}s": {lambda site: True: lambda x: x}})

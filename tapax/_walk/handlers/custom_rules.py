@@ -1,6 +1,6 @@
 """The handlers of functions with a derivative rule of their own."""
 
-import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +10,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
 from tapax import _jax
-from tapax._jax import Equation, PyTree, Value, typed
+from tapax._jax import Equation, PyTree, Static, Value, typed
 from tapax._marks.context import without_marks
 from tapax._sites import SiteError
 from tapax._walk.changes import Key, PartKey
 from tapax._walk.entries import StagedBody, Threads
 from tapax._walk.interpreter import Interpreter
+
+
+_RULE = "a function with a derivative rule of its own (jax.custom_jvp or jax.custom_vjp)"
 
 
 def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
@@ -32,20 +35,18 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
         return inner(*flat)
 
     def rule(primals: PyTree, tangents: PyTree) -> Any:
-        _refuse_derivatives(threads, [type(t) is not SymbolicZero for t in tangents])
+        moves = [type(t) is not SymbolicZero for t in tangents]
+        _refuse_derivatives(threads, moves)
         if edited:
             walk.hooks.differentiate_edited(walk, edited)
-        tangents = tuple(map(_instantiated, tangents))
-        values, out = typed.jvp(_plain(eqn), primals[:n], tangents[:n])
-        moving = len(primals) - len(threads.parts)
-        parts = primals[moving:]
-        results, inside = typed.jvp(
-            lambda *flat: inner(*flat, *parts), primals[:moving], tangents[:moving]
-        )
-        own = results[:count] if edited else values
-        return [*own, *results[count:]], [*out, *inside[count:]]
+        moved = list(itertools.compress(range(len(primals)), moves))
+        own = [i for i in moved if i < n]
+        values, out = _jvp(_plain(eqn), primals[:n], tangents, own)
+        results, inside = _jvp(inner, primals, tangents, moved)
+        chosen = results[:count] if edited else values
+        return [*chosen, *results[count:]], [*out, *inside[count:]]
 
-    call.defjvp(rule, symbolic_zeros=bool(threads.parts))
+    call.defjvp(rule, symbolic_zeros=True)
     return walk.unstage(staged, call(*walk.operands(staged, args)[0]))
 
 
@@ -61,29 +62,35 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
         return inner(*flat)
 
     def forward(*given: Any) -> Any:
-        _refuse_derivatives(threads, [getattr(x, "perturbed", False) for x in given])
+        moves = [x.perturbed for x in given]
+        _refuse_derivatives(threads, moves)
         if edited:
             walk.hooks.differentiate_edited(walk, edited)
-        flat = [x.value if threads.parts else x for x in given]
-        moving = len(flat) - len(threads.parts)
+        flat = [x.value for x in given]
+        moved = list(itertools.compress(range(len(flat)), moves))
+        own = [i for i in moved if fixed <= i < n]
+        out, back = typed.vjp(_of(_plain(eqn), flat[:n], own), *(flat[i] for i in own))
 
-        def split(*moved: Value) -> Any:
-            results = inner(*moved, *flat[moving:])
+        def split(*values: Value) -> Any:
+            results = _of(inner, flat, moved)(*values)
             return results[count:], results[:count]
 
-        out, back = typed.vjp(functools.partial(_plain(eqn), *flat[:fixed]), *flat[fixed:n])
-        inside, back_inside, own = typed.vjp(split, *flat[:moving], has_aux=True)
-        return [*(own if edited else out), *inside], (back, back_inside)
+        inside, back_inside, results = typed.vjp(split, *(flat[i] for i in moved), has_aux=True)
+        residuals = back, back_inside, Static((own, moved))
+        return [*(results if edited else out), *inside], residuals
 
     def backward(residuals: PyTree, cts: PyTree) -> Any:
-        back, back_inside = residuals
+        back, back_inside, places = residuals
+        own, moved = places.value
         cts = [_instantiated(ct) for ct in cts]
-        through, inside = back(list(cts[:count])), back_inside(list(cts[count:]))
-        both = zip(through, inside[fixed:n], strict=True)
-        summed = (a if a.dtype == float0 else a + b for a, b in both)
-        return (*inside[:fixed], *summed, *inside[n:], *(None for _ in threads.parts))
+        summed: list[Any] = [None] * len(staged.jaxpr.in_avals)
+        for i, ct in zip(moved, back_inside(list(cts[count:])), strict=True):
+            summed[i] = ct
+        for i, ct in zip(own, back(list(cts[:count])), strict=True):
+            summed[i] = ct + summed[i]
+        return tuple(summed)
 
-    call.defvjp(forward, backward, symbolic_zeros=bool(threads.parts))
+    call.defvjp(forward, backward, symbolic_zeros=True)
     return walk.unstage(staged, call(*walk.operands(staged, args)[0]))
 
 
@@ -92,7 +99,7 @@ def _staged(
 ) -> tuple[StagedBody, Callable[..., Any], Sequence[Key]]:
     """The body of a call, staged, as a function too; and what is edited in it."""
     body = _jax.call_body(eqn)
-    staged = walk.stage(body, args)
+    staged = walk.stage(body, args, shield=_RULE)
     return staged, _jax.as_function(staged.jaxpr), walk.changes.within(body)
 
 
@@ -104,6 +111,24 @@ def _plain(eqn: Equation) -> Callable[..., Any]:
             return _jax.bind_equation(eqn, flat)
 
     return call
+
+
+def _of(fn: Callable[..., Any], flat: Sequence[Value], moved: Sequence[int]) -> Callable[..., Any]:
+    """A function of some of its operands, the others fixed: those no derivative is taken by."""
+
+    def call(*values: Value) -> Any:
+        given = dict(zip(moved, values, strict=True))
+        return fn(*(given.get(i, x) for i, x in enumerate(flat)))
+
+    return call
+
+
+def _jvp(
+    fn: Callable[..., Any], primals: Sequence[Value], tangents: Sequence[Value], moved: list[int]
+) -> tuple[list[Value], list[Value]]:
+    """The results of a function and their tangents, by the operands that have one."""
+    starts, directions = [primals[i] for i in moved], [tangents[i] for i in moved]
+    return typed.jvp(_of(fn, primals, moved), starts, directions)
 
 
 def _instantiated(t: Value) -> Any:
@@ -120,7 +145,6 @@ def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
     for key, moved in zip(threads.parts, moves[len(moves) - count :], strict=True):
         if moved and isinstance(key, PartKey):
             raise SiteError(
-                f"The site {key.change.name!r} is inside a function with a derivative rule of its "
-                "own (jax.custom_jvp or jax.custom_vjp), so there is no derivative by what it is "
-                "perturbed or replaced with. Mark a value outside of that function."
+                f"The site {key.change.name!r} is inside {_RULE}, so there is no derivative by "
+                "what it is perturbed or replaced with. Mark a value outside of that function."
             )

@@ -24,7 +24,8 @@ def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list
             "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed: the "
             "derivative of a solve is that of the equation it solves. Mark what goes into it."
         )
-    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads)
+    shield = "jax.lax.custom_linear_solve, whose derivative is that of the equation it solves"
+    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads, shield=shield)
     handed = walk.handed(threads)
 
     def apply(name: str) -> Callable[[Sequence[Value]], list[Value]]:
