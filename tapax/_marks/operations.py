@@ -58,13 +58,14 @@ def _mark_operation(bind: Any, primitive: Primitive, args: Args, params: PyTree)
         # A tap that is evaluated, and not traced, has operations of its own.
         with internal_operations():
             return bind(primitive, *args, **params)
-    ignored = here is None or getattr(_thread, "binding", False)
-    source = None if ignored else _user_line()
-    if here is None or source is None:
+    if here is None or getattr(_thread, "binding", False):
         return bind(primitive, *args, **params)
+    source = _user_line()
     tracing = bool(kind_of_primitive(primitive) & _TRACING)
     with contextlib.nullcontext() if tracing else internal_operations():
         out = bind(primitive, *args, **params)
+    if source is None:
+        return out
     op, label = _jax.operation(primitive, params)
     is_call = bool(kind_of_operation(primitive, params) & (CALLS | CUSTOM_RULES))
     if not any(rule.marks(Operation(op, source, label, is_call)) for rule in here.rules):

@@ -20,14 +20,18 @@ are left in the program, and a token has its array too.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
+
+from jax.sharding import Mesh
 
 from tapax import _jax
 from tapax._jax import Equation, Jaxpr, Static, Value, typed
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.meshes import first_mesh
 from tapax._marks.change import change_p, identity
 from tapax._marks.context import active_policy
 from tapax._marks.marked_jaxprs import TAPS, is_of_two, strip
@@ -68,6 +72,10 @@ class WalkHooks:
             "tapax.edit(jax.grad(fn), ...)."
         )
 
+    def last_test(self, walk: Interpreter, record: Callable[[], None]) -> None:
+        """Sees the end of a while loop, where what its predicate marks is recorded."""
+        record()
+
     def opaque(self, walk: Interpreter, eqn: Equation) -> None:
         """Sees an equation with taps inside that the walk cannot reach."""
 
@@ -94,12 +102,14 @@ class Interpreter(Recorder):
         self.of_two = False
         self.shield = ""
         """What the walk is in that takes no derivative of its body from outside."""
+        self._program: Jaxpr | None = None
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluates a jaxpr on `args`, recording what the plan selects."""
         inner = _jax.open_jaxpr(jaxpr)
+        self._program = self._program or jaxpr
 
         def apply(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
             del number
@@ -108,6 +118,12 @@ class Interpreter(Recorder):
             return _jax.in_context(eqn, self.hooks.equation, self, eqn, values)
 
         return evaluate(jaxpr, args, apply)
+
+    @functools.cached_property
+    def first_mesh(self) -> Mesh | None:
+        """The first mesh that the program uses."""
+        assert self._program is not None
+        return first_mesh(self._program)
 
     def evaluate_equation(self, eqn: Equation, args: list[Value]) -> list[Value]:
         """Evaluates an equation; one that holds taps or takes tokens goes to its handler."""

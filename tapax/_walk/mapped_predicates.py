@@ -17,10 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVarTuple
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import cond_p, while_p
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, PyTree, Value, pytrees, typed
+from tapax._jax import Equation, Jaxpr, PyTree, Static, Value, pytrees, typed
+from tapax._jaxpr import derivatives
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import CALLS, LOOPS, Kind, kind_of
 from tapax._marks.marked_jaxprs import TAPS, count_calls, first_uid, quieted, strip
@@ -68,6 +70,7 @@ class _Guard(WalkHooks):
     def run(self, live: Value, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluates a program, each of whose taps is given the condition."""
         walk = Walk(_NOTHING, hooks=self)
+        walk.nested = True
         walk.folds = _Condition(live)  # pyright: ignore[reportAttributeAccessIssue]
         return walk.run(jaxpr, args)
 
@@ -100,6 +103,9 @@ class _Guard(WalkHooks):
         params = dict(eqn.params, branches=branches, shift=shift)
         return list(tap_p.bind(*args[:own], live, **params))
 
+    def last_test(self, walk: Interpreter, record: Callable[[], None]) -> None:
+        """Records nothing: the taps of a predicate stay in it."""
+
     def again(self, live: Value, fn: Callable[[*Ts], Any], *args: *Ts) -> Any:
         """Calls `fn` with every tap in what it does given the condition."""
         made, shape = typed.make_jaxpr(fn, return_shape=True)(*args)
@@ -115,11 +121,13 @@ def _custom_jvp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) ->
     def call(live: Value, *flat: Value) -> list[Any]:
         return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
 
-    @call.defjvp
     def rule(primals: PyTree, tangents: PyTree) -> Any:
         live, *flat = primals
-        return guard.again(live, lambda p, t: typed.jvp(plain, p, t), flat, list(tangents[1:]))
+        moves = {i: t for i, t in enumerate(tangents[1:]) if type(t) is not SymbolicZero}
+        by = functools.partial(derivatives.jvp, plain)
+        return guard.again(live, lambda p, t: by(p, list(moves), t), flat, list(moves.values()))
 
+    call.defjvp(rule, symbolic_zeros=True)
     return call(live, *args)
 
 
@@ -131,15 +139,25 @@ def _custom_vjp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) ->
     def call(live: Value, *flat: Value) -> list[Any]:
         return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
 
-    def forward(live: Value, *flat: Value) -> Any:
-        out, back = guard.again(live, lambda *flat: typed.vjp(plain, *flat), *flat)
-        return out, (live, back)
+    # By what the function closed over, which JAX puts first, it has no derivative.
+    fixed = eqn.params.get("num_consts", 0)
+
+    def forward(live: Any, *given: Any) -> Any:
+        flat = [x.value for x in given]
+        moved = [i for i, x in enumerate(given) if x.perturbed and i >= fixed]
+        out, back = guard.again(
+            live.value, lambda *flat: derivatives.vjp(plain, flat, moved), *flat
+        )
+        return out, (live.value, back, Static(moved))
 
     def backward(residuals: PyTree, cts: PyTree) -> Any:
-        live, back = residuals
-        return (None, *guard.again(live, lambda back, cts: back(cts), back, list(cts)))
+        live, back, moved = residuals
+        arrays = [derivatives.instantiate(ct) for ct in cts]
+        found = guard.again(live, lambda back, cts: back(cts), back, arrays)
+        by_place = dict(zip(moved.value, found, strict=True))
+        return (None, *(by_place.get(i) for i in range(len(args))))
 
-    call.defvjp(forward, backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     return call(live, *args)
 
 

@@ -111,7 +111,13 @@ class ScriptWatch:
             return fn(*args, **kwargs)
         if _may_donate(fn):
             before = [_copy(x) for x in before]
-        out = fn(*args, **kwargs)
+        try:
+            out = fn(*args, **kwargs)
+        except Exception:
+            # It may have raised because of a bad value.
+            with contextlib.suppress(Exception):
+                self._stop(search, args, kwargs, before)
+            raise
         self.checked += 1
         after = search.arrays(args, kwargs)
         changed = [x for x, y in zip(after, before, strict=False) if x is not y]

@@ -15,6 +15,9 @@ That is all that is paid if none is. The second carries an origin with every val
 gives one place: an equation, and the iterations around it. The third measures that equation there
 (`_measurement`).
 
+A program that raises at a bad value, as `equinox.error_if` and `jax_debug_nans` make it, has the
+finding instead of the error; one that raises for another reason raises.
+
 A value that is masked, as by `where`, or swallowed, as by `1 / inf`, is no finding, nor is a
 constant such as the `-inf` of a mask. The NaN of `inf - inf` is one. An argument that is not finite
 and reaches a result is found as the operation `"argument"`, if nothing else was made that is not
@@ -54,6 +57,7 @@ from tapax.nonfinite._equation_numbers import (
     frame_body,
     is_inexact,
 )
+from tapax.nonfinite._errors import ErrorGuard
 from tapax.nonfinite._finding import Finding, Range
 from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, decode_origin
 from tapax.nonfinite._measurement import EquationRun, Measurement, measure
@@ -101,7 +105,7 @@ class _NonfiniteTransform(Transform):
 
     def run(self, call: TracedCall, prepared: _Passes) -> Any:
         searched = call.operands or call.arrays
-        with jax.disable_jit(False):
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
             found = prepared(*searched)
         if isinstance(found, int):
             keys = call.program.keys[found]
@@ -137,8 +141,9 @@ class _Passes:
     """The passes over one program, each compiled once."""
 
     def __init__(self, program: Program, masked: bool):
-        self.jaxpr, self.masked = program.jaxpr, masked
-        plain = strip(self.jaxpr)
+        self._guard = ErrorGuard()
+        self.jaxpr, self.masked = self._guard.guard(program.jaxpr), masked
+        plain = strip(program.jaxpr)
 
         def flag(*arrays: Value) -> Any:
             with internal_operations():
@@ -150,7 +155,14 @@ class _Passes:
         self._measurements: dict[Any, Any] = {}
 
     def __call__(self, *arrays: Value) -> Any:
-        if not self.masked and all(map(bool, jax.device_get(self._flag(*arrays)))):
+        try:
+            fine = all(map(bool, jax.device_get(self._flag(*arrays))))
+        except Exception:
+            found = self._locate_before_error(arrays)
+            if found is None:
+                raise
+            return found
+        if fine and not self.masked:
             return None
         row = self._row(self.masked, arrays)
         if row is not None and row[0] // CLASS == REMOTE and not self.masked:
@@ -164,7 +176,15 @@ class _Passes:
         with internal_operations():
             return OriginWalk(self.jaxpr, masked, HANDLERS).run(arrays)
 
+    def _locate_before_error(self, arrays: Sequence[Any]) -> Any:
+        """The first bad value of a program that raises; None if it raised before there was any."""
+        row = self._row(True, arrays)
+        found = None if row is None else self._locate(row, arrays)
+        raised = isinstance(found, _BadEquation) and kind_of(found.path[-1].eqn) & Kind.CALLBACK
+        return None if raised else found
+
     def _row(self, masked: bool, arrays: Sequence[Any]) -> list[int] | None:
+        self._guard.raised = False
         row = np.asarray(self._search[masked](*arrays)).tolist()
         return None if row[0] >= NONE else row
 
@@ -212,6 +232,7 @@ class _Passes:
                     return measurement.run(arrays)
 
             self._measurements[target] = jax.jit(run)
+        self._guard.raised = False
         return [np.asarray(x) for x in self._measurements[target](*arrays)]
 
 

@@ -5,18 +5,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.dtypes import float0
 
 from tapax import _jax
 from tapax._jax import Equation, PyTree, Static, Value, typed
+from tapax._jaxpr import derivatives
+from tapax._jaxpr.derivatives import instantiate
 from tapax._marks.context import without_marks
 from tapax._sites import SiteError
 from tapax._walk.changes import Key, PartKey
 from tapax._walk.entries import StagedBody, Threads
 from tapax._walk.interpreter import Interpreter
-
 
 _RULE = "a function with a derivative rule of its own (jax.custom_jvp or jax.custom_vjp)"
 
@@ -40,9 +39,10 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
         if edited:
             walk.hooks.differentiate_edited(walk, edited)
         moved = list(itertools.compress(range(len(primals)), moves))
+        moving = [tangents[i] for i in moved]
         own = [i for i in moved if i < n]
-        values, out = _jvp(_plain(eqn), primals[:n], tangents, own)
-        results, inside = _jvp(inner, primals, tangents, moved)
+        values, out = derivatives.jvp(_plain(eqn), primals[:n], own, moving[: len(own)])
+        results, inside = derivatives.jvp(inner, primals, moved, moving)
         chosen = results[:count] if edited else values
         return [*chosen, *results[count:]], [*out, *inside[count:]]
 
@@ -69,20 +69,20 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
         flat = [x.value for x in given]
         moved = list(itertools.compress(range(len(flat)), moves))
         own = [i for i in moved if fixed <= i < n]
-        out, back = typed.vjp(_of(_plain(eqn), flat[:n], own), *(flat[i] for i in own))
+        out, back = derivatives.vjp(_plain(eqn), flat[:n], own)
 
-        def split(*values: Value) -> Any:
-            results = _of(inner, flat, moved)(*values)
+        def split(*flat: Value) -> Any:
+            results = inner(*flat)
             return results[count:], results[:count]
 
-        inside, back_inside, results = typed.vjp(split, *(flat[i] for i in moved), has_aux=True)
+        inside, back_inside, results = derivatives.vjp(split, flat, moved, has_aux=True)
         residuals = back, back_inside, Static((own, moved))
         return [*(results if edited else out), *inside], residuals
 
     def backward(residuals: PyTree, cts: PyTree) -> Any:
         back, back_inside, places = residuals
         own, moved = places.value
-        cts = [_instantiated(ct) for ct in cts]
+        cts = [instantiate(ct) for ct in cts]
         summed: list[Any] = [None] * len(staged.jaxpr.in_avals)
         for i, ct in zip(moved, back_inside(list(cts[count:])), strict=True):
             summed[i] = ct
@@ -111,32 +111,6 @@ def _plain(eqn: Equation) -> Callable[..., Any]:
             return _jax.bind_equation(eqn, flat)
 
     return call
-
-
-def _of(fn: Callable[..., Any], flat: Sequence[Value], moved: Sequence[int]) -> Callable[..., Any]:
-    """A function of some of its operands, the others fixed: those no derivative is taken by."""
-
-    def call(*values: Value) -> Any:
-        given = dict(zip(moved, values, strict=True))
-        return fn(*(given.get(i, x) for i, x in enumerate(flat)))
-
-    return call
-
-
-def _jvp(
-    fn: Callable[..., Any], primals: Sequence[Value], tangents: Sequence[Value], moved: list[int]
-) -> tuple[list[Value], list[Value]]:
-    """The results of a function and their tangents, by the operands that have one."""
-    starts, directions = [primals[i] for i in moved], [tangents[i] for i in moved]
-    return typed.jvp(_of(fn, primals, moved), starts, directions)
-
-
-def _instantiated(t: Value) -> Any:
-    """A tangent or cotangent as an array, also where JAX knows that it is zero."""
-    if not isinstance(t, SymbolicZero):
-        return t
-    aval: Any = t.aval
-    return np.zeros(aval.shape, aval.dtype) if aval.dtype == float0 else _jax.zeros(aval)
 
 
 def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from tapax._jax import Equation, Value
 from tapax._jaxpr.kinds import Kind
+from tapax._jaxpr.meshes import replicate
 from tapax._jaxpr.restage import bind_shard_map, mesh_axes
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry, Slots
@@ -42,10 +43,13 @@ def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[
         *(params["in_specs"][i] for i in ins.kept),
         *(PartitionSpec(*axes) for axes in own_axes),
     ]
-    operands = [*ins.arrays(args), *walk.changes.arrays(keys)]
-    left = bind_shard_map(eqn, local, operands, in_specs)
+    given, other = walk.changes.arrays(keys), _other_mesh(walk, mesh)
+    if other is not None:
+        given = replicate(given, other)
+    left = bind_shard_map(eqn, local, [*ins.arrays(args), *given], in_specs)
     outs, entries = left.static
-    flat, axes = iter(left.extra), iter(left.axes)
+    extra = left.extra if other is None else replicate(left.extra, other)
+    flat, axes = iter(extra), iter(left.axes)
     for entry in entries:
         first, *_ = [next(axes) for _ in entry.arrays]
         entry = entry.with_arrays(flat)
@@ -59,6 +63,13 @@ def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[
             )
         )
     return outs.fill(iter(left.own))
+
+
+def _other_mesh(walk: Interpreter, mesh: Any) -> Mesh | None:
+    """The mesh by which JAX names the shardings of what the program returns, if it is another."""
+    inside = any(a.kind is Kind.SHARD_MAP for a in walk.around)
+    first = None if inside or not isinstance(mesh, Mesh) else walk.first_mesh
+    return None if first == mesh else first
 
 
 def _combined(entry: Entry, axes: int) -> Entry:

@@ -77,7 +77,8 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     for buffer in buffers:
         walk.entries.append(buffer.finish([next(arrays) for _ in range(buffer.count)]))
     if tested:
-        _last_test(walk, test, [*loop.test_consts, *end.state], end.counts[0] + 1)
+        last = [*loop.test_consts, *end.state], end.counts[0] + 1
+        walk.hooks.last_test(walk, lambda: _last_test(walk, test, *last))
     return list(end.state)
 
 
