@@ -9,24 +9,29 @@ Sequential Sequential
 Sequential/layers/0 Linear
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapax._api.capture import sites
 from tapax._frameworks.interface import Module
 from tapax._frameworks.module_tree import in_order
 from tapax._frameworks.registry import loaded_adapters
-from tapax._results import SiteTable
+from tapax._results import SiteTable, Tabular
 from tapax._sites import join
 
+if TYPE_CHECKING:
+    from rich.table import Table
 
-class ModuleTable(tuple[tuple[str, type], ...]):
+
+class ModuleTable(Tabular, tuple[tuple[str, type], ...]):
     """Paths and classes, in the order of the model; prints as a table."""
 
     __slots__ = ()
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         from tapax._results.tables import modules_table
 
         return modules_table(self)

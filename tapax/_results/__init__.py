@@ -1,4 +1,5 @@
 """Results: what a capture returns, and the tables that results print as."""
 
 from tapax._results.site_table import SiteTable
+from tapax._results.tabular import Tabular
 from tapax._results.taps import SiteDict, Taps

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
+from tapax._results.tabular import Tabular
 from tapax._sites import Site, nearest
 
+if TYPE_CHECKING:
+    from rich.table import Table
 
-class SiteTable(Sequence[Site]):
+
+class SiteTable(Tabular, Sequence[Site]):
     """Sites in the order of the program; `table["net/h"]` finds one by name."""
 
     def __init__(self, sites: Sequence[Site] = ()):
@@ -54,7 +58,7 @@ class SiteTable(Sequence[Site]):
     def __hash__(self) -> int:
         return self._hash
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         from tapax._results.tables import sites_table
 
         return sites_table(self)

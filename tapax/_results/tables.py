@@ -10,16 +10,29 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tapax._jax import Value
 from tapax._sites import Site
 
 
 def render(table: Table) -> str:
-    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    """Render a table as text, in a notebook as well, where rich would display it instead."""
+    console = Console(
+        file=io.StringIO(),
+        width=140,
+        force_terminal=False,
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
+    )
     console.print(table)
     return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def number_column(header: str, style: str = "") -> Column:
+    """A column of numbers; one with a style is coloured by their magnitude in HTML."""
+    return Column(header, justify="right", style=style)
 
 
 def _bytes(n: int) -> str:
@@ -33,10 +46,10 @@ def type_of(x: Value) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def sites_table(sites: Sequence[Site]) -> str:
+def sites_table(sites: Sequence[Site]) -> Table:
     """Every site with its type, size, loops and place in the source."""
     title = f"{len(sites)} sites, {_bytes(sum(site.nbytes for site in sites))}"
-    table = Table("site", "kind", "type", "bytes", "loops", "source", title=title)
+    table = Table("site", "kind", "type", number_column("bytes"), "loops", "source", title=title)
     for site in sites:
         table.add_row(
             site.name,
@@ -46,15 +59,15 @@ def sites_table(sites: Sequence[Site]) -> str:
             " ".join(site.loops),
             os.path.basename(site.source),
         )
-    return render(table)
+    return table
 
 
-def modules_table(modules: Sequence[tuple[str, type]]) -> str:
+def modules_table(modules: Sequence[tuple[str, type]]) -> Table:
     """Every module with its class."""
     table = Table("module", "class", title=f"{len(modules)} modules")
     for path, cls in modules:
         table.add_row(path, f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
-    return render(table)
+    return table
 
 
 def _number(x: Value, reducer: Any) -> str:
@@ -76,11 +89,12 @@ def taps_table(
     values: Mapping[str, Any],
     grads: Mapping[str, Any],
     valid: Mapping[str, Any],
-) -> str:
+) -> Table:
     """Every captured site with its type, and the root mean square of its value and gradient."""
     by_name = {site.name: site for site in sites}
     title = f"{len(values)} values, {len(grads)} gradients"
-    table = Table("site", "type", "value rms", "grad rms", "valid", "source", title=title)
+    columns = (number_column(header, style="blue") for header in ("value rms", "grad rms"))
+    table = Table("site", "type", *columns, "valid", "source", title=title)
     for name in dict.fromkeys([*by_name, *values, *grads]):
         x, g, site = values.get(name), grads.get(name), by_name.get(name, Site(name))
         if x is None and g is None:
@@ -93,7 +107,7 @@ def taps_table(
             _valid(valid.get(name)),
             os.path.basename(site.source),
         )
-    return render(table)
+    return table
 
 
 def _valid(mask: Value) -> str:

@@ -1,18 +1,22 @@
 """`Taps`: the values and gradients that a capture returns.
 
-It prints as a table, and passes through `jit`, `vmap` and `scan` as any pytree does: its arrays are
-leaves, its sites are static.
+It prints as a table, shows in a notebook as a tree, and passes through `jit`, `vmap` and `scan` as
+any pytree does: its arrays are leaves, its sites are static.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
 from tapax._results.site_table import SiteTable
+from tapax._results.tabular import Tabular
 from tapax._sites import Selection
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class SiteDict(dict[str, Any]):
@@ -39,7 +43,7 @@ def _unflatten(names: tuple[str, ...], arrays: Iterable[Any]) -> SiteDict:
 jax.tree_util.register_pytree_with_keys(SiteDict, _flatten_with_keys, _unflatten, _flatten)
 
 
-class Taps:
+class Taps(Tabular):
     """The values and gradients that a capture returned, by name.
 
     `valid[name]` is there for a site that may not have run: a mask for one in a branch or for the
@@ -59,7 +63,7 @@ class Taps:
         self.valid = valid
         self.sites = sites
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         from tapax._results.tables import taps_table
 
         return taps_table(self.sites, self.values, self.grads, self.valid)

@@ -16,18 +16,25 @@ A *record* has the numbers of one watched step: a dict of numbers by names such 
 A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tapax._results import Tabular
 from tapax._sites import nearest
 from tapax.monitoring._json_lines import read_lines
 from tapax.monitoring._log_format import LogEntry, not_a_log, warn_left_out
 from tapax.monitoring._part_folder import FORMATS, IncompletePart, find_parts
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +58,7 @@ class Series:
         return len(self.steps)
 
 
-class Log:
+class Log(Tabular):
     """The records of a run, in order. `log(step, record)` adds one; `log[name]` is a `Series`."""
 
     def __init__(self) -> None:
@@ -107,10 +114,15 @@ class Log:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __repr__(self) -> str:
+    def _table(self, rows: int = 60) -> Table:
         from tapax.monitoring._trend import log_table
 
-        return log_table(list(self), self.names, len(self.alerts))
+        return log_table(list(self), self.names, len(self.alerts), rows)
+
+    def _repr_html_(self) -> str:
+        from tapax._results.html import ROWS, to_html
+
+        return to_html(self._table(ROWS - 1))
 
 
 def open(path: str | os.PathLike[str]) -> Log:

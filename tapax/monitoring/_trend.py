@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from tapax._results.tables import render
+from tapax._results.tables import number_column
 from tapax.monitoring._records import Number, Record, split_name
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -61,8 +61,8 @@ def _bar(x: float, low: float, high: float) -> str:
 
 
 def log_table(
-    records: Sequence[tuple[int, Record]], names: Sequence[str], alerts: int, rows: int = 60
-) -> str:
+    records: Sequence[tuple[int, Record]], names: Sequence[str], alerts: int, rows: int
+) -> Table:
     """The first, the last and the trend of every name."""
     what = f"{len(records)} records" if len(records) != 1 else "1 record"
     if records:
@@ -71,7 +71,7 @@ def log_table(
         what += f", {alerts} alerts" if alerts != 1 else ", 1 alert"
     left = len(names) - rows if len(names) > rows else 0
     shown = names if not left else [*names[: rows // 2], *names[-(rows // 2) :]]
-    table = Table("name", "first", "last", "trend", title=what)
+    table = Table("name", number_column("first"), number_column("last"), "trend", title=what)
     numbers: dict[str, list[float]] = {name: [] for name in shown}
     for _, record in records:
         for name in shown:
@@ -81,9 +81,8 @@ def log_table(
         if left and i == rows // 2:
             table.add_row(f"... {left} more ...", "", "", "")
         row = numbers[name]
-        # A name may hold brackets, which are no markup.
-        table.add_row(Text(name), f"{row[0]:.3g}", f"{row[-1]:.3g}", sparkline(row))
-    return render(table)
+        table.add_row(name, f"{row[0]:.3g}", f"{row[-1]:.3g}", sparkline(row))
+    return table
 
 
 def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
@@ -100,5 +99,6 @@ def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
         table.add_column(stat, no_wrap=True)
     for site, row in rows.items():
         cells = (f"{row[s][-1]:.3g} {sparkline(row[s], width)}" if s in row else "" for s in stats)
+        # A name may hold brackets, which are no markup.
         table.add_row(Text(site), *cells)
     return table

@@ -47,7 +47,7 @@ class table:
     def __init__(self, console: Console | None = None):
         from rich.console import Console
 
-        self._console = console or Console()
+        self._console = console or Console(force_jupyter=False)
         self._history: dict[str, list[float]] = {}
         self._live: Live | None = None
         self._step = 0

@@ -56,12 +56,30 @@ class Finding:
     dtype: Any
 
     def __str__(self) -> str:
+        rows = self._rows()
+        wide = max(len(typed) for _, typed, _ in rows)
+        lines = [f"  {label:<10} {typed:{wide}}  {text}" for label, typed, text in rows]
+        return "\n".join([self._sentence(), *lines])
+
+    def _repr_html_(self) -> str:
+        from rich.table import Table
+        from rich.text import Text
+
+        from tapax._results.html import to_html
+
+        table = Table("", "type", "elements", title=self._sentence())
+        for label, typed, text in self._rows():
+            is_bad = "finite" in text or "NaN" in text
+            table.add_row(label, typed, Text(text, "red") if is_bad else text)
+        return to_html(table)
+
+    def _sentence(self) -> str:
         what = {"nan": "a NaN", "inf": "an infinity"}[self.kind]
         if self.operation in ("argument", "result"):
-            lines = [f"The first non-finite value is {what} in the {self.operation} {self.path}."]
+            sentence = f"The first non-finite value is {what} in the {self.operation} {self.path}."
             if self.operation == "result":
-                lines[0] += " It cannot be traced to an operation: compiled otherwise, it is gone."
-            return "\n".join([*lines, f"  value      {self._result()}"])
+                sentence += " It cannot be traced to an operation: compiled otherwise, it is gone."
+            return sentence
         constant = self.operation == "constant"
         where = ["that is a constant" if constant else f"made by `{self.operation}`"]
         where[0] += f" in {self.path}" if self.path else ""
@@ -75,27 +93,22 @@ class Finding:
         ]
         if self.device:
             where.append("device " + ", ".join(f"{a}={i}" for a, i in self.device.items()))
-        names = [_typed(r.shape, r.dtype) for r in self.operands]
-        wide = max(map(len, [*names, _typed(self.shape, self.dtype)]))
-        lines = [f"The first non-finite value is {what} {', '.join(where)}."]
-        for i, (name, operand) in enumerate(zip(names, self.operands, strict=True)):
-            lines.append(f"  operand {i:<2} {name:{wide}}  {operand}")
-        lines.append(f"  result     {self._result(wide)}")
-        return "\n".join(lines)
+        return f"The first non-finite value is {what} {', '.join(where)}."
 
-    def _result(self, wide: int = 0) -> str:
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """The operands and the result: a label, a type, and a word on the elements of each."""
         size = int(np.prod(self.shape, dtype=np.int64))
-        what = {"nan": "NaN", "inf": "infinite"}[self.kind]
-        first = list(self.position)
-        return (
-            f"{_typed(self.shape, self.dtype):{wide}}  {self.count} of {size} "
-            f"{'is' if self.count == 1 else 'are'} {what}"
-            + (f", first at {first}" if first else "")
-        )
+        count = f"{self.count} of {size} {'is' if self.count == 1 else 'are'} "
+        count += {"nan": "NaN", "inf": "infinite"}[self.kind]
+        count += f", first at {list(self.position)}" if self.position else ""
+        label = "value" if self.operation in ("argument", "result") else "result"
+        operands = [] if label == "value" else self.operands
+        rows = [(f"operand {i}", _typed(x), str(x)) for i, x in enumerate(operands)]
+        return [*rows, (label, _typed(self), count)]
 
 
-def _typed(shape: tuple[int, ...], dtype: Any) -> str:
-    return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+def _typed(x: Range | Finding) -> str:
+    return f"{np.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"
 
 
 def _short(source: str) -> str:

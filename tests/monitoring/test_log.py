@@ -97,7 +97,7 @@ def test_a_log_prints_as_a_table():
     text = repr(log)
     assert "200 records, steps 0 to 199, 1 alert" in text
     row = next(line for line in text.splitlines() if "Net/mlp[3]/value_rms" in line)
-    assert re.search(r"│ 1 +│ 2.66e\+86 │ ▁.*█ │", row)
+    assert re.search(r"│ +1 │ 2.66e\+86 │ ▁.*█ │", row)
     assert "▄▄▄▄▄▄▄▄!!!!!!!!" in text
     many = Log()
     many(0, {f"site{i}": 1.0 for i in range(1000)})
