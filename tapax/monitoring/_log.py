@@ -18,19 +18,22 @@ A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tapax._results import Tabular
 from tapax._sites import nearest
-from tapax.monitoring._json_lines import read_lines
+from tapax.monitoring._delivery import warn
+from tapax.monitoring._json_lines import jsonl, read_lines
 from tapax.monitoring._log_format import LogEntry, not_a_log, warn_left_out
-from tapax.monitoring._part_folder import FORMATS, IncompletePart, find_parts
+from tapax.monitoring._part_folder import FORMATS, IncompletePart, PartFolder, find_parts
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record
 
 if TYPE_CHECKING:
@@ -59,16 +62,37 @@ class Series:
 
 
 class Log(Tabular):
-    """The records of a run, in order. `log(step, record)` adds one; `log[name]` is a `Series`."""
+    """The records of a run, by step. `log(step, record)` adds one; `log[name]` is a `Series`.
+
+    A record replaces those of its step and of later steps that have a name in common with it, as
+    when a run is resumed from an earlier step; the log warns of it.
+    """
 
     def __init__(self) -> None:
         self._records: list[tuple[int, dict[str, Number]]] = []
-        self._names: dict[str, None] = {}
+        self._warned = False
         self.alerts: list[AlertEvent] = []
 
     def __call__(self, step: int, record: Record) -> None:
-        self._names.update(dict.fromkeys(record))
-        self._records.append((int(step), dict(record)))
+        replaced = self._add(step, record)
+        if replaced and not self._warned:
+            self._warned = True
+            warn(f"In a log, {replaced}")
+
+    def _add(self, step: int, record: Record) -> str:
+        """Add a record in the order of steps; return a sentence on those that it replaces."""
+        at = bisect.bisect_left(self._records, step, key=_step)
+        later = self._records[at:]
+        kept = [(n, other) for n, other in later if other and other.keys().isdisjoint(record)]
+        self._records[at:] = kept
+        bisect.insort(self._records, (int(step), dict(record)), key=_step)
+        if len(kept) == len(later):
+            return ""
+        return (
+            f"step {step} came after step {later[-1][0]}, as if a run had been resumed from an "
+            "earlier step, or two runs had been written to one log. The later records replace the "
+            f"earlier ones from step {step} on."
+        )
 
     def alert(self, event: AlertEvent) -> None:
         """Add an alert that went off."""
@@ -82,12 +106,13 @@ class Log(Tabular):
     @property
     def names(self) -> list[str]:
         """Every name that a record has, in the order in which they came."""
-        return list(self._names)
+        return list(dict.fromkeys(name for _, record in self._records for name in record))
 
     def __getitem__(self, name: str) -> Series:
         found = [(step, record[name]) for step, record in self._records if name in record]
         if not found:
-            near = nearest(name, self._names) if self._names else "It holds no numbers yet."
+            names = self.names
+            near = nearest(name, names) if names else "It holds no numbers yet."
             raise KeyError(f"The log has no {name!r}. {near}")
         steps = np.array([step for step, _ in found], np.int64)
         numbers = [number for _, number in found]
@@ -106,7 +131,7 @@ class Log(Tabular):
         return Series(steps, np.stack(values), edges[0] if edges else None)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return any(name in record for _, record in self._records)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Number]]]:
         return iter(list(self._records))
@@ -125,19 +150,48 @@ class Log(Tabular):
         return to_html(self._table(ROWS - 1))
 
 
+def _step(entry: tuple[int, dict[str, Number]]) -> int:
+    return entry[0]
+
+
 def open(path: str | os.PathLike[str]) -> Log:
     """Reads a log that a sink wrote: a `.jsonl` file, a `.parquet` or `.safetensors` folder.
 
     Records that were not written to their end, as when the run was killed or the disk was full, are
-    left out, with a warning.
+    left out, with a warning; so are those that a resumed run replaced: see `Log`.
     """
-    log = Log()
+    log, replaced = Log(), ""
     for entry in _read(Path(path)):
         if isinstance(entry, AlertEvent):
             log.alert(entry)
         else:
-            log(*entry)
+            replaced = log._add(*entry) or replaced
+    if replaced:
+        warnings.warn(f"In the log {os.fspath(path)!r}, {replaced}", stacklevel=2)
     return log
+
+
+def next_step(sinks: Sequence[Any], every: int) -> int:
+    """The first step to watch after those in the logs among some sinks, of which it warns; or 0.
+
+    It is a multiple of `every`, so that all processes of a run watch the same calls, whether or not
+    they find a log.
+    """
+    start = 0
+    for sink in sinks:
+        if not isinstance(sink, (Log, jsonl, PartFolder)):
+            continue
+        steps = (sink if isinstance(sink, Log) else open(sink.path)).steps
+        if len(steps) and steps[-1] >= start:
+            start = int(steps[-1]) // every * every + every
+            name = "The log" if isinstance(sink, Log) else f"The log {str(sink.path)!r}"
+            warnings.warn(
+                f"{name} holds steps {steps[0]} to {steps[-1]}, so the steps of this run are "
+                f"numbered from {start}. Pass `start`, the number of its first step, if it is "
+                "another.",
+                stacklevel=4,
+            )
+    return start
 
 
 def _read(path: Path) -> Iterator[LogEntry]:

@@ -42,6 +42,7 @@ from tapax._results import SiteTable, Taps
 from tapax._sites import SiteError, name_of, wrong_type
 from tapax._walk.plan import Plan
 from tapax.monitoring._delivery import Delivery, Report, warn
+from tapax.monitoring._log import next_step
 from tapax.monitoring._readings import (
     Reading,
     ResultLabels,
@@ -74,6 +75,7 @@ def monitor(
     *,
     alerts: AlertRule | Sequence[AlertRule] = (),
     modules: Any = True,
+    start: int | None = None,
 ) -> Monitor[P, R]:
     """The train step `step`, watched on every n-th call.
 
@@ -83,18 +85,30 @@ def monitor(
 
     `to` says where the numbers go: a sink, a function of a step and a record, a path, or a list of
     these: see `tapax.sink`. `alerts` are rules by which to warn: see `tapax.alert`.
+
+    `start` is the number of the first call: give it where a run is resumed. By default it is 0, or,
+    if `to` has a log with records already, the first multiple of `every` after their steps, with a
+    warning.
     """
     check_function(step, "monitor")
-    rules = _list_rules(alerts)
-    return Monitor(step, _check_every(every), values, grads, to, alerts=rules, modules=modules)
+    return Monitor(
+        step,
+        _check_integer("every", every, 1),
+        values,
+        grads,
+        to,
+        alerts=_list_rules(alerts),
+        modules=modules,
+        start=None if start is None else _check_integer("start", start, 0),
+    )
 
 
 class Monitor(Generic[P, R]):
     """A step that is watched: see `monitor`.
 
-    `step_number` is the number of its next call, and may be set, when a run is continued. `alerts`
-    are those that went off so far. `close`, or the end of a `with` block, waits for reports to be
-    delivered, and closes the sinks; the step can be called on, without being watched.
+    `step_number` is the number of its next call, and may be set. `alerts` are those that went off
+    so far. `close`, or the end of a `with` block, waits for reports to be delivered, and closes the
+    sinks; the step can be called on, without being watched.
     """
 
     def __init__(
@@ -107,6 +121,7 @@ class Monitor(Generic[P, R]):
         *,
         alerts: Sequence[AlertRule],
         modules: Any,
+        start: int | None,
     ):
         functools.update_wrapper(self, step, updated=())
         pairs = [(rule, limit) for rule, alert in enumerate(alerts) for limit in alert.limits]
@@ -128,14 +143,15 @@ class Monitor(Generic[P, R]):
             modules=modules,
             reducing=True,
         )
-        self.step_number = 0
         self._step = step
         self._every = every
         self._copy = TransformedFunction(step, _MonitorTransform(plan))
         self._ran = False
         self._reader = _Reader(requests, limits)
         # Last, so that nothing is left open if an argument is wrong.
-        self._delivery = Delivery(make(to), self._reader.stop)
+        sinks = make(to)
+        self.step_number = next_step(sinks, every) if start is None else start
+        self._delivery = Delivery(sinks, self._reader.stop)
         weakref.finalize(self, self._delivery.end).atexit = False
 
     def __repr__(self) -> str:
@@ -285,15 +301,15 @@ class _Reader:
             warn(first.message + more, AlertWarning)
 
 
-def _check_every(every: Any) -> int:
+def _check_integer(name: str, given: Any, least: int) -> int:
     try:
-        number = operator.index(every)
+        number = operator.index(given)
     except TypeError:
         number = None
-    if number is None or isinstance(every, bool):
-        raise wrong_type("`every` must be a number of steps, but is", every)
-    if number < 1:
-        raise ValueError(f"`every` must be at least 1, to watch every step, but is {number}.")
+    if number is None or isinstance(given, bool):
+        raise wrong_type(f"`{name}` must be a number of steps, but is", given)
+    if number < least:
+        raise ValueError(f"`{name}` must be at least {least}, but is {number}.")
     return number
 
 

@@ -10,7 +10,8 @@ with each `AlertEvent`, and a method `close`, which it calls in the end. A sink 
 dropped, with a warning; the training goes on.
 
 `to=` also takes a path, `"run.jsonl"`, `"run.parquet"` or `"run.safetensors"`, which `tapax.open`
-reads; `"table"`; or a list of sinks and paths. A log that is there already is continued.
+reads; `"table"`; or a list of sinks and paths. A log that is there already is continued: the
+argument `start` of `tapax.monitor` says from which step.
 """
 
 from __future__ import annotations
