@@ -12,7 +12,7 @@ from jax.core import Tracer
 from rich.console import Console
 from rich.table import Column, Table
 
-from tapax._jax import Value
+from tapax._jax import Value, local_elements, spans_processes
 from tapax._sites import Site
 
 
@@ -70,18 +70,24 @@ def modules_table(modules: Sequence[tuple[str, type]]) -> Table:
     return table
 
 
+def _read(x: Value) -> tuple[np.ndarray, str]:
+    """An array, and no mark; or the elements that this process holds, and a star."""
+    return (local_elements(x), "*") if spans_processes(x) else (np.asarray(x), "")
+
+
 def _number(x: Value, reducer: Any) -> str:
     """The root mean square of what was captured; what it was reduced to, if it was."""
     if isinstance(x, Tracer):
         return "traced"
     if reducer is not None:
-        x = np.asarray(x)
+        x, star = _read(x)
         ends = dict.fromkeys(f"{end:.3g}" for end in (x.min(), x.max())) if x.size else {}
-        return f"{reducer}: {' to '.join(ends)}"
+        return f"{reducer}: {' to '.join(ends)}{star}"
     if not jax.numpy.issubdtype(x.dtype, np.inexact):
         return ""
-    x = np.abs(np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64))
-    return f"{np.sqrt(np.mean(x**2)):.3g}" if x.size else ""
+    x, star = _read(x)
+    x = np.abs(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64))
+    return f"{np.sqrt(np.mean(x**2)):.3g}{star}" if x.size else star
 
 
 def taps_table(
@@ -90,7 +96,10 @@ def taps_table(
     grads: Mapping[str, Any],
     valid: Mapping[str, Any],
 ) -> Table:
-    """Every captured site with its type, and the root mean square of its value and gradient."""
+    """Every captured site with its type, and the root mean square of its value and gradient.
+
+    Nothing is communicated: of an array that spans processes, the table has the part of this one.
+    """
     by_name = {site.name: site for site in sites}
     title = f"{len(values)} values, {len(grads)} gradients"
     columns = (number_column(header, style="blue") for header in ("value rms", "grad rms"))
@@ -107,6 +116,11 @@ def taps_table(
             _valid(valid.get(name)),
             os.path.basename(site.source),
         )
+    if any(map(spans_processes, (*values.values(), *grads.values(), *valid.values()))):
+        table.caption = (
+            f"* computed from the elements that process {jax.process_index()} of "
+            f"{jax.process_count()} holds"
+        )
     return table
 
 
@@ -115,7 +129,8 @@ def _valid(mask: Value) -> str:
         return ""
     if isinstance(mask, Tracer):
         return "traced"
-    mask = np.asarray(mask)
+    mask, star = _read(mask)
     if mask.dtype != bool:
-        return f"{mask} times" if mask.ndim == 0 else f"{mask.min()} to {mask.max()} times"
-    return str(bool(mask)) if mask.ndim == 0 else f"{int(mask.sum())} of {mask.size}"
+        counts = f"{mask}" if mask.ndim == 0 else f"{mask.min()} to {mask.max()}"
+        return f"{counts} times{star}"
+    return str(bool(mask)) if mask.ndim == 0 else f"{int(mask.sum())} of {mask.size}{star}"

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+
 from tapax.monitoring._records import AlertEvent, Record
 
 Report = tuple[int, Record, Iterable[AlertEvent]]
@@ -28,11 +30,18 @@ class Delivery:
     """A queue of reports, and the thread that delivers them.
 
     `put` takes a function that fetches a report, and is called on that thread. If it raises, the
-    thread warns once, and calls `on_error`.
+    thread warns once, and calls `on_error`. Of several processes, the first one alone delivers,
+    unless `every_process` is True; the others fetch.
     """
 
-    def __init__(self, sinks: Sequence[Callable[..., Any]], on_error: Callable[[], None]):
+    def __init__(
+        self,
+        sinks: Sequence[Callable[..., Any]],
+        on_error: Callable[[], None],
+        every_process: bool = False,
+    ):
         self._sinks = list(sinks)
+        self._every_process = every_process
         self._on_error = on_error
         # Its `put` may be called by the garbage collector, in the midst of another.
         self._queue: queue.SimpleQueue[Callable[[], Report] | None] = queue.SimpleQueue()
@@ -77,6 +86,9 @@ class Delivery:
         _unfinished.discard(self)
 
     def _deliver(self, found: Report) -> None:
+        # Not before: a monitor may be made before `jax.distributed.initialize` is called.
+        if jax.process_index() and not self._every_process:
+            return
         step, record, alerts = found
         for sink in list(self._sinks):
             if self._try(sink, "", step, record):

@@ -76,6 +76,7 @@ def monitor(
     alerts: AlertRule | Sequence[AlertRule] = (),
     modules: Any = True,
     start: int | None = None,
+    every_process: bool = False,
 ) -> Monitor[P, R]:
     """The train step `step`, watched on every n-th call.
 
@@ -89,6 +90,10 @@ def monitor(
     `start` is the number of the first call: give it where a run is resumed. By default it is 0, or,
     if `to` has a log with records already, the first multiple of `every` after their steps, with a
     warning.
+
+    Where `jax.distributed` runs several processes, all of them call the monitored step, and the
+    sinks of process 0 alone get the records. With `every_process` those of every process do: give
+    each process a path of its own.
     """
     check_function(step, "monitor")
     return Monitor(
@@ -100,6 +105,7 @@ def monitor(
         alerts=_list_rules(alerts),
         modules=modules,
         start=None if start is None else _check_integer("start", start, 0),
+        every_process=every_process,
     )
 
 
@@ -122,6 +128,7 @@ class Monitor(Generic[P, R]):
         alerts: Sequence[AlertRule],
         modules: Any,
         start: int | None,
+        every_process: bool,
     ):
         functools.update_wrapper(self, step, updated=())
         pairs = [(rule, limit) for rule, alert in enumerate(alerts) for limit in alert.limits]
@@ -151,7 +158,7 @@ class Monitor(Generic[P, R]):
         # Last, so that nothing is left open if an argument is wrong.
         sinks = make(to)
         self.step_number = next_step(sinks, every) if start is None else start
-        self._delivery = Delivery(sinks, self._reader.stop)
+        self._delivery = Delivery(sinks, self._reader.stop, every_process)
         weakref.finalize(self, self._delivery.end).atexit = False
 
     def __repr__(self) -> str:
@@ -175,7 +182,7 @@ class Monitor(Generic[P, R]):
 
     def _watch(self, number: int, args: Args, kwargs: Kwargs) -> None:
         try:
-            taps = self._copy((), args, kwargs)
+            taps = _jax.gather(self._copy((), args, kwargs))
         except Exception as error:
             # What cannot be traced is told at once; what fails later must not stop the training.
             if not self._ran and not isinstance(error, jax.errors.JaxRuntimeError):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from rich.table import Table
 
-from tapax._jax import Value
+from tapax._jax import Value, spans_processes
 from tapax._results import Taps
 from tapax._results.tables import render, type_of
 from tapax._sites import Site, SiteError, wrong_type
@@ -72,7 +72,11 @@ class Members:
             f"{len(self.values)} values, {len(self.grads)} gradients, {self.num_members} members"
         )
         table = Table("site", "type", "value rms", "disagree", "grad rms", "disagree", title=title)
-        both = self.statistics, self.grad_statistics
+        # Statistics of an array that spans processes would need all of them.
+        both = [
+            self._statistics({name: x for name, x in found.items() if not spans_processes(x)})
+            for found in (self.values, self.grads)
+        ]
         for name in dict.fromkeys([*self.values, *self.grads]):
             x = self.values.get(name, self.grads.get(name))
             table.add_row(

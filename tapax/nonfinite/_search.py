@@ -233,7 +233,7 @@ class _Passes:
 
             self._measurements[target] = jax.jit(run)
         self._guard.raised = False
-        return [np.asarray(x) for x in self._measurements[target](*arrays)]
+        return [np.asarray(x) for x in _jax.gather(self._measurements[target](*arrays))]
 
 
 def _describe_value(operation: str, path: str, x: Value) -> Finding:
