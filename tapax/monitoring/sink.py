@@ -48,7 +48,7 @@ class table:
     def __init__(self, console: Console | None = None):
         from rich.console import Console
 
-        self._console = console or Console(force_jupyter=False)
+        self._console = console or Console()
         self._history: dict[str, list[float]] = {}
         self._live: Live | None = None
         self._step = 0
@@ -75,7 +75,10 @@ class table:
         self._live.update(sites_table(step, self._history), refresh=True)
 
     def alert(self, event: AlertEvent) -> None:
-        self._console.print(event.message, style="bold red", markup=False, highlight=False)
+        if self._console.is_terminal:
+            self._console.print(event.message, style="bold red", markup=False, highlight=False)
+        else:  # rich would display it in a notebook, where the table is text
+            print(event.message, file=self._console.file)
 
     def close(self) -> None:
         from tapax._results.tables import render

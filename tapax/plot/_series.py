@@ -73,7 +73,7 @@ def numbers_of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Numb
 
 
 def numbers_of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[int, Number]]]:
-    """The numbers of a log, of the sites that are selected, by step. A later record counts."""
+    """The numbers of a log, of the sites that are selected, by step."""
     if not len(log):
         raise ValueError(
             "There is nothing to plot: the log holds no records. A monitor fills one: "
@@ -89,7 +89,7 @@ def numbers_of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[in
     for stat, row in names.values():
         if rows[row]:
             found.setdefault(stat, {})[row] = {}
-    for step, record in sorted(log, key=lambda entry: entry[0]):
+    for step, record in log:
         for name, number in record.items():
             stat, row = names[name]
             if rows[row] and (folded := _fold(stat[1], number)) is not None:

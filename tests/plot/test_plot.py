@@ -372,7 +372,7 @@ def test_history_of_many_layers_is_a_heat_map():
 
 def test_history_of_many_records_shows_the_largest_and_each_nan():
     log = filled(12, range(1200))
-    log(567, {"Net/5/mlp/value_rms": np.inf})
+    dict(log)[567]["Net/5/mlp/value_rms"] = np.inf
     mesh, bad = panels(save(plot.history(log)))["Values: rms"].collections
     assert mesh.get_array().shape == (12, 400)
     assert mesh.get_array()[2].max() == 3 * 1200
@@ -427,12 +427,15 @@ def test_history_marks_alerts_and_nan():
 
 def test_history_of_a_run_that_was_continued():
     log = Log()
-    for step, number in ((0, 1.0), (10, 2.0), (20, 3.0), (10, 4.0)):
+    for step, number in ((0, 1.0), (10, 2.0), (20, 3.0)):
         log(step, {"h/value_rms": number, "loss": number})
+    with pytest.warns(UserWarning, match="step 10 came after step 20"):
+        log(10, {"h/value_rms": 4.0, "loss": 4.0})
+    log(30, {"h/value_rms": 5.0, "loss": 5.0})
     figure = save(plot.history(log))
     axes = panels(figure)
     assert list(axes) == ["Values: rms", "loss"]
-    assert line(axes["Values: rms"], "h").get_xydata().tolist() == [[0, 1], [10, 4], [20, 3]]
+    assert line(axes["Values: rms"], "h").get_xydata().tolist() == [[0, 1], [10, 4], [30, 5]]
 
 
 def test_history_reads_a_path_and_selects(tmp_path):
