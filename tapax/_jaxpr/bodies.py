@@ -1,10 +1,12 @@
 """The jaxprs inside equations."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr
+from tapax._jax import Equation, Jaxpr, typed
+from tapax._jaxpr.kinds import Kind, kind_of
 
 
 def bodies(eqn: Equation) -> Iterator[Any]:
@@ -23,3 +25,21 @@ def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
         yield eqn
         for body in bodies(eqn):
             yield from list_equations(body)
+
+
+def implementation(eqn: Equation) -> Jaxpr | None:
+    """Traces the function by which another library evaluates its primitive.
+
+    It returns None for a primitive of JAX, and for one that only a compiled kernel evaluates.
+    """
+    if kind_of(eqn) is not Kind.OPAQUE or _jax.is_own_primitive(eqn.primitive):
+        return None
+    run = functools.partial(eqn.primitive.impl, **eqn.params)
+    flat = run if eqn.primitive.multiple_results else lambda *args: [run(*args)]
+    try:
+        traced = typed.make_jaxpr(flat)(*(v.aval for v in eqn.invars))
+    except Exception:  # whatever a kernel raises that takes no traced values
+        return None
+    # Most kernels are evaluated by compiling the primitive itself.
+    is_itself = any(inner.primitive is eqn.primitive for inner in list_equations(traced))
+    return None if is_itself else traced

@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 
 from tapax import _jax
 from tapax._jax import Equation, Jaxpr, Var
+from tapax._jaxpr.bodies import implementation
 from tapax._jaxpr.evaluate import evaluate_equations, read
 from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of
 
@@ -59,7 +60,10 @@ class ForwardAnalysis(Generic[Fact]):
             return self._cond(eqn, facts)
         if kind & Kind.SCAN:
             return self._scan(eqn, facts)
-        return self._while(eqn, facts) if kind & Kind.WHILE else self.transfer(eqn, facts)
+        if kind & Kind.WHILE:
+            return self._while(eqn, facts)
+        body = implementation(eqn)
+        return self.transfer(eqn, facts) if body is None else self.run(body, facts)
 
     def _cond(self, eqn: Equation, facts: list[Fact]) -> list[Fact]:
         index, *operands = facts
@@ -75,7 +79,8 @@ class ForwardAnalysis(Generic[Fact]):
             outs = self.run(eqn.params["jaxpr"], [*consts, *carry, *xs])
             grown = [self.join(pair) for pair in zip(carry, outs[:ncarry], strict=True)]
             if grown == carry:
-                return [*carry, *(self.slice(fact) for fact in outs[ncarry:])]
+                last = outs[:ncarry] if eqn.params["length"] else carry
+                return [*last, *(self.slice(fact) for fact in outs[ncarry:])]
             carry = grown
 
     def _while(self, eqn: Equation, facts: list[Fact]) -> list[Fact]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tapax import _jax
 from tapax._jax import Atom, Equation, Jaxpr, Value, Var, typed
+from tapax._jaxpr.bodies import implementation
 from tapax._jaxpr.kinds import Kind, kind_of
 
 Apply = Callable[[int, Equation, list[Any]], Sequence[Any]]
@@ -53,16 +54,21 @@ def evaluate(
     return [read(env, v, literal) for v in inner.outvars]
 
 
-def inline(jaxpr: Jaxpr, kinds: Kind, apply: Apply = bind_in_context) -> Jaxpr:
+def inline(
+    jaxpr: Jaxpr, kinds: Kind, apply: Apply = bind_in_context, *, implementations: bool = False
+) -> Jaxpr:
     """Replaces calls of some kinds by their bodies, at every depth of such calls.
 
-    `apply` evaluates the other equations.
+    With `implementations`, it also replaces the primitives of other libraries whose implementation
+    can be traced. `apply` evaluates the other equations.
     """
 
     def run(number: int, eqn: Equation, values: list[Value]) -> Sequence[Value]:
-        if kind_of(eqn) & kinds:
-            return _jax.in_context(eqn, evaluate, _jax.call_body(eqn), values, run)
-        return apply(number, eqn, values)
+        body = implementation(eqn) if implementations else None
+        body = _jax.call_body(eqn) if kind_of(eqn) & kinds else body
+        if body is None:
+            return apply(number, eqn, values)
+        return _jax.in_context(eqn, evaluate, body, values, run)
 
     types = [v.aval for v in _jax.open_jaxpr(jaxpr).invars]
     return typed.make_jaxpr(lambda *args: evaluate(jaxpr, args, run))(*types)

@@ -8,6 +8,7 @@ jit Kind.JIT
 add Kind.ELEMENTWISE
 
 The rows hold JAX's own primitives alone: a primitive of another library is not what its name says.
+An adapter registers those whose kind it knows.
 One that holds a `call_jaxpr` with the operands and results of the equation is a call, whoever
 defines it. A primitive in no row is `OPAQUE`; a warning tells when a tap is inside of one.
 
@@ -154,6 +155,11 @@ def _runs_its_body(eqn: Equation) -> bool:
         == [getattr(v.aval, "shape", None) for v in other]
         for one, other in pairs
     )
+
+
+def register_primitive(primitive: Primitive, kind: Kind) -> None:
+    """Says what a primitive of another library is."""
+    _known[primitive] = kind
 
 
 def kind_of_primitive(primitive: Primitive) -> Kind:

@@ -1,5 +1,6 @@
 """Modules of brainstate, which write their hidden states in place, against the modules run."""
 
+import brainevent
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -241,6 +242,20 @@ def test_states_of_several_cells():
     close(loss(params), sum(jnp.sum(o**2) for o in outs))
     (group,) = [g for g in groups if g.names == ("a/h",)]
     assert group.diagonal_jacobian(state, X).shape == (4, 1, 1)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_sparse_matrices_are_between_two_groups(events):
+    matrix = brainevent.CSR.fromdense(jnp.ones((3, 3)))
+
+    def run(m, x):
+        m.a.value = 0.9 * m.a.value + x
+        sent = brainevent.BinaryArray(m.a.value > 0) if events else m.a.value
+        m.b.value = 0.9 * m.b.value + sent @ matrix
+        return m.b.value
+
+    found = hidden_groups(Model(run, a=X, b=X), X)
+    assert [group.names for group in found] == [("a",), ("b",)]
 
 
 def test_the_order_of_the_program():

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from tapax.hidden import HiddenError, hidden_groups
+from tests.models.foreign_primitives import foreign_primitive
 
 N = 3
 rng = np.random.default_rng(0)
@@ -70,15 +71,38 @@ def looping(state, x):
     return {"h": h, "k": lax.cond(k[0] > 0, jnp.sin, jnp.cos, k)}, x
 
 
+def mixing_in_a_loop(state, x):
+    one = 0.5 * state["one"] + x
+    driven, _ = lax.scan(lambda c, _: (W @ c, None), one, None, length=4)
+    return {"one": one, "two": 0.5 * state["two"] + jnp.tanh(driven)}, one
+
+
+their_product = foreign_primitive("their_product", lambda x, w: x @ w)
+their_leak = foreign_primitive("their_leak", lambda x, by: by * x)
+
+
+def their_layers(state, x):
+    one = their_leak.bind(state["one"], by=0.5) + jnp.tanh(W @ x)
+    return {"one": one, "two": 0.5 * state["two"] + jnp.tanh(their_product.bind(one, U))}, one
+
+
+def their_dynamics(state, x):
+    v = 0.9 * state["v"] - their_leak.bind(state["a"], by=0.5) + x
+    return {"v": v, "a": 0.5 * state["a"] + 0.1 * v}, x
+
+
 STATES = {
     lstm: {"c", "h"}, leaky: {"v", "a"}, stacked: {"one", "two"}, dense: {"a", "b"},
-    norm: {"h", "k"}, spiking: {"v"}, looping: {"h", "k"},
+    norm: {"h", "k"}, spiking: {"v"}, looping: {"h", "k"}, mixing_in_a_loop: {"one", "two"},
+    their_layers: {"one", "two"}, their_dynamics: {"a", "v"},
 }  # fmt: skip
 GROUPS = {
     lstm: [("c", "h")], leaky: [("a", "v")], stacked: [("one",), ("two",)],
     dense: [("a",), ("b",)], norm: [("h", "k")], spiking: [("v",)], looping: [("h", "k")],
+    mixing_in_a_loop: [("one",), ("two",)], their_layers: [("one",), ("two",)],
+    their_dynamics: [("a", "v")],
 }  # fmt: skip
-DIAGONAL = {leaky, stacked, dense, spiking}
+DIAGONAL = {leaky, stacked, dense, spiking, mixing_in_a_loop, their_layers, their_dynamics}
 
 
 def state_of(step):

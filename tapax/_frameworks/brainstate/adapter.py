@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import brainevent
 import jax
 from brainstate import State, graph, nn, transform
 from brainstate.transform import _mapping1, _mapping2, _mapping_core
@@ -30,7 +31,12 @@ from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, current, methods
 from tapax._jax import Function, PyTree, Value
+from tapax._jaxpr.kinds import Kind, register_primitive
 from tapax._marks.context import active_policy, without_marks
+
+# brainevent multiplies states by sparse matrices, in kernels that cannot be looked into.
+for _kernel in getattr(brainevent, "get_registry", dict)().values():
+    register_primitive(_kernel.primitive, Kind.MATRIX_PRODUCT)
 
 _FORWARD = ("__call__", "update")
 

@@ -159,7 +159,7 @@ def flatten_calls(jaxpr: Jaxpr) -> Jaxpr:
             values = [_broadcast(x, eqn.outvars[0].aval.shape) for x in values]
         return bind_in_context(number, eqn, values)
 
-    return _jax.dce(inline(jaxpr, INLINED, apply))
+    return _jax.dce(inline(jaxpr, INLINED, apply, implementations=True))
 
 
 def _broadcast(x: Value, shape: tuple[int, ...]) -> Any:

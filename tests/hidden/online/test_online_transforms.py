@@ -24,10 +24,12 @@ from tests.hidden.online.test_online import (
     leaky,
     learn,
     loss,
+    made,
     state_of,
     wide,  # noqa: F401
 )
 from tests.hidden.online.test_online_estimates import DENSE, GRU, gru
+from tests.models.foreign_primitives import foreign_primitive
 from tests.oracles.closeness import assert_close
 
 pytestmark = pytest.mark.once
@@ -40,6 +42,21 @@ RULES = {
     "e_prop": functools.partial(online.e_prop, decay=0.5),
     "random": lambda *a: online.e_prop(*a, feedback="random", key=jax.random.key(0)),
 }
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_products_by_primitives_of_other_libraries_are_products(rule):
+    times = foreign_primitive("their_product", lambda x, w: x @ w)
+
+    def step(params, h, x, times=times.bind):
+        h = 0.5 * h + jnp.tanh(times(x, params["w"]) + times(h, params["v"]))
+        return h, times(h, params["o"])
+
+    plain = functools.partial(step, times=jnp.matmul)
+    params = made(w=(I, H), v=(H, H), o=(H, O))
+    state, (xs, ys) = state_of(1, B), data(B)
+    found = [learn(RULES[rule](fn, loss), params, state, xs, ys) for fn in (step, plain)]
+    close(*found)
 
 
 @pytest.mark.parametrize("rule", RULES)
