@@ -83,11 +83,11 @@ class Equinox(PatchedAdapter):
         params, rest = eqx.partition(module, eqx.is_array)
         is_lstm = isinstance(module, eqx.nn.LSTMCell)
         if not is_lstm and not isinstance(module, eqx.nn.GRUCell):
-            run = lambda params, *args: eqx.combine(params, rest)(*args)  # noqa: E731
+            run = lambda params, *args, **kwargs: eqx.combine(params, rest)(*args, **kwargs)  # noqa: E731
             return RecurrentCell(run, params, state)
 
-        def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
-            new = eqx.combine(params, rest)(*inputs, state)
+        def step(params: PyTree, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
+            new = eqx.combine(params, rest)(*inputs, state, **keywords)
             return new, new[0] if is_lstm else new
 
         if state is not None:

@@ -21,7 +21,7 @@ from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import called
 from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import is_first
-from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs
+from tapax._frameworks.recurrent_cells import RecurrentCell, call_with_inputs, check_inputs
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ModuleScope
@@ -84,11 +84,11 @@ class Haiku(Adapter):
         core: Any = module
         initial = core.initial_state(batch)
         # The first call makes the parameters, which must not happen under a trace.
-        core(*inputs, initial)
+        call_with_inputs(core, *inputs, initial)
 
-        def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
+        def step(params: PyTree, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
             del params
-            out, new = core(*inputs, state)
+            out, new = core(*inputs, state, **keywords)
             return new, out
 
         return RecurrentCell(step, {}, initial if state is None else state)

@@ -13,11 +13,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from tapax import _jax
-from tapax._jax import Equation, PyTree
-from tapax._sites import SiteError, nearest
+from tapax._jax import Equation, Function, PyTree
+from tapax._sites import SiteError, nearest, segment
 
-StatePath = tuple[str, ...]
-"""The keys that lead to a hidden state."""
+StatePath = tuple[str | int, ...]
+"""The keys that lead to a hidden state: names, and numbers where a list holds it."""
 
 _WRITE = "tapax.hidden: "
 
@@ -26,13 +26,48 @@ class HiddenError(SiteError, AssertionError):
     """A step, a state or a perturbation does not fit: the message says what was expected."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeywordInputs:
+    """The inputs of a step that are given by keyword, as one of its inputs."""
+
+    values: dict[str, Any]
+
+
+def join_inputs(inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
+    """Makes one sequence of the inputs by position and by keyword."""
+    return (*inputs, KeywordInputs(keywords)) if keywords else tuple(inputs)
+
+
+def split_inputs(inputs: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Undoes `join_inputs`; the state may be among the inputs."""
+    args, keywords = [], {}
+    for one in inputs:
+        if isinstance(one, KeywordInputs):
+            keywords = one.values
+        else:
+            args.append(one)
+    return args, keywords
+
+
+def call_with_inputs(fn: Function, *inputs: PyTree) -> Any:
+    """Calls a function with inputs of `join_inputs`."""
+    args, keywords = split_inputs(inputs)
+    return fn(*args, **keywords)
+
+
+def name_state(path: StatePath) -> str:
+    """The name of the hidden state at a path."""
+    return "/".join(map(segment, path))
+
+
 @dataclasses.dataclass(frozen=True)
 class RecurrentCell:
-    """A recurrent module as `step(params, state, *inputs) -> (state, out)`.
+    """A recurrent module as `step(params, state, *inputs, **keywords) -> (state, out)`.
 
     `state` is None if the module does not define an initial one. `paths` are the paths of the
     leaves of `state` where its keys do not name them. `objects` are the framework's own objects for
-    the hidden states, by path.
+    the hidden states, by path, in the order in which the module reads them.
     """
 
     step: Callable[..., tuple[Any, Any]]
@@ -56,7 +91,7 @@ class StateObject:
 
     @property
     def name(self) -> str:
-        return "/".join(self.path)
+        return name_state(self.path)
 
 
 @dataclasses.dataclass(frozen=True)

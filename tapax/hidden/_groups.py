@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._frameworks.recurrent_cells import HiddenError, StatePath
+from tapax._frameworks.recurrent_cells import HiddenError, StatePath, join_inputs, name_state
 from tapax._jax import PyTree
 from tapax._jaxpr.bodies import list_equations
 from tapax._jaxpr.kinds import Kind, kind_of
@@ -51,7 +51,7 @@ class HiddenGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple("/".join(path) for path in self.hidden_paths)
+        return tuple(map(name_state, self.hidden_paths))
 
     @property
     def varshape(self) -> tuple[int, ...]:
@@ -63,19 +63,20 @@ class HiddenGroup:
         """How many states a unit has."""
         return sum(state.num_state for state in self.hidden_states)
 
-    def transition(self, state: PyTree, *inputs: PyTree) -> list[jax.Array]:
+    def transition(self, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> list[jax.Array]:
         """The new values of the group's states, by the whole step."""
-        results = _jax.as_function(self.step.jaxpr)(*self.step.flatten(state, inputs))
+        flat = self.step.flatten(state, join_inputs(inputs, keywords))
+        results = _jax.as_function(self.step.jaxpr)(*flat)
         return [results[i] for i in self.indices]
 
-    def diagonal_jacobian(self, state: PyTree, *inputs: PyTree) -> jax.Array:
+    def diagonal_jacobian(self, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> jax.Array:
         """How the states of every unit depend on its own states before: `[*varshape, n, n]`.
 
         The entry `[u, a, b]` is the derivative of the new state `a` of the unit `u` by its old
         state `b`. What goes through another unit and back takes more than a step, and so is not in
         it; what goes from a unit through a matrix to itself is.
         """
-        flat = self.step.flatten(state, inputs)
+        flat = self.step.flatten(state, join_inputs(inputs, keywords))
 
         def transition(joined: jax.Array) -> jax.Array:
             given = list(flat)
@@ -111,22 +112,29 @@ class HiddenGroup:
             start += state.num_state
         return parts
 
+    def __deepcopy__(self, memo: Any) -> "HiddenGroup":
+        return self  # Nothing in it changes.
+
     def __repr__(self) -> str:
         dtype = self.step.states[self.indices[0]].dtype
         shape = ",".join(map(str, self.varshape))
         return f"HiddenGroup({', '.join(self.names)}: {dtype}[{shape}])"
 
 
-def hidden_groups(step: Any, *inputs: PyTree, state: PyTree = None) -> list[HiddenGroup]:
+def hidden_groups(
+    step: Any, *inputs: PyTree, state: PyTree = None, **keywords: PyTree
+) -> list[HiddenGroup]:
     """Groups the hidden states of a step that it connects and whose shapes agree.
 
     Two states are connected if the step computes the new value of one from the old value of the
     other without a product with a matrix or a convolution in between.
 
-    `step`, `inputs` and `state` are as for `add_hidden_perturbation`. The `transition` and the
-    `diagonal_jacobian` of a group take a state like `state`, or like that of `functional`.
+    The arguments are those of `add_hidden_perturbation`. The `transition` and the
+    `diagonal_jacobian` of a group take a state like `state`, or like that of `functional`. Groups,
+    and states in a group, are in the order of the leaves of the state; those of a module that
+    writes its states in place, in the order in which the module reads them.
     """
-    traced = trace_step_or_module(step, inputs, state)
+    traced = trace_step_or_module(step, join_inputs(inputs, keywords), state)
     states = traced.objects or traced.states
     found = find_connections(traced.jaxpr, {i: i for i in range(len(states))})[: len(states)]
     units = [tuple(state.varshape) for state in states]
@@ -136,8 +144,8 @@ def hidden_groups(step: Any, *inputs: PyTree, state: PyTree = None) -> list[Hidd
             if how < Dependence.MIXING and units[old] == units[new]:
                 group = [group[new] if g == group[old] else g for g in group]
     made = []
-    for label in dict.fromkeys(group):
-        indices = tuple(i for i, g in enumerate(group) if g == label)
+    for label in dict.fromkeys(group[i] for i in traced.order):
+        indices = tuple(i for i in traced.order if group[i] == label)
         hows = {how for i in indices for old, how in found[i] if old in indices}
         stacked = any(states[i].num_state > 1 for i in indices)
         paths = tuple(traced.states[i].path for i in indices)

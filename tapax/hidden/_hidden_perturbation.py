@@ -25,10 +25,12 @@ go by name. A state that a module writes several times has a variable for every 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,8 @@ from tapax._frameworks.recurrent_cells import (
     StatePath,
     check_names,
     find_written_name,
+    join_inputs,
+    name_state,
 )
 from tapax._frameworks.registry import stateful_program
 from tapax._jax import Atom, Equation, PyTree, Var
@@ -53,6 +57,9 @@ from tapax.hidden._groups import HiddenGroup
 from tapax.hidden._pure_step import trace_step_or_module
 from tapax.hidden._state_writes import WrittenProgram, find_named_writes, find_step_writes, retrace
 from tapax.hidden._step import Step
+
+_interfaces: WeakKeyDictionary[Any, Step | StatefulProgram] = WeakKeyDictionary()
+"""The traced step of every perturbed program: it flattens arguments and joins results."""
 
 
 class _PerturbationFields(NamedTuple):
@@ -68,9 +75,6 @@ class HiddenPerturbation(_PerturbationFields):
     `perturb_jaxpr` takes what the program of the step takes, and then the `perturb_vars`. The state
     `perturb_hidden_states[i]`, at `perturb_hidden_paths[i]`, is what `perturb_vars[i]` is added to.
     """
-
-    interface: Step | StatefulProgram | None = None
-    """The traced step, which flattens the arguments of a call and joins the results."""
 
     def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[jax.Array]:
         """The results of the program, given its inputs and one array for every variable."""
@@ -99,15 +103,18 @@ class HiddenPerturbation(_PerturbationFields):
     ) -> list[jax.Array]:
         """The arrays of the variables, or their gradients, as one `[*varshape, n]` for each group.
 
-        Of a state that is written several times, the last write counts.
+        Of a state that is written several times, the last write counts. Arrays may be of any type;
+        of a quantity with a unit the mantissa is taken.
         """
-        last = dict(zip(self.perturb_hidden_paths, self._checked(perturb_data), strict=True))
+        data = [_mantissa(x) for x in perturb_data]
+        paths = map(tuple, self.perturb_hidden_paths)
+        last = dict(zip(paths, self._checked(data, any_type=True), strict=True))
         for group in hidden_groups:
             for path in group.hidden_paths:
                 if tuple(path) not in last:
-                    known = ", ".join(repr("/".join(p)) for p in last)
+                    known = ", ".join(repr(name_state(p)) for p in last)
                     raise HiddenError(
-                        f"`hidden_groups` has a group with the hidden state {'/'.join(path)!r}, "
+                        f"`hidden_groups` has a group with the hidden state {name_state(path)!r}, "
                         f"which is not perturbed: {known} are."
                     )
         return [g.concat_hidden([last[tuple(p)] for p in g.hidden_paths]) for g in hidden_groups]
@@ -121,7 +128,7 @@ class HiddenPerturbation(_PerturbationFields):
         """The names of the variables, in order."""
         counts: Counter[str] = Counter()
         names = []
-        for name in map("/".join, self.perturb_hidden_paths):
+        for name in map(name_state, self.perturb_hidden_paths):
             names.append(f"{name}@{counts[name]}" if counts[name] else name)
             counts[name] += 1
         return tuple(names)
@@ -131,22 +138,30 @@ class HiddenPerturbation(_PerturbationFields):
         return dict(zip(self.names, self.init_perturb_data(), strict=True))
 
     def __call__(
-        self, perturbations: Mapping[str, Any], state: PyTree, *inputs: PyTree
+        self, perturbations: Mapping[str, Any], state: PyTree, *inputs: PyTree, **keywords: PyTree
     ) -> tuple[Any, Any]:
         """The step, `(state, out)`, with perturbations by name; those not given are zero."""
         data = self._listed(perturbations)
-        if self.interface is None:
+        interface = _interfaces.get(self.perturb_jaxpr)
+        if interface is None:
             raise HiddenError(
-                "This HiddenPerturbation was made of its four fields, which do not tell how the "
-                "results make a state. Make it with add_hidden_perturbation, or use eval_jaxpr."
+                "The `perturb_jaxpr` of this HiddenPerturbation is not from "
+                "add_hidden_perturbation, so nothing tells how its results make a state. Use "
+                "eval_jaxpr."
             )
-        return self.interface.join(self._run(*self.interface.flatten(state, inputs), *data))
+        flat = interface.flatten(state, join_inputs(inputs, keywords))
+        return interface.join(self._run(*flat, *data))
 
     def by_group(
         self, perturbations: Mapping[str, Any], hidden_groups: Sequence[HiddenGroup]
     ) -> list[jax.Array]:
         """What is given by name, as one array for each group; what is not given is zero."""
         return self.perturb_data_to_hidden_group_data(self._listed(perturbations), hidden_groups)
+
+    def __deepcopy__(self, memo: Any) -> HiddenPerturbation:
+        """Copies the lists. A program, its variables and the states are known by identity."""
+        del memo
+        return HiddenPerturbation(*map(copy.copy, self[:3]), self.perturb_jaxpr)
 
     def __repr__(self) -> str:
         types = (f"{n}: {v.aval.str_short()}" for n, v in self._named())
@@ -172,7 +187,7 @@ class HiddenPerturbation(_PerturbationFields):
         zeros = {n: v for n, v in self.zeros().items() if n not in perturbations}
         return self._checked([{**zeros, **perturbations}[n] for n in self.names])
 
-    def _checked(self, perturb_data: Sequence[Any]) -> list[Any]:
+    def _checked(self, perturb_data: Sequence[Any], any_type: bool = False) -> list[Any]:
         data = list(perturb_data)
         if len(data) != len(self.perturb_vars):
             raise HiddenError(
@@ -185,7 +200,7 @@ class HiddenPerturbation(_PerturbationFields):
         for (name, variable), x in zip(self._named(), data, strict=True):
             for what, given, wanted in (
                 ("shape", list(x.shape), list(variable.aval.shape)),
-                ("type", x.dtype, variable.aval.dtype),
+                ("type", any_type or x.dtype, any_type or variable.aval.dtype),
             ):
                 if given != wanted:
                     raise HiddenError(
@@ -195,19 +210,29 @@ class HiddenPerturbation(_PerturbationFields):
         return data
 
 
-def add_hidden_perturbation(step: Any, *inputs: PyTree, state: PyTree = None) -> HiddenPerturbation:
+def _mantissa(value: Any) -> Any:
+    """The array in a quantity with a unit, which is a pytree of one array."""
+    leaves = jax.tree.leaves(value)
+    return leaves[0] if len(leaves) == 1 else value
+
+
+def add_hidden_perturbation(
+    step: Any, *inputs: PyTree, state: PyTree = None, **keywords: PyTree
+) -> HiddenPerturbation:
     """Adds a perturbation to every hidden state of a step.
 
     `step` is a function, given with an example of its arguments: `add_hidden_perturbation(step,
     state, *inputs)` for `step(state, *inputs) -> (state, out)`, where the state is any pytree of
     floating-point arrays. Or it is a recurrent module with an example of its inputs; a cell of a
-    framework starts from its own state unless `state` is given.
+    framework starts from its own state unless `state` is given. `keywords` are inputs by keyword.
 
-    The program, `perturb_jaxpr`, takes the leaves of `(state, *inputs)` and then the perturbations,
-    and returns the leaves of `(state, out)`. For a module that writes its hidden states in place,
-    it takes the inputs and then the values of all states of the module, in the order in which the
-    module reads them, and returns the output and then those values.
+    The program, `perturb_jaxpr`, takes the leaves of `(state, *inputs)`, those of inputs by keyword
+    in the order of their names, and then the perturbations, and returns the leaves of
+    `(state, out)`. For a module that writes its hidden states in place, it takes the inputs and
+    then the values of all states of the module, in the order in which the module reads them, and
+    returns the output and then those values.
     """
+    inputs = join_inputs(inputs, keywords)
     program = stateful_program(step, inputs, state)
     if program is not None:
         return _perturb(find_named_writes(program), program)
@@ -225,7 +250,7 @@ def _perturb(program: WrittenProgram, interface: Step | StatefulProgram) -> Hidd
         [w.state for w in writes],
         made,
     )
-    perturbation.interface = interface
+    _interfaces[made] = interface
     return perturbation
 
 

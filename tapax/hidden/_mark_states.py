@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from tapax._frameworks.recurrent_cells import join_inputs
 from tapax._jax import PyTree
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import GroundedScope, GroundScope
@@ -45,10 +46,10 @@ def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     @functools.wraps(step, updated=())
-    def marked(state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
+    def marked(state: PyTree, *inputs: PyTree, **keywords: PyTree) -> tuple[Any, Any]:
         here = active_policy()
         if here is None:
-            return step(state, *inputs)
+            return step(state, *inputs, **keywords)
         frame = getattr(step, "__code__", None) or sys._getframe(1).f_code
         source = f"{frame.co_filename}:{frame.co_firstlineno}"
 
@@ -57,10 +58,11 @@ def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
                 return tap(value, Mark(name, "hidden", source, **here.on_marks))
 
         with jax.named_scope(GroundScope("")):
-            traced = trace_step(step, state, inputs, counts=True)
+            joined = join_inputs(inputs, keywords)
+            traced = trace_step(step, state, joined, counts=True)
             # A loop stays one, with the sites in it.
             found = traced.find_definitions(in_loops=False)
-            flat = traced.flatten(state, inputs)
+            flat = traced.flatten(state, joined)
             return traced.join(evaluate_defined(traced.jaxpr, flat, found, write))
 
     return marked

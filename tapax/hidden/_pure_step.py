@@ -6,26 +6,34 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tapax._frameworks.interface import Module
-from tapax._frameworks.recurrent_cells import HiddenError, RecurrentCell, refuse_other
+from tapax._frameworks.recurrent_cells import (
+    HiddenError,
+    RecurrentCell,
+    join_inputs,
+    refuse_other,
+    split_inputs,
+)
 from tapax._frameworks.registry import recurrent_cell
 from tapax._jax import PyTree
 from tapax.hidden._step import Step, trace_step
 
 
 class PureStep(NamedTuple):
-    """A recurrent module as `step(params, state, *inputs) -> (state, out)`."""
+    """A recurrent module as `step(params, state, *inputs, **keywords) -> (state, out)`."""
 
     step: Callable[..., tuple[Any, Any]]
     params: Any
     state: Any
 
 
-def functional(model: Module, *inputs: PyTree, state: PyTree = None) -> PureStep:
+def functional(
+    model: Module, *inputs: PyTree, state: PyTree = None, **keywords: PyTree
+) -> PureStep:
     """Makes a pure step of a recurrent module, with its parameters and its initial state.
 
     A cell of a framework starts from its own initial state. Another module that is called like a
-    step, `model(state, *inputs) -> (state, out)`, needs `state`. `inputs` are an example of what
-    the module is called on.
+    step, `model(state, *inputs) -> (state, out)`, needs `state`. `inputs` and `keywords` are an
+    example of what the module is called on.
 
     The parameters hold everything else that the module keeps, such as the key of a dropout, and
     the step does not change them. They are empty for a module whose framework keeps parameters
@@ -39,7 +47,7 @@ def functional(model: Module, *inputs: PyTree, state: PyTree = None) -> PureStep
     >>> state.shape
     (4,)
     """
-    cell = recurrent_cell(model, inputs, state)
+    cell = recurrent_cell(model, join_inputs(inputs, keywords), state)
     if cell is None:
         refuse_other(model, "A function step(state, *inputs) is a pure step already.")
     return PureStep(cell.step, cell.params, _get_state(model, cell))
@@ -58,20 +66,24 @@ def trace_step_or_module(step: Any, inputs: Sequence[Any], state: PyTree) -> Ste
     if cell is None:
         return trace_step(step, state, inputs)
 
-    def bound(state: PyTree, *inputs: PyTree) -> Any:
-        return cell.step(cell.params, state, *inputs)
+    def bound(state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
+        return cell.step(cell.params, state, *inputs, **keywords)
 
     bound.__qualname__ = type(step).__name__  # what error messages call it
     traced = trace_step(bound, _get_state(step, cell), inputs, paths=cell.paths)
     if cell.objects is None:
         return traced
-    return dataclasses.replace(traced, objects=tuple(cell.objects[s.path] for s in traced.states))
+    numbers = {s.path: i for i, s in enumerate(traced.states)}
+    order = tuple(numbers[path] for path in cell.objects)
+    objects = tuple(cell.objects[s.path] for s in traced.states)
+    return dataclasses.replace(traced, order=order, objects=objects)
 
 
 def _takes(step: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a function can be called with these arguments, as far as its signature tells."""
+    given, keywords = split_inputs(args)
     try:
-        inspect.signature(step).bind(*args)
+        inspect.signature(step).bind(*given, **keywords)
     except TypeError:
         return False
     except ValueError:  # it has no signature

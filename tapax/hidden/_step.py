@@ -1,8 +1,8 @@
 """Steps: pure functions `step(state, *inputs) -> (state, out)`, traced, with their states by name.
 
 A state is any pytree of arrays. Its leaves are the hidden states, and the keys that lead to one are
-its path: `{"rnn": {"h": ..., "c": ...}}` has `("rnn", "h")` and `("rnn", "c")`. A state that is an
-array alone has the path `("h",)`. The name of a hidden state is its path in one string, `rnn/h`.
+its path: `{"rnn": [{"h": ...}, ...]}` has `("rnn", 0, "h")`. A state that is an array alone has the
+path `("h",)`. The name of a hidden state is its path in one string, `rnn/0/h`.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax
-from tapax._frameworks.recurrent_cells import HiddenError, StatePath
+from tapax._frameworks.recurrent_cells import HiddenError, StatePath, call_with_inputs, name_state
 from tapax._jax import PyTree, Value
-from tapax._sites import name_of, segment
+from tapax._sites import name_of
 from tapax.hidden._definitions import Definitions, find_definitions
 
 
@@ -34,7 +34,7 @@ class HiddenState:
 
     @property
     def name(self) -> str:
-        return "/".join(self.path)
+        return name_state(self.path)
 
     @property
     def is_float(self) -> bool:
@@ -51,7 +51,8 @@ class Step:
     """A traced step.
 
     `jaxpr` takes the leaves of the state and of the inputs, and returns the leaves of the new state
-    and of the output. `objects` are the objects that a framework has for the states, if it does.
+    and of the output. `objects` are the objects that a framework has for the states, if it does;
+    `order` has the numbers of the states in the order in which a module reads them.
     """
 
     fn: Any
@@ -60,6 +61,7 @@ class Step:
     state_tree: Any
     in_tree: Any
     out_tree: Any
+    order: Sequence[int]
     objects: tuple[Any, ...] = ()
 
     def flatten(self, state: PyTree, inputs: Sequence[Any]) -> list[Any]:
@@ -113,7 +115,7 @@ def trace_step(
     args = state, *inputs
     jaxpr, out_tree = trace_leaves(step, args, state, states, _describe)
     state_tree, in_tree = jax.tree.structure(state), jax.tree.structure(args)
-    return Step(step, jaxpr, states, state_tree, in_tree, out_tree)
+    return Step(step, jaxpr, states, state_tree, in_tree, out_tree, range(len(states)))
 
 
 def trace_leaves(
@@ -131,7 +133,7 @@ def trace_leaves(
     arrays, in_tree = jax.tree.flatten(tuple(args))
 
     def flat(*arrays: Value) -> tuple[list[Value], PyTree]:
-        result = step(*in_tree.unflatten(arrays))
+        result = call_with_inputs(step, *in_tree.unflatten(arrays))
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise HiddenError(
                 f"{name_of(step)} returns {describe(result)}, but a step returns two things: "
@@ -154,8 +156,7 @@ def list_hidden_states(
         raise HiddenError(
             f"The state {state!r} has no arrays in it, but a step has at least one hidden state."
         )
-    texts = [[jax.tree_util.keystr((k,), simple=True) for k in keys] for keys, _ in keyed]
-    own = [tuple(map(segment, text)) or ("h",) for text in texts]
+    own = [tuple(map(_path_key, keys)) or ("h",) for keys, _ in keyed]
     made = tuple(
         HiddenState(tuple(path), tuple(jnp.shape(leaf)), _dtype(leaf))
         for path, (_, leaf) in zip(paths or own, keyed, strict=True)
@@ -168,6 +169,11 @@ def list_hidden_states(
                 "Close over it, or hand it to the step as an input."
             )
     return made
+
+
+def _path_key(key: Any) -> str | int:
+    number = getattr(key, "idx", getattr(key, "key", None))
+    return number if isinstance(number, int) else jax.tree_util.keystr((key,), simple=True)
 
 
 def _check_new_state(step: Any, states: Sequence[HiddenState], state: PyTree, new: Value) -> None:

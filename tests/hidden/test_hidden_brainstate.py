@@ -1,7 +1,10 @@
 """Modules of brainstate, which write their hidden states in place, against the modules run."""
 
+import copy
+
 import brainevent
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,8 +45,37 @@ def test_a_perturbation_made_of_its_documented_fields():
     data = [value + 1 for value in built.init_perturb_data()]
     jax.tree.map(close, built.eval_jaxpr(inputs, data), made.eval_jaxpr(inputs, data))
     assert built.names == made.names
-    with pytest.raises(HiddenError, match="was made of its four fields"):
-        built({}, {}, X)
+    jax.tree.map(close, built({}, {}, X), made({}, {}, X))
+    program = jax.make_jaxpr(lambda x, *added: [x.sum() + y for y in added])(X, *data)
+    other = braintrace.HiddenPerturbation(built[0], built[1], built[2], program)
+    jax.tree.map(close, other.eval_jaxpr([X], data), [X.sum() + y for y in data])
+    with pytest.raises(
+        HiddenError, match=r"`perturb_jaxpr` .* is not from add_hidden_perturbation"
+    ):
+        other({}, {}, X)
+
+
+COPIES = {
+    "fields": lambda p: type(p)(*p),
+    "_replace": lambda p: p._replace(perturb_hidden_paths=list(p.perturb_hidden_paths)),
+    "_make": lambda p: p._make(p),
+    "jax.tree.map": lambda p: jax.tree.map(lambda x: x, p),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_a_perturbation_run_like_it(how):
+    lstm = nn.LSTMCell(3, 4)
+    nn.init_all_states(lstm)
+    made = add_hidden_perturbation(lstm, X)
+    copied = COPIES[how](made)
+    assert type(copied) is type(made) and copied is not made and copied == made
+    p = {"h": jnp.arange(4.0)}
+    jax.tree.map(close, copied(p, {}, X), made(p, {}, X))
+    groups = hidden_groups(lstm, X)
+    jax.tree.map(close, copied.by_group(p, copy.deepcopy(groups)), made.by_group(p, groups))
 
 
 def test_perturbations_are_in_the_order_in_which_states_are_read():
@@ -256,6 +288,104 @@ def test_sparse_matrices_are_between_two_groups(events):
 
     found = hidden_groups(Model(run, a=X, b=X), X)
     assert [group.names for group in found] == [("a",), ("b",)]
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.LSTMCell(3, 4), nn.LSTMCell(4, 4)]
+
+    def update(self, x, scale=1.0, *, shift=0.0):
+        x = x * scale + shift
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_paths_and_order_are_those_of_the_module():
+    """As brainstate names its states, and in the order in which a cell reads them."""
+    model = Layers()
+    nn.init_all_states(model)
+    p = braintrace.add_hidden_perturbation_in_module(model, X)
+    wanted = [("layers", i, name) for i in (0, 1) for name in ("h", "c")]
+    assert p.perturb_hidden_paths == wanted
+    assert p.names == ("layers/0/h", "layers/0/c", "layers/1/h", "layers/1/c")
+    groups, of_path = braintrace.find_hidden_groups_from_module(model, X)
+    assert [g.hidden_paths for g in groups] == [tuple(wanted[:2]), tuple(wanted[2:])]
+    assert [g.index for g in groups] == [0, 1]
+    assert [of_path[path].index for path in wanted] == [0, 0, 1, 1]
+    assert groups[1].hidden_states == (model.layers[1].h, model.layers[1].c)
+    data = [float(i) * jnp.ones(4) for i in range(4)]
+    for i, joined in enumerate(p.perturb_data_to_hidden_group_data(data, groups)):
+        close(joined, np.tile([2.0 * i, 2.0 * i + 1], (4, 1)))
+    state = {"layers": {"0": {"h": jnp.ones(4)}}}
+    model.layers[0].h.value = jnp.ones(4)
+    jax.tree.map(close, p({}, state, X)[1], model(X))
+    new = groups[0].transition(functional(model, X).state, X)
+    model(X)
+    jax.tree.map(close, new, [model.layers[0].h.value, model.layers[0].c.value])
+
+
+def test_inputs_given_by_keyword():
+    model = Layers()
+    nn.init_all_states(model)
+    p = braintrace.add_hidden_perturbation_in_module(model, X, shift=1.0, scale=2.0)
+    (group, _) = hidden_groups(model, X, shift=1.0, scale=2.0)
+    start = functional(model, X, scale=2.0).state
+    after, out = p({}, start, X, scale=3.0, shift=0.5)
+    moved = group.transition(start, X, scale=3.0, shift=0.5)
+    step, params, state = functional(model, X, scale=2.0)
+    close(step(params, state, X, scale=3.0)[1], p({}, start, X, scale=3.0, shift=0.0)[1])
+    assert p.perturb_jaxpr.in_avals[:3] == jax.make_jaxpr(lambda *a: a)(X, 2.0, 1.0).in_avals
+    close(out, model(X, 3.0, shift=0.5))
+    close(after["layers"]["1"]["h"], model.layers[1].h.value)
+    close(moved[0], model.layers[0].h.value)
+    with pytest.raises(HiddenError, match="was traced for inputs of the structure"):
+        p({}, start, X)
+
+
+class Neurons(nn.Module):
+    """Potentials and currents, with units."""
+
+    def __init__(self):
+        super().__init__()
+        self.v, self.i = HiddenState(X * u.mV), HiddenState(2 * X * u.mA)
+
+    def update(self, x):
+        i, v = self.i.value, self.v.value
+        self.v.value = 0.9 * v + x * u.mV - 0.3 * i * u.ohm
+        self.i.value = 0.5 * i + 0.1 * v / u.ohm
+        return self.v.value
+
+
+def test_states_with_units_are_their_mantissas():
+    model = Neurons()
+    (group,) = hidden_groups(model, X)
+    assert group.names == ("i", "v") and group.hidden_states == (model.i, model.v)
+    state = functional(model, X).state
+    jacobian = group.diagonal_jacobian(state, X)
+    close(jacobian, np.tile([[0.5, 0.1], [-0.3, 0.9]], (3, 1, 1)))
+    p = add_hidden_perturbation(model, X)
+    grads = jax.grad(lambda q: jnp.sum(p(q, state, X)[1].mantissa ** 2))(p.zeros())
+    close(grads["v"], 2 * (0.9 * X + X - 0.6 * X))
+    close(grads["i"], np.zeros(3))
+    joined = np.stack([2 * X, X], -1)
+    values = [s.value for s in p.perturb_hidden_states]
+    close(p.perturb_data_to_hidden_group_data(values, [group])[0], joined)
+    with pytest.raises(TypeError, match="The perturbation of 'i' must be an array, but is"):
+        p.eval_jaxpr([X, *jax.tree.leaves(values)], values)
+
+
+@pytest.mark.parametrize("types", [("float16", "float16"), ("float16", "float32")])
+def test_data_of_a_group_may_be_of_any_type(types):
+    model = Neurons()
+    p = add_hidden_perturbation(model, X)
+    data = [jnp.full(3, i, dtype) for i, dtype in enumerate(types)]
+    (joined,) = p.perturb_data_to_hidden_group_data(data, hidden_groups(model, X))
+    assert joined.dtype == types[1]
+    close(joined.astype(jnp.float32), np.tile([0.0, 1.0], (3, 1)))
+    with pytest.raises(HiddenError, match="has shape"):
+        p.perturb_data_to_hidden_group_data([jnp.ones(2), jnp.ones(3)], hidden_groups(model, X))
 
 
 def test_the_order_of_the_program():

@@ -230,3 +230,23 @@ def test_what_is_refused():
     (group,) = hidden_groups(cell, X)
     with pytest.raises(HiddenError, match=r"^GRUCell was traced for an argument of shape \[4\]"):
         group.transition(jnp.zeros(5), X)
+
+
+def test_modules_take_inputs_by_keyword():
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, h, x, *, scale):
+            return self.cell(h, scale * x)
+
+    model, h = Scaled(), jnp.ones(4)
+    p = add_hidden_perturbation(model, X, state=h, scale=2.0)
+    wanted = model.cell(h, 3.0 * X)
+    jax.tree.map(close, p({}, h, X, scale=3.0), wanted)
+    step, params, state = functional(model, X, state=h, scale=2.0)
+    jax.tree.map(close, step(params, state, X, scale=3.0), wanted)
+    marked = tapax.hidden.mark_states(model)
+    for scale in (2.0, 3.0):
+        _, taps = tapax.capture(lambda s: marked(h, X, scale=s))(scale)
+    close(taps.values["h"], wanted[0])

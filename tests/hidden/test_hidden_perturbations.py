@@ -289,6 +289,21 @@ def test_the_documented_methods():
     np.testing.assert_array_equal(same, joined)
 
 
+def test_inputs_of_a_step_given_by_keyword():
+    def step(state, x, *, scale, shift=0.0):
+        return cell(state, scale * x + shift)
+
+    p = add_hidden_perturbation(step, STATE, X, scale=2.0)
+    (group,) = tapax.hidden.hidden_groups(step, STATE, X, scale=2.0)
+    wanted = cell(STATE, 3.0 * X)
+    equal = functools.partial(np.testing.assert_allclose, atol=1e-12)
+    jax.tree.map(equal, p({}, STATE, X, scale=3.0), wanted)
+    jax.tree.map(equal, jax.jit(p.__call__)({}, STATE, X, scale=3.0), wanted)
+    jax.tree.map(equal, group.transition(STATE, X, scale=3.0), list(wanted[0].values()))
+    with pytest.raises(HiddenError, match="was traced for a state and inputs of the structure"):
+        p({}, STATE, X)
+
+
 def test_states_with_equal_values_have_one_perturbation_each():
     def step(state, x):
         v = jnp.tanh(W[0] @ state["a"] + state["b"] + x)
@@ -329,11 +344,13 @@ def test_a_state_may_be_any_structure():
         (X, ("h",)),
         ((X, [X]), ("0", "1/0")),
         ({"l1": {"h": X}, "l0": (X, X)}, ("l0/0", "l0/1", "l1/h")),
+        ({3: {"a/b": X}}, ("3/a%2Fb",)),
     ):
         p = add_hidden_perturbation(lambda s, x: (jax.tree.map(jnp.sin, s), x), state, X)
         assert p.names == names
         new, _ = p({names[-1]: X}, state, X)
         np.testing.assert_allclose(jax.tree.leaves(new)[-1], np.sin(X) + X)
+    assert p.perturb_hidden_paths == [(3, "a/b")]
 
 
 def test_perturbed_steps_compose_with_transformations():

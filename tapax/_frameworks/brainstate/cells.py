@@ -22,6 +22,8 @@ from tapax._frameworks.recurrent_cells import (
     StatePath,
     check_names,
     mark_write,
+    name_state,
+    split_inputs,
 )
 from tapax._jax import PyTree
 from tapax._sites import segment
@@ -32,15 +34,20 @@ def recurrent_cell(module: Module, inputs: Sequence[Any], state: PyTree) -> Recu
     traced = _TracedModule(module, inputs, state, name_writes=False)
     hidden, params = traced.split(traced.values)
 
-    def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
+    def step(params: PyTree, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
         given = [
-            functools.reduce(operator.getitem, s.path, state if s.hidden_type else params)
+            functools.reduce(
+                operator.getitem, map(segment, s.path), state if s.hidden_type else params
+            )
             for s in traced.states
         ]
-        new, out = traced.function.jaxpr_call(given, *inputs)
+        new, out = traced.function.jaxpr_call(given, *inputs, **keywords)
         return traced.split(new)[0], out
 
-    return RecurrentCell(step, params, hidden, objects=traced.objects)
+    paths, _ = traced.split([s.path for s in traced.states])
+    listed = jax.tree.leaves(paths, is_leaf=lambda x: isinstance(x, tuple))
+    objects = {s.path: s.object for s in traced.states if s.hidden_type}
+    return RecurrentCell(step, params, hidden, listed, objects)
 
 
 def stateful_program(module: Module, inputs: Sequence[Any], state: PyTree) -> StatefulProgram:
@@ -69,10 +76,7 @@ class _TracedModule:
 
     def __init__(self, module: Module, inputs: Sequence[Any], state: PyTree, *, name_writes: bool):
         found: Any = graph.states(module)
-        self.objects: dict[StatePath, Any] = {
-            tuple(map(segment, keys)): state for keys, state in found.items()
-        }
-        hidden = {path: s for path, s in self.objects.items() if isinstance(s, HiddenState)}
+        hidden = {path: s for path, s in found.items() if isinstance(s, HiddenState)}
         if not hidden:
             raise HiddenError(
                 f"`model`, a {type(module).__name__}, has no hidden states: they come to be with "
@@ -80,22 +84,23 @@ class _TracedModule:
             )
         with contextlib.ExitStack() as stack:
             for path, s in hidden.items() if name_writes else ():
-                hook = _write_hook("/".join(path))
+                hook = _write_hook(name_state(path))
                 stack.enter_context(s.temporary_hook("write_before", hook))
             self.function = transform.StatefulFunction(module, return_only_write=False)
-            self.function.make_jaxpr(*inputs)
-        key = self.function.get_arg_cache_key(*inputs)
+            args, keywords = split_inputs(inputs)
+            self.function.make_jaxpr(*args, **keywords)
+        key = self.function.get_arg_cache_key(*args, **keywords)
         self.jaxpr = self.function.get_jaxpr_by_cache(key)
         self.out_tree = self.function.get_out_treedef_by_cache(key)
         objects = list(self.function.get_states_by_cache(key))
-        paths = {id(s): path for path, s in self.objects.items()}
+        paths = {id(s): path for path, s in found.items()}
         self.states = tuple(_describe(s, paths.get(id(s), (f"state{id(s)}",))) for s in objects)
         self.values = [s.value for s in objects]
         self.values = self.replace(state or {})
 
     def replace(self, state: Mapping[str, Any]) -> list[Any]:
         """The values of all states, with the values in `state` for the hidden states it has."""
-        given = {"/".join(path): value for path, value in _flatten(state)}
+        given = {"/".join(map(str, path)): value for path, value in _flatten(state)}
         check_names(given, [s.name for s in self.states if s.hidden_type])
         return [given.get(s.name, v) for s, v in zip(self.states, self.values, strict=True)]
 
@@ -104,7 +109,7 @@ class _TracedModule:
         hidden: dict[str, Any] = {}
         others: dict[str, Any] = {}
         for state, value in zip(self.states, values, strict=True):
-            *around, last = state.path
+            *around, last = map(segment, state.path)
             into = hidden if state.hidden_type else others
             for key in around:
                 into = into.setdefault(key, {})
@@ -128,8 +133,8 @@ def _describe(state: PyTree, path: StatePath) -> StateObject:
     (leaf,) = jax.tree.leaves(get_mantissa(state.value))
     if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
         raise HiddenError(
-            f"The hidden state {'/'.join(path)!r} is of type {leaf.dtype}, but a hidden state has "
-            "to be of a floating-point type, for there is no derivative by another."
+            f"The hidden state {name_state(path)!r} is of type {leaf.dtype}, but a hidden state "
+            "has to be of a floating-point type, for there is no derivative by another."
         )
     return StateObject(path, state, count, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 

@@ -132,8 +132,8 @@ class Linen(Adapter):
             )
         unbound, variables = module.unbind()
 
-        def step(variables: Any, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
-            return unbound.apply(variables, state, *inputs)  # pyright: ignore[reportReturnType]
+        def step(variables: Any, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
+            return unbound.apply(variables, state, *inputs, **keywords)
 
         if state is not None or not isinstance(module, nn.RNNCellBase):
             return RecurrentCell(step, variables, state)

@@ -56,9 +56,9 @@ class NNX(PatchedAdapter):
             refuse_loop(module, "model.cell")
         graph, params = nnx.split(module)
 
-        def step(params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, Any]:
+        def step(params: PyTree, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
             # Variables of this trace: those that were split off may not be updated in it.
-            return nnx.merge(graph, jax.tree.map(lambda x: x, params))(state, *inputs)
+            return nnx.merge(graph, jax.tree.map(lambda x: x, params))(state, *inputs, **keywords)
 
         if state is not None or not isinstance(module, nnx.RNNCellBase):
             return RecurrentCell(step, params, state)
