@@ -2,10 +2,12 @@
 
     python -m examples.structure_factor [--species C|CH] [--quick] [--to FOLDER]
 
-Writes the trained model to FOLDER/model and the pictures beside it; FOLDER must be new.
+Writes the trained model to FOLDER/model and the pictures beside it. FOLDER must be new; without it
+that is structure_factor, structure_factor-2 and so on.
 """
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,10 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="seconds instead of minutes, for tests"
     )
-    parser.add_argument("--to", type=Path, default=Path("structure_factor"), help="a new folder")
+    parser.add_argument("--to", type=Path, default=None, help="a new folder to write to")
     asked = parser.parse_args(arguments)
-    if asked.to.exists():
-        parser.error(f"--to is {asked.to}, which exists; the model is saved to a new folder.")
+    if asked.to is not None and asked.to.exists():
+        parser.error(f"--to is {asked.to}, which exists; name a new folder.")
+    folder = asked.to or _find_new_folder()
     states, steps = (256, 200) if asked.quick else (asked.states, asked.steps)
     if states < 20 or steps < 20:
         parser.error(f"--states is {states} and --steps {steps}; both must be at least 20.")
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"On {len(held_out.x)} points of {len(held_out.x) // held_out.points} states it has not "
         f"seen, S is off by {root:.1e} (root mean square), {worst:.1e} at most."
     )
-    model.save(asked.to / "model")
+    model.save(folder / "model")
 
     state = [10.0, 3.5, 4.0, 1.0][: 2 + len(mixture.names)]
     k = np.linspace(*RANGE.k, 161)[10:]
@@ -74,11 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "training": in_training(model, optimizer, data)[1],
     }
     console.print(layers_table(looks))
-    looks["training"].plot().savefig(asked.to / "layers.png", dpi=100)
+    looks["training"].plot().savefig(folder / "layers.png", dpi=100)
     shown = [[T, *state[1:]] for T in (2.0, 5.0, 10.0, 30.0, 100.0)]
     figure = plot(mixture, model, shown, state, k, network, solver)
-    figure.savefig(asked.to / "structure_factor.png", dpi=90)
-    console.print(f"The model and the pictures are in {asked.to.resolve()}.", soft_wrap=True)
+    figure.savefig(folder / "structure_factor.png", dpi=90)
+    console.print(f"The model and the pictures are in {folder.resolve()}.", soft_wrap=True)
+
+
+def _find_new_folder() -> Path:
+    """The first of structure_factor, structure_factor-2, ... that does not exist."""
+    later = (f"structure_factor-{i}" for i in itertools.count(2))
+    names = itertools.chain(["structure_factor"], later)
+    return next(path for path in map(Path, names) if not path.exists())
 
 
 if __name__ == "__main__":

@@ -279,9 +279,13 @@ def test_training_learns_the_solver_and_its_derivatives():
 
 
 @pytest.mark.many
-def test_command_writes_network_and_plots(tmp_path, capsys):
-    folder = tmp_path / "out"
-    command.main(["--quick", "--species", "CH", "--to", str(folder)])
+@pytest.mark.parametrize("to", ["out", None])
+def test_command_writes_network_and_plots(to, tmp_path, monkeypatch, capsys):
+    """To the folder that is named, or to a new one beside those of earlier runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "structure_factor").mkdir()
+    command.main(["--quick", "--species", "CH", *(["--to", to] if to else [])])
+    folder = tmp_path / (to or "structure_factor-2")
     said = capsys.readouterr().out
     assert "it has not seen, S is off by" in said and "NNModel/layers/4" in said
     model = NNModel.load(folder / "model")
@@ -292,4 +296,4 @@ def test_command_writes_network_and_plots(tmp_path, capsys):
 def test_command_refuses_a_folder_that_exists(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(["--quick", "--to", str(tmp_path)])
-    assert "which exists; the model is saved to a new folder" in capsys.readouterr().err
+    assert f"--to is {tmp_path}, which exists; name a new folder." in capsys.readouterr().err
