@@ -5,6 +5,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+_EXTRAS = ("brainstate", "flax")
+"""Frameworks that an extra of the same name installs."""
+
 
 def load_lazily(
     package: str, public: Iterable[str], modules: Mapping[str, Iterable[str]]
@@ -12,7 +15,7 @@ def load_lazily(
     """Returns a `__getattr__` and a `__dir__` for `package`, which has the `public` names.
 
     `modules` says which names come from which module. Those from `package` itself are its
-    submodules.
+    submodules. If one needs a framework that is not installed, the error names the extra.
     """
     sources = {name: module for module, names in modules.items() for name in names}
 
@@ -20,9 +23,22 @@ def load_lazily(
         if name not in sources:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if sources[name] == package:
-            return importlib.import_module(f"{package}.{name}")
-        value = getattr(importlib.import_module(sources[name]), name)
+            return _import_module(f"{package}.{name}", f"{package}.{name}")
+        value = getattr(_import_module(sources[name], f"{package}.{name}"), name)
         setattr(sys.modules[package], name, value)
         return value
 
     return load, lambda: sorted(public)
+
+
+def _import_module(module: str, wanted: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        framework = (error.name or "").partition(".")[0]
+        if framework not in _EXTRAS:
+            raise
+        install = f"pip install 'tapax[{framework}]'"
+        raise ModuleNotFoundError(
+            f"{wanted} needs {framework}, which is not installed: {install}.", name=error.name
+        ) from error

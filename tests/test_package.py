@@ -58,6 +58,30 @@ print(json.dumps([missing, *(hasattr(tapax, name) for name in {NAMESPACES!r})]))
     assert in_a_new_process(code) == ["flax", *(True for _ in NAMESPACES)]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "extra"),
+    [
+        ("nn.batch_ensemble", "flax"),
+        ("nn.predict", "flax"),
+        ("compat.nnx", "flax"),
+        ("compat.linen", "flax"),
+        ("compat.braintrace", "brainstate"),
+    ],
+)
+def test_names_that_need_a_framework_name_its_extra(wanted, extra):
+    code = f"""
+import json, sys
+sys.modules.update(dict.fromkeys({FRAMEWORKS!r}))
+import tapax
+try:
+    tapax.{wanted}
+except ImportError as error:
+    print(json.dumps(str(error)))
+"""
+    needs = f"tapax.{wanted} needs {extra}, which is not installed: pip install 'tapax[{extra}]'."
+    assert in_a_new_process(code) == needs
+
+
 def test_importing_the_package_imports_the_marks_alone():
     code = """
 import json, sys, tapax
