@@ -40,7 +40,7 @@ def batch_ensemble(
     num_members: int = 4,
     *,
     rngs: Any,
-    use_base_weights: bool = False,
+    use_base_weights: bool = True,
     init: str = "normal",
     r_mean: float = 1.0,
     r_std: float = 0.5,
@@ -58,6 +58,11 @@ def batch_ensemble(
     >>> ensemble = nn.batch_ensemble(model, 4, rngs=0)
     >>> ensemble(nn.tile(jnp.ones((5, 3)), 4)).shape
     (20, 2)
+
+    The layers keep their weights, so that an ensemble of a trained model starts from what the model
+    learned; with `use_base_weights=False` they are drawn anew. Each member has a bias of its own,
+    which starts as that of the model, and factors `r` and `s`, drawn as `init`, the means and the
+    deviations say.
 
     Every `nnx.Linear`, `LinearGeneral`, `Conv`, `Einsum` and `Embed` becomes the layer of that name
     with `BatchEnsemble` before it, wherever it is: in attributes, lists, dicts, attention, cells. A

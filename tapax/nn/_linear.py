@@ -44,8 +44,8 @@ class BatchEnsembleLinear(EnsembleLayer, nnx.Linear):
     - `rngs`: an `nnx.Rngs`, whose stream `params` is drawn from; an `nnx.RngStream`; a seed or a
       key, which is joined with the base layer's own weights, so that layers made with one seed
       have factors of their own.
-    - `use_base_weights`: the kernel is that of the base layer, the variable itself; otherwise it
-      is a new one.
+    - `use_base_weights`: the kernel is that of the base layer, the variable itself; otherwise, and
+      by default, it is a new one. `batch_ensemble`, which converts a model, keeps the weights.
     - `init`: of `r` and `s`: `"normal"`, with their means and deviations, or `"random_sign"`.
     """
 

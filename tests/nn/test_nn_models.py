@@ -147,7 +147,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, 6)))
 def test_ensemble_of_a_residual_network():
     model = ResNet(nnx.Rngs(0))
     model.eval()
-    ensemble = check(model, normal(B, 6, 6, 3))
+    ensemble = check(model, normal(B, 6, 6, 3), use_base_weights=False)
     assert not np.isclose(ensemble.stem.kernel[...], model.stem.kernel[...]).any()
     assert type(ensemble.blocks[1].norm1) is nnx.BatchNorm
 
@@ -176,6 +176,16 @@ def test_ensemble_of_attention_layers():
 def test_ensemble_of_recurrent_cells(cell):
     model = nnx.RNN(cell(5, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
     check(model, normal(B, 6, 5))
+
+
+@pytest.mark.parametrize("model", [ResNet, GPT])
+def test_members_without_deviation_are_the_model_itself(model):
+    model = model(nnx.Rngs(0))
+    model.eval()
+    x = normal(B, 6, 6, 3) if isinstance(model, ResNet) else TOKENS
+    ensemble = nn.batch_ensemble(model, E, rngs=1, r_std=0.0, s_std=0.0, where=no_places)
+    for got in nn.unfold(ensemble(nn.tile(x, E)), E):
+        close(got, model(x))
 
 
 def test_the_model_stays_as_it_is():
@@ -225,10 +235,11 @@ def test_layers_wherever_they_are():
 
 def test_weights_that_are_tied_stay_so_when_they_are_new():
     model = Everywhere(nnx.Rngs(0))
-    ensemble = nn.batch_ensemble(model, E, rngs=0)  # the seed that the model was made with
+    # The seed that the model was made with.
+    ensemble = nn.batch_ensemble(model, E, rngs=0, use_base_weights=False)
     assert ensemble.tied.kernel is ensemble.own.kernel
     assert not np.isclose(ensemble.own.kernel[...], model.own.kernel[...]).any()
-    part = nn.batch_ensemble(model, E, rngs=0, where="Everywhere/tied")
+    part = nn.batch_ensemble(model, E, rngs=0, use_base_weights=False, where="Everywhere/tied")
     assert part.tied.kernel is part.own.kernel
     assert part(nn.tile(normal(2, 3), E)).shape == (2 * E, 3)
 
