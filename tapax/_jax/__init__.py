@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 from tapax._jax.equations import (
     bind_equation,
+    implement_equation,
     in_context,
     lines_of,
     map_results,

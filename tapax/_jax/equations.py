@@ -56,6 +56,12 @@ def no_names() -> contextlib.AbstractContextManager[Any]:
     return _source_info.reset_name_stack()
 
 
+def implement_equation(eqn: Equation, args: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation by the function that its library evaluates the primitive with."""
+    out = eqn.primitive.impl(*args, **eqn.params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
 def bind_equation(eqn: Equation, args: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, just as it stands, on `args`; always returns a list."""
     params = eqn.primitive.get_bind_params(eqn.params)

@@ -1,6 +1,5 @@
 """The jaxprs inside equations."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,10 +33,9 @@ def implementation(eqn: Equation) -> Jaxpr | None:
     """
     if kind_of(eqn) is not Kind.OPAQUE or _jax.is_own_primitive(eqn.primitive):
         return None
-    run = functools.partial(eqn.primitive.impl, **eqn.params)
-    flat = run if eqn.primitive.multiple_results else lambda *args: [run(*args)]
+    types = [v.aval for v in eqn.invars]
     try:
-        traced = typed.make_jaxpr(flat)(*(v.aval for v in eqn.invars))
+        traced = typed.make_jaxpr(lambda *args: _jax.implement_equation(eqn, args))(*types)
     except Exception:  # whatever a kernel raises that takes no traced values
         return None
     # Most kernels are evaluated by compiling the primitive itself.

@@ -25,7 +25,6 @@ go by name. A state that a module writes several times has a variable for every 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,7 +160,8 @@ class HiddenPerturbation(_PerturbationFields):
     def __deepcopy__(self, memo: Any) -> HiddenPerturbation:
         """Copies the lists. A program, its variables and the states are known by identity."""
         del memo
-        return HiddenPerturbation(*map(copy.copy, self[:3]), self.perturb_jaxpr)
+        variables, paths, states, program = self
+        return HiddenPerturbation(list(variables), list(paths), list(states), program)
 
     def __repr__(self) -> str:
         types = (f"{n}: {v.aval.str_short()}" for n, v in self._named())
