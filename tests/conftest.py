@@ -7,6 +7,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 
+os.environ["KERAS_BACKEND"] = "jax"
+
 import jax
 import numpy as np
 import pytest

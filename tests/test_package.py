@@ -96,7 +96,10 @@ def test_the_version_has_one_place():
 
 
 EVERYTHING = """
-import json, jax, jax.numpy as jnp, tapax
+import json, os
+os.environ["KERAS_BACKEND"] = "jax"
+import keras  # whose import changes settings of JAX
+import jax, jax.numpy as jnp, tapax
 traces = []
 other = jax.jit(lambda x: traces.append(1) or x + 1)
 x = jnp.ones(3)
@@ -123,6 +126,7 @@ linen_compat.apply(dense, variables, x, capture_intermediates=True)
 linear = haiku.without_apply_rng(haiku.transform(lambda x: haiku.Linear(2)(x)))
 tapax.capture(linear.apply)(linear.init(jax.random.key(0), x), x)
 tapax.capture(brainstate.nn.Linear(3, 2))(x)
+tapax.capture(keras.layers.Dense(2))(x[None])
 oryx.reap(lambda x: oryx.sow(x, tag="t", name="a"), tag="t")(x)
 other(x)
 print(json.dumps(len(traces)))

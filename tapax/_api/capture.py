@@ -53,8 +53,8 @@ def capture(
     `SiteError`. A mapping such as `{"**/mlp": tapax.reduce.rms}` returns statistics instead, taken
     inside the program. `steps` keeps the first iterations of while loops instead of the last.
 
-    Every result of a module of Flax, Equinox, Haiku or brainstate is a site. `modules=False`, a
-    selection, or a filter `(module, method_name) -> bool` narrows that.
+    Every result of a module of Flax, Equinox, Haiku, brainstate or Keras is a site.
+    `modules=False`, a selection, or a filter `(module, method_name) -> bool` narrows that.
     """
     check_function(fn, "capture")
     plan = Plan.make(values, grads, steps, modules, reducing=True)

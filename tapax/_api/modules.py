@@ -20,7 +20,6 @@ from tapax._frameworks.interface import Module
 from tapax._frameworks.module_tree import in_order
 from tapax._frameworks.registry import loaded_adapters
 from tapax._results import SiteTable, Tabular
-from tapax._sites import join
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +42,8 @@ def modules(model: Module, *args: Any, **kwargs: Any) -> ModuleTable:
     The paths are those of the sites that `capture` finds. Modules of NNX, Equinox and brainstate
     are objects with attributes, and are listed as they are. The modules in one of Linen come to be
     when it is called, and those of a transformed Haiku function as well: give the arguments that
-    you would give to `init`, without the random key. Nothing is computed.
+    you would give to `init`, without the random key. Nothing is computed. A Keras model has paths
+    once it is built: give the arguments of a call, which builds it, if it is not.
     """
     for adapter in loaded_adapters():
         maker = adapter.maker(model)
@@ -55,13 +55,14 @@ def modules(model: Module, *args: Any, **kwargs: Any) -> ModuleTable:
                 )
             return _made(sites(maker)(*args, **kwargs))
         if adapter.is_module(model):
-            name, parts = adapter.name(model), in_order(adapter, model)
             return ModuleTable(
-                (join(name, path), type(part)) for path, part in parts if adapter.has_site(part)
+                (adapter.path(model, part, path), type(part))
+                for path, part in in_order(adapter, model)
+                if adapter.has_site(part)
             )
     raise TypeError(
-        f"`modules` takes a model of Flax, Equinox, Haiku or brainstate, but was given {model!r} "
-        f"of type {type(model).__name__}. What a plain function has are sites: "
+        f"`modules` takes a model of Flax, Equinox, Haiku, brainstate or Keras, but was given "
+        f"{model!r} of type {type(model).__name__}. What a plain function has are sites: "
         "tapax.sites(fn)(*args) lists them."
     )
 

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import called
-from tapax._frameworks.module_paths import running_modules
+from tapax._frameworks.module_paths import place_of_named
 from tapax._frameworks.patches import is_first
 from tapax._frameworks.recurrent_cells import RecurrentCell, call_with_inputs, check_inputs
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._marks.context import active_policy
-from tapax._marks.scopes import ModuleScope
 from tapax._sites import join
 
 # Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
@@ -105,7 +104,7 @@ class Haiku(Adapter):
         try:
             if not _is_seen(context):
                 return run(*args, **kwargs)
-            place = self._place(module)
+            place = place_of_named(self, module)
             return called(self, module, method, lambda: run(*args, **kwargs), place)
         finally:
             stack.pop()
@@ -118,18 +117,6 @@ class Haiku(Adapter):
             return name
         outer = _without_methods(maker.module_name)
         return join(self._path(maker), name.removeprefix(f"{outer}/"))
-
-    def _place(self, module: Module) -> ModuleScope:
-        path = self._path(module)
-        up = 0
-        for around in reversed(running_modules()):
-            if around.adapter is not self:
-                break
-            outer = self._path(around.module)
-            if f"{path}/".startswith(f"{outer}/"):
-                return ModuleScope(path[len(outer) + 1 :], path, up)
-            up += 1
-        return ModuleScope(path, path, up)
 
 
 def _is_seen(context: hk.MethodContext) -> bool:

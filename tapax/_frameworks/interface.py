@@ -14,6 +14,7 @@ import jax
 
 from tapax._frameworks.recurrent_cells import RecurrentCell, StatefulProgram
 from tapax._jax import Function, PyTree
+from tapax._sites import join
 
 Module: TypeAlias = Any
 """A module of a framework."""
@@ -24,7 +25,7 @@ class Adapter:
 
     package = ""
     """The top-level package of the framework, whose files are not the user's."""
-    recurrent_type: type
+    recurrent_type: type | tuple[()] = ()
     """The class of modules that may be recurrent."""
 
     def is_module(self, value: PyTree) -> bool:
@@ -41,6 +42,10 @@ class Adapter:
     def name(self, module: Module) -> str:
         """What to call a module that is in no other."""
         return type(module).__name__
+
+    def path(self, model: Module, part: Module, path: str) -> str:
+        """The path of a module from the root of a model, in which it is found at `path`."""
+        return join(self.name(model), path)
 
     def state(self, module: Module) -> Any:
         """The arrays of a module, in a structure with the names of its attributes as keys."""

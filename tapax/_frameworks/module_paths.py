@@ -112,6 +112,19 @@ def rooted(place: ModuleScope) -> ModuleScope:
     return ModuleScope(place, place.root, len(outer)) if same else place
 
 
+def place_of_named(adapter: Adapter, module: Module) -> ModuleScope:
+    """The place of a module whose name is its whole path, from the module that is running."""
+    path, up = adapter.name(module), 0
+    for around in reversed(_stack.running):
+        if around.adapter is not adapter:
+            break
+        outer = adapter.name(around.module)
+        if f"{path}/".startswith(f"{outer}/"):
+            return ModuleScope(path[len(outer) + 1 :], path, up)
+        up += 1
+    return ModuleScope(path, path, up)
+
+
 def locate(adapter: Adapter, module: Module) -> ModuleScope:
     """The place of a module, from the module that is running; empty if it is that one."""
     if not _stack.running:

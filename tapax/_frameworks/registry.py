@@ -24,17 +24,16 @@ ADAPTERS = {
     "equinox": "tapax._frameworks.equinox",
     "haiku": "tapax._frameworks.haiku",
     "brainstate": "tapax._frameworks.brainstate.adapter",
+    "keras.src.backend.jax.trainer": "tapax._frameworks.keras.adapter",
 }
-"""The module of each adapter, by the package whose import makes it needed."""
+"""The module of each adapter, by the module whose import makes it needed."""
 
 
 def loaded_adapters() -> list[Adapter]:
     """The adapters of the frameworks that have been imported."""
-    return [
-        importlib.import_module(module).ADAPTER
-        for package, module in ADAPTERS.items()
-        if package in sys.modules
-    ]
+    needed = [module for package, module in ADAPTERS.items() if package in sys.modules]
+    adapters = (importlib.import_module(module).ADAPTER for module in needed)
+    return [adapter for adapter in adapters if adapter is not None]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,99 @@
+"""Keras 3 on its JAX backend: layers know their paths; `Variable`s hold their state.
+
+Calls are seen by replacing the method `call` of all classes while a capture traces. A layer is
+named by its path in Keras, which its weights have too: `net/block_1/dense`. Keras gives no path to
+a layer without weights: it gets the one that Keras would give it.
+
+The `Variable`s that a captured function reads and writes become arguments and results: see
+`_frameworks.keras.variables`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+from keras.src import backend
+from keras.src.backend.config import is_nnx_enabled
+
+from tapax._frameworks.interface import Adapter, FunctionCall, Module
+from tapax._frameworks.keras import variables
+from tapax._frameworks.module_calls import mark_result, within
+from tapax._frameworks.module_paths import place_of_named, running_modules
+from tapax._frameworks.patches import Patch, Replacements, methods
+from tapax._jax import PyTree
+from tapax._sites import join
+
+_FORWARD = ("call", "quantized_call")
+_BASE_METHODS = frozenset(dir(keras.Model))
+
+
+class Keras(Adapter):
+    package = "keras"
+
+    def __init__(self) -> None:
+        self._patch = Patch(self._replacements)
+
+    def is_module(self, value: PyTree) -> bool:
+        return isinstance(value, keras.Layer)
+
+    def children(self, module: Module) -> Iterator[tuple[str, Any]]:
+        return ((layer.name, layer) for layer in module._layers)
+
+    def name(self, module: Module) -> str:
+        return module.path or join(module._parent_path or "", module.name)
+
+    def path(self, model: Module, part: Module, path: str) -> str:
+        return self.name(part)
+
+    def maker(self, model: Module) -> Callable[..., Any] | None:
+        return model if self.is_module(model) and not model.built else None
+
+    def has_site(self, module: Module) -> bool:
+        return not isinstance(module, keras.layers.InputLayer)
+
+    def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
+        return self._patch()
+
+    def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
+        return variables.taken_apart(call)
+
+    def _replacements(self) -> Replacements:
+        yield from variables.replacements()
+        for cls, name, wrap in methods(self, keras.Layer, skip=[], call=_call):
+            own = cls.__module__.partition(".")[0] == self.package
+            if name in _FORWARD or not (own or name in _BASE_METHODS):
+                yield cls, name, wrap
+
+
+def _call(adapter: Adapter, module: Module, method: str, run: Callable[[], Any]) -> Any:
+    """Runs a method of a layer, as `module_calls.called` does."""
+    if _is_graph(module):
+        return run()
+    with within(adapter, module, place_of_named(adapter, module)):
+        out = run()
+        return _masked(out, mark_result(adapter, module, _site_method(method), out))
+
+
+def _site_method(method: str) -> str:
+    return "__call__" if method in _FORWARD else method
+
+
+def _is_graph(module: Module) -> bool:
+    """Whether a module is the functional model that the running `Sequential` consists of."""
+    around = running_modules()
+    return bool(around) and getattr(around[-1].module, "_functional", None) is module
+
+
+def _masked(out: PyTree, marked: PyTree) -> Any:
+    """The marked result, with the masks that Keras attached to the arrays of the unmarked one."""
+    for before, after in zip(jax.tree.leaves(out), jax.tree.leaves(marked), strict=True):
+        mask = None if after is before else backend.get_keras_mask(before)
+        if mask is not None:
+            backend.set_keras_mask(after, mask)
+    return marked
+
+
+# With NNX enabled in Keras, layers are modules of NNX.
+ADAPTER = None if is_nnx_enabled() else Keras()
