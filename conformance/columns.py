@@ -86,6 +86,7 @@ COLUMNS: dict[str, Column] = {
     "tapax, Equinox": functools.partial(_tapax, "equinox"),
     "tapax, Haiku": functools.partial(_tapax, "haiku"),
     "tapax, brainstate": functools.partial(_tapax, "brainstate"),
+    "tapax, Keras": functools.partial(_tapax, "keras"),
     "Flax NNX": functools.partial(_own, "nnx"),
     "Flax Linen": functools.partial(_own, "linen"),
     "penzai": functools.partial(_own, "penzai"),

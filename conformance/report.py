@@ -13,7 +13,7 @@ from conformance.columns import COLUMNS, Verdict
 from conformance.problem import CASES, Case
 
 Results = Mapping[tuple[str, str, str], Verdict]
-PACKAGES = ("jax", "flax", "equinox", "dm-haiku", "brainstate", "penzai")
+PACKAGES = ("jax", "flax", "equinox", "dm-haiku", "brainstate", "keras", "penzai")
 MARKS = ("works", "error", "silently wrong", "none")
 
 HEAD = """\

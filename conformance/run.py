@@ -9,6 +9,7 @@ import os
 
 # Meshes need two devices; the figures of other platforms are no figures of the libraries.
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["KERAS_BACKEND"] = "jax"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 ).strip()
