@@ -103,6 +103,51 @@ def test_an_unbuilt_model_is_built_as_the_plain_call_builds_it():
     assert_close(tapax.capture(model)(2 * X)[0], plain(2 * X))
 
 
+def test_layers_built_in_a_capture_draw_different_weights():
+    def make():
+        generator = keras.random.SeedGenerator(7)
+        draw = keras.initializers.GlorotUniform(seed=generator)
+        parts = [layers.Dense(4, kernel_initializer=draw) for _ in range(2)]
+        return keras.Sequential(parts), generator
+
+    plain, generator = make()
+    plain(X)
+    model, other = make()
+    tapax.capture(model)(X)
+    assert_close(numbers(model), numbers(plain))
+    assert_close(other.state.value, generator.state.value)
+    assert not np.array_equal(model.layers[0].kernel.value, model.layers[1].kernel.value)
+
+
+def test_a_number_that_the_function_needs_and_variables():
+    plain, model = make_twins(make_sequential)
+
+    @tapax.capture
+    def run(x, times):
+        x = model(x, training=True)
+        return x * sum(range(times))
+
+    out, _ = run(X, 3)
+    assert_close(out, 3 * plain(X, training=True))
+    assert_close(numbers(model), numbers(plain))
+
+
+def test_recurrent_dropout_draws_as_in_the_plain_call():
+    series = np.stack([X, 2 * X], 1)
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        layer = layers.LSTM(3, dropout=0.5, recurrent_dropout=0.5, seed=1)
+        layer(series)
+        models.append(layer)
+    plain, model = models
+    wanted = plain(series, training=True)
+    assert_close(tapax.capture(model)(series, training=True)[0], wanted)
+    for a, b in zip(model.variables, plain.variables, strict=True):
+        assert_close(a.value, b.value)
+    assert not np.allclose(wanted, plain(series))
+
+
 def test_a_model_made_in_the_captured_function():
     @tapax.capture
     def forward(x):

@@ -60,6 +60,7 @@ class _TraceRecord:
         """Gives the variables their values in this trace."""
         pairs = zip(self._numbers, values, strict=True)
         self._values = {key: value for key, value in pairs if value is not None}
+        self._written.clear()
 
     def read(self, variable: Any) -> Any:
         """The value of a variable in this trace; None if that is the one it holds."""
@@ -67,9 +68,11 @@ class _TraceRecord:
         return self._values.get(id(variable))
 
     def write(self, variable: Any, value: Value) -> None:
+        """Gives a variable a value, unless it is not known yet: then the trace is of no use."""
         self._touched[id(variable)] = variable
-        self._written.add(id(variable))
-        self._values[id(variable)] = value
+        if id(variable) in self._numbers or id(variable) in self._made:
+            self._written.add(id(variable))
+            self._values[id(variable)] = value
 
     def make(self, variable: Any) -> None:
         """Tells that a variable comes to be."""
@@ -190,11 +193,12 @@ def taken_apart(call: FunctionCall) -> Iterator[FunctionCall]:
 
 def replacements() -> Replacements:
     """What is replaced in Keras, besides methods of layers, while a function is traced."""
-    wrappers = {"value": _read, "_direct_assign": _written, "__init__": _made}
-    for name, wrap in {**wrappers, "_deferred_initialize": _made}.items():
+    wrappers = {"value": _tracked_value, "_direct_assign": _tracked_assignment}
+    wrappers |= dict.fromkeys(("__init__", "_deferred_initialize"), _eager_initialization)
+    for name, wrap in wrappers.items():
         yield next(cls for cls in Variable.__mro__ if name in cls.__dict__), name, wrap
     for name in ("add_loss", "_clear_losses"):
-        yield Layer, name, _losses_changed
+        yield Layer, name, _tracked_losses
 
 
 def _held(variable: Any) -> Any:
@@ -215,8 +219,8 @@ def _scoped(variable: Any) -> Any:
     return None if scope is None else scope.get_current_value(variable)
 
 
-def _read(original: Any) -> Any:
-    """The value of a variable, without a cast to the precision of a layer."""
+def _tracked_value(original: Any) -> Any:
+    """The value of a variable in the trace, cast to the precision of the layer that reads it."""
 
     def value(self: Any) -> Any:
         found = None
@@ -227,8 +231,8 @@ def _read(original: Any) -> Any:
     return property(value, doc=original.__doc__)
 
 
-def _written(original: Function) -> Any:
-    """The assignment of a value to a variable, which may be the first one."""
+def _tracked_assignment(original: Function) -> Any:
+    """The assignment of a value to a variable in the trace, unless it is its first value."""
 
     @functools.wraps(original)
     def direct_assign(self: Any, value: Value) -> None:
@@ -240,8 +244,8 @@ def _written(original: Function) -> Any:
     return direct_assign
 
 
-def _made(original: Function) -> Any:
-    """What gives a variable its first value, which is none of the traced program."""
+def _eager_initialization(original: Function) -> Any:
+    """What gives a variable its first value, computed outside of the traced program."""
 
     @functools.wraps(original)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -249,13 +253,15 @@ def _made(original: Function) -> Any:
             original(self, *args, **kwargs)
             return
         _active.record.make(self)
-        with without_marks(), jax.ensure_compile_time_eval():
+        # It may draw from a generator of seeds, whose state is another from then on.
+        eager = _active_state(None, get_stateless_scope())
+        with eager, without_marks(), jax.ensure_compile_time_eval():
             original(self, *args, **kwargs)
 
     return initialize
 
 
-def _losses_changed(original: Function) -> Any:
+def _tracked_losses(original: Function) -> Any:
     """What adds to the losses of a layer, or removes them."""
 
     @functools.wraps(original)
