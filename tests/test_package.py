@@ -98,7 +98,7 @@ def test_the_version_has_one_place():
 EVERYTHING = """
 import json, os
 os.environ["KERAS_BACKEND"] = "jax"
-import keras  # whose import changes settings of JAX
+import keras  # whose import adds settings to JAX
 import jax, jax.numpy as jnp, tapax
 traces = []
 other = jax.jit(lambda x: traces.append(1) or x + 1)

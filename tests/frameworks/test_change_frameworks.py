@@ -5,6 +5,7 @@ import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
@@ -34,7 +35,7 @@ def close(a, b, tol=2e-5):
         assert_close(np.asarray(x), np.asarray(y), tol)
 
 
-# One model, five times: two layers, a normalisation with statistics between them, and a `hook`,
+# One model, six times: two layers, a normalisation with statistics between them, and a `hook`,
 # the identity, by which the same change is made by hand.
 
 
@@ -103,6 +104,24 @@ class OfBrainstate(bs.nn.Module):
 
     def update(self, x):
         return self.second(jnp.tanh(self.norm(self.hook(self.first(x)))))
+
+
+class OfKeras(keras.Model):
+    def __init__(self, hook=same):
+        super().__init__(name="of_keras")
+        self.first = keras.layers.Dense(5, name="first")
+        self.norm = keras.layers.BatchNormalization(name="norm")
+        self.second = keras.layers.Dense(2, name="second")
+        self.hook = hook
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.norm.build((4, 5))
+        self.second.build((4, 5))
+
+    def call(self, x):
+        h = self.norm(self.hook(self.first(x)), training=True)
+        return self.second(jnp.tanh(h))
 
 
 # For each, `loss()` and `step()` return a function and its arguments. After a call, `held` is
@@ -268,7 +287,43 @@ class Brainstate:
         return out
 
 
-FRAMEWORKS = [NNX, Linen, Equinox, Haiku, Brainstate]
+class Keras:
+    site = "of_keras/first"
+
+    def loss(self, hook=same):
+        keras.utils.set_random_seed(0)
+        self.model = model = OfKeras(hook)
+        model.build(X.shape)
+        self.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        return lambda x: jnp.mean(model(x) ** 2), (X,)
+
+    def step(self, hook=same):
+        self.loss(hook)
+        model, optimizer = self.model, self.optimizer
+
+        def loss(weights, fixed, x):
+            out, fixed = model.stateless_call(weights, fixed, x)
+            return jnp.mean(out**2), fixed
+
+        def step(x):
+            weights = [v.value for v in model.trainable_variables]
+            fixed = [v.value for v in model.non_trainable_variables]
+            (value, new), grads = jax.value_and_grad(loss, has_aux=True)(weights, fixed, x)
+            optimizer.apply(grads, model.trainable_variables)
+            for variable, array in zip(model.non_trainable_variables, new, strict=True):
+                variable.assign(array)
+            return value
+
+        return step, (X,)
+
+    def held(self, out, args):
+        return [v.value for v in (*self.model.variables, *self.optimizer.variables)]
+
+    def value(self, out):
+        return out
+
+
+FRAMEWORKS = [NNX, Linen, Equinox, Haiku, Brainstate, Keras]
 every = pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda f: f.__name__.lower())
 EDIT = lambda h: h**2 + 0.3 * h
 CLIP = lambda g: jnp.clip(g, -0.01, 0.01)
@@ -377,7 +432,7 @@ def test_cuts_leave_state_as_it_is(framework):
 
 def held(one, args):
     """What the objects among the arguments hold."""
-    if isinstance(one, Brainstate):
+    if isinstance(one, (Brainstate, Keras)):
         return one.held(None, args)
     arrays = nnx.state(args[0]) if isinstance(one, NNX) else args
     return [jnp.array(x) for x in jax.tree.leaves(arrays) if eqx.is_array(x)]

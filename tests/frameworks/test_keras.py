@@ -338,3 +338,11 @@ def test_attention_layers_return_their_projections():
     assert_close(taps.values["attend/query"], layer.query_dense(SERIES))
     assert_close(taps.values["attend:1"], weights)
     assert_close(taps.values["attend/attention_output"], out)
+
+
+@pytest.mark.once
+def test_mobilenet_as_published():
+    model = keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=3)
+    table = tapax.sites(model)(np.zeros((1, 32, 32, 3), "float32"))
+    assert [site.name for site in table] == [*(x.name for x in model.layers[1:]), model.name]
+    assert all(site.shape[1:] == model.get_layer(site.name).output.shape[1:] for site in table[:-1])
