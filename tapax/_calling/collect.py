@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,10 +20,9 @@ def collect(walk: Walk) -> Taps:
     values, grads, valid = SiteDict(), SiteDict(), SiteDict()
     sites: dict[str, Site] = {}
     entries = [*_summed(walk.entries), *walk.fold_entries()]
-    marked = [site.name for site in walk.sites if site.kind != "grad"]
-    order = {name: i for i, name in enumerate(marked)}
+    place = _places(walk.sites)
     taken: tuple[list[Site], list[Site]] = ([], [])
-    ordered = sorted(entries, key=lambda e: (e.grad, order.get(e.site.name, len(order))))
+    ordered = sorted(entries, key=lambda e: (e.grad, place(e.site)))
     reduced = [(e.site, e.reduction.reducer) for e in entries if e.reduction is not None]
     walk.plan.verify_reduced(reduced, walk.refused)
     for entry in (one for e in ordered for one in _results(e)):
@@ -61,6 +60,14 @@ def collect(walk: Walk) -> Taps:
     for path, why in walk.lost.items():
         warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
     return Taps(values, grads, valid, SiteTable(tuple(sites.values())))
+
+
+def _places(sites: Sequence[Site]) -> Callable[[Site], int]:
+    """Where a site is in the program; the arrays of a fold are where its first value is."""
+    marked = [site.name for site in sites if site.kind != "grad"]
+    order = {name: i for i, name in reversed([*enumerate(marked)])}
+    whole = lambda site: order.get(site.path.partition(":")[0], len(order))  # noqa: E731
+    return lambda site: order[site.name] if site.name in order else whole(site)
 
 
 def _results(entry: Entry) -> Iterator[Entry]:

@@ -1,7 +1,7 @@
 """Pytrees: dicts that keep the order of their keys, which JAX sorts, and leaves without arrays."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import jax
@@ -66,3 +66,33 @@ def in_order(tree: PyTree, order: Any) -> Any:
 def map_in_order(fn: Callable[..., Any], tree: PyTree, is_leaf: Any = None) -> Any:
     """`jax.tree.map` over one structure, whose dicts keep the order of their keys."""
     return in_order(jax.tree.map(fn, tree, is_leaf=is_leaf), order_of(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueStructure:
+    """How a value is put together from its arrays.
+
+    `fixed` are the leaves that are not arrays, with their indices, and `order` is that of the keys.
+    """
+
+    treedef: Any
+    fixed: tuple[tuple[int, Any], ...] = dataclasses.field(hash=False)
+    order: Any
+    count: int
+
+    def join(self, arrays: Iterable[Any]) -> Any:
+        """The value with these arrays. Those beyond the last one stand for a value without any."""
+        leaves = list(arrays)[: self.count]
+        for i, leaf in self.fixed:
+            leaves.insert(i, leaf)
+        return in_order(self.treedef.unflatten(leaves), self.order)
+
+
+def split_arrays(
+    value: PyTree, is_array: Callable[[Value], bool]
+) -> tuple[list[Value], ValueStructure]:
+    """The arrays in a value, and how they are put together."""
+    leaves, treedef = flatten(value)
+    arrays = [x for x in leaves if is_array(x)]
+    fixed = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
+    return arrays, ValueStructure(treedef, fixed, order_of(value), len(arrays))

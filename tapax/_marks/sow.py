@@ -13,6 +13,7 @@ jaxpr of the program without them.
 """
 
 import contextlib
+import dataclasses
 import re
 import sys
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tapax._jax import PyTree, Value, pytrees
+from tapax._jax import PyTree, Value, pytrees, typed
+from tapax._jax.pytrees import ValueStructure, split_arrays
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ScopeName
 from tapax._marks.tap import Mark, tap
@@ -98,6 +100,16 @@ def _check_name(name: Any, function: str) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class SownValue:
+    """What a framework's mark says of a value, for those who put it together again.
+
+    `structure` is that of the value, or of what the reducer of the mark has made of all calls.
+    """
+
+    structure: ValueStructure | None = dataclasses.field(default=None, kw_only=True)
+
+
 def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
     """Marks the arrays in `value`, from the line that called the caller; returns it."""
     _check_name(name, kind)
@@ -106,21 +118,35 @@ def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
         return value
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-    def leaf(keys: tuple[Any, ...], x: Value) -> Any:
-        if not is_array(x):
-            return x
-        path = name + (f":{leaf_name(keys)}" if keys else "")
-        tapped = tap(x, Mark(path, kind, source, **here.on_marks, **fields))
+    arrays, structure = split_arrays(value, is_array)
+    paths = [
+        name + (f":{leaf_name(keys)}" if keys else "")
+        for keys, x in pytrees.leaves_with_path(value)
+        if is_array(x)
+    ]
+    sown = fields.get("collection")
+    is_whole = isinstance(sown, SownValue)
+    if is_whole:
+        fields["collection"] = dataclasses.replace(sown, structure=structure)
+    tapped: list[Value] = []
+    if not arrays and (is_whole or fields.get("reduce") is not None):
+        paths, arrays = [name], [typed.zeros((0,), bool)]
+    for leaf, (path, x) in enumerate(zip(paths, arrays, strict=True)):
+        said: dict[str, Any] = {**here.on_marks, **fields, "structure": structure, "leaf": leaf}
+        out = tap(x, Mark(path, kind, source, **said))
         # A Python number stays one: the program may need its value.
-        return tapped if isinstance(x, (jax.Array, np.ndarray, np.generic)) else x
-
-    return jax.tree_util.tree_map_with_path(leaf, value)
+        tapped.append(out if has_dtype(x) else x)
+    return structure.join(tapped)
 
 
 def is_array(x: Value) -> bool:
     """Whether `mark` marks a leaf: an array, or a number."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    return has_dtype(x) or isinstance(x, (bool, int, float, complex))
+
+
+def has_dtype(x: Value) -> bool:
+    """Whether a leaf is an array, and not a number of Python's."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def leaf_name(keys: tuple[Any, ...]) -> str:

@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +60,7 @@ from jax.interpreters import ad
 
 from tapax import _jax
 from tapax._jax import Args, Equation, PyTree, Value, typed
+from tapax._jax.pytrees import ValueStructure
 from tapax._marks.change import change_p, with_axis
 from tapax._marks.scopes import Scopes, path_in
 from tapax._sites import Site
@@ -74,7 +75,8 @@ class Mark:
     the policies of the captures by which a module's result is a site, `members` those of an
     ensemble that share its batch. `changing` if the value, or its gradient, may be edited: then its
     derivatives are those of an edit that is not known yet. It `pairs` the gradient with the value
-    if a reducer compares them.
+    if a reducer compares them. `structure` is that of the value whose arrays are marked, of which
+    this is number `leaf`; a value without arrays has a mark all the same.
     """
 
     path: str
@@ -91,6 +93,21 @@ class Mark:
     admitted: frozenset[Any] = frozenset()
     changing: bool = False
     pairs: bool = False
+    structure: ValueStructure | None = None
+    leaf: int = 0
+
+    @property
+    def value_path(self) -> str:
+        """The path of the whole value, which is reduced as one."""
+        return self.path if self.structure is None else self.path.partition(":")[0]
+
+    @property
+    def is_last_leaf(self) -> bool:
+        return self.structure is None or self.leaf + 1 >= self.structure.count
+
+    def join(self, arrays: Sequence[Value]) -> Any:
+        """The whole value, made of its arrays."""
+        return arrays[0] if self.structure is None else self.structure.join(arrays)
 
     def site(self, **found: Any) -> Site:
         """The site that it marks, with what was `found` out about it."""

@@ -11,8 +11,7 @@ from typing import Any
 
 from tapax._jax import Equation, Value
 from tapax._marks.tap import Mark
-from tapax._sites import Site, SiteError
-from tapax._walk.folds import same_fold
+from tapax._sites import Site
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,17 +44,9 @@ class Calls:
         self._pullbacks: Counter[Call] = Counter()
         self._known: dict[tuple[str, int], Call] = {}
         self._by_uid: dict[int, list[Call]] = {}
-        self._marks: dict[str, Mark] = {}
 
     def new(self, mark: Mark, eqn: Equation, branches: tuple[int, ...]) -> Call:
         """The call that a tap of a mark is."""
-        first = self._marks.setdefault(mark.path, mark)
-        if not same_fold(first, mark):
-            raise SiteError(
-                f"The site {mark.path!r} is sown at {first.source} and at {mark.source} with "
-                "reducers that differ, so its calls cannot be folded into one. Give both the same "
-                "`reduce` and `init`, or another name to one of them."
-            )
         number = self._numbers[mark.path] + eqn.params["shift"]
         self._numbers[mark.path] += 1
         branches = (*branches, *eqn.params["branches"])

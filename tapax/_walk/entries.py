@@ -115,13 +115,14 @@ class Threads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StagedBody:
-    """A body after the walk: what it takes, what it gives, and what it recorded."""
+    """A body after the walk: what it takes, what it gives, and what it recorded and folded."""
 
     jaxpr: Any
     ins: Slots
     outs: Slots
     entries: tuple[Entry, ...]
     threads: Threads
+    folds: tuple[FoldThread, ...]
     certain: tuple[bool, ...]
 
     @property

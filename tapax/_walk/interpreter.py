@@ -253,9 +253,10 @@ class Interpreter(Recorder):
         changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
         return changed is not None or self.plan.choose(site, grad=True) is not None
 
-    def enter(self, *jaxprs: Any) -> Threads:
-        """What must be threaded through some bodies."""
-        return Threads(self.folds.enter(jaxprs, self.scopes), self.changes.needed(jaxprs))
+    def enter(self, *jaxprs: Any, once: bool = False) -> Threads:
+        """What must be threaded through some bodies; one that runs `once` may change its folds."""
+        folds = self.folds.enter(jaxprs, self.scopes, once=once)
+        return Threads(folds, self.changes.needed(jaxprs))
 
     def handed(self, threads: Threads) -> list[Any]:
         """The arrays that bodies are given besides their operands: folds, and parts of changes."""
@@ -305,8 +306,8 @@ class Interpreter(Recorder):
         self, jaxpr: Jaxpr, args: Sequence[Any], threads: Threads | None = None, **where: Any
     ) -> StagedBody:
         """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
-        threads = self.enter(jaxpr) if threads is None else threads
-        ins = Slots.of(args)
+        threads = self.enter(jaxpr, once=True) if threads is None else threads
+        ins, scopes = Slots.of(args), self.scopes
 
         def body(*flat: Value) -> Any:
             arrays = iter(flat)
@@ -317,19 +318,20 @@ class Interpreter(Recorder):
                 self.changes.hand_down(threads.parts, handed[count:])
                 outs = self.run(jaxpr, values)
                 slots = Slots.of(outs)
+                folds = self.folds.leave(threads.folds, jaxpr, scopes)
                 arrays = [
                     *slots.arrays(outs),
                     *(a for e in self.entries for a in e.arrays),
-                    *self.folds.arrays(threads.folds),
+                    *self.folds.arrays(folds),
                 ]
                 entries = tuple(e.bare for e in self.entries)
-                return arrays, Static((slots, entries, self.folds.certain(threads.folds)))
+                return arrays, Static((slots, entries, folds, self.folds.certain(folds)))
 
         made, (_, found) = typed.make_jaxpr(body, return_shape=True)(
             *ins.arrays(args), *self.handed(threads)
         )
-        outs, entries, certain = found.value
-        return StagedBody(made, ins, outs, entries, threads, certain)
+        outs, entries, folds, certain = found.value
+        return StagedBody(made, ins, outs, entries, threads, folds, certain)
 
     def operands(
         self, staged: StagedBody, args: Sequence[Value]
@@ -343,7 +345,7 @@ class Interpreter(Recorder):
         flat = iter(results)
         outs = staged.outs.fill(flat)
         self.entries += [e.with_arrays(flat) for e in staged.entries]
-        self.folds.restore(staged.threads.folds, list(flat), staged.certain)
+        self.folds.restore(staged.folds, list(flat), staged.certain)
         return outs
 
     def _opaque(self, eqn: Equation, args: list[Any]) -> list[Any]:

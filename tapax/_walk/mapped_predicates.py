@@ -45,9 +45,13 @@ class _Condition:
     def __init__(self, live: Value):
         self.items = live
 
-    def enter(self, jaxprs: Sequence[Any], scopes: Any) -> tuple[FoldThread, ...]:
-        del jaxprs, scopes
-        return (FoldThread("live", flagged=False),)
+    def enter(self, jaxprs: Any, scopes: Any, *, once: bool = False) -> tuple[FoldThread, ...]:
+        del jaxprs, scopes, once
+        return (FoldThread(None, flagged=False),)
+
+    def leave(self, threads: Any, jaxpr: Jaxpr, scopes: Any) -> tuple[FoldThread, ...]:
+        del jaxpr, scopes
+        return threads
 
     def arrays(self, threads: Sequence[FoldThread]) -> list[Any]:
         return [self.items for _ in threads]

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._jax import Equation, Value, pytrees, typed
+from tapax._jax.pytrees import split_arrays
 from tapax._jaxpr.leading_axes import where
-from tapax._marks.sow import leaf_name
-from tapax._marks.tap import split_shape
-from tapax._sites import Site
+from tapax._marks.sow import SownValue, has_dtype, is_array, leaf_name
+from tapax._marks.tap import Mark, split_shape
+from tapax._sites import Site, SiteError
 from tapax._walk.calls import Call, Calls
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry
+from tapax._walk.equal_reducers import same_fold
 from tapax._walk.folds import Folds
 from tapax._walk.plan import Choice, Plan
 from tapax._walk.reductions import reduce, refusal
@@ -46,14 +48,18 @@ class Recorder:
         self.refused: list[tuple[Site, Reducer, str]] = []
         self.around: tuple[Around, ...] = ()
         self._calls = Calls()
+        self._reducing: dict[str, Mark] = {}
 
     def _site(self, call: Call, eqn: Equation, *, grad: bool, pullback: int = 0) -> Site:
         """The site as a predicate sees it: with the loops that it is known to be in."""
         mapped, own = split_shape(eqn)
         folded = call.mark.reduce is not None and not grad
         loops = [] if folded else [a for a in self.around if a.is_loop]
+        path = call.mark.value_path if folded else call.mark.path
         lengths = [a.size for a in loops if a.size is not None]
-        return call.mark.site(
+        return dataclasses.replace(
+            call.mark.site(),
+            path=path,
             shape=(*lengths, *mapped, *own),
             dtype=eqn.invars[0].aval.dtype,
             loops=tuple(map(str, loops)),
@@ -75,17 +81,38 @@ class Recorder:
 
     def record(self, tap: MetTap) -> None:
         """Records a value, or a gradient and perhaps its value."""
-        chosen = self.chosen(tap.eqn, tap.call, grad=tap.grad)
-        if chosen is None:
+        mark, axes = tap.call.mark, tap.eqn.params["axes"]
+        folded = mark.reduce is not None and not tap.grad
+        # Which values are folded is asked for the first of their arrays.
+        is_part = folded and self.folds.is_waiting
+        chosen = None if is_part else self.chosen(tap.eqn, tap.call, grad=tap.grad)
+        if chosen is None and not is_part:
             return
-        axes = tap.eqn.params["axes"]
         x, *pair = (_mapped_first(x, axes) for x in tap.values)
-        if tap.call.mark.reduce is not None and not tap.grad:
-            self.folds.add(tap.call.mark, x, len(axes), tap.live)
+        if not tap.grad:
+            self._check_reducer(mark)
+        if folded:
+            self.folds.add(mark, x, len(axes), tap.live)
             return
+        assert chosen is not None
         again = tap.eqn.params["kind"] == "grad again"
         for entry in self._entries(chosen, tap.call, [x, *pair], tap.live, len(axes)):
             self.entries.append(entry._replace(grad=tap.grad, again=again))
+
+    def _check_reducer(self, mark: Mark) -> None:
+        """Raises if a value is sown in two ways that cannot be one site.
+
+        The reducer of a framework's mark is for the call alone, so that there may be several.
+        """
+        first = self._reducing.setdefault(mark.value_path, mark)
+        both = first.reduce is not None and mark.reduce is not None
+        if (both and mark.collection is not None) or same_fold(first, mark):
+            return
+        raise SiteError(
+            f"The site {mark.value_path!r} is sown at {first.source} and at {mark.source} with "
+            "reducers that differ, so its calls cannot be folded into one. Give both the same "
+            "`reduce` and `init`, or another name to one of them."
+        )
 
     def _entries(
         self, chosen: tuple[Site, Choice], call: Call, xs: list[Any], live: Value, mapped: int
@@ -108,17 +135,26 @@ class Recorder:
             yield Entry(site, call, False, x, live, step=choice.step)
 
     def fold_entries(self) -> list[Entry]:
-        """The folds as entries; a structured one has one for each leaf."""
+        """The folds as entries; a structured one has one for each array in it."""
         entries: list[Entry] = []
         for path, fold in self.folds.items.items():
             site = next(s for s in self.sites if s.path == path)
             seen = None if fold.seen is True else fold.seen
-            for keys, leaf in pytrees.leaves_with_path(fold.state):
+            sown = site.collection if isinstance(site.collection, SownValue) else None
+            is_leaf = is_array if sown is None else has_dtype
+            keyed = [(k, x) for k, x in pytrees.leaves_with_path(fold.state) if is_leaf(x)]
+            if sown is not None:
+                _, structure = split_arrays(fold.state, is_leaf)
+                whole = dataclasses.replace(sown, structure=structure)
+                site = dataclasses.replace(site, collection=whole)
+                keyed = keyed or [((), typed.zeros((0,), bool))]
+            for keys, leaf in keyed:
                 name = path + (f":{leaf_name(keys)}" if keys else "")
                 here = dataclasses.replace(site, path=name)
                 chosen = here, self.plan.choose(site, False) or Choice()
-                call = self._calls.first(path)
-                made = self._entries(chosen, call, [typed.asarray(leaf)], seen, fold.mapped)
+                call = self._calls.first(fold.mark.path)
+                mapped = fold.mapped if has_dtype(leaf) else 0
+                made = self._entries(chosen, call, [typed.asarray(leaf)], seen, mapped)
                 entries += [e._replace(folded=True) for e in made]
         return entries
 

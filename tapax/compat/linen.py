@@ -92,14 +92,14 @@ def apply(
         inner = state.setdefault(sown.collection, {})
         for part in path:
             inner = inner.setdefault(part, {})
-        values = [sown.join([taps.values[site.name] for site in sites]) for sites in calls]
+        values = [_join(taps, sites) for sites in calls]
         given = _find_given(variables, sown, path)
         if calls[0][0].kind == "perturb":
             zeros = [jax.tree.map(jnp.zeros_like, value) for value in values]
             made = zeros[0] if len(zeros) == 1 else tuple(zeros)
             inner[sown.name] = made if given is None else given
-        elif sown.appends:
-            inner[sown.name] = (*(given or ()), *values)
+        elif sown.calls is not None:
+            inner[sown.name] = (sown.calls() if given is None else given) + sown.calls(values)
         else:
             (inner[sown.name],) = values
     return out, freeze(state) if frozen else state
@@ -176,6 +176,11 @@ def _list_sown(
     for (path, _, _), calls in found.items():
         leaves = list(calls.values())
         yield leaves[0][0].collection, path, leaves
+
+
+def _join(taps: Any, sites: list[Site]) -> Any:
+    """The value of one call, or what a reducer made of all, from its arrays."""
+    return sites[0].collection.structure.join(taps.values[site.name] for site in sites)
 
 
 def _find_given(variables: Any, sown: LinenSownValue, path: tuple[str, ...]) -> Any:

@@ -65,8 +65,8 @@ def capture(
     if isinstance(fn, type) and issubclass(fn, nnx.Variable):
         types = (fn, *var_types)
         return lambda fn: capture(fn, *types, init=init, method_outputs=method_outputs)
-    what = marks.NNXRecordOptions(method_outputs, perturbed=init is not None)
-    kinds = {*var_types, *(type(variable) for _, variable in _flatten(init))}
+    kinds = frozenset({*var_types, *(type(variable) for _, variable in _flatten(init))})
+    what = marks.NNXRecordOptions(kinds, method_outputs, perturbed=init is not None)
 
     def run(init: Any, args: Args, kwargs: Kwargs) -> Any:
         roots = _find_roots(fn, args, kwargs)
@@ -156,7 +156,7 @@ class _ModulePaths:
 def _list_sown(
     taps: Any, paths: _ModulePaths
 ) -> Iterator[tuple[tuple[Any, ...], marks.NNXSownValue, list[Any], Any]]:
-    """Lists the sown values: path, mark, the value of each call, and their sites."""
+    """Lists the sown values: path, mark, the value of each call, and the sites of each."""
     calls: dict[Any, dict[int, list[Any]]] = {}
     sown: dict[Any, marks.NNXSownValue] = {}
     for site in taps.sites:
@@ -167,9 +167,9 @@ def _list_sown(
     for key, found in calls.items():
         values, sites = [], []
         for leaves in found.values():
-            tree = leaves[0].collection.treedef
-            values.append(tree.unflatten([taps.values[leaf.name] for leaf in leaves]))
-            sites.append(tree.unflatten(leaves))
+            structure = leaves[0].collection.structure
+            values.append(structure.join(taps.values[leaf.name] for leaf in leaves))
+            sites.append(leaves)
         path = paths.find(next(iter(found.values()))[0], key[2])
         yield path, sown[key], values, sites
 
@@ -180,19 +180,11 @@ def _make_state(kind: Any, sown: Any, init: Any) -> Any:
     for path, mark, values, sites in sown:
         if mark.kind is not kind:
             continue
-        if jax.tree.leaves(sites)[0].kind == "perturb":
+        if sites[0][0].kind == "perturb":
             zeros = jax.tree.map(jnp.zeros_like, values)
             value = given.get(path, zeros[0] if len(zeros) == 1 else tuple(zeros))
         elif mark.calls is not None:
             value = given.get(path, mark.calls()) + mark.calls(values)
-        elif mark.late is not None:
-            if any(site.loops for site in jax.tree.leaves(sites)):
-                raise SiteError(
-                    f"What is sown at {_show(path)} is a structure, and its reducer cannot be "
-                    "folded over a loop. Sow the arrays in it under names of their own."
-                )
-            reduce, start = mark.late
-            value = functools.reduce(reduce, values, start())
         else:
             (value,) = values
         flat[path] = kind(value)
@@ -252,13 +244,13 @@ def _check(init: Any, sown: Any) -> None:
                 f"reached. Those that were are {near or 'none'}."
             )
         sites = found[path][1]
-        if jax.tree.leaves(sites)[0].kind != "perturb":
+        if sites[0][0].kind != "perturb":
             continue
         given = variable.get_value()
         given = [given] if len(sites) == 1 else given
-        for number, (tree, arrays) in enumerate(zip(sites, given, strict=False)):
-            shapes = [site.shape for site in jax.tree.leaves(tree)]
-            if jax.tree.leaves(tree)[0].collection.index == number and shapes == [
+        for number, (leaves, arrays) in enumerate(zip(sites, given, strict=False)):
+            shapes = [site.shape for site in leaves]
+            if leaves[0].collection.index == number and shapes == [
                 jnp.shape(a) for a in jax.tree.leaves(arrays)
             ]:
                 continue

@@ -1,5 +1,6 @@
 """sow, perturb, scope: names, structures, reducers, rules."""
 
+import functools
 import inspect
 import itertools
 
@@ -237,6 +238,41 @@ def test_equal_lambdas_are_one_reducer():
         return tapax.sow(x, "h", reduce=lambda a, b: a + b, init=lambda: 0.0)
 
     assert_close(tapax.capture(f)(X)[1].values["h"], 3 * X)
+
+
+def test_reducers_with_equal_cells_are_one_reducer():
+    def f(x):
+        for _ in range(2):
+            decay = float("0.5")
+            tapax.sow(x, "cell", reduce=lambda a, b: decay * a + b, init=lambda: 0.0)  # noqa: B023
+            partial = functools.partial(lambda d, a, b: d * a + b, decay)
+            tapax.sow(x, "partial", reduce=partial, init=float)
+        return x
+
+    taps = tapax.capture(f)(X)[1]
+    assert_close(taps.values["cell"], 1.5 * X)
+    assert_close(taps.values["partial"], 1.5 * X)
+
+
+def test_reducers_that_differ_do_not_matter_where_nothing_is_captured():
+    def f(x):
+        tapax.sow(x, "h", **total)
+        return tapax.sow(x, "h", **product)
+
+    assert_close(tapax.capture(f, values=None)(X)[0], X)
+
+
+def test_a_reducer_is_given_whole_values():
+    add = lambda a, b: {"n": a["n"] + 1, "x": a["x"] + b["x"] * b["y"]}
+
+    def f(x):
+        body = lambda c, _: (tapax.sow({"x": c, "y": 2.0 * c}, "h", reduce=add, init=init)["x"], 0)
+        return lax.scan(body, x, None, length=3)[0]
+
+    init = lambda: {"n": 0, "x": 0.0}
+    _, taps = tapax.capture(f)(X)
+    assert int(taps.values["h:n"]) == 3
+    assert_close(taps.values["h:x"], 6 * X**2)
 
 
 def test_a_reducer_that_grows_is_refused_in_a_loop():

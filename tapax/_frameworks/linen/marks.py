@@ -13,15 +13,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import numpy as np
 from flax.linen import module as _module
 
+from tapax._frameworks.flax_reducers import find_container
 from tapax._frameworks.interface import Module
 from tapax._frameworks.module_calls import within
 from tapax._jax import Function, PyTree
 from tapax._marks.context import ContextVariable, active_policy
-from tapax._marks.sow import mark
+from tapax._marks.sow import SownValue, mark
 from tapax._sites import segment
 
 # Part of the key of every `jit` cache, as what is traced depends on it.
@@ -29,25 +28,16 @@ _recording = ContextVariable[Any](None)
 
 
 @dataclasses.dataclass(frozen=True)
-class LinenSownValue:
+class LinenSownValue(SownValue):
     """The sown or perturbed value that a site is a leaf of, in a module at some `depth`.
 
-    `fixed` are the leaves that are not arrays, with their indices. `appends` if every call is kept.
+    `calls` is the container in which every call is kept; None if they are folded into one.
     """
 
     collection: str
     name: str
     depth: int
-    treedef: Any
-    fixed: tuple[tuple[int, Any], ...] = ()
-    appends: bool = True
-
-    def join(self, arrays: list[Any]) -> Any:
-        """The value, made of the arrays of its sites."""
-        leaves = list(arrays)
-        for i, leaf in self.fixed:
-            leaves.insert(i, leaf)
-        return self.treedef.unflatten(leaves)
+    calls: type | None = tuple
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,20 +72,16 @@ def record_result(module: Module, method: str, out: PyTree) -> None:
     """Sows what a method returned, where that is recorded."""
     what = _recorded(module) if module.scope is not None else None
     if what is not None and what.outputs is not None and what.outputs(module, method):
-        mark(out, method, "sow", collection=_sown(module, "intermediates", method, out))
+        mark(out, method, "sow", collection=_sown(module, "intermediates", method))
 
 
-def _sown(module: Module, collection: str, name: str, value: PyTree) -> LinenSownValue:
-    leaves, treedef = jax.tree.flatten(value)
-    known = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-    fixed = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, known))
-    return LinenSownValue(collection, name, len(module.path), treedef, fixed)
+def _sown(module: Module, collection: str, name: str, calls: Any = tuple) -> LinenSownValue:
+    return LinenSownValue(collection, name, len(module.path), calls)
 
 
 def sow(adapter: Any, original: Function) -> Any:
     """`Module.sow`, with marks."""
     signature = inspect.signature(original)
-    defaults = [signature.parameters[name].default for name in ("reduce_fn", "init_fn")]
 
     @functools.wraps(original)
     def sow(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -108,23 +94,18 @@ def sow(adapter: Any, original: Function) -> Any:
         given = bound.arguments
         collection, name, value = (given[key] for key in ("col", "name", "value"))
         reduce, init = given["reduce_fn"], given["init_fn"]
-        appends = [reduce, init] == defaults
-        fields = {} if appends else {"reduce": reduce, "init": init}
+        calls = find_container(reduce, init)
+        fields = {"reduce": reduce, "init": init} if calls is None else {}
         what = _recorded(self)
         if what is None:
             fields["collection"] = collection
         elif not what.is_mutable(collection):
             return False
-        elif not appends and self.scope.has_variable(collection, name):
+        elif calls is None and self.scope.has_variable(collection, name):
             # It goes on with what was given to `apply`.
             return original(self, *args, **kwargs)
         else:
-            sown = _sown(self, collection, name, value)
-            if not appends:
-                folded = jax.eval_shape(lambda x: reduce(init(), x), value)
-                tree = jax.tree.structure(folded)
-                sown = dataclasses.replace(sown, treedef=tree, fixed=(), appends=False)
-            fields["collection"] = sown
+            fields["collection"] = _sown(self, collection, name, calls)
         with within(adapter, self, adapter.place(self)):
             mark(value, segment(name), "sow", **fields)
         return original(self, *args, **kwargs) if what is None else True
@@ -149,7 +130,7 @@ def perturb(adapter: Any, original: Function) -> Any:
             value = original(self, *args, **kwargs)
         elif not (what.is_mutable(collection) or collection in what.perturbed):
             return value
-        kind = collection if what is None else _sown(self, collection, name, value)
+        kind = collection if what is None else _sown(self, collection, name)
         with within(adapter, self, adapter.place(self)):
             return mark(value, segment(name), "perturb", collection=kind)
 

@@ -1,10 +1,10 @@
 """The marks of NNX, `self.sow` and `self.perturb`, as tapax sees them.
 
-They are sites; a reducer of theirs is folded, unless it is one of whole structures: then every call
-is kept. Besides, they do what they do without a capture: where NNX stores attributes on the
-module (its older form), the program may well read them again, so they are stored; when the captured
-function is done they are taken away, and the model has not grown. A program that cannot have them,
-for they change the structure of what a loop carries, is traced once more without.
+They are sites; a reducer of theirs is folded, unless it keeps every call. Besides, they do what
+they do without a capture: where NNX stores attributes on the module (its older form), the program
+may well read them again, so they are stored; when the captured function is done they are taken
+away, and the model has not grown. A program that cannot have them, for they change the structure of
+what a loop carries, is traced once more without.
 
 `recording` is what `tapax.compat.nnx` looks through: marks then say what they were made from, and
 `perturb` adds what the module carries for it.
@@ -22,13 +22,14 @@ import jax
 import numpy as np
 from flax import config, errors, nnx
 
+from tapax._frameworks.flax_reducers import find_container
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import within
 from tapax._frameworks.nnx.holders import is_object
 from tapax._frameworks.patches import is_first
 from tapax._jax import Function, PyTree, Value
 from tapax._marks.context import ContextVariable, active_policy
-from tapax._marks.sow import is_array, mark
+from tapax._marks.sow import SownValue, mark
 from tapax._sites import SiteError, segment
 
 # Both are part of the key of every `jit` cache, as what is traced depends on them.
@@ -46,26 +47,24 @@ _NAME = "_tapax_name"
 
 
 @dataclasses.dataclass(frozen=True)
-class NNXSownValue:
+class NNXSownValue(SownValue):
     """The sown or perturbed value that a site is a leaf of.
 
-    `calls` is the container that a default reducer appends to. `late` is a reducer of structures,
-    with what it begins with: arrays alone are folded, so every call is kept for it. `index` counts
-    the calls of a `perturb` whose perturbation was added; it is None if there was none to add.
+    `calls` is the container in which every call is kept; None if they are folded into one. `index`
+    counts the calls of a `perturb` whose perturbation was added; it is None if there was none.
     """
 
     kind: Any
     name: str
-    treedef: Any
     calls: type | None = tuple
     index: int | None = None
-    late: tuple[Any, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class NNXRecordOptions:
-    """Options of a recording: the variable type for method results, whether to perturb."""
+    """Options of a recording: variable types, the one for method results, whether to perturb."""
 
+    kinds: frozenset[Any] = frozenset()
     outputs: Any = None
     perturbed: bool = False
 
@@ -134,54 +133,41 @@ def sow(adapter: Adapter, original: Function) -> Any:
         if active_policy() is None:
             return original(self, *args, **kwargs)
         given = bind(self, *args, **kwargs)
-        fields = _fields(given, given["reduce_fn"], given["init_fn"])
+        what = _recording.value
+        if what is not None and given["variable_type"] not in what.kinds:
+            return False
+        reduce, init = given["reduce_fn"], given["init_fn"]
+        calls = find_container(reduce, init)
+        fields = {} if calls is not None else {"reduce": reduce, "init": init}
         with within(adapter, self):
-            mark(given["value"], segment(given["name"]), "sow", **fields)
+            if calls is None and what is not None:
+                _go_on(self, given)
+            mark(given["value"], segment(given["name"]), "sow", **_said(given, calls), **fields)
         if hasattr(self, "__captures__"):
             return original(self, *args, **kwargs)
         if _stores(given):
             _store(self, given, original)
-        return True
+        return what is not None or _stores(given)
 
     return sow
 
 
-def _append(calls: tuple[Any, ...], value: PyTree) -> tuple[Any, ...]:
-    return (*calls, value)
+def _said(given: dict[str, Any], calls: Any = tuple, index: int | None = None) -> dict[str, Any]:
+    """What a mark of NNX says of itself."""
+    kind, name = given["variable_type"], given["name"]
+    recorded = _recording.value is not None
+    return {"collection": NNXSownValue(kind, name, calls, index) if recorded else kind}
 
 
-def _fields(
-    given: dict[str, Any], reduce: Any, init: Any, index: int | None = None
-) -> dict[str, Any]:
-    """What a mark of NNX's says of itself."""
-    kind, value, name = given["variable_type"], given["value"], given["name"]
-    calls = _appends(reduce, init)
-    whole = jax.tree_util.all_leaves([value])
-    fold = {"reduce": reduce, "init": init} if calls is None and whole else {}
-    if _recording.value is None:
-        return {"collection": kind, **fold}
-    tree = jax.eval_shape(lambda x: reduce(init(), x), value) if fold else _arrays(value)
-    late = None if calls or whole else (reduce, init)
-    return {
-        "collection": NNXSownValue(kind, name, jax.tree.structure(tree), calls, index, late),
-        **fold,
-    }
+_NOTHING = object()
 
 
-def _arrays(value: PyTree) -> Any:
-    """The structure of what `mark` marks: its arrays."""
-    return jax.tree.map(lambda x: x if is_array(x) else None, value)
-
-
-def _appends(reduce: Any, init: Any) -> type | None:
-    """The container in which every call is kept, if that is what a reducer does."""
-    first, second = object(), object()
-    try:
-        once = reduce(init(), first)
-        kept = type(once) in (tuple, list) and list(once) == [first]
-        return type(once) if kept and list(reduce(once, second)) == [first, second] else None
-    except Exception:
-        return None
+def _go_on(module: Module, given: dict[str, Any]) -> None:
+    """Has a fold that has seen nothing begin with what its module carries for it."""
+    held = getattr(module, _PREFIX + given["name"], None)
+    if type(held) is given["variable_type"]:
+        begin = {"reduce": lambda a, v: v if a is _NOTHING else a, "init": lambda: _NOTHING}
+        mark(held.get_value(), segment(given["name"]), "sow", **_said(given, None), **begin)
 
 
 def perturb(adapter: Adapter, original: Function) -> Any:
@@ -200,9 +186,9 @@ def perturb(adapter: Adapter, original: Function) -> Any:
             given["value"] = original(self, *args, **kwargs)
         elif _stores(given):
             given["value"] = _add(self, given, original)
-        fields = _fields(given, _append, tuple, index)
+        said = _said(given, index=index)
         with within(adapter, self):
-            return mark(given["value"], segment(given["name"]), "perturb", **fields)
+            return mark(given["value"], segment(given["name"]), "perturb", **said)
 
     return perturb
 
@@ -252,9 +238,9 @@ def outputs(adapter: Adapter, owner: type, name: str, wrap: Function, original: 
         if public and what is not None and what.outputs is not None and active_policy() is not None:
             first = is_first(owner, name, type(self))
             if first and not any(map(is_object, jax.tree.leaves(out, is_leaf=is_object))):
-                given = {"variable_type": what.outputs, "value": out, "name": name}
+                given = {"variable_type": what.outputs, "name": name}
                 with within(adapter, self):
-                    mark(out, name, "sow", **_fields(given, _append, tuple))
+                    mark(out, name, "sow", **_said(given))
         return out
 
     return wrapped

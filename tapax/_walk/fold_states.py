@@ -1,0 +1,172 @@
+"""The state of a fold: its arrays, how they are put together, and what a reducer makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _jax
+from tapax._jax import PyTree, Static, Value, typed
+from tapax._jax.pytrees import ValueStructure, split_arrays
+from tapax._jaxpr.leading_axes import align, vmapped
+from tapax._marks.sow import has_dtype, is_array
+from tapax._marks.tap import Mark
+from tapax._sites import SiteError
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """What a mark has folded so far: the arrays of a state, and how they are put together.
+
+    `mapped` is how many mapped axes lead the arrays. Numbers are a part of the structure, until a
+    loop or a branch has `carried` the state: then they are arrays too.
+    """
+
+    mark: Mark
+    structure: ValueStructure
+    arrays: tuple[Any, ...]
+    seen: Any
+    mapped: int
+    carried: bool = False
+
+    @property
+    def state(self) -> Any:
+        return self.structure.join(self.arrays)
+
+    @property
+    def bare(self) -> Fold:
+        """The fold without its arrays, which must not outlive the trace they belong to."""
+        return dataclasses.replace(self, arrays=(None,) * len(self.arrays), seen=self.seen is True)
+
+    @property
+    def types(self) -> Any:
+        return self.structure, [(x.shape, x.dtype) for x in self.arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldMark:
+    """A reducing mark in a body, with the types of the arrays that it folds."""
+
+    mark: Mark
+    avals: tuple[Any, ...]
+    mapped: int
+
+
+_Folded = tuple[list[Value], Static[ValueStructure]]
+"""A state: its arrays, and how they are put together."""
+
+
+def first_state(mark: Mark, *, carried: bool = False) -> Callable[..., _Folded]:
+    """The function from the arrays of a value to the state that has seen it alone."""
+    reduce, init = mark.reduce, mark.init
+    assert reduce is not None and init is not None
+    return lambda *xs: _split(reduce(init(), mark.join(xs)), carried)
+
+
+def next_state(
+    mark: Mark, structure: ValueStructure, *, carried: bool = False
+) -> Callable[..., _Folded]:
+    """The function from a state and the arrays of a value to the state that has seen it too."""
+    reduce = mark.reduce
+    assert reduce is not None
+    return lambda state, *xs: _split(reduce(structure.join(state), mark.join(xs)), carried)
+
+
+def _split(state: PyTree, carried: bool) -> _Folded:
+    """A state in parts; one that is `carried` has arrays in the place of numbers."""
+    arrays, structure = split_arrays(state, is_array if carried else has_dtype)
+    return [typed.asarray(x) for x in arrays], Static(structure)
+
+
+def fold_where(mark: Mark, fold: Fold, xs: list[Value], live: Value) -> Fold:
+    """Folds a value into a state that may have seen nothing yet, where the value is live."""
+
+    def cast(folded: _Folded, state: list[Value]) -> list[Value]:
+        return _cast(mark, folded, fold.structure, state)
+
+    def step(seen: Any, live: Value, state: list[Value], *xs: Value) -> tuple[Any, Any]:
+        new = typed.cond(
+            seen,
+            lambda: cast(next_state(mark, fold.structure, carried=True)(state, *xs), state),
+            lambda: cast(first_state(mark, carried=True)(*xs), state),
+        )
+        return seen | live, [jnp.where(live, a, b) for a, b in zip(new, state, strict=True)]
+
+    batch = xs[0].shape[: fold.mapped]
+    flags = (expand_flag(flag, batch) for flag in (fold.seen, True if live is None else live))
+    seen, state = vmapped(step, fold.mapped)(*flags, list(fold.arrays), *xs)
+    seen = True if live is None else seen
+    return dataclasses.replace(fold, arrays=tuple(state), seen=seen)
+
+
+def fresh_fold(held: FoldMark) -> Fold:
+    """A fold that has seen nothing yet, with the type that it will keep."""
+    mark, mapped = held.mark, held.mapped
+    xs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in held.avals]
+    arrays, made = typed.eval_shape(vmapped(first_state(mark, carried=True), mapped), *xs)
+    once = Fold(mark, made.value, tuple(arrays), False, mapped, carried=True)
+    reduce = vmapped(next_state(mark, once.structure, carried=True), mapped)
+    try:
+        arrays, made = typed.eval_shape(reduce, list(once.arrays), *xs)
+        twice = dataclasses.replace(once, structure=made.value, arrays=tuple(arrays))
+    except TypeError:
+        twice = None
+    if twice is None or once.types != twice.types:
+        raise unstable(mark, once.types)
+    axes = frozenset[str]().union(*map(_jax.varying_axes, held.avals))
+    zeros = (_jax.with_varying(typed.zeros(x.shape, x.dtype), axes) for x in once.arrays)
+    return dataclasses.replace(once, arrays=tuple(zeros))
+
+
+def carried_fold(fold: Fold, held: FoldMark) -> Fold:
+    """A fold with arrays alone, as a loop or a branch carries it."""
+    if fold.carried:
+        return fold
+    batch = held.avals[0].shape[: fold.mapped]
+    arrays, structure = split_arrays(fold.state, is_array)
+    spread = (
+        typed.asarray(x) if has_dtype(x) else jnp.broadcast_to(typed.asarray(x), batch)
+        for x in arrays
+    )
+    return dataclasses.replace(fold, structure=structure, arrays=tuple(spread), carried=True)
+
+
+def evenly_mapped(mark: Mark, arrays: list[tuple[Value, int]]) -> tuple[list[Value], int]:
+    """The arrays of a value, all with the mapped axes that some of them have; and how many."""
+    x, mapped = max(arrays, key=lambda pair: pair[1])
+    batch = x.shape[:mapped]
+    if any(count and x.shape[:count] != batch for x, count in arrays):
+        raise SiteError(
+            f"The {mark.described}, is one of several arrays that are folded together, and each "
+            "is under vmaps of its own. Sow them under names of their own."
+        )
+    spread = lambda x: jnp.broadcast_to(x, (*batch, *x.shape))  # noqa: E731
+    return [x if count == mapped else spread(x) for x, count in arrays], mapped
+
+
+def expand_flag(flag: Any, batch: tuple[int, ...]) -> Any:
+    """A flag with some of the mapped axes, the outermost, made to have them all."""
+    return jnp.broadcast_to(align(flag, len(batch)), batch)
+
+
+def _cast(mark: Mark, folded: _Folded, structure: ValueStructure, like: list[Value]) -> list[Value]:
+    """The arrays of a state, with the dtypes of those that it goes on from."""
+    arrays, made = folded
+    if (made.value, [x.shape for x in arrays]) != (structure, [x.shape for x in like]):
+        raise unstable(mark, (structure, [(x.shape, x.dtype) for x in like]))
+    return [typed.asarray(x, before.dtype) for x, before in zip(arrays, like, strict=True)]
+
+
+def unstable(mark: Mark, types: Any) -> SiteError:
+    """The error for a reducer whose result has these types first, and then others."""
+    structure, arrays = types
+    shown = structure.join(f"{dtype}{list(shape)}" for shape, dtype in arrays)
+    return SiteError(
+        f"The reducer of the {mark.described}, is used in a loop or a branch, where its result "
+        f"must keep its type, but it gives {shown} the first time and something else the "
+        "second. Make `reduce` return what it takes."
+    )
