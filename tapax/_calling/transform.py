@@ -242,7 +242,7 @@ def static_numbers(call: FunctionCall) -> frozenset[int]:
 def _key(signature: Signature, operands: PyTree, arrays: Sequence[Any]) -> Any:
     leaves, treedef = pytrees.flatten(operands)
     types = tuple(map(jax.typeof, (*leaves, *arrays)))
-    return signature, treedef, types, _jax.trace_context()
+    return signature, treedef, types, _jax.trace_context(), registry.context()
 
 
 def _donated(jaxpr: Jaxpr) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -74,6 +74,10 @@ class Adapter:
     def trace_program(self, trace: Callable[[], Any]) -> Any:
         """Traces a program, and once more in another way if the first fails and may have to."""
         return trace()
+
+    def context(self) -> Hashable:
+        """Everything of the framework's, besides arguments, that decides what is traced."""
+        return None
 
     def has_repeatable_calls(self, fn: Function) -> bool:
         """Whether equal arguments, and equal state, mean equal calls of a function.

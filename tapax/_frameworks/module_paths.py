@@ -220,13 +220,15 @@ def _owner(adapter: Adapter, module: Module, until: Any) -> tuple[Any, str]:
 def _models_running(adapter: Adapter, until: Any) -> Iterator[list[Any]]:
     """The modules in the variables of each function running since `until`, innermost first.
 
-    Variables are local, closed over, and global.
+    Variables are local, closed over, and global. Functions of JAX are left out: before Python 3.13,
+    a frame keeps the values of variables that were looked at, and so JAX's own tracers.
     """
     frame = sys._getframe(3)
     while frame is not None and frame is not until:
-        used = (frame.f_globals.get(name) for name in frame.f_code.co_names)
-        values = [*frame.f_locals.values(), *used]
-        yield [model for value in values for model in _models(adapter, value)]
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "jax":
+            used = (frame.f_globals.get(name) for name in frame.f_code.co_names)
+            values = [*frame.f_locals.values(), *used]
+            yield [model for value in values for model in _models(adapter, value)]
         frame = frame.f_back
 
 

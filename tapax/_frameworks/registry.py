@@ -8,7 +8,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tapax._frameworks.interface import Adapter, FunctionCall, Module
@@ -50,6 +50,11 @@ def trace_program(trace: Callable[[], T]) -> T:
     for adapter in loaded_adapters():
         trace = functools.partial(adapter.trace_program, trace)
     return trace()
+
+
+def context() -> Hashable:
+    """Everything of the frameworks', besides arguments, that decides what is traced."""
+    return tuple(adapter.context() for adapter in loaded_adapters())
 
 
 def has_repeatable_calls(fn: Function) -> bool:

@@ -43,6 +43,7 @@ from tapax._jax.pytrees import Static, map_leaves
 from tapax._jax.rules import (
     Effect,
     allow_effect,
+    hold_weakly,
     is_splitting_while,
     register_partial_eval,
     register_partial_eval_custom,

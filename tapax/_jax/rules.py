@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax._src import effects as _effects
+from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import remat as _remat
 from jax.extend.core import Primitive, mapped_aval
@@ -146,3 +147,8 @@ def allow_effect(effect: type) -> None:
         _effects.partial_eval_kept_effects,
     ):
         allowed.add_type(effect)
+
+
+def hold_weakly(parameter: type) -> None:
+    """Has JAX's caches of equations forget parameters of a class that nobody else holds."""
+    _util.weakref_cache_key_types.add(parameter)

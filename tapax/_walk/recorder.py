@@ -11,13 +11,13 @@ from tapax import _jax
 from tapax._jax import Equation, Value, pytrees, typed
 from tapax._jax.pytrees import split_arrays
 from tapax._jaxpr.leading_axes import where
+from tapax._marks.fingerprints import fingerprint
 from tapax._marks.sow import SownValue, has_dtype, is_array, leaf_name
 from tapax._marks.tap import Mark, split_shape
 from tapax._sites import Site, SiteError
 from tapax._walk.calls import Call, Calls
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry
-from tapax._walk.equal_reducers import same_fold
 from tapax._walk.folds import Folds
 from tapax._walk.plan import Choice, Plan
 from tapax._walk.reductions import reduce, refusal
@@ -106,7 +106,7 @@ class Recorder:
         """
         first = self._reducing.setdefault(mark.value_path, mark)
         both = first.reduce is not None and mark.reduce is not None
-        if (both and mark.collection is not None) or same_fold(first, mark):
+        if (both and mark.collection is not None) or _reducer(first) == _reducer(mark):
             return
         raise SiteError(
             f"The site {mark.value_path!r} is sown at {first.source} and at {mark.source} with "
@@ -157,6 +157,11 @@ class Recorder:
                 made = self._entries(chosen, call, [typed.asarray(leaf)], seen, mapped)
                 entries += [e._replace(folded=True) for e in made]
         return entries
+
+
+def _reducer(mark: Mark) -> Any:
+    """What a mark folds by, as a value to compare; None if it keeps every call."""
+    return None if mark.reduce is None else fingerprint((mark.reduce, mark.init))
 
 
 def _mapped_first(x: Value, axes: tuple[int, ...]) -> Any:

@@ -33,7 +33,7 @@ The call is traced, as it is under `jax.jit`.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -46,9 +46,9 @@ from flax.core.scope import in_filter, union_filters
 from tapax._api.capture import capture
 from tapax._api.perturbations import AdditionTransform
 from tapax._calling.transform import TransformedFunction
-from tapax._frameworks.interface import Module
-from tapax._frameworks.linen.adapter import ADAPTER
+from tapax._frameworks.linen.adapter import ADAPTER, attributes
 from tapax._frameworks.linen.marks import LinenRecordOptions, LinenSownValue, recording
+from tapax._marks.fingerprints import fingerprint
 from tapax._sites import Site, SiteError
 from tapax._walk.plan import Plan
 
@@ -74,12 +74,7 @@ def apply(
     arguments = _ApplyArguments(variables, rngs, args, kwargs)
     if not isinstance(module, nn.Module):
         return nn.Module.apply(module, variables, *args, **kwargs)  # it raises
-    hashable = frozenset(mutable) if isinstance(mutable, (list, set, tuple)) else mutable
-    key = module, method, hashable, outputs
-    try:
-        captured = _make_capture(*key)
-    except TypeError:  # a module with attributes that cannot be hashed
-        captured = _make_capture.__wrapped__(*key)
+    captured = _find_capture(_ApplyOptions(module, method, mutable, outputs))
     out, taps = captured(arguments)
     if mutable is False:
         return out
@@ -117,24 +112,45 @@ def _is_call(module: nn.Module, method: str) -> bool:
     return method == "__call__"
 
 
-@functools.lru_cache(maxsize=64)
-def _make_capture(module: Module, method: Any, mutable: Any, outputs: Any) -> Any:
-    """Makes the captured call of a module; equal calls share one, so that it compiles once."""
-    collections = list(mutable) if isinstance(mutable, frozenset) else mutable
+class _ApplyOptions(NamedTuple):
+    module: nn.Module
+    method: Any
+    mutable: Any
+    outputs: Any
+
+
+_captures: dict[Any, tuple[_ApplyOptions, Any]] = {}
+
+
+def _find_capture(options: _ApplyOptions) -> Any:
+    """The captured call of a module; calls that do the same share one, so that it compiles once."""
+    key = fingerprint(options, attributes)
+    known, captured = _captures.get(key, (None, None))
+    # What was captured then may have been changed since.
+    if captured is None or fingerprint(known, attributes) != key:
+        captured = _make_capture(key, options)
+        _captures.pop(key, None)
+        _captures[key] = options, captured
+        if len(_captures) > 64:
+            _captures.pop(next(iter(_captures)), None)
+    return captured
+
+
+def _make_capture(key: Hashable, options: _ApplyOptions) -> Any:
+    module, method, collections, outputs = options
 
     def is_mutable(collection: str) -> bool:
         return in_filter(collections, collection)
 
     def run(given: _ApplyArguments) -> Any:
-        what = LinenRecordOptions(is_mutable, outputs, frozenset(given.variables))
+        what = LinenRecordOptions(is_mutable, outputs, frozenset(given.variables), key)
 
         def recorded(bound: Any, *args: Any, **kwargs: Any) -> Any:
-            what.root = bound.scope.root
-            with recording(what):
+            with recording(what, bound.scope.root):
                 return _get_method(bound, method)(*args, **kwargs)
 
-        options = {"rngs": given.rngs, "mutable": collections, "method": recorded}
-        return module.apply(given.variables, *given.args, **options, **given.kwargs)
+        how = {"rngs": given.rngs, "mutable": collections, "method": recorded}
+        return module.apply(given.variables, *given.args, **how, **given.kwargs)
 
     def perturbed(given: _ApplyArguments) -> Any:
         def choose(sites: Any) -> Mapping[str, Any]:

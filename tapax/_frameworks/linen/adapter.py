@@ -16,13 +16,15 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import axes_scan
+from flax.linen import module as _module
 from flax.linen import transforms as _transforms
 
 from tapax._frameworks.interface import Adapter, Module
@@ -39,6 +41,7 @@ from tapax._frameworks.recurrent_cells import (
 )
 from tapax._jax import Args, Function, Kwargs, PyTree, Value
 from tapax._marks.context import active_policy, without_marks
+from tapax._marks.fingerprints import fingerprint
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import join, segment
 
@@ -115,10 +118,16 @@ class Linen(Adapter):
                 return
             calls.seen = True
             try:
-                with nn.intercept_methods(self._intercept):
+                with _intercept_first(self._intercept):
                     yield
             finally:
                 calls.seen = False
+
+    def context(self) -> Hashable:
+        return (
+            tuple(vars(flax.config)["_values"].items()),
+            fingerprint([*_module._global_interceptor_stack], attributes),
+        )
 
     def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
         """Describes a bound module of Linen; a cell starts from its own initial carry."""
@@ -186,6 +195,31 @@ class Linen(Adapter):
         if name is not None:
             return join(name, _text(module.path))
         return join(self.name(model), _text(module.path[len(model.path) :]))
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object was made from: of a module, without what `apply` binds it to."""
+    held = vars(value)
+    if not isinstance(value, nn.Module):
+        return held
+    return {k: v for k, v in held.items() if k not in ("parent", "scope") and k[0] != "_"}
+
+
+@contextlib.contextmanager
+def _intercept_first(interceptor: Any) -> Iterator[None]:
+    """As `nn.intercept_methods`, around those that intercept already: it sees what they return."""
+    stack = _module._global_interceptor_stack
+
+    def replace(change: Callable[[list[Any]], list[Any]]) -> None:
+        before = [stack.pop() for _ in range(len(stack))]
+        for each in change(before[::-1]):
+            stack.push(each)
+
+    replace(lambda others: [interceptor, *others])
+    try:
+        yield
+    finally:
+        replace(lambda both: both[1:])
 
 
 def _is_clone(module: Module, of: Any) -> bool:

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from flax.linen import module as _module
@@ -40,32 +41,44 @@ class LinenSownValue(SownValue):
     calls: type | None = tuple
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True)
 class LinenRecordOptions:
     """Options of a recording of one `apply`: which collections, which method results.
 
-    `perturbed` are the collections that hold perturbations.
+    `perturbed` are the collections that hold perturbations. Equal options record the same: `key`
+    says what they do.
     """
 
-    is_mutable: Callable[[str], bool]
-    outputs: Callable[[Any, str], bool] | None
+    is_mutable: Callable[[str], bool] = dataclasses.field(compare=False)
+    outputs: Callable[[Any, str], bool] | None = dataclasses.field(compare=False)
     perturbed: frozenset[str]
-    root: Any = None
-
-    def covers(self, module: Module) -> bool:
-        """Whether a module runs in that `apply`, and not in one within it."""
-        root = module.scope.root
-        return bool(root.debug_path) or root == self.root
+    key: Hashable
 
 
-def recording(what: LinenRecordOptions) -> contextlib.AbstractContextManager[Any]:
-    """Within, marks are `LinenSownValue`s."""
-    return _recording(what)
+class _Roots(threading.local):
+    """The scope of the `apply` that is recorded on this thread."""
+
+    recorded: Any = None
+
+
+_roots = _Roots()
+
+
+@contextlib.contextmanager
+def recording(what: LinenRecordOptions, root: Any) -> Iterator[None]:
+    """Within, the marks of modules in the `apply` of a root scope are `LinenSownValue`s."""
+    before, _roots.recorded = _roots.recorded, root
+    try:
+        with _recording(what):
+            yield
+    finally:
+        _roots.recorded = before
 
 
 def _recorded(module: Module) -> LinenRecordOptions | None:
-    what = _recording.value
-    return what if what is not None and what.covers(module) else None
+    """What is recorded of a module: nothing if it runs in an `apply` within that one."""
+    root = module.scope.root
+    return _recording.value if root.debug_path or root == _roots.recorded else None
 
 
 def record_result(module: Module, method: str, out: PyTree) -> None:

@@ -13,9 +13,10 @@ marks: see `_frameworks.nnx.marks`.
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -73,6 +74,9 @@ class NNX(PatchedAdapter):
         yield nnx.Module, "sow", functools.partial(marks.sow, self)
         yield nnx.Module, "perturb", functools.partial(marks.perturb, self)
 
+    def context(self) -> Hashable:
+        return tuple(vars(flax.config)["_values"].items())
+
     def has_repeatable_calls(self, fn: Function) -> bool:
         return isinstance(fn, (nnx.Module, *TRANSFORMED))
 
@@ -104,11 +108,13 @@ class NNX(PatchedAdapter):
             changing.update(bindings.changed)
             missed = bindings.missed
             if missed:
+                _forget_inner()
                 return ()
             before.restore(inner)
             returned = Objects()
             out, assigned = returned.take((out, bindings.assigned))
             if not returned.taken and variables.are_all():
+                _forget_inner()
                 return out, assigned, variables.changed()
             with nnx.split_context(_TAG) as context:
                 return out, assigned, *context.split((inner, tuple(returned.taken)))
@@ -136,6 +142,12 @@ class NNX(PatchedAdapter):
             own = lambda result: call.own(result[0])  # noqa: E731
             found_more = lambda: missed or call.found_more()  # noqa: E731
             yield FunctionCall(pure, taken, {}, close, call.memory, own, found_more)
+
+
+def _forget_inner() -> None:
+    """Has NNX forget the objects of a trace that is over, where they are not split again."""
+    with nnx.split_context(_TAG) as context:
+        context.split(())
 
 
 def _variables(state: PyTree) -> list[Any]:

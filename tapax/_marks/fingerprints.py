@@ -1,0 +1,101 @@
+"""Fingerprints: what a function or a configuration does, as a value to compare.
+
+A lambda is a new object each time it is evaluated, and a set that a filter closes over may have
+other elements the next time: neither identity nor equality tells whether a program that was traced
+with them can be used again. A fingerprint says what they hold at the moment it is taken.
+
+>>> wanted = {"a"}
+>>> before = fingerprint(lambda name: name in wanted)
+>>> before == fingerprint(lambda name: name in wanted)
+True
+>>> wanted.add("b")
+>>> before == fingerprint(lambda name: name in wanted)
+False
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tapax._jax import Value
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
+_CONTAINERS = (tuple, list, set, frozenset)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Identity:
+    """An object that is equal to itself alone, and stays alive, so that its id is its own."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def fingerprint(value: Value, attributes: Callable[[Any], Any] = vars) -> Hashable:
+    """What a value holds, down to what can only be told by its identity.
+
+    `attributes` gives those of an object that has some.
+    """
+    return _Fingerprints(attributes).of(value)
+
+
+class _Fingerprints:
+    """The fingerprints of the parts of a value, each of which is looked at once."""
+
+    def __init__(self, attributes: Callable[[Any], Any]):
+        self._attributes = attributes
+        self._known: dict[int, tuple[Any, Hashable]] = {}
+
+    def of(self, value: Any) -> Hashable:
+        if isinstance(value, _PLAIN):
+            return type(value), repr(value)
+        if id(value) not in self._known:
+            # A value that is in itself is known there by the order in which it was met.
+            self._known[id(value)] = value, len(self._known)
+            self._known[id(value)] = value, (type(value), self._content(value))
+        return self._known[id(value)][1]
+
+    def _content(self, value: Any) -> Hashable:
+        if isinstance(value, _CONTAINERS):
+            parts = map(self.of, value)
+            return frozenset(parts) if isinstance(value, (set, frozenset)) else tuple(parts)
+        if isinstance(value, Mapping):
+            return tuple((self.of(key), self.of(held)) for key, held in value.items())
+        if isinstance(value, functools.partial):
+            return self.of((value.func, value.args, value.keywords))
+        if isinstance(value, types.MethodType):
+            return self.of((value.__func__, value.__self__))
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.CodeType):
+            return value.co_code, value.co_names, self.of(value.co_consts)
+        if type(value) is np.ndarray and value.dtype != object:
+            return value.dtype, value.shape, value.tobytes()
+        fixed = isinstance(value, (type, types.ModuleType, jax.Array))
+        if fixed or not hasattr(value, "__dict__"):
+            return _Identity(value)
+        held = self.of(dict(self._attributes(value)))
+        return held if dataclasses.is_dataclass(value) else (_Identity(value), held)
+
+    def _function(self, function: types.FunctionType) -> Hashable:
+        cells = [_contents(cell) for cell in function.__closure__ or ()]
+        read = (name for name in function.__code__.co_names if name in function.__globals__)
+        others = {name: function.__globals__[name] for name in read}
+        # What other functions do is theirs: only what they are is looked at.
+        used = {k: _Identity(v) if callable(v) else self.of(v) for k, v in others.items()}
+        bound = cells, function.__defaults__, function.__kwdefaults__
+        return self.of(function.__code__), self.of(bound), tuple(used.items())
+
+
+def _contents(cell: types.CellType) -> Any:
+    return None if cell == types.CellType() else cell.cell_contents
