@@ -66,8 +66,12 @@ def _places(sites: Sequence[Site]) -> Callable[[Site], int]:
     """Where a site is in the program; the arrays of a fold are where its first value is."""
     marked = [site.name for site in sites if site.kind != "grad"]
     order = {name: i for i, name in reversed([*enumerate(marked)])}
-    whole = lambda site: order.get(site.path.partition(":")[0], len(order))  # noqa: E731
-    return lambda site: order[site.name] if site.name in order else whole(site)
+
+    def place(site: Site) -> int:
+        whole = order.get(site.path.partition(":")[0], len(order))
+        return order.get(site.name, whole)
+
+    return place
 
 
 def _results(entry: Entry) -> Iterator[Entry]:

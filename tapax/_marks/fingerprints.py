@@ -66,10 +66,10 @@ class _Fingerprints:
         return self._known[id(value)][1]
 
     def _content(self, value: Any) -> Hashable:
-        if isinstance(value, _CONTAINERS):
+        if issubclass(type(value), _CONTAINERS):
             parts = map(self.of, value)
-            return frozenset(parts) if isinstance(value, (set, frozenset)) else tuple(parts)
-        if isinstance(value, Mapping):
+            return tuple(parts) if issubclass(type(value), (tuple, list)) else frozenset(parts)
+        if issubclass(type(value), Mapping):
             return tuple((self.of(key), self.of(held)) for key, held in value.items())
         if isinstance(value, functools.partial):
             return self.of((value.func, value.args, value.keywords))

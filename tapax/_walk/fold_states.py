@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,7 +73,11 @@ def next_state(
     """The function from a state and the arrays of a value to the state that has seen it too."""
     reduce = mark.reduce
     assert reduce is not None
-    return lambda state, *xs: _split(reduce(structure.join(state), mark.join(xs)), carried)
+
+    def reduced(state: Sequence[Value], *xs: Value) -> _Folded:
+        return _split(reduce(structure.join(state), mark.join(xs)), carried)
+
+    return reduced
 
 
 def _split(state: PyTree, carried: bool) -> _Folded:
@@ -144,8 +148,8 @@ def evenly_mapped(mark: Mark, arrays: list[tuple[Value, int]]) -> tuple[list[Val
             f"The {mark.described}, is one of several arrays that are folded together, and each "
             "is under vmaps of its own. Sow them under names of their own."
         )
-    spread = lambda x: jnp.broadcast_to(x, (*batch, *x.shape))  # noqa: E731
-    return [x if count == mapped else spread(x) for x, count in arrays], mapped
+    spread = (x if n == mapped else jnp.broadcast_to(x, (*batch, *x.shape)) for x, n in arrays)
+    return list(spread), mapped
 
 
 def expand_flag(flag: Any, batch: tuple[int, ...]) -> Any:

@@ -3,8 +3,8 @@
 ==================  ============================================================================
 module              stands in for
 ==================  ============================================================================
-`compat.nnx`        `flax.nnx.capture`
-`compat.linen`      `flax.linen.Module.apply` with its intermediates and perturbations
+`compat.nnx`        `flax.nnx`: `capture` is ours, all other names are Flax's
+`compat.linen`      `flax.linen`: `apply` is ours, with its intermediates and perturbations
 `compat.oryx`       `oryx.core.interpreters.harvest`: sow, reap, plant, harvest, nest
 `compat.braintrace` `braintrace.HiddenPerturbation`, and the functions and cells it is used with
 ==================  ============================================================================

@@ -1,8 +1,10 @@
-"""`apply` with the signature and the results of Flax Linen's `Module.apply`.
+"""Stands in for `flax.linen`: `apply` is ours, with the results of Flax's, the rest is Flax's.
+
+`apply(module, variables, *args, ...)` is `module.apply(variables, *args, ...)`, and
+`apply(function, module, ...)` is as in Flax.
 
 >>> import jax, jax.numpy as jnp
->>> from flax import linen as nn
->>> from tapax.compat.linen import apply
+>>> from tapax.compat import linen as nn
 >>> class Layer(nn.Module):
 ...     @nn.compact
 ...     def __call__(self, x, _):
@@ -14,7 +16,7 @@
 ...         return nn.scan(Layer, length=4, **lift)(name="layers")(x, None)[0]
 >>> x = jnp.ones((2, 3))
 >>> variables = Net().init(jax.random.key(0), x)
->>> out, state = apply(Net(), variables, x, capture_intermediates=True)
+>>> out, state = nn.apply(Net(), variables, x, capture_intermediates=True)
 >>> jax.tree.map(jnp.shape, state["intermediates"]["layers"]["dense"])
 {'__call__': ((4, 2, 3),)}
 
@@ -32,212 +34,15 @@ Where it differs from Flax's, Flax's loses something:
 The call is traced, as it is under `jax.jit`.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-from flax import linen as nn
-from flax.core import FrozenDict, freeze, unfreeze
-from flax.core.scope import in_filter, union_filters
+from flax import linen as _original
 
-from tapax._api.capture import capture
-from tapax._api.perturbations import AdditionTransform
-from tapax._calling.transform import TransformedFunction
-from tapax._frameworks.linen.adapter import ADAPTER, attributes
-from tapax._frameworks.linen.marks import LinenRecordOptions, LinenSownValue, recording
-from tapax._marks.fingerprints import fingerprint
-from tapax._sites import Site, SiteError
-from tapax._walk.plan import Plan
+from tapax.compat._stand_in import stand_in
 
+if TYPE_CHECKING:
+    from flax.linen import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 
-def apply(
-    module: nn.Module,
-    variables: Any,
-    *args: Any,
-    capture_intermediates: bool | Callable[[nn.Module, str], bool] = False,
-    mutable: Any = False,
-    method: Any = None,
-    rngs: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """What the module returns, and if any collection is mutable the collections that it changed.
+from tapax.compat._linen_apply import apply as apply
 
-    With `capture_intermediates`, the collection 'intermediates' has what the `__call__` methods
-    return, or those methods for which `capture_intermediates(module, method_name)` is true.
-    """
-    outputs = _is_call if capture_intermediates is True else capture_intermediates or None
-    if outputs is not None:
-        mutable = union_filters(mutable, "intermediates")
-    arguments = _ApplyArguments(variables, rngs, args, kwargs)
-    if not isinstance(module, nn.Module):
-        return nn.Module.apply(module, variables, *args, **kwargs)  # it raises
-    captured = _find_capture(_ApplyOptions(module, method, mutable, outputs))
-    out, taps = captured(arguments)
-    if mutable is False:
-        return out
-    out, state = out
-    frozen = isinstance(state, FrozenDict)
-    state = unfreeze(state)
-    for sown, path, calls in _list_sown(taps.sites, ADAPTER.name(module)):
-        if not in_filter(mutable, sown.collection):
-            continue  # perturbations that were given, and are only added
-        inner = state.setdefault(sown.collection, {})
-        for part in path:
-            inner = inner.setdefault(part, {})
-        values = [_join(taps, sites) for sites in calls]
-        given = _find_given(variables, sown, path)
-        if calls[0][0].kind == "perturb":
-            zeros = [jax.tree.map(jnp.zeros_like, value) for value in values]
-            made = zeros[0] if len(zeros) == 1 else tuple(zeros)
-            inner[sown.name] = made if given is None else given
-        elif sown.calls is not None:
-            inner[sown.name] = (sown.calls() if given is None else given) + sown.calls(values)
-        else:
-            (inner[sown.name],) = values
-    return out, freeze(state) if frozen else state
-
-
-class _ApplyArguments(NamedTuple):
-    variables: Any
-    rngs: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _is_call(module: nn.Module, method: str) -> bool:
-    del module
-    return method == "__call__"
-
-
-class _ApplyOptions(NamedTuple):
-    module: nn.Module
-    method: Any
-    mutable: Any
-    outputs: Any
-
-
-_captures: dict[Any, tuple[_ApplyOptions, Any]] = {}
-
-
-def _find_capture(options: _ApplyOptions) -> Any:
-    """The captured call of a module; calls that do the same share one, so that it compiles once."""
-    key = fingerprint(options, attributes)
-    known, captured = _captures.get(key, (None, None))
-    # What was captured then may have been changed since.
-    if captured is None or fingerprint(known, attributes) != key:
-        captured = _make_capture(key, options)
-        _captures.pop(key, None)
-        _captures[key] = options, captured
-        if len(_captures) > 64:
-            _captures.pop(next(iter(_captures)), None)
-    return captured
-
-
-def _make_capture(key: Hashable, options: _ApplyOptions) -> Any:
-    module, method, collections, outputs = options
-
-    def is_mutable(collection: str) -> bool:
-        return in_filter(collections, collection)
-
-    def run(given: _ApplyArguments) -> Any:
-        what = LinenRecordOptions(is_mutable, outputs, frozenset(given.variables), key)
-
-        def recorded(bound: Any, *args: Any, **kwargs: Any) -> Any:
-            with recording(what, bound.scope.root):
-                return _get_method(bound, method)(*args, **kwargs)
-
-        how = {"rngs": given.rngs, "mutable": collections, "method": recorded}
-        return module.apply(given.variables, *given.args, **how, **given.kwargs)
-
-    def perturbed(given: _ApplyArguments) -> Any:
-        def choose(sites: Any) -> Mapping[str, Any]:
-            found = _list_perturbations(given.variables, sites, ADAPTER.name(module), is_mutable)
-            return {name: jnp.asarray(x, sites[name].dtype) for name, x in found}
-
-        adding = AdditionTransform(Plan.make("**", None, modules=False), choose)
-        return TransformedFunction(run, adding)((), (given,), {})
-
-    def call(given: _ApplyArguments) -> Any:
-        others = set(given.variables) - {"params", "batch_stats", "intermediates"}
-        return perturbed(given) if others else run(given)
-
-    return capture(
-        call, lambda site: isinstance(site.collection, LinenSownValue), None, modules=False
-    )
-
-
-def _get_method(bound: Any, method: Any) -> Any:
-    if method is None:
-        return bound
-    if isinstance(method, str):
-        return getattr(bound, method)
-    return functools.partial(getattr(method, "__func__", method), bound)
-
-
-def _list_sown(
-    sites: Any, root: str
-) -> Iterator[tuple[LinenSownValue, tuple[str, ...], list[list[Site]]]]:
-    """Lists the sown values: value, path of the module, and the leaves of each call."""
-    found: dict[Any, dict[int, list[Site]]] = {}
-    for site in sites:
-        if not isinstance(site.collection, LinenSownValue):
-            continue
-        first, *path = site.path.partition(":")[0].split("/")[:-1]
-        key = tuple(map(unquote, path)), site.collection.collection, site.collection.name
-        if first == root and len(path) == site.collection.depth:
-            found.setdefault(key, {}).setdefault(site.call, []).append(site)
-    for (path, _, _), calls in found.items():
-        leaves = list(calls.values())
-        yield leaves[0][0].collection, path, leaves
-
-
-def _join(taps: Any, sites: list[Site]) -> Any:
-    """The value of one call, or what a reducer made of all, from its arrays."""
-    return sites[0].collection.structure.join(taps.values[site.name] for site in sites)
-
-
-def _find_given(variables: Any, sown: LinenSownValue, path: tuple[str, ...]) -> Any:
-    """Finds what `apply` was given for a sown value; None if nothing."""
-    tree = variables.get(sown.collection, {})
-    for part in (*path, sown.name):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return None
-        tree = tree[part]
-    return tree
-
-
-def _list_perturbations(
-    variables: Any, sites: Any, root: str, is_mutable: Callable[[str], bool]
-) -> Iterator[tuple[str, Any]]:
-    """Lists the perturbations that were given, by the names of their sites."""
-    for sown, path, calls in _list_sown(sites, root):
-        if calls[0][0].kind != "perturb" or sown.collection not in variables:
-            continue
-        given = _find_given(variables, sown, path)
-        if given is None:
-            if is_mutable(sown.collection):
-                continue
-            raise ValueError(
-                f"Perturbation collection {sown.collection} present, but missing perturbation "
-                f"variable {'/'.join((*path, sown.name))}. Make the perturbations with "
-                f"apply(..., mutable={sown.collection!r}), or leave the collection out."
-            )
-        several = given if len(calls) > 1 else (given,)
-        if not isinstance(several, tuple) or len(several) != len(calls):
-            raise SiteError(
-                f"perturb({sown.name!r}) is called {len(calls)} times in the module at "
-                f"{'/'.join((root, *path))!r}, so there must be a tuple of {len(calls)} "
-                "perturbations: one for all of them would have the sum of their gradients. Make "
-                f"the perturbations with apply(..., mutable={sown.collection!r})."
-            )
-        for leaves, perturbation in zip(calls, several, strict=True):
-            arrays = jax.tree.leaves(perturbation)
-            if len(arrays) != len(leaves):
-                raise SiteError(
-                    f"The perturbation of the site {leaves[0].name!r} has {len(arrays)} arrays, "
-                    f"but its value has {len(leaves)}."
-                )
-            yield from zip((leaf.name for leaf in leaves), arrays, strict=True)
+__getattr__, __dir__ = stand_in(__name__, _original, ["apply"])

@@ -164,7 +164,7 @@ _NOTHING = object()
 
 def _go_on(module: Module, given: dict[str, Any]) -> None:
     """Has a fold that has seen nothing begin with what its module carries for it."""
-    held = getattr(module, _PREFIX + given["name"], None)
+    held: Any = getattr(module, _PREFIX + given["name"], None)
     if type(held) is given["variable_type"]:
         begin = {"reduce": lambda a, v: v if a is _NOTHING else a, "init": lambda: _NOTHING}
         mark(held.get_value(), segment(given["name"]), "sow", **_said(given, None), **begin)

@@ -1,0 +1,25 @@
+"""Modules that stand in for another: their own names, and for the rest those of the original."""
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def stand_in(
+    module: str, original: types.ModuleType, own: Sequence[str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns a `__getattr__` and a `__dir__` for `module`, which has names of its `own`."""
+
+    def names() -> list[str]:
+        return sorted({*own, *(name for name in dir(original) if not name.startswith("_"))})
+
+    def load(name: str) -> Any:
+        if name == "__all__":
+            return names()
+        if name.startswith("__") or not hasattr(original, name):
+            raise AttributeError(
+                f"module {module!r} has no attribute {name!r}, nor has {original.__name__!r}"
+            )
+        return getattr(original, name)
+
+    return load, names
