@@ -207,7 +207,9 @@ class Folds:
         mark = taps[0].params["mark"].within(scopes)
         mapped, own = split_shape(taps[0])
         dtype = taps[0].invars[0].aval.dtype
-        if not self._plan.choose(mark.site(shape=(*mapped, *own), dtype=dtype), grad=False):
+        site = mark.site(shape=(*mapped, *own), dtype=dtype, rank=len(own))
+        site = dataclasses.replace(site, path=mark.value_path)
+        if not self._plan.choose(site, grad=False):
             return None
         shapes = [split_shape(eqn) for eqn in taps]
         count = max(len(mapped) for mapped, _ in shapes)

@@ -55,11 +55,8 @@ class Recorder:
         mapped, own = split_shape(eqn)
         folded = call.mark.reduce is not None and not grad
         loops = [] if folded else [a for a in self.around if a.is_loop]
-        path = call.mark.value_path if folded else call.mark.path
         lengths = [a.size for a in loops if a.size is not None]
-        return dataclasses.replace(
-            call.mark.site(),
-            path=path,
+        return call.mark.site(
             shape=(*lengths, *mapped, *own),
             dtype=eqn.invars[0].aval.dtype,
             loops=tuple(map(str, loops)),
@@ -68,11 +65,15 @@ class Recorder:
             pullback=pullback,
         )
 
-    def chosen(self, eqn: Equation, call: Call, *, grad: bool) -> tuple[Site, Choice] | None:
-        """Notes a site; how the plan chooses it, if it does."""
+    def chosen(
+        self, eqn: Equation, call: Call, *, grad: bool, whole: bool = False
+    ) -> tuple[Site, Choice] | None:
+        """Notes a site, or that of the `whole` value; how the plan chooses it, if it does."""
         again = eqn.params["kind"] == "grad again"
         number = self._calls.pullback(call, again=again) if grad else 0
         site = self._site(call, eqn, grad=grad, pullback=number)
+        if whole:
+            site = dataclasses.replace(site, path=call.mark.value_path)
         if not self.plan.sees(site, call.mark):
             return None
         self.sites.append(dataclasses.replace(site, kind="grad") if grad else site)
@@ -85,9 +86,11 @@ class Recorder:
         folded = mark.reduce is not None and not tap.grad
         # Which values are folded is asked for the first of their arrays.
         is_part = folded and self.folds.is_waiting
-        chosen = None if is_part else self.chosen(tap.eqn, tap.call, grad=tap.grad)
-        if chosen is None and not is_part:
-            return
+        chosen = None
+        if not is_part:
+            chosen = self.chosen(tap.eqn, tap.call, grad=tap.grad, whole=folded)
+            if chosen is None:
+                return
         x, *pair = (_mapped_first(x, axes) for x in tap.values)
         if not tap.grad:
             self._check_reducer(mark)

@@ -275,6 +275,21 @@ def test_a_reducer_is_given_whole_values():
     assert_close(taps.values["h:x"], 6 * X**2)
 
 
+def test_the_arrays_of_a_folded_value_are_sites_of_their_own_in_an_edit():
+    add = {"reduce": lambda a, b: a + b["x"] * b["y"], "init": lambda: 0.0}
+
+    def f(x):
+        h = tapax.sow({"x": x, "y": 3.0 * x}, "h", **add)
+        return h["x"] + h["y"]
+
+    assert_close(tapax.edit(f, values={"h:x": lambda x: 2 * x})(X), 5 * X)
+    zeros = tapax.perturbations(f)(X)
+    assert set(zeros) == {"h:x", "h:y"}
+    grads = tapax.grad(lambda x: f(x).sum(), at="h:*")(X)
+    assert set(grads) == {"h:x", "h:y"}
+    assert_close(tapax.capture(f)(X)[1].values["h"], 3 * X**2)
+
+
 def test_a_reducer_that_grows_is_refused_in_a_loop():
     grow = {"reduce": lambda a, b: (*a, b), "init": tuple}
     f = lambda x: lax.scan(lambda c, _: (tapax.sow(c, "h", **grow), None), x, None, length=3)[0]
