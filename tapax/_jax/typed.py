@@ -33,4 +33,5 @@ vjp: _OfFunction = jax.vjp
 
 bdim_at_front: Function = batching.bdim_at_front
 cond: Function = jax.lax.cond
+with_sharding_constraint: Function = jax.lax.with_sharding_constraint
 make_user_context: Function = jax.make_user_context

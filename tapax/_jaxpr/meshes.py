@@ -8,11 +8,10 @@ there, and compilation fails. One that every device has all of has a name in eve
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, Value
+from tapax._jax import Equation, Jaxpr, Value, typed
 from tapax._jaxpr.bodies import bodies
 
 
@@ -27,9 +26,9 @@ def first_mesh(jaxpr: Jaxpr) -> Mesh | None:
 def _meshes(eqn: Equation) -> Iterator[Mesh]:
     """The meshes of devices that the parameters of an equation name."""
     for value in eqn.params.values():
-        parts: Sequence[Any] = value if isinstance(value, tuple) else (value,)
+        parts: Sequence[Any] = value if isinstance(value, _jax.SEQUENCES) else (value,)
         for part in parts:
-            mesh = part.mesh if isinstance(part, NamedSharding) else part
+            mesh: Any = part.mesh if isinstance(part, NamedSharding) else part
             if isinstance(mesh, Mesh) and not mesh.empty:
                 yield mesh
 
@@ -37,4 +36,4 @@ def _meshes(eqn: Equation) -> Iterator[Mesh]:
 def replicate(arrays: Sequence[Value], mesh: Mesh) -> list[Value]:
     """The arrays, each on all devices of a mesh; so are their gradients."""
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return [jax.lax.with_sharding_constraint(x, everywhere) for x in arrays]
+    return [typed.with_sharding_constraint(x, everywhere) for x in arrays]

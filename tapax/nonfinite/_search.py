@@ -44,6 +44,7 @@ from tapax._calling.program import Program, TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._jax import Args, Atom, Equation, Function, Kwargs, PyTree, Value
 from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.meshes import first_mesh, replicate
 from tapax._jaxpr.restage import mesh_axes
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.operations import internal_operations
@@ -225,15 +226,16 @@ class _Passes:
 
     def measure(self, target: EquationRun, arrays: Sequence[Any]) -> Any:
         if target not in self._measurements:
-            measurement = Measurement(self.jaxpr, target)
+            measurement, mesh = Measurement(self.jaxpr, target), first_mesh(self.jaxpr)
 
             def run(*arrays: Value) -> Any:
                 with internal_operations():
-                    return measurement.run(arrays)
+                    measures = measurement.run(arrays)
+                    return measures if mesh is None else replicate(measures, mesh)
 
             self._measurements[target] = jax.jit(run)
         self._guard.raised = False
-        return [np.asarray(x) for x in _jax.gather(self._measurements[target](*arrays))]
+        return [np.asarray(x) for x in self._measurements[target](*arrays)]
 
 
 def _describe_value(operation: str, path: str, x: Value) -> Finding:
