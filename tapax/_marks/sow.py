@@ -24,6 +24,7 @@ import numpy as np
 
 from tapax._jax import PyTree, Value, pytrees, typed
 from tapax._jax.pytrees import ValueStructure, split_arrays
+from tapax._marks.closed_reducers import close_reducer
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ScopeName
 from tapax._marks.tap import Mark, tap
@@ -129,11 +130,18 @@ def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
     if is_whole:
         fields["collection"] = dataclasses.replace(sown, structure=structure)
     tapped: list[Value] = []
-    if not arrays and (is_whole or fields.get("reduce") is not None):
+    reduce, whole = fields.get("reduce"), structure
+    if not arrays and (is_whole or reduce is not None):
         paths, arrays = [name], [typed.zeros((0,), bool)]
+    closed = reduce and close_reducer(reduce, fields["init"], arrays, structure)
+    if closed:
+        fields |= {"reduce": closed[0].reduce, "init": closed[0].init}
+        paths += [f"{name}:closed.{i}" for i in range(len(closed[1]))]
+        arrays, whole = split_arrays([*arrays, *closed[1]], is_array)
     for leaf, (path, x) in enumerate(zip(paths, arrays, strict=True)):
-        said: dict[str, Any] = {**here.on_marks, **fields, "structure": structure, "leaf": leaf}
-        out = tap(x, Mark(path, kind, source, **said))
+        said: dict[str, Any] = {**here.on_marks, **fields, "structure": whole, "leaf": leaf}
+        is_closed = closed and leaf >= closed[0].count
+        out = tap(x, Mark(path, "closed" if is_closed else kind, source, **said))
         # A Python number stays one: the program may need its value.
         tapped.append(out if has_dtype(x) else x)
     return structure.join(tapped)

@@ -112,9 +112,12 @@ class Plan:
                     yield from ((part.selection, reducer) for reducer in part.reducers)
 
     def sees(self, site: Site, mark: Mark) -> bool:
-        """Whether a site is one for this plan: another capture's modules may not be."""
+        """Whether a site is one for this plan: another capture's modules may not be.
+
+        What a reducer closes over is marked, but no site.
+        """
         if site.kind != "module":
-            return True
+            return site.kind != "closed"
         return self.policy in mark.admitted and matches(self.modules, site)
 
     def choose(self, site: Site, grad: bool) -> Choice | None:

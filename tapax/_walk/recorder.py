@@ -11,6 +11,7 @@ from tapax import _jax
 from tapax._jax import Equation, Value, pytrees, typed
 from tapax._jax.pytrees import split_arrays
 from tapax._jaxpr.leading_axes import where
+from tapax._marks.closed_reducers import ClosedReducer
 from tapax._marks.fingerprints import fingerprint
 from tapax._marks.sow import SownValue, has_dtype, is_array, leaf_name
 from tapax._marks.tap import Mark, split_shape
@@ -164,6 +165,9 @@ class Recorder:
 
 def _reducer(mark: Mark) -> Any:
     """What a mark folds by, as a value to compare; None if it keeps every call."""
+    closed = getattr(mark.reduce, "__self__", None)
+    if isinstance(closed, ClosedReducer):
+        return closed.code
     return None if mark.reduce is None else fingerprint((mark.reduce, mark.init))
 
 

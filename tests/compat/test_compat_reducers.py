@@ -246,6 +246,38 @@ def test_reducers_with_cells_and_defaults_are_captured(kind, values):
     tapax.grad(run)(X)
 
 
+def test_reducers_that_close_over_parameters():
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            decay = self.param("decay", lambda key: jnp.array(0.5))
+            options = {"reduce_fn": lambda a, v: decay * a + v, "init_fn": lambda: decay}
+            for i in range(3):
+                self.sow("intermediates", "r", (i + 1) * x, **options)
+            return x
+
+    class NNX(nnx.Module):
+        def __init__(self):
+            self.decay = nnx.Param(jnp.array(0.5))
+
+        def __call__(self, x):
+            for i in range(3):
+                reduce = lambda a, v: {"x": self.decay[...] * a["x"] + v}
+                options = {"reduce_fn": reduce, "init_fn": lambda: {"x": 0.0}}
+                self.sow(nnx.Intermediate, "r", (i + 1) * x, **options)
+            return x
+
+    variables = {"params": Linen().init(jax.random.key(0), X)["params"]}
+    run = lambda apply: lambda v: apply(Linen(), v, X, mutable=["intermediates"])[1]
+    same(run(apply)(variables), run(nn.Module.apply)(variables))
+    total = lambda run: lambda v: jnp.sum(run(v)["intermediates"]["r"])
+    of = [jax.grad(total(run(f)))(variables) for f in (apply, nn.Module.apply)]
+    same(*of)
+    model = NNX()
+    found, expected = (c(model, nnx.Intermediate)(X)[1]["r"] for c in (capture, nnx.capture))
+    same(found.get_value(), expected.get_value())
+
+
 def test_a_loop_refuses_only_what_it_cannot_carry():
     window = (lambda a, v: (*a, v)[-2:], tuple)
     model = nnx_module(lambda x: [x], window)

@@ -290,6 +290,44 @@ def test_the_arrays_of_a_folded_value_are_sites_of_their_own_in_an_edit():
     assert_close(tapax.capture(f)(X)[1].values["h"], 3 * X**2)
 
 
+@pytest.mark.parametrize("kind", ["straight", "scan", "jit", "remat", "cond", "vmap"])
+def test_a_reducer_may_close_over_traced_values(kind):
+    def f(w, x):
+        def body(x, y):
+            decay = jnp.sin(y)
+            fold = {"reduce": lambda a, b: w * a + decay * b, "init": lambda: w * 0}
+            return tapax.sow(x + y, "h", **fold), None
+
+        ys = jnp.arange(1.0, 4.0)
+        if kind == "scan":
+            return lax.scan(body, x, ys)[0]
+        wrap = {"jit": jax.jit, "remat": jax.checkpoint}.get(kind, lambda f: f)
+        if kind == "cond":
+            wrap = lambda f: lambda x, y: lax.cond(y > 0, f, f, x, y)
+        for y in ys:
+            x, _ = wrap(body)(x, y)
+        return x
+
+    def by_hand(w, x):
+        total = 0.0
+        for y in jnp.arange(1.0, 4.0):
+            x = x + y
+            total = w * total + jnp.sin(y) * x
+        return total
+
+    captured = lambda w, x: tapax.capture(f)(w, x)[1].values["h"]
+    if kind == "vmap":
+        captured, by_hand = (jax.vmap(g, (None, 0)) for g in (captured, by_hand))
+    assert_close(captured(0.5, X), by_hand(0.5, X))
+    of = lambda g: jax.grad(lambda w: g(w, X).sum())(0.5)
+    assert_close(of(captured), of(by_hand), 1e-5)
+    out, taps = tapax.capture(jax.grad(lambda w: f(w, X).sum() * w))(0.5)
+    assert set(taps.values) <= {"h", "h@1", "h@2"} and set(taps.grads) <= {"h", "h@1", "h@2"}
+    assert set(tapax.sites(f)(0.5, X).names) == {"h"}
+    with jax.check_tracer_leaks():
+        tapax.capture(f)(0.5, X)
+
+
 def test_a_reducer_that_grows_is_refused_in_a_loop():
     grow = {"reduce": lambda a, b: (*a, b), "init": tuple}
     f = lambda x: lax.scan(lambda c, _: (tapax.sow(c, "h", **grow), None), x, None, length=3)[0]
