@@ -111,8 +111,7 @@ class ChangeBuilder:
         def at_step(x: Value, counter: Value, *rest: Any) -> Any:
             steps, rest = rest[: len(given)], rest[len(given) :]
             now, valid = due(counter, *steps)
-            varying = _jax.varying_axes(jax.typeof(x))
-            change = lambda x, *rest: _jax.with_varying(replace(x, *rest), varying)  # noqa: E731
+            change = lambda x, *rest: _jax.like(replace(x, *rest), jax.typeof(x))  # noqa: E731
             if rule.fn is None:
                 out = jnp.where(now, change(x, *rest), x)
             else:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._api.change_builder import check_step
-from tapax._api.perturbations import AT, adding, differentiable
+from tapax._api.perturbations import AT, adding, differentiable, zeros_at
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
@@ -113,7 +113,7 @@ class _GradientTransform(Transform):
             outs = call.run_changed(adding(prepared, zeros, _inject))
             return outs[0], outs
 
-        zeros = [jnp.zeros(spot.site.shape, spot.own.dtype) for spot in prepared]
+        zeros = [zeros_at(spot) for spot in prepared]
         value, back, outs = jax.vjp(loss, zeros, has_aux=True)
         (grads,) = back(jnp.ones_like(value))
         both = zip(prepared, grads, strict=True)
@@ -184,7 +184,7 @@ class _JacobianTransform(Transform):
             outs, taps = call.program.walk(plan, call.arrays, changes)
             return outs if of is None else taps.values[of.site.name]
 
-        zeros = jnp.zeros(wrt.site.shape, wrt.own.dtype)
+        zeros = zeros_at(wrt)
         results = jax.tree.leaves(jax.eval_shape(inner, zeros))
         forward = math.prod(wrt.site.shape) < sum(math.prod(x.shape) for x in results)
         made = (jax.jacfwd if forward else jax.jacrev)(inner)(zeros)

@@ -22,8 +22,9 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tapax import _jax
 from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
@@ -185,16 +186,20 @@ def _why_not(spot: Spot, reaching: bool) -> str | None:
     return None
 
 
+def zeros_at(spot: Spot) -> Any:
+    """Zeros of the type of what a capture of a site returns."""
+    return _jax.with_spec(jnp.zeros(spot.site.shape, spot.own.dtype), spot.spec)
+
+
 def _zeros(spot: Spot) -> Any:
-    zeros = jnp.zeros(spot.site.shape, spot.own.dtype)
-    sharding = _sharding(spot)
+    zeros, sharding = zeros_at(spot), _sharding(spot)
     return zeros if sharding is None else jax.device_put(zeros, sharding)
 
 
 def _sharding(spot: Spot) -> Any:
     """Where the parts of a perturbation lie that devices of a mesh have each their own of."""
     names = [None if a.is_loop else a.name for a in (spot.around[d] for d in spot.depths)]
-    if spot.mesh is None or not any(names):
+    if not isinstance(spot.mesh, Mesh) or not any(names):
         return None
     return NamedSharding(spot.mesh, PartitionSpec(*names))
 

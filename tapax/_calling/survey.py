@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from tapax._calling.program import TracedCall
-from tapax._jax import typed, varying_axes
+from tapax._jax import Value, typed, varying_axes
 from tapax._marks.marked_jaxprs import reaching
 from tapax._marks.tap import split_shape
 from tapax._sites import Site
@@ -25,7 +25,8 @@ class Spot:
     `site` has the shape of what a capture returns of it. `mapped` are the sizes of its mapped axes,
     `mesh` is that of the shard_map that it is in, `step` what is asked for of the innermost loop.
     `level` is that of the innermost derivative, if it is a gradient. `reaches` if results of the
-    program depend on it. `shield` is what it is in that has no derivative by it.
+    program depend on it. `spec` names the axes of a mesh that each axis of `site` is divided over,
+    where that is a part of its type. `shield` is what it is in that has no derivative by it.
     """
 
     key: Key
@@ -39,6 +40,7 @@ class Spot:
     level: int | None
     branches: bool
     reaches: bool
+    spec: tuple[Any, ...]
     shield: str
 
     @property
@@ -83,10 +85,20 @@ class SurveyHooks(WalkHooks):
         own = jax.ShapeDtypeStruct(own, x.dtype)
         level = eqn.params["level"] if grad else None
         where = around, mapped, own, walk.mesh, chosen[1].step, level, branches, reaches
-        spot = Spot(key, site, call.mark.uid, *where, walk.shield)
+        spec = _spec_of(x, eqn.params["axes"], around)
+        spot = Spot(key, site, call.mark.uid, *where, spec, walk.shield)
         known = self.spots.setdefault(key, spot)
         if level is not None and known.level is not None and level < known.level:
             self.spots[key] = spot
+
+
+def _spec_of(x: Value, axes: tuple[int, ...], around: Sequence[Around]) -> tuple[Any, ...]:
+    """The axes of a mesh that what is captured of a value is divided over."""
+    aval: Any = jax.typeof(x)
+    spec = (*aval.sharding.spec, *(None for _ in range(aval.ndim - len(aval.sharding.spec))))
+    lead = (None if a.is_loop else a.name for a in around if a.size is not None)
+    rest = (part for i, part in enumerate(spec) if i not in axes)
+    return (*lead, *(spec[a] for a in axes), *rest)
 
 
 def survey(call: TracedCall, plan: Plan, results: Sequence[int] | None = None) -> list[Spot]:

@@ -12,6 +12,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, mapped_aval, unmapped_aval
 from jax.extend.core import Jaxpr as JaxprWithoutConstants
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike as ArrayLike
 
 AbstractValue: TypeAlias = Any
@@ -123,6 +124,28 @@ def with_varying(x: Value, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(x, missing, to="varying")
 
 
+def with_spec(x: Value, spec: Iterable[Any]) -> Any:
+    """`x`, divided over the explicit axes of a mesh that a spec names for each of its axes."""
+    now = jax.typeof(x).sharding
+    explicit = set(now.mesh.explicit_axes)
+
+    def named(part: Any) -> bool:
+        return part is not None and explicit.issuperset(part if type(part) is tuple else [part])
+
+    wanted = PartitionSpec(*(part if named(part) else None for part in spec))
+    return x if not explicit or now.spec == wanted else jax.reshard(x, wanted)
+
+
+def whole(x: Value) -> Any:
+    """`x`, all of it on every device of an explicit mesh."""
+    return with_spec(x, [None] * x.ndim)
+
+
+def like(x: Value, aval: AbstractValue) -> Any:
+    """`x`, on the devices of a mesh in the way that a type says, as a carry or a branch must be."""
+    return with_spec(with_varying(x, varying_axes(aval)), aval.sharding.spec)
+
+
 def zeros(aval: AbstractValue) -> Any:
     """An array of zeros of the type `aval`, random keys and device-varying types included."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -132,10 +155,7 @@ def zeros(aval: AbstractValue) -> Any:
         )
     else:
         out = jnp.zeros(aval.shape, aval.dtype)
-    out = with_varying(out, varying_axes(aval))
-    # In explicit mode the sharding is part of the type.
-    spec = aval.sharding.spec
-    return jax.reshard(out, aval.sharding) if any(part is not None for part in spec) else out
+    return like(out, aval)
 
 
 def literal_value(literal: Any) -> Any:

@@ -185,12 +185,22 @@ class Changes:
 
         def changed(x: Value, *ps: Value) -> Any:
             out = change.fn(x, counter, *ps)
-            return then(_jax.with_varying(out, varying))
+            return then(_jax.like(_jax.with_varying(out, varying), jax.typeof(x)))
 
         positions = [a - sum(b < a for b in axes[:i]) for i, a in enumerate(axes)]
         for position, is_own in reversed(list(zip(positions, own, strict=True))):
             lies = [0 if part.mapped and is_own else None for part in parts]
             in_axes = (*(position for _ in operands), *lies)
             one = jax.vmap(one, in_axes=in_axes, out_axes=position)
-        arrays = (_jax.with_varying(part.array, varying) for part in parts)
+        arrays = (self._laid_out(part, operands[-1], axes, own) for part in parts)
         return one(*map(typed.asarray, operands), *arrays)
+
+    @staticmethod
+    def _laid_out(part: Part, x: Value, axes: tuple[int, ...], own: tuple[bool, ...]) -> Any:
+        """The array of a part, on the devices of a mesh as the value is that it is for."""
+        aval = jax.typeof(x)
+        array = _jax.with_varying(part.array, _jax.varying_axes(aval))
+        if not part.mapped:
+            return array
+        mapped = [aval.sharding.spec[a] for a, is_own in zip(axes, own, strict=True) if is_own]
+        return _jax.with_spec(array, [*mapped, *jax.typeof(array).sharding.spec[len(mapped) :]])

@@ -105,8 +105,12 @@ def reduce(
     if live is not None:
         state, live = reduction.masked(state, live), jnp.any(live)
     reduction = reduction._replace(mapped=())
-    flat = [leaf.reshape(-1, *leaf.shape[mapped:]) for leaf in state]
-    return reduction, reduction.merge(flat, 0), live
+    return reduction, reduction.merge(along_one_axis(state, mapped), 0), live
+
+
+def along_one_axis(arrays: Sequence[Any], axes: int) -> list[Any]:
+    """Arrays whose first few axes are one, and are whole on every device of an explicit mesh."""
+    return [_jax.whole(x).reshape(-1, *x.shape[axes:]) for x in arrays]
 
 
 def _started(reducer: Reducer, own: PyTree) -> Any:

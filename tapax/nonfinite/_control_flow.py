@@ -228,7 +228,7 @@ def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     operands = [_some_rows(frame, [_outer_rows(frame, [origins[i] for i in places])]), *args]
     in_specs = [PartitionSpec(), *eqn.params["in_specs"]]
     outs, (rows,), _, _ = bind_shard_map(eqn, local, operands, in_specs)
-    rows = rows.reshape((-1, *rows.shape[len(order) :]))
+    rows = _jax.whole(rows).reshape((-1, *rows.shape[len(order) :]))
     while rows.shape[0] > 1:
         if rows.shape[0] % 2:
             rows = jnp.concatenate([rows, rows[-1:]])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._jax import Value
+from tapax._jax import Value, whole
 from tapax.reduce._reducer import Reducer
 from tapax.reduce._sketches import histogram_of, quantiles_of
 from tapax.reduce._sums import extremes, ordered
@@ -80,7 +80,7 @@ def _topk(k: int) -> Reducer:
 
     return Reducer(
         init=init,
-        update=lambda state, x: largest(jnp.append(state, x.ravel().astype(state.dtype))),
+        update=lambda state, x: largest(jnp.append(state, whole(x).ravel().astype(state.dtype))),
         combine=lambda a, b: largest(jnp.append(a, b)),
         merge=lambda states: largest(states.ravel()),
         name="topk",

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._jax import PyTree, Value
+from tapax._jax import PyTree, Value, whole
 from tapax.reduce._sums import COUNT, add, add_all, as_integers, count, wide
 
 
@@ -79,7 +79,7 @@ def quantiles_of(
     places = len(middles)
 
     def see(x: Value) -> Any:
-        x = x.ravel().astype(_float_of(x))
+        x = whole(x).ravel().astype(_float_of(x))
         magnitude = jnp.abs(x)
         place = jnp.ceil(jnp.log(jnp.maximum(magnitude, least)) / growth) - first
         place = jnp.clip(place, 0, bins - 1).astype(jnp.int32) + 1

@@ -4,6 +4,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
+from tapax import _jax
 from tapax._jax import Equation, Value
 from tapax._jaxpr.kinds import Kind
 from tapax._jaxpr.meshes import replicate
@@ -11,6 +12,7 @@ from tapax._jaxpr.restage import bind_shard_map, mesh_axes
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry, Slots
 from tapax._walk.interpreter import Interpreter
+from tapax._walk.reductions import along_one_axis
 
 
 def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
@@ -43,7 +45,8 @@ def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[
         *(params["in_specs"][i] for i in ins.kept),
         *(PartitionSpec(*axes) for axes in own_axes),
     ]
-    given, other = walk.changes.arrays(keys), _other_mesh(walk, mesh)
+    parts = zip(walk.changes.arrays(keys), own_axes, strict=True)
+    given, other = [_jax.with_spec(x, a) for x, a in parts], _other_mesh(walk, mesh)
     if other is not None:
         given = replicate(given, other)
     left = bind_shard_map(eqn, local, [*ins.arrays(args), *given], in_specs)
@@ -77,9 +80,8 @@ def _combined(entry: Entry, axes: int) -> Entry:
     if not axes:
         return entry
     assert entry.reduction is not None
-    state = [x.reshape(-1, *x.shape[axes:]) for x in entry.state]
-    valid = entry.valid
+    state, valid = along_one_axis(entry.state, axes), entry.valid
     if valid is not None:
-        valid = valid.reshape(-1, *valid.shape[axes:])
+        (valid,) = along_one_axis([valid], axes)
         state, valid = entry.reduction.masked(state, valid), valid.max(0)
     return entry._replace(value=tuple(entry.reduction.merge(state, entry.lead)), valid=valid)

@@ -1,0 +1,174 @@
+"""Every public function on an explicit mesh, where an array's sharding is a part of its type."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import tapax
+from tests.oracles.closeness import assert_close
+
+SITES = ["h", "s", "y", "l", "v"]
+SPECS = {
+    "h": P("x", "y"),
+    "s": P(None, "x", "y"),
+    "y": P("x", None),
+    "l": P("x", None),
+    "v": P("x", None),
+}
+X = np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4) / 32
+W = np.full((4, 4), 1 / 3, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def explicit_mesh():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        yield
+
+
+def arguments():
+    return jax.device_put(W, P("y", None)), jax.device_put(X, P("x", "y"))
+
+
+def loss(w, x, mark=tapax.sow):
+    h = mark(jnp.tanh(x * 2), "h")
+    h, _ = lax.scan(lambda c, t: (mark(jnp.sin(c) * t, "s"), None), h, jnp.arange(1.0, 4.0))
+    y = mark(jnp.einsum("bi,ij->bj", h, w, out_sharding=P("x", None)), "y")
+    local = lambda y: mark(jnp.sum(y, axis=-1), "l")
+    z = jax.shard_map(local, in_specs=P("x", None), out_specs=P("x"))(y)
+    return jnp.sum(z**2) + jnp.sum(jax.vmap(lambda r: mark(r**2, "v"))(y))
+
+
+def by_hand(edits=None, taps=None):
+    """The same in NumPy, with some values replaced; puts what a capture returns into `taps`."""
+
+    def mark(value, name, number=None):
+        edit = (edits or {}).get(name)
+        value = value if edit is None else edit(value, number).astype(np.float32)
+        if taps is not None:
+            taps.setdefault(name, []).append(value)
+        return value
+
+    h = mark(np.tanh(X * 2), "h")
+    for i, t in enumerate((1.0, 2.0, 3.0)):
+        h = mark(np.sin(h) * t, "s", i)
+    y = mark(h @ W, "y")
+    z = mark(np.sum(y, axis=-1).reshape(4, 2), "l")
+    return np.sum(z**2) + np.sum(mark(y**2, "v"))
+
+
+def captured_by_hand():
+    taps = {}
+    by_hand(taps=taps)
+    return {name: np.stack(v) if name == "s" else v[0] for name, v in taps.items()}
+
+
+WRAPS = [lambda f: f, jax.jit]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_captured_values_keep_their_shardings(wrap):
+    out, taps = wrap(tapax.capture(loss))(*arguments())
+    assert_close(out, by_hand(), 1e-5)
+    for name, value in captured_by_hand().items():
+        assert_close(taps.values[name], value, 1e-5)
+        assert jax.typeof(taps.values[name]).sharding.spec == SPECS[name]
+    assert tapax.sites(loss)(*arguments()).names == SITES
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("site", SITES)
+def test_edits_by_numbers_arrays_and_functions(wrap, site):
+    edited = lambda what: wrap(tapax.edit(loss, values={site: what}))(*arguments())
+    constant = lambda x, _: np.full_like(x, 0.5)
+    assert_close(edited(0.5), by_hand({site: constant}), 1e-5)
+    assert_close(edited(lambda h: 2 * h), by_hand({site: lambda x, _: 2 * x}), 1e-5)
+    new = captured_by_hand()[site] + 0.25
+    shifted = lambda x, number: new if number is None else new[number]
+    expected = by_hand({site: shifted})
+    assert_close(edited(new), expected, 1e-5)
+    assert_close(edited(jax.device_put(new, SPECS[site])), expected, 1e-5)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_edits_of_one_iteration(wrap):
+    edited = wrap(tapax.edit(loss, values={tapax.at("s", step=1): 0.5}))
+    second = lambda x, number: np.full_like(x, 0.5) if number == 1 else x
+    assert_close(edited(*arguments()), by_hand({"s": second}), 1e-5)
+
+
+def finite_difference(site, place, eps=1e-2):
+    def shifted(sign):
+        def edit(x, number):
+            where = place if number is None else place[1:]
+            shift = np.zeros_like(x)
+            if number is None or number == place[0]:
+                shift[where] = sign * eps
+            return x + shift
+
+        return by_hand({site: edit})
+
+    return (shifted(1.0) - shifted(-1.0)) / (2 * eps)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_gradients_of_sites_keep_their_shardings(wrap):
+    args = arguments()
+    found = wrap(tapax.grad(loss))(*args)
+    zeros = tapax.perturbations(loss)(*args)
+    perturbed = jax.grad(wrap(tapax.perturbed(loss)))(zeros, *args)
+    for name in SITES:
+        place = (1,) * found[name].ndim
+        assert_close(np.asarray(found[name])[place], finite_difference(name, place), 2e-2)
+        for grads in (found, perturbed, zeros):
+            assert jax.typeof(grads[name]).sharding.spec == SPECS[name]
+        assert_close(perturbed[name], found[name], 1e-5)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_gradients_that_the_function_takes_are_captured_and_edited(wrap):
+    step = jax.grad(loss)
+    grads, taps = wrap(tapax.capture(step))(*arguments())
+    assert_close(taps.grads["l"], 2 * captured_by_hand()["l"], 1e-5)
+    doubled = wrap(tapax.edit(step, grads={"y": lambda g: 2 * g}))(*arguments())
+    assert_close(doubled, 2 * grads, 1e-5)
+    halves = wrap(tapax.edit(step, grads={"y": 0.5}))(*arguments())
+    last = captured_by_hand()["s"][-1]
+    assert_close(halves, np.einsum("bi,bj->ij", last, np.full((8, 4), 0.5)), 1e-5)
+
+
+def test_cuts_jacobians_and_the_first_nan():
+    w, x = arguments()
+    y = tapax.prefix(loss, "y")(w, x)
+    assert_close(y, captured_by_hand()["y"], 1e-5)
+    assert_close(tapax.suffix(loss, "y")(y, w, x), by_hand(), 1e-5)
+    slope = tapax.grad(loss, "y")(w, x)["y"]
+    assert_close(tapax.jacobian(loss, of=None, wrt="y")(w, x), slope, 1e-5)
+    assert tapax.find_nonfinite(loss)(w, x) is None
+    found = tapax.find_nonfinite(lambda w, x: loss(w, jnp.log(x - 0.5)))(w, x)
+    assert (found.operation, found.index) == ("log", (0, 0))
+
+
+REDUCERS = "histogram last mean minmax moments nonfinite norm quantiles rms sum topk var zeros"
+
+
+@pytest.mark.parametrize("reducer", REDUCERS.split())
+def test_statistics_agree_with_those_of_unsharded_arrays(reducer):
+    made = {
+        "topk": tapax.reduce.topk(3),
+        "histogram": tapax.reduce.histogram(np.linspace(-3, 3, 7)),
+        "quantiles": tapax.reduce.quantiles([0.1, 0.5]),
+    }
+    reducer = made.get(reducer) or getattr(tapax.reduce, reducer)
+    _, taps = tapax.capture(loss, values={"**": reducer}, grads=None)(*arguments())
+    plain = {name: jnp.asarray(value) for name, value in captured_by_hand().items()}
+    alone = lambda x: tapax.sow(x, "h")
+    del plain["s"]  # in a loop there is one for each iteration
+    for name, value in plain.items():
+        _, one = tapax.capture(alone, values={"**": reducer}, grads=None)(value)
+        for key, expected in one.values.items():
+            assert_close(taps.values[key.replace("h", name, 1)], expected, 1e-5)
