@@ -95,8 +95,10 @@ class Plan:
 
     @property
     def asks(self) -> bool:
-        """Whether anything is asked for, other than by predicates, which may well pick nothing."""
-        return any(not callable(part) for part in (*flatten(self.values), *flatten(self.grads)))
+        """Whether something is asked for, of all modules; predicates may well pick nothing."""
+        parts = (*flatten(self.values), *flatten(self.grads))
+        every = self.policy is True and self.modules == "**"
+        return every and any(not callable(part) for part in parts)
 
     @property
     def over_loops(self) -> bool:

@@ -24,6 +24,7 @@ from flax import nnx
 from tapax import _jax
 from tapax._frameworks.interface import FunctionCall, Module
 from tapax._frameworks.nnx import marks
+from tapax._frameworks.nnx.attribute_order import AttributeOrder, OuterOrder
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods
@@ -96,11 +97,13 @@ class NNX(PatchedAdapter):
         inline = not _jax.trace_state_clean()
         missed = False
 
-        def pure(graphdef: Any, state: PyTree, args: Args, kwargs: Kwargs, values: Any) -> Any:
+        def pure(objects_inside: Any, args: Args, kwargs: Kwargs, values: Any) -> Any:
             nonlocal missed
+            graphdef, state, order = objects_inside
             with nnx.merge_context(_TAG, inner=True) as context:
                 named = context.merge(graphdef, state)
             inner = tuple(named[path] for path in objects.paths)
+            order.restore(inner)
             before, variables = marks.Attributes(inner), _Variables(named)
             with ObjectBindings(inner, objects.values if inline else values) as bindings:
                 args, kwargs = fill((args, kwargs), inner, bindings)
@@ -127,8 +130,10 @@ class NNX(PatchedAdapter):
                 for number, value in rest[0].items():
                     outer[number].set_raw_value(value)
             else:
+                outer_order = OuterOrder(objects.taken)
                 with nnx.merge_context(_TAG, inner=False) as context:
                     _, returned = context.merge(*rest)
+                outer_order.restore()
             out, assigned = fill((out, assigned), returned)
             objects.assign(assigned)
             return call.close(out)
@@ -138,7 +143,8 @@ class NNX(PatchedAdapter):
                 # The keys say where each was, by which the arrays inside are known.
                 named = dict(zip(objects.paths, objects.taken, strict=True))
                 graphdef, state = context.split(named)
-            taken = graphdef, state, args, kwargs, None if inline else objects.values
+            order = AttributeOrder.of(objects.taken)
+            taken = (graphdef, state, order), args, kwargs, None if inline else objects.values
             own = lambda result: call.own(result[0])  # noqa: E731
             found_more = lambda: missed or call.found_more()  # noqa: E731
             yield FunctionCall(pure, taken, {}, close, call.memory, own, found_more)

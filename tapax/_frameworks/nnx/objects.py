@@ -260,12 +260,19 @@ class Objects:
             holders.set_attributes(owner, {name: value})
 
     def _lift_method(self, value: PyTree) -> Recipe | None:
-        owner = self.lift(value.__self__)
-        if owner is None:
-            return None
-        if holders.is_object(value.__self__):  # its class may be patched by now
+        owner, method = self.lift(value.__self__), value.__func__
+        if owner is not None and holders.is_object(value.__self__):
+            # Its class may be patched by now.
             return lambda bindings: getattr(owner(bindings), value.__name__)
-        return lambda bindings: types.MethodType(value.__func__, owner(bindings))
+        fn = self._lift_function(method) if inspect.isfunction(method) else None
+        if owner is None and fn is None:
+            return None
+
+        def make(bindings: ObjectBindings) -> Any:
+            made = fn(bindings) if fn else method
+            return types.MethodType(made, owner(bindings) if owner else value.__self__)
+
+        return make
 
     def _lift_partial(self, value: functools.partial[Any]) -> Recipe | None:
         fn, args = self.lift(value.func), self._lift_container(value.args)

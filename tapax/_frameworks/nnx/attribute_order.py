@@ -1,0 +1,71 @@
+"""The order of the attributes of objects, which NNX sorts when it puts objects together.
+
+A model may go through its parts in the order in which they were given: the keys of an `nnx.Dict`
+are attributes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tapax._jax import PyTree
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class AttributeOrder:
+    """The names of the attributes of some objects and of all that they hold, in order."""
+
+    names: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, objects: Sequence[Any]) -> AttributeOrder:
+        return cls(tuple(tuple(vars(x)) for x in _nodes(objects, set())))
+
+    def restore(self, objects: Sequence[Any]) -> None:
+        """Puts the attributes of objects that are put together in the same way in this order."""
+        for node, names in zip(_nodes(objects, set()), self.names, strict=True):
+            _reorder(vars(node), names)
+
+
+class OuterOrder:
+    """The order of the attributes of objects that may be given others."""
+
+    def __init__(self, objects: Sequence[Any]):
+        self._names = [(x, tuple(vars(x))) for x in _nodes(objects, set())]
+
+    def restore(self) -> None:
+        """Puts the attributes in the order in which they were; new ones come last."""
+        for node, names in self._names:
+            _reorder(vars(node), names)
+
+
+def _nodes(value: PyTree, seen: set[int]) -> Iterator[Any]:
+    """The objects with attributes in a structure, each once, in an order that NNX keeps."""
+    if isinstance(value, (list, tuple)):
+        parts: Any = value
+    elif isinstance(value, dict):
+        parts = [value[key] for key in sorted(value, key=str)]
+    elif isinstance(value, nnx.Pytree) and id(value) not in seen:
+        seen.add(id(value))
+        yield value
+        held = vars(value)
+        parts = [held[name] for name in sorted(held)]
+    else:
+        return
+    for part in parts:
+        yield from _nodes(part, seen)
+
+
+def _reorder(attributes: dict[str, Any], names: Sequence[str]) -> None:
+    if all(a == b for a, b in zip(attributes, names, strict=False)):
+        return
+    first = {name: attributes[name] for name in names if name in attributes}
+    rest = {name: value for name, value in attributes.items() if name not in first}
+    attributes.clear()
+    attributes.update(first | rest)
