@@ -112,7 +112,7 @@ class _CaptureTransform(Transform):
     plan: Plan
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
-        return call.program.walk(self.plan, call.arrays)
+        return call.program.walk(self.plan, call.arrays, warn=True)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return out, extra
@@ -140,6 +140,6 @@ class _CapturedFunction(Generic[P, R]):
         call = self._call.traced_call(args, kwargs)
 
         def abstract(*arrays: Value) -> Taps:
-            return call.program.walk(self._plan, arrays)[1]
+            return call.program.walk(self._plan, arrays, warn=True)[1]
 
         return jax.eval_shape(abstract, *call.arrays).sites

@@ -77,15 +77,20 @@ def edit(
     a changed one goes on to what lies before the site.
     """
     check_function(fn, "edit")
-    rules, operands = [], []
-    for rule, operand in (*_rules(values, "values"), *_rules(grads, "grads")):
-        rules.append(rule)
-        operands.append(operand)
-    if not rules:
+    given = [*_rules(values, "values"), *_rules(grads, "grads")]
+    if not given:
         warnings.warn(
             f"tapax.edit was given nothing to edit in {name_of(fn)}, which stays as it is.",
             stacklevel=2,
         )
+    return edited(fn, given, modules)
+
+
+def edited(
+    fn: Callable[P, R], given: Sequence[tuple[EditRule, tuple[Any, Any]]] = (), modules: Any = True
+) -> Callable[P, R]:
+    """A function like `fn` with some edits, each a rule and what it is given."""
+    rules, operands = [rule for rule, _ in given], [operand for _, operand in given]
     picked = [tuple(r.selection for r in rules if r.of == of) for of in ("value", "grad")]
     plan = Plan.make(*picked, modules=modules, changing=True)
     return transformed(fn, _EditTransform(plan, tuple(rules)), tuple(operands))

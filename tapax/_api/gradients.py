@@ -106,7 +106,7 @@ class _GradientTransform(Transform):
                 f"A gradient was asked for at {self.plan.values!r}, but that picks no site. Mark a "
                 "value with tapax.sow(value, name), or select operations with tapax.ops."
             )
-        return differentiable(spots, self.plan, reaching=True)
+        return differentiable(spots, self.plan, reaching=True, some=True)
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         def loss(zeros: list[Any]) -> Any:

@@ -144,10 +144,13 @@ def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]
     return builder.changes()
 
 
-def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False) -> list[Spot]:
+def differentiable(
+    spots: Sequence[Spot], plan: Plan, *, reaching: bool = False, some: bool = False
+) -> list[Spot]:
     """Those sites by which a derivative can be taken.
 
-    Raises for one that is named exactly and has none, and for a selection if all of its have none.
+    Raises for one that is named exactly and has none, and for a glob if none of its sites has one;
+    for `"**"` too, if there have to be `some`.
     """
     kept, left = [], list[tuple[Spot, str]]()
     for spot in spots:
@@ -161,7 +164,8 @@ def differentiable(spots: Sequence[Spot], plan: Plan, *, reaching: bool = False)
             left.append((spot, why))
     for part in flatten(plan.values):
         out = [(spot, why) for spot, why in left if matches(part, spot.site)]
-        if out and not any(matches(part, spot.site) for spot in kept):
+        asked = some or part != "**"
+        if asked and out and not any(matches(part, spot.site) for spot in kept):
             spot, why = out[0]
             raise SiteError(
                 f"There is no derivative by any site that {plan.names[0]}={part!r} picks. Of the "

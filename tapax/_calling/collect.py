@@ -16,7 +16,8 @@ from tapax._walk.entries import Entry
 from tapax._walk.walk import Walk
 
 
-def collect(walk: Walk) -> Taps:
+def collect(walk: Walk, *, warn: bool) -> Taps:
+    """What a walk recorded; `warn` if there may be a warning that there is nothing to record."""
     values, grads, valid = SiteDict(), SiteDict(), SiteDict()
     sites: dict[str, Site] = {}
     entries = [*_summed(walk.entries), *walk.fold_entries()]
@@ -50,7 +51,7 @@ def collect(walk: Walk) -> Taps:
         known = sites.setdefault(name, site)
         sites[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
     walk.plan.verify(walk.sites, taken[0], taken[1], walk.lost)
-    if walk.plan.asks and not walk.sites and not walk.lost:
+    if warn and walk.plan.asks and not walk.sites and not walk.lost:
         warnings.warn(
             "The function has no sites, so nothing is captured: it marks no value with tapax.sow, "
             "and calls no module of Flax, Equinox, Haiku, Keras or brainstate. Mark a value, or "

@@ -70,13 +70,21 @@ class Program:
         return Program(_jax.dce(self.jaxpr, kept), treedef, statics, order_of(picked), self.keys)
 
     def walk(
-        self, plan: Plan, arrays: Sequence[Any], changes: Changes | None = None
+        self,
+        plan: Plan,
+        arrays: Sequence[Any],
+        changes: Changes | None = None,
+        *,
+        warn: bool = False,
     ) -> tuple[list[Any], Taps]:
-        """Evaluates the program; its results as arrays, and what the plan selects."""
+        """Evaluates the program; its results as arrays, and what the plan selects.
+
+        With `warn`, a program without sites is warned of.
+        """
         walk = Walk(plan, changes)
         outs = self.run(walk, arrays)
         with internal_operations():
-            return outs, collect(walk)
+            return outs, collect(walk, warn=warn)
 
     def run(self, walk: Walk, arrays: Sequence[Any]) -> list[Any]:
         """Evaluates the program; its results as arrays."""

@@ -1,6 +1,7 @@
 """The state of the trace under way, and how every `bind` on a thread is intercepted."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,19 +36,27 @@ def intercept_bind(hook: Callable[..., Any]) -> Iterator[None]:
     """Routes `Primitive.bind` through `hook(bind, primitive, args, params)`, on every thread.
 
     The hook must be the same in every use, and tell by itself whether it has to do with a thread:
-    the first to enter installs it, the last to leave takes it out.
+    the first to enter installs it, the last to leave takes it out. Different hooks see each bind
+    one after the other.
     """
-
-    def bind(self: Any, *args: Any, **params: Any) -> Any:
-        return hook(_bind, self, args, params)
-
     with _lock:
-        _intercepting.append(bind)
-        Primitive.bind = bind
+        _intercepting.append(hook)
+        Primitive.bind = _bind_through_hooks
     try:
         yield
     finally:
         with _lock:
-            _intercepting.remove(bind)
+            _intercepting.remove(hook)
             if not _intercepting:
                 Primitive.bind = _bind
+
+
+def _bind_through_hooks(self: Any, *args: Any, **params: Any) -> Any:
+    bind = _bind
+    for hook in dict.fromkeys(_intercepting):
+        bind = functools.partial(_bind_through, hook, bind)
+    return bind(self, *args, **params)
+
+
+def _bind_through(hook: Any, bind: Any, primitive: Any, *args: Any, **params: Any) -> Any:
+    return hook(bind, primitive, args, params)

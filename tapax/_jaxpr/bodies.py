@@ -4,18 +4,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, typed
+from tapax._jax import Equation, Jaxpr, PyTree, typed
 from tapax._jaxpr.kinds import Kind, kind_of
 
 
 def bodies(eqn: Equation) -> Iterator[Any]:
     """The jaxprs in an equation's parameters."""
     for value in eqn.params.values():
-        for part in value if isinstance(value, _jax.SEQUENCES) else (value,):
-            body = _jax.hidden_body(part)
-            body = part if body is None else body
-            if hasattr(_jax.open_jaxpr(body), "eqns"):
-                yield body
+        yield from _bodies_in(value)
+
+
+def _bodies_in(value: PyTree) -> Iterator[Any]:
+    if isinstance(value, _jax.SEQUENCES):
+        for part in value:
+            yield from _bodies_in(part)
+        return
+    body = _jax.hidden_body(value)
+    body = value if body is None else body
+    if hasattr(_jax.open_jaxpr(body), "eqns"):
+        yield body
 
 
 def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
@@ -29,9 +36,11 @@ def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
 def implementation(eqn: Equation) -> Jaxpr | None:
     """Traces the function by which another library evaluates its primitive.
 
-    It returns None for a primitive of JAX, and for one that only a compiled kernel evaluates.
+    It returns None for a primitive of JAX or of tapax, and for one that only a compiled kernel
+    evaluates.
     """
-    if kind_of(eqn) is not Kind.OPAQUE or _jax.is_own_primitive(eqn.primitive):
+    own = _jax.is_own_primitive(eqn.primitive) or _jax.is_tapax_primitive(eqn.primitive)
+    if own or kind_of(eqn) is not Kind.OPAQUE:
         return None
     types = [v.aval for v in eqn.invars]
     try:

@@ -95,6 +95,24 @@ class Uids:
         return self._known[id(inner)][1]
 
 
+class TappedBodies:
+    """Which bodies hold taps. Some equations keep the effects of theirs to themselves."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, bool]] = {}
+
+    def holds(self, jaxpr: Jaxpr) -> bool:
+        """Whether there is a tap in a body, or in a body of its equations."""
+        inner = _jax.open_jaxpr(jaxpr)
+        if tap_effect in inner.effects:
+            return True
+        if id(inner) not in self._known:
+            found = any(self.holds(body) for eqn in inner.eqns for body in bodies(eqn))
+            # The jaxpr is kept so that its id stays its own.
+            self._known[id(inner)] = inner, found
+        return self._known[id(inner)][1]
+
+
 def first_uid(jaxpr: Jaxpr) -> int:
     """The first mark that was traced in a body; a large number if there is none."""
     uids = [

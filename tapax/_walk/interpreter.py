@@ -28,13 +28,13 @@ from jax.sharding import Mesh
 
 from tapax import _jax
 from tapax._jax import Equation, Jaxpr, Static, Value, typed
-from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.bodies import bodies, implementation
 from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.meshes import first_mesh
 from tapax._marks.change import change_p, identity
 from tapax._marks.context import active_policy
-from tapax._marks.marked_jaxprs import TAPS, is_of_two, strip
+from tapax._marks.marked_jaxprs import TAPS, TappedBodies, is_of_two, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._sites import SiteError
@@ -103,6 +103,7 @@ class Interpreter(Recorder):
         self.shield = ""
         """What the walk is in that takes no derivative of its body from outside."""
         self._program: Jaxpr | None = None
+        self._tapped = TappedBodies()
         self._recomputing = False
         self._branches: tuple[int, ...] = ()
 
@@ -134,11 +135,13 @@ class Interpreter(Recorder):
         tokens = [a for a in args if type(a) is Token]
         tapped = tap_effect in eqn.effects
         if not tokens and not tapped:
-            # Some equations keep the effects of their bodies to themselves.
             tapped = any(self._holds_taps(body) for body in bodies(eqn))
             if not tapped:
                 return _jax.bind_equation(eqn, args)
-        handler = self.handlers.get(kind_of(eqn))
+        kind = kind_of(eqn)
+        handler = self.handlers.get(kind)
+        if kind is Kind.OPAQUE and not (tapped and self._holds_taps_when_implemented(eqn)):
+            handler = None
         if handler is not None:
             outer, self.scopes = self.scopes, scopes_of(eqn, self.scopes)
             try:
@@ -158,7 +161,12 @@ class Interpreter(Recorder):
 
     def _holds_taps(self, jaxpr: Jaxpr) -> bool:
         """Whether a body has to be walked: what is only computed once more may be edited too."""
-        return tap_effect in _jax.open_jaxpr(jaxpr).effects or bool(self.changes.within(jaxpr))
+        return self._tapped.holds(jaxpr) or bool(self.changes.within(jaxpr))
+
+    def _holds_taps_when_implemented(self, eqn: Equation) -> bool:
+        """Whether the taps that a primitive of another library holds are where it is evaluated."""
+        body = implementation(eqn)
+        return body is not None and self._holds_taps(body)
 
     @staticmethod
     def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -303,9 +311,18 @@ class Interpreter(Recorder):
         return rewind
 
     def stage(
-        self, jaxpr: Jaxpr, args: Sequence[Any], threads: Threads | None = None, **where: Any
+        self,
+        jaxpr: Jaxpr,
+        args: Sequence[Any],
+        threads: Threads | None = None,
+        *,
+        whole: bool = False,
+        **where: Any,
     ) -> StagedBody:
-        """Walks a body into a jaxpr: operands and threads in; results, entries and folds out."""
+        """Walks a body into a jaxpr: operands and threads in; results, entries and folds out.
+
+        All results come out if they are to be `whole`; if not, tokens are left out.
+        """
         threads = self.enter(jaxpr, once=True) if threads is None else threads
         ins, scopes = Slots.of(args), self.scopes
 
@@ -317,6 +334,8 @@ class Interpreter(Recorder):
                 self.folds.restore(threads.folds, handed[:count])
                 self.changes.hand_down(threads.parts, handed[count:])
                 outs = self.run(jaxpr, values)
+                if whole:
+                    outs = self.materialize(_jax.open_jaxpr(jaxpr).outvars, outs)
                 slots = Slots.of(outs)
                 folds = self.folds.leave(threads.folds, jaxpr, scopes)
                 arrays = [

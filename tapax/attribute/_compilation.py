@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from tapax import _jax
-from tapax._api.edit import edit
+from tapax._api.edit import edited
 from tapax._frameworks import registry
 from tapax._jax import Function, PyTree
 
@@ -74,7 +74,7 @@ def _compile(
         return body(fn, *options, *args, **kwargs)
 
     run.__name__ = run.__qualname__ = body.__name__.lstrip("_")
-    return edit(run)
+    return edited(run)
 
 
 _compile_once = functools.lru_cache(maxsize=32)(_compile)

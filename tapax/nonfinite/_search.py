@@ -40,9 +40,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax import _jax
-from tapax._calling.program import Program, TracedCall
+from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
-from tapax._jax import Args, Atom, Equation, Function, Kwargs, PyTree, Value
+from tapax._jax import Args, Atom, Equation, Function, Jaxpr, Kwargs, PyTree, Value
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.meshes import first_mesh, replicate
 from tapax._jaxpr.restage import mesh_axes
@@ -58,7 +58,7 @@ from tapax.nonfinite._equation_numbers import (
     frame_body,
     is_inexact,
 )
-from tapax.nonfinite._errors import ErrorGuard
+from tapax.nonfinite._errors import guard_callbacks, guarded_run
 from tapax.nonfinite._finding import Finding, Range
 from tapax.nonfinite._frames import CLASS, DEVICES, MADE, NONE, REMOTE, decode_origin
 from tapax.nonfinite._measurement import EquationRun, Measurement, measure
@@ -102,7 +102,7 @@ class _NonfiniteTransform(Transform):
     )
 
     def prepare(self, call: TracedCall) -> _Passes:
-        return _Passes(call.program, self.masked)
+        return _Passes(call.program.jaxpr, self.masked)
 
     def run(self, call: TracedCall, prepared: _Passes) -> Any:
         searched = call.operands or call.arrays
@@ -141,10 +141,9 @@ class NonfiniteSearch:
 class _Passes:
     """The passes over one program, each compiled once."""
 
-    def __init__(self, program: Program, masked: bool):
-        self._guard = ErrorGuard()
-        self.jaxpr, self.masked = self._guard.guard(program.jaxpr), masked
-        plain = strip(program.jaxpr)
+    def __init__(self, jaxpr: Jaxpr, masked: bool):
+        self.jaxpr, self.masked = jaxpr, masked
+        plain = strip(self.jaxpr)
 
         def flag(*arrays: Value) -> Any:
             with internal_operations():
@@ -159,7 +158,7 @@ class _Passes:
         try:
             fine = all(map(bool, jax.device_get(self._flag(*arrays))))
         except Exception:
-            found = self._locate_before_error(arrays)
+            found = _GuardedPasses(self.jaxpr).locate(arrays)
             if found is None:
                 raise
             return found
@@ -177,15 +176,7 @@ class _Passes:
         with internal_operations():
             return OriginWalk(self.jaxpr, masked, HANDLERS).run(arrays)
 
-    def _locate_before_error(self, arrays: Sequence[Any]) -> Any:
-        """The first bad value of a program that raises; None if it raised before there was any."""
-        row = self._row(True, arrays)
-        found = None if row is None else self._locate(row, arrays)
-        raised = isinstance(found, _BadEquation) and kind_of(found.path[-1].eqn) & Kind.CALLBACK
-        return None if raised else found
-
     def _row(self, masked: bool, arrays: Sequence[Any]) -> list[int] | None:
-        self._guard.raised = False
         row = np.asarray(self._search[masked](*arrays)).tolist()
         return None if row[0] >= NONE else row
 
@@ -234,8 +225,32 @@ class _Passes:
                     return measures if mesh is None else replicate(measures, mesh)
 
             self._measurements[target] = jax.jit(run)
-        self._guard.raised = False
         return [np.asarray(x) for x in self._measurements[target](*arrays)]
+
+
+class _GuardedPasses(_Passes):
+    """The passes over a program that raises, which goes on here."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        super().__init__(guard_callbacks(jaxpr), True)
+
+    def locate(self, arrays: Sequence[Any]) -> Any:
+        """The first bad value; None if the program raised before there was any."""
+        row = self._row(True, arrays)
+        made = None if row is None else self._locate(row, arrays)
+        if isinstance(made, _BadEquation) and not kind_of(made.path[-1].eqn) & Kind.CALLBACK:
+            return made
+        # No equation made one: an argument may have been one.
+        bad = (i for i, x in enumerate(arrays) if is_inexact(jax.typeof(x)) and jnp.isnan(x).any())
+        return next(bad, None)
+
+    def _row(self, masked: bool, arrays: Sequence[Any]) -> list[int] | None:
+        with guarded_run():
+            return super()._row(masked, arrays)
+
+    def measure(self, target: EquationRun, arrays: Sequence[Any]) -> Any:
+        with guarded_run():
+            return super().measure(target, arrays)
 
 
 def _describe_value(operation: str, path: str, x: Value) -> Finding:

@@ -28,7 +28,7 @@ from tests.models.brainstate_models import (
 )
 from tests.oracles.closeness import assert_close
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore:The function has no sites")]
 
 CELLS = [nn.ValinaRNNCell, nn.GRUCell, nn.MGUCell, nn.LSTMCell, nn.URLSTMCell]
 

@@ -37,6 +37,8 @@ from tests.fuzz.reference import run
 from tests.fuzz.shrink import well_formed
 from tests.fuzz.sites import sites
 
+pytestmark = pytest.mark.filterwarnings("ignore:The function has no sites")
+
 PARTS = 14
 PROGRAMS = 364
 

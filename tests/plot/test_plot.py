@@ -465,7 +465,7 @@ def _nothing(x):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: plot.taps(tapax.capture(_nothing)(X)[1]), ValueError,
+        (lambda: plot.taps(tapax.capture(_nothing, None, None)(X)[1]), ValueError,
          "There is nothing to plot: the capture returned no values and no gradients. "
          "tapax.sites(fn)(...) says which sites a function has."),
         (lambda: plot.taps(tapax.capture(layers)(X)[1], at="**/haed"), tapax.SiteError,

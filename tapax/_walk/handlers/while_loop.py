@@ -40,7 +40,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         threads = walk.enter(loop.body)
         folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
         inputs = [*loop.consts, *loop.init]
-        staged = walk.stage(loop.body, inputs, threads, around=[_AROUND])
+        staged = walk.stage(loop.body, inputs, threads, whole=True, around=[_AROUND])
         items = walk.folds.items
     walk.folds.items = items
     types = iter(staged.types)

@@ -1,0 +1,87 @@
+"""lineax: its own `linear_solve` primitive, whose operators hold code of the user."""
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import tapax
+from tests.oracles.closeness import assert_close
+
+A = np.array([[3.0, 1.0], [1.0, 2.0]], np.float32)
+B = np.array([1.0, -1.0], np.float32)
+
+
+def by_matrix(a, b):
+    operator = lx.MatrixLinearOperator(tapax.sow(1.5 * a, "a"))
+    x = lx.linear_solve(operator, tapax.sow(2 * b, "b")).value
+    return jnp.sum(tapax.sow(x, "x") ** 2)
+
+
+def by_function(a, b):
+    apply = lambda v: tapax.sow(1.5 * a @ v, "product")
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    operator = lx.FunctionLinearOperator(apply, shape, tags=lx.positive_semidefinite_tag)
+    solver = lx.CG(rtol=1e-6, atol=1e-6)
+    x = lx.linear_solve(operator, tapax.sow(2 * b, "b"), solver=solver).value
+    return jnp.sum(tapax.sow(x, "x") ** 2)
+
+
+X = np.linalg.solve(1.5 * A, 2 * B)
+BY_B = np.linalg.solve(1.5 * A, 2 * X)
+"""The gradient by the right-hand side, and by the matrix its product with -x."""
+SOLVES = [by_matrix, by_function]
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_values_around_a_solve_are_captured(solve, wrap):
+    out, taps = tapax.capture(wrap(solve))(A, B)
+    assert_close(out, np.sum(X**2), 1e-4)
+    assert_close(taps.values["x"], X, 1e-4)
+    assert_close(taps.values["b"], 2 * B)
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+def test_gradients_around_a_solve_are_those_of_numpy(solve):
+    grads, taps = tapax.capture(jax.grad(solve, (0, 1)))(A, B)
+    assert_close(taps.grads["b"], BY_B, 1e-4)
+    assert_close(grads[0], -1.5 * np.outer(BY_B, X), 1e-4)
+    assert_close(grads[1], 2 * BY_B, 1e-4)
+    assert_close(tapax.grad(solve)(A, B)["b"], BY_B, 1e-4)
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+def test_edits_around_a_solve_are_differentiated(solve):
+    tripled = tapax.edit(solve, values={"b": lambda b: 3 * b})
+    assert_close(tripled(A, B), 9 * np.sum(X**2), 1e-4)
+    assert_close(jax.grad(tripled)(A, B), -9 * 1.5 * np.outer(BY_B, X), 1e-4)
+
+
+def test_values_inside_an_operator_are_captured_and_edited():
+    _, taps = tapax.capture(by_function)(A, B)
+    products = [name for name in taps.values if name.startswith("product")]
+    # A solver starts from zero, so the first product is zero.
+    assert_close(taps.values[products[0]], np.zeros(2))
+    assert taps.valid[products[1]] >= 2
+    doubled = tapax.edit(by_function, values={"product": lambda v: 2 * v})
+    assert_close(doubled(A, B), np.sum((X / 2) ** 2), 1e-4)
+    with pytest.raises(tapax.SiteError, match="edited inside a function with a derivative rule"):
+        jax.grad(doubled)(A, B)
+    mapped = jax.vmap(tapax.capture(by_function), (None, 0))
+    rows = np.stack([B, 2 * B])
+    assert_close(mapped(A, rows)[1].values["x"], np.stack([X, 2 * X]), 1e-4)
+
+
+def test_no_derivative_by_a_value_inside_an_operator():
+    with pytest.raises(tapax.SiteError, match="is inside a function with a derivative rule"):
+        tapax.grad(by_function, "product")(A, B)
+    assert set(tapax.grad(by_function)(A, B)) == {"b", "x"}
+
+
+def test_the_first_nan_before_a_solve_is_found():
+    found = tapax.find_nonfinite(lambda a, b: by_matrix(a, jnp.log(b)))(A, B)
+    assert (found.operation, found.index) == ("log", (1,))
+    found = tapax.find_nonfinite(by_matrix)(A, np.array([np.nan, 1.0], np.float32))
+    assert (found.operation, found.path) == ("argument", "b")
