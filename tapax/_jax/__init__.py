@@ -37,7 +37,7 @@ from tapax._jax.jaxprs import (
     with_open_jaxpr,
 )
 from tapax._jax.jitted import jit_options
-from tapax._jax.primitives import is_own_primitive, is_tapax_primitive
+from tapax._jax.primitives import is_own_primitive
 from tapax._jax.processes import gather, local_elements, spans_processes
 from tapax._jax.pytrees import Static, map_leaves
 from tapax._jax.rules import (

@@ -17,11 +17,6 @@ def is_own_primitive(primitive: Primitive) -> bool:
         return primitive in _own.get(primitive.name, ())
 
 
-def is_tapax_primitive(primitive: Primitive) -> bool:
-    """Whether tapax defines a primitive."""
-    return getattr(primitive.impl, "__module__", "").startswith("tapax.")
-
-
 def _collect() -> None:
     """Adds the primitives of all modules of JAX that are imported by now."""
     for name, module in list(sys.modules.items()):

@@ -36,11 +36,9 @@ def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
 def implementation(eqn: Equation) -> Jaxpr | None:
     """Traces the function by which another library evaluates its primitive.
 
-    It returns None for a primitive of JAX or of tapax, and for one that only a compiled kernel
-    evaluates.
+    It returns None for a primitive of JAX, and for one that only a compiled kernel evaluates.
     """
-    own = _jax.is_own_primitive(eqn.primitive) or _jax.is_tapax_primitive(eqn.primitive)
-    if own or kind_of(eqn) is not Kind.OPAQUE:
+    if kind_of(eqn) is not Kind.OPAQUE or _jax.is_own_primitive(eqn.primitive):
         return None
     types = [v.aval for v in eqn.invars]
     try:

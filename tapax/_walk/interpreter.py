@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 from tapax import _jax
 from tapax._jax import Equation, Jaxpr, Static, Value, typed
-from tapax._jaxpr.bodies import bodies, implementation
+from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.evaluate import evaluate
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.meshes import first_mesh
@@ -138,10 +138,7 @@ class Interpreter(Recorder):
             tapped = any(self._holds_taps(body) for body in bodies(eqn))
             if not tapped:
                 return _jax.bind_equation(eqn, args)
-        kind = kind_of(eqn)
-        handler = self.handlers.get(kind)
-        if kind is Kind.OPAQUE and not (tapped and self._holds_taps_when_implemented(eqn)):
-            handler = None
+        handler = self.handlers.get(kind_of(eqn))
         if handler is not None:
             outer, self.scopes = self.scopes, scopes_of(eqn, self.scopes)
             try:
@@ -162,11 +159,6 @@ class Interpreter(Recorder):
     def _holds_taps(self, jaxpr: Jaxpr) -> bool:
         """Whether a body has to be walked: what is only computed once more may be edited too."""
         return self._tapped.holds(jaxpr) or bool(self.changes.within(jaxpr))
-
-    def _holds_taps_when_implemented(self, eqn: Equation) -> bool:
-        """Whether the taps that a primitive of another library holds are where it is evaluated."""
-        body = implementation(eqn)
-        return body is not None and self._holds_taps(body)
 
     @staticmethod
     def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:

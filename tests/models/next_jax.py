@@ -4,7 +4,7 @@ import contextlib
 
 import jax
 
-FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3", "jax_remat_barrier_no_cotangents")
 
 
 @contextlib.contextmanager

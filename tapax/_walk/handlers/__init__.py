@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tapax._jaxpr.kinds import Kind
 from tapax._walk.handlers.cond import walk_cond
-from tapax._walk.handlers.custom_rules import walk_custom_jvp, walk_custom_vjp, walk_implementation
+from tapax._walk.handlers.custom_rules import walk_custom_jvp, walk_custom_vjp
 from tapax._walk.handlers.jit import walk_call, walk_copies, walk_jit
 from tapax._walk.handlers.linear_solve import walk_linear_solve
 from tapax._walk.handlers.remat import walk_remat
@@ -31,6 +31,5 @@ HANDLERS: Mapping[Kind, Handler] = {
     Kind.CUSTOM_VJP: walk_custom_vjp,
     Kind.LINEAR_SOLVE: walk_linear_solve,
     Kind.SHARD_MAP: walk_shard_map,
-    Kind.OPAQUE: walk_implementation,
 }
-"""The handler of each kind of equation; opaque ones have it if they can be looked into."""
+"""The handler of each kind of equation."""

@@ -8,12 +8,9 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, PyTree, Static, Value, typed
+from tapax._jax import Equation, PyTree, Static, Value, typed
 from tapax._jaxpr import derivatives
-from tapax._jaxpr.bodies import implementation
 from tapax._jaxpr.derivatives import instantiate
-from tapax._jaxpr.evaluate import inline
-from tapax._jaxpr.kinds import Kind
 from tapax._marks.context import without_marks
 from tapax._sites import SiteError
 from tapax._walk.changes import Key, PartKey
@@ -29,12 +26,7 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
     Where a derivative is taken, the values of the results are the rule's too, which may have code
     of its own for them; but not if the body is edited.
     """
-    return walk_by_rule(walk, eqn, args, _jax.call_body(eqn))
-
-
-def walk_by_rule(walk: Interpreter, eqn: Equation, args: list[Any], body: Jaxpr) -> list[Any]:
-    """Walks the body of an equation that has a derivative of its own, forward and backward."""
-    staged, inner, edited = _staged(walk, body, args)
+    staged, inner, edited = _staged(walk, eqn, args)
     threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
 
     @jax.custom_jvp
@@ -58,17 +50,9 @@ def walk_by_rule(walk: Interpreter, eqn: Equation, args: list[Any], body: Jaxpr)
     return walk.unstage(staged, call(*walk.operands(staged, args)[0]))
 
 
-def walk_implementation(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
-    """The values come from the code by which another library evaluates its primitive."""
-    body = implementation(eqn)
-    assert body is not None
-    # Among what it calls may be guards that only the primitive itself can be transformed through.
-    return walk_by_rule(walk, eqn, args, inline(body, Kind.OPAQUE, implementations=True))
-
-
 def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
     """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
-    staged, inner, edited = _staged(walk, _jax.call_body(eqn), args)
+    staged, inner, edited = _staged(walk, eqn, args)
     threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
     # By what the function closed over, which JAX puts first, it has no derivative.
     fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
@@ -111,9 +95,10 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 
 
 def _staged(
-    walk: Interpreter, body: Jaxpr, args: list[Any]
+    walk: Interpreter, eqn: Equation, args: list[Any]
 ) -> tuple[StagedBody, Callable[..., Any], Sequence[Key]]:
     """The body of a call, staged, as a function too; and what is edited in it."""
+    body = _jax.call_body(eqn)
     staged = walk.stage(body, args, shield=_RULE)
     return staged, _jax.as_function(staged.jaxpr), walk.changes.within(body)
 
