@@ -100,7 +100,10 @@ def resolve(jaxpr: Jaxpr, origins: Sequence[Any]) -> Jaxpr:
     """The program without anchors, and with the names that they tell."""
     if not is_anchored(jaxpr):
         return jaxpr
-    known = dict(_jax.jaxpr_inputs(jaxpr, origins))
+    inner = _jax.open_jaxpr(jaxpr)
+    # The constants of a body may be elsewhere, as they are in a primitive of another library.
+    known: dict[Any, Any] = dict(zip(inner.constvars, _jax.jaxpr_consts(jaxpr), strict=False))
+    known.update(zip(inner.invars, origins, strict=True))
     chosen: dict[int, str] = {}
 
     def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:

@@ -15,8 +15,8 @@ CONTAINERS = (list, tuple, dict)
 
 def kind(adapter: Adapter, module: Module) -> Any:
     """What two modules have in common if one is a copy of the other: the classes in them."""
-    parts = [(path, type(part)) for path, part in descendants(adapter, module)]
-    return type(module), tuple(parts)
+    parts = ((path, type(part)) for path, part in descendants(adapter, module))
+    return type(module), frozenset(parts)
 
 
 def index(adapter: Adapter, module: Module) -> dict[int, str]:
