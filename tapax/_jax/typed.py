@@ -34,5 +34,4 @@ vjp: _OfFunction = jax.vjp
 bdim_at_front: Function = batching.bdim_at_front
 cond: Function = jax.lax.cond
 with_sharding_constraint: Function = jax.lax.with_sharding_constraint
-enable_checks: Function = jax.enable_checks
 make_user_context: Function = jax.make_user_context

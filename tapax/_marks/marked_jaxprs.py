@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core.primitives import clamp_p, convert_element_type_p
 
 from tapax import _jax
-from tapax._jax import Atom, Equation, Jaxpr, OpenJaxpr, PyTree, Var, typed
+from tapax._jax import Atom, Equation, Jaxpr, OpenJaxpr, PyTree, Var
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.rewrite import map_bodies, map_equation_bodies, rewrite, zeros_equation
 from tapax._marks.change import change_p
@@ -51,17 +51,19 @@ def _is_tapped(jaxpr: Jaxpr) -> bool:
     return tap_effect in _jax.open_jaxpr(jaxpr).effects
 
 
-def quieted(value: PyTree, again: str | None = "copy") -> Any:
+def quieted(value: PyTree, grads: bool = False) -> Any:
     """A jaxpr, or a structure with some in it, whose taps are not kept where nothing uses them.
 
-    Marked values are there as values that are computed once `again`.
+    Marked values become copies of such values; with `grads`, marked gradients become tangents.
     """
 
     def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
         del names
         eqn = map_equation_bodies(eqn, quiet_body, TAPS)
-        if again and eqn.primitive is tap_p and eqn.params["kind"] == "value":
-            eqn = eqn.replace(params=dict(eqn.params, kind=again))
+        if eqn.primitive is tap_p:
+            kind = "copy" if eqn.params["kind"] == "value" else eqn.params["kind"]
+            kind = kind.replace("grad", "tangent") if grads else kind
+            eqn = eqn.replace(params=dict(eqn.params, kind=kind))
         yield eqn
 
     def quiet_body(jaxpr: Jaxpr) -> Jaxpr:
@@ -72,9 +74,7 @@ def quieted(value: PyTree, again: str | None = "copy") -> Any:
 
 def reaching(jaxpr: Jaxpr, results: Sequence[int] | None = None) -> frozenset[int]:
     """The marks of a program whose taps are needed for its results, or for some of them."""
-    # Its taps have no effect, which JAX would take for a mistake; it is never evaluated.
-    with typed.enable_checks(False):
-        return Uids().within(_jax.dce(quieted(jaxpr, again=None), results))
+    return Uids().within(_jax.dce(quieted(jaxpr, grads=True), results))
 
 
 class Uids:

@@ -382,3 +382,23 @@ def test_on_a_mesh(mesh, checked):
 
     close(tapax.edit(step(tapax.sow), {"h": VALUE})(x), step(by_hand(VALUE))(x))
     close(tapax.edit(step(tapax.sow), grads={"h": GRAD})(x), step(by_hand(grad=GRAD))(x))
+
+
+def test_edits_in_a_loop_pass_the_checks_of_jax():
+    """JAX checks the programs that it simplifies, if asked to: those of a survey too."""
+
+    def loss(x):
+        step = lambda c, _: (jnp.sin(tapax.sow(2 * c, "h")), None)
+        return jnp.sum(lax.scan(step, x, length=3)[0])
+
+    def doubled(x):
+        step = lambda c, _: (jnp.sin(4 * c), None)
+        return jnp.sum(lax.scan(step, x, length=3)[0])
+
+    x = jnp.array([0.3, -0.7])
+    twice = lambda h: 2 * h
+    with jax.enable_checks(True):
+        edited = tapax.edit(jax.grad(loss), values={"h": twice})(x)
+        reversed_grads = tapax.edit(jax.grad(loss), grads={"h": jnp.negative})(x)
+    assert_close(edited, jax.grad(doubled)(x))
+    assert_close(reversed_grads, -jax.grad(loss)(x))
