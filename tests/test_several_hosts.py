@@ -8,9 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import tapax
 
 
+@pytest.mark.once
 def test_every_public_function_runs_on_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -9,8 +9,6 @@ import pytest
 import tapax
 from tests.oracles.closeness import assert_close
 
-pytestmark = pytest.mark.once
-
 Y0 = jnp.array([1.0, -0.5])
 FIXED, ADAPTIVE = diffrax.ConstantStepSize(), diffrax.PIDController(rtol=1e-3, atol=1e-6)
 ADJOINTS = {

@@ -9,7 +9,7 @@ import pytest
 import tapax
 from tests.oracles.closeness import assert_close
 
-pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore:The site '.*' is not captured")]
+pytestmark = pytest.mark.filterwarnings("ignore:The site '.*' is not captured")
 
 A = np.array([[0.3, 0.1], [0.1, 0.2]], np.float32)
 TOLERANCES = {"rtol": 1e-5, "atol": 1e-5}
