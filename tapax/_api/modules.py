@@ -62,7 +62,7 @@ def modules(model: Module, *args: Any, **kwargs: Any) -> ModuleTable:
             )
     raise TypeError(
         f"`modules` takes a model of Flax, Equinox, Haiku, brainstate or Keras, but was given "
-        f"{model!r} of type {type(model).__name__}. What a plain function has are sites: "
+        f"{model!r} of type {type(model).__name__}. A plain function has sites: "
         "tapax.sites(fn)(*args) lists them."
     )
 

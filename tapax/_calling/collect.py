@@ -17,7 +17,7 @@ from tapax._walk.walk import Walk
 
 
 def collect(walk: Walk, *, warn: bool) -> Taps:
-    """What a walk recorded; `warn` if there may be a warning that there is nothing to record."""
+    """Returns what a walk recorded. With `warn`, a program without sites is warned of."""
     values, grads, valid = SiteDict(), SiteDict(), SiteDict()
     sites: dict[str, Site] = {}
     entries = [*_summed(walk.entries), *walk.fold_entries()]

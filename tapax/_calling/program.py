@@ -21,7 +21,7 @@ from tapax._frameworks import registry
 from tapax._frameworks.anchors import is_anchored, labels, resolve
 from tapax._frameworks.module_paths import new_call_stack
 from tapax._jax import Function, Jaxpr, PyTree, Static, Value, pytrees, typed
-from tapax._jax.pytrees import in_order, order_of
+from tapax._jax.pytrees import ValueStructure, split_arrays
 from tapax._marks.context import Structure
 from tapax._marks.operations import internal_operations, with_marks
 from tapax._results import Taps
@@ -49,25 +49,18 @@ class Program:
     """
 
     jaxpr: Jaxpr
-    treedef: Any
-    statics: tuple[tuple[int, Any], ...]
-    order: Any
+    structure: ValueStructure
     keys: tuple[Any, ...]
 
     def join(self, arrays: Sequence[Any]) -> Any:
-        leaves = list(arrays)
-        for i, leaf in self.statics:
-            leaves.insert(i, leaf)
-        return in_order(self.treedef.unflatten(leaves), self.order)
+        return self.structure.join(arrays)
 
     def only(self, pick: Callable[[Any], Any]) -> Program:
         """The program with a part of its results."""
         count = len(_jax.open_jaxpr(self.jaxpr).outvars)
         picked = pick(self.join([_Result(i) for i in range(count)]))
-        leaves, treedef = pytrees.flatten(picked)
-        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _Result))
-        kept = [x.number for x in leaves if isinstance(x, _Result)]
-        return Program(_jax.dce(self.jaxpr, kept), treedef, statics, order_of(picked), self.keys)
+        kept, structure = split_arrays(picked, lambda x: isinstance(x, _Result))
+        return Program(_jax.dce(self.jaxpr, [x.number for x in kept]), structure, self.keys)
 
     def walk(
         self,
@@ -122,15 +115,12 @@ def trace(
         arguments = signature.join(arrays)
         given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
         out = run(arguments)
-        leaves, treedef = pytrees.flatten(out)
-        statics = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
-        for _, x in statics:
+        results, structure = split_arrays(out, lambda x: isinstance(x, jax.Array))
+        for _, x in structure.fixed:
             # A function in a model that comes out as it went in has nothing traced in it.
             if not (callable(x) and id(x) in given):
                 _check_result(fn, x)
-        fixed = {i for i, _ in statics}
-        results = [x for i, x in enumerate(leaves) if i not in fixed]
-        return results, Static((treedef, statics, order_of(out)))
+        return results, Static(structure)
 
     with (
         registry.observe_calls(),
@@ -144,8 +134,7 @@ def trace(
     if is_anchored(jaxpr):
         jaxpr = resolve(jaxpr, signature.traced(labels(arguments)))
     keys = signature.traced([path for path, _ in keyed])
-    treedef, statics, order = structure.value
-    return Program(jaxpr, treedef, statics, order, tuple(keys))
+    return Program(jaxpr, structure.value, tuple(keys))
 
 
 def _check_result(fn: Function, x: Value) -> None:

@@ -1,4 +1,4 @@
-"""The reducers of Flax's `sow`, as Linen and NNX have them."""
+"""How Linen and NNX use the reducers that are given to `sow`."""
 
 from typing import Any
 

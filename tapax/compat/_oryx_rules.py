@@ -4,16 +4,15 @@
 function with a rule of its own, the rule runs, and not the function. So the rule is what is reaped.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.custom_derivatives import zero_from_primal
-from jax.dtypes import float0
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from tapax import _jax
 from tapax._jax import Equation, PyTree, Static, Value, typed
+from tapax._jaxpr import derivatives
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.context import MarkingPolicy
 from tapax._marks.operations import with_marks
@@ -42,7 +41,10 @@ def walk_rule(
     walk: Interpreter, eqn: Equation, args: Sequence[Value], policy: MarkingPolicy
 ) -> list[Value]:
     """Evaluates a call of a function with a rule of its own, and walks the rule."""
-    bind = functools.partial(_jax.bind_equation, eqn)
+
+    def bind(*flat: Value) -> list[Value]:
+        return _jax.bind_equation(eqn, flat)
+
     if kind_of(eqn) is Kind.CUSTOM_VJP:
         call = _by_pullback(walk, eqn, bind, policy)
     else:
@@ -58,22 +60,20 @@ def walk_rule(
 def _by_tangents(
     walk: Interpreter, bind: Callable[..., Any], policy: MarkingPolicy
 ) -> Callable[..., Any]:
-    call = jax.custom_jvp(lambda *flat: (bind(flat), None))
+    call = jax.custom_jvp(lambda *flat: (bind(*flat), None))
 
     def rule(primals: PyTree, tangents: PyTree) -> Any:
-        fixed = {i: t for i, t in enumerate(tangents) if jax.dtypes.result_type(t) == float0}
-        moving = [t for i, t in enumerate(tangents) if i not in fixed]
+        count = len(primals)
+        moves = {i: t for i, t in enumerate(tangents) if type(t) is not SymbolicZero}
 
         def both(*flat: Value) -> Any:
-            rest = iter(flat[len(primals) :])
-            directions = [fixed[i] if i in fixed else next(rest) for i in range(len(primals))]
-            return typed.jvp(lambda *flat: bind(flat), flat[: len(primals)], tuple(directions))
+            return derivatives.jvp(bind, flat[:count], list(moves), flat[count:])
 
-        staged, (outs, moved), rest = _evaluate(walk, both, [*primals, *moving], policy)
+        staged, (outs, moved), rest = _evaluate(walk, both, [*primals, *moves.values()], policy)
         still = [zero_from_primal(x) for x in rest]
         return ([*outs, *rest], Static(staged)), ([*moved, *still], Static(staged))
 
-    call.defjvp(rule)
+    call.defjvp(rule, symbolic_zeros=True)
     return call
 
 
@@ -81,11 +81,11 @@ def _by_pullback(
     walk: Interpreter, eqn: Equation, bind: Callable[..., Any], policy: MarkingPolicy
 ) -> Callable[..., Any]:
     count, fixed = len(eqn.outvars), eqn.params.get("num_consts", 0)
-    call = typed.custom_vjp(lambda *flat: (bind(flat), None))
+    call = typed.custom_vjp(lambda *flat: (bind(*flat), None))
 
     def forward(*flat: Value) -> Any:
         def both(*flat: Value) -> Any:
-            return typed.vjp(lambda *moving: bind([*flat[:fixed], *moving]), *flat[fixed:])
+            return derivatives.vjp(bind, flat, range(fixed, len(flat)))
 
         staged, (outs, back), rest = _evaluate(walk, both, flat, policy)
         return ([*outs, *rest], Static(staged)), back

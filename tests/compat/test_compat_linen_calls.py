@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 from collections.abc import Mapping
 
 import jax
@@ -13,6 +12,7 @@ from flax import linen as nn
 import tapax
 from tapax.compat.linen import apply
 from tests.oracles.closeness import assert_close
+from tests.oracles.memory import assert_nothing_stays
 
 X = jnp.arange(6.0).reshape(2, 3) / 7
 
@@ -228,16 +228,4 @@ def test_no_tracer_leaks_from_a_call(name):
 
 @pytest.mark.parametrize("name", calls_of_linen())
 def test_nothing_stays_alive_from_call_to_call(name):
-    call = calls_of_linen()[name]
-    names = {"Scope", "LinenRecordOptions", "Mark", "Jaxpr", "DynamicJaxprTrace", "MarkingPolicy"}
-
-    def count():
-        gc.collect()
-        return sum(type(x).__name__ in names for x in gc.get_objects())
-
-    for _ in range(2):
-        call()
-    before = count()
-    for _ in range(5):
-        call()
-    assert count() <= before
+    assert_nothing_stays(calls_of_linen()[name], "Scope", "LinenRecordOptions")

@@ -1,7 +1,5 @@
 """Captures of NNX leave no tracer behind, and nothing stays alive from call to call."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +8,7 @@ from jax import lax
 
 import tapax
 from tapax.compat.nnx import capture
+from tests.oracles.memory import assert_nothing_stays
 
 X = jnp.arange(6.0).reshape(2, 3) / 7
 
@@ -70,16 +69,4 @@ def test_no_tracer_leaks_from_a_capture(name):
 
 @pytest.mark.parametrize("name", calls_of_nnx())
 def test_nothing_stays_alive_from_capture_to_capture(name):
-    call = calls_of_nnx()[name]
-    names = {"Net", "NNXRecordOptions", "Mark", "Jaxpr", "DynamicJaxprTrace", "MarkingPolicy"}
-
-    def count():
-        gc.collect()
-        return sum(type(x).__name__ in names for x in gc.get_objects())
-
-    for _ in range(2):
-        call()
-    before = count()
-    for _ in range(5):
-        call()
-    assert count() <= before
+    assert_nothing_stays(calls_of_nnx()[name], "Net", "NNXRecordOptions")

@@ -45,7 +45,7 @@ class _KnownState:
 
 
 class _TraceRecord:
-    """What a function does to variables, and to the losses of layers, while it is traced."""
+    """Records how a traced function changes variables and the losses of layers."""
 
     def __init__(self, variables: Sequence[Any]):
         self._numbers = {id(variable): i for i, variable in enumerate(variables)}
@@ -101,7 +101,7 @@ class _TraceRecord:
         self._losses.clear()
 
     def learn(self, known: _KnownState) -> bool:
-        """Whether there is state that was not taken apart, which is known from here on."""
+        """Adds state that the call did not take apart to what is known; whether there was any."""
         new = [v for key, v in self._touched.items() if key not in self._numbers]
         if known.has_built:  # a function may make variables whenever it is traced
             new = [variable for variable in new if id(variable) not in self._made]
@@ -192,7 +192,7 @@ def taken_apart(call: FunctionCall) -> Iterator[FunctionCall]:
 
 
 def replacements() -> Replacements:
-    """What is replaced in Keras, besides methods of layers, while a function is traced."""
+    """Lists what is replaced in Keras while a function is traced, besides the methods of layers."""
     wrappers = {"value": _tracked_value, "_direct_assign": _tracked_assignment}
     wrappers |= dict.fromkeys(("__init__", "_deferred_initialize"), _eager_initialization)
     for name, wrap in wrappers.items():
@@ -262,7 +262,7 @@ def _eager_initialization(original: Function) -> Any:
 
 
 def _tracked_losses(original: Function) -> Any:
-    """What adds to the losses of a layer, or removes them."""
+    """Wraps a method that adds or removes losses of a layer."""
 
     @functools.wraps(original)
     def change(self: Any, *args: Any, **kwargs: Any) -> None:

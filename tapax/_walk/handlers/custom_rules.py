@@ -10,7 +10,6 @@ from jax.custom_derivatives import SymbolicZero
 from tapax import _jax
 from tapax._jax import Equation, PyTree, Static, Value, typed
 from tapax._jaxpr import derivatives
-from tapax._jaxpr.derivatives import instantiate
 from tapax._marks.context import without_marks
 from tapax._sites import SiteError
 from tapax._walk.changes import Key, PartKey
@@ -82,7 +81,7 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
     def backward(residuals: PyTree, cts: PyTree) -> Any:
         back, back_inside, places = residuals
         own, moved = places.value
-        cts = [instantiate(ct) for ct in cts]
+        cts = [derivatives.instantiate(ct) for ct in cts]
         summed: list[Any] = [None] * len(staged.jaxpr.in_avals)
         for i, ct in zip(moved, back_inside(list(cts[count:])), strict=True):
             summed[i] = ct
