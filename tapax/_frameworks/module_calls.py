@@ -15,6 +15,7 @@ import numpy as np
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_paths import RunningModule, enter_module, locate, rooted
 from tapax._jax import PyTree, Value
+from tapax._jax.pytrees import map_with_path
 from tapax._marks.context import active_policy
 from tapax._marks.scopes import ModuleScope
 from tapax._marks.sow import leaf_name
@@ -67,7 +68,7 @@ def mark_result(adapter: Adapter, module: Module, method: str, out: PyTree) -> A
         fields["members"] = getattr(module, "__tap_members__", None)
         return tap(x, Mark(path, "module", source, **fields, **here.on_marks))
 
-    return jax.tree_util.tree_map_with_path(leaf, out, is_leaf=adapter.is_opaque)
+    return map_with_path(leaf, out, adapter.is_opaque)
 
 
 def _user_line(adapter: Adapter) -> str:

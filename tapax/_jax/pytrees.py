@@ -1,6 +1,7 @@
 """Pytrees: dicts that keep the order of their keys, which JAX sorts, and leaves without arrays."""
 
 import dataclasses
+import typing
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
@@ -66,6 +67,27 @@ def in_order(tree: PyTree, order: Any) -> Any:
 def map_in_order(fn: Callable[..., Any], tree: PyTree, is_leaf: Any = None) -> Any:
     """`jax.tree.map` over one structure, whose dicts keep the order of their keys."""
     return in_order(jax.tree.map(fn, tree, is_leaf=is_leaf), order_of(tree))
+
+
+def map_with_path(
+    fn: Callable[[tuple[Any, ...], Any], Any],
+    tree: PyTree,
+    is_leaf: Callable[[Any], bool],
+    path: tuple[Any, ...] = (),
+) -> Any:
+    """`jax.tree_util.tree_map_with_path`, but a node is made again only where a leaf has changed.
+
+    A class need not tell JAX all that its objects hold. Dicts keep the order of their keys.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    children, treedef = typing.cast(tuple[list[tuple[Any, Value]], Any], flat)
+    if is_leaf(tree) or jax.tree_util.treedef_is_leaf(treedef):
+        return fn(path, tree)
+    new = [map_with_path(fn, child, is_leaf, path + keys) for keys, child in children]
+    if all(after is before for after, (_, before) in zip(new, children, strict=True)):
+        return tree
+    made = treedef.unflatten(new)
+    return {key: made[key] for key in tree} if type(tree) is dict else made
 
 
 @dataclasses.dataclass(frozen=True)

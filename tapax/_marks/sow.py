@@ -144,7 +144,7 @@ def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
         out = tap(x, Mark(path, "closed" if is_closed else kind, source, **said))
         # A Python number stays one: the program may need its value.
         tapped.append(out if has_dtype(x) else x)
-    return structure.join(tapped)
+    return structure.join(tapped) if structure.count else value
 
 
 def is_array(x: Value) -> bool:

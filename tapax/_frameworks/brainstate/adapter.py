@@ -31,6 +31,7 @@ from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, current, methods
 from tapax._jax import Function, PyTree, Value
+from tapax._jax.pytrees import map_with_path
 from tapax._jaxpr.kinds import Kind, register_primitive
 from tapax._marks.context import active_policy, without_marks
 
@@ -162,16 +163,21 @@ def _marked(adapter: Adapter, module: Module, method: str, out: PyTree) -> Any:
     def is_whole(x: Value) -> bool:
         return isinstance(x, Quantity) or adapter.is_opaque(x)
 
-    leaves, treedef = jax.tree.flatten(out, is_leaf=is_whole)
-    if not any(isinstance(leaf, Quantity) for leaf in leaves):
-        return mark_result(adapter, module, method, out)
-    bare = [leaf.mantissa if isinstance(leaf, Quantity) else leaf for leaf in leaves]
-    marked = mark_result(adapter, module, method, treedef.unflatten(bare))
-    units = zip(leaves, treedef.flatten_up_to(marked), strict=True)
-    return treedef.unflatten(
-        jax.tree.unflatten(jax.tree.structure(q), [x]) if isinstance(q, Quantity) else x
-        for q, x in units
-    )
+    quantities: dict[Any, Any] = {}
+
+    def bare(keys: tuple[Any, ...], x: Value) -> Any:
+        if isinstance(x, Quantity):
+            quantities[keys] = x
+            return x.mantissa
+        return x
+
+    def whole(keys: tuple[Any, ...], x: Value) -> Any:
+        if keys in quantities:
+            return jax.tree.unflatten(jax.tree.structure(quantities[keys]), [x])
+        return x
+
+    marked = mark_result(adapter, module, method, map_with_path(bare, out, is_whole))
+    return map_with_path(whole, marked, adapter.is_opaque)
 
 
 ADAPTER = Brainstate()
