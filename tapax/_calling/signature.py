@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax._jax import Function, PyTree, Value, pytrees
-from tapax._jax.pytrees import in_order, order_of
+from tapax._jax.pytrees import order_of, unflatten_in_order
 from tapax._jaxpr.restage import is_eager
 from tapax._sites import name_of
 
@@ -44,7 +44,7 @@ class Signature:
         leaves = list(arrays)
         for i, leaf, _ in self.statics:
             leaves.insert(i, leaf)
-        return in_order(self.treedef.unflatten(leaves), self.order)
+        return unflatten_in_order(self.treedef, leaves, self.order)
 
     def traced(self, leaves: Sequence[Any]) -> list[Any]:
         """Of something for every leaf, what there is for those that are traced."""

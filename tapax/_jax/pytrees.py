@@ -41,32 +41,47 @@ class Static(Generic[T]):
         return hash(Static)
 
 
-def order_of(tree: PyTree) -> Any:
-    """The order of the keys in the dicts of a structure, which JAX sorts; None if it is sorted."""
-    if type(tree) is dict:
-        inner = tuple(map(order_of, tree.values()))
-        if not any(inner) and list(tree) == sorted(tree, key=str):
-            return None
-        return dict, tuple(tree), inner
-    if type(tree) in (list, tuple):
-        inner = tuple(map(order_of, tree))
-        return (list, None, inner) if any(inner) else None
-    return None
+def order_of(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
+    """The keys of every dict in a structure, which JAX sorts; None if all are sorted."""
+    dicts = _dicts(tree, is_leaf)
+    if all(list(found) == sorted(found) for found in dicts):
+        return None
+    return tuple(map(tuple, dicts))
 
 
-def in_order(tree: PyTree, order: Any) -> Any:
-    """A structure with the keys of its dicts in an order."""
-    if order is None:
-        return tree
-    kind, keys, inner = order
-    if kind is dict:
-        return {k: in_order(tree[k], o) for k, o in zip(keys, inner, strict=True)}
-    return type(tree)(in_order(t, o) for t, o in zip(tree, inner, strict=True))
+def unflatten_in_order(treedef: Any, leaves: Iterable[Any], order: Any) -> Any:
+    """Makes a structure from its leaves, with the keys of its dicts in an order."""
+    leaves = list(leaves)
+    tree = treedef.unflatten(leaves)
+    if order is not None:
+        ids = set(map(id, leaves))
+        # JAX has just made the dicts, and the objects that hold them may be frozen.
+        for made, keys in zip(_dicts(tree, lambda x: id(x) in ids), order, strict=True):
+            made.update({key: made.pop(key) for key in keys})
+    return tree
 
 
-def map_in_order(fn: Callable[..., Any], tree: PyTree, is_leaf: Any = None) -> Any:
+def _dicts(tree: PyTree, is_leaf: Callable[[Any], bool]) -> list[dict[Any, Any]]:
+    """The dicts in a structure, in the order in which JAX takes it apart."""
+    found: list[dict[Any, Any]] = []
+
+    def visit(x: Any) -> bool:
+        if is_leaf(x):
+            return True
+        if type(x) is dict:
+            found.append(x)
+        return False
+
+    jax.tree.flatten(tree, is_leaf=visit)
+    return found
+
+
+def map_in_order(
+    fn: Callable[..., Any], tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False
+) -> Any:
     """`jax.tree.map` over one structure, whose dicts keep the order of their keys."""
-    return in_order(jax.tree.map(fn, tree, is_leaf=is_leaf), order_of(tree))
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    return unflatten_in_order(treedef, map(fn, leaves), order_of(tree, is_leaf))
 
 
 def map_with_path(
@@ -107,7 +122,7 @@ class ValueStructure:
         leaves = list(arrays)[: self.count]
         for i, leaf in self.fixed:
             leaves.insert(i, leaf)
-        return in_order(self.treedef.unflatten(leaves), self.order)
+        return unflatten_in_order(self.treedef, leaves, self.order)
 
 
 def split_arrays(

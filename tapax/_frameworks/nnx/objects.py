@@ -25,7 +25,7 @@ from tapax._frameworks.anchors import PathKey, leaf_path
 from tapax._frameworks.nnx import holders
 from tapax._frameworks.patches import closure_values
 from tapax._jax import PyTree
-from tapax._jax.pytrees import in_order, map_in_order, order_of
+from tapax._jax.pytrees import map_in_order, order_of, unflatten_in_order
 from tapax._sites import join
 
 
@@ -171,8 +171,10 @@ class Objects:
 
     def take(self, tree: PyTree) -> Any:
         """The structure with a slot in the place of each."""
-        taken = jax.tree_util.tree_map_with_path(self._slot, tree, is_leaf=holders.is_object)
-        return in_order(taken, order_of(tree))
+        is_leaf = holders.is_object
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+        slots = [self._slot(keys, leaf) for keys, leaf in leaves]
+        return unflatten_in_order(treedef, slots, order_of(tree, is_leaf))
 
     def take_arguments(self, tree: PyTree) -> Any:
         """As `take`; and those that functions and other arguments hold are taken too."""
