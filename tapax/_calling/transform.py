@@ -123,7 +123,10 @@ class TransformedFunction:
 
     def __call__(self, operands: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function."""
-        call = self._open(args, kwargs)
+        with _jax.known_loops():
+            return self._call(operands, self._open(args, kwargs))
+
+    def _call(self, operands: PyTree, call: FunctionCall) -> Any:
         if self._jitted:
             return self._run(call, self._stage(call, operands), operands)
         is_clean = _jax.trace_state_clean()
@@ -140,7 +143,8 @@ class TransformedFunction:
     def traced_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
         """The traced function, and the arrays among these arguments."""
         call = self._open(args, kwargs)
-        program, _, arrays = registry.run_opened(call, self._trace, lambda call, traced: traced)
+        with _jax.known_loops():
+            program, _, arrays = registry.run_opened(call, self._trace, lambda call, traced: traced)
         return TracedCall(program, arrays)
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:

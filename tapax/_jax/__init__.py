@@ -54,7 +54,13 @@ from tapax._jax.rules import (
     wrap_partial_eval,
     wrap_partial_eval_custom,
 )
-from tapax._jax.tracing import intercept_bind, is_traced_here, trace_context, trace_state_clean
+from tapax._jax.tracing import (
+    intercept_bind,
+    is_traced_here,
+    known_loops,
+    trace_context,
+    trace_state_clean,
+)
 from tapax._jax.types import (
     SEQUENCES,
     AbstractValue,
@@ -72,11 +78,12 @@ from tapax._jax.types import (
     Var,
     like,
     literal_value,
+    spread,
     stacked,
     unstacked,
     varying_axes,
     whole,
-    with_shape,
+    with_axes_first,
     with_spec,
     with_varying,
     zeros,

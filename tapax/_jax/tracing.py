@@ -26,6 +26,15 @@ def trace_context() -> Any:
     return _config.trace_context()
 
 
+def known_loops() -> contextlib.AbstractContextManager[Any]:
+    """Within, `lax.scan` is the primitive that JAX can differentiate, map and transpose.
+
+    With `jax_scan3` it is another, for which JAX itself cannot do so yet.
+    """
+    scan3 = getattr(_config, "scan3", None)
+    return scan3(False) if scan3 is not None and scan3.value else contextlib.nullcontext()
+
+
 _bind = Primitive.bind
 _lock = threading.Lock()
 _intercepting: list[Callable[..., Any]] = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, mapped_aval, unmapped_aval
 from jax.extend.core import Jaxpr as JaxprWithoutConstants
@@ -93,9 +92,14 @@ Jaxpr: TypeAlias = ClosedJaxpr | JaxprWithoutConstants | OpenJaxpr
 """A program, with its constants or without."""
 
 
-def with_shape(aval: AbstractValue, shape: tuple[int, ...]) -> Any:
-    """A type like another, strong, of another shape, on as many devices."""
-    return ShapedArray(shape, aval.dtype, manual_axis_type=aval.manual_axis_type)
+def with_axes_first(aval: AbstractValue, axes: Sequence[int], sizes: Sequence[int]) -> Any:
+    """A type with some of its axes in front, or with new ones of these sizes if it has none."""
+    order = [*axes, *(i for i in range(len(aval.shape)) if i not in axes)]
+    shape, spec = ([x[i] for i in order] for x in (aval.shape, aval.sharding.spec))
+    if not axes:
+        shape, spec = [*sizes, *shape], [*(None for _ in sizes), *spec]
+    sharding = aval.sharding.update(spec=PartitionSpec(*spec))
+    return aval.update(shape=tuple(shape), weak_type=False, sharding=sharding)
 
 
 def stacked(aval: AbstractValue, length: int) -> Any:
@@ -134,6 +138,16 @@ def with_spec(x: Value, spec: Iterable[Any]) -> Any:
 
     wanted = PartitionSpec(*(part if named(part) else None for part in spec))
     return x if not explicit or now.spec == wanted else jax.reshard(x, wanted)
+
+
+def spread(x: Value, over: Value) -> Any:
+    """`x`, for an operation with an array that it broadcasts with.
+
+    On an explicit mesh JAX wants both to be divided in the same way.
+    """
+    if not x.ndim or not jax.typeof(over).sharding.mesh.explicit_axes:
+        return x
+    return like(jnp.broadcast_to(x, over.shape), jax.typeof(over))
 
 
 def whole(x: Value) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tapax import _jax
 from tapax._jax import Value, typed
 
 
@@ -18,7 +19,7 @@ def vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
 
 def where(mask: Value, x: Value, y: Value) -> Value:
     """`x` where the mask, which has the leading axes of `x`, is true; `y` elsewhere."""
-    return jnp.where(align(mask, x.ndim), x, y)
+    return jnp.where(_jax.spread(align(mask, x.ndim), x), x, y)
 
 
 def align(mask: Value, ndim: int) -> Value:

@@ -27,11 +27,12 @@ class ClosedReducer:
 
     Both programs take what the reducer closes over before the rest. In a marked value it comes
     after the `count` arrays of the sown one, and that of the second program begins at `starts`.
+    There is no second program if the state does not keep its structure and types.
     `code` is what the reducer says, whatever it closes over.
     """
 
     first: Jaxpr
-    following: Jaxpr
+    following: Jaxpr | None
     state: ValueStructure
     count: int
     starts: int
@@ -45,6 +46,12 @@ class ClosedReducer:
         if state is _NOTHING:
             return self._run(self.first, [*closed[: self.starts], *own])
         before, structure = split_arrays(state, _is_any)
+        if self.following is None:
+            raise SiteError(
+                "A reducer that closes over a traced value must return what it is given, with the "
+                "same structure, shapes and dtypes, but this one returns something else at every "
+                "call. Let it keep the values as they are, and compute with them afterwards."
+            )
         if structure != self.state:
             raise SiteError(
                 "A reducer that closes over a traced value is given what another has made, which "
@@ -69,10 +76,7 @@ def _is_any(x: Value) -> bool:
 def close_reducer(
     reduce: Any, init: Any, arrays: Sequence[Value], structure: ValueStructure
 ) -> tuple[ClosedReducer, list[Value]] | None:
-    """The reducer without the traced values that it closes over, and these; None if there are none.
-
-    It is none either where the state does not keep its types: such a reducer is called as it is.
-    """
+    """The reducer without the traced values that it closes over, and these; None if it has none."""
 
     def begin(*xs: Value) -> Any:
         return _split(reduce(init(), structure.join(xs)))
@@ -87,11 +91,13 @@ def close_reducer(
     except Exception:  # it is not for arrays alone
         return None
     (first, before), (following, after) = map(_jax.closed, (first, following))
-    same = made.value == then.value and list(map(_type, types)) == list(map(_type, again))
-    if not same or not any(isinstance(x, Tracer) for x in (*before, *after)):
+    if not any(isinstance(x, Tracer) for x in (*before, *after)):
         return None
+    same = made.value == then.value and list(map(_type, types)) == list(map(_type, again))
     code = fingerprint([getattr(function, "__code__", None) for function in (reduce, init)])
-    closed = ClosedReducer(first, following, made.value, len(arrays), len(before), code)
+    closed = ClosedReducer(
+        first, following if same else None, made.value, len(arrays), len(before), code
+    )
     return closed, [*before, *after]
 
 

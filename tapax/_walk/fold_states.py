@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from tapax import _jax
 from tapax._jax import PyTree, Static, Value, typed
 from tapax._jax.pytrees import ValueStructure, split_arrays
-from tapax._jaxpr.leading_axes import align, vmapped
+from tapax._jaxpr.leading_axes import align, vmapped, where
 from tapax._marks.sow import has_dtype, is_array
 from tapax._marks.tap import Mark
 from tapax._sites import SiteError
@@ -98,10 +98,9 @@ def fold_where(mark: Mark, fold: Fold, xs: list[Value], live: Value) -> Fold:
             lambda: cast(next_state(mark, fold.structure, carried=True)(state, *xs), state),
             lambda: cast(first_state(mark, carried=True)(*xs), state),
         )
-        return seen | live, [jnp.where(live, a, b) for a, b in zip(new, state, strict=True)]
+        return seen | live, [where(live, a, b) for a, b in zip(new, state, strict=True)]
 
-    batch = xs[0].shape[: fold.mapped]
-    flags = (expand_flag(flag, batch) for flag in (fold.seen, True if live is None else live))
+    flags = (expand_flag(f, xs, fold.mapped) for f in (fold.seen, True if live is None else live))
     seen, state = vmapped(step, fold.mapped)(*flags, list(fold.arrays), *xs)
     seen = True if live is None else seen
     return dataclasses.replace(fold, arrays=tuple(state), seen=seen)
@@ -110,30 +109,38 @@ def fold_where(mark: Mark, fold: Fold, xs: list[Value], live: Value) -> Fold:
 def fresh_fold(held: FoldMark) -> Fold:
     """A fold that has seen nothing yet, with the type that it will keep."""
     mark, mapped = held.mark, held.mapped
-    xs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in held.avals]
-    arrays, made = typed.eval_shape(vmapped(first_state(mark, carried=True), mapped), *xs)
-    once = Fold(mark, made.value, tuple(arrays), False, mapped, carried=True)
-    reduce = vmapped(next_state(mark, once.structure, carried=True), mapped)
+    arrays, structure = _types(vmapped(first_state(mark, carried=True), mapped), *held.avals)
+    once = Fold(mark, structure, tuple(arrays), False, mapped, carried=True)
+    reduce = vmapped(next_state(mark, structure, carried=True), mapped)
     try:
-        arrays, made = typed.eval_shape(reduce, list(once.arrays), *xs)
-        twice = dataclasses.replace(once, structure=made.value, arrays=tuple(arrays))
+        arrays, structure = _types(reduce, arrays, *held.avals)
+        twice = dataclasses.replace(once, structure=structure, arrays=tuple(arrays))
     except TypeError:
         twice = None
     if twice is None or once.types != twice.types:
         raise unstable(mark, once.types)
     axes = frozenset[str]().union(*map(_jax.varying_axes, held.avals))
-    zeros = (_jax.with_varying(typed.zeros(x.shape, x.dtype), axes) for x in once.arrays)
+    zeros = (_jax.with_varying(_jax.zeros(aval), axes) for aval in once.arrays)
     return dataclasses.replace(once, arrays=tuple(zeros))
+
+
+def _types(fn: Callable[..., _Folded], *avals: PyTree) -> tuple[list[Any], ValueStructure]:
+    """The types of the state that a function makes of values of some types; its structure."""
+
+    def made() -> _Folded:
+        return fn(*jax.tree.map(_jax.zeros, avals))
+
+    jaxpr, (_, structure) = typed.make_jaxpr(made, return_shape=True)()
+    return [v.aval for v in _jax.open_jaxpr(jaxpr).outvars], structure.value
 
 
 def carried_fold(fold: Fold, held: FoldMark) -> Fold:
     """A fold with arrays alone, as a loop or a branch carries it."""
     if fold.carried:
         return fold
-    batch = held.avals[0].shape[: fold.mapped]
     arrays, structure = split_arrays(fold.state, is_array)
     spread = (
-        typed.asarray(x) if has_dtype(x) else jnp.broadcast_to(typed.asarray(x), batch)
+        typed.asarray(x) if has_dtype(x) else _repeat(typed.asarray(x), held.avals[0], fold.mapped)
         for x in arrays
     )
     return dataclasses.replace(fold, structure=structure, arrays=tuple(spread), carried=True)
@@ -148,13 +155,23 @@ def evenly_mapped(mark: Mark, arrays: list[tuple[Value, int]]) -> tuple[list[Val
             f"The {mark.described}, is one of several arrays that are folded together, and each "
             "is under vmaps of its own. Sow them under names of their own."
         )
-    spread = (x if n == mapped else jnp.broadcast_to(x, (*batch, *x.shape)) for x, n in arrays)
+    spread = (y if n == mapped else _repeat(y, jax.typeof(x), mapped) for y, n in arrays)
     return list(spread), mapped
 
 
-def expand_flag(flag: Any, batch: tuple[int, ...]) -> Any:
-    """A flag with some of the mapped axes, the outermost, made to have them all."""
-    return jnp.broadcast_to(align(flag, len(batch)), batch)
+def expand_flag(flag: Any, arrays: Sequence[Value], mapped: int) -> Any:
+    """A flag with some of the mapped axes, the outermost, made to have those of some arrays."""
+    if not arrays:
+        return typed.asarray(flag)
+    expanded = jnp.broadcast_to(align(flag, mapped), arrays[0].shape[:mapped])
+    return _jax.with_spec(expanded, tuple(jax.typeof(arrays[0]).sharding.spec)[:mapped])
+
+
+def _repeat(x: Value, aval: Any, mapped: int) -> Value:
+    """A value that is not mapped, with the mapped axes of a type, which are its first."""
+    repeated = jnp.broadcast_to(x, (*aval.shape[:mapped], *x.shape))
+    spec = (*tuple(aval.sharding.spec)[:mapped], *jax.typeof(x).sharding.spec)
+    return _jax.with_spec(repeated, spec)
 
 
 def _cast(mark: Mark, folded: _Folded, structure: ValueStructure, like: list[Value]) -> list[Value]:

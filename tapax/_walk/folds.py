@@ -151,8 +151,7 @@ class Folds:
                 raise unstable(fold.mark, thread.types)
             arrays += fold.arrays
             if thread.flagged:
-                batch = fold.arrays[0].shape[: fold.mapped] if fold.arrays else ()
-                arrays.append(expand_flag(fold.seen, batch))
+                arrays.append(expand_flag(fold.seen, fold.arrays, fold.mapped))
         return arrays
 
     def restore(
@@ -215,7 +214,6 @@ class Folds:
         count = max(len(mapped) for mapped, _ in shapes)
         batch = next(mapped for mapped, _ in shapes if len(mapped) == count)
         avals = [
-            _jax.with_shape(eqn.invars[0].aval, (*batch, *own))
-            for eqn, (_, own) in zip(taps, shapes, strict=True)
+            _jax.with_axes_first(eqn.invars[0].aval, eqn.params["axes"], batch) for eqn in taps
         ]
         return FoldMark(mark, tuple(avals), count)

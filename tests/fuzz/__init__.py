@@ -10,6 +10,8 @@
     edits.py      check_edits(program): edits, against the same changes made in the source
     perturb.py    check_perturbed(program): perturbations and gradients by them, likewise
     cuts.py       check_cuts(program): a function up to a site, and from there on
+    reductions.py check_reductions(program): statistics, against those of the reference's records
+    nonfinite.py  check_nonfinite(program): the search for a NaN planted at one execution of a mark
     shrink.py     shrink(program, fails): a smaller program that fails
     drive.py      sweep(check, strategy): many programs, or Failure
 

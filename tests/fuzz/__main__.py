@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 
 import jax
 from rich.console import Console
@@ -20,9 +21,19 @@ from .cuts import check_cuts
 from .drive import Failure, sweep
 from .edits import check_edits, check_no_edit
 from .generate import edited, losses, programs
+from .nonfinite import check_nonfinite
 from .perturb import check_perturbed
+from .reductions import check_reductions
 
-FLAG = "--xla_force_host_platform_device_count"
+FLAGS = {
+    # shard_map needs devices to map over. JAX reads this when it is first asked for them.
+    "--xla_force_host_platform_device_count": 4,
+    # Compiling is what costs.
+    "--xla_backend_optimization_level": 0,
+    "--xla_llvm_disable_expensive_passes": True,
+    "--xla_cpu_parallel_codegen_split_count": 1,
+}
+"""What XLA is told, unless the environment says otherwise."""
 
 ROUND = 50
 """Programs per hypothesis run. Each run starts afresh from a seed of its own."""
@@ -33,6 +44,8 @@ CHECKS = {
     "nothing": (check_no_edit, programs),
     "perturbations": (check_perturbed, losses),
     "cuts": (check_cuts, programs),
+    "reductions": (check_reductions, programs),
+    "nonfinite": (check_nonfinite, programs),
 }
 """What is checked, and on which programs."""
 
@@ -44,9 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="the first seed (by the clock)")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="what")
     options = parser.parse_args(argv)
-    if FLAG not in (flags := os.environ.get("XLA_FLAGS", "")):
-        # shard_map needs devices to map over. JAX reads this when it is first asked for them.
-        os.environ["XLA_FLAGS"] = f"{flags} {FLAG}=4".strip()
+    given = os.environ.get("XLA_FLAGS", "")
+    added = (f"{flag}={value}" for flag, value in FLAGS.items() if flag not in given)
+    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+    warnings.filterwarnings("ignore", "The function has no sites")
     seed = int(time.time()) if options.seed is None else options.seed
     console = Console()
     console.print(f"jax {jax.__version__}, {jax.device_count()} devices, seed {seed}")

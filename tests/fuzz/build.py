@@ -11,6 +11,7 @@ counted by the loops themselves. `given` is whatever the changes need.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ from .program import (
     Twice,
     Vmap,
     While,
+    is_explicit,
 )
 from .sites import MESHES, Path
 
@@ -125,6 +127,15 @@ def build(program: Program, sow: Sow = plain) -> Callable[[jax.Array, jax.Array]
     """The program as a function of its two arguments."""
     body = _Builder(sow, None).block(program.body, ())
     return lambda x, n: body(x, Env(x, n))
+
+
+def mesh_of(program: Program) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a program runs: an explicit mesh, if it has a use for one."""
+    if not is_explicit(program.body):
+        return contextlib.nullcontext()
+    explicit = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2, 2), ("d", "e"), (explicit,) * 2, devices=jax.devices()[:4])
+    return jax.set_mesh(mesh)
 
 
 def by_hand(program: Program, mark: Mark) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
@@ -326,17 +337,19 @@ def _loop(node: Scan | Map | Fori | While, body: Run) -> Run:
 
 
 def _vmap(node: Vmap, body: Run) -> Run:
+    def split(x: jax.Array, axis: int) -> jax.Array:
+        """An array of one row for each example, with the rows along `axis`."""
+        if node.sharded is not None:
+            x = jax.reshard(x, P(node.sharded, *[None] * (x.ndim - 1)))
+        return jnp.moveaxis(x, 0, axis)
+
     def run(x: jax.Array, env: Env) -> jax.Array:
-        xs = jnp.moveaxis(x * _const(weights(node.size), x), 0, node.in_axis)
-        outer = (
-            x
-            if node.outer is None
-            else jnp.moveaxis(x * _const(weights(node.size, 2), x), 0, node.outer)
-        )
-        n = env.n + _numbers(node.size)[:, None] if node.map_n else env.n
+        xs = split(x * _const(weights(node.size), x), node.in_axis)
+        outer = x if node.outer is None else split(x * _const(weights(node.size, 2), x), node.outer)
+        n = split(env.n + _numbers(node.size)[:, None], 0) if node.map_n else env.n
         axes = (node.in_axis, node.outer, 0 if node.map_n else None, 0)
         one = lambda v, o, k, e: body(v, _inside(env, o, e, n=k))
-        count = None if env.at is None else _numbers(node.size)
+        count = None if env.at is None else split(_numbers(node.size), 0)
         ys = jax.vmap(one, in_axes=axes, out_axes=node.out_axis)(xs, outer, n, count)
         return ys.mean(node.out_axis)
 

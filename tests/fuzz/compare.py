@@ -10,7 +10,7 @@
   its places are one, so their gradients add. A gradient other than zero must be there; one that
   is there must be right. Under two gradients a site has two: `name` is that of the inner one,
   `name~1` that of the outer one.
-- `out` is the plain function's result.
+- `out` is the function's result.
 """
 
 from __future__ import annotations
@@ -184,6 +184,13 @@ def arguments(program: Program) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(x, jnp.result_type(float)), jnp.asarray(n)
 
 
+def compare_result(reference: Reference, out: Any) -> None:
+    """Raises `Mismatch` unless the program's result is right."""
+    want = Laid(reference.out, reference.coarse)
+    if not close(out, want):
+        raise wrong("the result", out, want)
+
+
 def check(program: Program) -> None:
     """Captures the program with `tapax` and compares.
 
@@ -202,20 +209,13 @@ def check(program: Program) -> None:
         case "jit inside":
             captured = tapax.capture(jax.jit(fn), steps=program.steps)
     out, taps = captured(*args)
-    plainly = jax.jit(build(program, plain))(*args)
-    want = Laid(np.asarray(plainly, np.float64), reference.coarse)
-    if not close(out, want):
-        raise wrong("the result", out, want)
+    compare_result(reference, out)
     compare(reference, jax.device_get(taps), program.steps)
 
 
 def check_reference(program: Program) -> None:
     """Compares the reference's result with JAX's; nothing is captured."""
-    reference = run(program)
-    out = jax.jit(build(program, plain))(*arguments(program))
-    want = Laid(reference.out, reference.coarse)
-    if not close(out, want):
-        raise wrong("the result", out, want)
+    compare_result(run(program), jax.jit(build(program, plain))(*arguments(program)))
 
 
 def check_perturbations(program: Program) -> None:

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 import tapax
 
-from . import build
 from .compare import Laid, Mismatch, arguments, expected, missing_axes, wrong
 from .edits import decide, is_idle, marked, same
 from .program import Edit, Program
@@ -32,7 +30,7 @@ def check_cuts(program: Program) -> None:
     decide(program)
     reference = run(program)
     fn, args = marked(program), arguments(program)
-    plainly = jax.jit(build.build(program))(*args)
+    plainly = reference.out
     rng = np.random.default_rng(program.seed)
     found = reference.sites
     for i in rng.permutation(len(found))[:CUTS]:

@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, reject, settings
 from hypothesis import seed as with_seed
 from hypothesis.strategies import SearchStrategy
 
-from .program import Program
+from .build import build, mesh_of
+from .compare import arguments
+from .program import Program, is_explicit
 from .reference import Undecided
 from .shrink import shrink
 
@@ -33,11 +35,23 @@ class Failure(Exception):
         text = pprint.pformat(self.program, width=100)
         trace = "".join(traceback.format_exception(self.cause))
         module = self.check.__module__
-        imports = f"from tests.fuzz.program import *\nfrom {module} import {name}\n"
-        return f"{trace}\n{imports}\nprogram = {text}\n{name}(program)\n"
+        imports = "from tests.fuzz.program import *\nfrom tests.fuzz.drive import checked\n"
+        imports += f"from {module} import {name}\n"
+        return f"{trace}\n{imports}\nprogram = {text}\nchecked({name}, program)\n"
 
     def __str__(self) -> str:
         return f"{self.cause}\n{pprint.pformat(self.program, width=100)}"
+
+
+def checked(check: Callable[[Program], None], program: Program) -> None:
+    """Checks a program on its mesh; `Undecided` if JAX itself does not run it there."""
+    with mesh_of(program):
+        if is_explicit(program.body):
+            try:
+                jax.eval_shape(build(program), *arguments(program))
+            except Exception as error:
+                raise Undecided("JAX refuses this program on an explicit mesh") from error
+        check(program)
 
 
 def sweep(
@@ -72,7 +86,7 @@ def sweep(
         if failed is not None or (end is not None and time.monotonic() > end):
             return
         try:
-            check(program)
+            checked(check, program)
         except Undecided:
             reject()
         except Exception:
@@ -93,7 +107,7 @@ def sweep(
 
 def _failure(check: Callable[[Program], None], program: Program) -> Exception | None:
     try:
-        check(program)
+        checked(check, program)
     except Undecided:
         return None
     except Exception as error:

@@ -7,7 +7,8 @@ functions that are applied.
 
 - The edited function gives what the hand-edited one does, outputs and, from outside, derivatives.
 - An edit of nothing, and the identity everywhere, change nothing.
-- An edit that cannot be done raises `SiteError`, and then would do nothing by hand.
+- An edit that cannot be done raises `SiteError`, and then would do nothing by hand. The derivative
+  from outside of a custom function in which something is edited may be refused, too.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import tapax
 from . import build
 from .compare import Laid, arguments, close, wrong
 from .leaf import weights
-from .program import Do, Edit, Of, Program, nodes
-from .reference import Undecided
+from .program import Do, Edit, Of, Program, is_explicit, nodes
+from .reference import Undecided, run
 from .sites import Path, Site, picked, sites
 
 NUMBER = 0.25
@@ -196,13 +197,16 @@ def check_edits(program: Program) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     if any(edit.axes for edit in program.edits):
         shapes = {site.name: site.shape for site in tapax.sites(fn)(*arguments(program))}
+    refused = False
     while program.edits:
         known = given(program, shapes)
-        way, want = _expected(program, by_hand(program, shapes), known)
+        way, want = _expected(program, by_hand(program, shapes), known, plainly=refused)
         try:
             got = way(program, by_engine(program, fn, known), known)
         except tapax.SiteError as error:
-            program = _without_idle(program, shapes, error)
+            refused = way in (gradient, tangent) and _is_refusal(program, error)
+            if not refused:
+                program = _without_idle(program, shapes, error)
             continue
         except ValueError as error:
             # An edit that makes a gradient zero leaves the program that computes it, and with it
@@ -219,7 +223,7 @@ def check_no_edit(program: Program) -> None:
     """Edits nothing, and everything by the identity."""
     fn, args = marked(program), arguments(program)
     decide(program)
-    want = jax.jit(build.build(program))(*args)
+    want = run(program).out
     nothing = tapax.edit(fn, values={lambda site: False: 0.0}, grads={})
     same(program, "an edit of nothing", nothing(*args), want)
     found = sites(program)
@@ -263,30 +267,31 @@ def same(program: Program, what: str, got: Any, want: Any) -> None:
 Way = Callable[[Program, Edited, Given], Any]
 
 
-def _expected(program: Program, hand: Edited, known: Given) -> tuple[Way, Any]:
-    """How the edited program is called, the first way that JAX allows; what it gives by hand."""
+def _expected(program: Program, hand: Edited, known: Given, *, plainly: bool) -> tuple[Way, Any]:
+    """How the edited program is called, the first way that JAX allows; what it gives by hand.
+
+    Edits of gradients are of those that the function takes itself, not of one from outside.
+    """
     ways: list[Way] = [call]
     if program.how == "plain" and any(edit.traced for edit in program.edits):
         ways = [sweep, call]
-    elif program.how != "plain" and _differentiable(program):
+    elif program.how != "plain" and all(edit.of == "value" for edit in program.edits):
         ways = [gradient, tangent, call]
-    for way in ways[:-1]:
+    # A while loop backward, a custom_vjp forward, types that JAX does not map on a mesh.
+    refuses = Exception if is_explicit(program.body) else (TypeError, ValueError)
+    for way in () if plainly else ways[:-1]:
         try:
             return way, way(program, hand, known)
-        except (TypeError, ValueError):  # a while loop backward, a custom_vjp forward
+        except refuses:
             pass
-    return ways[-1], jax.jit(hand)(known, *arguments(program))
+    return call, jax.jit(hand)(known, *arguments(program))
 
 
-def _differentiable(program: Program) -> bool:
-    """Whether a gradient from outside is by hand what it is for an edited function.
-
-    Edits of gradients are of those that the function takes itself. The derivative of a custom
-    function in which something is edited is refused.
-    """
+def _is_refusal(program: Program, error: tapax.SiteError) -> bool:
+    """Whether an error refuses the derivative of a custom function in which a site is edited."""
     found = sites(program)
     inside = any(_in_custom(site) for edit in program.edits for site in picked(edit, found))
-    return not inside and all(edit.of == "value" for edit in program.edits)
+    return inside and "a derivative rule of its own" in str(error)
 
 
 def call(program: Program, fn: Edited, known: Given) -> Any:

@@ -55,6 +55,8 @@ NAMES = {"half": ("h",), "int": ("k",), "scalar": ("s",)}
 
 @dataclass(frozen=True)
 class _Context:
+    """Where a node stands. `free`: axes of an explicit mesh that nothing is split over yet."""
+
     depth: int = DEPTH
     runs: int = 1
     grads: int = 0
@@ -62,6 +64,7 @@ class _Context:
     outermost: bool = True
     devices: int = 1
     custom: bool = True
+    free: tuple[str, ...] = ()
 
 
 class _Draw:
@@ -109,7 +112,7 @@ class _Draw:
         if c.custom:
             kinds += [Custom]
         if c.runs * 2 <= EXECUTIONS:
-            kinds += [Scan, Map, Fori, Vmap, Twice]
+            kinds += [Scan, Map, Fori, Vmap, Twice, *([Vmap] * 2 * len(c.free))]
             if c.grads == 0:
                 kinds += [While, While]
         if not c.jvp and c.grads < (2 if self.second_order else 1):
@@ -156,7 +159,9 @@ class _Draw:
                 "out_axis": self.one(0, 1),
                 "outer": self.one(None, 0, 1),
             }
-            return Vmap(self.inside(c, size), size, **axes, map_n=self.draw(st.booleans()))
+            axes["sharded"] = self.one(*c.free, *c.free, None)
+            body = self.inside(c, size, free=tuple(a for a in c.free if a != axes["sharded"]))
+            return Vmap(body, size, **axes, map_n=self.draw(st.booleans()))
         if kind is Grad:
             how = self.one("grad", "value_and_grad", "vjp")
             return Grad(self.inside(c, grads=c.grads + 1, outermost=c.outermost), how)
@@ -188,13 +193,22 @@ class _Draw:
 
 @st.composite
 def programs(draw: st.DrawFn, *, devices: int = 1, second_order: bool = True) -> Program:
-    """Random programs. With fewer than four devices there is no shard_map in them."""
-    program = Program(_Draw(draw, second_order).block(_Context(devices=devices)))
+    """Random programs. With fewer than four devices there is no mesh in them.
+
+    With four, some are on an explicit mesh; others have shard_maps over meshes of their own.
+    """
+    program = Program(_Draw(draw, second_order).block(_mesh(draw, _Context(devices=devices))))
     steps = None
     if any(site.counted for site in sites(program)):
         steps = draw(st.sampled_from([None, 1, 2, 4]))
     how = draw(st.sampled_from(get_args(How)))
     return replace(program, seed=draw(st.integers(0, 99)), how=how, steps=steps)
+
+
+def _mesh(draw: st.DrawFn, context: _Context) -> _Context:
+    if context.devices >= 4 and draw(st.integers(0, 3)) == 0:
+        return replace(context, devices=1, free=("d", "e"))
+    return context
 
 
 @st.composite
@@ -233,6 +247,6 @@ def _edit(draw: st.DrawFn, found: list[Site]) -> Edit:
 def losses(draw: st.DrawFn, *, devices: int = 1) -> Program:
     """Programs that are one gradient, with nothing in it that hides a mark from it."""
     context = _Context(depth=DEPTH - 1, grads=1, devices=devices, custom=False)
-    body = _Draw(draw, second_order=False).block(context)
+    body = _Draw(draw, second_order=False).block(_mesh(draw, context))
     how = draw(st.sampled_from(get_args(How)))
     return Program((Grad(body),), draw(st.integers(0, 99)), how)

@@ -140,12 +140,15 @@ class Switch(Node):
 
 @dataclass(frozen=True, repr=False)
 class Vmap(Node):
+    """`vmap`; `sharded`: over an axis that is split over this axis of an explicit mesh (2 x 2)."""
+
     body: Block
     size: int = 2
     in_axis: Literal[0, 1, -1] = 0
     out_axis: Literal[0, 1] = 0
     outer: Literal[0, 1] | None = None
     map_n: bool = False
+    sharded: Literal["d", "e"] | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -244,6 +247,11 @@ def blocks(node: Node) -> Iterator[Block]:
             return
         case _:
             yield node.body  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_explicit(block: Block) -> bool:
+    """Whether the program runs on an explicit mesh, where shardings are a part of types."""
+    return any(isinstance(node, Vmap) and node.sharded for node in nodes(block))
 
 
 def nodes(block: Block) -> Iterator[Node]:

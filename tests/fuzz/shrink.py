@@ -25,7 +25,10 @@ from .program import (
     Remat,
     Shard,
     Twice,
+    Vmap,
     While,
+    is_explicit,
+    nodes,
 )
 from .program import blocks as blocks_of
 from .sites import picked, sites
@@ -36,12 +39,17 @@ class _Around:
     grads: int = 0
     jvp: bool = False
     outermost: bool = True
+    split: tuple[str, ...] = ()
 
 
 def well_formed(program: Program) -> bool:
     """Whether JAX accepts the program and the reference is defined for it: see `generate.py`."""
     found = sites(program)
-    return _fine(program.body, _Around()) and all(picked(e, found) for e in program.edits)
+    one_mesh = not is_explicit(program.body) or not any(
+        isinstance(node, Shard) for node in nodes(program.body)
+    )
+    fine = one_mesh and _fine(program.body, _Around())
+    return fine and all(picked(e, found) for e in program.edits)
 
 
 def _fine(block: Block, around: _Around) -> bool:
@@ -63,6 +71,8 @@ def _allowed(node: Node, around: _Around) -> bool:
             return not (around.jvp and kind == "vjp") and not (own_rule and around.grads > 1)
         case Shard():
             return around.outermost
+        case Vmap(sharded=axis):
+            return axis is None or axis not in around.split
     return True
 
 
@@ -75,7 +85,9 @@ def _in(node: Node, around: _Around) -> _Around:
         case Jvp():
             return replace(around, jvp=True, outermost=False)
         case Custom():
-            return _Around(outermost=False)
+            return _Around(outermost=False, split=around.split)
+        case Vmap(sharded=axis) if axis is not None:
+            return replace(around, outermost=False, split=(*around.split, axis))
     return replace(around, outermost=False)
 
 

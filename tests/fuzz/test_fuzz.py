@@ -1,7 +1,8 @@
 """Random programs, against a reference that shares no code with the engine.
 
-What `capture` returns; what `edit` and `perturbed` do, against the same change made by hand in the
-source; and cuts, which put together again are the function.
+What `capture` returns, values and statistics; what `edit` and `perturbed` do, against the same
+change made by hand in the source; cuts, which put together again are the function; and the search
+for a NaN.
 
 The seeds are fixed, so a run is the same everywhere; `python -m tests.fuzz` looks further. The
 work is cut into parts for the workers of xdist.
@@ -10,6 +11,7 @@ work is cut into parts for the workers of xdist.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +33,10 @@ from tests.fuzz.cuts import check_cuts
 from tests.fuzz.drive import Failure, sweep
 from tests.fuzz.edits import check_edits, check_no_edit
 from tests.fuzz.generate import edited, losses, programs
+from tests.fuzz.nonfinite import check_nonfinite
 from tests.fuzz.perturb import check_perturbed
 from tests.fuzz.program import Cond, Do, Edit, Grad, Program, Scan, Twice, Vmap, While
+from tests.fuzz.reductions import STATISTICS, check_reductions
 from tests.fuzz.reference import run
 from tests.fuzz.shrink import well_formed
 from tests.fuzz.sites import sites
@@ -92,6 +96,43 @@ def test_perturbations_agree_with_additions_by_hand() -> None:
 @pytest.mark.once
 def test_a_cut_function_put_together_is_the_function() -> None:
     sweep(check_cuts, programs(devices=jax.device_count()), examples=8, seed=600)
+
+
+@pytest.mark.once
+def test_statistics_agree_with_those_of_every_execution() -> None:
+    sweep(check_reductions, programs(devices=jax.device_count()), examples=8, seed=700)
+
+
+@pytest.mark.once
+def test_a_planted_nan_is_found_where_it_was_planted() -> None:
+    sweep(check_nonfinite, programs(devices=jax.device_count()), examples=6, seed=800)
+
+
+LOOPED = Program((Scan((Vmap((Do("sin", "a"),)), Do("tanh", "b")), length=3),), seed=1)
+
+
+def test_statistics_of_other_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_reductions(LOOPED)
+    monkeypatch.setitem(STATISTICS, "moments", lambda x: (x.mean(), x.var(ddof=1)))
+    with pytest.raises(Mismatch, match="moments"):
+        check_reductions(LOOPED)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda found: None,
+        lambda found: found and replace(found, iterations=(7,)),
+        lambda found: found and replace(found, index=(1,)),
+        lambda found: found and replace(found, operation="sin"),
+    ],
+)
+def test_another_finding_is_refused(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_nonfinite(LOOPED)
+    right = tapax.find_nonfinite
+    monkeypatch.setattr(tapax, "find_nonfinite", lambda fn: lambda *args: fault(right(fn)(*args)))
+    with pytest.raises(Mismatch):
+        check_nonfinite(LOOPED)
 
 
 EDITED = Program(

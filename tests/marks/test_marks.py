@@ -290,6 +290,19 @@ def test_the_arrays_of_a_folded_value_are_sites_of_their_own_in_an_edit():
     assert_close(tapax.capture(f)(X)[1].values["h"], 3 * X**2)
 
 
+def test_a_reducer_that_grows_may_not_close_over_traced_values():
+    def f(x, calls):
+        scale = jnp.sin(x)
+        for _ in range(calls):
+            tapax.sow(x, "h", reduce=lambda kept, x: (*kept, scale * x), init=tuple)
+        return x
+
+    assert_close(tapax.capture(lambda x: f(x, 1))(X)[1].values["h:0"], X * jnp.sin(X))
+    with pytest.raises(tapax.SiteError, match="closes over a traced value must return what it is"):
+        tapax.capture(lambda x: f(x, 2))(X)
+    assert_close(tapax.capture(lambda x: f(x, 2), values=None)(X)[0], X)
+
+
 @pytest.mark.parametrize("kind", ["straight", "scan", "jit", "remat", "cond", "vmap"])
 def test_a_reducer_may_close_over_traced_values(kind):
     def f(w, x):

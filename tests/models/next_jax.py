@@ -4,7 +4,13 @@ import contextlib
 
 import jax
 
-FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3", "jax_remat_barrier_no_cotangents")
+FLAGS = (
+    "jax_remat3",
+    "jax_custom_vjp3",
+    "jax_custom_jvp3",
+    "jax_scan3",
+    "jax_remat_barrier_no_cotangents",
+)
 
 
 @contextlib.contextmanager

@@ -172,3 +172,38 @@ def test_statistics_agree_with_those_of_unsharded_arrays(reducer):
         _, one = tapax.capture(alone, values={"**": reducer}, grads=None)(value)
         for key, expected in one.values.items():
             assert_close(taps.values[key.replace("h", name, 1)], expected, 1e-5)
+
+
+def total(previous, new):
+    return previous + new
+
+
+FOLDS = {
+    "scan": lambda x: lax.scan(
+        lambda c, t: (tapax.sow(jnp.sin(c) * t, "h", reduce=total, init=float), None),
+        x,
+        jnp.arange(1.0, 3.0),
+    )[0],
+    "while": lambda x: lax.while_loop(
+        lambda c: c[0] < 3,
+        lambda c: (c[0] + 1, tapax.sow(jnp.sin(c[1]) * c[0], "h", reduce=total, init=float)),
+        (jnp.float32(1), x),
+    )[1],
+    "cond": lambda x: lax.cond(
+        x.sum() > 0,
+        lambda x: tapax.sow(jnp.sin(jnp.sin(x)) * 2, "h", reduce=total, init=float) + jnp.sin(x),
+        lambda x: x,
+        x,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("over", [lambda f: f, jax.vmap])
+@pytest.mark.parametrize("name", FOLDS)
+def test_calls_in_loops_and_branches_are_folded(name, over, wrap):
+    x = jax.device_put(X, P("x", None) if over is jax.vmap else P("x", "y"))
+    _, taps = wrap(tapax.capture(over(FOLDS[name])))(x)
+    first, second = np.sin(X), np.sin(np.sin(X)) * 2
+    assert_close(taps.values["h"], second if name == "cond" else first + second, 1e-5)
+    assert jax.typeof(taps.values["h"]).sharding.spec == jax.typeof(x).sharding.spec

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import tapax
+from tests.models.next_jax import next_flags
 from tests.oracles.closeness import assert_close
 
 X = jnp.array([1.0, 2.0])
@@ -24,6 +25,29 @@ def test_scan_is_stacked_in_the_order_of_its_inputs():
     assert_close(taps.values["h"], [X + 6, X + 5, X + 3])
     _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(f(x, True) ** 2)))(X)
     assert_close(taps.grads["h"], [2 * (X + 6)] * 3)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_scan_of_the_next_jax_is_captured_and_edited(wrap):
+    body = lambda c, t: (tapax.sow(jnp.sin(c) * t, "h"), c)
+    fn = lambda x: lax.scan(body, x, jnp.arange(1.0, 4.0))
+    h, every = np.asarray(X, np.float64), []
+    for t in (1, 2, 3):
+        h = np.sin(h) * t
+        every.append(h)
+    with next_flags():
+        plain = wrap(fn)(X)
+        out, taps = wrap(tapax.capture(fn))(X)
+        loss = lambda x: jnp.sum(fn(x)[0])
+        grads = wrap(tapax.grad(loss))(X)["h"]
+        edited = wrap(tapax.edit(loss, values={tapax.at("h", step=2): 0.5}))(X)
+        assert tapax.find_nonfinite(fn)(X) is None
+    assert_close(out, plain)
+    assert_close(taps.values["h"], np.stack(every))
+    assert taps.sites["h"].loops == ("scan[3]",)
+    assert_close(grads[2], np.ones(2))
+    assert_close(grads[1], 3 * np.cos(every[1]))
+    assert_close(edited, 1.0)
 
 
 def test_scan_of_no_length():

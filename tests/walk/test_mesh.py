@@ -212,6 +212,25 @@ def test_folds_in_a_mesh(mesh):
         tapax.capture(lambda x: layer(layer(x)))(jnp.arange(4.0))
 
 
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_folds_in_a_loop_in_a_mesh(mesh, loop, checked):
+    sow = lambda x: tapax.sow(x, "h", reduce=lambda total, x: total + x, init=float)
+
+    def local(x):
+        if loop == "scan":
+            body = lambda c, t: (sow(jnp.sin(c) * t), None)
+            return lax.scan(body, x, jnp.arange(1.0, 3.0))[0]
+        body = lambda c: (c[0] + 1, sow(jnp.sin(c[1]) * c[0]))
+        return lax.while_loop(lambda c: c[0] < 3, body, (jnp.float32(1), x))[1]
+
+    spec = P("a", "b")
+    f = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+    _, taps = tapax.capture(f)(X)
+    first = np.sin(np.asarray(X, np.float64))
+    assert_close(taps.values["h"], blocks(first + 2 * np.sin(first)), 1e-5)
+
+
 def test_sites_in_branches_keep_their_sharding_in_explicit_mode():
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
