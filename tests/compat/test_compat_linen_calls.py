@@ -218,6 +218,7 @@ def calls_of_linen():
     }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", calls_of_linen())
 def test_no_tracer_leaks_from_a_call(name):
     call = calls_of_linen()[name]
@@ -226,6 +227,7 @@ def test_no_tracer_leaks_from_a_call(name):
         call()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", calls_of_linen())
 def test_nothing_stays_alive_from_call_to_call(name):
     assert_nothing_stays(calls_of_linen()[name], "Scope", "LinenRecordOptions")

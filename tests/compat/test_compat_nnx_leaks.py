@@ -10,6 +10,8 @@ import tapax
 from tapax.compat.nnx import capture
 from tests.oracles.memory import assert_nothing_stays
 
+pytestmark = pytest.mark.once
+
 X = jnp.arange(6.0).reshape(2, 3) / 7
 
 

@@ -15,7 +15,7 @@ import tapax
 from tests.models.keras_models import Net, X, Y, make_sequential, make_twins, numbers
 from tests.oracles.closeness import assert_close
 
-pytestmark = pytest.mark.usefixtures("keras_as_before")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("keras_as_before")]
 
 COMPILED = {"optimizer": "sgd", "loss": "mse", "metrics": ["mae"]}
 
