@@ -123,22 +123,20 @@ class TransformedFunction:
 
     def __call__(self, operands: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function."""
-        with _jax.known_loops():
-            return self._call(operands, self._open(args, kwargs))
-
-    def _call(self, operands: PyTree, call: FunctionCall) -> Any:
-        if self._jitted:
-            return self._run(call, self._stage(call, operands), operands)
+        call = self._open(args, kwargs)
         is_clean = _jax.trace_state_clean()
         if not (is_clean or self._transform.is_traceable):
             raise TypeError(self._transform.no_values.format(name_of(self.fn)))
         inline = self._transform.is_traceable and (not is_clean or is_eager())
         find = self._stage if inline else self._find_compiled
-        return registry.run_opened(
-            call,
-            lambda call: find(call, operands),
-            lambda call, found: self._run(call, found, operands),
-        )
+        with _jax.known_loops():
+            if self._jitted:
+                return self._run(call, self._stage(call, operands), operands)
+            return registry.run_opened(
+                call,
+                lambda call: find(call, operands),
+                lambda call, found: self._run(call, found, operands),
+            )
 
     def traced_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
         """The traced function, and the arrays among these arguments."""

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from tapax import _jax
 from tapax._jax import Value
 from tapax._results import Taps
 from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
@@ -164,6 +165,11 @@ def _read(
         )
     if not jax.numpy.issubdtype(array.dtype, np.number):
         return
+    if _jax.spans_processes(array):
+        raise ValueError(
+            f"A plot needs all of {site.name!r}, but this process holds only a part of it. Every "
+            "process holds the whole of a statistic: capture with values=tapax.reduce.rms."
+        )
     array = np.asarray(array)
     mask = np.ones((), bool) if valid is None else np.asarray(valid)
     axes = _iteration_axes(site, array, mask, lead)

@@ -335,7 +335,10 @@ def frameworks():
 
 
 @pytest.mark.parametrize("name", ["nnx", "equinox"])
-@pytest.mark.parametrize("how", ["argument", "closed over", "jitted"])
+@pytest.mark.parametrize(
+    "how",
+    ["closed over", *(pytest.param(how, marks=pytest.mark.many) for how in ("argument", "jitted"))],
+)
 def test_attribution_in_models_of_frameworks(name, how):
     """Patched, with the model an argument or closed over; steered and differentiated."""
     metric, model, root, jitted = frameworks()[name]

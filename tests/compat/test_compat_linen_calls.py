@@ -218,7 +218,7 @@ def calls_of_linen():
     }
 
 
-@pytest.mark.once
+@pytest.mark.many
 @pytest.mark.parametrize("name", calls_of_linen())
 def test_no_tracer_leaks_from_a_call(name):
     call = calls_of_linen()[name]

@@ -61,6 +61,7 @@ def calls_of_nnx():
     }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", calls_of_nnx())
 def test_no_tracer_leaks_from_a_capture(name):
     call = calls_of_nnx()[name]

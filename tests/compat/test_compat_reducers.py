@@ -161,6 +161,7 @@ def test_values_that_are_not_arrays_come_back(compare, values):
     compare(values)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("wrap", [nn.remat, nn.jit, lambda cls: cls], ids=["remat", "jit", "plain"])
 @pytest.mark.parametrize("reducer", REDUCERS.values(), ids=REDUCERS)
 def test_reducers_in_lifted_modules_of_linen(wrap, reducer):
@@ -183,6 +184,7 @@ def test_reducers_in_lifted_modules_of_linen(wrap, reducer):
     same(state["intermediates"]["layer"]["r"], expected)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("jit", [jax.jit, jax.checkpoint, nnx.jit, nnx.remat, lambda f: f])
 @pytest.mark.parametrize("reducer", REDUCERS.values(), ids=REDUCERS)
 def test_reducers_in_transformed_modules_of_nnx(jit, reducer):

@@ -65,7 +65,10 @@ def test_docstrings_have_examples():
     assert expected | {capture.__name__, selections.__name__} <= tested
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])
+LONG = pytest.param(NOTEBOOKS[-1], marks=pytest.mark.many)
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS[:-1], LONG])
 def test_code_cells_of_documents_run(document, tmp_path, monkeypatch):
     """The cells of a document, run one after the other in one namespace."""
     cell = r"```(?:python|\{code-cell\})\n(.*?)```"

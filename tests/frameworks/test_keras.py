@@ -22,7 +22,7 @@ from tests.models.keras_models import (
 )
 from tests.oracles.closeness import assert_close
 
-pytestmark = pytest.mark.usefixtures("keras_as_before")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("keras_as_before")]
 
 # --- Values and names ---------------------------------------------------------------------------
 

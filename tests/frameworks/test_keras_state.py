@@ -34,7 +34,7 @@ def state_of(model):
 # --- Variables ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [make_sequential, Net])
+@pytest.mark.parametrize("make", [make_sequential, pytest.param(Net, marks=pytest.mark.many)])
 def test_a_captured_call_changes_variables_as_the_plain_one(make):
     plain, model = make_twins(make)
     captured = tapax.capture(model)
@@ -119,6 +119,7 @@ def test_layers_built_in_a_capture_draw_different_weights():
     assert not np.array_equal(model.layers[0].kernel.value, model.layers[1].kernel.value)
 
 
+@pytest.mark.many
 def test_a_number_that_the_function_needs_and_variables():
     plain, model = make_twins(make_sequential)
 
@@ -198,6 +199,7 @@ def test_losses_of_layers_are_those_of_the_plain_call():
     assert_close(list(model.losses), plain[1])
 
 
+@pytest.mark.many
 def test_captures_of_keras_models_nest():
     plain, model = make_twins(make_sequential)
 
@@ -224,6 +226,7 @@ def test_captures_of_keras_models_nest():
     assert_close([v.value for v in looking.non_trainable_variables], fixed)
 
 
+@pytest.mark.many
 def test_threads_capture_keras_models_at_once():
     plain, model = make_twins(make_sequential)
     wanted = plain(X)
@@ -252,7 +255,14 @@ def test_threads_capture_keras_models_at_once():
 # --- Training -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"run_eagerly": True}, marks=pytest.mark.many),
+        pytest.param({"jit_compile": False}, marks=pytest.mark.many),
+    ],
+)
 def test_train_on_batch_is_a_step_of_training(options):
     plain, model = make_twins(make_sequential, **COMPILED, **options)
     captured = tapax.capture(model.train_on_batch)
@@ -294,6 +304,7 @@ def test_fit_with_a_monitored_train_step():
     assert {"sequential/dense/value_rms", "sequential/dense/grad_rms"} <= set(log.names)
 
 
+@pytest.mark.many
 def test_fit_with_an_edited_train_step():
     plain, model = make_twins(make_sequential, **COMPILED)
     model.train_step = tapax.edit(model.train_step, grads={"sequential/dropout": 0.0})
@@ -306,6 +317,7 @@ def test_fit_with_an_edited_train_step():
     assert_close(after[4:], [np.asarray(v.value) for v in plain.trainable_variables[4:]])
 
 
+@pytest.mark.many
 def test_monitor_of_train_on_batch():
     plain, model = make_twins(make_sequential, **COMPILED)
     log = tapax.Log()
@@ -344,6 +356,7 @@ def test_find_nonfinite_names_the_layer():
     assert tapax.find_nonfinite(make_sequential())(X) is None
 
 
+@pytest.mark.many
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_quantized_layers_are_sites_too():
     model = keras.Sequential([layers.Dense(4), layers.Dense(2)])
@@ -367,6 +380,5 @@ assert "tapax._frameworks.keras.adapter" not in sys.modules
 """
 
 
-@pytest.mark.once
 def test_keras_on_another_backend_is_left_alone():
     subprocess.run([sys.executable, "-c", OTHER_BACKEND], check=True, capture_output=True)

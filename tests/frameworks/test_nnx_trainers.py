@@ -172,7 +172,13 @@ def _same(first, second):
         assert_close(a, b)
 
 
-@pytest.mark.parametrize("how", ["method", "object", "closure", "op by op", "argument"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("method", "closure"),
+        *(pytest.param(how, marks=pytest.mark.once) for how in ("object", "op by op", "argument")),
+    ],
+)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_trainer_is_as_after_the_plain_step(step, how):
     plain, seen = Trainer(step), Trainer(step)

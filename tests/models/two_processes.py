@@ -115,6 +115,12 @@ def check_text(taps, values):
     import treescope
 
     assert "layer" in treescope.render_to_text(taps)
+    try:
+        taps.plot()
+    except ValueError as error:
+        assert "this process holds only a part" in str(error)
+    else:
+        raise AssertionError("a part of the values was plotted as if it were all of them")
 
 
 def check_changing(taps, w, x):
@@ -163,6 +169,8 @@ def check_statistics(w, x):
             np.testing.assert_allclose(number, compute(whole), rtol=1e-4, atol=1e-6)
         if PROCESS == 0:
             assert "computed from" not in repr(taps)
+        if reducer is reduce.rms:
+            taps.plot()
 
 
 def check_nonfinite(mesh, x):

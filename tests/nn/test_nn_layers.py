@@ -12,6 +12,8 @@ from jax import lax
 from tapax import nn
 from tests.oracles.closeness import assert_close
 
+pytestmark = pytest.mark.once
+
 E, B = 3, 2
 
 

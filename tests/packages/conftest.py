@@ -1,6 +1,7 @@
 """Other people's packages take long to import and to compile, and run in one environment alone.
 
-It is the newest one. gpjax, which requires an old jax, runs where it is installed.
+It is the newest one. gpjax, which requires an old jax, runs where it is installed. `make test` runs
+the first test of each package, `make fuzz` the others.
 """
 
 import importlib.util
@@ -19,6 +20,11 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
+    seen = set()
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and item.path.name != OLD:
-            item.add_marker(pytest.mark.once)
+        if item.path.is_relative_to(Path(__file__).parent):
+            if item.path in seen:
+                item.add_marker(pytest.mark.many)
+            elif item.path.name != OLD:
+                item.add_marker(pytest.mark.once)
+            seen.add(item.path)

@@ -75,7 +75,7 @@ def test_sites_in_a_trajectory_have_the_values_and_gradients_of_every_step(name)
     assert_close(grads, Y - jax.nn.sigmoid(expected[1:]), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["hmc", pytest.param("nuts", marks=pytest.mark.many)])
+@pytest.mark.parametrize("name", ["hmc", "nuts"])
 def test_chains_under_vmap_have_the_values_of_each_chain(name):
     """The loops of NUTS then run until every chain is done; what a chain did not run is masked."""
     keys = jax.random.split(KEY, 3)
@@ -98,7 +98,6 @@ def test_chains_under_vmap_have_the_values_of_each_chain(name):
     assert len(counts) == (1 if name == "hmc" else 2)
 
 
-@pytest.mark.many
 def test_window_adaptation_is_captured_as_it_runs():
     def warmed(mark):
         adaptation = blackjax.window_adaptation(
@@ -152,7 +151,7 @@ def test_edit_of_the_density_changes_the_chain(name):
     assert not np.allclose(edited[0].position["w"], chain(name)(KEY, START)[0].position["w"])
 
 
-@pytest.mark.parametrize("name", ["hmc", pytest.param("nuts", marks=pytest.mark.many)])
+@pytest.mark.parametrize("name", ["hmc", "nuts"])
 def test_search_finds_the_leapfrog_step_that_makes_a_nan(name):
     assert tapax.find_nonfinite(chain(name))(KEY, START) is None
     third = float(reported(name)[3, 0])  # after the value of the start

@@ -96,7 +96,7 @@ def moved(backend):
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("backend", ["spring", pytest.param("positional", marks=pytest.mark.many)])
+@pytest.mark.parametrize("backend", ["spring", "positional"])
 def test_rollout_through_physics_agrees_with_its_steps_and_differences(backend):
     policy = Policy()
     step = nnx.jit(nnx.value_and_grad(loss_of(tapax.sow, backend), has_aux=True))

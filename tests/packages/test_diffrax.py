@@ -103,9 +103,7 @@ def test_edits_inside_the_solve_change_the_result_or_are_refused():
 
 
 @pytest.mark.parametrize("controller", [FIXED, ADAPTIVE])
-@pytest.mark.parametrize(
-    "how", ["value", "gradient", "mapped", pytest.param("mapped gradient", marks=pytest.mark.many)]
-)
+@pytest.mark.parametrize("how", ["value", "gradient", "mapped", "mapped gradient"])
 def test_the_first_nan_of_a_solve_is_found(controller, how):
     bad = Field(eqx.nn.Lambda(lambda y: jnp.log(y - 0.99) * y))
     one = lambda y: loss(bad, y, controller, solver=diffrax.Tsit5())

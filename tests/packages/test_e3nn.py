@@ -145,7 +145,6 @@ class LinenModel(nn.Module):
         return e3nn.flax.Linear(OUT, name="out")(gates.array[..., :1] * h)
 
 
-@pytest.mark.many
 def test_layers_of_linen_agree_with_interceptors(inputs):
     model = LinenModel()
     variables = model.init(KEY, *inputs)
@@ -177,7 +176,6 @@ class EquinoxModel(eqx.Module):
         return self.out(e3nn.scalar_activation(h, [jax.nn.gelu, None]))
 
 
-@pytest.mark.many
 def test_layers_of_equinox_agree_with_replaced_methods(inputs):
     params, static = eqx.partition(EquinoxModel(KEY), eqx.is_inexact_array)
     model = eqx.combine(params, static)

@@ -131,7 +131,6 @@ def test_samples_are_the_plain_ones_and_the_network_runs_for_each_dimension(flow
     assert_close(hidden[1, 0], normal @ weight[1].T + first.bias[1])
 
 
-@pytest.mark.many
 def test_search_finds_the_scanned_layer_that_makes_a_nan():
     args, options = training(make(nn_activation=shifted_root))
     assert tapax.find_nonfinite(train_step)(*args, **options) is None
@@ -144,7 +143,6 @@ def test_search_finds_the_scanned_layer_that_makes_a_nan():
     assert found.path.endswith("masked_autoregressive_mlp") and __file__ in found.source
 
 
-@pytest.mark.many
 def test_monitored_training_of_a_flow_is_the_plain_training(flow, tmp_path):
     (params, static, x), options = training(flow)
     optimizer, loss = options["optimizer"], options["loss_fn"]

@@ -67,7 +67,6 @@ def test_values_inside_the_search_are_those_of_its_nodes(start):
             )
 
 
-@pytest.mark.many
 def test_derivatives_inside_the_search_agree_with_differences(start):
     """mctx cannot be differentiated backwards through its while loops, but forwards."""
     with jax.enable_x64(True):
@@ -110,7 +109,6 @@ def test_edit_inside_the_search_changes_the_tree(start):
     ] * 2
 
 
-@pytest.mark.many
 def test_search_for_nan_names_the_simulation(start):
     assert tapax.find_nonfinite(search)(*start) is None
     _, taps = tapax.capture(lambda params, state: search(params, state, tapax.sow))(*start)
@@ -144,7 +142,6 @@ def train_step(mark=by_hand.unmarked):
     return jax.jit(step)
 
 
-@pytest.mark.many
 def test_gradients_of_a_train_step_agree_with_the_unrolled_model(start):
     params, state = start
     out, taps = tapax.capture(train_step(tapax.sow))(*start)

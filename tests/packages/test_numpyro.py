@@ -166,7 +166,6 @@ def test_variational_step_has_the_gradients_of_the_likelihood():
     assert_close(taps.grads["mean"], (mean - Y) / 0.5**2, 1e-4)
 
 
-@pytest.mark.many
 def test_variational_step_with_particles_maps_over_them():
     elbo = Trace_ELBO(num_particles=3)
     make = lambda mark: SVI(bayesian(mark), AutoNormal(bayesian()), numpyro.optim.SGD(0.01), elbo)
@@ -276,7 +275,6 @@ def test_predictions_of_drawn_networks_are_stacked():
         assert_close(taps.values["mean"][i], mean)
 
 
-@pytest.mark.many
 def test_a_whole_run_of_nuts_is_captured():
     def run(mark):
         def sample(key):

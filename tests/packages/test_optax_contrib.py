@@ -160,7 +160,6 @@ def test_edit_of_a_gradient_reaches_the_update(one):
     assert_close(edited, make_step("schedule_free", doubled)(params, state, batch))
 
 
-@pytest.mark.many
 @pytest.mark.parametrize("name", ["prodigy", "plateau", "opaque_sam"])
 def test_search_finds_the_step_of_a_training_that_makes_a_nan(name, start):
     params, (x, y, weight) = start

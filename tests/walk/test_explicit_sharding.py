@@ -156,6 +156,7 @@ def test_cuts_jacobians_and_the_first_nan():
 REDUCERS = "histogram last mean minmax moments nonfinite norm quantiles rms sum topk var zeros"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("reducer", REDUCERS.split())
 def test_statistics_agree_with_those_of_unsharded_arrays(reducer):
     made = {
@@ -198,6 +199,7 @@ FOLDS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("over", [lambda f: f, jax.vmap])
 @pytest.mark.parametrize("name", FOLDS)

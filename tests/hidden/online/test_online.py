@@ -314,6 +314,7 @@ def truth(step, params, state, xs, ys):
     return value, grads | jax.tree.map(jnp.zeros_like, rest)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", UNITS)
 def test_exact_where_units_act_on_themselves(name):
     batch = () if name in ("lru", "heads", "copied", "widths") else (B,)
