@@ -87,7 +87,7 @@ def count_bad(x: Value) -> Any:
         return jnp.zeros(3, jnp.int32)
     nan = jnp.isnan(x)
     inf = ~nan & jnp.isinf(x)
-    first = jnp.argmax((nan | inf).reshape(-1))
+    first = jnp.argmax(_jax.whole(nan | inf).reshape(-1))
     return jnp.stack([jnp.sum(nan), jnp.sum(inf), first]).astype(jnp.int32)
 
 

@@ -13,7 +13,7 @@ functions that are applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, get_args
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import tapax
 
@@ -115,7 +116,7 @@ def by_hand(program: Program, shapes: dict[str, tuple[int, ...]]) -> Edited:
             out = jnp.full_like(x, _number(site))
         elif edit.what == "array":
             places = _held(edit, site, shapes[site.label]) if edit.axes else ()
-            out = given["array"][tuple(at[i] for i in places)]
+            out = pick(given["array"], [at[i] for i in places])
         else:
             out = _apply(edit.what, x, site.call, given["strength"])
         if edit.step is None:
@@ -142,6 +143,17 @@ def by_hand(program: Program, shapes: dict[str, tuple[int, ...]]) -> Edited:
         return _with_gradient(pull)(value, given, at) if backward else value
 
     return build.by_hand(program, mark)
+
+
+def pick(array: jax.Array, at: Sequence[Any]) -> jax.Array:
+    """What lies at some indices of the first axes of an array."""
+    if not jax.typeof(array).sharding.mesh.explicit_axes:
+        return array[tuple(at)]
+    array = jax.reshard(array, P(*[None] * array.ndim))
+    for index in at:  # JAX takes no index there that is divided over a mesh
+        chosen = jnp.arange(array.shape[0]) == index
+        array = jnp.tensordot(chosen.astype(array.dtype), array, 1)
+    return array
 
 
 def _with_gradient(pull: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:

@@ -22,7 +22,7 @@ import tapax
 
 from . import build
 from .compare import Laid, Mismatch, arguments, close, expected, wrong
-from .edits import axes, decide, same
+from .edits import axes, decide, pick, same
 from .program import Grad, Program
 from .reference import run
 from .sites import Path, sites
@@ -90,7 +90,7 @@ def _by_hand(program: Program, shapes: Shapes) -> Callable[..., Any]:
     def mark(value: Any, path: Path, given: Any, at: tuple[Any, ...]) -> Any:
         if path not in places:
             return value
-        return value + given[places[path].label][tuple(at[i] for i in held[path])]
+        return value + pick(given[places[path].label], [at[i] for i in held[path]])
 
     return build.by_hand(program, mark)
 

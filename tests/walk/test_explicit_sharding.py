@@ -151,6 +151,9 @@ def test_cuts_jacobians_and_the_first_nan():
     assert tapax.find_nonfinite(loss)(w, x) is None
     found = tapax.find_nonfinite(lambda w, x: loss(w, jnp.log(x - 0.5)))(w, x)
     assert (found.operation, found.index) == ("log", (0, 0))
+    deep = jax.device_put(np.ones((2, 8, 2), np.float32), P(None, "x"))
+    found = tapax.find_nonfinite(lambda x: jnp.log(x - 2 * (jnp.arange(2) == 1)))(deep)
+    assert (found.index, found.count) == ((0, 0, 1), 16)
 
 
 REDUCERS = "histogram last mean minmax moments nonfinite norm quantiles rms sum topk var zeros"
