@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from tapax import _jax
 from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value, typed
 from tapax._jaxpr.evaluate import evaluate
-from tapax._jaxpr.leading_axes import where
+from tapax._jaxpr.leading_axes import vmapped, where
 
 T = TypeVar("T")
 Branch = Callable[..., tuple[list[Value], list[Value]]]
@@ -203,7 +203,27 @@ class While:
         if not self.is_mapped:
             return new
         go = self.goes_on(state)
-        return [where(go, x, y) for x, y in zip(new, state, strict=True)]
+        over = _jax.varying_axes(jax.typeof(go))
+        return [
+            (where if over <= _jax.varying_axes(jax.typeof(y)) else _keep_type)(go, x, y)
+            for x, y in zip(new, state, strict=True)
+        ]
+
+
+def _keep_type(mask: Value, x: Value, y: Value) -> Value:
+    """`where`, but of the type of `x` and `y` where the mask differs from device to device.
+
+    By its type a value that a loop carries is the same on all devices, even if one ends the loop
+    before another. The operations after it rely on the type, so a loop of one iteration decides.
+    """
+
+    def choose(go: Value, x: Value, y: Value) -> Value:
+        def is_due(carry: tuple[Value, Value]) -> Value:
+            return go & carry[1]
+
+        return lax.while_loop(is_due, lambda _: (x, jnp.array(False)), (y, jnp.array(True)))[0]
+
+    return vmapped(choose, mask.ndim)(mask, x, y)
 
 
 def bind_cond(

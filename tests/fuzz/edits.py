@@ -286,7 +286,8 @@ def _expected(program: Program, hand: Edited, known: Given, *, plainly: bool) ->
     """
     ways: list[Way] = [call]
     if program.how == "plain" and any(edit.traced for edit in program.edits):
-        ways = [sweep, call]
+        # JAX maps no branch over values that are divided over an explicit mesh.
+        ways = [call] if is_explicit(program.body) else [sweep, call]
     elif program.how != "plain" and all(edit.of == "value" for edit in program.edits):
         ways = [gradient, tangent, call]
     # A while loop backward, a custom_vjp forward, types that JAX does not map on a mesh.

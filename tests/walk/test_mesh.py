@@ -231,6 +231,30 @@ def test_folds_in_a_loop_in_a_mesh(mesh, loop, checked):
     assert_close(taps.values["h"], blocks(first + 2 * np.sin(first)), 1e-5)
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_mapped_loops_that_end_earlier_on_some_devices(mesh, checked):
+    def one(x):
+        body = lambda c: (c[0] + 1, tapax.sow(c[1] / 2, "h"))
+        return lax.while_loop(lambda c: c[1].sum() > 1, body, (0, x))
+
+    def local(x):
+        counts, x = jax.vmap(one)(x)
+        return x + counts[:, None].astype(x.dtype)
+
+    spec = P(("a", "b"))
+    f = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+    x, halvings = np.asarray(X, np.float64), np.zeros(4)
+    while (going := x.sum(1) > 1).any():
+        x, halvings = np.where(going[:, None], x / 2, x), halvings + going
+    out, taps = tapax.capture(f)(X)
+    assert_close(out, x + halvings[:, None])
+    assert_close(taps.values["h"].reshape(4, 4), x)
+    assert taps.valid["h"].ravel().tolist() == halvings.tolist()
+    assert_close(tapax.edit(f, values={"h": lambda h: h})(X), out)
+    total = tapax.capture(f, values={"h": tapax.reduce.sum})(X)[1].values["h"]
+    assert_close(total, sum(np.asarray(X[i]).sum() * (1 - 0.5 ** halvings[i]) for i in range(4)))
+
+
 def test_sites_in_branches_keep_their_sharding_in_explicit_mode():
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
