@@ -10,6 +10,7 @@ from jax.extend.core.primitives import clamp_p, convert_element_type_p
 from tapax import _jax
 from tapax._jax import Atom, Equation, Jaxpr, OpenJaxpr, PyTree, Var
 from tapax._jaxpr.bodies import bodies
+from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.rewrite import map_bodies, map_equation_bodies, rewrite, zeros_equation
 from tapax._marks.change import change_p
 from tapax._marks.scopes import Scopes, scopes_of
@@ -22,6 +23,7 @@ def strip(value: PyTree, marks: list[Mark] | None = None) -> Any:
     Where a body cannot be replaced, its marks are found all the same.
     """
     found = [] if marks is None else marks
+    uids = Uids()
 
     def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
         if eqn.primitive is tap_p:
@@ -38,7 +40,9 @@ def strip(value: PyTree, marks: list[Mark] | None = None) -> Any:
             yield zeros_equation(eqn.outvars[0])
 
     def strip_body(jaxpr: Jaxpr) -> Jaxpr:
-        return rewrite(jaxpr, visit, TAPS) if _is_tapped(jaxpr) else jaxpr
+        # The taps of what is computed again in a backward pass have no effect.
+        is_marked = _is_tapped(jaxpr) or uids.within(jaxpr)
+        return rewrite(jaxpr, visit, TAPS) if is_marked else jaxpr
 
     return map_bodies(value, strip_body)
 
@@ -116,13 +120,26 @@ class TappedBodies:
 
 
 def first_uid(jaxpr: Jaxpr) -> int:
-    """The first mark that was traced in a body; a large number if there is none."""
-    uids = [
-        eqn.params["mark"].uid if eqn.primitive is tap_p else min(map(first_uid, bodies(eqn)))
-        for eqn in _jax.open_jaxpr(jaxpr).eqns
-        if tap_effect in eqn.effects
-    ]
-    return min(uids, default=sys.maxsize)
+    """The first mark that was traced in a body; a large number if there is none.
+
+    Those of jitted functions count if there are no others: they may have been traced long before.
+    """
+    own, jitted = _uids(jaxpr)
+    return min(own or jitted, default=sys.maxsize)
+
+
+def _uids(jaxpr: Jaxpr) -> tuple[list[int], list[int]]:
+    """The marks in a body, and those of the jitted functions that it calls."""
+    own: list[int] = []
+    jitted: list[int] = []
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive is tap_p:
+            own.append(eqn.params["mark"].uid)
+        elif tap_effect in eqn.effects:
+            for inside, inside_jitted in map(_uids, bodies(eqn)):
+                (jitted if kind_of(eqn) is Kind.JIT else own).extend(inside)
+                jitted += inside_jitted
+    return own, jitted
 
 
 def count_calls(jaxpr: Jaxpr, scopes: Scopes = ()) -> Counter[str]:

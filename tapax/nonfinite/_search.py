@@ -341,7 +341,10 @@ class _BadEquation:
             return None
         plan = dataclasses.replace(Plan.make(None, None), values=_source_location.EveryOperation())
         search = TransformedFunction(fn, _NonfiniteTransform(plan, False))
-        program = search.traced_call(args, kwargs).program
+        try:
+            program = search.traced_call(args, kwargs).program
+        except Exception:  # on an explicit mesh JAX cannot map every program with so many marks
+            return None
         return _source_location.counterpart(self.passes.jaxpr, self.path[-1], program.jaxpr)
 
     def _phase(self, marked: NumberedEquation | None) -> str:

@@ -290,3 +290,18 @@ def test_on_a_mesh(mesh):
     found = operations(tapax.prefix(f, "h"), x)
     assert found["sin"] == 1 and found["cos"] == found["tanh"] == 0
     assert operations(tapax.suffix(f, "h"), parts, x)["sin"] == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_cut_at_an_iteration_of_a_recomputed_layer(wrap):
+    def layer(x):
+        return 0.6 * x + jnp.tanh(tapax.sow(jnp.sum(x), "s"))
+
+    def loss(x):
+        step = lambda c, _: (jax.checkpoint(wrap(layer))(c), None)
+        return jnp.sum(jnp.sin(lax.scan(step, x, length=3)[0]))
+
+    fn = jax.grad(loss)
+    for step in range(3):
+        at = tapax.at("s", step=step)
+        close(tapax.suffix(fn, at)(tapax.prefix(fn, at)(X), X), fn(X))

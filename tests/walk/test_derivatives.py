@@ -218,3 +218,20 @@ def test_residuals_may_be_put_on_a_device_together():
     total = jnp.sum(jnp.sin(2 * x) ** 2)
     assert_close(taps.grads["b"], 2 * jnp.sin(2 * x) * total)
     assert_close(taps.grads["a"], 2 * jnp.sin(2 * x) * jnp.cos(2 * x) * total)
+
+
+def test_calls_in_branches_are_numbered_alike_in_every_capture():
+    """A jitted function that was traced before keeps its marks, which are older than the others."""
+    layer = jax.jit(lambda x: tapax.sow(jnp.cos(x), "a"))
+
+    def loss(x, flag):
+        yes = lambda x: tapax.sow(jnp.sin(x), "b")
+        no = lambda x: jax.lax.stop_gradient(tapax.sow(3 * layer(x), "b")) + x
+        return jnp.sum(jax.lax.map(lambda row: jax.lax.cond(flag, yes, no, row), x[None]))
+
+    for _ in range(2):
+        for flag in (True, False):
+            _, taps = tapax.capture(jax.grad(loss))(X, flag)
+            assert_close(taps.values["b"], jnp.where(flag, jnp.sin(X), 0)[None])
+            assert_close(taps.values["b@1"], jnp.where(flag, 0, 3 * jnp.cos(X))[None])
+            assert_close(taps.grads["b"], jnp.full((1, 3), float(flag)))
