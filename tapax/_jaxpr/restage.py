@@ -221,7 +221,9 @@ def _keep_type(mask: Value, x: Value, y: Value) -> Value:
         def is_due(carry: tuple[Value, Value]) -> Value:
             return go & carry[1]
 
-        return lax.while_loop(is_due, lambda _: (x, jnp.array(False)), (y, jnp.array(True)))[0]
+        return lax.while_loop(
+            is_due, lambda _: (x, typed.asarray(False)), (y, typed.asarray(True))
+        )[0]
 
     return vmapped(choose, mask.ndim)(mask, x, y)
 

@@ -18,7 +18,7 @@ import tapax
 from .build import by_hand
 from .compare import Mismatch, arguments
 from .edits import decide
-from .program import Program, is_explicit
+from .program import Jit, Program, is_explicit, nodes
 from .reference import Record, Undecided, run
 from .sites import Path, Site
 
@@ -61,7 +61,7 @@ def check_nonfinite(program: Program) -> None:
         reaches = "reaches" if is_bad else "does not reach"
         raise Mismatch(f"the NaN at {site.label!r} {reaches} a result, but this is found:\n{found}")
     if found is not None:
-        _compare(site, record, found, may_lack_axes=is_explicit(program.body))
+        _compare(program, site, record, found)
 
 
 def _place(program: Program) -> tuple[Site, Record]:
@@ -78,7 +78,7 @@ def _place(program: Program) -> tuple[Site, Record]:
     return places[np.random.default_rng(program.seed).integers(len(places))]
 
 
-def _compare(site: Site, record: Record, found: tapax.Finding, *, may_lack_axes: bool) -> None:
+def _compare(program: Program, site: Site, record: Record, found: tapax.Finding) -> None:
     def numbers(*kinds: str) -> tuple[int, ...]:
         pairs = zip(site.axes, record.index, strict=True)
         return tuple(i for axis, i in pairs if axis.kind in kinds)
@@ -91,9 +91,12 @@ def _compare(site: Site, record: Record, found: tapax.Finding, *, may_lack_axes:
         "index": (0,) * len(site.shape),
         "count": 1,
     }
-    if may_lack_axes and not found.mapped:
+    # JAX names the call for what a backward rule does, and 0.10 for what an inlined function does.
+    inlined = any(isinstance(node, Jit) and node.inline for node in nodes(program.body))
+    has_source = site.path[-1] != "bwd" and not inlined
+    if is_explicit(program.body) and not found.mapped:
         del want["mapped"], want["index"]
-    if site.path[-1] != "bwd":  # JAX names the call for what its backward rule does
+    if has_source:
         want["source"] = f"{__file__}:{LINE}"
     got = {name: getattr(found, name) for name in want}
     want["device"] = numbers("shard")
