@@ -9,7 +9,7 @@ newest Python found for it, and the newest jax with `jax_enable_checks`. Tests m
 what could not run. The exit status is 1 if a test failed, or if some Python that was found could
 run nothing at all.
 
-XLA compiles without LLVM's optimisations, which takes a third less time, everywhere but in the
+XLA compiles without LLVM's optimisations, which takes a quarter less time, everywhere but in the
 newest combination of the whole matrix: that one compiles as users do. Compiled programs are kept in
 `.venv/compiled`, for the next run of the same tests and for other Pythons with the same jax.
 

@@ -27,7 +27,7 @@ class ClosedReducer:
 
     Both programs take what the reducer closes over before the rest. In a marked value it comes
     after the `count` arrays of the sown one, and that of the second program begins at `starts`.
-    There is no second program if the state does not keep its structure and types.
+    `following` is None for a state whose structure or types change from call to call.
     `code` is what the reducer says, whatever it closes over.
     """
 

@@ -120,9 +120,10 @@ class TappedBodies:
 
 
 def first_uid(jaxpr: Jaxpr) -> int:
-    """The first mark that was traced in a body; a large number if there is none.
+    """The number of the mark that was traced first in a body; a large one without any mark.
 
-    Those of jitted functions count if there are no others: they may have been traced long before.
+    Marks in jitted functions count only where there are no others, because such a function may have
+    been traced long before.
     """
     own, jitted = _uids(jaxpr)
     return min(own or jitted, default=sys.maxsize)

@@ -343,7 +343,10 @@ class _BadEquation:
         search = TransformedFunction(fn, _NonfiniteTransform(plan, False))
         try:
             program = search.traced_call(args, kwargs).program
-        except Exception:  # on an explicit mesh JAX cannot map every program with so many marks
+        except Exception:
+            # On an explicit mesh JAX cannot map every program with so many marks.
+            if not jax.sharding.get_abstract_mesh().explicit_axes:
+                raise
             return None
         return _source_location.counterpart(self.passes.jaxpr, self.path[-1], program.jaxpr)
 

@@ -81,7 +81,7 @@ def _site_method(method: str) -> str:
 
 
 def _is_graph(module: Module) -> bool:
-    """Whether a module is the functional model inside the `Sequential` that is running."""
+    """Whether the `Sequential` that is running wraps this functional model."""
     around = running_modules()
     return bool(around) and getattr(around[-1].module, "_functional", None) is module
 
