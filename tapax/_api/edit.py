@@ -21,7 +21,8 @@ that value, or of everything that a capture of the site returns, with an axis fo
 or anything between: missing axes are the outermost. A number fills the value.
 
 Of a call that has several gradients, one around the other, the innermost is edited: the one around
-is that of the edited function.
+is that of the edited function. A value that the backward pass of a `jax.custom_vjp` marks is edited
+where `fn` itself takes the gradient.
 
 Where several edits pick one site, they are done in the order that they are given in. What a capture
 shows of an edited site, value and gradient, is what goes on from there.

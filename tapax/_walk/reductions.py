@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from tapax import _jax
 from tapax._jax import PyTree, Value, map_leaves, pytrees, typed
-from tapax._jaxpr.leading_axes import align, vmapped
+from tapax._jaxpr.leading_axes import vmapped, where
 from tapax._sites import Site, SiteError
 from tapax.reduce import Reducer
 
@@ -44,10 +44,8 @@ class Reduction(NamedTuple):
     def empty(self, like: Sequence[Any]) -> list[Any]:
         """A state that has seen nothing, of the types of another, with all of its axes."""
         start = jax.tree.leaves(_started(self.reducer, self.own))
-        return [
-            _jax.with_varying(jnp.broadcast_to(x, t.shape), _jax.varying_axes(t))
-            for x, t in zip(start, like, strict=True)
-        ]
+        both = zip(start, like, strict=True)
+        return [_jax.like(jnp.broadcast_to(x, t.shape), t) for x, t in both]
 
     def combine(self, a: Sequence[Any], b: Sequence[Any], lead: int) -> list[Any]:
         """Two states as one; `lead` axes of loops come first."""
@@ -72,8 +70,7 @@ class Reduction(NamedTuple):
         if valid is None:
             return list(state)
         empty = self.empty([jax.typeof(x) for x in state])
-        both = zip(state, empty, strict=True)
-        return [jnp.where(align(valid, x.ndim), x, y) for x, y in both]
+        return [where(valid, x, y) for x, y in zip(state, empty, strict=True)]
 
     def finish(self, state: Sequence[Any], valid: Value, lead: int) -> Any:
         """The result: zeros where nothing ran."""
@@ -81,7 +78,7 @@ class Reduction(NamedTuple):
         result = fn(self.treedef.unflatten(self.masked(state, valid)))
         if valid is None:
             return map_leaves(typed.asarray, result)
-        return map_leaves(lambda x: jnp.where(align(valid, x.ndim), x, typed.zeros_like(x)), result)
+        return map_leaves(lambda x: where(valid, x, _jax.zeros(jax.typeof(x))), result)
 
 
 def reduce(

@@ -282,13 +282,16 @@ Way = Callable[[Program, Edited, Given], Any]
 def _expected(program: Program, hand: Edited, known: Given, *, plainly: bool) -> tuple[Way, Any]:
     """How the edited program is called, the first way that JAX allows; what it gives by hand.
 
-    Edits of gradients are of those that the function takes itself, not of one from outside.
+    Edits of gradients are of those that the function takes itself, not of one from outside; and so
+    are edits of what the backward pass of a custom function marks.
     """
+    found = sites(program)
+    backward = any("bwd" in site.path for edit in program.edits for site in picked(edit, found))
     ways: list[Way] = [call]
     if program.how == "plain" and any(edit.traced for edit in program.edits):
         # JAX maps no branch over values that are divided over an explicit mesh.
         ways = [call] if is_explicit(program.body) else [sweep, call]
-    elif program.how != "plain" and all(edit.of == "value" for edit in program.edits):
+    elif program.how != "plain" and not backward and all(e.of == "value" for e in program.edits):
         ways = [gradient, tangent, call]
     # A while loop backward, a custom_vjp forward, types that JAX does not map on a mesh.
     refuses = Exception if is_explicit(program.body) else (TypeError, ValueError)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import tapax
@@ -174,3 +175,20 @@ def test_leaves_that_vary_over_different_axes(wide):
     _, taps = captured(f, jnp.asarray(S), values={"h": ties.total})
     close(taps.values["h:0"], 2 * S.max())
     assert int(taps.values["h:1"]) == 2
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(("x", "y"))])
+def test_branches_that_examples_of_an_explicit_mesh_take(spec):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    x = np.linspace(-1, 2, 24).reshape(8, 3)
+    reducers = [*ALL, R.sum(axis=0), R.histogram(EDGES), R.topk(2), R.last]
+    one = lambda x: lax.cond(x[0] > 0, lambda x: tapax.sow(jnp.sin(x), "h"), lambda x: x, x)
+    with jax.set_mesh(mesh):
+        given = jax.device_put(x, spec)
+        _, taps = captured(jax.vmap(one), given, values={"h": reducers})
+    taken = np.sin(x[x[:, 0] > 0])
+    check(taps.values, "h", [[taken]], ())
+    close(taps.values["h:sum"], taken.sum(0))
+    close(taps.values["h:histogram"], np.histogram(taken, EDGES)[0])
+    close(taps.values["h:topk"], np.sort(taken.ravel())[:-3:-1])
+    close(taps.values["h:last"], np.where(x[:, :1] > 0, np.sin(x), 0))
