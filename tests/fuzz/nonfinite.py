@@ -91,9 +91,10 @@ def _compare(program: Program, site: Site, record: Record, found: tapax.Finding)
         "index": (0,) * len(site.shape),
         "count": 1,
     }
-    # JAX names the call for what a backward rule does, and 0.10 for what an inlined function does.
+    # JAX names the call for what a derivative rule does, if the function that it is of was traced
+    # before; and 0.10 for what an inlined function does.
     inlined = any(isinstance(node, Jit) and node.inline for node in nodes(program.body))
-    has_source = site.path[-1] != "bwd" and not inlined
+    has_source = not {"bwd", "own"} & set(site.path) and not inlined
     if is_explicit(program.body) and not found.mapped:
         del want["mapped"], want["index"]
     if has_source:
