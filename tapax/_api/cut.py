@@ -68,7 +68,7 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
 def _cut(site: Any, modules: Any) -> tuple[Plan, int | None]:
     """What a cut is at: sites, of which there should be one, and an iteration."""
     if not isinstance(site, At):
-        return Plan.make(site, None, modules=modules, names=("site", "")), None
+        return Plan.make(site, None, modules=modules, replacing=True, names=("site", "")), None
     if not isinstance(site.step, int):
         raise SiteError(
             f"A cut is at one iteration, whose number is known when the function is traced, but "

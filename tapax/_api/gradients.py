@@ -63,7 +63,7 @@ def value_and_grad(
 ) -> Callable[P, Any]:
     """A function that returns what `loss` does, and its gradients by the values of its sites."""
     check_function(loss, "value_and_grad")
-    plan = Plan.make(at, None, modules=modules, names=AT)
+    plan = Plan.make(at, None, modules=modules, replacing=True, names=AT)
     return transformed(loss, _GradientTransform(plan, has_aux))
 
 
@@ -77,7 +77,7 @@ def jacobian(
     """
     check_function(fn, "jacobian")
     both = [
-        Plan.make(selection, None, modules=modules, names=(name, ""))
+        Plan.make(selection, None, modules=modules, replacing=True, names=(name, ""))
         for name, selection in (("wrt", wrt), ("of", of))
     ]
     plan = dataclasses.replace(both[0], values=(both[0].values, both[1].values))

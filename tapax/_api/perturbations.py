@@ -51,7 +51,7 @@ def perturbations(
     """
     check_function(fn, "perturbations")
     _refuse_steps(at)
-    plan = Plan.make(at, None, modules=modules, names=AT)
+    plan = Plan.make(at, None, modules=modules, replacing=True, names=AT)
     call = TransformedFunction(fn, _PerturbationTransform(plan))
 
     @functools.wraps(fn, updated=())
@@ -74,7 +74,7 @@ def perturbed(
     check_function(fn, "perturbed")
     _refuse_steps(at)
     call = TransformedFunction(
-        fn, _PerturbationTransform(Plan.make(at, None, modules=modules, names=AT))
+        fn, _PerturbationTransform(Plan.make(at, None, modules=modules, replacing=True, names=AT))
     )
 
     @functools.wraps(fn, updated=())

@@ -48,13 +48,15 @@ class Structure:
 class MarkingPolicy:
     """What a capture marks: a hashable value, so that equal captures hit the caches of JAX.
 
-    `changing` if what is marked may be edited, `pairs` if gradients meet their values.
+    `changing` if what is marked may be edited, `replacing` if other values may come in its place,
+    `pairs` if gradients meet their values.
     """
 
     rules: frozenset[Rule] = frozenset()
     modules: frozenset[ModuleFilter] = frozenset()
     structure: Structure | None = None
     changing: bool = False
+    replacing: bool = False
     pairs: bool = False
 
     def admits(self, module: Any, method: str) -> frozenset[ModuleFilter]:
@@ -63,14 +65,14 @@ class MarkingPolicy:
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
 
     def __or__(self, other: MarkingPolicy) -> MarkingPolicy:
-        changing = self.changing or other.changing
         rules, modules = self.rules | other.rules, self.modules | other.modules
-        return MarkingPolicy(rules, modules, self.structure, changing, self.pairs or other.pairs)
+        both = {name: self.on_marks[name] or other.on_marks[name] for name in self.on_marks}
+        return MarkingPolicy(rules, modules, self.structure, **both)
 
     @property
-    def on_marks(self) -> dict[str, Any]:
+    def on_marks(self) -> dict[str, bool]:
         """What every mark is told."""
-        return {"changing": self.changing, "pairs": self.pairs}
+        return {name: getattr(self, name) for name in ("changing", "replacing", "pairs")}
 
 
 _context = typed.make_user_context(())

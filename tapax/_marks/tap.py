@@ -74,7 +74,8 @@ class Mark:
     mark that is traced; bodies that JAX traces once and uses several times share it. `admitted` are
     the policies of the captures by which a module's result is a site, `members` those of an
     ensemble that share its batch. `changing` if the value, or its gradient, may be edited: then its
-    derivatives are those of an edit that is not known yet. It `pairs` the gradient with the value
+    derivatives are those of an edit that is not known yet. `replacing` if another value may come in
+    its place, whose derivatives are those of the value. It `pairs` the gradient with the value
     if a reducer compares them. `structure` is that of the value whose arrays are marked, of which
     this is number `leaf`; a value without arrays has a mark all the same.
     """
@@ -92,6 +93,7 @@ class Mark:
     collection: Any = None
     admitted: frozenset[Any] = frozenset()
     changing: bool = False
+    replacing: bool = False
     pairs: bool = False
     structure: ValueStructure | None = None
     leaf: int = 0
@@ -295,7 +297,8 @@ def _hoist(stage: Any, tracers: Any, params: PyTree) -> Any:
 
     The token stays with it: one for each iteration is none too many, as it has no bytes.
     """
-    if params["kind"] != "value" or params["mark"].changing:
+    mark = params["mark"]
+    if params["kind"] != "value" or mark.changing or mark.replacing:
         return stage()
     _, token = stage()
     return [tracers[0], token]

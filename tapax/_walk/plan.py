@@ -53,7 +53,8 @@ class Choice:
 class Plan:
     """Which values and which gradients to capture, and how many iterations of a while loop.
 
-    Or, if it is `changing`, which ones to edit.
+    Or, if it is `changing`, which ones to edit; if it is `replacing`, which ones to perturb, or to
+    start from.
     """
 
     values: Selection
@@ -62,6 +63,7 @@ class Plan:
     modules: Selection = "**"
     policy: ModuleFilter | None = True
     changing: bool = False
+    replacing: bool = False
     names: tuple[str, str] = ("values", "grads")
     """What the arguments are called that the selections came from."""
 
@@ -74,6 +76,7 @@ class Plan:
         modules: Any = True,
         *,
         changing: bool = False,
+        replacing: bool = False,
         reducing: bool = False,
         names: tuple[str, str] = ("values", "grads"),
     ) -> Plan:
@@ -84,14 +87,14 @@ class Plan:
         which, policy = _modules(modules)
         both = zip((values, grads), names, strict=True)
         sites = [_fixed(check(part, name, reducing=reducing)) for part, name in both]
-        return cls(sites[0], sites[1], steps, which, policy, changing, names)
+        return cls(sites[0], sites[1], steps, which, policy, changing, replacing, names)
 
     def marking_policy(self, structure: Structure | None = None) -> MarkingPolicy:
         """What has to be marked for this plan, in a function of arguments of that structure."""
         found = frozenset((*rules(self.values), *rules(self.grads)))
         policies = frozenset[ModuleFilter](() if self.policy is None else {self.policy})
         pairs = any(r.paired for _, r in self.reducers)
-        return MarkingPolicy(found, policies, structure, self.changing, pairs)
+        return MarkingPolicy(found, policies, structure, self.changing, self.replacing, pairs)
 
     @property
     def asks(self) -> bool:

@@ -132,7 +132,7 @@ def _make_capture(key: Hashable, options: _ApplyOptions) -> Any:
             found = _list_perturbations(given.variables, sites, ADAPTER.name(module), is_mutable)
             return {name: jnp.asarray(x, sites[name].dtype) for name, x in found}
 
-        adding = AdditionTransform(Plan.make("**", None, modules=False), choose)
+        adding = AdditionTransform(Plan.make("**", None, modules=False, replacing=True), choose)
         return TransformedFunction(run, adding)((), (given,), {})
 
     def call(given: _ApplyArguments) -> Any:

@@ -305,3 +305,21 @@ def test_cut_at_an_iteration_of_a_recomputed_layer(wrap):
     for step in range(3):
         at = tapax.at("s", step=step)
         close(tapax.suffix(fn, at)(tapax.prefix(fn, at)(X), X), fn(X))
+
+
+def test_values_that_are_replaced_where_they_are_the_same_in_every_iteration():
+    # JAX computes such a value once, before the loop of a derivative.
+    def loss(x, w, mark=lambda k, i: tapax.sow(k, "k")):
+        step = lambda c, i: (c * mark(jnp.sin(w), i), None)
+        return jnp.sum(jnp.sin(lax.scan(step, x, jnp.arange(3))[0]))
+
+    w, other = jnp.float32(0.4), jnp.float32(1.3)
+    fn, at = jax.grad(loss), tapax.at("k", step=1)
+    close(tapax.suffix(fn, at)(tapax.prefix(fn, at)(X, w), X, w), fn(X, w))
+    replaced = lambda k, i: jnp.where(i == 1, other, k)
+    close(tapax.suffix(fn, at)(other, X, w), fn(X, w, replaced))
+    added = tapax.perturbations(fn)(X, w)["k"].at[1].set(other)
+    moved = lambda k, i: jnp.where(i == 1, k + other, k)
+    close(tapax.perturbed(fn)({"k": added}, X, w), fn(X, w, moved))
+    by_hand = jax.jacobian(lambda p: fn(X, w, lambda k, i: k + p[i]))(jnp.zeros(3))
+    close(tapax.jacobian(fn, of=None, wrt="k")(X, w), by_hand)
