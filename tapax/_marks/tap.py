@@ -57,6 +57,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import ad
+from jax.sharding import PartitionSpec
 
 from tapax import _jax
 from tapax._jax import Args, Equation, PyTree, Value, typed
@@ -156,7 +157,9 @@ def _impl(x: Value, *rest: Any, kind: str, **params: Any) -> list[Any]:
 
 def _abstract_eval(x: Value, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
-    token = [ShapedArray((0,), jnp.dtype(bool))] if kind in MAKES_TOKEN else []
+    # On the mesh of the value, as JAX may have to divide both alike.
+    mesh = x.sharding.update(spec=PartitionSpec(None))
+    token = [ShapedArray((0,), jnp.dtype(bool), sharding=mesh)] if kind in MAKES_TOKEN else []
     kept = kind == "value" or kind.startswith("grad")
     return [x, *token], ({tap_effect} if kept else set())
 

@@ -198,9 +198,27 @@ def _batch_cond(rule: Any) -> Any:
             index = _jax.unmapped(args[0], dims[0])
             branches = _in_branches(branches, index)
             args, dims = [*args, args[0]], [*dims, dims[0]]
-        return rule(axis_data, args, dims, branches=branches, **params)
+        return rule(axis_data, _divided(axis_data, args, dims), dims, branches=branches, **params)
 
     return batch
+
+
+def _divided(axis_data: Any, args: Sequence[Value], dims: Sequence[Any]) -> list[Value]:
+    """The operands, with tokens divided over an explicit mesh as the mapped axis is.
+
+    A token has no elements to divide, but JAX selects only among operands that are divided alike.
+    """
+    axis = axis_data.explicit_mesh_axis
+    if axis is None:
+        return list(args)
+
+    def divided(x: Value, dim: int | None) -> Value:
+        if dim is None or x.size:
+            return x
+        spec = list(jax.typeof(x).sharding.spec)
+        return _jax.with_spec(x, [*spec[:dim], axis, *spec[dim + 1 :]])
+
+    return [divided(x, dim) for x, dim in zip(args, dims, strict=True)]
 
 
 def _batch_while(rule: Any) -> Any:

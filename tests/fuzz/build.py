@@ -246,8 +246,14 @@ class _Builder:
 
         def run(x: jax.Array, env: Env) -> jax.Array:
             def local(x: jax.Array, outer: jax.Array, n: jax.Array) -> jax.Array:
-                at = () if env.at is None else map(lax.axis_index, split)
-                inner = _inside(env, outer, *at, n=n)
+                inner = env
+                if env.at is not None:
+                    # Outside of branches that some devices take: JAX sums the gradients of all
+                    # devices where a value begins to differ among them.
+                    given = jax.tree.map(lambda v: lax.pcast(v, split, to="varying"), env.at[0])
+                    places = map(lax.axis_index, split)
+                    inner = env._replace(at=(given, *env.at[1:], *places))
+                inner = _inside(inner, outer, n=n)
                 v = pre(x[0], inner)
                 if node.mean:
                     m = lax.pmean(v, "d")

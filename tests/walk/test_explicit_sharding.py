@@ -212,3 +212,24 @@ def test_calls_in_loops_and_branches_are_folded(name, over, wrap):
     first, second = np.sin(X), np.sin(np.sin(X)) * 2
     assert_close(taps.values["h"], second if name == "cond" else first + second, 1e-5)
     assert jax.typeof(taps.values["h"]).sharding.spec == jax.typeof(x).sharding.spec
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_gradients_in_branches_that_some_examples_take(in_a_loop):
+    def one(x):
+        loss = lambda x: jnp.sum(
+            lax.cond(x[0] > 0.4, lambda x: tapax.sow(jnp.sin(x), "h"), lambda x: x**2, x) ** 2
+        )
+        return lax.map(jax.grad(loss), x[None])[0] if in_a_loop else jax.grad(loss)(x)
+
+    x = jax.device_put(X, P("x", None))
+    for form in (jax.vmap(one), jax.jit(jax.vmap(one))):
+        out, taps = tapax.capture(form)(x)
+        taken = X[:, :1] > 0.4
+        h = np.sin(X)
+        assert_close(out, np.where(taken, 2 * h * np.cos(X), 4 * X**3), 1e-5)
+        shape = (1, *X.shape) if in_a_loop else X.shape
+        assert_close(taps.values["h"], np.where(taken, h, 0).reshape(shape), 1e-5)
+        assert_close(taps.grads["h"], np.where(taken, 2 * h, 0).reshape(shape), 1e-5)
+        edited = tapax.edit(form, values={"h": lambda h: 3 * h})(x)
+        assert_close(edited, np.where(taken, 18 * h * np.cos(X), 4 * X**3), 1e-5)
