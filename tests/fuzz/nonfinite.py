@@ -50,6 +50,10 @@ def check_nonfinite(program: Program) -> None:
     fn, args = by_hand(program, mark), arguments(program)
     if program.how != "plain":
         fn = jax.jit(fn)
+    try:
+        jax.jit(fn)(jnp.asarray(False), *args)
+    except Exception as error:
+        raise Undecided("JAX refuses the program with a plant in it") from error
     find = tapax.find_nonfinite(fn)
     nothing = find(jnp.asarray(False), *args)
     if nothing is not None:
