@@ -95,10 +95,10 @@ def _compare(program: Program, site: Site, record: Record, found: tapax.Finding)
         "index": (0,) * len(site.shape),
         "count": 1,
     }
-    # JAX names the call for what a derivative rule does, if the function that it is of was traced
-    # before; and 0.10 for what an inlined function does.
+    # JAX names the call for what a custom function does, if it was traced before the derivative is
+    # taken; and 0.10 for what an inlined function does.
     inlined = any(isinstance(node, Jit) and node.inline for node in nodes(program.body))
-    has_source = not {"bwd", "own"} & set(site.path) and not inlined
+    has_source = not {"bwd", "own", "body"} & set(site.path) and not inlined
     if is_explicit(program.body) and not found.mapped:
         del want["mapped"], want["index"]
     if has_source:
