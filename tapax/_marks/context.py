@@ -70,7 +70,7 @@ class MarkingPolicy:
         return MarkingPolicy(rules, modules, self.structure, **both)
 
     @property
-    def on_marks(self) -> dict[str, bool]:
+    def on_marks(self) -> dict[str, Any]:
         """What every mark is told."""
         return {name: getattr(self, name) for name in ("changing", "replacing", "pairs")}
 
