@@ -6,7 +6,7 @@ from tapax import reduce
 from tapax._lazy import load_lazily
 from tapax._marks.sow import perturb, scope, sow
 from tapax._results import SiteTable, Taps
-from tapax._sites import Site, SiteError, at, lines, named, ops
+from tapax._sites import Site, SiteError, at, glob, lines, named, ops
 
 if TYPE_CHECKING:
     from tapax import attribute, compat, hidden, nn, plot
@@ -38,6 +38,7 @@ __all__ = [
     "compat",
     "edit",
     "find_nonfinite",
+    "glob",
     "grad",
     "hidden",
     "jacobian",

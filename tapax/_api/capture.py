@@ -51,7 +51,11 @@ def capture(
     `values` and `grads` select the sites whose values and whose gradients to return; gradients are
     those that `fn` itself takes. A site that is named exactly is returned, or the call raises
     `SiteError`. A mapping such as `{"**/mlp": tapax.reduce.rms}` returns statistics instead, taken
-    inside the program. `steps` keeps the first iterations of while loops instead of the last.
+    inside the program, or what a function makes of each value; a reducer alone is for every site.
+    `steps` keeps the first iterations of while loops instead of the last.
+
+    The inputs of modules, `GPT/attn.input`, and the weights of attention, `GPT/attn:weights`, are
+    sites where a selection asks for them.
 
     Every result of a module of Flax, Equinox, Haiku, brainstate or Keras is a site.
     `modules=False`, a selection, or a filter `(module, method_name) -> bool` narrows that.

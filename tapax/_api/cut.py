@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._api.change_builder import ChangeBuilder, check_step
+from tapax._api.change_builder import ChangeBuilder
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function, transformed
@@ -35,7 +35,7 @@ from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.restage import Scan
 from tapax._marks.marked_jaxprs import Uids, strip
 from tapax._marks.operations import internal_operations
-from tapax._sites import At, Selection, SiteError, as_array
+from tapax._sites import At, OneSite, Selection, SiteError, as_array, check, flatten, show
 from tapax._walk.changes import Part
 from tapax._walk.interpreter import Interpreter, WalkHooks
 from tapax._walk.plan import Plan
@@ -47,7 +47,7 @@ P = ParamSpec("P")
 def prefix(fn: Callable[P, Any], site: Selection, *, modules: Any = True) -> Callable[P, Any]:
     """A function that returns the value of a site of `fn`, and computes nothing after it."""
     check_function(fn, "prefix")
-    return transformed(fn, _PrefixTransform(*_cut(site, modules)))
+    return transformed(fn, _PrefixTransform(_cut(site, modules)))
 
 
 def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
     It computes nothing that only leads to the site.
     """
     check_function(fn, "suffix")
-    call = TransformedFunction(fn, _SuffixTransform(*_cut(site, modules)))
+    call = TransformedFunction(fn, _SuffixTransform(_cut(site, modules)))
 
     @functools.wraps(fn, updated=())
     def after(value: PyTree, *args: Any, **kwargs: Any) -> Any:
@@ -65,16 +65,16 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
     return after
 
 
-def _cut(site: Any, modules: Any) -> tuple[Plan, int | None]:
-    """What a cut is at: sites, of which there should be one, and an iteration."""
-    if not isinstance(site, At):
-        return Plan.make(site, None, modules=modules, replacing=True, names=("site", "")), None
-    if not isinstance(site.step, int):
-        raise SiteError(
-            f"A cut is at one iteration, whose number is known when the function is traced, but "
-            f"`step` is {site.step} in tapax.{site}."
-        )
-    return _cut(site.selection, modules)[0], site.step
+def _cut(site: Any, modules: Any) -> Plan:
+    """What a cut is at: sites, of which there should be one, and perhaps an iteration."""
+    for part in flatten(check(site, "site")):
+        if isinstance(part, At) and (part.index is not None or not isinstance(part.step, int)):
+            what = f"index={part.index}" if part.index is not None else f"step={part.step}"
+            raise SiteError(
+                f"A cut is at one iteration, whose number is known when the function is traced, "
+                f"and at a whole value, but tapax.{part} has {what}."
+            )
+    return Plan.make(site, None, modules=modules, replacing=True, names=("site", ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +82,19 @@ class _CutTransform(Transform):
     """Cuts a program at a site."""
 
     plan: Plan
-    step: int | None
     stateless = True
 
     def prepare(self, call: TracedCall) -> Any:
-        spot = self._spot(call)
-        if self.step is not None:
-            call = _split(call, spot, self.step)
-            spot = self._spot(call)
+        spot = self._only(survey(call, self.plan))
+        steps = spot.readings[0].steps
+        if len(steps) > len(spot.loops):
+            spot.check_step(0, None)
+        plan = dataclasses.replace(self.plan, values=OneSite(spot.site.name))
+        # Peeling a loop leaves the depths of those around it as they are.
+        for depth, step in zip(spot.loops, steps, strict=False):
+            if step is not None:
+                call = _split(call, spot, depth, step)
+                spot = self._only(survey(call, plan))
         if any(a.is_loop for a in spot.around):
             loops = ", ".join(str(a) for a in spot.around if a.is_loop)
             raise SiteError(
@@ -104,17 +109,18 @@ class _CutTransform(Transform):
             )
         return call.program, spot
 
-    def _spot(self, call: TracedCall) -> Spot:
-        spots = survey(call, self.plan)
-        if len(spots) == 1:
+    def _only(self, spots: Sequence[Spot]) -> Spot:
+        if len(spots) == 1 and len(spots[0].readings) == 1:
             return spots[0]
+        asked = show(self.plan.values)
         if not spots:
-            raise SiteError(f"A cut was asked for at {self.plan.values!r}, but it picks no site.")
-        names = ", ".join(repr(s.site.name) for s in spots[:5])
+            raise SiteError(f"A cut was asked for at {asked}, but it picks no site.")
+        found = [(spot.site, reading.path) for spot in spots for reading in spot.readings]
+        names = ", ".join(repr(dataclasses.replace(s, path=path).name) for s, path in found[:5])
         site = spots[0].site
-        more = " and more" if len(spots) > 5 else ""
+        more = " and more" if len(found) > 5 else ""
         raise SiteError(
-            f"A cut is at one site, but {self.plan.values!r} picks {len(spots)}, so the program "
+            f"A cut is at one site, but {asked} picks {len(found)}, so the program "
             f"crosses it more than once: {names}{more}. Name one of them: the first, marked at "
             f"{site.source}, is {f'{site.path}@{site.call}'!r}."
         )
@@ -124,7 +130,7 @@ class _PrefixTransform(_CutTransform):
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         program, spot = prepared
         name = spot.site.name
-        plan = dataclasses.replace(self.plan, values=lambda site: site.name == name)
+        plan = dataclasses.replace(self.plan, values=OneSite(name))
 
         def before(*arrays: Value) -> Any:
             return program.walk(plan, arrays)[1].values[name]
@@ -158,7 +164,7 @@ class _SuffixTransform(_CutTransform):
         def after(value: PyTree, *arrays: Value) -> Any:
             builder = ChangeBuilder()
             part = Part(value, spot.depths, len(spot.mapped))
-            builder.change(spot, lambda x, counter, part: part, [part])
+            builder.change(spot, lambda x, counters, part: part, [part])
             return TracedCall(program, arrays).run_changed(builder.changes())
 
         return _needed(after, [call.operands, *call.arrays]), ()
@@ -172,17 +178,15 @@ def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _split(call: TracedCall, spot: Spot, step: int) -> TracedCall:
-    """The call with one iteration of the innermost loop around a site written out."""
-    if spot.loop is None:
-        raise SiteError(f"The {spot.site.described}, is in no loop. Leave `step` out.")
-    if spot.around[spot.loop].kind is not Kind.SCAN:
+def _split(call: TracedCall, spot: Spot, depth: int, step: int) -> TracedCall:
+    """The call with one iteration of the loop at a depth around a site written out."""
+    if spot.around[depth].kind is not Kind.SCAN:
         raise SiteError(
             f"The {spot.site.described}, is in a while loop: how often that runs is not known "
             "beforehand, so the function cannot be cut at one of its iterations."
         )
-    check_step(spot, step)
-    walk = Walk(Plan(None, None), hooks=_PeelHooks(spot, step))
+    spot.check_step(step, depth)
+    walk = Walk(Plan(None, None), hooks=_PeelHooks(spot.uid, depth, step))
     walk.nested = True
     made = jax.make_jaxpr(lambda *arrays: call.program.run(walk, arrays))(*call.arrays)
     return dataclasses.replace(call, program=dataclasses.replace(call.program, jaxpr=made))
@@ -191,15 +195,15 @@ def _split(call: TracedCall, spot: Spot, step: int) -> TracedCall:
 class _PeelHooks(WalkHooks):
     """Leaves taps where they are, and takes one iteration out of the scan around a site."""
 
-    def __init__(self, spot: Spot, step: int):
-        self._spot, self._step = spot, step
+    def __init__(self, uid: int, depth: int, step: int):
+        self._uid, self._depth, self._step = uid, depth, step
         self._uids = Uids()
 
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
-        if kind_of(eqn) is not Kind.SCAN or len(walk.around) != self._spot.loop:
+        if kind_of(eqn) is not Kind.SCAN or len(walk.around) != self._depth:
             return walk.evaluate_equation(eqn, args)
         loop = Scan.of(eqn, walk.materialize(eqn.invars, args))
-        if self._spot.uid not in self._uids.within(loop.body):
+        if self._uid not in self._uids.within(loop.body):
             return walk.evaluate_equation(eqn, args)
 
         def once(values: list[Value]) -> tuple[list[Value], None]:

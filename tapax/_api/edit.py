@@ -52,7 +52,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tapax._api.change_builder import ChangeBuilder, EditRule, check_step
+from tapax._api.change_builder import ChangeBuilder, EditOperands, EditRule
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
@@ -88,7 +88,7 @@ def edit(
 
 
 def edited(
-    fn: Callable[P, R], given: Sequence[tuple[EditRule, tuple[Any, Any]]] = (), modules: Any = True
+    fn: Callable[P, R], given: Sequence[tuple[EditRule, EditOperands]] = (), modules: Any = True
 ) -> Callable[P, R]:
     """A function like `fn` with some edits, each a rule and what it is given."""
     rules, operands = [rule for rule, _ in given], [operand for _, operand in given]
@@ -97,7 +97,7 @@ def edited(
     return transformed(fn, _EditTransform(plan, tuple(rules)), tuple(operands))
 
 
-def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, tuple[Any, Any]]]:
+def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, EditOperands]]:
     """Each edit as a rule, and what it is given: an array, the number of an iteration."""
     pairs = edits.items() if isinstance(edits, Mapping) else () if edits is None else edits
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
@@ -123,13 +123,21 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, tuple[Any, Any
                     "to be chosen: it is the innermost, and those around are derivatives of what "
                     f"is edited. Leave {part[part.index('~') :]!r} out."
                 )
-            if not isinstance(part, At):
-                yield EditRule(of, part, fn), (array, None)
-            elif isinstance(part.step, StepSlice):
-                yield EditRule(of, part.selection, fn, part.step), (array, None)
-            else:
-                step = np.int32(part.step) if isinstance(part.step, int) else part.step
-                yield EditRule(of, part.selection, fn, True), (array, step)
+            yield _rule(of, part, fn, array)
+
+
+def _rule(
+    of: str, part: Any, fn: Callable[..., Any] | None, array: Any
+) -> tuple[EditRule, EditOperands]:
+    if not isinstance(part, At):
+        return EditRule(of, part, fn), EditOperands(array)
+    numbers = () if part.index is None else part.index.numbers
+    index = None if part.index is None else part.index.with_numbers(())
+    if part.step is None or isinstance(part.step, StepSlice):
+        rule = EditRule(of, part.selection, fn, part.step or False, index)
+        return rule, EditOperands(array, None, numbers)
+    step = np.int32(part.step) if isinstance(part.step, int) else part.step
+    return EditRule(of, part.selection, fn, True, index), EditOperands(array, step, numbers)
 
 
 def _as_array(what: Any, argument: str, selection: Any) -> Any:
@@ -161,24 +169,24 @@ class _EditTransform(Transform):
         return spots
 
     def check(self, prepared: PyTree, operands: PyTree) -> None:
-        for spot in prepared:
-            for rule, (_, step) in zip(self.rules, operands, strict=True):
-                if rule.picks(spot) and rule.step is True and not isinstance(step, Tracer):
-                    check_step(spot, int(step))
+        for rule, given in zip(self.rules, operands, strict=True):
+            if rule.step is True and not isinstance(given.step, Tracer):
+                for target in (target for spot in prepared for target in rule.targets(spot)):
+                    target.spot.check_step(int(given.step), target.loop)
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         builder = ChangeBuilder(call.checked)
         for spot in prepared:
-            for rule, (array, step) in zip(self.rules, call.operands, strict=True):
-                if rule.picks(spot):
-                    builder.add(rule, spot, array, step)
+            for rule, given in zip(self.rules, call.operands, strict=True):
+                for target in rule.targets(spot):
+                    builder.add(rule, target, given)
         return call.run_changed(builder.changes()), ()
 
 
 def _check_reached(rule: EditRule, spots: Sequence[Spot]) -> None:
     """Raises for an edit that would do nothing."""
     picked = [spot for spot in spots if rule.picks(spot)]
-    if not picked and not callable(rule.selection):
+    if not picked:
         raise SiteError(f"{rule} is edited, but it matches no site.")
     if picked and not any(spot.reaches for spot in picked):
         site = picked[0].site

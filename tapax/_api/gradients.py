@@ -18,22 +18,24 @@ before the sites is differentiated, and no parameter's gradient is computed.
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._api.change_builder import check_step
+from tapax._api.change_builder import whole
 from tapax._api.perturbations import AT, adding, differentiable, zeros_at
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
 from tapax._jax import PyTree, Value
+from tapax._jaxpr.leading_axes import vmapped
 from tapax._results import SiteDict
-from tapax._sites import Selection, SiteError
+from tapax._sites import OneSite, Selection, SiteError, StepSlice
 from tapax._walk.plan import Plan
 
 P = ParamSpec("P")
@@ -110,14 +112,15 @@ class _GradientTransform(Transform):
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         def loss(zeros: list[Any]) -> Any:
-            outs = call.run_changed(adding(prepared, zeros, _inject))
+            outs = call.run_changed(adding(map(whole, prepared), zeros, _inject))
             return outs[0], outs
 
-        zeros = [zeros_at(spot) for spot in prepared]
+        zeros = [zeros_at(whole(spot)) for spot in prepared]
         value, back, outs = jax.vjp(loss, zeros, has_aux=True)
         (grads,) = back(jnp.ones_like(value))
         both = zip(prepared, grads, strict=True)
-        return outs, SiteDict((spot.site.name, _iterations(spot, grad)) for spot, grad in both)
+        found = (pair for spot, grad in both for pair in _readings(spot, grad))
+        return outs, SiteDict(found)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         pair = isinstance(out, tuple) and len(out) == 2
@@ -143,20 +146,23 @@ def _(primals: PyTree, tangents: PyTree) -> Any:
     return primals[0], functools.reduce(jnp.add, moved) if moved else tangents[0]
 
 
-def _iterations(spot: Spot, grad: Any) -> Any:
-    """Of a gradient with all iterations, those that are asked for."""
-    if spot.step is None:
-        return grad
-    if spot.loop is None:
-        raise SiteError(
-            f"`step` was given for the {spot.site.described}, which is in no loop. Leave `step` "
-            "out."
-        )
-    if isinstance(spot.step, int):
-        check_step(spot, spot.step)
-    axis = spot.depths.index(spot.loop)
-    index = spot.step if isinstance(spot.step, int) else spot.step.slice
-    return grad[(*(slice(None) for _ in range(axis)), index)]
+def _readings(spot: Spot, grad: Any) -> Iterator[tuple[str, Any]]:
+    """Of a gradient with all iterations and entries, those that are asked for, by name."""
+    for reading in spot.readings:
+        steps = dict(itertools.zip_longest(spot.loops, reading.steps))
+        index: list[Any] = []
+        for depth in spot.depths:
+            step = steps.pop(depth, None)
+            if isinstance(step, int):
+                spot.check_step(step, depth)
+            index.append(step.slice if isinstance(step, StepSlice) else step)
+        if any(step is not None for step in steps.values()):
+            spot.check_step(0, None)
+        part = grad[tuple(slice(None) if i is None else i for i in index)]
+        if reading.index is not None:
+            reading.index.check(spot.own.shape, spot.site)
+            part = vmapped(reading.index.pick, part.ndim - len(spot.own.shape))(part)
+        yield dataclasses.replace(spot.site, path=reading.path).name, part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +183,14 @@ class _JacobianTransform(Transform):
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         wrt, of = prepared
-        plan = dataclasses.replace(self.of, values=lambda site: of and site.name == of.site.name)
+        plan = dataclasses.replace(self.of, values=None if of is None else OneSite(of.site.name))
 
         def inner(zeros: PyTree) -> Any:
-            changes = adding([wrt], [zeros], _inject)
+            changes = adding([whole(wrt)], [zeros], _inject)
             outs, taps = call.program.walk(plan, call.arrays, changes)
             return outs if of is None else taps.values[of.site.name]
 
-        zeros = zeros_at(wrt)
+        zeros = zeros_at(whole(wrt))
         results = jax.tree.leaves(jax.eval_shape(inner, zeros))
         forward = math.prod(wrt.site.shape) < sum(math.prod(x.shape) for x in results)
         made = (jax.jacfwd if forward else jax.jacrev)(inner)(zeros)
@@ -195,7 +201,7 @@ class _JacobianTransform(Transform):
 
 
 def _only(spots: Sequence[Spot], plan: Plan) -> Spot:
-    if len(spots) == 1 and spots[0].step is None:
+    if len(spots) == 1 and not any(reading.is_part for reading in spots[0].readings):
         return spots[0]
     name = f"{plan.names[0]}={plan.values!r}"
     names = ", ".join(repr(f"{s.site.path}@{s.site.call}") for s in spots)

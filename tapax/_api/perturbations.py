@@ -16,7 +16,7 @@ ordinary function:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import jax
@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tapax import _jax
-from tapax._api.change_builder import ChangeBuilder
+from tapax._api.change_builder import ChangeBuilder, Target, targets_of, whole
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
@@ -58,7 +58,8 @@ def perturbations(
     def zeros(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         found = survey(call.traced_call(args, kwargs), plan)
         spots = differentiable(found, plan, reaching=True)
-        return SiteDict((spot.site.name, _zeros(spot)) for spot in spots)
+        targets = (target for spot in spots for target in targets_of(plan.values, spot))
+        return SiteDict((target.name, _zeros(target)) for target in targets)
 
     return zeros
 
@@ -100,22 +101,22 @@ class _PerturbationTransform(Transform):
     plan: Plan
 
     def prepare(self, call: TracedCall) -> Any:
-        return _perturbed_spots(survey(call, self.plan), call.operands, reaching=True)
+        return _perturbed_targets(survey(call, self.plan), call.operands, reaching=True)
 
     def check(self, prepared: PyTree, operands: PyTree) -> None:
-        for spot, array in zip(prepared, operands.values(), strict=True):
-            wanted = _sharding(spot)
+        for target, array in zip(prepared, operands.values(), strict=True):
+            wanted = _sharding(target)
             if wanted is None or isinstance(array, Tracer) or not array.committed:
                 continue
             if array.sharding.device_set != wanted.device_set:
                 raise SiteError(
-                    f"The perturbation of the {spot.site.described}, has the sharding "
+                    f"The perturbation of the {target.site.described}, has the sharding "
                     f"{array.sharding}, but its values have {wanted}. Make perturbations with "
                     "tapax.perturbations, or put them there with jax.device_put."
                 )
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
-        arrays = [call.operands[spot.site.name] for spot in prepared]
+        arrays = [call.operands[target.name] for target in prepared]
         return call.run_changed(adding(prepared, arrays, jnp.add)), ()
 
 
@@ -131,16 +132,16 @@ class AdditionTransform(Transform):
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         chosen = self.choose(SiteTable([spot.site for spot in prepared]))
-        spots = _perturbed_spots(prepared, chosen)
-        return call.run_changed(adding(spots, list(chosen.values()), jnp.add)), ()
+        targets = _perturbed_targets(prepared, chosen)
+        return call.run_changed(adding(targets, list(chosen.values()), jnp.add)), ()
 
 
-def adding(spots: Sequence[Spot], arrays: Sequence[Any], add: Callable[..., Any]) -> Changes:
-    """The changes that add an array, by a function, to the value of each site."""
+def adding(targets: Iterable[Target], arrays: Sequence[Any], add: Callable[..., Any]) -> Changes:
+    """The changes that add an array, by a function, to the values of each target."""
     builder = ChangeBuilder()
-    for spot, array in zip(spots, arrays, strict=True):
-        part = Part(array, spot.depths, len(spot.mapped))
-        builder.change(spot, lambda x, counter, part: add(x, part), [part])
+    for target, array in zip(targets, arrays, strict=True):
+        part = Part(array, target.depths, len(target.spot.mapped))
+        builder.change_target(target, add, [part])
     return builder.changes()
 
 
@@ -190,22 +191,23 @@ def _why_not(spot: Spot, reaching: bool) -> str | None:
     return None
 
 
-def zeros_at(spot: Spot) -> Any:
-    """Zeros of the type of what a capture of a site returns."""
-    return _jax.with_spec(jnp.zeros(spot.site.shape, spot.own.dtype), spot.spec)
+def zeros_at(target: Target) -> Any:
+    """Zeros of the type of what a capture of a target returns."""
+    return _jax.with_spec(jnp.zeros(target.shape, target.spot.own.dtype), target.spec)
 
 
-def _zeros(spot: Spot) -> Any:
-    zeros, sharding = zeros_at(spot), _sharding(spot)
+def _zeros(target: Target) -> Any:
+    zeros, sharding = zeros_at(target), _sharding(target)
     return zeros if sharding is None else jax.device_put(zeros, sharding)
 
 
-def _sharding(spot: Spot) -> Any:
+def _sharding(target: Target) -> Any:
     """Where the parts of a perturbation lie that devices of a mesh have each their own of."""
-    names = [None if a.is_loop else a.name for a in (spot.around[d] for d in spot.depths)]
-    if not isinstance(spot.mesh, Mesh) or not any(names):
+    around = [target.spot.around[depth] for depth in target.depths]
+    names = [None if a.is_loop else a.name for a in around]
+    if not isinstance(target.spot.mesh, Mesh) or not any(names):
         return None
-    return NamedSharding(spot.mesh, PartitionSpec(*names))
+    return NamedSharding(target.spot.mesh, PartitionSpec(*names))
 
 
 def _refuse_steps(at: Selection) -> None:
@@ -213,35 +215,40 @@ def _refuse_steps(at: Selection) -> None:
         if isinstance(part, At):
             raise SiteError(
                 f"tapax.{part} was given, but a perturbation has a part for every iteration of a "
-                "loop. Give the selection without `step`, and leave the other parts zero."
+                "loop and every entry of a value. Give the selection itself, and leave the other "
+                "parts zero."
             )
 
 
-def _perturbed_spots(
+def _perturbed_targets(
     spots: Sequence[Spot], perturbations: Mapping[str, Any], *, reaching: bool = False
-) -> list[Spot]:
-    """The sites that perturbations are for; raises for one that does not fit."""
-    known = {spot.site.name: spot for spot in spots}
+) -> list[Target]:
+    """The values that perturbations are for; raises for one that does not fit."""
+    known = {spot.site.name: whole(spot) for spot in spots}
+    found: list[Target] = []
     for name, array in perturbations.items():
-        if name not in known:
+        layers = (target for spot in spots for target in targets_of(name, spot))
+        target = known.get(name) or next(layers, None)
+        if target is None:
             raise SiteError(
                 f"There is a perturbation of {name!r}, but no such site was reached when the "
                 f"function was traced. {nearest(name, known)}"
             )
-        _check_perturbation(known[name], array, reaching)
-    return [known[name] for name in perturbations]
+        _check_perturbation(target, array, reaching)
+        found.append(target)
+    return found
 
 
-def _check_perturbation(spot: Spot, array: Value, reaching: bool) -> None:
-    site = spot.site
+def _check_perturbation(target: Target, array: Value, reaching: bool) -> None:
+    site, spot = target.site, target.spot
     where = f"The perturbation of the {site.described},"
     why_not = _why_not(spot, reaching)
     if why_not is not None:
         raise SiteError(f"{where} cannot be added: {why_not}.")
-    if array.shape != site.shape:
+    if array.shape != target.shape:
         raise SiteError(
-            f"{where} has shape {list(array.shape)}, but its values have shape {list(site.shape)}. "
-            "Make perturbations with the arguments that they are for."
+            f"{where} has shape {list(array.shape)}, but its values have shape "
+            f"{list(target.shape)}. Make perturbations with the arguments that they are for."
         )
     if array.dtype != spot.own.dtype:
         raise SiteError(

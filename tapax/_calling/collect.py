@@ -23,7 +23,7 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
     entries = [*_summed(walk.entries), *walk.fold_entries()]
     place = _places(walk.sites)
     taken: tuple[list[Site], list[Site]] = ([], [])
-    ordered = sorted(entries, key=lambda e: (e.grad, place(e.site)))
+    ordered = sorted(entries, key=lambda e: (e.grad, *place(e)))
     reduced = [(e.site, e.reduction.reducer) for e in entries if e.reduction is not None]
     walk.plan.verify_reduced(reduced, walk.refused)
     for entry in (one for e in ordered for one in _results(e)):
@@ -39,7 +39,7 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
                 else f"Two reducers with the same name were asked for: {name!r}, marked at "
                 f"{site.source}, would be two arrays. Give one another name: reducer.named(...)."
             )
-        if entry.step is not None:
+        if any(step is not None for step in entry.steps):
             raise SiteError(
                 f"`step` was given for the {site.described}, which is in no loop. Leave `step` out."
             )
@@ -63,14 +63,20 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
     return Taps(values, grads, valid, SiteTable(tuple(sites.values())))
 
 
-def _places(sites: Sequence[Site]) -> Callable[[Site], int]:
-    """Where a site is in the program; the arrays of a fold are where its first value is."""
-    marked = [site.name for site in sites if site.kind != "grad"]
-    order = {name: i for i, name in reversed([*enumerate(marked)])}
+def _places(sites: Sequence[Site]) -> Callable[[Entry], tuple[int, tuple[int, ...], int]]:
+    """Where an entry is in the program; the arrays of a fold are where its first value is.
 
-    def place(site: Site) -> int:
-        whole = order.get(site.path.partition(":")[0], len(order))
-        return order.get(site.name, whole)
+    What is captured of single layers is in the order that they would have if they were written out.
+    """
+    marked = [site for site in sites if site.kind != "grad"]
+    order = {site.name: i for i, site in reversed([*enumerate(marked)])}
+    firsts = {site.layers[-1].path: order[site.name] for site in reversed(marked) if site.layers}
+
+    def place(entry: Entry) -> tuple[int, tuple[int, ...], int]:
+        whole = order.get(entry.site.path.partition(":")[0], len(order))
+        here = order.get(entry.site.name, order.get(entry.call.name, whole))
+        layers = entry.call.layers if entry.layer else ()
+        return firsts[layers[-1].path] if layers else here, entry.layer, here
 
     return place
 

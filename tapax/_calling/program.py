@@ -6,6 +6,7 @@ is compiled: see `_calling.transform` for that.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from tapax._calling.collect import collect
 from tapax._calling.signature import Signature
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import is_anchored, labels, resolve
+from tapax._frameworks.attention import observe_attention
 from tapax._frameworks.module_paths import new_call_stack
 from tapax._jax import Function, Jaxpr, PyTree, Static, Value, pytrees, typed
 from tapax._jax.pytrees import ValueStructure, split_arrays
@@ -122,9 +124,12 @@ def trace(
                 _check_result(fn, x)
         return results, Static(structure)
 
+    policy = plan.marking_policy(Structure.of(arguments))
+    weights = observe_attention() if "weights" in policy.asked else contextlib.nullcontext()
     with (
         registry.observe_calls(),
-        with_marks(plan.marking_policy(Structure.of(arguments))),
+        weights,
+        with_marks(policy),
         new_call_stack(),
         jax.disable_jit(False),
         _jax.no_names(),

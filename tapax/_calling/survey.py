@@ -10,10 +10,10 @@ from tapax._calling.program import TracedCall
 from tapax._jax import Value, typed, varying_axes
 from tapax._marks.marked_jaxprs import reaching
 from tapax._marks.tap import split_shape
-from tapax._sites import Site
+from tapax._sites import Site, SiteError
 from tapax._walk.changes import Around, Key
 from tapax._walk.interpreter import Interpreter, WalkHooks
-from tapax._walk.plan import Plan
+from tapax._walk.plan import Plan, Reading
 from tapax._walk.recorder import MetTap
 from tapax._walk.walk import Walk
 
@@ -23,7 +23,7 @@ class Spot:
     """A site, where it is: what is `around` it, and the type of the value as it was marked.
 
     `site` has the shape of what a capture returns of it. `mapped` are the sizes of its mapped axes,
-    `mesh` is that of the shard_map that it is in, `step` what is asked for of the innermost loop.
+    `mesh` is that of the shard_map that it is in, `readings` are what is asked for of it.
     `level` is that of the innermost derivative, if it is a gradient. `reaches` if results of the
     program depend on it. `spec` names the axes of a mesh that each axis of `site` is divided over,
     where that is a part of its type. `shield` is what it is in that has no derivative by it.
@@ -36,7 +36,7 @@ class Spot:
     mapped: tuple[int, ...]
     own: Any
     mesh: Any
-    step: Any
+    readings: tuple[Reading, ...]
     level: int | None
     branches: bool
     reaches: bool
@@ -49,9 +49,29 @@ class Spot:
         return tuple(i for i, a in enumerate(self.around) if a.size is not None)
 
     @property
+    def loops(self) -> list[int]:
+        """The depths of the loops around it, from the innermost on."""
+        return [i for i, a in reversed([*enumerate(self.around)]) if a.is_loop]
+
+    @property
     def loop(self) -> int | None:
         """The depth of the innermost loop."""
-        return max((i for i, a in enumerate(self.around) if a.is_loop), default=None)
+        return next(iter(self.loops), None)
+
+    def check_step(self, step: int, loop: int | None) -> None:
+        """Raises for an iteration of the loop at a depth that there is not, or if there is none."""
+        if loop is None:
+            raise SiteError(
+                f"`step` was given for the {self.site.described}, which is in no loop. Leave it "
+                "out."
+            )
+        length = self.around[loop].size
+        low = 0 if length is None else -length
+        if step < low or (length is not None and step >= length):
+            has = f"has {length} iterations" if length is not None else "counts from 0"
+            raise SiteError(
+                f"step={step} was given for the {self.site.described}, but its loop {has}."
+            )
 
 
 class SurveyHooks(WalkHooks):
@@ -64,8 +84,8 @@ class SurveyHooks(WalkHooks):
     def record(self, walk: Interpreter, tap: MetTap) -> None:
         eqn, call, grad = tap.eqn, tap.call, tap.grad
         x = tap.values[0]
-        chosen = walk.chosen(eqn, call, grad=grad)
-        if chosen is None:
+        site, readings = walk.chosen(eqn, call, grad=grad)
+        if not readings:
             return
         mapped, own = split_shape(eqn)
         # An axis of a mesh over which the value does not vary is none of its own.
@@ -77,14 +97,14 @@ class SurveyHooks(WalkHooks):
         sizes = (a.size for a in around if a.size is not None)
         named = tuple(str(a) for a in around if a.is_loop or a.size is not None)
         site = dataclasses.replace(
-            chosen[0], call=call.number, shape=(*sizes, *mapped, *own), loops=named
+            site, call=call.number, shape=(*sizes, *mapped, *own), loops=named
         )
         key = Key("grad" if grad else "value", call.name)
         reaches = call.mark.uid in self._reached
         branches = bool(call.branches)
         own = jax.ShapeDtypeStruct(own, x.dtype)
         level = eqn.params["level"] if grad else None
-        where = around, mapped, own, walk.mesh, chosen[1].step, level, branches, reaches
+        where = around, mapped, own, walk.mesh, tuple(readings), level, branches, reaches
         spec = _spec_of(x, eqn.params["axes"], around)
         spot = Spot(key, site, call.mark.uid, *where, spec, walk.shield)
         known = self.spots.setdefault(key, spot)

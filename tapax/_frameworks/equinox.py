@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from tapax._frameworks.attention import marks_result
 from tapax._frameworks.interface import FunctionCall, Module
 from tapax._frameworks.module_calls import within
 from tapax._frameworks.module_paths import find, running_modules
@@ -36,6 +38,7 @@ from tapax._sites import join, segment
 _MAKE_JAXPR = type(eqx.filter_make_jaxpr(lambda: None))
 _JIT: Any = type(eqx.filter_jit(lambda: None))
 _BOUND: Any = type(eqx.nn.Sequential([]).is_stateful)
+_ATTENTION = sys.modules[eqx.nn.MultiheadAttention.__module__]
 
 
 class Equinox(PatchedAdapter):
@@ -102,6 +105,7 @@ class Equinox(PatchedAdapter):
             # The default of a field is an attribute of the class, and may be a function.
             if name not in cls.__dataclass_fields__ and cls is not eqx.nn.Shared:
                 yield cls, name, functools.partial(_around, wrap)
+        yield _ATTENTION, "dot_product_attention_weights", marks_result
         yield eqx.nn.Shared, "__call__", functools.partial(_shared, self)
         for cls in wrappers:
             if "__call__" in cls.__dict__ and _is_wrapper(cls) and cls is not _MAKE_JAXPR:

@@ -17,8 +17,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from tapax._frameworks.attention import marks_softmax
 from tapax._frameworks.interface import Adapter, Module
-from tapax._frameworks.module_calls import called
+from tapax._frameworks.module_calls import MethodCall, called
 from tapax._frameworks.module_paths import place_of_named
 from tapax._frameworks.patches import is_first
 from tapax._frameworks.recurrent_cells import RecurrentCell, call_with_inputs, check_inputs
@@ -104,8 +105,10 @@ class Haiku(Adapter):
         try:
             if not _is_seen(context):
                 return run(*args, **kwargs)
+            if isinstance(module, hk.MultiHeadAttention) and method == "__call__":
+                run = marks_softmax(run)
             place = place_of_named(self, module)
-            return called(self, module, method, lambda: run(*args, **kwargs), place)
+            return called(MethodCall(self, module, method, run, args, kwargs), place)
         finally:
             stack.pop()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tapax._frameworks.interface import Adapter, Module
-from tapax._frameworks.module_calls import called
+from tapax._frameworks.module_calls import MethodCall, called
 from tapax._jax import Function, PyTree
 from tapax._marks.context import active_policy
 from tapax._sites import segment
@@ -149,15 +149,11 @@ def _method(
     plain = inspect.isfunction(original) or adapter.wraps(original)
 
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
-            if plain:
-                return original(self, *args, **kwargs)
-            return original.__get__(self, type(self))(*args, **kwargs)
-
+        bound = functools.partial(original, self) if plain else original.__get__(self, type(self))
         # What a subclass calls by `super()` is a part of its own method.
         if active_policy() is None or not is_first(owner, name, type(self)):
-            return run()
-        return call(adapter, self, name, run)
+            return bound(*args, **kwargs)
+        return call(MethodCall(adapter, self, name, bound, args, kwargs))
 
     return functools.update_wrapper(method, original)
 

@@ -48,16 +48,20 @@ class Structure:
 class MarkingPolicy:
     """What a capture marks: a hashable value, so that equal captures hit the caches of JAX.
 
-    `changing` if what is marked may be edited, `replacing` if other values may come in its place,
-    `pairs` if gradients meet their values.
+    `asked` are the kinds of sites that exist only because a selection asks for them. `changing` if
+    what is marked may be edited, `replacing` if other values may come in its place, `pairs` if
+    gradients meet their values. It `uses_weights` if results must be computed from the weights of
+    attention, as they are changed or differentiated.
     """
 
     rules: frozenset[Rule] = frozenset()
     modules: frozenset[ModuleFilter] = frozenset()
+    asked: frozenset[str] = frozenset()
     structure: Structure | None = None
     changing: bool = False
     replacing: bool = False
     pairs: bool = False
+    uses_weights: bool = False
 
     def admits(self, module: Any, method: str) -> frozenset[ModuleFilter]:
         """The policies by which what a method of a module returns is a site."""
@@ -65,9 +69,9 @@ class MarkingPolicy:
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
 
     def __or__(self, other: MarkingPolicy) -> MarkingPolicy:
-        rules, modules = self.rules | other.rules, self.modules | other.modules
-        both = {name: self.on_marks[name] or other.on_marks[name] for name in self.on_marks}
-        return MarkingPolicy(rules, modules, self.structure, **both)
+        union = ("rules", "modules", "asked", "uses_weights", *self.on_marks)
+        both = {name: getattr(self, name) | getattr(other, name) for name in union}
+        return MarkingPolicy(structure=self.structure, **both)
 
     @property
     def on_marks(self) -> dict[str, Any]:

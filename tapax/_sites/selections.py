@@ -8,15 +8,19 @@ One name, one array.
 A *selection* picks sites:
 
 >>> h = Site("net/h", call=2)
->>> [matches(s, h) for s in ("net/h", "net/*", "**", "**/h", "*", "net/h@2", "net/h@0")]
+>>> [picks(s, h) for s in ("net/h", "net/*", "**", "**/h", "*", "net/h@2", "net/h@0")]
 [True, True, True, True, False, True, False]
 
 - a glob: `*` stays inside one segment, `**` spans any number of them, `?` is one character. A
-  pattern without `@` stands for every call, one without `:` for every leaf.
-- a sequence of selections: any of them.
+  pattern without `@` stands for every call, one without `:` for every leaf. The number of a layer
+  behind the name of a module that is scanned over picks that layer: `Stack/layers/3`.
 - a predicate on `Site`.
-- a rule: `ops`, `lines` and `named` mark values that nobody marked; `at` picks iterations.
-- a mapping from selections to a reducer, or to several: their values are reduced. See `reduce`.
+- a rule: `ops`, `lines` and `named` mark values that nobody marked.
+- `at`: some iterations of a loop, or a part of a value.
+- a combination of these by `&`, `|` and `~`: see `glob`.
+- a sequence of selections: any of them.
+- a mapping from selections to a reducer, to a function of the value, or to several of these: what
+  they return is kept. See `reduce`. A reducer alone is for every site.
 
 `None` and an empty sequence pick nothing.
 """
@@ -25,231 +29,150 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import jax
-import numpy as np
-
-from tapax._jax import SEQUENCES, ArrayLike
-from tapax._sites.errors import SiteError, wrong_type
-from tapax._sites.site import Site
+from tapax._jax import SEQUENCES, Function, Value
+from tapax._sites.errors import SiteError, name_of
+from tapax._sites.layers import LayerNumber, find_layers, find_missing_layer
+from tapax._sites.matching import ASKED, Complement, Intersection, Selector, Union, picks, show
+from tapax._sites.parts import At, Index
+from tapax._sites.rules import Rule
+from tapax._sites.site import ScannedLayers, Site
 from tapax.reduce import Reducer
 
 
-class Operation(NamedTuple):
-    """An operation in a user's code: its name, its line, and the label of a `checkpoint_name`.
+@dataclasses.dataclass(frozen=True)
+class ValueFunction:
+    """A function of a value, or of a value and its site; what it returns is kept instead."""
 
-    `is_call` if it runs a function, and its results are those of the operations in there.
-    """
+    fn: Callable[..., Any]
+
+    @property
+    def label(self) -> str:
+        """The word behind the name of a site of which several things are kept."""
+        return re.sub(r"\W+", "_", name_of(self.fn).rpartition(".")[2]).strip("_")
+
+    def __call__(self, x: Value, site: Site) -> Any:
+        return call_on_site(self.fn, x, site)
+
+
+def call_on_site(fn: Function, x: Value, site: Site) -> Any:
+    """Calls a function of a value, or of a value and its site."""
+    return fn(x, site) if takes_site(fn) else fn(x)
+
+
+def takes_site(fn: Function) -> bool:
+    """Whether a function of a value takes the site as well."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return False
+    if "site" in signature.parameters:
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return True
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced(Selector):
+    """The sites of a selection, of which something else than the values is kept: see a mapping."""
+
+    selection: Any
+    reducers: tuple[Reducer | ValueFunction, ...]
+
+    def picks(self, site: Site) -> bool:
+        return matches(self.selection, site)
+
+    def __str__(self) -> str:
+        return show(self.selection)
+
+
+@dataclasses.dataclass(frozen=True)
+class IfAny(Selector):
+    """A selection that may pick nothing, and says nothing then."""
+
+    selection: Any
+
+    def picks(self, site: Site) -> bool:
+        return matches(self.selection, site)
+
+    def __str__(self) -> str:
+        return show(self.selection)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneSite(Selector):
+    """The site with a name, be it one that only a rule picks."""
 
     name: str
-    source: str
-    label: str | None
-    is_call: bool
 
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Marks values that nobody marked. Its class has the name of the function that makes it."""
-
-    names: tuple[str, ...]
-
-    def marks(self, operation: Operation) -> bool:
-        """Whether it marks the results of an operation."""
-        raise NotImplementedError
-
-    def matches(self, site: Site) -> bool:
-        """Whether a site is one that it marks."""
-        raise NotImplementedError
+    def picks(self, site: Site) -> bool:
+        return site.name == self.name
 
     def __str__(self) -> str:
-        return f"{type(self).__name__.lower()}({', '.join(map(repr, self.names))})"
-
-
-class Ops(Rule):
-    """Marks the results of every operation with one of these names. See `ops`."""
-
-    def marks(self, operation: Operation) -> bool:
-        return operation.name in self.names
-
-    def matches(self, site: Site) -> bool:
-        return site.kind == "op" and site.op in self.names
-
-
-class Lines(Rule):
-    """Marks the results of every operation written on one of these lines. See `lines`."""
-
-    def marks(self, operation: Operation) -> bool:
-        # The operations in a call are on the line too.
-        here = any(_on_line(operation.source, place) for place in self.names)
-        return here and not operation.is_call
-
-    def matches(self, site: Site) -> bool:
-        return site.kind == "op" and any(_on_line(site.source, place) for place in self.names)
-
-
-class Named(Rule):
-    """Marks the values with one of these `checkpoint_name`s. See `named`."""
-
-    def marks(self, operation: Operation) -> bool:
-        return operation.label is not None and operation.label in self.names
-
-    def matches(self, site: Site) -> bool:
-        return site.kind == "name" and site.path.rsplit("/", 1)[-1] in self.names
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class At:
-    """Some iterations of the innermost loop around the sites of a selection. See `at`."""
-
-    selection: Any
-    step: Any
-
-    def _identity(self) -> Any:
-        # An array is what it is, and not equal to another.
-        fixed = isinstance(self.step, (int, StepSlice))
-        return self.selection, self.step if fixed else id(self.step)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, At) and self._identity() == other._identity()
-
-    def __hash__(self) -> int:
-        return hash(self._identity())
-
-    def matches(self, site: Site) -> bool:
-        return matches(self.selection, site)
-
-    def __str__(self) -> str:
-        return f"at({self.selection!r}, step={self.step})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduced:
-    """The sites of a selection, whose values are reduced: what a mapping says."""
-
-    selection: Any
-    reducers: tuple[Reducer, ...]
-
-    def matches(self, site: Site) -> bool:
-        return matches(self.selection, site)
-
-    def __str__(self) -> str:
-        return str(self.selection)
+        return repr(self.name)
 
 
 _MAPPINGS: tuple[type[Any], ...] = (Mapping,)
-Reductions: TypeAlias = "Mapping[Any, Reducer | Sequence[Reducer]]"
+Reductions: TypeAlias = (
+    "Mapping[Any, Reducer | Callable[..., Any] | Sequence[Reducer | Callable[..., Any]]]"
+)
 Selection: TypeAlias = (
-    "str | Rule | At | Reduced | Callable[[Site], bool] | Sequence[Selection] | Reductions | None"
+    "str | Selector | Callable[[Site], bool] | Sequence[Selection] | Reductions | Reducer | None"
 )
 
 
-def ops(*names: str) -> Ops:
-    """Every result of these operations, by the name JAX gives them: `ops("dot_general", "sin")`.
+class Found(NamedTuple):
+    """How a selection picks a site: under which path, and which iterations and part of it.
 
-    Each becomes a site `scope/operation`, its gradient included.
+    `steps` are what is asked for of each loop, from the innermost on.
     """
-    return Ops(_strings("ops", names))
+
+    path: str
+    steps: tuple[Any, ...] = ()
+    part: Index | None = None
 
 
-def lines(*places: str) -> Lines:
-    """Every result computed on these lines of source: `lines("model.py:120")`."""
-    for place in _strings("lines", places):
-        if not re.fullmatch(r".+:\d+", place):
-            raise SiteError(
-                f"`lines` takes places such as 'model.py:120', a file and a line number, "
-                f"but was given {place!r}."
-            )
-    return Lines(places)
-
-
-def named(*names: str) -> Named:
-    """Every value given one of these names by `jax.ad_checkpoint.checkpoint_name`."""
-    return Named(_strings("named", names))
-
-
-def at(selection: Selection, *, step: slice | ArrayLike) -> At:
-    """The iterations `step` of the innermost loop around the selected sites.
-
-    An integer gives the value of that one iteration, a slice gives them stacked. In an edit, `step`
-    may be an array with one integer, which may be traced.
-    """
-    if isinstance(step, slice):
-        return At(selection, StepSlice.of(step))
-    if isinstance(step, (int, np.integer)) and not isinstance(step, bool):
-        return At(selection, int(step))
-    if isinstance(step, (jax.Array, np.ndarray)) and np.issubdtype(step.dtype, np.integer):
-        if step.ndim == 0:
-            return At(selection, step)
-        raise SiteError(
-            f"`at` takes one iteration as `step`, but was given an array of shape "
-            f"{list(step.shape)}. Use jax.vmap for several."
-        )
-    raise wrong_type(
-        "`at` takes an integer or a slice of iterations as `step`, but was given", step
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class StepSlice:
-    """A slice that can be hashed on every Python (before 3.12 slices cannot)."""
-
-    start: int | None
-    stop: int | None
-    stride: int | None
-
-    @classmethod
-    def of(cls, s: slice) -> StepSlice:
-        return cls(s.start, s.stop, s.step)
-
-    @property
-    def slice(self) -> slice:
-        return slice(self.start, self.stop, self.stride)
-
-    def __str__(self) -> str:
-        return str(self.slice)
-
-
-def _strings(function: str, names: tuple[Any, ...]) -> tuple[str, ...]:
-    if not names or not all(isinstance(n, str) for n in names):
-        raise TypeError(f"`{function}` takes one or more strings, but was given {names!r}.")
-    return names
-
-
-def _on_line(source: str, place: str) -> bool:
-    return source == place or source.endswith((os.sep + place, "/" + place))
+def find(selection: Selection, site: Site) -> Iterator[Found]:
+    """How a selection picks a site; it does so several times if it picks several layers."""
+    if isinstance(selection, At):
+        for found in find(selection.selection, site):
+            steps = _with_step(found.steps, selection.step)
+            yield found._replace(steps=steps, part=selection.index)
+    elif isinstance(selection, (Reduced, IfAny)):
+        yield from find(selection.selection, site)
+    elif isinstance(selection, tuple):
+        for part in cast(Sequence[Selection], selection):
+            yield from find(part, site)
+    elif picks(selection, site):
+        yield Found(site.path)
+    elif site.layers and isinstance(selection, (str, Selector)):
+        is_picked = functools.partial(picks, selection)
+        yield from (Found(*layer) for layer in find_layers(_globs(selection), site, is_picked))
 
 
 def matches(selection: Selection, site: Site) -> bool:
-    """Whether `selection` picks `site`."""
-    if selection is None:
-        return False
-    if isinstance(selection, str):
-        return site.kind not in ("op", "name") and bool(
-            _pattern(selection).fullmatch(_subject(selection, site))
-        )
-    if isinstance(selection, (Rule, At, Reduced)):
-        return selection.matches(site)
-    if callable(selection):
-        return bool(selection(site))
-    return any(matches(part, site) for part in selection)
+    """Whether a selection picks a site, or one of the layers that share it."""
+    return next(find(selection, site), None) is not None
 
 
-def _subject(pattern: str, site: Site) -> str:
-    """What of a site's name a pattern is held against: only the parts that it mentions."""
-    path = site.path if ":" in pattern else site.path.partition(":")[0]
-    call = f"@{site.call}" if "@" in pattern else ""
-    return path + call + (f"~{site.pullback}" if "~" in pattern else "")
+def _with_step(steps: tuple[Any, ...], step: Any) -> tuple[Any, ...]:
+    """The steps with those of the innermost loop that is not one over layers."""
+    if step is None:
+        return steps
+    at = next((i for i, s in enumerate(steps) if not isinstance(s, LayerNumber)), len(steps))
+    return (*steps[:at], step, *steps[at + 1 :])
 
 
-@functools.lru_cache(maxsize=4096)
-def _pattern(glob: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*/|/\*\*|\*\*|\*|\?)", glob)
-    table = {"**/": r"(?:.*/)?", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
-    return re.compile("".join(table.get(part) or re.escape(part) for part in parts))
+def missing_layers(selection: Selection, site: Site) -> ScannedLayers | None:
+    """The scanned layers of a site in which a selection asks for one that there is not."""
+    return find_missing_layer(_globs(selection), site, functools.partial(picks, selection))
 
 
 def is_exact(selection: Any) -> bool:
@@ -258,20 +181,30 @@ def is_exact(selection: Any) -> bool:
 
 
 def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection:
-    """Refuses, in words, what is no selection; a list becomes a tuple, so that it can be hashed.
+    """Refuses what is not a selection, and makes it hashable: sequences become tuples.
 
-    A mapping to reducers is one where values can be reduced.
+    Where values can be reduced, a mapping to reducers is a selection, and so is a reducer.
     """
-    if selection is None or isinstance(selection, (str, Rule)):
-        if selection == "":
+    if isinstance(selection, str):
+        if not selection:
             raise SiteError(f"`{argument}` is an empty string, which can match no site.")
         return selection
+    if selection is None or isinstance(selection, (Rule, IfAny, Reduced)):
+        return selection
     if isinstance(selection, At):
-        return At(check(selection.selection, argument), selection.step)
+        return _check_at(selection, argument)
+    if isinstance(selection, Union):
+        return (check(selection.first, argument), check(selection.second, argument))
+    if isinstance(selection, Intersection):
+        return _check_intersection(selection, argument)
+    if isinstance(selection, Complement):
+        return Complement(_check_whole(selection.selection, argument, "~"))
     if isinstance(selection, Reducer):
+        if reducing:
+            return Reduced("**", _check_reducers(selection, argument))
         raise TypeError(
-            f"`{argument}` is the reducer {selection}, but which sites is it for? Write "
-            f"{argument}={{'**': tapax.reduce.{selection}}} for all of them."
+            f"`{argument}` is the reducer {selection}, but must be a selection of sites: a glob "
+            "such as '**/attn', a predicate on Site, or a rule such as tapax.ops('dot_general')."
         )
     if callable(selection):
         return cast(Selection, selection)
@@ -279,7 +212,7 @@ def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection
         return tuple(check(part, argument, reducing=reducing) for part in selection)
     if isinstance(selection, _MAPPINGS) and reducing:
         return tuple(
-            Reduced(check(key, argument), _reducers(reducers, argument))
+            Reduced(check(key, argument), _check_reducers(reducers, argument))
             for key, reducers in selection.items()
         )
     raise TypeError(
@@ -289,25 +222,75 @@ def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection
     )
 
 
-def _reducers(reducers: Any, argument: str) -> tuple[Reducer, ...]:
+def _check_at(selection: At, argument: str) -> Selection:
+    inner = check(selection.selection, argument)
+    if isinstance(inner, At):
+        for name in ("step", "index"):
+            if getattr(inner, name) is not None and getattr(selection, name) is not None:
+                raise SiteError(
+                    f"`{argument}` has tapax.{selection}, which gives `{name}` twice. Give it once."
+                )
+        step = inner.step if selection.step is None else selection.step
+        return At(inner.selection, step, selection.index or inner.index)
+    return At(inner, selection.step, selection.index)
+
+
+def _check_intersection(selection: Intersection, argument: str) -> Selection:
+    """An intersection; one with an `At` in it is a part of what both pick."""
+    both = [check(part, argument) for part in (selection.first, selection.second)]
+    parts = [part for part in both if isinstance(part, At)]
+    if len(parts) > 1:
+        raise SiteError(
+            f"`{argument}` has {show(selection)}, which combines two parts of values by `&`. Give "
+            "one tapax.at, of what both pick."
+        )
+    bare = [part.selection if isinstance(part, At) else part for part in both]
+    made = Intersection(*(_check_whole(part, argument, "&") for part in bare))
+    return At(made, parts[0].step, parts[0].index) if parts else made
+
+
+def _check_whole(selection: Any, argument: str, operator: str) -> Any:
+    """A selection of whole values, which a combination is made of."""
+    checked = check(selection, argument)
+    for part in flatten(checked):
+        if isinstance(part, At):
+            raise SiteError(
+                f"`{argument}` combines tapax.{part} by `{operator}`, but that is a part of some "
+                "values. Combine selections first, and give the result to tapax.at."
+            )
+    return checked
+
+
+def _check_reducers(reducers: Any, argument: str) -> tuple[Reducer | ValueFunction, ...]:
     several = tuple(reducers) if isinstance(reducers, SEQUENCES) else (reducers,)
     if not several:
         raise TypeError(
             f"`{argument}` maps a selection to no reducer at all: give one, or several."
         )
+    found: list[Reducer | ValueFunction] = []
     for reducer in several:
-        if not isinstance(reducer, Reducer):
+        if isinstance(reducer, Reducer):
+            if reducer.paired and argument != "grads":
+                raise TypeError(
+                    f"`{argument}` maps a selection to tapax.reduce.{reducer}, which compares a "
+                    "gradient with its value: give it in `grads`."
+                )
+            found.append(reducer)
+        elif str(getattr(reducer, "__module__", "")).startswith("tapax.reduce"):
+            name = f"tapax.reduce.{name_of(reducer)}"
+            raise TypeError(
+                f"`{argument}` maps a selection to {name}, which makes a reducer, and is none "
+                f"until it is called: {name}(...)."
+            )
+        elif callable(reducer) and not isinstance(reducer, type):
+            found.append(ValueFunction(reducer))
+        else:
             raise TypeError(
                 f"`{argument}` maps a selection to {reducer!r} of type {type(reducer).__name__}, "
-                "which is no reducer: take one of tapax.reduce, such as tapax.reduce.rms or "
-                "tapax.reduce.histogram(edges), or several in a list."
+                "which is neither a reducer nor a function of the value: take one of tapax.reduce, "
+                "such as tapax.reduce.rms or tapax.reduce.histogram(edges), or several in a list."
             )
-        if reducer.paired and argument != "grads":
-            raise TypeError(
-                f"`{argument}` maps a selection to tapax.reduce.{reducer}, which compares a "
-                "gradient with its value: give it in `grads`."
-            )
-    return several
+    return tuple(found)
 
 
 def flatten(selection: Selection) -> Iterator[Any]:
@@ -319,10 +302,27 @@ def flatten(selection: Selection) -> Iterator[Any]:
         yield selection
 
 
+def _leaves(selection: Any) -> Iterator[Any]:
+    """The globs, rules and predicates in a selection, however they are combined."""
+    for part in flatten(selection):
+        if isinstance(part, (At, Reduced, IfAny, Complement)):
+            yield from _leaves(part.selection)
+        elif isinstance(part, (Intersection, Union)):
+            yield from (*_leaves(part.first), *_leaves(part.second))
+        else:
+            yield part
+
+
 def rules(selection: Selection) -> Iterator[Rule]:
     """The rules in a selection that mark values nobody marked."""
-    for part in flatten(selection):
-        if isinstance(part, (At, Reduced)):
-            yield from rules(part.selection)
-        elif isinstance(part, Rule):
-            yield part
+    return (part for part in _leaves(selection) if isinstance(part, Rule))
+
+
+def asked_kinds(selection: Selection) -> frozenset[str]:
+    """The kinds of sites that exist only because a selection asks for them."""
+    globs = _globs(selection)
+    return frozenset(kind for kind, mark in ASKED.items() if any(mark in part for part in globs))
+
+
+def _globs(selection: Selection) -> list[str]:
+    return [part for part in _leaves(selection) if isinstance(part, str)]

@@ -1,11 +1,28 @@
 """`Site`: a named value in a program."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tapax.reduce import Reducer
+
+
+class ScannedLayers(NamedTuple):
+    """A module that a loop runs once for each of `length` layers.
+
+    `path` is that of the module, `loop` the number of the loop among those around the site, of
+    which the innermost is 0.
+    """
+
+    path: str
+    loop: int
+    length: int
+
+    @property
+    def module(self) -> str:
+        """The name of the module in the one that holds it."""
+        return self.path.rpartition("/")[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +33,11 @@ class Site:
     `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`, and
     `rank` how many axes the value itself has, behind those of loops, maps and meshes. `reducer` is
     what the value was reduced by, if it was, and `grad_reducer` the gradient. `kind` is how the
-    site came about: `sow`, `perturb`, `module`, `hidden`, `op` or `name`. `module` is the class
-    whose `method` returned the value; `members` is how many members of an ensemble share the batch
-    of that module, see `tapax.nn`. `collection` is what a framework's own mark says: a Variable
-    type of NNX, the name of a collection of Linen.
+    site came about: `sow`, `perturb`, `module`, `input`, `weights`, `hidden`, `op` or `name`.
+    `module` is the class whose `method` returned the value; `members` is how many members of an
+    ensemble share the batch of that module, see `tapax.nn`. `collection` is what a framework's own
+    mark says: a Variable type of NNX, the name of a collection of Linen. `layers` are the scanned
+    layers that it is in.
     """
 
     path: str
@@ -38,6 +56,7 @@ class Site:
     collection: Any = None
     reducer: Reducer | None = None
     grad_reducer: Reducer | None = None
+    layers: tuple[ScannedLayers, ...] = ()
 
     @property
     def name(self) -> str:

@@ -11,16 +11,20 @@ from typing import Any
 
 from tapax._jax import Equation, Value
 from tapax._marks.tap import Mark
-from tapax._sites import Site
+from tapax._sites import ScannedLayers, Site
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One execution of a mark in the program: the `number`th of its path, in some branch."""
+    """One execution of a mark in the program: the `number`th of its path, in some branch.
+
+    `layers` are the scanned layers that it is in.
+    """
 
     mark: Mark
     number: int
     branches: tuple[int, ...]
+    layers: tuple[ScannedLayers, ...]
 
     @property
     def name(self) -> str:
@@ -45,7 +49,13 @@ class Calls:
         self._known: dict[tuple[str, int], Call] = {}
         self._by_uid: dict[int, list[Call]] = {}
 
-    def new(self, mark: Mark, eqn: Equation, branches: tuple[int, ...]) -> Call:
+    def new(
+        self,
+        mark: Mark,
+        eqn: Equation,
+        branches: tuple[int, ...],
+        layers: tuple[ScannedLayers, ...],
+    ) -> Call:
         """The call that a tap of a mark is."""
         number = self._numbers[mark.path] + eqn.params["shift"]
         self._numbers[mark.path] += 1
@@ -53,7 +63,7 @@ class Calls:
         known = self._known.get((mark.path, number))
         if known is not None and known.branches == branches:
             return known  # another iteration of a loop that is evaluated
-        call = self._known[mark.path, number] = Call(mark, number, branches)
+        call = self._known[mark.path, number] = Call(mark, number, branches, layers)
         self._by_uid.setdefault(mark.uid, []).append(call)
         return call
 

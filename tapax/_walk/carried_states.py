@@ -104,4 +104,4 @@ def _left(entry: Entry, arrays: Any, length: int) -> Entry:
     state = tuple(next(arrays) for _ in entry.state)
     ran = next(arrays)
     valid = ran if entry.valid is not None or not length else None
-    return entry._replace(value=state, valid=valid)
+    return entry._replace(value=state, valid=valid, steps=entry.steps[1:])

@@ -6,8 +6,8 @@ loop, mesh and map that the site is in, as what a capture of the site returns do
 down into the bodies of the program: a scan hands each iteration its own, a shard_map each device.
 So nothing is indexed, and the gradient by a perturbation is no larger than the perturbation.
 
-The number of the iteration of the innermost loop is handed down in the same way to the changes that
-are for some iterations alone.
+The number of the iteration of a loop is handed down in the same way to the changes that are for
+some of its iterations alone.
 """
 
 import dataclasses
@@ -21,19 +21,22 @@ from tapax._jax import Jaxpr, Value, typed
 from tapax._jaxpr.kinds import LOOPS, Kind
 from tapax._marks.change import derivative
 from tapax._marks.marked_jaxprs import Uids
-from tapax._sites import SiteError
+from tapax._marks.scopes import Scopes, path_in
+from tapax._sites import ScannedLayers, SiteError
 
 
 class Around(NamedTuple):
     """A loop, or an axis of a mesh, that a site is in. The size of a while loop is not known.
 
     What is captured has an axis for a mesh's if it varies over it, or if that is not known.
+    `scopes` are those in which a loop is run.
     """
 
     kind: Kind
     name: str
     size: int | None
     unchecked: bool = False
+    scopes: Scopes = ()
 
     def __str__(self) -> str:
         return self.name if self.size is None else f"{self.name}[{self.size}]"
@@ -42,6 +45,21 @@ class Around(NamedTuple):
     def is_loop(self) -> bool:
         """Whether it is a loop; if not, `name` is that of an axis of a mesh."""
         return bool(self.kind & LOOPS)
+
+
+def layers_of(around: Sequence[Around], scopes: Scopes) -> tuple[ScannedLayers, ...]:
+    """The scanned layers that a mark within some scopes is in, of the loops around it.
+
+    The module that a loop runs first is what it scans over.
+    """
+    loops = [a for a in reversed(around) if a.is_loop]
+    found: list[ScannedLayers] = []
+    for number, loop in enumerate(loops):
+        outer = len(loop.scopes)
+        inner = next((i for i, name in enumerate(scopes[outer:], outer + 1) if name), None)
+        if loop.size is not None and inner is not None and scopes[:outer] == loop.scopes:
+            found.append(ScannedLayers(path_in(scopes[:inner], ""), number, loop.size))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +74,25 @@ class Part:
     mapped: int = 0
 
 
-COUNTER = "the number of the iteration"
+class CounterKey(NamedTuple):
+    """The number of the iteration of the loop at a depth, as a part."""
+
+    depth: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """`fn(x, counter, *parts)` is what a value `x` is replaced by, of the same type.
+    """`fn(x, counters, *parts)` is what a value `x` is replaced by, of the same type.
 
-    `parts` are the keys of those it needs; `counter` is None if it is not `counted`. Changes that
-    do the `same` are equal. That of a gradient has the `level` of the derivative that it is of.
+    `parts` are the keys of those it needs, `counted` the depths of the loops whose iterations
+    `counters` numbers. Changes that do the `same` are equal. That of a gradient has the `level` of
+    the derivative that it is of.
     """
 
     same: Hashable
     fn: Callable[..., Any] = dataclasses.field(compare=False)
     parts: tuple[Hashable, ...] = dataclasses.field(default=(), compare=False)
-    counted: bool = False
+    counted: frozenset[int] = frozenset()
     level: int | None = None
 
 
@@ -114,13 +136,13 @@ class Changes:
         """The keys of the parts that some bodies may need."""
         found = [self._changes[key] for jaxpr in jaxprs for key in self.within(jaxpr)]
         keys = dict.fromkeys(part for change in found for part in change.parts)
-        if COUNTER in self.parts and any(change.counted for change in found):
-            keys[COUNTER] = None
+        counters = {CounterKey(depth): None for change in found for depth in change.counted}
+        keys.update((key, None) for key in counters if key in self.parts)
         return tuple(keys)
 
-    def counts(self, jaxpr: Jaxpr) -> bool:
-        """Whether a change in a body wants to know the iteration."""
-        return any(self._changes[key].counted for key in self.within(jaxpr))
+    def counts(self, jaxpr: Jaxpr, depth: int) -> bool:
+        """Whether a change in the body of a loop at a depth wants to know the iteration."""
+        return any(depth in self._changes[key].counted for key in self.within(jaxpr))
 
     def within(self, jaxpr: Jaxpr) -> list[Key]:
         """What is changed in a body."""
@@ -150,9 +172,9 @@ class Changes:
             if self.parts[key].depths[:1] == (depth,) and self.parts[key].array.shape[0] == length
         ]
 
-    def count(self, number: Any) -> None:
-        """Says which iteration of the innermost loop this is."""
-        self.parts = {**self.parts, COUNTER: Part(number)}
+    def count(self, number: Any, depth: int) -> None:
+        """Says which iteration of the loop at a depth this is."""
+        self.parts = {**self.parts, CounterKey(depth): Part(number)}
 
     def apply(
         self,
@@ -172,7 +194,7 @@ class Changes:
         own = (True,) * len(axes) if own is None else own
         varying = _jax.varying_axes(jax.typeof(operands[-1]))
         parts = [self.parts[key] for key in change.parts]
-        counter = self.parts[COUNTER].array if change.counted else None
+        counters = {depth: self.parts[CounterKey(depth)].array for depth in change.counted}
         if any(part.depths or part.mapped not in (0, sum(own)) for part in parts):
             raise SiteError(
                 "A change with a value for every iteration or every example is in a loop or a map "
@@ -184,7 +206,7 @@ class Changes:
             return derivative(lambda x: changed(x, *ps), order, transposed, *xs)
 
         def changed(x: Value, *ps: Value) -> Any:
-            out = change.fn(x, counter, *ps)
+            out = change.fn(x, counters, *ps)
             return then(_jax.like(_jax.with_varying(out, varying), jax.typeof(x)))
 
         positions = [a - sum(b < a for b in axes[:i]) for i, a in enumerate(axes)]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tapax import _jax
-from tapax._sites import Site, SiteError
+from tapax._sites import LayerNumber, Site, SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.folds import FoldThread
 from tapax._walk.reductions import Reduction
@@ -54,7 +54,9 @@ class Entry(NamedTuple):
     """A recorded value or gradient, and how it came to have the axes it has.
 
     `again` if it is the cotangent of a copy that remat computed: a part of a gradient. `folded` if
-    it is the fold of a mesh. `step` is what is asked for of the innermost loop, until it is met.
+    it is the fold of a mesh. `steps` are what is asked for of the loops that are still around it,
+    from the innermost on; `layer` are the numbers of the scanned layers that it is of, from the
+    outermost on.
     If there is a `reduction`, `value` is a tuple of arrays: its state.
     """
 
@@ -65,7 +67,8 @@ class Entry(NamedTuple):
     valid: Any = None
     lead: int = 0
     loops: tuple[str, ...] = ()
-    step: Any = None
+    steps: tuple[Any, ...] = ()
+    layer: tuple[int, ...] = ()
     again: bool = False
     folded: bool = False
     reduction: Reduction | None = None
@@ -76,10 +79,25 @@ class Entry(NamedTuple):
         return [self.value] if self.reduction is None else list(self.value)
 
     @property
+    def is_over_loops(self) -> bool:
+        """Whether a reducer merges the iterations of the loops around it."""
+        return self.reduction is not None and self.reduction.reducer.over_loops
+
+    @property
     def is_total(self) -> bool:
-        """Whether loops carry it, instead of stacking it."""
-        reduction = self.reduction
-        return reduction is not None and self.step is None and reduction.reducer.over_loops
+        """Whether the innermost loop carries it, instead of stacking it."""
+        return self.is_over_loops and self.step is None
+
+    @property
+    def step(self) -> Any:
+        """What is asked for of the innermost loop."""
+        return self.steps[0] if self.steps else None
+
+    def left_loop(self, loop: str, axes: int = 0) -> Entry:
+        """The entry outside of a loop, which has added so many axes."""
+        # Layers are as if they were written out: their loop does not show.
+        loops = self.loops if isinstance(self.step, LayerNumber) else (loop, *self.loops)
+        return self._replace(lead=self.lead + axes, steps=self.steps[1:], loops=loops)
 
     @property
     def arrays(self) -> list[Any]:

@@ -39,7 +39,7 @@ from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._sites import SiteError
 from tapax._walk.calls import Call, Token
-from tapax._walk.changes import Around, Change, Changes, Key
+from tapax._walk.changes import Around, Change, Changes, Key, layers_of
 from tapax._walk.entries import Slots, StagedBody, Threads
 from tapax._walk.plan import Plan
 from tapax._walk.recorder import MetTap, Recorder
@@ -179,8 +179,9 @@ class Interpreter(Recorder):
         grad = kind.startswith("grad")
         new = kind == "value" and not (self._recomputing and self._calls.of(mark))
         if new:
-            here = mark.within(scopes_of(eqn, self.scopes))
-            calls = [self._calls.new(here, eqn, self._branches)]
+            scopes = scopes_of(eqn, self.scopes)
+            here, layers = mark.within(scopes), layers_of(self.around, scopes)
+            calls = [self._calls.new(here, eqn, self._branches, layers)]
         elif grad:
             owner = self._owner(eqn, rest[0])
             calls = [] if owner is None else [owner]
@@ -251,7 +252,7 @@ class Interpreter(Recorder):
     def _asks_for_gradient(self, call: Call, eqn: Equation) -> bool:
         site = self._site(call, eqn, grad=True)
         changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
-        return changed is not None or self.plan.choose(site, grad=True) is not None
+        return changed is not None or bool(self.plan.choose(site, grad=True))
 
     def enter(self, *jaxprs: Any, once: bool = False) -> Threads:
         """What must be threaded through some bodies; one that runs `once` may change its folds."""

@@ -2,9 +2,9 @@
 
 >>> plan = Plan.make(values="**", grads=None)
 >>> plan.choose(Site("h"), grad=False)
-Choice(step=None, whole=True, reducers=())
->>> plan.choose(Site("h"), grad=True) is None
-True
+[Reading(path='h', steps=(), index=None, by=None)]
+>>> plan.choose(Site("h"), grad=True)
+[]
 """
 
 from __future__ import annotations
@@ -20,33 +20,53 @@ from tapax._jax import Function, PyTree
 from tapax._marks.context import MarkingPolicy, ModuleFilter, Structure
 from tapax._marks.tap import Mark
 from tapax._sites import (
+    ASKED,
     At,
+    IfAny,
+    Index,
+    LayerNumber,
     Reduced,
+    Rule,
     Selection,
     Site,
     SiteError,
     StepSlice,
+    ValueFunction,
+    asked_kinds,
     check,
+    find,
     flatten,
     is_exact,
     matches,
+    missing_layers,
     nearest,
     rules,
+    show,
     wrong_type,
 )
 from tapax.reduce import Reducer
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A site was selected, perhaps for some iterations alone, perhaps to be reduced.
+class Reading:
+    """What is kept of a site: under which path, of which iterations, which part, reduced by what.
 
-    `reducers` are those for its value, each with the iterations that it is for.
+    `steps` are what is asked for of each loop, from the innermost on.
     """
 
-    step: Any = None
-    whole: bool = True
-    reducers: tuple[tuple[Reducer, Any], ...] = ()
+    path: str
+    steps: tuple[Any, ...] = ()
+    index: Index | None = None
+    by: Reducer | ValueFunction | None = None
+
+    @property
+    def layer(self) -> tuple[int, ...]:
+        """The numbers of the scanned layers that it is of, from the outermost on."""
+        return tuple(step for step in reversed(self.steps) if isinstance(step, LayerNumber))
+
+    @property
+    def is_part(self) -> bool:
+        return self.index is not None or any(step is not None for step in self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +111,26 @@ class Plan:
 
     def marking_policy(self, structure: Structure | None = None) -> MarkingPolicy:
         """What has to be marked for this plan, in a function of arguments of that structure."""
-        found = frozenset((*rules(self.values), *rules(self.grads)))
-        policies = frozenset[ModuleFilter](() if self.policy is None else {self.policy})
-        pairs = any(r.paired for _, r in self.reducers)
-        return MarkingPolicy(found, policies, structure, self.changing, self.replacing, pairs)
+        both = self.values, self.grads
+        asked, of_grads = asked_kinds(both[0]) | asked_kinds(both[1]), asked_kinds(both[1])
+        changes = self.changing or self.replacing
+        return MarkingPolicy(
+            rules=frozenset(rule for selection in both for rule in rules(selection)),
+            modules=frozenset[ModuleFilter](() if self.policy is None else {self.policy}),
+            asked=asked,
+            structure=structure,
+            changing=self.changing,
+            replacing=self.replacing,
+            pairs=any(r.paired for _, r in self.reducers),
+            uses_weights="weights" in (asked if changes else of_grads),
+        )
 
     @property
     def asks(self) -> bool:
-        """Whether something is asked for, of all modules; predicates may well pick nothing."""
+        """Whether something is asked for, of all modules."""
         parts = (*flatten(self.values), *flatten(self.grads))
         every = self.policy is True and self.modules == "**"
-        return every and any(not callable(part) for part in parts)
+        return every and bool(parts)
 
     @property
     def over_loops(self) -> bool:
@@ -114,32 +143,39 @@ class Plan:
         for selection in (self.values, self.grads):
             for part in flatten(selection):
                 if isinstance(part, Reduced):
-                    yield from ((part.selection, reducer) for reducer in part.reducers)
+                    reducers = (by for by in part.reducers if isinstance(by, Reducer))
+                    yield from ((part.selection, reducer) for reducer in reducers)
 
     def sees(self, site: Site, mark: Mark) -> bool:
         """Whether a site is one for this plan: another capture's modules may not be.
 
         What a reducer closes over is marked, but no site.
         """
-        if site.kind != "module":
+        if site.kind not in ("module", *ASKED):
             return site.kind != "closed"
+        if site.kind in ASKED:  # they belong to the module whose input, or weights, they are
+            path = site.path.rpartition(ASKED[site.kind])[0]
+            site = dataclasses.replace(site, kind="module", path=path)
         return self.policy in mark.admitted and matches(self.modules, site)
 
-    def choose(self, site: Site, grad: bool) -> Choice | None:
-        """Whether, and how, to capture a site."""
-        whole: list[Any] = []
-        reducers: dict[tuple[Reducer, Any], None] = {}
+    def choose(self, site: Site, grad: bool) -> list[Reading]:
+        """What to keep of the value or the gradient of a site: nothing, if it is not selected."""
+        whole: dict[str, Reading] = {}
+        reduced: dict[Reading, None] = {}
         for part in flatten(self.grads if grad else self.values):
-            if not matches(part, site):
-                continue
-            if isinstance(part, Reduced):
-                step = _step(part.selection, site)
-                reducers.update(dict.fromkeys((reducer, step) for reducer in part.reducers))
-            elif not whole:
-                whole.append(_step(part, site))
-        if not whole and not reducers:
-            return None
-        return Choice(whole[0] if whole else None, bool(whole), tuple(reducers))
+            for found in find(part, site):
+                if isinstance(part, Reduced):
+                    reduced.update((Reading(*found, by), None) for by in part.reducers)
+                    continue
+                new = Reading(*found)
+                known = whole.setdefault(new.path, new)
+                if known != new and known.is_part and new.is_part:
+                    raise SiteError(
+                        f"`{self.names[grad]}` asks for two parts of the {site.described}, but one "
+                        "name is one array. Capture the whole, and take the parts of what is "
+                        "returned."
+                    )
+        return [*reduced, *whole.values()]
 
     def names_value(self, site: Site) -> bool:
         """Whether the value of a site is selected by its exact name, in all iterations."""
@@ -187,23 +223,37 @@ class Plan:
         marked: Sequence[Site],
         lost: dict[str, str],
     ) -> None:
-        if callable(part) or part == "**":
+        if part == "**" or isinstance(part, IfAny):
             return
         if any(matches(part, s) for s in (*captured, *marked)):
             return
+        asked = f"{argument}={show(part)} was asked for, but"
+        if isinstance(part, Rule):
+            raise SiteError(
+                f"{asked} the program has no such operation. Rules name operations as "
+                "jax.make_jaxpr prints them."
+            )
+        for site in marked:
+            layers = missing_layers(part, site)
+            if layers is not None:
+                raise SiteError(
+                    f"{asked} {layers.path!r} are {layers.length} layers in a loop, with the "
+                    f"numbers 0 to {layers.length - 1}."
+                )
         if not isinstance(part, str):
             raise SiteError(
-                f"{argument}=tapax.{part} was asked for, but the program has no such operation. "
-                "Rules name operations as jax.make_jaxpr prints them."
+                f"{asked} it picks none of the {len(marked)} sites that were reached when the "
+                f"function was traced. {nearest('', [s.name for s in marked])}"
             )
         for path, why in lost.items():
             if matches(part, Site(path)):
                 raise SiteError(f"The site {path!r} cannot be captured: {why}.")
         what = "no site has that name" if is_exact(part) else "it matches no site"
         names = [*(s.name for s in marked), *lost]
+        near = _ABOUT_WEIGHTS if ASKED["weights"] in part else nearest(part, names)
         raise SiteError(
-            f"{argument}={part!r} was asked for, but {what}: no marked value of that name was "
-            f"reached when the function was traced. {nearest(part, names)}"
+            f"{asked} {what}: no marked value of that name was reached when the function was "
+            f"traced. {near}"
         )
 
     def verify_reduced(
@@ -242,19 +292,24 @@ class Plan:
 
 
 def _fixed(selection: Selection) -> Selection:
-    """A selection whose iterations are numbers: which ones to capture must be known."""
+    """A selection whose iterations and indices are numbers: what to capture must be known."""
     if isinstance(selection, tuple):
         return tuple(map(_fixed, cast(tuple[Selection, ...], selection)))
     if isinstance(selection, Reduced):
         return Reduced(_fixed(selection.selection), selection.reducers)
-    if not isinstance(selection, At) or isinstance(selection.step, (int, StepSlice)):
+    if not isinstance(selection, At):
         return selection
-    if isinstance(selection.step, Tracer):
+    index, is_traced = selection.index, isinstance(selection.step, Tracer)
+    if is_traced or (index is not None and index.numbers):
+        what = "step" if is_traced else "index"
         raise SiteError(
-            f"`step` is traced in {selection}, but which iteration to capture must be known when "
-            "the function is traced. Capture them all, and index what is returned."
+            f"`{what}` is traced in tapax.{selection}, but what to capture must be known when the "
+            "function is traced. Capture all of it, and index what is returned."
         )
-    return At(selection.selection, int(selection.step))
+    step: Any = selection.step
+    if step is None or isinstance(step, (int, StepSlice)):
+        return selection
+    return At(selection.selection, int(step), index)
 
 
 def _modules(modules: Any) -> tuple[Selection, ModuleFilter | None]:
@@ -274,12 +329,6 @@ def _takes_two(fn: Function) -> bool:
     return True
 
 
-def _step(selection: Any, site: Site) -> Any:
-    """The iterations asked for of a site by a selection that it matches."""
-    found = next(part for part in flatten(selection) if matches(part, site))
-    return found.step if isinstance(found, At) else None
-
-
 def _plain(selection: Selection) -> Iterator[Any]:
     """The selections in one, without the iterations asked for of them, and without reducers."""
     for part in flatten(selection):
@@ -287,6 +336,13 @@ def _plain(selection: Selection) -> Iterator[Any]:
             yield from _plain(part.selection)
         else:
             yield part
+
+
+_ABOUT_WEIGHTS = (
+    "Weights of attention are sites of the attention layers of Flax, Equinox, Haiku and Keras, and "
+    "of a module that calls jax.nn.dot_product_attention. Mark those of another attention with "
+    "tapax.sow."
+)
 
 
 def _no_gradient(site: Site, asked: str, reached: bool) -> str:

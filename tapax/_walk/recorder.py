@@ -1,26 +1,28 @@
 """What a walk does with a tap that it meets: whether the plan wants it, and what is kept of it."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tapax import _jax
 from tapax._jax import Equation, Value, pytrees, typed
 from tapax._jax.pytrees import split_arrays
-from tapax._jaxpr.leading_axes import where
+from tapax._jaxpr.leading_axes import vmapped, where
 from tapax._marks.closed_reducers import ClosedReducer
 from tapax._marks.fingerprints import fingerprint
 from tapax._marks.sow import SownValue, has_dtype, is_array, leaf_name
 from tapax._marks.tap import Mark, split_shape
-from tapax._sites import Site, SiteError
+from tapax._sites import Site, SiteError, ValueFunction
 from tapax._walk.calls import Call, Calls
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry
 from tapax._walk.folds import Folds
-from tapax._walk.plan import Choice, Plan
+from tapax._walk.plan import Plan, Reading
 from tapax._walk.reductions import reduce, refusal
 from tapax.reduce import Reducer
 
@@ -64,22 +66,22 @@ class Recorder:
             rank=len(own),
             call=0 if folded else call.number,
             pullback=pullback,
+            layers=() if folded else call.layers,
         )
 
     def chosen(
         self, eqn: Equation, call: Call, *, grad: bool, whole: bool = False
-    ) -> tuple[Site, Choice] | None:
-        """Notes a site, or that of the `whole` value; how the plan chooses it, if it does."""
+    ) -> tuple[Site, list[Reading]]:
+        """Notes a site, or that of the `whole` value; what the plan has kept of it."""
         again = eqn.params["kind"] == "grad again"
         number = self._calls.pullback(call, again=again) if grad else 0
         site = self._site(call, eqn, grad=grad, pullback=number)
         if whole:
             site = dataclasses.replace(site, path=call.mark.value_path)
         if not self.plan.sees(site, call.mark):
-            return None
+            return site, []
         self.sites.append(dataclasses.replace(site, kind="grad") if grad else site)
-        choice = self.plan.choose(site, grad)
-        return None if choice is None else (site, choice)
+        return site, self.plan.choose(site, grad)
 
     def record(self, tap: MetTap) -> None:
         """Records a value, or a gradient and perhaps its value."""
@@ -87,10 +89,10 @@ class Recorder:
         folded = mark.reduce is not None and not tap.grad
         # Which values are folded is asked for the first of their arrays.
         is_part = folded and self.folds.is_waiting
-        chosen = None
+        site, readings = Site(""), list[Reading]()
         if not is_part:
-            chosen = self.chosen(tap.eqn, tap.call, grad=tap.grad, whole=folded)
-            if chosen is None:
+            site, readings = self.chosen(tap.eqn, tap.call, grad=tap.grad, whole=folded)
+            if not readings:
                 return
         x, *pair = (_mapped_first(x, axes) for x in tap.values)
         if not tap.grad:
@@ -98,9 +100,8 @@ class Recorder:
         if folded:
             self.folds.add(mark, x, len(axes), tap.live)
             return
-        assert chosen is not None
         again = tap.eqn.params["kind"] == "grad again"
-        for entry in self._entries(chosen, tap.call, [x, *pair], tap.live, len(axes)):
+        for entry in self._entries(site, readings, tap.call, [x, *pair], tap.live, len(axes)):
             self.entries.append(entry._replace(grad=tap.grad, again=again))
 
     def _check_reducer(self, mark: Mark) -> None:
@@ -119,24 +120,39 @@ class Recorder:
         )
 
     def _entries(
-        self, chosen: tuple[Site, Choice], call: Call, xs: list[Any], live: Value, mapped: int
+        self,
+        site: Site,
+        readings: Sequence[Reading],
+        call: Call,
+        xs: list[Any],
+        live: Value,
+        mapped: int,
     ) -> Iterator[Entry]:
-        """What is written down of a value: itself, and what reducers make of it."""
-        (site, choice), x = chosen, xs[0]
-        several = choice.whole + len(choice.reducers) > 1
-        for reducer, step in choice.reducers:
-            why = refusal(site, reducer, jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype))
-            if why is not None:
-                self.refused.append((site, reducer, why))
+        """What is written down of a value: itself, and what reducers and functions make of it."""
+        for reading in readings:
+            here, parts = _part(site, reading, xs, mapped)
+            several = sum(other.path == reading.path for other in readings) > 1
+            label = f":{reading.by.label}" if several and reading.by is not None else ""
+            entry = Entry(
+                here, call, False, parts[0], live, steps=reading.steps, layer=reading.layer
+            )
+            if isinstance(reading.by, Reducer):
+                own = jax.ShapeDtypeStruct(parts[0].shape[mapped:], parts[0].dtype)
+                why = refusal(here, reading.by, own)
+                if why is not None:
+                    self.refused.append((site, reading.by, why))
+                    continue
+                operands = parts if reading.by.paired else parts[:1]
+                found, state, valid = reduce(here, reading.by, label, operands, mapped, live)
+                yield entry._replace(value=tuple(state), valid=valid, reduction=found)
                 continue
-            label = f":{reducer.label}" if several else ""
-            operands = xs if reducer.paired else xs[:1]
-            found, state, valid = reduce(site, reducer, label, operands, mapped, live)
-            yield Entry(site, call, False, tuple(state), valid, step=step, reduction=found)
-        if choice.whole:
+            x = parts[0]
+            if reading.by is not None:
+                x = vmapped(functools.partial(_applied, here, reading.by), mapped)(x)
+                here = dataclasses.replace(here, path=here.path + label, rank=x.ndim - mapped)
             if live is not None:
                 x = where(live, x, _jax.zeros(jax.typeof(x)))
-            yield Entry(site, call, False, x, live, step=choice.step)
+            yield entry._replace(site=here, value=x)
 
     def fold_entries(self) -> list[Entry]:
         """The folds as entries; a structured one has one for each array in it."""
@@ -155,12 +171,37 @@ class Recorder:
             for keys, leaf in keyed:
                 name = path + (f":{leaf_name(keys)}" if keys else "")
                 here = dataclasses.replace(site, path=name)
-                chosen = here, self.plan.choose(site, False) or Choice()
+                chosen = self.plan.choose(site, False)
+                readings = [dataclasses.replace(r, path=name) for r in chosen] or [Reading(name)]
                 call = self._calls.first(fold.mark.path)
                 mapped = fold.mapped if has_dtype(leaf) else 0
-                made = self._entries(chosen, call, [typed.asarray(leaf)], seen, mapped)
+                made = self._entries(here, readings, call, [typed.asarray(leaf)], seen, mapped)
                 entries += [e._replace(folded=True) for e in made]
         return entries
+
+
+def _part(site: Site, reading: Reading, xs: Sequence[Any], mapped: int) -> tuple[Site, list[Any]]:
+    """The site and the arrays of what is asked for of a value whose mapped axes lead."""
+    site = dataclasses.replace(site, path=reading.path)
+    if reading.layer:
+        site = dataclasses.replace(site, layers=())
+    if reading.index is None:
+        return site, list(xs)
+    rank = len(reading.index.check(xs[0].shape[mapped:], site))
+    pick = vmapped(reading.index.pick, mapped)
+    return dataclasses.replace(site, rank=rank), [pick(x) for x in xs]
+
+
+def _applied(site: Site, function: ValueFunction, x: Value) -> Any:
+    """What a function makes of a value; raises if that is not an array."""
+    out = function(x, site)
+    if not isinstance(out, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        raise SiteError(
+            f"The function {function.label!r}, given for the {site.described}, returns "
+            f"{type(out).__name__}, but must return one array, which is kept in the place of the "
+            "value."
+        )
+    return typed.asarray(out)
 
 
 def _reducer(mark: Mark) -> Any:

@@ -40,11 +40,11 @@ def _compute_saliency(fn: Function, site: Any, times_value: bool, argnum: int, *
         value, rest = _of_argument(fn, argnum, args)
         slope = jax.grad(rest)(value)
         return jax.tree.map(jnp.multiply, slope, value) if times_value else slope
+    picked = drop_steps(site, "site")
     alone, step = (site.selection, site.step) if isinstance(site, At) else (site, None)
     step = step.slice if isinstance(step, StepSlice) else step
     if step is None and any(isinstance(part, At) for part in flatten(site)):
         raise SiteError(f"`site` is one tapax.at, or a selection without any, but is {site!r}.")
-    picked = drop_steps(site, "site")
     _, taps = capture(fn, values=picked, grads=None)(*args)
     find_visits(site, taps, "site")  # raises for an iteration that there is not
     grads = grad(fn, at=picked)(*args)

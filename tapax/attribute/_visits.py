@@ -42,6 +42,12 @@ class Visit(NamedTuple):
 def drop_steps(sites: Any, argument: str = "sites") -> Any:
     """A selection without its steps, which captures the values of all visits."""
     parts = tuple(flatten(check(sites, argument)))
+    for part in parts:
+        if isinstance(part, At) and part.index is not None:
+            raise SiteError(
+                f"`{argument}` holds tapax.{part}, but takes whole values: leave `index` out, and "
+                "take that part of what is returned."
+            )
     if not parts:
         raise SiteError(f"`{argument}` is {sites!r}, which picks no site.")
     return tuple(p.selection if isinstance(p, At) else p for p in parts)
@@ -51,6 +57,7 @@ def find_visits(sites: Any, taps: Taps, argument: str = "sites") -> list[Visit]:
     """The visits that a selection picks; `taps` holds their values."""
     found = []
     distinct = {site.name: site for site in taps.sites if site.pullback == 0}
+    drop_steps(sites, argument)  # raises for what picks no whole values
     for part in flatten(check(sites, argument)):
         inner = part.selection if isinstance(part, At) else part
         picked = [s for s in distinct.values() if matches(inner, s)]

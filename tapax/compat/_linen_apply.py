@@ -17,7 +17,7 @@ from tapax._calling.transform import TransformedFunction
 from tapax._frameworks.linen.adapter import ADAPTER, attributes
 from tapax._frameworks.linen.marks import LinenRecordOptions, LinenSownValue, recording
 from tapax._marks.fingerprints import fingerprint
-from tapax._sites import Site, SiteError
+from tapax._sites import IfAny, Site, SiteError
 from tapax._walk.plan import Plan
 
 
@@ -139,9 +139,11 @@ def _make_capture(key: Hashable, options: _ApplyOptions) -> Any:
         others = set(given.variables) - {"params", "batch_stats", "intermediates"}
         return perturbed(given) if others else run(given)
 
-    return capture(
-        call, lambda site: isinstance(site.collection, LinenSownValue), None, modules=False
-    )
+    return capture(call, IfAny(_is_sown), None, modules=False)
+
+
+def _is_sown(site: Site) -> bool:
+    return isinstance(site.collection, LinenSownValue)
 
 
 def _get_method(bound: Any, method: Any) -> Any:

@@ -14,7 +14,7 @@ from tapax._frameworks.module_tree import index
 from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.adapter import ADAPTER
 from tapax._jax import Args, Function, Kwargs
-from tapax._sites import Site, SiteError, segment
+from tapax._sites import IfAny, Site, SiteError, segment
 
 
 def capture(
@@ -45,7 +45,7 @@ def capture(
     def wanted(site: Site) -> bool:
         return isinstance(site.collection, marks.NNXSownValue) and site.collection.kind in kinds
 
-    captured = _capture(run, wanted, None, modules=False)
+    captured = _capture(run, IfAny(wanted), None, modules=False)
 
     @functools.wraps(fn, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:

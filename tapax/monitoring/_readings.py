@@ -61,9 +61,15 @@ class Reading(NamedTuple):
 def _pair_reducers(kind: str, selection: Any) -> Iterator[tuple[Any, Reducer]]:
     """Pair each selection in one with each of its reducers, or with `rms` if it has none."""
     argument = f"{kind}s"
-    if isinstance(selection, Mapping):
+    if isinstance(selection, (Mapping, Reducer)):
         for part in flatten(check(selection, argument, reducing=True)):
             for reducer in part.reducers:
+                if not isinstance(reducer, Reducer):
+                    raise TypeError(
+                        f"`{argument}` maps a selection to the function {reducer.label!r}, but a "
+                        "monitor logs statistics: take one of tapax.reduce, or make one with "
+                        "tapax.reduce.Reducer."
+                    )
                 yield part.selection, reducer
     elif isinstance(selection, (list, tuple)):
         for part in selection:

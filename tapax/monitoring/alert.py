@@ -10,7 +10,6 @@ rule and layer.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from tapax import reduce
 from tapax._jax import Value
-from tapax._sites import Selection, check, flatten, is_exact, matches
+from tapax._sites import IfAny, Selection, check, flatten
 from tapax.monitoring._records import AlertEvent
 from tapax.reduce import Reducer
 
@@ -111,7 +110,7 @@ def dead(fraction: float = 0.9, at: Selection = "**") -> AlertRule:
 
 def _make_optional(at: Selection) -> Selection:
     """The same sites, none of which must have a gradient, as one that is named must."""
-    return tuple(functools.partial(matches, p) if is_exact(p) else p for p in flatten(at))
+    return tuple(IfAny(part) for part in flatten(at))
 
 
 def _alive(x: Value) -> Any:

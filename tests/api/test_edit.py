@@ -140,9 +140,9 @@ def test_an_edit_of_nothing_changes_nothing(program):
     cost = lambda f: jax.jit(f).lower(X).compile().cost_analysis().get("flops")
     with pytest.warns(UserWarning, match="tapax.edit was given nothing to edit"):
         nothing = tapax.edit(f), tapax.edit(f, {}, {})
-    for edited in (*nothing, tapax.edit(f, {lambda site: False: 0.0})):
+    for edited in nothing:
         close(edited(X), f(X), 1e-6)
-    assert cost(edited) == cost(f)
+        assert cost(edited) == cost(f)
     same = tapax.edit(f, {"h": lambda h: h})
     close(same(X), f(X), 1e-6)
     assert cost(same) == cost(f)

@@ -393,3 +393,10 @@ def test_bad_input_of_patching_methods(method, case):
 def test_a_sender_that_receives():
     with pytest.raises(tapax.SiteError, match="both a sender and a receiver"):
         attribute.path_patching(*SWEEP, "0/mlp", "*/mlp")
+
+
+def test_parts_of_values_are_refused():
+    part = tapax.at("h", index=0)
+    f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
+    with pytest.raises(tapax.SiteError, match="but takes whole values: leave `index` out"):
+        tapax.attribute.saliency(f, part)(jnp.ones(3))

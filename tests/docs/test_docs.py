@@ -57,12 +57,11 @@ def test_examples_in_docstrings_run(name):
 
 def test_docstrings_have_examples():
     finder = doctest.DocTestFinder()
-    marks, capture, selections = map(
-        importlib.import_module, (f.__module__ for f in (tapax.sow, tapax.capture, tapax.at))
-    )
-    tested = {t.name for m in (marks, capture, selections) for t in finder.find(m) if t.examples}
-    expected = {f"{f.__module__}.{f.__qualname__}" for f in (tapax.sow, tapax.scope)}
-    assert expected | {capture.__name__, selections.__name__} <= tested
+    functions = (tapax.sow, tapax.scope, tapax.at, tapax.glob)
+    modules = {importlib.import_module(f.__module__) for f in (*functions, tapax.capture)}
+    tested = {t.name for module in modules for t in finder.find(module) if t.examples}
+    expected = {f"{f.__module__}.{f.__qualname__}" for f in functions}
+    assert expected | {tapax.capture.__module__} <= tested
 
 
 LONG = pytest.param(NOTEBOOKS[-1], marks=pytest.mark.many)

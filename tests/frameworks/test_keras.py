@@ -346,3 +346,42 @@ def test_mobilenet_as_published():
     table = tapax.sites(model)(np.zeros((1, 32, 32, 3), "float32"))
     assert [site.name for site in table] == [*(x.name for x in model.layers[1:]), model.name]
     assert all(site.shape[1:] == model.get_layer(site.name).output.shape[1:] for site in table[:-1])
+
+
+# --- Inputs and weights of attention ------------------------------------------------------------
+
+
+def test_inputs_of_layers_are_sites_where_they_are_asked_for():
+    model = make_sequential()
+    first, second = (layer for layer in model.layers[:2])
+    _, taps = tapax.capture(model, values=f"**/{second.name}.input")(X)
+    ((name, value),) = taps.values.items()
+    assert name.endswith(f"{second.name}.input")
+    assert_close(value, first(X))
+    edited = tapax.edit(model, values={name: 0.0})(X)
+    rest = jnp.zeros_like(first(X))
+    for layer in model.layers[1:]:
+        rest = layer(rest)
+    assert_close(edited, rest)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: layers.MultiHeadAttention(2, 4, name="attn"),
+        lambda: layers.MultiHeadAttention(2, 4, dropout=0.1, name="attn"),
+        lambda: layers.GroupQueryAttention(4, 4, 2, name="attn"),
+    ],
+)
+def test_weights_of_attention_are_those_keras_returns(make):
+    layer = make()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32))
+    mask = jnp.tril(jnp.ones((1, 5, 5), bool))
+    _, want = layer(x, x, attention_mask=mask, return_attention_scores=True)
+    run = lambda x: layer(x, x, attention_mask=mask)
+    _, taps = tapax.capture(run, values="attn:weights")(x)
+    assert_close(taps.values["attn:weights"], want)
+    uniform = jnp.full(want.shape, 0.2)
+    edited = tapax.edit(run, values={"attn:weights": uniform})(x)
+    assert_close(edited, jnp.broadcast_to(edited[:, :1], edited.shape))
+    assert not np.allclose(edited, run(x))

@@ -29,7 +29,7 @@ def chain(*names):
 
 WAYS = {
     "capture": lambda fn: lambda *args: tapax.capture(fn)(*args)[0],
-    "edit": lambda fn: tapax.edit(fn, values={lambda site: False: 0.0}),
+    "edit": lambda fn: tapax.edit(fn, values={"**": lambda x: x}),
     "suffix": lambda fn: lambda *args: tapax.value_and_grad(lambda *a: fn(*a).sum())(*args)[0],
 }
 

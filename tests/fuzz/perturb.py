@@ -57,10 +57,27 @@ def check_perturbed(program: Program) -> None:
             raise
         engine = jax.value_and_grad(tapax.perturbed(loss))
         engine = jax.jit(engine) if program.how == "jit outside" else engine
-        got = engine(some, *args)
+        try:
+            got = engine(some, *args)
+        except Exception:
+            # JAX cannot name the residuals of a jitted function with two meshes, marked or not.
+            if program.how == "jit inside" and _refuses(
+                jax.value_and_grad(jax.jit(hand)), some, args
+            ):
+                return
+            raise
         same(program, "the perturbed loss", got[0], both[0])
         for name, want in both[1].items():
             same(program, f"the gradient by the perturbation of {name!r}", got[1][name], want)
+
+
+def _refuses(fn: Callable[..., Any], some: Any, args: Any) -> bool:
+    """Whether JAX itself cannot run a function."""
+    try:
+        fn(some, *args)
+    except Exception:
+        return True
+    return False
 
 
 def _check_missing(inner: Program, loss: Any, args: Any, missing: set[str]) -> None:

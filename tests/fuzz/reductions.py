@@ -38,8 +38,10 @@ def check_reductions(program: Program) -> None:
     reference = run(program)
     fn, args = build(program, tapax.sow), arguments(program)
     floats = _reducers(STATISTICS)
-    values = {_is_float: floats, _is_integer: _reducers(["minmax"])}
-    asked: dict[str, Any] = {"values": values, "grads": {_is_float: floats}}
+    dtypes = {site.dtype for site in reference.sites}
+    values = {_is_integer: _reducers(["minmax"])} if "int" in dtypes else {}
+    grads = {_is_float: floats} if dtypes - {"int"} else {}
+    asked: dict[str, Any] = {"values": values | grads, "grads": grads}
     match program.how:
         case "plain":
             captured = tapax.capture(fn, **asked)

@@ -152,7 +152,7 @@ def _other(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 WRONG: dict[str, Callable[..., Any]] = {
-    "nothing is edited": lambda values, grads: ([(lambda site: False, 0.0)], ()),
+    "nothing is changed": lambda values, grads: ([("a", lambda x: x)], ()),
     "a lost edit of a gradient": lambda values, grads: (values, ()),
     "an edit of every iteration": lambda values, grads: (
         [(getattr(name, "selection", name), what) for name, what in values],

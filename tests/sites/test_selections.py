@@ -67,7 +67,10 @@ def net(x):
         ("**/mlp", {"block0/mlp", "block1/mlp", "block2/mlp"}),
         (["block0/attn", "block2/*"], {"block0/attn", "block2/attn", "block2/mlp"}),
         (lambda site: site.path.startswith("block1"), {"block1/attn", "block1/mlp"}),
-        (("block?/attn", lambda s: s.shape == (9,)), {f"block{i}/attn" for i in range(3)}),
+        (
+            ("block?/attn", lambda s: s.path == "block2/mlp"),
+            {*(f"block{i}/attn" for i in range(3)), "block2/mlp"},
+        ),
         (None, set()),
     ],
 )

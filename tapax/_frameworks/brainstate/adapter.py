@@ -14,6 +14,7 @@ The `State`s that a captured function reads and writes become arguments and resu
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +28,16 @@ from brainunit import Quantity
 
 from tapax._frameworks.brainstate import cells, states
 from tapax._frameworks.interface import Adapter, FunctionCall, Module
-from tapax._frameworks.module_calls import mark_result, within
+from tapax._frameworks.module_calls import (
+    MethodCall,
+    asks_for_inputs,
+    mark_inputs,
+    mark_result,
+    within,
+)
 from tapax._frameworks.module_paths import running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, current, methods
-from tapax._jax import Function, PyTree, Value
+from tapax._jax import Args, Function, Kwargs, PyTree, Value
 from tapax._jax.pytrees import map_with_path
 from tapax._jaxpr.kinds import Kind, register_primitive
 from tapax._marks.context import active_policy, without_marks
@@ -140,25 +147,34 @@ def _is_being_called(module: Module) -> bool:
     return innermost is module and any(m is module for m in _calls.modules)
 
 
-def _call(adapter: Adapter, module: Module, method: str, run: Callable[[], Any]) -> Any:
+def _call(call: MethodCall) -> Any:
     """Runs a method of a module, as `module_calls.called` does; both of `_FORWARD` are one call."""
-    forward = method in _FORWARD
-    if forward and _is_being_called(module):
-        return run()
+    adapter, module = call.adapter, call.module
+    is_forward = call.method in _FORWARD
+    if is_forward and _is_being_called(module):
+        return call.run(*call.args, **call.kwargs)
     states.ran(module)
+    method = "__call__" if is_forward else call.method
+
+    def mark_arguments(given: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
+        return mark_inputs(dataclasses.replace(call, method=method, args=given[0], kwargs=given[1]))
+
     with within(adapter, module):
-        if not forward:
-            return _marked(adapter, module, method, run())
-        _calls.modules.append(module)
+        args, kwargs = call.args, call.kwargs
+        if asks_for_inputs():
+            args, kwargs = _mark_bare(adapter, (args, kwargs), mark_arguments)
+        if is_forward:
+            _calls.modules.append(module)
         try:
-            out = run()
+            out = call.run(*args, **kwargs)
         finally:
-            _calls.modules.pop()
-        return _marked(adapter, module, "__call__", out)
+            if is_forward:
+                _calls.modules.pop()
+        return _mark_bare(adapter, out, lambda out: mark_result(adapter, module, method, out))
 
 
-def _marked(adapter: Adapter, module: Module, method: str, out: PyTree) -> Any:
-    """Makes a result a site; the name of a quantity's mantissa is that of the quantity."""
+def _mark_bare(adapter: Adapter, value: PyTree, mark: Callable[[Any], Any]) -> Any:
+    """Marks a value; the name of a quantity's mantissa is that of the quantity."""
 
     def is_whole(x: Value) -> bool:
         return isinstance(x, Quantity) or adapter.is_opaque(x)
@@ -176,7 +192,7 @@ def _marked(adapter: Adapter, module: Module, method: str, out: PyTree) -> Any:
             return jax.tree.unflatten(jax.tree.structure(quantities[keys]), [x])
         return x
 
-    marked = mark_result(adapter, module, method, map_with_path(bare, out, is_whole))
+    marked = mark(map_with_path(bare, value, is_whole))
     return map_with_path(whole, marked, adapter.is_opaque)
 
 

@@ -9,6 +9,7 @@ The `Variable`s that a captured function reads and writes become arguments and r
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,9 +18,16 @@ import keras
 from keras.src import backend
 from keras.src.backend.config import is_nnx_enabled
 
+from tapax._frameworks.attention import marks_result, marks_softmax
 from tapax._frameworks.interface import Adapter, FunctionCall, Module
 from tapax._frameworks.keras import variables
-from tapax._frameworks.module_calls import mark_result, within
+from tapax._frameworks.module_calls import (
+    MethodCall,
+    asks_for_inputs,
+    mark_inputs,
+    mark_result,
+    within,
+)
 from tapax._frameworks.module_paths import place_of_named, running_modules
 from tapax._frameworks.patches import Patch, Replacements, methods
 from tapax._jax import PyTree
@@ -61,19 +69,26 @@ class Keras(Adapter):
 
     def _replacements(self) -> Replacements:
         yield from variables.replacements()
+        for cls in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention):
+            yield cls, "_masked_softmax", marks_result
+        yield keras.layers.Attention, "_apply_scores", marks_softmax
         for cls, name, wrap in methods(self, keras.Layer, skip=[], call=_call):
             own = cls.__module__.partition(".")[0] == self.package
             if name in _FORWARD or not (own or name in _BASE_METHODS):
                 yield cls, name, wrap
 
 
-def _call(adapter: Adapter, module: Module, method: str, run: Callable[[], Any]) -> Any:
+def _call(call: MethodCall) -> Any:
     """Runs a method of a layer, as `module_calls.called` does."""
+    adapter, module = call.adapter, call.module
     if _is_graph(module):
-        return run()
+        return call.run(*call.args, **call.kwargs)
+    call = dataclasses.replace(call, method=_site_method(call.method))
     with within(adapter, module, place_of_named(adapter, module)):
-        out = run()
-        return _masked(out, mark_result(adapter, module, _site_method(method), out))
+        given = call.args, call.kwargs
+        args, kwargs = _masked(given, mark_inputs(call)) if asks_for_inputs() else given
+        out = call.run(*args, **kwargs)
+        return _masked(out, mark_result(adapter, module, call.method, out))
 
 
 def _site_method(method: str) -> str:
@@ -87,7 +102,7 @@ def _is_graph(module: Module) -> bool:
 
 
 def _masked(out: PyTree, marked: PyTree) -> Any:
-    """The marked result, with the masks that Keras attached to the arrays of the unmarked one."""
+    """Marked arrays, with the masks that Keras attached to the unmarked ones."""
     for before, after in zip(jax.tree.leaves(out), jax.tree.leaves(marked), strict=True):
         mask = None if after is before else backend.get_keras_mask(before)
         if mask is not None:

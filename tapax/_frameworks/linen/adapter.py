@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import axes_scan
+from flax.linen import attention
 from flax.linen import module as _module
 from flax.linen import transforms as _transforms
 
+from tapax._frameworks.attention import marks_softmax
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.linen.marks import perturb, record_result, sow
-from tapax._frameworks.module_calls import mark_result, within
+from tapax._frameworks.module_calls import MethodCall, mark_result, within
 from tapax._frameworks.module_paths import locate, running_modules
 from tapax._frameworks.patches import Patch, Replacements
 from tapax._frameworks.recurrent_cells import (
@@ -150,6 +152,7 @@ class Linen(Adapter):
         return RecurrentCell(step, variables, carry, pair_paths(carry, "c", "h"))
 
     def _replacements(self) -> Replacements:
+        yield attention, "dot_product_attention_weights", marks_softmax
         yield nn.Module, "sow", functools.partial(sow, self)
         yield nn.Module, "perturb", functools.partial(perturb, self)
         yield _transforms._HashableProxy, "from_module", functools.partial(_from_module, self)
@@ -167,9 +170,9 @@ class Linen(Adapter):
         stack.append(call)
         try:
             with within(self, module, self.place(module)):
-                out = run(*args, **kwargs)
                 if not marks:
-                    return out
+                    return run(*args, **kwargs)
+                out = MethodCall(self, module, method, run, args, kwargs).run_marked()
                 record_result(module, method, out)
                 return mark_result(self, module, method, out)
         finally:

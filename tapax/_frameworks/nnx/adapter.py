@@ -20,8 +20,10 @@ import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import attention
 
 from tapax import _jax
+from tapax._frameworks.attention import marks_softmax
 from tapax._frameworks.interface import FunctionCall, Module
 from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.attribute_order import AttributeOrder, OuterOrder
@@ -72,6 +74,7 @@ class NNX(PatchedAdapter):
             yield cls, name, functools.partial(marks.outputs, self, cls, name, wrap)
         for cls in TRANSFORMED:
             yield cls, "__call__", _of_foreign_objects
+        yield attention, "dot_product_attention_weights", marks_softmax
         yield nnx.Module, "sow", functools.partial(marks.sow, self)
         yield nnx.Module, "perturb", functools.partial(marks.perturb, self)
 

@@ -33,11 +33,11 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     carried_out = _jax.open_jaxpr(loop.body).outvars[:ncarry]
     threads = walk.enter(loop.body)
     slots = Slots.of(loop.xs)
-    around = Around(Kind.SCAN, "scan", loop.length)
+    around = Around(Kind.SCAN, "scan", loop.length, scopes=walk.scopes)
     # What a change needs for each iteration goes in with what is scanned over.
     depth = len(walk.around)
     each = walk.changes.at_depth(threads.parts, depth, loop.length)
-    counted = walk.changes.counts(loop.body)
+    counted = walk.changes.counts(loop.body, depth)
     numbers = typed.arange(loop.length, dtype=jnp.int32) if counted else None
 
     def step(carry: PyTree, x: Value) -> Any:
@@ -46,7 +46,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
             walk.folds.restore(threads.folds, folds)
             walk.changes.hand_down(each, parts, below=depth + 1)
             if number is not None:
-                walk.changes.count(number)
+                walk.changes.count(number, depth)
             outs = walk.run(loop.body, [*loop.consts, *state, *slots.fill(iter(x))])
             carried = walk.materialize(carried_out, outs[:ncarry])
             ys = Slots.of(outs[ncarry:])
@@ -93,16 +93,18 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
 def _stacked(entry: Entry, loop: str) -> Entry:
     """An entry that a loop has stacked; the iterations asked for of it, where some were."""
     refuse_folded(entry)
-    lead, step = entry.lead + 1, entry.step
-    if step is not None:
-        index = step.slice if isinstance(step, StepSlice) else step
-        length = entry.state[0].shape[0]
-        if isinstance(index, int) and not -length <= index < length:
-            raise SiteError(
-                f"step={index} was asked for of the {entry.site.described}, but its loop has "
-                f"{length} iterations."
-            )
-        lead -= isinstance(index, int)
-        entry = entry.with_arrays(a[index] for a in entry.arrays)
-    met = entry._replace(lead=lead, step=None, loops=(loop, *entry.loops))
-    return selected(met) if met.is_total and not isinstance(step, int) else met
+    step = entry.step
+    if step is None:
+        return entry.left_loop(loop, 1)
+    index = step.slice if isinstance(step, StepSlice) else int(step)
+    length = entry.state[0].shape[0]
+    if isinstance(index, int) and not -length <= index < length:
+        raise SiteError(
+            f"step={index} was asked for of the {entry.site.described}, but its loop has "
+            f"{length} iterations."
+        )
+    met = entry.with_arrays(a[index] for a in entry.arrays)
+    if isinstance(index, int):
+        return met.left_loop(loop)
+    met = met.left_loop(loop, 1)
+    return selected(met) if met.is_over_loops else met

@@ -22,7 +22,7 @@ from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.carried_states import joined, nothing_yet, selected
-from tapax._walk.changes import COUNTER, Around
+from tapax._walk.changes import Around, CounterKey
 from tapax._walk.entries import Entry, refuse_folded
 from tapax._walk.interpreter import Interpreter
 
@@ -34,9 +34,10 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     _refuse_changes(walk, test)
     args = walk.materialize(eqn.invars, args)
     loop = While.of(eqn, args, test if walk.nested else strip(test))
+    counter = CounterKey(len(walk.around))
     with walk.inside():
-        if walk.changes.counts(loop.body):
-            walk.changes.count(typed.zeros((), jnp.int32))
+        if walk.changes.counts(loop.body, counter.depth):
+            walk.changes.count(typed.zeros((), jnp.int32), counter.depth)
         threads = walk.enter(loop.body)
         folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
         inputs = [*loop.consts, *loop.init]
@@ -49,12 +50,12 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     # If the loop ends on one device before it does on another, so does what is recorded in it.
     over = _jax.varying_axes(_jax.open_jaxpr(test).outvars[0].aval)
     # Whoever asks for nothing in the loop finds it as it was, without a count.
-    counts = [typed.zeros((), jnp.int32)] if buffers or COUNTER in threads.parts or tested else []
+    counts = [typed.zeros((), jnp.int32)] if buffers or counter in threads.parts or tested else []
 
     def step(carry: _Carry) -> _Carry:
         count = carry.counts[0] if carry.counts else None
         keys = zip(threads.parts, parts, strict=True)
-        given = [count if key == COUNTER else part for key, part in keys]
+        given = [count if key == counter else part for key, part in keys]
         inputs = [*loop.consts, *carry.state, *carry.folds, *given]
         results = iter(_jax.as_function(staged.jaxpr)(*inputs))
         new = loop.keep_finished([next(results) for _ in loop.init], carry.state)
@@ -128,7 +129,7 @@ def _last_test(walk: Interpreter, test: Jaxpr, args: list[Any], count: Any) -> N
                 "the body."
             )
         valid = count if entry.valid is None else entry.valid
-        walk.entries.append(entry._replace(valid=valid, loops=("while", *entry.loops)))
+        walk.entries.append(entry._replace(valid=valid).left_loop("while"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,12 +191,11 @@ class _Buffer:
         return [old.at[place].set(x, mode="drop") for old, x in both]
 
     def finish(self, held: list[Any]) -> Entry:
-        lead = self.entry.lead + (self.window is not None)
+        stacked = self.window is not None and not self.single
         if self.single:
-            held, lead = [x[0] for x in held], lead - 1
-        entry = self.entry._replace(valid=True).with_arrays(iter(held))
-        entry = entry._replace(lead=lead, step=None, loops=("while", *self.entry.loops))
-        if not entry.is_total or self.single:
+            held = [x[0] for x in held]
+        entry = self.entry._replace(valid=True).with_arrays(iter(held)).left_loop("while", stacked)
+        if not entry.is_over_loops or self.single:
             return entry
         return selected(entry) if self.window else entry._replace(loops=self.entry.loops)
 

@@ -1,0 +1,90 @@
+"""Scanned layers: names of single layers of a module that a loop runs once for each.
+
+A model that scans over its layers has one site for all of them, `Stack/layers/mlp`, whose values
+are stacked. A name with the number of a layer, `Stack/layers/3/mlp`, picks the value of that one,
+as if the layers were written out.
+
+>>> site = Site("Stack/layers/mlp", layers=(ScannedLayers("Stack/layers", 0, 4),))
+>>> def find(name):
+...     return [layer.path for layer in find_layers([name], site, lambda s: s.path == name)]
+>>> find("Stack/layers/3/mlp"), find("Stack/layers/7/mlp")
+(['Stack/layers/3/mlp'], [])
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from tapax._sites.site import ScannedLayers, Site
+
+
+class LayerNumber(int):
+    """The number of a layer: an iteration of a loop that does not show in the result."""
+
+
+class LayerName(NamedTuple):
+    """The path of a site in some layers, and which they are: a number for each loop, or None.
+
+    Loops are counted from the innermost.
+    """
+
+    path: str
+    numbers: tuple[LayerNumber | None, ...]
+
+
+_NUMBERED = re.compile(r"(?=(?:^|/)([^/*?]+)/(\d+)(?:[/.:@~]|$))")
+"""The name of a module and the number of a layer behind it, in a pattern."""
+
+
+def find_layers(
+    globs: Sequence[str], site: Site, is_picked: Callable[[Site], bool]
+) -> Iterator[LayerName]:
+    """The names of single layers that a selection picks of a site that several layers share.
+
+    `globs` are those in the selection.
+    """
+    for name in _candidates(globs, site, is_picked):
+        if all(n is None or n < layers.length for n, layers in _pairs(name, site)):
+            yield name
+
+
+def find_missing_layer(
+    globs: Sequence[str], site: Site, is_picked: Callable[[Site], bool]
+) -> ScannedLayers | None:
+    """The layers of a site in which a selection asks for one that there is not."""
+    for name in _candidates(globs, site, is_picked):
+        for number, layers in _pairs(name, site):
+            if number is not None and number >= layers.length:
+                return layers
+    return None
+
+
+def _pairs(name: LayerName, site: Site) -> Iterator[tuple[LayerNumber | None, ScannedLayers]]:
+    for layers in site.layers:
+        yield name.numbers[layers.loop], layers
+
+
+def _candidates(
+    globs: Sequence[str], site: Site, is_picked: Callable[[Site], bool]
+) -> Iterator[LayerName]:
+    """The names that a selection would pick, however many layers there are."""
+    if not site.layers:
+        return
+    numbered = [found for glob in globs for found in _NUMBERED.findall(glob)]
+    ordered = sorted(site.layers, key=lambda layers: len(layers.path))
+    choices = [
+        [None, *dict.fromkeys(int(n) for name, n in numbered if layers.module == name)]
+        for layers in ordered
+    ]
+    for chosen in itertools.product(*choices):
+        path, shift = site.path, 0
+        numbers: list[LayerNumber | None] = [None] * (1 + max(x.loop for x in ordered))
+        for number, layers in zip(chosen, ordered, strict=True):
+            if number is not None:
+                end = len(layers.path) + shift
+                path, shift = f"{path[:end]}/{number}{path[end:]}", shift + len(f"/{number}")
+                numbers[layers.loop] = LayerNumber(number)
+        if shift and is_picked(dataclasses.replace(site, path=path)):
+            yield LayerName(path, tuple(numbers))

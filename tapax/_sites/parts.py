@@ -1,0 +1,261 @@
+"""Parts of what a site holds: some iterations of a loop, some entries of a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from types import EllipsisType
+from typing import Any, TypeAlias, cast
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from tapax._jax import ArrayLike, Value
+from tapax._sites.errors import SiteError, wrong_type
+from tapax._sites.matching import Selector, admits, picks, show
+from tapax._sites.site import Site
+
+_ARRAYS: tuple[type[Any], ...] = (jax.Array, np.ndarray)
+_INTEGERS: tuple[type[Any], ...] = (int, np.integer)
+_TRACERS: tuple[type[Any], ...] = (Tracer,)
+_LISTS: tuple[type[Any], ...] = (list,)
+_SLICES: tuple[type[Any], ...] = (slice,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class At(Selector):
+    """Some iterations, or some entries, of the values that a selection picks. See `at`."""
+
+    selection: Any
+    step: Any = None
+    index: Index | None = None
+
+    def _identity(self) -> Any:
+        # An array is what it is, and not equal to another.
+        is_fixed = self.step is None or isinstance(self.step, (int, StepSlice))
+        numbers = () if self.index is None else tuple(map(id, self.index.numbers))
+        return self.selection, self.step if is_fixed else id(self.step), self.index, numbers
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, At) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def picks(self, site: Site) -> bool:
+        return picks(self.selection, site)
+
+    def admits(self, site: Site) -> bool:
+        return admits(self.selection, site)
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step={self.step}"
+        index = "" if self.index is None else f", index={self.index}"
+        return f"at({show(self.selection)}{step}{index})"
+
+
+def at(selection: Any, *, step: slice | ArrayLike | None = None, index: Any = None) -> At:
+    """Some iterations, or some entries, of the values that `selection` picks.
+
+    `step` are iterations of the innermost loop around a site: an integer gives the value of that
+    one iteration, a slice gives them stacked. In an edit, `step` may be an array with one integer,
+    which may be traced.
+
+    `index` are entries of the value as it was marked, without the axes of loops and maps:
+    `np.s_[:, -1]` for the last position, `np.s_[..., 3, :]` for a head. It takes what indexes a
+    NumPy array. Of a captured or reduced value only that part is kept; an edit changes that part
+    alone, and its integers may be traced.
+
+    >>> import jax.numpy as jnp, numpy as np, tapax
+    >>> f = lambda x: tapax.sow(x**2, "h").sum()
+    >>> last = tapax.at("h", index=np.s_[-1])
+    >>> x = jnp.array([1.0, 2.0, 3.0])
+    >>> float(tapax.capture(f, values=last)(x)[1].values["h"])
+    9.0
+    >>> float(tapax.edit(f, values={last: 0.0})(x))
+    5.0
+    """
+    if step is None and index is None:
+        raise TypeError(
+            "`at` takes `step`, which iterations of a loop, or `index`, which part of a value, but "
+            "was given neither."
+        )
+    return At(selection, _checked_step(step), None if index is None else Index.of(index))
+
+
+def _checked_step(step: Any) -> Any:
+    if step is None:
+        return None
+    if isinstance(step, _SLICES):
+        return StepSlice.of(step)
+    if _is_integer(step):
+        return int(step)
+    if isinstance(step, _ARRAYS) and np.issubdtype(step.dtype, np.integer):
+        if step.ndim == 0:
+            return step
+        raise SiteError(
+            f"`at` takes one iteration as `step`, but was given an array of shape "
+            f"{list(step.shape)}. Use jax.vmap for several."
+        )
+    raise wrong_type(
+        "`at` takes an integer or a slice of iterations as `step`, but was given", step
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSlice:
+    """A slice that can be hashed on every Python (before 3.12 slices cannot)."""
+
+    start: int | None
+    stop: int | None
+    stride: int | None
+
+    @classmethod
+    def of(cls, s: slice) -> StepSlice:
+        return cls(s.start, s.stop, s.step)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop, self.stride)
+
+    def __str__(self) -> str:
+        return str(self.slice)
+
+
+@dataclasses.dataclass(frozen=True)
+class _IndexArray:
+    """An array in an index, compared by what it holds."""
+
+    array: np.ndarray = dataclasses.field(compare=False)
+    content: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, array: Any) -> _IndexArray:
+        held = np.asarray(array)
+        return cls(held, (held.dtype.str, held.shape, held.tobytes()))
+
+
+class _TracedInteger:
+    """Stands for an integer in an index that is traced."""
+
+
+_TRACED = _TracedInteger()
+_Item: TypeAlias = "int | StepSlice | _IndexArray | _TracedInteger | EllipsisType | None"
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """Which entries of a value: what stands in the brackets of `x[...]`, but hashable.
+
+    `numbers` are the integers in it that are traced, in order. They do not count for equality.
+    """
+
+    items: tuple[_Item, ...]
+    numbers: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, index: Any) -> Index:
+        given = cast(Sequence[Any], index) if isinstance(index, tuple) else (index,)
+        numbers = tuple(item for item in given if isinstance(item, _TRACERS))
+        return cls(tuple(map(_item, given)), numbers)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The index as arrays take it."""
+        numbers = iter(self.numbers)
+        return tuple(next(numbers) if item is _TRACED else _plain(item) for item in self.items)
+
+    def with_numbers(self, numbers: Sequence[Any]) -> Index:
+        """The index with other integers in the places of those that are traced."""
+        return Index(self.items, tuple(numbers))
+
+    def pick(self, x: Value) -> Any:
+        """The part of a value."""
+        return x[self.key]
+
+    def put(self, x: Value, part: Value) -> Any:
+        """The value with its part replaced."""
+        array: Any = x
+        return array.at[self.key].set(part)
+
+    def check(self, shape: tuple[int, ...], site: Site) -> tuple[int, ...]:
+        """The shape of the part of a value of some shape; raises for a part that is not there."""
+        known = Index(tuple(0 if item is _TRACED else item for item in self.items))
+        try:
+            return np.broadcast_to(np.zeros((), bool), shape)[known.key].shape
+        except IndexError as error:
+            raise SiteError(
+                f"index={self} was asked for of the {site.described}, whose values have shape "
+                f"{list(shape)}: {error}. An index counts the axes of the value as it was marked, "
+                "without those of loops and maps."
+            ) from None
+
+    def lengths(self, shape: tuple[int, ...]) -> list[int]:
+        """How long the axes are that the traced integers index, in a value of some shape."""
+        taken = [_axes(item) for item in self.items]
+        rest = len(shape) - sum(taken)
+        axis, found = 0, list[int]()
+        for item, axes in zip(self.items, taken, strict=True):
+            if item is _TRACED:
+                found.append(shape[axis])
+            axis += rest if item is Ellipsis else axes
+        return found
+
+    def __str__(self) -> str:
+        return f"np.s_[{', '.join(map(_shown, self.items))}]"
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, _INTEGERS) and not isinstance(value, bool)
+
+
+def _item(item: Any) -> Any:
+    if isinstance(item, _SLICES):
+        return StepSlice.of(item)
+    if item is None or item is Ellipsis:
+        return item
+    if _is_integer(item):
+        return int(item)
+    array: Any = np.asarray(item) if isinstance(item, _LISTS) else item
+    kind = getattr(getattr(array, "dtype", None), "kind", "")
+    if isinstance(array, _TRACERS):
+        if kind in "iu" and array.ndim == 0:
+            return _TRACED
+    elif isinstance(array, _ARRAYS) and kind in "iub":
+        return int(array) if array.ndim == 0 and kind in "iu" else _IndexArray.of(array)
+    raise wrong_type(
+        "`at` takes as `index` what indexes an array: integers, slices, `...`, arrays of integers "
+        "or booleans, or several of these, of which integers may be traced. It was given",
+        item,
+    )
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, StepSlice):
+        return item.slice
+    return item.array if isinstance(item, _IndexArray) else item
+
+
+def _axes(item: Any) -> int:
+    """How many axes of a value an item of an index stands for."""
+    if item is None or item is Ellipsis:
+        return 0
+    is_mask = isinstance(item, _IndexArray) and item.array.dtype == bool
+    return item.array.ndim if is_mask else 1
+
+
+def _shown(item: Any) -> str:
+    if isinstance(item, StepSlice):
+        return ":".join("" if x is None else str(x) for x in _bounds(item))
+    if isinstance(item, _IndexArray):
+        return f"{item.array.dtype}{list(item.array.shape)}"
+    if item is _TRACED:
+        return "a traced integer"
+    return "..." if item is Ellipsis else str(item)
+
+
+def _bounds(part: StepSlice) -> Iterator[int | None]:
+    yield from (part.start, part.stop)
+    if part.stride is not None:
+        yield part.stride

@@ -1,0 +1,250 @@
+"""A part of a value, and functions of a value: what is kept, edited and reduced is that alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import tapax
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 3)).astype(np.float32))
+INDICES = [
+    np.s_[:, -1],
+    np.s_[0],
+    np.s_[..., 2],
+    np.s_[1:3, ::2],
+    np.s_[:, None, 1],
+    np.s_[np.array([0, 2])],
+    np.s_[:, np.array([True, False, True, False, True, False])],
+    np.s_[[0, 1], [2, 3]],
+    np.s_[np.array([0, 2]), :, 1],
+]
+
+
+def straight(x):
+    return tapax.sow(jnp.sin(x), "h")
+
+
+def scanned(x):
+    return lax.scan(lambda c, t: (c + tapax.sow(jnp.sin(x * t), "h"), None), x, jnp.arange(5.0))[0]
+
+
+def mapped(x):
+    return jax.vmap(straight)(jnp.stack([x, 2 * x]))
+
+
+def branched(x):
+    return lax.cond(x.sum() > 1e9, straight, lambda x: x, x)
+
+
+def looped(x):
+    step = lambda s: (s[0] + 1, tapax.sow(jnp.sin(s[1]), "h"))
+    return lax.while_loop(lambda s: s[0] < 3, step, (0, x))[1]
+
+
+def recomputed(x):
+    return jax.checkpoint(straight)(x)
+
+
+PROGRAMS = [straight, scanned, mapped, branched, looped, recomputed]
+
+
+def training(program):
+    return jax.jit(jax.value_and_grad(lambda x: jnp.sum(program(x) ** 2)))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("index", INDICES, ids=map(str, INDICES))
+def test_a_part_is_that_of_the_whole(program, index):
+    fn = program if program is looped else training(program)
+    part = tapax.at("h", index=index)
+    grads = None if program is looped else "**"
+    _, whole = tapax.capture(fn, grads=grads)(X)
+    _, taps = tapax.capture(fn, values=part, grads=grads and part)(X)
+    lead = whole.values["h"].ndim - X.ndim
+    take = lambda x: np.stack([np.asarray(v)[index] for v in x]) if lead else np.asarray(x)[index]
+    np.testing.assert_array_equal(taps.values["h"], take(whole.values["h"]))
+    assert taps.sites["h"].rank == taps.values["h"].ndim - lead
+    if grads and "h" in whole.grads:
+        np.testing.assert_array_equal(taps.grads["h"], take(whole.grads["h"]))
+
+
+def test_only_the_part_is_stacked():
+    part = tapax.at("h", index=np.s_[0, 0])
+    text = str(jax.make_jaxpr(tapax.capture(scanned, values=part))(X))
+    assert "f32[5,3]" in text and "f32[5,4,6,3]" not in text
+
+
+@pytest.mark.parametrize("index", INDICES, ids=map(str, INDICES))
+def test_an_edit_changes_that_part_alone(index):
+    def by_hand(x):
+        def step(c, t):
+            h = jnp.sin(x * t)
+            return c + h.at[index].set(3 * h[index]), None
+
+        return lax.scan(step, x, jnp.arange(5.0))[0]
+
+    edited = tapax.edit(scanned, values={tapax.at("h", index=index): lambda h: 3 * h})
+    np.testing.assert_allclose(edited(X), by_hand(X), rtol=1e-6)
+    loss = lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2))
+    np.testing.assert_allclose(loss(edited)(X), loss(by_hand)(X), rtol=1e-4, atol=1e-5)
+
+
+def test_an_array_comes_in_the_place_of_a_part():
+    part = tapax.at("h", index=np.s_[:, -1])
+    for array in (0.0, jnp.ones((4, 3)), jnp.ones((5, 4, 3))):
+        edited = tapax.edit(scanned, values={part: array})(X)
+        hs = np.stack([np.sin(np.asarray(X) * t) for t in range(5)])
+        hs[:, :, -1] = array
+        np.testing.assert_allclose(edited, np.asarray(X) + hs.sum(0), rtol=1e-5, atol=1e-5)
+    with pytest.raises(tapax.SiteError, match=r"but the value has shape \[4, 3\]"):
+        tapax.edit(scanned, values={part: jnp.ones((6, 3))})(X)
+
+
+def test_a_part_of_one_iteration():
+    part = tapax.at("h", step=3, index=np.s_[1])
+    _, taps = tapax.capture(scanned, values=part)(X)
+    np.testing.assert_allclose(taps.values["h"], np.sin(np.asarray(X[1]) * 3), rtol=1e-5)
+    edited = tapax.edit(scanned, values={part: 0.0})(X)
+    hs = np.stack([np.sin(np.asarray(X) * t) for t in range(5)])
+    hs[3, 1] = 0
+    np.testing.assert_allclose(edited, np.asarray(X) + hs.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_part_are_edited():
+    step = jax.jit(jax.grad(lambda x: jnp.sum(straight(x) ** 2)))
+    edited = tapax.edit(step, grads={tapax.at("h", index=np.s_[0]): 0.0})(X)
+    want = np.array(step(X))
+    want[0] = 0
+    np.testing.assert_allclose(edited, want, rtol=1e-6)
+
+
+def test_positions_are_swept_in_one_program():
+    def ablate(i):
+        return tapax.edit(scanned, values={tapax.at("h", index=np.s_[:, i]): 0.0})(X)
+
+    swept = jax.jit(jax.vmap(ablate))(jnp.arange(-1, 6))
+    for row, i in zip(swept, range(-1, 6), strict=True):
+        one = tapax.edit(scanned, values={tapax.at("h", index=np.s_[:, i]): 0.0})(X)
+        np.testing.assert_allclose(row, one, rtol=1e-6, atol=1e-6)
+    assert np.isnan(jax.jit(ablate)(6)).all()  # out of range, which cannot be known beforehand
+
+
+def test_parts_are_reduced():
+    part = tapax.at("h", index=np.s_[:, -1])
+    _, taps = tapax.capture(scanned, values={part: [tapax.reduce.rms, tapax.reduce.minmax]})(X)
+    for t in range(5):
+        h = np.sin(np.asarray(X, np.float64) * t)[:, -1]
+        np.testing.assert_allclose(taps.values["h:rms"][t], np.sqrt((h**2).mean()), rtol=1e-5)
+        np.testing.assert_allclose(taps.values["h:minmax"][t], [h.min(), h.max()], rtol=1e-5)
+
+
+def test_parts_of_gradients_by_values_inside():
+    loss = lambda x: jnp.sum(scanned(x) ** 2)
+    whole = tapax.grad(loss)(X)["h"]
+    part = tapax.grad(loss, at=tapax.at("h", index=np.s_[..., 0]))(X)["h"]
+    np.testing.assert_array_equal(part, whole[..., 0])
+    one = tapax.grad(loss, at=tapax.at("h", step=2, index=np.s_[1]))(X)["h"]
+    np.testing.assert_array_equal(one, whole[2, 1])
+
+
+def test_parts_on_a_mesh():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    spread = jax.shard_map(straight, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    _, taps = tapax.capture(jax.jit(spread), values=tapax.at("h", index=np.s_[0]))(X)
+    np.testing.assert_array_equal(taps.values["h"], jnp.sin(X)[::2])
+    edited = tapax.edit(jax.jit(spread), values={tapax.at("h", index=np.s_[0]): 0.0})(X)
+    np.testing.assert_array_equal(edited, jnp.sin(X).at[::2].set(0))
+
+
+def test_what_a_function_returns_is_kept():
+    top = lambda h: jnp.sort(h.ravel())[-2:]
+    for program in PROGRAMS:
+        _, whole = tapax.capture(program)(X)
+        _, taps = tapax.capture(program, values={"h": top})(X)
+        lead = whole.values["h"].ndim - X.ndim
+        values = np.asarray(whole.values["h"])
+        want = np.stack([top(v) for v in values]) if lead else np.asarray(top(values))
+        np.testing.assert_allclose(taps.values["h"], want, rtol=1e-6)
+    _, taps = tapax.capture(training(scanned), values={"h": jnp.mean}, grads={"h": jnp.abs})(X)
+    assert taps.values["h"].shape == (5,) and taps.grads["h"].shape == (5, *X.shape)
+
+
+def test_several_functions_and_reducers_of_one_value():
+    def half(h):
+        return h / 2
+
+    asked = {"h": [half, tapax.reduce.rms, functools.partial(jnp.sum, axis=-1)], "**": jnp.max}
+    _, taps = tapax.capture(straight, values=asked)(X)
+    assert list(taps.values) == ["h:half", "h:rms", "h:sum", "h:max"]
+    np.testing.assert_allclose(taps.values["h:half"], jnp.sin(X) / 2)
+
+
+def test_a_function_may_take_the_site():
+    _, taps = tapax.capture(straight, values={"h": lambda h, site: h * len(site.shape)})(X)
+    np.testing.assert_allclose(taps.values["h"], 3 * jnp.sin(X))
+
+
+def test_a_function_may_close_over_arrays():
+    direction = jnp.array([1.0, 0.0, -1.0])
+    project = lambda w: tapax.capture(training(scanned), values={"h": lambda h: h @ w})(X)[1]
+    want = np.stack([np.sin(np.asarray(X) * t) @ np.asarray(direction) for t in range(5)])
+    np.testing.assert_allclose(project(direction).values["h"], want, rtol=1e-4, atol=1e-5)
+    traced = jax.jit(lambda w: project(w).values["h"])(direction)
+    np.testing.assert_allclose(traced, want, rtol=1e-4, atol=1e-5)
+
+
+def message(call, kind=tapax.SiteError):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_bad_parts_are_refused_in_words():
+    line = straight.__code__.co_firstlineno + 1
+    for index, why in [
+        (np.s_[4], "index 4 is out of bounds for axis 0 with size 4"),
+        (np.s_[:, :, :, 0], "too many indices for array"),
+        (np.s_[:, np.array([0, 9])], "index 9 is out of bounds"),
+    ]:
+        for call in (
+            lambda: tapax.capture(straight, values=tapax.at("h", index=index))(X),  # noqa: B023
+            lambda: tapax.edit(straight, values={tapax.at("h", index=index): 0.0})(X),  # noqa: B023
+            lambda: tapax.grad(
+                lambda x: straight(x).sum(),
+                at=tapax.at("h", index=index),  # noqa: B023
+            )(X),
+        ):
+            text = message(call)
+            assert f"was asked for of the site 'h', marked at {__file__}:{line}, whose" in text
+            assert why in text
+    for index in ("a", 1.0, True, jnp.ones(3), {}):
+        assert "`at` takes as `index`" in message(lambda: tapax.at("h", index=index), TypeError)  # noqa: B023
+    assert "was given neither" in message(lambda: tapax.at("h"), TypeError)
+    traced = lambda i: tapax.capture(straight, values=tapax.at("h", index=i))(X)[1].values["h"]
+    assert "`index` is traced in tapax.at('h', index=np.s_[a traced integer])" in message(
+        lambda: jax.jit(traced)(0)
+    )
+    two = [tapax.at("h", index=0), tapax.at("h", index=1)]
+    assert "asks for two parts of the site 'h'" in message(
+        lambda: tapax.capture(straight, values=two)(X)
+    )
+    part = tapax.at("h", index=0)
+    assert "perturbation has a part for every" in message(
+        lambda: tapax.perturbations(straight, at=part)
+    )
+    assert "and at a whole value" in message(lambda: tapax.prefix(straight, part))
+
+
+def test_functions_that_return_no_array_are_refused():
+    for out in ("text", None, {}, (X, X)):
+        text = message(lambda: tapax.capture(straight, values={"h": lambda h: out})(X))  # noqa: B023
+        assert f"returns {type(out).__name__}, but must return one array" in text
+    assert "neither a reducer nor a function" in message(
+        lambda: tapax.capture(straight, values={"h": 3}), TypeError
+    )
