@@ -71,7 +71,7 @@ def _made(table: SiteTable) -> ModuleTable:
     """The modules whose results are sites, each before those in it."""
     found: dict[str, type] = {}
     for site in table:
-        if site.module is not None:
+        if isinstance(site.module, type):
             path = site.path.partition(":")[0]
             path = path if site.method == "__call__" else path.removesuffix(f".{site.method}")
             found.setdefault(path, site.module)

@@ -76,6 +76,7 @@ from tapax._jax.types import (
     PyTree,
     Value,
     Var,
+    key_generator,
     like,
     literal_value,
     spread,

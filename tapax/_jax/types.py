@@ -160,12 +160,17 @@ def like(x: Value, aval: AbstractValue) -> Any:
     return with_spec(with_varying(x, varying_axes(aval)), aval.sharding.spec)
 
 
+def key_generator(dtype: Any) -> str:
+    """The name of the generator whose keys have this type, as `jax.random.key` takes it."""
+    return dtype._impl.name
+
+
 def zeros(aval: AbstractValue) -> Any:
     """An array of zeros of the type `aval`, random keys and device-varying types included."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         out = jax.random.wrap_key_data(
-            jnp.zeros(data.shape, data.dtype), impl=aval.dtype._impl.name
+            jnp.zeros(data.shape, data.dtype), impl=key_generator(aval.dtype)
         )
     else:
         out = jnp.zeros(aval.shape, aval.dtype)

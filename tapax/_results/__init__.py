@@ -2,4 +2,4 @@
 
 from tapax._results.site_table import SiteTable
 from tapax._results.tabular import Tabular
-from tapax._results.taps import SiteDict, Taps
+from tapax._results.taps import SiteDict, Taps, load_taps

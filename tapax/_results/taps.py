@@ -6,14 +6,19 @@ any pytree does: its arrays are leaves, its sites are static.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from tapax._results.host_arrays import fetch_arrays
+from tapax._results.picking import pick_sites
 from tapax._results.site_table import SiteTable
 from tapax._results.tabular import Tabular
-from tapax._sites import Selection
+from tapax._sites import Selection, Site, SiteError, nearest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,6 +31,10 @@ class SiteDict(dict[str, Any]):
     """
 
     __slots__ = ()
+
+    def __missing__(self, name: Any) -> Any:
+        near = nearest(str(name), self) if self else "There are no others here either."
+        raise KeyError(f"There is no {name!r} here. {near}")
 
 
 def _flatten(sites: SiteDict) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -68,6 +77,128 @@ class Taps(Tabular):
 
         return taps_table(self.sites, self.values, self.grads, self.valid)
 
+    def select(self, selection: Selection) -> Taps:
+        """The taps of the sites that `selection` picks, and of no others.
+
+        Args:
+            selection: a glob such as `"**/mlp"`, a sequence of globs, a predicate on `Site`, or a
+                rule such as `tapax.ops("dot_general")`. A glob picks captured operations too.
+
+        Returns:
+            Taps with the same arrays, in the same order.
+
+        Raises:
+            SiteError: if a part of `selection` matches none of the captured sites.
+
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(jnp.tanh(tapax.sow(2 * x, "net/up")), "net/down")
+        >>> _, taps = tapax.capture(f)(jnp.ones(3))
+        >>> list(taps.select("**/up").values)
+        ['net/up']
+        """
+        captured = self._sites_of(self.values, self.grads, self.valid)
+        names = {site.name for site in pick_sites(selection, captured, "select", "this capture")}
+
+        def keep(arrays: SiteDict) -> SiteDict:
+            return SiteDict((name, x) for name, x in arrays.items() if name in names)
+
+        sites = SiteTable([site for site in self.sites if site.name in names])
+        return Taps(keep(self.values), keep(self.grads), keep(self.valid), sites)
+
+    def stack(self, selection: Selection = "**", of: str = "values") -> Any:
+        """The arrays of the sites that `selection` picks as one, stacked along a new first axis.
+
+        Args:
+            selection: picks sites, as in `select`.
+            of: `"values"`, `"grads"` or `"valid"`: which arrays to stack.
+
+        Returns:
+            One array, with the sites in the order of the program: a NumPy array if all of them are,
+            else a JAX array.
+
+        Raises:
+            SiteError: if `selection` matches nothing, or if the shapes differ.
+
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     for i in range(4):
+        ...         x = tapax.sow(jnp.tanh(x), f"net/layers/{i}")
+        ...     return x
+        >>> _, taps = tapax.capture(f)(jnp.ones(3))
+        >>> taps.stack("net/layers/*").shape
+        (4, 3)
+        """
+        if of not in ("values", "grads", "valid"):
+            raise ValueError(f"`of` must be 'values', 'grads' or 'valid', but is {of!r}.")
+        arrays: SiteDict = getattr(self, of)
+        found = pick_sites(selection, self._sites_of(arrays), "stack", f"taps.{of}")
+        picked = [site.name for site in found]
+        if not picked:
+            raise SiteError(f"`stack` was given {selection!r}, which picks nothing in taps.{of}.")
+        shapes = {name: arrays[name].shape for name in picked}
+        first = picked[0]
+        other = next((name for name in picked if shapes[name] != shapes[first]), None)
+        if other is not None:
+            raise SiteError(
+                f"`stack` needs arrays of one shape, but {first!r} has shape {list(shapes[first])} "
+                f"and {other!r} has shape {list(shapes[other])}. Select fewer sites."
+            )
+        on_host = all(isinstance(arrays[name], np.ndarray) for name in picked)
+        return (np if on_host else jnp).stack([arrays[name] for name in picked])
+
+    def _sites_of(self, *mappings: SiteDict) -> list[Site]:
+        """The sites of some arrays, in their order."""
+        sites = {site.name: site for site in self.sites}
+        names = dict.fromkeys(name for arrays in mappings for name in arrays)
+        return [sites.get(name, Site(name)) for name in names]
+
+    def to_host(self) -> Taps:
+        """The same taps with NumPy arrays, copied from the devices in one transfer.
+
+        Random keys stay JAX arrays: NumPy has no such type.
+
+        Returns:
+            Taps with the same names and sites.
+
+        Raises:
+            ValueError: if an array spans several processes, so that this one cannot read it all.
+            TypeError: if an array is traced.
+
+        >>> import jax.numpy as jnp, tapax
+        >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
+        >>> type(taps.to_host().values["h"]).__name__
+        'ndarray'
+        """
+        return fetch_arrays(self, "copied to the host")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the taps to one safetensors file, which `tapax.open` reads.
+
+        The file holds every array, whatever its type or sharding, and the sites. The class of a
+        module is stored as its name, and a reducer without its functions. The file is written under
+        another name and then renamed, so that `path` never holds half of it.
+
+        Args:
+            path: the file, such as `"step100.safetensors"`; one that exists is replaced.
+
+        Raises:
+            OSError: if `path` cannot be written.
+            ValueError: if an array spans several processes, so that this one cannot read it all.
+            TypeError: if an array is traced.
+
+        >>> import os, tempfile, jax.numpy as jnp, tapax
+        >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
+        >>> path = os.path.join(tempfile.mkdtemp(), "taps.safetensors")
+        >>> taps.save(path)
+        >>> tapax.open(path).values["h"].tolist()
+        [2.0, 2.0, 2.0]
+        """
+        from tapax._results.taps_file import write_taps
+
+        host = fetch_arrays(self, "saved")
+        arrays = {"values": host.values, "grads": host.grads, "valid": host.valid}
+        write_taps(path, arrays, self.sites)
+
     def plot(self, at: Selection = "**", stats: str | Sequence[str] | None = None) -> Any:
         """The scale of values and gradients by depth, as a figure: see `tapax.plot.taps`."""
         return type(self).plotter(self, at, stats)
@@ -87,3 +218,12 @@ class Taps(Tabular):
 jax.tree_util.register_dataclass(
     Taps, data_fields=["values", "grads", "valid"], meta_fields=["sites"]
 )
+
+
+def load_taps(path: str | os.PathLike[str]) -> Taps:
+    """Read what `Taps.save` wrote, as NumPy arrays."""
+    from tapax._results.taps_file import read_taps
+
+    arrays, sites = read_taps(path)
+    values, grads, valid = (SiteDict(arrays[kind]) for kind in ("values", "grads", "valid"))
+    return Taps(values, grads, valid, SiteTable(sites))

@@ -34,10 +34,10 @@ class Site:
     `rank` how many axes the value itself has, behind those of loops, maps and meshes. `reducer` is
     what the value was reduced by, if it was, and `grad_reducer` the gradient. `kind` is how the
     site came about: `sow`, `perturb`, `module`, `input`, `weights`, `hidden`, `op` or `name`.
-    `module` is the class whose `method` returned the value; `members` is how many members of an
-    ensemble share the batch of that module, see `tapax.nn`. `collection` is what a framework's own
-    mark says: a Variable type of NNX, the name of a collection of Linen. `layers` are the scanned
-    layers that it is in.
+    `module` is the class whose `method` returned the value, or its name if the taps were read from
+    a file; `members` is how many members of an ensemble share the batch of that module, see
+    `tapax.nn`. `collection` is what a framework's own mark says: a Variable type of NNX, the name
+    of a collection of Linen. `layers` are the scanned layers that it is in.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Site:
     call: int = 0
     pullback: int = 0
     op: str = ""
-    module: type | None = None
+    module: type | str | None = None
     method: str = ""
     members: int | None = None
     collection: Any = None

@@ -106,6 +106,6 @@ def read_lines(path: Path) -> Iterator[log_format.LogEntry]:
                     record = {name: _number_from_json(x) for name, x in numbers}
                     entry = int(content["step"]), record
             except (ValueError, KeyError, TypeError, AttributeError):
-                log_format.warn_left_out(path, f"line {number}", 5)
+                log_format.warn_left_out(path, f"line {number}", 6)
             else:
                 yield entry

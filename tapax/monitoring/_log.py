@@ -1,4 +1,4 @@
-"""`Log`: the records of a monitored run, by step and by name; and `open`, which reads one.
+"""`Log`: the records of a monitored run, by step and by name; and `open`, which reads files.
 
 A *record* has the numbers of one watched step: a dict of numbers by names such as
 `GPT/blocks/3/mlp/value_rms` and `GPT/blocks/3/mlp/grad_norm`. The name of a site comes first, then
@@ -13,7 +13,8 @@ A *record* has the numbers of one watched step: a dict of numbers by names such 
 >>> log["Net/mlp/value_rms"].values.tolist()
 [1.0, 101.0, 201.0]
 
-A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk.
+A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk, and
+taps that were saved.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tapax._results import Tabular
+from tapax._results import Tabular, Taps, load_taps
+from tapax._results.taps_file import holds_taps
 from tapax._sites import nearest
 from tapax.monitoring._delivery import warn
 from tapax.monitoring._json_lines import jsonl, read_lines
@@ -154,12 +156,36 @@ def _step(entry: tuple[int, dict[str, Number]]) -> int:
     return entry[0]
 
 
-def open(path: str | os.PathLike[str]) -> Log:
-    """Reads a log that a sink wrote: a `.jsonl` file, a `.parquet` or `.safetensors` folder.
+def open(path: str | os.PathLike[str]) -> Log | Taps:
+    """Read what tapax wrote to disk: the log of a monitored run, or taps.
 
-    Records that were not written to their end, as when the run was killed or the disk was full, are
-    left out, with a warning; so are those that a resumed run replaced: see `Log`.
+    Records of a log that were not written to their end, as when the run was killed or the disk was
+    full, are left out, with a warning; so are those that a resumed run replaced: see `Log`.
+
+    Args:
+        path: a log that a sink wrote, which is a `.jsonl` file or a folder of `.parquet` or
+            `.safetensors` parts; or a file that `Taps.save` wrote.
+
+    Returns:
+        A `Log`; or `Taps` with NumPy arrays.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `path`.
+        ValueError: if `path` is neither, or if the file of the taps is not whole.
+        RuntimeError: if another version of the format was used.
+
+    >>> import tempfile
+    >>> from tapax import sink
+    >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
+    >>> sink.jsonl(path)(0, {"Net/mlp/value_rms": 0.5})
+    >>> open(path)["Net/mlp/value_rms"].values.tolist()
+    [0.5]
     """
+    return load_taps(path) if holds_taps(path) else open_log(path)
+
+
+def open_log(path: str | os.PathLike[str]) -> Log:
+    """Read a log. Warnings are for the caller of the function that calls this."""
     log, replaced = Log(), ""
     for entry in _read(Path(path)):
         if isinstance(entry, AlertEvent):
@@ -167,7 +193,7 @@ def open(path: str | os.PathLike[str]) -> Log:
         else:
             replaced = log._add(*entry) or replaced
     if replaced:
-        warnings.warn(f"In the log {os.fspath(path)!r}, {replaced}", stacklevel=2)
+        warnings.warn(f"In the log {os.fspath(path)!r}, {replaced}", stacklevel=3)
     return log
 
 
@@ -181,7 +207,7 @@ def next_step(sinks: Sequence[Any], every: int) -> int:
     for sink in sinks:
         if not isinstance(sink, (Log, jsonl, PartFolder)):
             continue
-        steps = (sink if isinstance(sink, Log) else open(sink.path)).steps
+        steps = (sink if isinstance(sink, Log) else open_log(sink.path)).steps
         if len(steps) and steps[-1] >= start:
             start = int(steps[-1]) // every * every + every
             name = "The log" if isinstance(sink, Log) else f"The log {str(sink.path)!r}"
@@ -197,7 +223,7 @@ def next_step(sinks: Sequence[Any], every: int) -> int:
 def _read(path: Path) -> Iterator[LogEntry]:
     """Read every record of a log, and every alert."""
     if not path.exists():
-        raise FileNotFoundError(f"There is no log {str(path)!r}: nothing has that name.")
+        raise FileNotFoundError(f"There is no log {str(path)!r}, nor taps: nothing has that name.")
     if path.is_file():
         if path.suffix == ".jsonl":
             yield from read_lines(path)
@@ -217,4 +243,4 @@ def _read(path: Path) -> Iterator[LogEntry]:
             if path.is_file():
                 kind = part.suffix[1:]
                 raise not_a_log(path, f"it is no {kind} file, or not a whole one") from None
-            warn_left_out(path, f"the part {part.name!r}", 4)
+            warn_left_out(path, f"the part {part.name!r}", 5)

@@ -39,7 +39,7 @@ def not_a_log(path: Path, why: str) -> ValueError:
     """The error for a path that is not a log."""
     return ValueError(
         f"{str(path)!r} is no log that tapax wrote: {why}. A log is a .jsonl file, or a folder "
-        "of .parquet or .safetensors parts."
+        "of .parquet or .safetensors parts; taps are a .safetensors file that `Taps.save` wrote."
     )
 
 

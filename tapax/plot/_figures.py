@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapax._results import Taps
 from tapax._sites import Selection, wrong_type
-from tapax.monitoring._log import Log
-from tapax.monitoring._log import open as open_log
+from tapax.monitoring._log import Log, open_log
 from tapax.plot._series import Statistic, numbers_of_log, numbers_of_taps, pick_statistics
 
 if TYPE_CHECKING:

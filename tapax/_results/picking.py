@@ -1,0 +1,42 @@
+"""Which of the captured sites a selection picks."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tapax._sites import At, Selection, Site, SiteError, check, flatten, matches, name_of, nearest
+
+
+def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: str) -> list[Site]:
+    """The sites that a selection picks, in their order; every part of it must pick one.
+
+    Messages name the method that the user called, and where the sites are.
+    """
+    selection = check(selection, "selection")
+    picked: set[str] = set()
+    for part in flatten(selection):
+        if isinstance(part, At):
+            raise SiteError(
+                f"`{method}` takes sites whole, but {part} picks a part of their values. Capture "
+                "that part, or index the arrays."
+            )
+        found = {site.name for site in sites if _is_picked(part, site)}
+        if not found and part != "**":
+            raise _no_match(part, sites, method, where)
+        picked |= found
+    return [site for site in sites if site.name in picked]
+
+
+def _is_picked(part: Any, site: Site) -> bool:
+    # A glob in a capture leaves operations to the rules. What was captured is there to be picked.
+    return matches(part, dataclasses.replace(site, kind="sow") if isinstance(part, str) else site)
+
+
+def _no_match(part: Any, sites: Sequence[Site], method: str, where: str) -> SiteError:
+    names = [site.name for site in sites]
+    is_glob = isinstance(part, str)
+    what = f"the predicate {name_of(part)}" if callable(part) else repr(part) if is_glob else part
+    if not names:
+        return SiteError(f"`{method}` was given {what}, but {where} holds nothing.")
+    near = nearest(part if is_glob else "", names)
+    return SiteError(f"`{method}` was given {what}, which matches no site in {where}. {near}")

@@ -1,0 +1,237 @@
+"""Taps on disk: one safetensors file with an array for each value, gradient and mask.
+
+The keys are `values/NAME`, `grads/NAME` and `valid/NAME`, so that every reader of safetensors finds
+them. The metadata of the file holds as JSON the types of the arrays, in the order of the program,
+and the sites. Complex numbers are stored as pairs along a new last axis, other types that
+safetensors does not have as bytes along it, random keys as their data.
+
+A file is written under another name, and renamed when it is whole.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from tapax._jax import Value, key_generator
+from tapax._results.host_arrays import is_key
+from tapax._sites import Site
+from tapax.reduce import Reducer
+
+VERSION = "1"
+_MARK = "tapax_taps"
+"""The key in the metadata whose value is the version of the format."""
+_KEY = "key:"
+"""The type of an array of random keys begins with this; the name of the generator follows."""
+_STORED = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+}  # fmt: skip
+"""Types that every version of safetensors has."""
+_PAIRS = {"complex64": "float32", "complex128": "float64"}
+"""Types that are stored as pairs of another."""
+_LONGEST_HEADER = 100_000_000
+"""The limit of safetensors' own reader, in bytes."""
+
+Arrays = Mapping[str, Mapping[str, Any]]
+"""Arrays on the host, by `values`, `grads` or `valid`, and then by name."""
+
+
+def write_taps(path: str | os.PathLike[str], arrays: Arrays, sites: Iterable[Site]) -> None:
+    """Write arrays and sites to a file, whole or not at all."""
+    path = Path(path)
+    types: dict[str, dict[str, str]] = {}
+    stored: dict[str, np.ndarray] = {}
+    for kind, named in arrays.items():
+        types[kind] = {}
+        for name, x in named.items():
+            types[kind][name], stored[f"{kind}/{name}"] = _encode(x, f"taps.{kind}[{name!r}]")
+    about = {
+        _MARK: VERSION,
+        "arrays": json.dumps(types),
+        "sites": json.dumps([_site_to_json(site) for site in sites]),
+    }
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(stored, beside, about)
+        with open(beside, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise OSError(
+            f"The taps cannot be written to {str(path)!r}: {why}. Give a path that can be written."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
+class TapsContent(NamedTuple):
+    """What a file holds: the arrays by kind and name, and the sites."""
+
+    arrays: dict[str, dict[str, Any]]
+    sites: tuple[Site, ...]
+
+
+def holds_taps(path: str | os.PathLike[str]) -> bool:
+    """Whether `Taps.save` wrote a file, or at least its beginning."""
+    header = _read_header(Path(path))
+    return header is not None and _MARK in header[0].get("__metadata__", {})
+
+
+def read_taps(path: str | os.PathLike[str]) -> TapsContent:
+    """Read a file that `write_taps` wrote, as NumPy arrays."""
+    path = Path(path)
+    found = _read_header(path)
+    if found is None or _MARK not in found[0].get("__metadata__", {}):
+        raise _not_taps(path, "it is not a file that `Taps.save` wrote")
+    header, start = found
+    about = header.pop("__metadata__")
+    if about[_MARK] != VERSION:
+        raise RuntimeError(
+            f"{str(path)!r} was written in version {about[_MARK]} of the format of taps, but this "
+            f"tapax knows version {VERSION}. Use the version of tapax that wrote it."
+        )
+    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if path.stat().st_size < end:
+        raise _not_taps(path, f"it is not whole: of {end} bytes it has {path.stat().st_size}")
+    try:
+        arrays: dict[str, dict[str, Any]] = {}
+        with open(path, "rb") as file:
+            for kind, types in json.loads(about["arrays"]).items():
+                arrays[kind] = {}
+                for name, dtype in types.items():
+                    entry = header[f"{kind}/{name}"]
+                    first, last = entry["data_offsets"]
+                    file.seek(start + first)
+                    data = np.fromfile(file, np.uint8, last - first)
+                    arrays[kind][name] = _decode(dtype, entry["shape"], data)
+        sites = tuple(map(_site_from_json, json.loads(about["sites"])))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_taps(path, f"its parts do not fit together ({error})") from error
+    return TapsContent(arrays, sites)
+
+
+def _not_taps(path: Path, why: str) -> ValueError:
+    return ValueError(f"The taps in {str(path)!r} cannot be read: {why}. Save them again.")
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int] | None:
+    """The header of a safetensors file, and where its data begin; None for another file."""
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_LONGEST_HEADER, path.stat().st_size):
+            return None
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            return None
+    return (header, 8 + length) if isinstance(header, dict) else None
+
+
+def _encode(x: Value, what: str) -> tuple[str, np.ndarray]:
+    """The name of an array's type, and what is stored of it."""
+    if is_key(x):
+        return f"{_KEY}{key_generator(x.dtype)}", np.asarray(jax.random.key_data(x), order="C")
+    x = np.asarray(x, order="C")
+    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+        raise TypeError(f"{what} is not an array of numbers, but of type {x.dtype}: leave it out.")
+    if not x.dtype.isnative:
+        x = x.astype(x.dtype.newbyteorder())
+    name = x.dtype.name
+    return name, x if name in _STORED else _as_parts(x)
+
+
+def _as_parts(x: np.ndarray) -> np.ndarray:
+    """The pairs of complex numbers, or the bytes of other numbers, along a new last axis."""
+    part = np.dtype(_PAIRS.get(x.dtype.name, "uint8"))
+    return np.frombuffer(x.tobytes(), part).reshape(*x.shape, x.dtype.itemsize // part.itemsize)
+
+
+def _decode(name: str, shape: list[int], data: np.ndarray) -> Any:
+    if name.startswith(_KEY):
+        numbers = jnp.asarray(data.view(np.uint32).reshape(shape))
+        return jax.random.wrap_key_data(numbers, impl=name.removeprefix(_KEY))
+    return data.view(_dtype_of(name)).reshape(shape if name in _STORED else shape[:-1])
+
+
+def _dtype_of(name: str) -> Any:
+    if name.startswith(_KEY):
+        return jax.eval_shape(lambda: jax.random.key(0, impl=name.removeprefix(_KEY))).dtype
+    return jnp.dtype(name)
+
+
+def _site_to_json(site: Site) -> dict[str, Any]:
+    fields = {field.name: getattr(site, field.name) for field in dataclasses.fields(site)}
+    dtype = fields.pop("dtype")
+    plain = {name: _to_json(value) for name, value in fields.items()}
+    return {**plain, "dtype": None if dtype is None else _name_of_dtype(dtype)}
+
+
+def _name_of_dtype(dtype: Any) -> str:
+    is_random = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return f"{_KEY}{key_generator(dtype)}" if is_random else np.dtype(dtype).name
+
+
+def _to_json(value: Any) -> Any:
+    """Plain data as they are, a class as its name, a reducer as its plain fields, or None."""
+    if isinstance(value, (str, bool, int, float)) or value is None:
+        return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+    if isinstance(value, (tuple, list)):
+        return [_to_json(part) for part in value]
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Reducer):
+        fields = {name: getattr(value, name) for name in _REDUCER_FIELDS}
+        return {"reducer": {name: _to_json(field) for name, field in fields.items()}}
+    return None
+
+
+def _site_from_json(content: dict[str, Any]) -> Site:
+    known = {field.name for field in dataclasses.fields(Site)}
+    fields = {name: _from_json(value) for name, value in content.items() if name in known}
+    dtype = fields["dtype"]
+    return Site(**{**fields, "dtype": None if dtype is None else _dtype_of(dtype)})
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_from_json, value))
+    if isinstance(value, dict):
+        fields = {name: _from_json(field) for name, field in value["reducer"].items()}
+        if fields["edges"] is not None:
+            fields["edges"] = tuple(map(float, fields["edges"]))
+        forgotten = _forgotten(fields["name"])
+        return Reducer(forgotten, forgotten, forgotten, forgotten, **fields)
+    return value
+
+
+_REDUCER_FIELDS = ("name", "needs", "paired", "over_maps", "over_loops", "axis", "edges", "labels")
+"""The fields of a reducer that are not functions."""
+
+
+def _forgotten(name: str) -> Callable[..., Any]:
+    """A function in the place of those of a reducer, which no file can hold."""
+
+    def raise_error(*args: Any) -> Any:
+        raise TypeError(
+            f"The reducer {name!r} was read from a file, which holds its name but not its "
+            "functions: it cannot reduce anything."
+        )
+
+    return raise_error
