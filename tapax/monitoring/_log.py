@@ -14,7 +14,7 @@ A *record* has the numbers of one watched step: a dict of numbers by names such 
 [1.0, 101.0, 201.0]
 
 A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk, and
-taps that were saved.
+taps that were saved; `Log.to_pandas` makes a data frame of it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tapax.monitoring._part_folder import FORMATS, IncompletePart, PartFolder, f
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.table import Table
 
 
@@ -140,6 +141,30 @@ class Log(Tabular):
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The records as a pandas data frame: a row for each step, a column for each number.
+
+        The index holds the steps, the columns have the names of the numbers, and a number that a
+        step does not have is NaN. An array has a column for each of its elements, such as
+        `Net/mlp/value_zeros[3]`, and a histogram one for each of its bins; `frame.attrs["edges"]`
+        has the edges of histograms by name.
+
+        Returns:
+            A `pandas.DataFrame`.
+
+        Raises:
+            ModuleNotFoundError: if pandas is not installed.
+
+        >>> log = Log()
+        >>> for step in range(0, 300, 100):
+        ...     log(step, {"Net/mlp/value_rms": 1.0 + step})
+        >>> log.to_pandas()["Net/mlp/value_rms"].tolist()
+        [1.0, 101.0, 201.0]
+        """
+        from tapax.monitoring._data_frame import to_data_frame
+
+        return to_data_frame(self)
 
     def _table(self, rows: int = 60) -> Table:
         from tapax.monitoring._trend import log_table
