@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 from tapax import reduce
 from tapax._lazy import load_lazily
 from tapax._marks.sow import perturb, scope, sow
-from tapax._results import SiteTable, Taps
+from tapax._results import Difference, SiteDifference, SiteTable, Taps
 from tapax._sites import Site, SiteError, at, glob, lines, named, ops
 
 if TYPE_CHECKING:
     from tapax import attribute, compat, hidden, nn, plot
     from tapax._api.capture import capture, sites
     from tapax._api.cut import prefix, suffix
+    from tapax._api.diff import diff
     from tapax._api.edit import edit
     from tapax._api.gradients import grad, jacobian, value_and_grad
     from tapax._api.modules import ModuleTable, modules
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "Difference",
     "Finding",
     "Histogram",
     "Log",
     "ModuleTable",
     "Monitor",
     "Site",
+    "SiteDifference",
     "SiteError",
     "SiteTable",
     "Taps",
@@ -36,6 +39,7 @@ __all__ = [
     "attribute",
     "capture",
     "compat",
+    "diff",
     "edit",
     "find_nonfinite",
     "glob",
@@ -71,6 +75,7 @@ __getattr__, __dir__ = load_lazily(
         "tapax": ("attribute", "compat", "hidden", "nn", "plot"),
         "tapax._api.capture": ("capture", "sites"),
         "tapax._api.cut": ("prefix", "suffix"),
+        "tapax._api.diff": ("diff",),
         "tapax._api.edit": ("edit",),
         "tapax._api.gradients": ("grad", "jacobian", "value_and_grad"),
         "tapax._api.modules": ("ModuleTable", "modules"),
@@ -81,3 +86,4 @@ __getattr__, __dir__ = load_lazily(
 )
 
 Taps.plotter = lambda taps, at, stats: __getattr__("plot").taps(taps, at, stats)
+Difference.plotter = lambda difference: __getattr__("plot").difference(difference)

@@ -1,4 +1,4 @@
-"""Plots of a capture, by depth, and of a monitor's log, over training.
+"""Plots of a capture, and of two compared, by depth, and of a monitor's log, over training.
 
 >>> import jax, jax.numpy as jnp, tapax
 >>> def loss(x):
@@ -17,6 +17,7 @@ Numbers with an order of magnitude are on a log axis. Numbers that have no place
 its edge: NaN and Inf in red, zero by a circle.
 """
 
+from tapax.plot._difference import difference
 from tapax.plot._figures import history, taps
 
-__all__ = ["history", "taps"]
+__all__ = ["difference", "history", "taps"]

@@ -1,0 +1,169 @@
+"""`Difference`: how two captures differ, site by site."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from tapax._results.comparison import Tolerance
+from tapax._results.tabular import Tabular
+from tapax._results.taps import SiteDict
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SiteDifference:
+    """How the value, or the gradient, of one site differs between two captures `a` and `b`.
+
+    `name` is its name in `a`, `other_name` in `b`; `kind` is `value` or `grad`. `differs` if the
+    error is beyond the tolerance, or if the arrays cannot be compared: `reason` then says why.
+    `absolute`, `relative` and `ulps` are the largest errors of an element: the difference itself,
+    relative to the scale, and in units in the last place of the coarser type (`dtype`);
+    `tapax.diff` says what these are. `index` is the element with the largest absolute error.
+    `iteration` is the first one that differs, for a site in a loop; `ulps_by_iteration` and
+    `differs_by_iteration` have an element for each.
+    """
+
+    name: str
+    other_name: str
+    kind: str
+    types: tuple[str, str]
+    differs: bool
+    reason: str = ""
+    dtype: str = ""
+    absolute: float = 0.0
+    relative: float = 0.0
+    ulps: float = 0.0
+    index: tuple[int, ...] | None = None
+    iteration: tuple[int, ...] = ()
+    ulps_by_iteration: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(()))
+    differs_by_iteration: np.ndarray = dataclasses.field(default_factory=lambda: np.ones((), bool))
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether the arrays are equal, NaN at the same places included."""
+        return not self.reason and not self.absolute
+
+    def __str__(self) -> str:
+        what = "gradient" if self.kind == "grad" else "value"
+        place = f"{self.name}{_brackets(self.iteration)}"
+        if self.is_identical:
+            return f"{place}: the {what} is the same"
+        if self.reason:
+            return f"{place}: the {what}s cannot be compared, because {self.reason}"
+        at = "" if not self.index else f" at {list(self.index)}"
+        if math.isinf(self.absolute):
+            return f"{place}: the {what} is NaN or infinite in one capture alone{at}"
+        verb = "differs" if self.differs else "is equal within the tolerance, but differs"
+        return (
+            f"{place}: the {what} {verb} by {self.absolute:.3g} (relative {self.relative:.2g}, "
+            f"{self.ulps:.3g} units in the last place of {self.dtype}){at}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Difference(Tabular):
+    """How two captures `a` and `b` differ. It is true if they do: `if tapax.diff(a, b): ...`.
+
+    `values` and `grads` have a `SiteDifference` for each site that both captures have, by its name
+    in `a`, in the order of the program. `first` is the one whose value differs first when the
+    program runs, `first_grad` the one whose gradient differs first when its backward pass runs,
+    from the last site to the first; None if none does. `only_a` and `only_b` are the names of sites
+    that one capture alone has; they do not count as a difference. It prints as a table.
+    """
+
+    values: SiteDict
+    grads: SiteDict
+    first: SiteDifference | None
+    first_grad: SiteDifference | None
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    tolerance: Tolerance
+
+    plotter: ClassVar[Callable[..., Any]]
+    """Draws a difference. The package sets it, so that results need not import plots."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether every value and gradient that both have is equal within the tolerance."""
+        return self.first is None and self.first_grad is None
+
+    def __bool__(self) -> bool:
+        return not self.equal
+
+    def plot(self) -> Any:
+        """The errors of values and gradients by depth, as a figure: see `tapax.plot.difference`."""
+        return type(self).plotter(self)
+
+    def _table(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        from tapax._results.tables import number_column
+
+        numbers = [number_column(header, "blue") for header in ("error", "relative", "ulps")]
+        table = Table("site", "of", "type", *numbers, "at", "differs", title=self._title())
+        names = dict.fromkeys([*self.values, *self.grads])
+        found = [of[name] for name in names for of in (self.values, self.grads) if name in of]
+        for each in found:
+            cells = each.kind, _types(each), *_errors(each), _brackets(each.index or ())
+            table.add_row(each.name, *cells, Text(_verdict(each), style="red"))
+        table.caption = " ".join(self._remarks())
+        return table
+
+    def _title(self) -> str:
+        parts = []
+        for what, found, first in (
+            ("values", self.values, self.first),
+            ("gradients", self.grads, self.first_grad),
+        ):
+            if found:
+                different = sum(each.differs for each in found.values())
+                where = f", first {_label(first)}" if first is not None else ""
+                parts.append(f"{different or 'none'} of {len(found)} {what} differ{where}")
+        return "; ".join(parts)
+
+    def _remarks(self) -> Iterator[str]:
+        yield f"Tolerance: {self.tolerance}."
+        inexact = [each for each in self.values.values() if not each.is_identical]
+        if self.first is not None and inexact and inexact[0] is not self.first:
+            yield f"The first value that is not the same bit for bit is {inexact[0].name!r}."
+        for side, names in (("a", self.only_a), ("b", self.only_b)):
+            if names:
+                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+                yield f"Only {side} has {', '.join(map(repr, names[:_NAMED]))}{more}."
+
+
+_NAMED = 5
+"""How many of the sites that only one capture has are named."""
+
+
+def _label(found: SiteDifference) -> str:
+    return repr(f"{found.name}{_brackets(found.iteration)}")
+
+
+def _brackets(index: Sequence[int]) -> str:
+    return f"[{','.join(map(str, index))}]" if index else ""
+
+
+def _types(found: SiteDifference) -> str:
+    a, b = found.types
+    return a if a == b else f"{a or 'none'} | {b or 'none'}"
+
+
+def _errors(found: SiteDifference) -> list[str]:
+    numbers = found.absolute, found.relative, found.ulps
+    return ["", "", ""] if found.reason else [f"{x:.3g}" for x in numbers]
+
+
+def _verdict(found: SiteDifference) -> str:
+    if found.reason or not found.differs:
+        return found.reason
+    way = "back" if found.kind == "grad" else "on"
+    return f"from {_brackets(found.iteration)} {way}" if found.iteration else "yes"

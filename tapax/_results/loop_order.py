@@ -1,0 +1,76 @@
+"""Loops around sites: along which axes their iterations are, and what runs before what."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapax._sites import Site
+
+
+def loop_axes(
+    site: Site, shape: Sequence[int], valid: np.ndarray | None, lead: int = 0
+) -> tuple[int | None, ...]:
+    """For each loop of a site, the axis of its iterations; None if the array has no such axis.
+
+    `lead` axes come first, which a transformation of the capture added. The axes of a mesh are not
+    iterations. Where an axis has not the length of its loop, only some iterations were captured,
+    and it is not known which: that loop and those inside it have no axis.
+    """
+    axes: list[int | None] = [None] * len(site.loops)
+    axis = lead
+    for i, loop in enumerate(site.loops):
+        size = re.fullmatch(r"(.*)\[(\d+)\]", loop)
+        if size is None:  # a while loop has an axis if its first iterations were captured
+            mask = valid is not None and valid.dtype == bool and valid.shape[axis : axis + 1]
+            if not mask or mask != tuple(shape[axis : axis + 1]):
+                continue
+        elif tuple(shape[axis : axis + 1]) != (int(size[2]),):
+            break
+        if size is None or size[1] == "scan":
+            axes[i] = axis
+        axis += 1
+    return tuple(axes)
+
+
+class Occurrence(NamedTuple):
+    """What first happened at a site, if it did: the loops around it, and the iteration of each."""
+
+    item: Any
+    loops: tuple[str, ...]
+    iterations: tuple[int | None, ...] | None
+
+
+def find_first(found: Sequence[Occurrence], backward: bool = False, depth: int = 0) -> Any:
+    """The item of the occurrence that comes first when the program runs; None if there is none.
+
+    `found` has every site in the order in which the program runs, or its backward pass. Sites next
+    to each other in a loop of the same kind and length are taken to be in the same loop, all of
+    whose sites run in one iteration before any runs in the next.
+    """
+    pick: Callable[[list[int]], int] = max if backward else min
+    for loop, run in itertools.groupby(found, lambda each: each.loops[depth : depth + 1]):
+        together = list(run)
+        happened = [each for each in together if each.iterations is not None]
+        if not happened:
+            continue
+        if not loop:
+            return happened[0].item
+        known = [each.iterations[depth] for each in happened if each.iterations is not None]
+        numbers = [number for number in known if number is not None]
+        if len(numbers) == len(known):
+            now = pick(numbers)
+            together = [
+                each if each.iterations and each.iterations[depth] == now else _absent(each)
+                for each in together
+            ]
+        return find_first(together, backward, depth + 1)
+    return None
+
+
+def _absent(occurrence: Occurrence) -> Occurrence:
+    return occurrence._replace(iterations=None)
