@@ -213,7 +213,7 @@ def _compare_site(
     x, y = arrays
     assert x is not None and y is not None
     ran = described.valid.get(name)
-    lead = max(0, np.ndim(described.values.get(name, x)) - len(site.shape)) if site.dtype else 0
+    lead = max(0, np.ndim(described.values.get(name, x)) - len(site.shape)) if site.shape else 0
     axes = loop_axes(site, x.shape, None if ran is None else np.asarray(ran), lead)
     compared = compare_arrays(x, y, tolerance, [axis for axis in axes if axis is not None])
     iterations = _first_iteration(axes, compared.differs, backward=kind == "grad")

@@ -33,8 +33,8 @@ class SiteDict(dict[str, Any]):
     __slots__ = ()
 
     def __missing__(self, name: Any) -> Any:
-        near = nearest(str(name), self) if self else "There are no others here either."
-        raise KeyError(f"There is no {name!r} here. {near}")
+        near = f". {nearest(str(name), self)}" if self else ": nothing was captured."
+        raise KeyError(f"There is no {name!r} here{near}")
 
 
 def _flatten(sites: SiteDict) -> tuple[tuple[Any, ...], tuple[str, ...]]:

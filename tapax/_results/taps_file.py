@@ -16,7 +16,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,60 +88,78 @@ class TapsContent(NamedTuple):
 
 def holds_taps(path: str | os.PathLike[str]) -> bool:
     """Whether `Taps.save` wrote a file, or at least its beginning."""
-    header = _read_header(Path(path))
-    return header is not None and _MARK in header[0].get("__metadata__", {})
+    if not Path(path).is_file():
+        return False
+    with open(path, "rb") as file:
+        return _read_header(file) is not None
 
 
 def read_taps(path: str | os.PathLike[str]) -> TapsContent:
     """Read a file that `write_taps` wrote, as NumPy arrays."""
-    path = Path(path)
-    found = _read_header(path)
-    if found is None or _MARK not in found[0].get("__metadata__", {}):
-        raise _not_taps(path, "it is not a file that `Taps.save` wrote")
-    header, start = found
-    about = header.pop("__metadata__")
-    if about[_MARK] != VERSION:
-        raise RuntimeError(
-            f"{str(path)!r} was written in version {about[_MARK]} of the format of taps, but this "
-            f"tapax knows version {VERSION}. Use the version of tapax that wrote it."
-        )
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if path.stat().st_size < end:
-        raise _not_taps(path, f"it is not whole: of {end} bytes it has {path.stat().st_size}")
-    try:
-        arrays: dict[str, dict[str, Any]] = {}
-        with open(path, "rb") as file:
-            for kind, types in json.loads(about["arrays"]).items():
-                arrays[kind] = {}
-                for name, dtype in types.items():
-                    entry = header[f"{kind}/{name}"]
-                    first, last = entry["data_offsets"]
-                    file.seek(start + first)
-                    data = np.fromfile(file, np.uint8, last - first)
-                    arrays[kind][name] = _decode(dtype, entry["shape"], data)
-        sites = tuple(map(_site_from_json, json.loads(about["sites"])))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _not_taps(path, f"its parts do not fit together ({error})") from error
+    # A file that is replaced meanwhile stays what it was for whoever has opened it.
+    with open(path, "rb") as file:
+        header = _read_header(file)
+        if header is None:
+            raise _not_readable(path, "`Taps.save` did not write it")
+        if header.about[_MARK] != VERSION:
+            raise RuntimeError(
+                f"{os.fspath(path)!r} was written in version {header.about[_MARK]} of the format "
+                f"of taps, but this tapax knows version {VERSION}. Use the version of tapax that "
+                "wrote it."
+            )
+        size = os.fstat(file.fileno()).st_size
+        if size < header.end:
+            raise _not_readable(path, f"it is not whole: of {header.end} bytes it has {size}")
+        try:
+            types = json.loads(header.about["arrays"])
+            arrays = {
+                kind: {
+                    name: _read_array(file, header, f"{kind}/{name}", dtype)
+                    for name, dtype in named.items()
+                }
+                for kind, named in types.items()
+            }
+            sites = tuple(map(_site_from_json, json.loads(header.about["sites"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise _not_readable(path, f"its parts do not fit together ({error})") from error
     return TapsContent(arrays, sites)
 
 
-def _not_taps(path: Path, why: str) -> ValueError:
-    return ValueError(f"The taps in {str(path)!r} cannot be read: {why}. Save them again.")
+def _not_readable(path: str | os.PathLike[str], why: str) -> ValueError:
+    return ValueError(f"The taps in {os.fspath(path)!r} cannot be read: {why}. Save them again.")
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int] | None:
-    """The header of a safetensors file, and where its data begin; None for another file."""
-    if not path.is_file():
+@dataclasses.dataclass(frozen=True)
+class _Header:
+    """The beginning of a safetensors file: where its arrays are, and what is said of them."""
+
+    about: dict[str, str]
+    entries: dict[str, Any]
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + max((x["data_offsets"][1] for x in self.entries.values()), default=0)
+
+
+def _read_header(file: BinaryIO) -> _Header | None:
+    """The header of a file that holds taps; None for another file."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(_LONGEST_HEADER, os.fstat(file.fileno()).st_size):
         return None
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(_LONGEST_HEADER, path.stat().st_size):
-            return None
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            return None
-    return (header, 8 + length) if isinstance(header, dict) else None
+    try:
+        entries = json.loads(file.read(length))
+    except ValueError:
+        return None
+    about = entries.pop("__metadata__", None) if isinstance(entries, dict) else None
+    return _Header(about, entries, 8 + length) if about and _MARK in about else None
+
+
+def _read_array(file: BinaryIO, header: _Header, key: str, dtype: str) -> Any:
+    first, last = header.entries[key]["data_offsets"]
+    file.seek(header.start + first)
+    data = np.fromfile(file, np.uint8, last - first)
+    return _decode(dtype, header.entries[key]["shape"], data)
 
 
 def _encode(x: Value, what: str) -> tuple[str, np.ndarray]:

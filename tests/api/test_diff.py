@@ -398,3 +398,22 @@ def test_two_modules_of_different_classes_are_compared():
     new.rest[0].bias[...] = new.rest[0].bias[...] + 0.5
     first = tapax.diff(*captures(), rename=rename).first
     assert (first.name, first.other_name) == ("Old/blocks/1", "New/rest/0")
+
+
+def test_a_loop_on_every_device_is_compared_by_iteration(mesh):
+    """The axis of the mesh comes first; it is not one of iterations."""
+    from jax.sharding import PartitionSpec
+
+    def layers(x, change):
+        body = lambda x, i: (tapax.sow(jnp.sin(x) + jnp.where(i == 2, change, 0.0), "h"), None)
+        return lax.scan(body, x, jnp.arange(4))[0]
+
+    spec = PartitionSpec("a")
+    over = jax.shard_map(
+        layers, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
+    )
+    captured = tapax.capture(jax.jit(over))
+    a, b = (captured(jnp.ones((4, 3)), jnp.float32(change))[1] for change in (0.0, 0.5))
+    assert a.sites["h"].loops[-1] == "scan[4]" and len(a.sites["h"].loops) > 1
+    first = tapax.diff(a, b).first
+    assert first.iteration == (2,) and first.ulps_by_iteration.shape == (4,)

@@ -90,6 +90,8 @@ def check_looking(mesh, w, x):
     value, found = tapax.value_and_grad(LOSS)(w, x)
     check_all(found, grads)
     np.testing.assert_allclose(value, loss, rtol=1e-5)
+    small = tapax.capture(step, values={"**": tapax.reduce.rms}, grads=None)(w, x)[1]
+    np.testing.assert_allclose(small.to_host().values["h"], rms(values["h"]), rtol=1e-5)
     members = tapax.nn.members(taps, 2)
     masked = tapax.capture(
         jax.jit(
@@ -118,6 +120,10 @@ def check_text(taps, values):
     assert "layer" in treescope.render_to_text(taps)
     with pytest.raises(ValueError, match="this process holds only a part"):
         taps.plot()
+    uses = taps.to_host, lambda: taps.save(FOLDER / "taps"), lambda: tapax.diff(taps, taps)
+    for use in uses:
+        with pytest.raises(ValueError, match="it is divided over several processes, and process 0"):
+            use()
 
 
 def check_changing(taps, w, x):
