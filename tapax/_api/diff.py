@@ -76,8 +76,9 @@ def diff(
     Returns:
         A `Difference`: `first` and `first_grad` are the first sites that differ, in the order in
         which the program and its backward pass run; it prints as a table of all sites, and `plot`
-        draws it. Arrays whose shapes differ are a difference, and so is a gradient that one of the
-        captures lacks.
+        draws it. Arrays whose shapes differ are a difference; so is a gradient that one of two
+        captures lacks. Sites next to each other in loops of one length count as sites of one loop:
+        all of them run in an iteration before the first runs in the next.
 
     Raises:
         SiteError: if the captures have no site in common.
@@ -189,12 +190,15 @@ def _compare_all(
     before: Mapping[str, str],
     tolerance: Tolerance,
 ) -> dict[str, Occurrence]:
-    """How each array of a kind differs, with the loops around its site."""
+    """Compare all arrays of a kind; return how each differs, with the loops around its site."""
     if not a.arrays(kind) or not b.arrays(kind):  # one capture was not asked for any
         return {}
     # A dict of arrays may be in any order; taps are in the order of the program.
     sides = (a, b) if a.sites or not b.sites else (b, a)
     order = dict.fromkeys(name for side in sides for name in side.arrays(kind) if name in common)
+    # A gradient that one capture lacks was cut off. Other arrays may not have been asked for.
+    if kind == "value" or not (a.sites and b.sites):
+        order = [name for name in order if name in a.arrays(kind) and name in b.arrays(kind)]
     return {name: _compare_site(kind, name, a, b, before[name], tolerance) for name in order}
 
 
@@ -238,11 +242,10 @@ def _compare_site(
 def _reason(
     kind: str, name: str, a: _Side, b: _Side, arrays: tuple[np.ndarray | None, np.ndarray | None]
 ) -> str:
-    """Why two arrays differ whatever their elements are; empty if they can be compared."""
+    """Say why two arrays cannot be compared; return an empty string if they can."""
     x, y = arrays
-    what = "gradient" if kind == "grad" else "value"
     if x is None or y is None:
-        return f"`{(a if x is None else b).argument}` has no {what}"
+        return f"`{(a if x is None else b).argument}` has no gradient"
     if is_key(a.arrays(kind)[name]) != is_key(b.arrays(kind)[name]):
         return "only one of them holds random keys"
     if x.shape != y.shape:
@@ -258,7 +261,7 @@ def _reason(
 def _first_iteration(
     axes: Sequence[int | None], differs: np.ndarray, backward: bool
 ) -> tuple[int | None, ...] | None:
-    """For each loop the iteration that differs first; None if none does."""
+    """Find the iteration of each loop that differs first; None if none does."""
     if not differs.any():
         return None
     first = iter(np.argwhere(differs)[-1 if backward else 0])
@@ -270,7 +273,7 @@ def _type_of(given: Any, x: np.ndarray | None) -> str:
 
 
 def _on_host(given: Value, what: str) -> np.ndarray:
-    """An array as NumPy's, from JAX, from PyTorch, or from anything that NumPy takes."""
+    """Convert an array of JAX, of PyTorch, or anything that NumPy takes, to a NumPy array."""
     check_readable(given, what, "compared")
     if is_key(given):
         return np.asarray(jax.random.key_data(given))
@@ -286,7 +289,7 @@ def _on_host(given: Value, what: str) -> np.ndarray:
 
 
 def _from_torch(tensor: Any) -> Any:
-    """A tensor of PyTorch as a NumPy array, also of the types that NumPy does not have."""
+    """Convert a tensor of PyTorch, also of a type that NumPy does not have."""
     tensor = tensor.detach().cpu()
     name = str(getattr(tensor, "dtype", "")).rpartition(".")[2]
     if name == "bfloat16" or name.startswith("float8"):

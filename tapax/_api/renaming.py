@@ -18,7 +18,7 @@ _WILDCARDS = r"(\*\*/|/\*\*|\*\*|\*|\?)"
 
 
 def rename_names(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    """The new name of each of `names`; a name that `rename` says nothing of stays as it is."""
+    """Map each of `names` to its new name; one that `rename` does not match stays as it is."""
     names = list(names)
     if rename is None:
         return {name: name for name in names}
@@ -56,7 +56,7 @@ def rename_names(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
 
 
 def _by_pairs(pairs: Sequence[Any]) -> Callable[[str], str | None]:
-    """A function that renames by the first pair whose pattern matches."""
+    """Make a function that renames by the first pair whose pattern matches."""
     rules = [_rule(pair) for pair in pairs]
 
     def rename(name: str) -> str | None:
@@ -96,7 +96,7 @@ def _rule(pair: Any) -> Callable[[str], str | None]:
 
 
 def _pattern(glob: str) -> tuple[re.Pattern[str], int]:
-    """A glob as a regular expression with a group for each wildcard, and their number.
+    """Convert a glob to a regular expression with a group for each wildcard; count these.
 
     `*` stays inside one segment. Names of PyTorch, which have no slash, have dots between segments.
     """
@@ -114,7 +114,7 @@ def _pattern(glob: str) -> tuple[re.Pattern[str], int]:
 
 
 def _fill(wildcard: str, text: str) -> str:
-    """What a wildcard of the new name becomes; the slashes at its ends are the wildcard's own."""
+    """Fill a wildcard of the new name; the slashes at its ends belong to the wildcard."""
     text = text.strip("/")
     if not text or wildcard in ("**", "*", "?"):
         return text

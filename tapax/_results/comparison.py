@@ -118,7 +118,7 @@ def compare_arrays(
 
 
 def coarser_type(a: Any, b: Any) -> Any:
-    """The one of two types whose numbers are further apart; an integer type is the finest."""
+    """Return the type whose numbers are further apart; integers are finer than all others."""
     inexact = [dtype for dtype in (a, b) if jnp.issubdtype(dtype, np.inexact)]
     return min(inexact or [a], key=lambda dtype: _finfo(dtype).nmant if inexact else 0)
 
@@ -128,7 +128,7 @@ def _finfo(dtype: Any) -> Any:
 
 
 def _precision_of(a: Any, b: Any) -> tuple[int, int] | None:
-    """The digits of the coarser type, and its least exponent; None if numbers are exact."""
+    """Return the digits of the coarser type and its least exponent; None for exact numbers."""
     coarser = coarser_type(a, b)
     if not jnp.issubdtype(coarser, np.inexact):
         return None
@@ -136,7 +136,7 @@ def _precision_of(a: Any, b: Any) -> tuple[int, int] | None:
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
-    """Integers of fewer bits than NumPy has, as integers that NumPy has."""
+    """Convert integers of fewer than eight bits to integers that NumPy has."""
     if jnp.issubdtype(x.dtype, np.integer) and x.dtype.kind not in "iu":
         return x.astype(np.int64)
     return x
@@ -181,6 +181,6 @@ def _compare(
 
 
 def _divide(error: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Zero where there is no error, infinite where it is."""
+    """Divide an error; the result is zero where it is zero, and infinite where it is infinite."""
     with np.errstate(all="ignore"):
         return np.where(error > 0, np.where(np.isinf(error), np.inf, error / by), 0.0)

@@ -98,7 +98,7 @@ class Difference(Tabular):
         return not self.equal
 
     def plot(self) -> Any:
-        """The errors of values and gradients by depth, as a figure: see `tapax.plot.difference`."""
+        """Draw the errors of values and gradients by depth: see `tapax.plot.difference`."""
         return type(self).plotter(self)
 
     def _table(self) -> Table:

@@ -39,5 +39,5 @@ def check_readable(x: Value, name: str, action: str) -> None:
 
 
 def is_key(x: Value) -> bool:
-    """Whether an array holds random keys."""
+    """Return whether an array holds random keys."""
     return isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -15,7 +15,7 @@ from tapax._sites import Site
 def loop_axes(
     site: Site, shape: Sequence[int], valid: np.ndarray | None, lead: int = 0
 ) -> tuple[int | None, ...]:
-    """For each loop of a site, the axis of its iterations; None if the array has no such axis.
+    """Find the axis of the iterations of each loop of a site; None if the array has no such axis.
 
     `lead` axes come first, which a transformation of the capture added. The axes of a mesh are not
     iterations. Where an axis has not the length of its loop, only some iterations were captured,
@@ -38,7 +38,10 @@ def loop_axes(
 
 
 class Occurrence(NamedTuple):
-    """What first happened at a site, if it did: the loops around it, and the iteration of each."""
+    """An event at a site: the loops around it, and in which iteration of each it happened first.
+
+    `iterations` is None if it did not happen, and has None for a loop whose iteration is not known.
+    """
 
     item: Any
     loops: tuple[str, ...]
@@ -46,7 +49,7 @@ class Occurrence(NamedTuple):
 
 
 def find_first(found: Sequence[Occurrence], backward: bool = False, depth: int = 0) -> Any:
-    """The item of the occurrence that comes first when the program runs; None if there is none.
+    """Return the item of the occurrence that comes first when the program runs, or None.
 
     `found` has every site in the order in which the program runs, or its backward pass. Sites next
     to each other in a loop of the same kind and length are taken to be in the same loop, all of

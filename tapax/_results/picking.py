@@ -8,7 +8,7 @@ from tapax._sites import At, Selection, Site, SiteError, check, flatten, matches
 
 
 def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: str) -> list[Site]:
-    """The sites that a selection picks, in their order; every part of it must pick one.
+    """Return the sites that a selection picks, in their order; every part of it must pick one.
 
     Messages name the method that the user called, and where the sites are.
     """

@@ -78,7 +78,7 @@ class Taps(Tabular):
         return taps_table(self.sites, self.values, self.grads, self.valid)
 
     def select(self, selection: Selection) -> Taps:
-        """The taps of the sites that `selection` picks, and of no others.
+        """Keep the sites that `selection` picks, and drop all others.
 
         Args:
             selection: a glob such as `"**/mlp"`, a sequence of globs, a predicate on `Site`, or a
@@ -106,7 +106,7 @@ class Taps(Tabular):
         return Taps(keep(self.values), keep(self.grads), keep(self.valid), sites)
 
     def stack(self, selection: Selection = "**", of: str = "values") -> Any:
-        """The arrays of the sites that `selection` picks as one, stacked along a new first axis.
+        """Stack the arrays of the sites that `selection` picks along a new first axis.
 
         Args:
             selection: picks sites, as in `select`.
@@ -147,13 +147,13 @@ class Taps(Tabular):
         return (np if on_host else jnp).stack([arrays[name] for name in picked])
 
     def _sites_of(self, *mappings: SiteDict) -> list[Site]:
-        """The sites of some arrays, in their order."""
+        """Return the sites of some arrays, in the order of the arrays."""
         sites = {site.name: site for site in self.sites}
         names = dict.fromkeys(name for arrays in mappings for name in arrays)
         return [sites.get(name, Site(name)) for name in names]
 
     def to_host(self) -> Taps:
-        """The same taps with NumPy arrays, copied from the devices in one transfer.
+        """Copy all arrays to the host, as NumPy arrays, in one transfer.
 
         Random keys stay JAX arrays: NumPy has no such type.
 

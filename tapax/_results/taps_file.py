@@ -80,14 +80,14 @@ def write_taps(path: str | os.PathLike[str], arrays: Arrays, sites: Iterable[Sit
 
 
 class TapsContent(NamedTuple):
-    """What a file holds: the arrays by kind and name, and the sites."""
+    """The content of a file: arrays by kind and name, and the sites."""
 
     arrays: dict[str, dict[str, Any]]
     sites: tuple[Site, ...]
 
 
 def holds_taps(path: str | os.PathLike[str]) -> bool:
-    """Whether `Taps.save` wrote a file, or at least its beginning."""
+    """Return whether `Taps.save` wrote the file, or at least its beginning."""
     if not Path(path).is_file():
         return False
     with open(path, "rb") as file:
@@ -131,7 +131,7 @@ def _not_readable(path: str | os.PathLike[str], why: str) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class _Header:
-    """The beginning of a safetensors file: where its arrays are, and what is said of them."""
+    """The beginning of a safetensors file: its metadata, and where the arrays are."""
 
     about: dict[str, str]
     entries: dict[str, Any]
@@ -143,7 +143,7 @@ class _Header:
 
 
 def _read_header(file: BinaryIO) -> _Header | None:
-    """The header of a file that holds taps; None for another file."""
+    """Read the header of a file that holds taps; return None for another file."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(_LONGEST_HEADER, os.fstat(file.fileno()).st_size):
         return None
@@ -163,7 +163,7 @@ def _read_array(file: BinaryIO, header: _Header, key: str, dtype: str) -> Any:
 
 
 def _encode(x: Value, what: str) -> tuple[str, np.ndarray]:
-    """The name of an array's type, and what is stored of it."""
+    """Return the name of an array's type, and the array that is stored for it."""
     if is_key(x):
         return f"{_KEY}{key_generator(x.dtype)}", np.asarray(jax.random.key_data(x), order="C")
     x = np.asarray(x, order="C")
@@ -176,7 +176,7 @@ def _encode(x: Value, what: str) -> tuple[str, np.ndarray]:
 
 
 def _as_parts(x: np.ndarray) -> np.ndarray:
-    """The pairs of complex numbers, or the bytes of other numbers, along a new last axis."""
+    """Put the parts of complex numbers, or the bytes of others, along a new last axis."""
     part = np.dtype(_PAIRS.get(x.dtype.name, "uint8"))
     return np.frombuffer(x.tobytes(), part).reshape(*x.shape, x.dtype.itemsize // part.itemsize)
 
@@ -207,7 +207,7 @@ def _name_of_dtype(dtype: Any) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """Plain data as they are, a class as its name, a reducer as its plain fields, or None."""
+    """Convert plain data, a class to its name, a reducer to its plain fields; others to None."""
     if isinstance(value, (str, bool, int, float)) or value is None:
         return value if not isinstance(value, float) or math.isfinite(value) else str(value)
     if isinstance(value, (tuple, list)):
@@ -244,7 +244,7 @@ _REDUCER_FIELDS = ("name", "needs", "paired", "over_maps", "over_loops", "axis",
 
 
 def _forgotten(name: str) -> Callable[..., Any]:
-    """A function in the place of those of a reducer, which no file can hold."""
+    """Make a function that replaces those of a reducer, which no file can hold."""
 
     def raise_error(*args: Any) -> Any:
         raise TypeError(

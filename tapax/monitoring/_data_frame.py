@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def to_data_frame(records: Iterable[tuple[int, dict[str, Number]]]) -> pd.DataFrame:
-    """A row for each step, a column for each number; what a step does not have is NaN."""
+    """Make a row for each step and a column for each number; NaN where a step lacks one."""
     try:
         import pandas as pd
     except ModuleNotFoundError as error:
@@ -41,7 +41,7 @@ def to_data_frame(records: Iterable[tuple[int, dict[str, Number]]]) -> pd.DataFr
 
 
 def _elements(name: str, number: Number) -> Iterator[tuple[str, float]]:
-    """The name and the value of each number in an entry of a record."""
+    """Yield the name of the column and the value of each number in one entry of a record."""
     array = np.asarray(number.counts if isinstance(number, Histogram) else number, np.float64)
     for index, value in np.ndenumerate(array):
         yield f"{name}[{','.join(map(str, index))}]" if index else name, value

@@ -143,7 +143,7 @@ class Log(Tabular):
         return len(self._records)
 
     def to_pandas(self) -> pd.DataFrame:
-        """The records as a pandas data frame: a row for each step, a column for each number.
+        """Convert the log to a pandas data frame: a row for each step, a column for each number.
 
         The index holds the steps, the columns have the names of the numbers, and a number that a
         step does not have is NaN. An array has a column for each of its elements, such as

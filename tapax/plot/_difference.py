@@ -22,7 +22,7 @@ _ROW, _TALLEST = 0.24, 12.0
 
 
 def difference(difference: Difference) -> Figure:
-    """The errors between two captures by depth: a row for each site, from the input down.
+    """Draw the errors between two captures by depth: a row for each site, from the input down.
 
     The error of a site is the largest of its elements, in units in the last place of the coarser
     dtype: see `tapax.diff`. A site in a loop has a row for each iteration. What differs beyond the
@@ -56,7 +56,7 @@ def difference(difference: Difference) -> Figure:
 
 
 def _rows(found: Iterable[SiteDifference]) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """Each row with its error, and whether that is beyond the tolerance."""
+    """Yield each row with its error, and whether that is beyond the tolerance."""
     for each in found:
         for place, ulps in np.ndenumerate(each.ulps_by_iteration):
             row = f"{each.name}[{','.join(map(str, place))}]" if place else each.name
