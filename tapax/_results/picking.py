@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tapax._sites import At, Selection, Site, SiteError, check, flatten, matches, name_of, nearest
+from tapax._sites import At, Selection, Site, SiteError, check, flatten, matches, nearest, show
 
 
 def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: str) -> list[Site]:
@@ -17,8 +17,8 @@ def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: 
     for part in flatten(selection):
         if isinstance(part, At):
             raise SiteError(
-                f"`{method}` takes sites whole, but {part} picks a part of their values. Capture "
-                "that part, or index the arrays."
+                f"`{method}` takes sites whole, but {show(part)} picks a part of their values. "
+                "Capture that part, or index the arrays."
             )
         found = {site.name for site in sites if _is_picked(part, site)}
         if not found and part != "**":
@@ -28,14 +28,16 @@ def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: 
 
 
 def _is_picked(part: Any, site: Site) -> bool:
-    # A glob in a capture leaves operations to the rules. What was captured is there to be picked.
+    # A glob in a capture leaves operations to the rules. What was captured is there to be picked,
+    # and is picked whole, not by layers.
+    site = dataclasses.replace(site, layers=())
     return matches(part, dataclasses.replace(site, kind="sow") if isinstance(part, str) else site)
 
 
 def _no_match(part: Any, sites: Sequence[Site], method: str, where: str) -> SiteError:
     names = [site.name for site in sites]
     is_glob = isinstance(part, str)
-    what = f"the predicate {name_of(part)}" if callable(part) else repr(part) if is_glob else part
+    what = f"the predicate {show(part)}" if callable(part) else show(part)
     if not names:
         return SiteError(f"`{method}` was given {what}, but {where} holds nothing.")
     near = nearest(part if is_glob else "", names)

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from tapax._jax import Value, key_generator
 from tapax._results.host_arrays import is_key
-from tapax._sites import Site
+from tapax._sites import ScannedLayers, Site
 from tapax.reduce import Reducer
 
 VERSION = "1"
@@ -224,7 +224,9 @@ def _site_from_json(content: dict[str, Any]) -> Site:
     known = {field.name for field in dataclasses.fields(Site)}
     fields = {name: _from_json(value) for name, value in content.items() if name in known}
     dtype = fields["dtype"]
-    return Site(**{**fields, "dtype": None if dtype is None else _dtype_of(dtype)})
+    fields["dtype"] = None if dtype is None else _dtype_of(dtype)
+    fields["layers"] = tuple(ScannedLayers(*layers) for layers in fields.get("layers", ()))
+    return Site(**fields)
 
 
 def _from_json(value: Any) -> Any:

@@ -91,8 +91,8 @@ def test_calls_of_a_site_are_picked_like_elsewhere():
         ("block1/mpl", "`select` was given 'block1/mpl', which matches no site in this capture"),
         (["**/attn", "**/head"], "was given '\\*\\*/head', which matches no site"),
         (lambda site: False, "the predicate .*<lambda>, which matches no site in this capture"),
-        (tapax.ops("sin"), r"was given ops\('sin'\), which matches no site in this capture"),
-        (tapax.at("**/attn", step=2), "`select` takes sites whole, but at.* picks a part"),
+        (tapax.ops("sin"), r"was given tapax.ops\('sin'\), which matches no site in this capture"),
+        (tapax.at("**/attn", step=2), "`select` takes sites whole, but tapax.at.* picks a part"),
     ],
 )
 def test_a_selection_that_picks_nothing_raises(taps, selection, message):

@@ -290,3 +290,18 @@ def test_a_kill_leaves_a_whole_file(path):
     found = tapax.open(path)
     assert found.values["a"].shape == (300, 300)
     np.testing.assert_array_equal(found.values["a"], found.values["b"])
+
+
+def test_scanned_layers_come_back_as_they_were(tmp_path):
+    def layer(x, t):
+        with tapax.scope("layers"):
+            return tapax.sow(x * t, "h"), None
+
+    f = lambda x: jax.lax.scan(layer, x, jnp.arange(1.0, 4.0))[0]
+    _, taps = tapax.capture(f)(jnp.ones(2))
+    taps.save(tmp_path / "taps.safetensors")
+    read = tapax.open(tmp_path / "taps.safetensors")
+    assert read.sites["layers/h"].layers == taps.sites["layers/h"].layers
+    assert list(read.select("layers/*").values) == ["layers/h"]
+    with pytest.raises(tapax.SiteError, match="matches no site"):
+        read.select("layers/1/h")  # what was captured is stacked
