@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from flax import nnx
@@ -117,38 +116,9 @@ def statistics(taps: tapax.Taps) -> Table:
 
 def plot(first: tapax.Taps, last: tapax.Taps, path: str) -> None:
     """Root mean square of values and of gradients by layer, before and after training."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.lines import Line2D
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    # What an mlp adds to the stream has the gradient of the stream: the wide line shows below it.
-    looks: dict[str, Any] = {
-        "": {"label": "residual stream", "color": "0.78", "lw": 6},
-        "/attn": {"label": "attention", "color": "#0072B2", "lw": 1.6},
-        "/mlp": {"label": "mlp", "color": "#D55E00", "lw": 1.6},
-    }
-    before: Any = {"label": "before training", "ls": "--", "mfc": "white"}
-    after: Any = {"label": f"after {STEPS} steps", "ls": "-"}
-    titles = {"values": "Values, forward", "grads": "Gradients, backward"}
-    for axis, what in zip(axes, titles, strict=True):
-        for taps, when in ((first, before), (last, after)):
-            arrays = getattr(taps, what)
-            for part, look in looks.items():
-                ys = [rms(arrays[f"GPT/blocks/{i}{part}"]) for i in range(LAYERS)]
-                ys = [np.nan if part else rms(arrays["GPT/embed"]), *ys]
-                axis.plot(ys, marker="o" if part else "", ms=5, **(look | when))
-        axis.set(yscale="log", xlabel="block", title=titles[what])
-        low, high = np.log10(axis.get_ylim())
-        axis.set_ylim(10 ** np.floor(low), 10 ** np.ceil(high))
-        axis.set_xticks(range(LAYERS + 1), ["embed", *range(LAYERS)])
-        axis.grid(axis="y", color="0.9")
-    axes[0].set_ylabel("root mean square")
-    keys = [Line2D([], [], **look) for look in looks.values()]
-    keys += [Line2D([], [], color="k", marker="o", ms=5, **when) for when in (before, after)]
-    figure.legend(handles=keys, loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=200)
+    captures = {"before training": first, f"after {STEPS} steps": last}
+    shown = ["GPT/embed", "GPT/blocks/*", "**/attn", "**/mlp"]
+    tapax.plot.roles(captures, at=shown).savefig(path, dpi=200)
 
 
 def main(picture: str = "gradient_flow.png") -> None:

@@ -73,6 +73,19 @@ def numbers_of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Numb
     return found
 
 
+def rows_of_taps(taps: Taps) -> dict[str, None]:
+    """All rows that a capture may have, in the order of the program, whatever they hold."""
+    rows: dict[str, None] = {}
+    for site in taps.sites:
+        reducer = site.reducer if site.name in taps.values else site.grad_reducer
+        name = _split_statistic(site, reducer)[0].name
+        sizes = [re.fullmatch(r"scan\[(\d+)\]", loop) for loop in site.loops]
+        lengths = [int(size[1]) for size in itertools.takewhile(bool, sizes) if size]
+        for place in itertools.product(*map(range, lengths)):
+            rows[f"{name}[{','.join(map(str, place))}]" if place else name] = None
+    return rows
+
+
 def numbers_of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[int, Number]]]:
     """The numbers of a log, of the sites that are selected, by step."""
     if not len(log):
@@ -130,6 +143,11 @@ def pick_statistics(
 
 
 _ORDER = {"rms": 0, "norm": 1, "histogram": 3}
+
+
+def has_histograms(numbers: Mapping[str, Number]) -> bool:
+    """Whether some of the numbers by row are histograms."""
+    return any(isinstance(number, Histogram) for number in numbers.values())
 
 
 def is_on_log_axis(stat: str, numbers: np.ndarray) -> bool:

@@ -6,9 +6,8 @@ Everything is set on the figure itself: a user's `rcParams` are neither read for
 import io
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from matplotlib import colormaps
@@ -20,8 +19,22 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from tapax.monitoring._records import Histogram
+from tapax.plot._roles import Place
 
-KINDS = {"value": "#1f5fa8", "grad": "#7a3b96", "": "#3d4a54"}
+ROLES = {
+    "#0072b2": "o",
+    "#e08600": "s",
+    "#009e73": "^",
+    "#cc79a7": "D",
+    "#3b1f6b": "v",
+    "#56b4e9": "P",
+    "#5c3a1e": "X",
+}
+"""Colours of roles with their markers. They differ to colour-blind eyes too."""
+RoleColours: TypeAlias = "dict[str, tuple[str, str]]"
+"""A colour and a marker for each role."""
+STREAM, PLAIN = "#bfc5ca", "#3d4a54"
+"""The colours of what whole layers return, and of what has no role."""
 INK, MUTED, GUIDE, PAPER = "#1c2328", "#5b666e", "#e4e8eb", "#ffffff"
 BAD, OUTSIDE = "#d01c1f", "#a9b2b9"
 DEPTH, HEAT = "viridis", "viridis"
@@ -100,16 +113,37 @@ def by_depth(count: int) -> ListedColormap:
     return ListedColormap(colormaps[DEPTH](np.linspace(0, 0.88, max(count, 2))))
 
 
+def pick_role_colours(roles: Sequence[str], places: Mapping[str, Place]) -> RoleColours:
+    """A colour and a marker for each of some roles, as many as there are colours.
+
+    `places` are those of all rows of a capture, also of those that are not drawn: so a role has
+    the same colour whatever is drawn with it, unless another role that is drawn has it already.
+    """
+    every = dict.fromkeys(p.role for p in places.values() if p.is_part) | dict.fromkeys(roles)
+    parents = {role.rpartition("/")[0] for role in every}
+    # The blocks of a layer, which have parts themselves, come before its small parts.
+    order = sorted(every, key=lambda role: (role.count("/"), role not in parents))
+    palette = list(ROLES.items())
+    picked: RoleColours = {}
+    for i, role in enumerate(order):
+        if role in roles and len(picked) < len(palette):
+            turn = i % len(palette)
+            free = (x for x in (*palette[turn:], *palette) if x not in picked.values())
+            picked[role] = next(free)
+    return picked
+
+
 def tint(colour: str, share: float) -> tuple[float, ...]:
     """A colour mixed with the paper, so that it is opaque."""
     mixed = zip(to_rgb(colour), to_rgb(PAPER), strict=True)
     return tuple(share * a + (1 - share) * b for a, b in mixed)
 
 
-def draw_legend(figure: FigureBase, names: Iterable[str]) -> None:
-    """Names the marks that are used, above a figure."""
+def draw_legend(figure: FigureBase, names: Iterable[str], keys: Sequence[Line2D] = ()) -> None:
+    """Explain the marks that are used above a figure, behind other keys."""
     names = dict.fromkeys(names)
-    handles: list[Any] = [
+    handles: list[Any] = list(keys)
+    handles += [
         Line2D([], [], linestyle="", label=name, **MARKS[name]) for name in MARKS if name in names
     ]
     handles += [Patch(color=PATCHES[name], label=name) for name in PATCHES if name in names]
@@ -293,11 +327,3 @@ def pick_labelled_rows(names: Sequence[str], apart: float) -> list[int]:
         if all(abs(i - k) >= apart for k in kept):
             kept.append(i)
     return sorted(kept)
-
-
-def group_parts(names: Mapping[str, Any] | Sequence[str]) -> list[list[int]]:
-    """Rows that are the same part of one layer after another, `blocks/0/mlp`, `blocks/1/mlp`."""
-    groups: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        groups.setdefault(re.sub(r"\d+", "#", name), []).append(i)
-    return [group for group in groups.values() if len(group) > 1]
