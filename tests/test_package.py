@@ -62,7 +62,7 @@ print(json.dumps([missing, *(hasattr(tapax, name) for name in {NAMESPACES!r})]))
     ("wanted", "extra"),
     [
         ("nn.batch_ensemble", "flax"),
-        ("nn.predict", "flax"),
+        ("nn.shard", "flax"),
         ("compat.nnx", "flax"),
         ("compat.linen", "flax"),
         ("compat.braintrace", "brainstate"),

@@ -1,11 +1,22 @@
-"""BatchEnsemble for Flax NNX: an ensemble that costs little more than one model.
+"""Ensembles in one model: perturbed copies of any model, and BatchEnsemble for Flax NNX.
 
-All members share the weights `W` of a layer; each has two vectors of its own, `r` on the inputs and
-`s` on the outputs, and a bias: its weight is `W * outer(r, s)`. A batch holds the rows of all
-members, `[E * B, ...]`, those of one after those of the other, and all are computed at once (Wen,
-Tran and Ba, "BatchEnsemble", 2020).
+A function or a model of any framework becomes an ensemble by perturbations: `dropout` and `noise`
+at some sites, `weight_noise`, and a `subensemble` of these that shares a trunk. See `_ensembles`.
 
 >>> import jax, jax.numpy as jnp, tapax
+>>> model = lambda w, x: tapax.sow(jnp.tanh(x @ w["up"]), "h") @ w["out"]
+>>> w = {"up": jnp.ones((3, 8)), "out": jnp.ones((8, 2))}
+>>> noisy = tapax.nn.dropout(model, at="h", rate=0.1)
+>>> p = tapax.nn.predict(noisy, w, jnp.ones((5, 3)), num_members=4, key=jax.random.key(0))
+>>> p.mean.shape, p.epistemic.shape
+((5, 2), (5,))
+
+BatchEnsemble is an ensemble to train, for little more than the price of one model. All members
+share the weights `W` of a layer; each has two vectors of its own, `r` on the inputs and `s` on the
+outputs, and a bias: its weight is `W * outer(r, s)`. A batch holds the rows of all members,
+`[E * B, ...]`, those of one after those of the other, and all are computed at once (Wen, Tran and
+Ba, "BatchEnsemble", 2020).
+
 >>> from flax import nnx
 >>> from tapax import nn
 >>> rngs = nnx.Rngs(0)
@@ -42,9 +53,11 @@ if TYPE_CHECKING:
     from tapax.nn._convert import batch_ensemble
     from tapax.nn._einsum import BatchEnsembleEinsum
     from tapax.nn._embed import BatchEnsembleEmbed
+    from tapax.nn._ensembles import Subensemble, dropout, noise, subensemble, weight_noise
     from tapax.nn._linear import BatchEnsembleLinear, BatchEnsembleLinearGeneral
     from tapax.nn._members import Members, Statistics, members
     from tapax.nn._predict import Prediction, fold, predict, tile, unfold
+    from tapax.nn._random import RandomFunction
     from tapax.nn._shard import shard
 
 __all__ = [
@@ -55,14 +68,20 @@ __all__ = [
     "BatchEnsembleLinearGeneral",
     "Members",
     "Prediction",
+    "RandomFunction",
     "Statistics",
+    "Subensemble",
     "batch_ensemble",
+    "dropout",
     "fold",
     "members",
+    "noise",
     "predict",
     "shard",
+    "subensemble",
     "tile",
     "unfold",
+    "weight_noise",
 ]
 
 # The layers are subclasses of Flax's, which is imported with the first of them.
@@ -74,9 +93,11 @@ __getattr__, __dir__ = load_lazily(
         "tapax.nn._convert": ("batch_ensemble",),
         "tapax.nn._einsum": ("BatchEnsembleEinsum",),
         "tapax.nn._embed": ("BatchEnsembleEmbed",),
+        "tapax.nn._ensembles": ("Subensemble", "dropout", "noise", "subensemble", "weight_noise"),
         "tapax.nn._linear": ("BatchEnsembleLinear", "BatchEnsembleLinearGeneral"),
         "tapax.nn._members": ("Members", "Statistics", "members"),
         "tapax.nn._predict": ("Prediction", "fold", "predict", "tile", "unfold"),
+        "tapax.nn._random": ("RandomFunction",),
         "tapax.nn._shard": ("shard",),
     },
 )

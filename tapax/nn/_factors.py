@@ -8,17 +8,16 @@ it for `nnx.scan`, the axes of the stack come before that of the members.
 import dataclasses
 import math
 import numbers
-import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from tapax._frameworks.interface import Module
 from tapax._sites import wrong_type
+from tapax.nn._arguments import check_members
 from tapax.nn._keys import make_keys
 
 INITS = ("normal", "random_sign")
@@ -51,19 +50,6 @@ class FactorOptions:
                 raise ValueError(
                     f"`{name}` is a standard deviation and cannot be negative, but is {value}."
                 )
-
-
-def check_members(number: Any) -> int:
-    """Checks a number of members; returns it as an int."""
-    try:
-        members = operator.index(number)
-    except TypeError:
-        members = None
-    if members is None or isinstance(number, (bool, np.bool_)):
-        raise wrong_type("`num_members` must be an integer, but is", number)
-    if members < 1:
-        raise ValueError(f"`num_members` must be 1 or more, but is {members}.")
-    return members
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tapax._jax import Value, spans_processes
 from tapax._results import Taps
 from tapax._results.tables import render, type_of
 from tapax._sites import Site, SiteError, wrong_type
-from tapax.nn._factors import check_members
+from tapax.nn._arguments import check_members
 from tapax.nn._predict import only_number
 
 

@@ -9,16 +9,19 @@
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from tapax._frameworks.interface import Module
 from tapax._jax import PyTree, Value
-from tapax.nn._factors import EnsembleLayer, check_members
+from tapax.nn._arguments import check_key, check_members
+from tapax.nn._compilation import compiled
+from tapax.nn._ensembles import Subensemble
+from tapax.nn._random import RandomFunction
 
 KINDS = ("classification", "regression")
 
@@ -85,13 +88,42 @@ class Prediction:
 
 
 def predict(
-    model: Callable[[Any], Any],
-    x: Value,
-    *,
+    model: Callable[..., Any],
+    *args: Any,
     kind: str = "classification",
     num_members: int | None = None,
+    key: Any = None,
+    plain_first: bool = False,
 ) -> Prediction:
-    """What all members of a model predict for a plain batch `[B, ...]`.
+    """What all members of an ensemble predict for a plain batch `[B, ...]`.
+
+    The members are those of a model with BatchEnsemble layers; or draws of a function of a random
+    key, as `dropout`, `noise` and `weight_noise` make it; or those of a `subensemble`. Models
+    should be in evaluation mode.
+
+    Args:
+        model: the ensemble. A function of your own that takes a key before other arguments is one
+            too, if `key` is given: `lambda key, x: net.apply(variables, x, rngs={"dropout": key})`.
+        *args: the arguments of one member, without the key. A model with BatchEnsemble layers takes
+            one, the batch.
+        kind: `"classification"`, for which a member returns logits `[B, ..., classes]`; or
+            `"regression"`, for which it returns numbers `[B, ...]` or a pair of means and
+            variances.
+        num_members: how many members to draw. A model whose layers know may leave it out.
+        key: a random key, from which the members are drawn.
+        plain_first: whether the first member is the model without its perturbations.
+
+    Returns:
+        A `Prediction`. For classes, `members` are the logits of each member, `mean` the mean of
+        their probabilities; `total` is the entropy of that mean, `aleatoric` the mean of the
+        members' entropies, and `epistemic` the difference, which is the mutual information of class
+        and member; all in nats. For numbers, `epistemic` is the variance of the members' means,
+        `aleatoric` the mean of their variances, None for a model that gives none, and `total` their
+        sum.
+
+    Raises:
+        TypeError: the model returns other things than `kind` says, or a key is missing.
+        ValueError: `kind` is neither, or nothing tells the number of members.
 
     >>> import jax
     >>> from flax import nnx
@@ -100,25 +132,22 @@ def predict(
     >>> p = nn.predict(model, jax.numpy.ones((5, 3)))
     >>> p.members.shape, p.mean.shape, p.epistemic.shape
     ((4, 5, 10), (5, 10), (5,))
-
-    For `kind="classification"` the model returns logits `[E * B, ..., classes]`. `members` are the
-    logits of each member, `mean` the mean of their probabilities; `total` is the entropy of that
-    mean, `aleatoric` the mean of the members' entropies, and `epistemic` the difference, which is
-    the mutual information of class and member; all in nats.
-
-    For `kind="regression"` it returns numbers `[E * B, ...]`, or a pair of means and variances.
-    `epistemic` is the variance of the members' means, `aleatoric` the mean of their variances, None
-    for a model that gives none, and `total` their sum.
-
-    The model should be in evaluation mode. `num_members` is needed where it is a function, or has
-    no BatchEnsemble layer.
+    >>> noisy = nn.weight_noise(nnx.Linear(3, 10, rngs=nnx.Rngs(0)), 0.1)
+    >>> p = nn.predict(noisy, jax.numpy.ones((5, 3)), num_members=4, key=jax.random.key(0))
+    >>> p.members.shape
+    (4, 5, 10)
     """
     if kind not in KINDS:
         raise ValueError(f"`kind` must be 'classification' or 'regression', but is {kind!r}.")
-    members = count_members(model) if num_members is None else check_members(num_members)
-    out = model(tile(x, members))
+    if plain_first and not isinstance(model, RandomFunction):
+        raise TypeError(
+            "`plain_first` is for functions that tapax.nn.dropout, noise or weight_noise made: the "
+            f"plain model is not known of a {type(model).__name__}."
+        )
+    out = _run_members(model, args, num_members, key, plain_first)
     pair = kind == "regression" and isinstance(out, (tuple, list)) and len(out) == 2
-    for array in out if pair else (out,):
+    arrays: tuple[Any, ...] = tuple(out) if pair else (out,)
+    for array in arrays:
         if not isinstance(array, jax.Array) or not jnp.issubdtype(array.dtype, jnp.floating):
             either = " or a pair of them, means and variances" if kind == "regression" else ""
             is_array = isinstance(array, jax.Array)
@@ -128,16 +157,59 @@ def predict(
                 f"returned {found}."
             )
     if kind == "classification":
-        return _classify(unfold(out, members))
-    return _regress(unfold(tuple(out) if pair else out, members))
+        return _classify(arrays[0])
+    return _regress(arrays if pair else out)
+
+
+def _run_members(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_members: int | None,
+    key: Any,
+    plain_first: bool,
+) -> Any:
+    """What all members return, along a first axis."""
+    if isinstance(model, Subensemble):
+        if key is not None or num_members not in (None, model.num_members):
+            raise ValueError(
+                f"The subensemble has the {model.num_members} heads that it was made with: leave "
+                "`num_members` and `key` out."
+            )
+        return model(*args)
+    if isinstance(model, RandomFunction) or key is not None:
+        key = check_key(key)
+        if num_members is None:
+            raise ValueError("`num_members` must be given: how many members to draw.")
+        if isinstance(model, RandomFunction):
+            draw = model.sample_after_plain if plain_first else model.sample
+            return draw(key, num_members, *args)
+        keys = jax.random.split(key, check_members(num_members))
+        return compiled(_draw_all)(model, keys, args)
+    if len(args) != 1:
+        raise TypeError(
+            f"A model with BatchEnsemble layers takes one batch, but was given {len(args)} "
+            "arguments. A function of a random key needs one: key=jax.random.key(0)."
+        )
+    members = count_members(model) if num_members is None else check_members(num_members)
+    out = model(tile(args[0], members))
+    return unfold(out, members) if _is_arrays(out) else out
+
+
+def _draw_all(model: Callable[..., Any], keys: jax.Array, args: tuple[Any, ...]) -> Any:
+    return jax.vmap(lambda key: model(key, *args))(keys)
+
+
+def _is_arrays(out: PyTree) -> bool:
+    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(out))
 
 
 def count_members(model: Module) -> int:
     """Counts the members of the layers of a model."""
-    numbers = set()
-    if isinstance(model, nnx.Module):
-        layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, EnsembleLayer))
-        numbers = {layer.num_members for layer in layers}
+    numbers: set[int] = set()
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(model, nnx.Module):
+        nodes = (node for _, node in nnx.iter_graph(model))
+        numbers = {node.num_members for node in nodes if hasattr(node, "__tap_members__")}
     return only_number(numbers, "a model with {}, of type " + type(model).__name__)
 
 

@@ -1,0 +1,98 @@
+"""Perturbations: what is drawn for the values of some sites, or for some weights.
+
+Each is a value: frozen, compared and hashed by what it does. It keeps shape and dtype.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax._jax import Value
+from tapax._sites import At, Selection, Site, SiteError, check, flatten
+from tapax.nn._arguments import check_deviation, check_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Perturbation:
+    """What is done to the sites, or to the weights, that `at` selects."""
+
+    at: Selection
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", check(self.at, "at"))
+        for part in flatten(self.at):
+            if isinstance(part, At):
+                raise SiteError(
+                    f"`at` selects all iterations of a loop, but is tapax.{part}. Use tapax.edit "
+                    "with a function that closes over a random key."
+                )
+
+    def apply(self, key: Value, x: Value) -> Any:
+        """The perturbed array."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout(Perturbation):
+    """Sets elements to zero with the probability `rate`, and scales the others by 1 / (1 - rate).
+
+    Elements along the axes `broadcast_dims` are dropped together.
+    """
+
+    rate: float
+    broadcast_dims: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rate = check_number(self.rate, "rate")
+        if not 0 <= rate < 1:
+            raise ValueError(f"`rate` must be in [0, 1), but is {self.rate}.")
+        object.__setattr__(self, "rate", rate)
+        object.__setattr__(self, "broadcast_dims", tuple(self.broadcast_dims))
+
+    def check(self, site: Site, shape: tuple[int, ...]) -> None:
+        """Refuse a site without the axes to broadcast along."""
+        for axis in self.broadcast_dims:
+            if not -len(shape) <= axis < len(shape):
+                raise SiteError(
+                    f"`broadcast_dims` has {axis}, but the {site.described}, has values of the "
+                    f"shape {list(shape)}."
+                )
+
+    def apply(self, key: Value, x: Value) -> Any:
+        shape = list(x.shape)
+        for axis in self.broadcast_dims:
+            shape[axis] = 1
+        kept = jax.random.bernoulli(key, 1 - self.rate, shape)
+        return jnp.where(kept, x / (1 - self.rate), jnp.zeros_like(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise(Perturbation):
+    """Adds normal noise of the standard deviation `std`; if `relative`, in units of the rms."""
+
+    std: float
+    relative: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "std", check_deviation(self.std, "std"))
+
+    def check(self, site: Site, shape: tuple[int, ...]) -> None:
+        """All shapes will do."""
+
+    def apply(self, key: Value, x: Value) -> Any:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        drawn = self.std * jax.random.normal(key, wide.shape, wide.dtype)
+        if self.relative:
+            drawn = drawn * jnp.sqrt(jnp.mean(jnp.abs(wide) ** 2))
+        return (wide + drawn).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightNoise(Noise):
+    """Noise on the weights of the model, or of the argument number `params`."""
+
+    params: int | None = None
