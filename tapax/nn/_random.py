@@ -23,14 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._api.change_builder import ChangeBuilder
+from tapax._api.change_builder import ChangeBuilder, Counters
 from tapax._api.cut import prefix, suffix
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction
 from tapax._jax import PyTree, Value
 from tapax._jaxpr.kinds import Kind
-from tapax._sites import Selection, Site, SiteError, flatten, is_exact, matches, name_of
+from tapax._sites import Selection, Site, SiteError, flatten, is_exact, matches, name_of, show
 from tapax._walk.changes import Part
 from tapax._walk.plan import Plan
 from tapax.nn._arguments import check_key, check_members
@@ -233,13 +233,10 @@ def _pick(perturbation: Any, spots: Sequence[Spot]) -> list[Spot]:
             numbers.append(spot)
         elif any(matches(part, spot.site) for part in exact):
             raise _not_real(spot)
-    if picked and not numbers:
-        raise _not_real(picked[0])
+    if not picked:
+        raise SiteError(f"`at` is {show(at)}, which picks no site.")
     if not numbers:
-        raise SiteError(
-            f"`at` is {at!r}, which matches no site. tapax.sites(fn)(...) lists those that there "
-            "are."
-        )
+        raise _not_real(picked[0])
     if not any(spot.reaches for spot in numbers):
         raise SiteError(
             f"The {numbers[0].site.described}, is perturbed, but its value never reaches a result "
@@ -260,21 +257,19 @@ def _perturb_site(
     builder: ChangeBuilder, perturbation: Perturbation, spot: Spot, key: jax.Array
 ) -> None:
     """Have the values of a site perturbed, with a key for each iteration, example and device."""
-    loops = [a for a in spot.around if a.is_loop]
-    counted = bool(loops) and loops[-1].kind is Kind.WHILE
-    if any(a.kind is Kind.WHILE for a in loops[:-1]):
-        raise SiteError(
-            f"The {spot.site.described}, is in a loop inside of a while loop, whose iterations "
-            "would all be perturbed alike. Perturb a site outside of the inner loop."
-        )
     sizes = (*(a.size for a in spot.around if a.size is not None), *spot.mapped)
     keys = jax.random.split(key, math.prod(sizes)).reshape(sizes) if sizes else key
     # As data: the axes of a typed key are those that its implementation hides.
     part = Part(jax.random.key_data(keys), spot.depths, len(spot.mapped))
     kind = jax.random.key_impl(key)
 
-    def perturb(x: Value, counter: Value, data: Value) -> Any:
-        own = jax.random.wrap_key_data(data, impl=kind)
-        return perturbation.apply(jax.random.fold_in(own, counter) if counted else own, x)
+    # How often a while loop runs is not known, so its iterations share the key they are given.
+    whiles = [depth for depth in spot.loops if spot.around[depth].kind is Kind.WHILE]
 
-    builder.change(spot, perturb, [part], counted=counted)
+    def perturb(x: Value, counters: Counters, data: Value) -> Any:
+        own = jax.random.wrap_key_data(data, impl=kind)
+        for depth in whiles:
+            own = jax.random.fold_in(own, counters[depth])
+        return perturbation.apply(own, x)
+
+    builder.change(spot, perturb, [part], counted=whiles)

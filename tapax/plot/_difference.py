@@ -82,7 +82,7 @@ def _draw_points(
         axis.axvline(limit, color=style.MUTED, linewidth=1.0, linestyle="--", zorder=2)
     seen = np.where([style.mark_of(x, log=True) is None for x in errors], errors, np.nan)
     size = 5.5 if len(rows) <= 60 else 3.5
-    for beyond, colour in ((False, style.KINDS[kind]), (True, style.BAD)):
+    for beyond, colour in ((False, style.PLAIN), (True, style.BAD)):
         label = f"{kind} {'beyond' if beyond else 'within'} the tolerance"
         xs = np.where(differs == beyond, seen, np.nan)
         axis.plot(xs, places, "o", color=colour, markersize=size, label=label, zorder=3)
