@@ -6,7 +6,7 @@ from tapax import reduce
 from tapax._lazy import load_lazily
 from tapax._marks.sow import perturb, scope, sow
 from tapax._results import Difference, SiteDifference, SiteTable, Taps
-from tapax._sites import Site, SiteError, at, glob, lines, named, ops
+from tapax._sites import Site, SiteError, at, glob, lines, named, ops, without
 
 if TYPE_CHECKING:
     from tapax import attribute, compat, hidden, nn, plot
@@ -65,6 +65,7 @@ __all__ = [
     "sow",
     "suffix",
     "value_and_grad",
+    "without",
 ]
 
 # Models import tapax for their marks alone, so everything else is imported when it is first used.

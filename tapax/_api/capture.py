@@ -57,8 +57,12 @@ def capture(
     The inputs of modules, `GPT/attn.input`, and the weights of attention, `GPT/attn:weights`, are
     sites where a selection asks for them.
 
-    Every result of a module of Flax, Equinox, Haiku, brainstate or Keras is a site.
-    `modules=False`, a selection, or a filter `(module, method_name) -> bool` narrows that.
+    Every result of a module of Flax, Equinox, Haiku, brainstate or Keras is a site. `modules`
+    narrows that: False, a selection, a filter `(module, method_name) -> bool`, a depth (0 for roots
+    alone, 1 for the modules in their attributes too), or packages to leave out,
+    `tapax.without("flowjax")`. The modules of libraries that run a model, such as diffrax's
+    solvers, are sites only where a selection names them, as in `values="**/Tsit5.step"`, or a
+    filter admits them.
     """
     check_function(fn, "capture")
     plan = Plan.make(values, grads, steps, modules, reducing=True)

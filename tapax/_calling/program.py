@@ -19,7 +19,7 @@ from tapax import _jax
 from tapax._calling.collect import collect
 from tapax._calling.signature import Signature
 from tapax._frameworks import registry
-from tapax._frameworks.anchors import is_anchored, labels, resolve
+from tapax._frameworks.anchors import argument_paths, is_anchored, resolve
 from tapax._frameworks.attention import observe_attention
 from tapax._frameworks.module_paths import new_call_stack
 from tapax._jax import Function, Jaxpr, PyTree, Static, Value, pytrees, typed
@@ -124,7 +124,7 @@ def trace(
                 _check_result(fn, x)
         return results, Static(structure)
 
-    policy = plan.marking_policy(Structure.of(arguments))
+    policy = plan.marking_policy(Structure.of(arguments, fn))
     weights = observe_attention() if "weights" in policy.asked else contextlib.nullcontext()
     with (
         registry.observe_calls(),
@@ -137,7 +137,8 @@ def trace(
         trace_flat = typed.make_jaxpr(flat, return_shape=True)
         jaxpr, (_, structure) = registry.trace_program(lambda: trace_flat(*arrays))
     if is_anchored(jaxpr):
-        jaxpr = resolve(jaxpr, signature.traced(labels(arguments)))
+        paths = argument_paths(fn, arguments, registry.is_module)
+        jaxpr = resolve(jaxpr, signature.traced(paths))
     keys = signature.traced([path for path, _ in keyed])
     return Program(jaxpr, structure.value, tuple(keys))
 

@@ -8,11 +8,16 @@ twin may be a copy of. `resolve` follows the arguments of the program to the anc
 every body they are handed to, and puts the right names into the scopes.
 
 A body that several calls share becomes a body for each.
+
+The arrays of a root are anchored too, since its name depends on what other roots there are: see
+`_frameworks.roots`.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +26,13 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
-from tapax._jax import Args, Atom, Equation, Jaxpr, PyTree, Value, Var
+from tapax._frameworks.roots import RootPlace, Roots, name_arguments
+from tapax._jax import Args, Atom, Equation, Function, Jaxpr, PyTree, Value, Var
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.rewrite import map_equation_bodies, rewrite
 from tapax._marks.scopes import ModuleScope
-from tapax._sites import segment
+from tapax._sites import join, segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,54 @@ class Anchor:
         return found[0] if origin is not None and found else None
 
 
+@dataclasses.dataclass(frozen=True)
+class RootAnchor:
+    """A module that no module calls: what it is called, and where its arrays tell that it is.
+
+    `leaves` are the paths of the anchored arrays, from the module; `tail` is that of the module in
+    its model, of the class `name`. `part` has the places that the model may have in another, of the
+    class `whole`. `holder` is the variable that holds the model, and `constants` are the models of
+    its kind whose arrays are constants, each with the first of the anchored ones.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    holder: str
+    constants: tuple[tuple[str, Any], ...] = dataclasses.field(repr=False, compare=False)
+    whole: str = ""
+    part: Anchor | None = None
+    uid: int = dataclasses.field(default_factory=itertools.count(-1, -1).__next__)
+
+    def place(self, origins: Sequence[Any]) -> RootPlace:
+        """The root that arrays of these origins belong to."""
+        if not origins:
+            return RootPlace(self.name, self.holder, (self.holder,) if self.holder else ())
+        choice = self.part.choose(origins[0]) if self.part is not None else None
+        name, path = (self.name, "") if choice is None else (self.whole, choice)
+        models = [
+            _model_of(origin, join(path, leaf))
+            for origin, leaf in zip(origins, self.leaves, strict=True)
+        ]
+        key = tuple(key for key, _ in models)
+        named = next((named for _, named in models if named is not None), None)
+        held = self.holder if choice is None else ""
+        held = next((path for path, x in self.constants if x is origins[0]), held)
+        # The argument that holds a model names it better than a variable that holds a copy.
+        order = [held] if named is None else [held, named.named]
+        holders = order[::-1] if named is not None and named.is_module else order
+        return RootPlace(name, key, tuple(dict.fromkeys(filter(None, holders))), path)
+
+
+def _model_of(origin: Any, leaf: str) -> tuple[Any, ArgumentPath | None]:
+    """What tells the model that an array is of from others, and where it is among arguments."""
+    if not isinstance(origin, ArgumentPath) or not f"/{origin}".endswith(f"/{leaf}"):
+        return (origin if isinstance(origin, str) else id(origin)), None
+    count = len(leaf) + 1
+    return str(origin[:-count]), ArgumentPath(
+        origin[:-count], origin.named[:-count], origin.is_module
+    )
+
+
 class AnchorEffect(_jax.Effect):
     """Keeps anchors alive."""
 
@@ -65,23 +119,71 @@ anchor_p.multiple_results = True
 
 def anchor(x: Value, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -> int:
     """Anchors an array; returns what a `ModuleScope` refers to it by."""
-    # A traced array must not outlive its trace.
-    kept = tuple(None if isinstance(a, Tracer) else a for a in arrays)
-    made = Anchor(choices, leaf, kept)
+    made = Anchor(choices, leaf, constant_arrays(arrays))
     anchor_p.bind(x, anchor=made)
     return made.uid
 
 
-def labels(arguments: PyTree) -> list[str]:
-    """Where each array among the arguments of a program is, as a path."""
-    paths = jax.tree_util.tree_flatten_with_path(arguments)[0]
-    return [leaf_path(keys) for keys, _ in paths]
+def constant_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The arrays that are not traced; a traced one, for which None comes, may not be kept."""
+    return tuple(None if isinstance(x, Tracer) else x for x in arrays)
+
+
+def anchor_root(made: RootAnchor, xs: Sequence[Value]) -> int:
+    """Anchors arrays of a root; returns what a `ModuleScope` refers to it by."""
+    anchor_p.bind(*xs, anchor=made)
+    return made.uid
+
+
+class ArgumentPath(str):
+    """Where an array is among the arguments of a program.
+
+    `named` is the same path with the names that the user gave the arguments; `is_module` if the
+    array is in a module there.
+    """
+
+    __slots__ = ("is_module", "named")
+    named: str
+    is_module: bool
+
+    def __new__(cls, path: str, named: str, is_module: bool) -> ArgumentPath:
+        made = super().__new__(cls, path)
+        made.named, made.is_module = named, is_module
+        return made
+
+
+def argument_paths(
+    fn: Function, arguments: PyTree, is_module: Callable[[Any], bool]
+) -> list[ArgumentPath]:
+    """Where each array among the arguments of a call of `fn` is: positional ones, then keywords."""
+    flatten = jax.tree_util.tree_flatten_with_path
+    modules = {keys for keys, leaf in flatten(arguments, is_leaf=is_module)[0] if is_module(leaf)}
+    name = name_arguments(fn)
+
+    def path(keys: tuple[Any, ...]) -> ArgumentPath:
+        inside = any(keys[:i] in modules for i in range(len(keys) + 1))
+        for i, key in enumerate(keys):
+            held = getattr(key, "key", None)
+            if isinstance(held, PathKey):
+                named = join(held.named, leaf_path(keys[i + 1 :]))
+                return ArgumentPath(leaf_path(keys), named, True)
+        first = [] if keys[0].idx == 2 else name(keys)
+        named = "/".join([*first, *map(_key_path, keys[2 if first else 1 :])])
+        return ArgumentPath(leaf_path(keys), named, inside)
+
+    return [path(keys) for keys, _ in flatten(arguments)[0]]
 
 
 class PathKey(str):
-    """A key of a dict that is a path itself."""
+    """A key of a dict that is a path itself; `named` is that path in the names of the user."""
 
-    __slots__ = ()
+    __slots__ = ("named",)
+    named: str
+
+    def __new__(cls, path: str, named: str) -> PathKey:
+        made = super().__new__(cls, path)
+        made.named = named
+        return made
 
 
 def leaf_path(keys: Sequence[Any]) -> str:
@@ -98,31 +200,57 @@ def _key_path(key: Value) -> str:
 
 def resolve(jaxpr: Jaxpr, origins: Sequence[Any]) -> Jaxpr:
     """The program without anchors, and with the names that they tell."""
+    roots = Roots()
+    resolved = _resolve(jaxpr, origins, roots)
+    # What a root is called depends on all others.
+    return _resolve(jaxpr, origins, roots) if roots.settle() else resolved
+
+
+def _resolve(jaxpr: Jaxpr, origins: Sequence[Any], roots: Roots) -> Jaxpr:
     if not is_anchored(jaxpr):
         return jaxpr
     inner = _jax.open_jaxpr(jaxpr)
     # The constants of a body may be elsewhere, as they are in a primitive of another library.
     known: dict[Any, Any] = dict(zip(inner.constvars, _jax.jaxpr_consts(jaxpr), strict=False))
     known.update(zip(inner.invars, origins, strict=True))
-    chosen: dict[int, str] = {}
+    chosen: dict[int, Callable[[ModuleScope], ModuleScope]] = {}
+
+    def origin(v: Any) -> Any:
+        found = v.val if isinstance(v, _jax.Literal) else known.get(v)
+        return v if found is None else found  # what is computed is its own origin
 
     def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
         del names
-        from_where = [v.val if isinstance(v, _jax.Literal) else known.get(v) for v in eqn.invars]
+        from_where = [origin(v) for v in eqn.invars]
         if eqn.primitive is anchor_p:
-            choice = eqn.params["anchor"].choose(from_where[0])
-            if choice is not None:
-                chosen[eqn.params["anchor"].uid] = choice
+            move = _decide(eqn.params["anchor"], from_where, roots)
+            if move is not None:
+                chosen[eqn.params["anchor"].uid] = move
             return
         if kind_of(eqn) & _PASSING or eqn.primitive is convert_element_type_p:
             known[eqn.outvars[0]] = from_where[0]
 
         def resolve_body(body: Jaxpr) -> Jaxpr:
-            return resolve(body, _body_origins(eqn, body, from_where))
+            return _resolve(body, _body_origins(eqn, body, from_where), roots)
 
         yield _renamed(map_equation_bodies(eqn, resolve_body, _ANCHORS), chosen)
 
     return rewrite(jaxpr, visit, _ANCHORS)
+
+
+def _decide(
+    made: Anchor | RootAnchor, origins: Sequence[Any], roots: Roots
+) -> Callable[[ModuleScope], ModuleScope] | None:
+    """How the scopes of an anchor are named; None if they stay as they are."""
+    if isinstance(made, Anchor):
+        choice = made.choose(origins[0])
+        return None if choice is None else lambda scope: scope.moved(choice)
+    place = made.place(origins)
+    roots.add(place)
+    name = roots.name(place)
+    if name == made.name and not place.path:
+        return None
+    return lambda scope: scope.rooted(name, place.path)
 
 
 _ANCHORS: frozenset[Any] = frozenset({anchor_effect})
@@ -151,11 +279,11 @@ def _body_origins(eqn: Equation, body: Jaxpr, origins: list[Any]) -> list[Any]:
     return origins[1:] if len(origins) == count + 1 else [None] * count
 
 
-def _renamed(eqn: Equation, chosen: dict[int, str]) -> Any:
+def _renamed(eqn: Equation, chosen: dict[int, Callable[[ModuleScope], ModuleScope]]) -> Any:
     def rename(name: str) -> str:
         if not isinstance(name, ModuleScope) or name.anchor not in chosen:
             return name
-        return name.moved(chosen[name.anchor])
+        return chosen[name.anchor](name)
 
     return _jax.rename_scopes(eqn, rename) if chosen else eqn
 

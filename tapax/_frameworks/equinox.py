@@ -8,6 +8,9 @@ module of the user's: it has no site, and adds nothing to a path. It holds a cop
 and hands another copy to the function that it wraps. So the place of a module that goes through
 one is entered outside, where it is known: the copy inside is then that of the running module.
 
+The modules of diffrax, optimistix and the like run the user's model. They are no scopes: a module
+that one of their attributes holds is named from the root of the user's own model.
+
 Python numbers in a module are static, as they are for `filter_jit`.
 """
 
@@ -17,28 +20,36 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from equinox.internal._nontraceable import nonbatchable_p, nondifferentiable_backward_p
 
 from tapax._frameworks.attention import marks_result
 from tapax._frameworks.interface import FunctionCall, Module
-from tapax._frameworks.module_calls import within
+from tapax._frameworks.module_calls import mark_result, within
 from tapax._frameworks.module_paths import find, running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
 from tapax._jax import Args, Function, Kwargs, PyTree
+from tapax._jaxpr.kinds import Kind, register_primitive
 from tapax._marks.context import active_policy
-from tapax._sites import join, segment
+from tapax._marks.scopes import ModuleScope
+from tapax._sites import is_machinery, join, segment
 
 # Its result is run elsewhere, where the place is another.
 _MAKE_JAXPR = type(eqx.filter_make_jaxpr(lambda: None))
 _JIT: Any = type(eqx.filter_jit(lambda: None))
 _BOUND: Any = type(eqx.nn.Sequential([]).is_stateful)
 _ATTENTION = sys.modules[eqx.nn.MultiheadAttention.__module__]
+
+# What Equinox's loops pass values through that `vmap` or a gradient may not touch.
+_CHECKS: tuple[Any, ...] = (nonbatchable_p, nondifferentiable_backward_p)
+for _check in _CHECKS:
+    register_primitive(_check, Kind.COPY)
 
 
 class Equinox(PatchedAdapter):
@@ -50,10 +61,11 @@ class Equinox(PatchedAdapter):
         return isinstance(value, eqx.Module) and _is_users(type(value))
 
     def wraps(self, value: PyTree) -> bool:
-        return isinstance(value, eqx.Module) and _is_wrapper(type(value))
+        cls = type(value)
+        return isinstance(value, eqx.Module) and (_is_wrapper(cls) or is_machinery(cls))
 
     def children(self, module: Module) -> Iterator[tuple[str, Any]]:
-        named = not self.wraps(module)
+        named = not _is_wrapper(type(module))
         return ((segment(key) if named else "", part) for key, part in vars(module).items())
 
     def is_opaque(self, value: PyTree) -> bool:
@@ -107,6 +119,10 @@ class Equinox(PatchedAdapter):
                 yield cls, name, functools.partial(_around, wrap)
         yield _ATTENTION, "dot_product_attention_weights", marks_result
         yield eqx.nn.Shared, "__call__", functools.partial(_shared, self)
+        others = [cls for cls in subclasses(eqx.Module) if not is_machinery(cls)]
+        for cls, name, wrap in methods(self, eqx.Module, skip=others, call=_run_machinery):
+            if name not in cls.__dataclass_fields__:
+                yield cls, name, functools.partial(_around, wrap)
         for cls in wrappers:
             if "__call__" in cls.__dict__ and _is_wrapper(cls) and cls is not _MAKE_JAXPR:
                 yield cls, "__call__", _CALLS.get(cls, functools.partial(_transformed, self))
@@ -115,7 +131,7 @@ class Equinox(PatchedAdapter):
 @functools.cache
 def _is_users(cls: type) -> bool:
     """Whether a class is that of a layer or a model, and not a part of Equinox's machinery."""
-    if cls is eqx.Module or _is_wrapper(cls):
+    if cls is eqx.Module or _is_wrapper(cls) or is_machinery(cls):
         return False
     package, _, rest = cls.__module__.partition(".")
     return package != "equinox" or (rest.startswith("nn.") and _has_call(cls))
@@ -128,6 +144,16 @@ def _is_wrapper(cls: type) -> bool:
         return True  # as `eqx.module_update_wrapper` asks for
     package, _, rest = cls.__module__.partition(".")
     return package == "equinox" and not rest.startswith("nn.") and _has_call(cls)
+
+
+def _run_machinery(adapter: Equinox, module: Module, method: str, run: Callable[[], Any]) -> Any:
+    """Runs a method of a library that runs the user's model: it is no scope for what is inside."""
+    out = run()
+    if not is_machinery(type(module)):
+        return out  # a subclass of the user's
+    name = adapter.name(module)
+    with within(adapter, module, ModuleScope(name, name)):
+        return mark_result(adapter, module, method, out)
 
 
 def _around(wrap: Function, original: Function) -> Any:
@@ -172,6 +198,8 @@ def _entered(adapter: Equinox, wrapper: Any, args: Args, kwargs: Kwargs) -> Any:
         module = _wrapped(module)
     if module is not None:
         return within(adapter, module, find(adapter, wrapper))
+    if is_machinery(_innermost(wrapper)):
+        return contextlib.nullcontext()
     # A function that is given one part of a model runs that part.
     leaves = jax.tree.leaves((args, kwargs), is_leaf=adapter.is_module)
     modules = {id(leaf): leaf for leaf in leaves if adapter.is_module(leaf)}

@@ -20,7 +20,8 @@ from typing import Any
 
 from jax.core import Tracer
 
-from tapax._frameworks.anchors import anchor
+from tapax._frameworks.anchors import Anchor, RootAnchor, anchor, anchor_root, constant_arrays
+from tapax._frameworks.held_models import HeldModels
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, kind
 from tapax._jax import PyTree
@@ -105,11 +106,11 @@ def rooted(place: ModuleScope) -> ModuleScope:
     left, lest it has the root in its name twice.
     """
     outer = [] if _stack.running else _stack.outer
-    if not outer or place.anchor is not None or place.up:
+    if not outer or place.up:
         return place
     model = place.root.partition("/")[0]
     same = outer[0].root.partition("/")[0] == model
-    return ModuleScope(place, place.root, len(outer)) if same else place
+    return place.out_of(len(outer)) if same else place
 
 
 def place_of_named(adapter: Adapter, module: Module) -> ModuleScope:
@@ -134,19 +135,22 @@ def locate(adapter: Adapter, module: Module) -> ModuleScope:
         return found
     caller = _stack.running[-1]
     owner, path = _owner(adapter, module, caller.frame)
-    paths = _copied(adapter, owner, caller.module) if caller.adapter is adapter else {}
-    if "" in paths:
-        caller.adopt(owner, "")
-        return ModuleScope(path, adapter.name(module))
-    return _undecided(adapter, owner, paths, caller.adapter.name(caller.module), path)
+    for above, around in enumerate(reversed(_stack.running)):
+        paths = _copied(adapter, owner, around.module) if around.adapter is adapter else {}
+        if "" in paths and around is caller:
+            caller.adopt(owner, "")
+            return ModuleScope(path, adapter.name(module))
+        if paths and "" not in paths:
+            return _undecided(adapter, owner, paths, adapter.name(around.module), path, above)
+    name = join(adapter.name(owner), path)
+    return ModuleScope(name, name)
 
 
 def find(adapter: Adapter, part: Any) -> ModuleScope | None:
     """The place of a part of a model, be it a module or what is around one; None if of none."""
     if not _stack.running:
         owner, path = _owner(adapter, part, _stack.frame)
-        name = join(adapter.name(owner), path)
-        return ModuleScope(name, name) if path else None
+        return _in_root(adapter, owner, path) if path else None
     found = _known(adapter, part)
     if found is not None:
         return found
@@ -168,20 +172,37 @@ def _known(adapter: Adapter, part: Any) -> ModuleScope | None:
 
 def _root(adapter: Adapter, module: Module) -> ModuleScope:
     """The place of a module that no module calls, in the model that it is a part of."""
-    owner, path = _owner(adapter, module, _stack.frame)
-    if not path:
-        found = itertools.chain.from_iterable(_models_running(adapter, _stack.frame))
-        models = {id(model): model for model in found}
-        copies = [(model, _copied(adapter, owner, model)) for model in models.values()]
-        model, paths = max(copies, key=lambda found: len(found[1]), default=(None, {}))
-        if paths and "" not in paths:
-            return _undecided(adapter, owner, paths, adapter.name(model), path)
-    name = join(adapter.name(owner), path)
-    return ModuleScope(name, name)
+    return _in_root(adapter, *_owner(adapter, module, _stack.frame))
+
+
+def _in_root(adapter: Adapter, owner: Module, path: str) -> ModuleScope:
+    """The place of a module in its model, whose arrays will tell which of several models it is."""
+    found = [*arrays(adapter, owner)]
+    ends = [found[0], found[-1]] if found else []  # two models may well share some
+    leaves, xs = tuple(leaf for leaf, _ in ends), [x for _, x in ends]
+    held = HeldModels.of(adapter, owner, _stack.frame, leaves[0] if leaves else None)
+    whole, part = ("", None) if path or not ends else _whole(adapter, owner, leaves[0])
+    name = adapter.name(owner)
+    made = RootAnchor(name, leaves, held.holder, held.constants, whole, part)
+    uid, place = anchor_root(made, xs), join(name, path)
+    return ModuleScope(place, place, anchor=uid, tail=path)
+
+
+def _whole(adapter: Adapter, module: Module, leaf: str) -> tuple[str, Anchor | None]:
+    """The name of the model of which a module may be a copy of a part, and the places of those."""
+    found = itertools.chain.from_iterable(_models_running(adapter, _stack.frame))
+    models = {id(model): model for model in found}
+    copies = [(model, _copied(adapter, module, model)) for model in models.values()]
+    parts = [(model, paths) for model, paths in copies if paths and "" not in paths]
+    if not parts:
+        return "", None
+    model, paths = max(parts, key=lambda found: len(found[1]))
+    others = [dict(arrays(adapter, part)).get(leaf) for part in paths.values()]
+    return adapter.name(model), Anchor(tuple(paths), leaf, constant_arrays(others))
 
 
 def _undecided(
-    adapter: Adapter, owner: Any, paths: dict[str, Any], model: str, tail: str
+    adapter: Adapter, owner: Any, paths: dict[str, Any], model: str, tail: str, above: int
 ) -> ModuleScope:
     """The place of a module in a copy of another, whose arrays will tell which that is."""
     name = join(adapter.name(owner), tail)
@@ -189,12 +210,12 @@ def _undecided(
         same = [p for p, part in paths.items() if dict(arrays(adapter, part)).get(leaf) is x]
         if len(same) == 1:
             path = join(same[0], tail)
-            return ModuleScope(path, join(model, path))
+            return ModuleScope(path, join(model, path), above)
     for leaf, x in arrays(adapter, owner):
         if isinstance(x, Tracer):
             others = [dict(arrays(adapter, part)).get(leaf) for part in paths.values()]
             uid = anchor(x, tuple(paths), leaf, others)
-            return ModuleScope(name, name, anchor=uid, model=model, tail=tail)
+            return ModuleScope(name, name, anchor=uid, model=model, tail=tail, above=above)
     return ModuleScope(name, name)
 
 
@@ -236,10 +257,14 @@ def _models(adapter: Adapter, value: PyTree) -> Iterator[Any]:
     """The modules that a variable holds."""
     if adapter.is_module(value):
         yield value
+    elif adapter.wraps(value):
+        yield from (part for _, part in descendants(adapter, value))
     elif type(value) in CONTAINERS and len(value) <= 32:
         for part in value.values() if type(value) is dict else value:
             if adapter.is_module(part):
                 yield part
+            elif adapter.wraps(part):
+                yield from (inner for _, inner in descendants(adapter, part))
 
 
 def _copied(adapter: Adapter, twin: Module, model: Module) -> dict[str, Any]:

@@ -36,6 +36,11 @@ def loaded_adapters() -> list[Adapter]:
     return [adapter for adapter in adapters if adapter is not None]
 
 
+def is_module(value: PyTree) -> bool:
+    """Whether a value is a module of any of the frameworks."""
+    return any(adapter.is_module(value) for adapter in loaded_adapters())
+
+
 @contextlib.contextmanager
 def observe_calls() -> Iterator[None]:
     """Within, the calls of the modules of every framework become sites."""

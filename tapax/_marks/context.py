@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tapax._jax import PyTree, pytrees, typed
+from tapax._jax import Function, PyTree, pytrees, typed
 from tapax._sites import Rule
 
 T = TypeVar("T")
@@ -26,21 +27,23 @@ class Structure:
     """The structure of the arguments of a captured function: equal ones are the same object.
 
     Where a module is depends on the model, and so what is traced for one model is not for another.
+    What it is called may depend on the variables of the function.
     """
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, arguments: PyTree) -> Structure | None:
+    def of(cls, arguments: PyTree, fn: Function) -> Structure | None:
+        code = getattr(inspect.unwrap(fn), "__code__", None)
         try:
-            return cls._known(pytrees.structure(arguments))
+            return cls._known(pytrees.structure(arguments), code)
         except TypeError:  # something in it cannot be hashed
             return None
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def _known(treedef: Any) -> Structure:
-        del treedef
+    def _known(treedef: Any, code: Any) -> Structure:
+        del treedef, code
         return Structure()
 
 

@@ -26,16 +26,17 @@ class ModuleScope(ScopeName):
 
     `up` is how many modules to leave first: a module may call one that an ancestor owns, or, if the
     path is empty, the ancestor itself. `root` is its name where no module is around it. If the path
-    is not known until the program is walked, there is an `anchor`, which tells what goes before
-    `tail`, in the model of the name `model`.
+    is not known until the program is traced, there is an `anchor`, which tells what goes before
+    `tail`, in the model of the name `model`, `above` modules further out.
     """
 
-    __slots__ = ("anchor", "model", "root", "tail", "up")
+    __slots__ = ("above", "anchor", "model", "root", "tail", "up")
     root: str
     up: int
     anchor: int | None
     model: str
     tail: str
+    above: int
 
     def __new__(
         cls,
@@ -46,16 +47,31 @@ class ModuleScope(ScopeName):
         anchor: int | None = None,
         model: str = "",
         tail: str = "",
+        above: int = 0,
     ) -> ModuleScope:
         place = super().__new__(cls, path)
         place.root, place.up = root, up
         place.anchor, place.model, place.tail = anchor, model, tail
+        place.above = above
+        return place
+
+    def out_of(self, modules: int) -> ModuleScope:
+        """The place, once some modules have been left."""
+        place = ModuleScope(self, self.root, modules, anchor=self.anchor, tail=self.tail)
+        place.model, place.above = self.model, self.above
         return place
 
     def moved(self, path: str) -> ModuleScope:
         """The place, now that its path is known."""
         found = join(path, self.tail)
-        return ModuleScope(found, join(self.model, found), self.up)
+        return ModuleScope(found, join(self.model, found), self.up + self.above)
+
+    def rooted(self, name: str, path: str) -> ModuleScope:
+        """The place in a root, now that its name is known and the path of the model in it."""
+        inside = join(path, self.tail)
+        whole = join(name, inside)
+        # Where a backward pass runs within the root, only the rest is to be added.
+        return ModuleScope(inside if path else whole, whole, self.up)
 
 
 class GroundScope(ScopeName):

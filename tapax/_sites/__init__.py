@@ -11,6 +11,10 @@ from tapax._sites.matching import glob as glob
 from tapax._sites.matching import show as show
 from tapax._sites.names import join as join
 from tapax._sites.names import segment as segment
+from tapax._sites.packages import ModuleDepth as ModuleDepth
+from tapax._sites.packages import ModulesWithout as ModulesWithout
+from tapax._sites.packages import is_machinery as is_machinery
+from tapax._sites.packages import without as without
 from tapax._sites.parts import At as At
 from tapax._sites.parts import Index as Index
 from tapax._sites.parts import StepSlice as StepSlice

@@ -71,6 +71,10 @@ class Calls:
         """The calls of a mark: a body that is traced once may be called many times."""
         return self._by_uid.get(mark.uid, [])
 
+    def all(self) -> frozenset[Call]:
+        """Every call that there has been."""
+        return frozenset(call for calls in self._by_uid.values() for call in calls)
+
     def first(self, path: str) -> Call:
         return self._known[path, 0]
 

@@ -105,6 +105,7 @@ class Interpreter(Recorder):
         self._program: Jaxpr | None = None
         self._tapped = TappedBodies()
         self._recomputing = False
+        self._replaying: frozenset[Call] | None = None
         self._branches: tuple[int, ...] = ()
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
@@ -187,6 +188,7 @@ class Interpreter(Recorder):
             calls = [] if owner is None else [owner]
         else:
             calls = self._calls.standing_for(rest[0] if rest else None, eqn)
+            calls = [c for c in calls if c in self._replaying] if self._replaying else calls
         if not kind.startswith("tangent"):
             change = self._change("grad" if grad else "value", calls, eqn)
             x = self.changes.apply(change, [x], eqn.params["axes"]) if change else x
@@ -268,16 +270,21 @@ class Interpreter(Recorder):
         self,
         *,
         recomputing: bool = False,
+        replaying: frozenset[Call] | None = None,
         branch: int | None = None,
         around: Sequence[Around] = (),
         shield: str = "",
     ) -> Generator[None]:
-        """Within, what is recorded and folded is a body's own."""
+        """Within, what is recorded and folded is a body's own.
+
+        Marks that are met when it is `recomputing`, or `replaying` some calls, are no new calls.
+        """
         before = self.entries, self.folds.items, self._recomputing, self._branches, self.around
-        parts, outer_shield = self.changes.parts, self.shield
+        parts, outer_shield, outer_replay = self.changes.parts, self.shield, self._replaying
         hook = self.hooks.inside(self, branch, around)
         self.entries = []
-        self._recomputing |= recomputing
+        self._recomputing |= recomputing or replaying is not None
+        self._replaying = self._replaying if replaying is None else replaying
         if branch is not None:
             self._branches = (*self._branches, branch)
         self.around = (*self.around, *around)
@@ -286,9 +293,13 @@ class Interpreter(Recorder):
             with hook:
                 yield
         finally:
-            self.shield = outer_shield
+            self.shield, self._replaying = outer_shield, outer_replay
             self.entries, self.folds.items, self._recomputing, self._branches, self.around = before
             self.changes.parts = parts
+
+    def all_calls(self) -> frozenset[Call]:
+        """The calls that the walk has come across."""
+        return self._calls.all()
 
     def rewinder(self) -> Callable[[], None]:
         """A function that takes the numbers of calls back to where they are now.

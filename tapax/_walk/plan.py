@@ -25,6 +25,8 @@ from tapax._sites import (
     IfAny,
     Index,
     LayerNumber,
+    ModuleDepth,
+    ModulesWithout,
     Reduced,
     Rule,
     Selection,
@@ -37,6 +39,7 @@ from tapax._sites import (
     find,
     flatten,
     is_exact,
+    is_machinery,
     matches,
     missing_layers,
     nearest,
@@ -153,10 +156,22 @@ class Plan:
         """
         if site.kind not in ("module", *ASKED):
             return site.kind != "closed"
+        module = site
         if site.kind in ASKED:  # they belong to the module whose input, or weights, they are
             path = site.path.rpartition(ASKED[site.kind])[0]
-            site = dataclasses.replace(site, kind="module", path=path)
-        return self.policy in mark.admitted and matches(self.modules, site)
+            module = dataclasses.replace(site, kind="module", path=path)
+        if self.policy not in mark.admitted or not matches(self.modules, module):
+            return False
+        return callable(self.policy) or not is_machinery(site.module) or self._names(site)
+
+    def _names(self, site: Site) -> bool:
+        """Whether a selection names a module itself, and not only what is around it."""
+        for part in (*_plain(self.modules), *_plain(self.values), *_plain(self.grads)):
+            if isinstance(part, str) and matches(part, site):
+                name = part.rpartition("/")[2].removesuffix(ASKED.get(site.kind, ""))
+                if name.strip("*"):
+                    return True
+        return False
 
     def choose(self, site: Site, grad: bool) -> list[Reading]:
         """What to keep of the value or the gradient of a site: nothing, if it is not selected."""
@@ -318,6 +333,12 @@ def _modules(modules: Any) -> tuple[Selection, ModuleFilter | None]:
         return "**", modules or None
     if callable(modules) and _takes_two(modules):
         return "**", cast(ModuleFilter, modules)
+    if isinstance(modules, int):
+        if modules < 0:
+            raise SiteError(f"`modules` is {modules}, but a depth counts from 0, the root.")
+        return ModuleDepth(modules), True
+    if isinstance(modules, ModulesWithout):
+        return modules, True
     return check(modules, "modules"), True
 
 

@@ -90,7 +90,7 @@ class NNX(PatchedAdapter):
     @contextlib.contextmanager
     def open_call(self, call: FunctionCall) -> Iterator[FunctionCall]:
         changing: set[str] = call.memory.setdefault(__name__, set())
-        objects = Objects(changing)
+        objects = Objects(changing, call.fn)
         fn = objects.lift(call.fn)
         args, kwargs = objects.take_arguments((call.args, call.kwargs))
         if not objects.taken:

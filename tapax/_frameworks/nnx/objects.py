@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,10 @@ from jax.core import Tracer
 from tapax._frameworks.anchors import PathKey, leaf_path
 from tapax._frameworks.nnx import holders
 from tapax._frameworks.patches import closure_values
-from tapax._jax import PyTree
+from tapax._frameworks.roots import name_arguments
+from tapax._jax import Function, PyTree
 from tapax._jax.pytrees import map_in_order, order_of, unflatten_in_order
-from tapax._sites import join
+from tapax._sites import join, segment
 
 
 @jax.tree_util.register_static
@@ -147,10 +148,13 @@ Recipe = Callable[[ObjectBindings], Any]
 class Objects:
     """Objects taken out of structures and functions; each is there once.
 
-    `changing` are names of attributes that are known to be assigned.
+    `changing` are names of attributes that are known to be assigned, `fn` is the function whose
+    arguments are taken.
     """
 
-    def __init__(self, changing: Iterable[str] = ()) -> None:
+    def __init__(self, changing: Iterable[str] = (), fn: Function = lambda: None) -> None:
+        self._name = name_arguments(fn)
+        self._trail: list[str] = []
         self.taken: list[Any] = []
         self.paths: list[PathKey] = []
         self.values: list[Any] = []
@@ -166,7 +170,11 @@ class Objects:
         number = self._numbers.setdefault(id(value), len(self.taken))
         if number == len(self.taken):
             self.taken.append(value)
-            self.paths.append(PathKey(join(str(number), leaf_path(keys))))
+            named = [*self._trail, *(self._name(keys) if keys else ())]
+            rest = map(leaf_path, ([key] for key in keys[2:]))
+            self.paths.append(
+                PathKey(join(str(number), leaf_path(keys)), "/".join([*named, *rest]))
+            )
         return ObjectSlot(number)
 
     def take(self, tree: PyTree) -> Any:
@@ -228,9 +236,14 @@ class Objects:
 
         return make
 
-    def _lift_all(self, values: dict[Any, Any]) -> dict[Any, Recipe]:
-        found = ((key, self.lift(value)) for key, value in values.items())
-        return {key: recipe for key, recipe in found if recipe is not None}
+    def _lift_all(self, values: dict[Any, Any], names: Sequence[str] = ()) -> dict[Any, Recipe]:
+        """How to make those values that hold objects; they are known by their keys, or `names`."""
+        found = {}
+        for name, (key, value) in zip(names or values, values.items(), strict=True):
+            self._trail.append(segment(name))
+            found[key] = self.lift(value)
+            self._trail.pop()
+        return {key: recipe for key, recipe in found.items() if recipe is not None}
 
     def _lift_attributes(self, value: PyTree) -> Recipe | None:
         if id(value) in self._inside:  # it holds another that holds it
@@ -300,7 +313,7 @@ class Objects:
         used = {name: fn.__globals__[name] for name in names}
         mine = {k: v for k, v in used.items() if not holders.is_anothers(v, fn)}
         lifted = self._lift_all(mine)
-        cells = self._lift_all(dict(enumerate(closure_values(fn))))
+        cells = self._lift_all(dict(enumerate(closure_values(fn))), fn.__code__.co_freevars)
         defaults = self._lift_container(fn.__defaults__ or ())
         named = self._lift_container(fn.__kwdefaults__ or {})
         if not (lifted or cells or defaults or named):

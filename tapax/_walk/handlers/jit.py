@@ -33,10 +33,10 @@ def walk_copies(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Val
     if eqn.primitive is optimization_barrier_p:
         slots = Slots.of(args)
         return slots.fill(iter(_jax.bind_equation(eqn, slots.arrays(args))))
-    if not walk.nested and all(type(a) is Token for a in args):
+    if all(type(a) is Token and a.array is None for a in args):
         return args
     copies = _jax.bind_equation(eqn, walk.materialize(eqn.invars, args))
     return [
-        Token(a.calls, x if walk.nested else None) if type(a) is Token else x
+        Token(a.calls, None if a.array is None else x) if type(a) is Token else x
         for a, x in zip(args, copies, strict=True)
     ]

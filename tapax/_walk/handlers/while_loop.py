@@ -21,10 +21,12 @@ from tapax._jaxpr.restage import While
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
 from tapax._sites import SiteError, StepSlice
+from tapax._walk.calls import Call, Token
 from tapax._walk.carried_states import joined, nothing_yet, selected
 from tapax._walk.changes import Around, CounterKey
 from tapax._walk.entries import Entry, refuse_folded
 from tapax._walk.interpreter import Interpreter
+from tapax._walk.replayed_loops import BACKWARD, FIRST, ReplayedLoop, find_loop
 
 _AROUND = Around(Kind.WHILE, "while", None)
 
@@ -32,20 +34,27 @@ _AROUND = Around(Kind.WHILE, "while", None)
 def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
     test = eqn.params["cond_jaxpr"]
     _refuse_changes(walk, test)
+    first, replay = find_loop(eqn, FIRST), find_loop(eqn, BACKWARD)
+    replaying = None if replay is None else _replayed(eqn, args, replay)
     args = walk.materialize(eqn.invars, args)
     loop = While.of(eqn, args, test if walk.nested else strip(test))
     counter = CounterKey(len(walk.around))
+    before = walk.all_calls()
     with walk.inside():
         if walk.changes.counts(loop.body, counter.depth):
             walk.changes.count(typed.zeros((), jnp.int32), counter.depth)
         threads = walk.enter(loop.body)
         folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
         inputs = [*loop.consts, *loop.init]
-        staged = walk.stage(loop.body, inputs, threads, whole=True, around=[_AROUND])
+        options: dict[str, Any] = {"around": [_AROUND], "replaying": replaying}
+        staged = walk.stage(loop.body, inputs, threads, whole=True, **options)
         items = walk.folds.items
     walk.folds.items = items
     types = iter(staged.types)
-    buffers = [_Buffer.of(walk, e, [next(types) for _ in e.arrays]) for e in staged.entries]
+    buffers = [
+        _Buffer.of(walk, e, [next(types) for _ in e.arrays], backwards=replay is not None)
+        for e in staged.entries
+    ]
     tested = tap_effect in _jax.open_jaxpr(test).effects
     # If the loop ends on one device before it does on another, so does what is recorded in it.
     over = _jax.varying_axes(_jax.open_jaxpr(test).outvars[0].aval)
@@ -55,7 +64,8 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     def step(carry: _Carry) -> _Carry:
         count = carry.counts[0] if carry.counts else None
         keys = zip(threads.parts, parts, strict=True)
-        given = [count if key == counter else part for key, part in keys]
+        iteration = count if replay is None else carry.state[replay.iteration].astype(jnp.int32)
+        given = [iteration if key == counter else part for key, part in keys]
         inputs = [*loop.consts, *carry.state, *carry.folds, *given]
         results = iter(_jax.as_function(staged.jaxpr)(*inputs))
         new = loop.keep_finished([next(results) for _ in loop.init], carry.state)
@@ -64,7 +74,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         updated = [
             x
             for buffer, entry in zip(buffers, entries, strict=True)
-            for x in buffer.update([next(kept) for _ in range(buffer.count)], entry, count)
+            for x in buffer.update([next(kept) for _ in range(buffer.count)], entry, iteration)
         ]
         counted = [_jax.with_varying(x + 1, over) for x in carry.counts]
         return _Carry(new, list(results), counted, [_jax.with_varying(x, over) for x in updated])
@@ -80,7 +90,17 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     if tested:
         last = [*loop.test_consts, *end.state], end.counts[0] + 1
         walk.hooks.last_test(walk, lambda: _last_test(walk, test, *last))
-    return list(end.state)
+    outs: list[Any] = list(end.state)
+    if first is not None:
+        outs[first.count] = Token(walk.all_calls() - before, outs[first.count])
+    return outs
+
+
+def _replayed(eqn: Equation, args: list[Value], replay: ReplayedLoop) -> frozenset[Call]:
+    """The calls that a backward loop computes once more; none where that cannot be told."""
+    skipped = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    left = args[skipped + replay.left]
+    return left.calls if type(left) is Token else frozenset()
 
 
 class _Carry(NamedTuple):
@@ -140,16 +160,17 @@ class _Buffer:
     types: list[Any]
     window: tuple[int, int, int] | None
     single: bool
+    backwards: bool
 
     @classmethod
-    def of(cls, walk: Interpreter, entry: Entry, types: list[Any]) -> _Buffer:
+    def of(cls, walk: Interpreter, entry: Entry, types: list[Any], *, backwards: bool) -> _Buffer:
         refuse_folded(entry)
         window, single = None, False
         if entry.step is not None:
             window, single = _window(entry), not isinstance(entry.step, StepSlice)
         elif walk.plan.steps is not None and not entry.is_total:
             window = (0, walk.plan.steps, 1)
-        return cls(entry, types, window, single)
+        return cls(entry, types, window, single, backwards)
 
     @property
     def count(self) -> int:
@@ -173,21 +194,27 @@ class _Buffer:
 
     def update(self, held: list[Any], entry: Entry, iteration: Value) -> list[Any]:
         if self.window is None and entry.reduction is not None:
-            return joined(self.entry, held, entry)
+            return joined(self.entry, held, entry, backwards=self.backwards)
         *values, counted = held
         ran = self._ran(entry.valid)
         if self.window is None:
             new: list[Value] = entry.state
-            if entry.valid is not None:
-                new = [where(ran, x, y) for x, y in zip(new, values, strict=True)]
+            # The last iteration is the first that a loop takes that runs backwards.
+            kept = ran * (counted == 0) if self.backwards else ran
+            if entry.valid is not None or self.backwards:
+                new = [where(kept, x, y) for x, y in zip(new, values, strict=True)]
             return [*new, counted + ran]
         start, length, stride = self.window
         offset = iteration - start
         place = jnp.where((offset >= 0) & (offset % stride == 0), offset // stride, length)
-        new = entry.state
-        if entry.valid is not None:
+        new = [*entry.state, ran > 0]
+        if self.backwards:
+            # It gets to an iteration several times, and takes it once.
+            old = [x.at[place].get(mode="fill", fill_value=0) for x in held]
+            new = [where(ran, x, y) for x, y in zip(new, old, strict=True)]
+        elif entry.valid is not None:
             new = [where(ran, x, _jax.zeros(jax.typeof(x))) for x in new]
-        both = zip(held, [*new, ran > 0], strict=True)
+        both = zip(held, new, strict=True)
         return [old.at[place].set(x, mode="drop") for old, x in both]
 
     def finish(self, held: list[Any]) -> Entry:

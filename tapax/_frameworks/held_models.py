@@ -1,0 +1,122 @@
+"""The variables of running functions that hold a model, or models of its kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.core import Tracer
+
+from tapax._frameworks.interface import Adapter, Module
+from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, kind
+from tapax._jax import PyTree
+from tapax._sites import is_machinery, join, segment
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldModels:
+    """What the variables of running functions say of a module.
+
+    `holder` is the path of the variable that holds it; empty if there is none, or if it may be one
+    of several. `constants` are the models of its kind whose arrays are constants, with the array of
+    each that the module has at `leaf`.
+    """
+
+    holder: str
+    constants: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, adapter: Adapter, module: Module, until: Any, leaf: str | None) -> HeldModels:
+        wanted, holder = kind(adapter, module), None
+        constants: dict[int, tuple[str, Any]] = {}
+        for frame in reversed(list(_user_frames(until))):
+            held = [
+                (path, model)
+                for name, value in _variables(frame)
+                for path, model in _modules_in(adapter, name, value)
+                if type(model) is type(module) and kind(adapter, model) == wanted
+            ]
+            if held and holder is None:
+                own = [path for path, model in held if model is module]
+                several = len({id(model) for _, model in held}) > 1
+                holder = own[0] if own else "" if several else held[0][0]
+            for path, model in held:
+                x = dict(arrays(adapter, model)).get(leaf or "")
+                if x is not None and not isinstance(x, Tracer):
+                    constants.setdefault(id(x), (path, x))
+        return cls(holder or "", tuple(constants.values()))
+
+
+def _user_frames(until: Any) -> Iterator[Any]:
+    """The functions of users that have been running since `until`, innermost first."""
+    frame = sys._getframe(2)
+    while frame is not None and frame is not until:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _NOT_USERS:
+            yield frame
+        frame = frame.f_back
+
+
+_NOT_USERS = frozenset(
+    [
+        "jax",
+        "tapax",
+        "flax",
+        "equinox",
+        "haiku",
+        "brainstate",
+        "keras",
+        "contextlib",
+        "functools",
+        "threading",
+    ]
+)
+
+
+def _variables(frame: Any) -> Iterator[tuple[str, Any]]:
+    """The variables of a running function: local, closed over, and the globals that it uses."""
+    yield from list(frame.f_locals.items())
+    for name in frame.f_code.co_names:
+        if name in frame.f_globals:
+            yield name, frame.f_globals[name]
+
+
+def _modules_in(
+    adapter: Adapter, path: str, value: PyTree, depth: int = 2
+) -> Iterator[tuple[str, Any]]:
+    """The modules that a variable holds, by itself or in containers and attributes."""
+    if adapter.is_module(value):
+        yield path, value
+    elif adapter.wraps(value):
+        yield from ((join(path, below), part) for below, part in descendants(adapter, value))
+    elif depth:
+        for name, part in _parts(value):
+            yield from _modules_in(adapter, join(path, name), part, depth - 1)
+
+
+def _parts(value: PyTree) -> Iterable[tuple[str, Any]]:
+    """What a container holds, or an object of a class of the user's."""
+    if isinstance(value, CONTAINERS):
+        if len(value) > _MANY:
+            return ()
+        if isinstance(value, dict):
+            return [(segment(key), part) for key, part in value.items()]
+        names = getattr(value, "_fields", range(len(value)))
+        return [(str(name), part) for name, part in zip(names, value, strict=True)]
+    if not _is_users_object(type(value)):
+        return ()
+    attributes = getattr(value, "__dict__", {})
+    return list(attributes.items()) if len(attributes) <= _MANY else ()
+
+
+_MANY = 64
+
+
+@functools.cache
+def _is_users_object(cls: type) -> bool:
+    package = cls.__module__.partition(".")[0]
+    known = package in _NOT_USERS or package in sys.stdlib_module_names or package == "jaxlib"
+    return not (known or is_machinery(cls) or issubclass(cls, (type, BaseException)))

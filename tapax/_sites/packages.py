@@ -1,0 +1,89 @@
+"""Modules that are sites or not because of the package they are from, or of how deep they are.
+
+>>> without("flowjax")
+without('flowjax')
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tapax._sites.site import Site
+
+MACHINERY = {
+    "diffrax": "terms, solvers and controllers, which run the vector field that the user wrote",
+    "optimistix": "solvers, searches and descents, which run the function that the user wrote",
+    "lineax": "operators and solvers of linear systems, which the two above are made of",
+    "paramax": "wrappers in which a model keeps its parameters until they are unwrapped",
+}
+"""Packages whose modules run the user's model and are no part of it, and what those modules are.
+
+They are sites only where a selection names them, and add nothing to the names of others.
+"""
+
+
+def is_machinery(cls: Any) -> bool:
+    """Whether a class is from a package whose modules are no part of the user's model."""
+    return _package(cls) in MACHINERY
+
+
+def _package(cls: Any) -> str:
+    return getattr(cls, "__module__", "").partition(".")[0]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ModulesWithout:
+    """All modules but those of some packages. See `without`."""
+
+    packages: tuple[str, ...]
+
+    def __call__(self, site: Site) -> bool:
+        return _package(site.module) not in self.packages
+
+    def __repr__(self) -> str:
+        return f"without({', '.join(map(repr, self.packages))})"
+
+
+def without(*packages: str) -> ModulesWithout:
+    """Every module but those of some packages, for the argument `modules`.
+
+    `packages` are names that one imports: `tapax.without("flowjax")`. A module is from the package
+    in which its class is defined. Modules of diffrax, optimistix, lineax and paramax are left out
+    in any case, unless a selection names them. Raises `TypeError` for anything but names.
+
+    >>> import jax, jax.numpy as jnp, equinox as eqx, tapax
+    >>> class Net(eqx.Module):
+    ...     linear: eqx.nn.Linear
+    ...
+    ...     def __call__(self, x):
+    ...         return jnp.tanh(self.linear(x))
+    >>> net = Net(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    >>> _, taps = tapax.capture(net, modules=tapax.without("equinox"))(jnp.ones(2))
+    >>> list(taps.values)
+    ['Net']
+    """
+    names: tuple[Any, ...] = packages
+    if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise TypeError(
+            "`without` takes names of packages as one imports them, such as 'flowjax', but was "
+            f"given {', '.join(map(repr, packages)) or 'none'}."
+        )
+    return ModulesWithout(packages)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleDepth:
+    """The modules at most so many attributes away from the root of their model.
+
+    >>> paths = ["GPT", "GPT/blocks/3", "GPT/blocks/3/attn", "GPT/blocks/3.cache:keys"]
+    >>> [ModuleDepth(1)(Site(path)) for path in paths]
+    [True, True, False, True]
+    """
+
+    depth: int
+
+    def __call__(self, site: Site) -> bool:
+        _, *below = site.path.partition(":")[0].split("/")
+        # An index counts with the attribute that holds the container.
+        return sum(not part.partition(".")[0].isdigit() for part in below) <= self.depth
