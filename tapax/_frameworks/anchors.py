@@ -66,7 +66,7 @@ class RootAnchor:
 
     `leaves` are the paths of the anchored arrays, from the module; `tail` is that of the module in
     its model, of the class `name`. `part` has the places that the model may have in another, of the
-    class `whole`. `holder` is the variable that holds the model, and `constants` are the models of
+    class `whole`. `collection` is what the arrays may be in together, besides. `holder` is the variable that holds the model, and `constants` are the models of
     its kind whose arrays are constants, each with the first of the anchored ones.
     """
 
@@ -76,6 +76,7 @@ class RootAnchor:
     constants: tuple[tuple[str, Any], ...] = dataclasses.field(repr=False, compare=False)
     whole: str = ""
     part: Anchor | None = None
+    collection: str = ""
     uid: int = dataclasses.field(default_factory=itertools.count(-1, -1).__next__)
 
     def place(self, origins: Sequence[Any]) -> RootPlace:
@@ -85,7 +86,7 @@ class RootAnchor:
         choice = self.part.choose(origins[0]) if self.part is not None else None
         name, path = (self.name, "") if choice is None else (self.whole, choice)
         models = [
-            _model_of(origin, join(path, leaf))
+            _model_of(origin, join(self.collection, join(path, leaf)), join(path, leaf))
             for origin, leaf in zip(origins, self.leaves, strict=True)
         ]
         key = tuple(key for key, _ in models)
@@ -98,14 +99,13 @@ class RootAnchor:
         return RootPlace(name, key, tuple(dict.fromkeys(filter(None, holders))), path)
 
 
-def _model_of(origin: Any, leaf: str) -> tuple[Any, ArgumentPath | None]:
+def _model_of(origin: Any, *leaves: str) -> tuple[Any, ArgumentPath | None]:
     """What tells the model that an array is of from others, and where it is among arguments."""
-    if not isinstance(origin, ArgumentPath) or not f"/{origin}".endswith(f"/{leaf}"):
-        return (origin if isinstance(origin, str) else id(origin)), None
-    count = len(leaf) + 1
-    return str(origin[:-count]), ArgumentPath(
-        origin[:-count], origin.named[:-count], origin.is_module
-    )
+    for leaf in leaves if isinstance(origin, ArgumentPath) else ():
+        if f"/{origin}".endswith(f"/{leaf}"):
+            path, named = str(origin)[: -len(leaf) - 1], origin.named[: -len(leaf) - 1]
+            return path, ArgumentPath(path, named, origin.is_module)
+    return (origin if isinstance(origin, str) else id(origin)), None
 
 
 class AnchorEffect(_jax.Effect):

@@ -26,6 +26,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from equinox.internal._loop import bounded, checkpointed, loop
 from equinox.internal._nontraceable import nonbatchable_p, nondifferentiable_backward_p
 
 from tapax._frameworks.attention import marks_result
@@ -37,6 +38,7 @@ from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_
 from tapax._jax import Args, Function, Kwargs, PyTree
 from tapax._jaxpr.kinds import Kind, register_primitive
 from tapax._marks.context import active_policy
+from tapax._marks.liveness import marks_count_where
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import is_machinery, join, segment
 
@@ -123,6 +125,8 @@ class Equinox(PatchedAdapter):
         for cls, name, wrap in methods(self, eqx.Module, skip=others, call=_run_machinery):
             if name not in cls.__dataclass_fields__:
                 yield cls, name, functools.partial(_around, wrap)
+        for loops in (bounded, checkpointed, loop):
+            yield loops, "common_rewrite", _guarded_loop
         for cls in wrappers:
             if "__call__" in cls.__dict__ and _is_wrapper(cls) and cls is not _MAKE_JAXPR:
                 yield cls, "__call__", _CALLS.get(cls, functools.partial(_transformed, self))
@@ -258,12 +262,34 @@ def _current(method: Any, module: Module) -> Any:
     return method
 
 
+def _guarded_loop(original: Function) -> Any:
+    """What Equinox makes of the test and the body of a loop, with marks that know what is live.
+
+    Mapped, its loops go on until the last example is done. Each example carries whether it is, but
+    the body runs for all of them.
+    """
+
+    @functools.wraps(original)
+    def rewrite(*args: Any, **kwargs: Any) -> Any:
+        test, body, init, buffers = original(*args, **kwargs)
+
+        def guarded(carry: tuple[Any, ...]) -> Any:
+            _, live, *_ = carry
+            with marks_count_where(live) if active_policy() is not None else _NOTHING:
+                return body(carry)
+
+        return test, guarded, init, buffers
+
+    return rewrite
+
+
 def _innermost(fn: Function) -> Any:
     while (inner := _wrapped(fn)) is not None:
         fn = inner
     return fn
 
 
+_NOTHING = contextlib.nullcontext()
 _CALLS = {eqx.Partial: _partial, _BOUND: _bound}
 
 ADAPTER = Equinox()

@@ -15,7 +15,7 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.core import Tracer
@@ -178,14 +178,30 @@ def _root(adapter: Adapter, module: Module) -> ModuleScope:
 def _in_root(adapter: Adapter, owner: Module, path: str) -> ModuleScope:
     """The place of a module in its model, whose arrays will tell which of several models it is."""
     found = [*arrays(adapter, owner)]
+    whole = ("", None) if path or not found else _whole(adapter, owner, found[0][0])
+    return anchored_root(adapter, owner, join(adapter.name(owner), path), found, *whole)
+
+
+def anchored_root(
+    adapter: Adapter,
+    model: Module,
+    path: str,
+    found: Sequence[tuple[str, Any]],
+    whole: str = "",
+    part: Anchor | None = None,
+    collection: str = "",
+) -> ModuleScope:
+    """The place of a module in a model that no module calls, by its path from the model's class.
+
+    `found` are the arrays of the model, perhaps in a `collection`; `part` says of which modules in
+    a model of the name `whole` it may be a copy.
+    """
     ends = [found[0], found[-1]] if found else []  # two models may well share some
     leaves, xs = tuple(leaf for leaf, _ in ends), [x for _, x in ends]
-    held = HeldModels.of(adapter, owner, _stack.frame, leaves[0] if leaves else None)
-    whole, part = ("", None) if path or not ends else _whole(adapter, owner, leaves[0])
-    name = adapter.name(owner)
-    made = RootAnchor(name, leaves, held.holder, held.constants, whole, part)
-    uid, place = anchor_root(made, xs), join(name, path)
-    return ModuleScope(place, place, anchor=uid, tail=path)
+    held = HeldModels.of(adapter, model, _stack.frame, leaves[0] if leaves else None)
+    name, _, tail = path.partition("/")
+    made = RootAnchor(name, leaves, held.holder, held.constants, whole, part, collection)
+    return ModuleScope(path, path, anchor=anchor_root(made, xs), tail=tail)
 
 
 def _whole(adapter: Adapter, module: Module, leaf: str) -> tuple[str, Anchor | None]:

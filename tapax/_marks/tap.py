@@ -28,9 +28,10 @@ mark says that it `pairs` them. JAX keeps it for the backward pass, or computes 
 does with everything that a derivative needs.
 
 *Live* is a boolean with the outermost mapped axes of the value. It is there where `vmap` made the
-predicate of a conditional or of a loop differ from example to example, so that branches and bodies
-run for examples that they do not count for. It says for which they do: see
-`_walk.mapped_predicates`. `branches` says which branches of such conditionals the tap was in, and
+predicate of a conditional or of a loop differ from example to example, or a library made its loop
+go on for examples that are done, so that branches and bodies run for examples that they do not
+count for. It says for which they do: see `_walk.mapped_predicates` and `_marks.liveness`. One
+without axes says nothing. `branches` says which branches of such conditionals the tap was in, and
 `shift` by how much the number of its call is off, where branches run in another order than they
 were written in.
 
@@ -63,6 +64,7 @@ from tapax import _jax
 from tapax._jax import Args, Equation, PyTree, Value, typed
 from tapax._jax.pytrees import ValueStructure
 from tapax._marks.change import change_p, with_axis
+from tapax._marks.liveness import live_operands
 from tapax._marks.scopes import Scopes, path_in
 from tapax._sites import Site
 
@@ -144,7 +146,8 @@ tap_p.multiple_results = True
 
 def tap(x: Value, mark: Mark) -> Any:
     """Marks an array; returns it."""
-    return tap_p.bind(x, mark=mark, kind="value", axes=(), branches=(), shift=0, level=0)[0]
+    params: dict[str, Any] = {"axes": (), "branches": (), "shift": 0, "level": 0}
+    return tap_p.bind(x, *live_operands(), mark=mark, kind="value", **params)[0]
 
 
 MAKES_TOKEN = ("value", "copy")

@@ -48,6 +48,7 @@ class Calls:
         self._pullbacks: Counter[Call] = Counter()
         self._known: dict[tuple[str, int], Call] = {}
         self._by_uid: dict[int, list[Call]] = {}
+        self.all: list[Call] = []
 
     def new(
         self,
@@ -65,15 +66,12 @@ class Calls:
             return known  # another iteration of a loop that is evaluated
         call = self._known[mark.path, number] = Call(mark, number, branches, layers)
         self._by_uid.setdefault(mark.uid, []).append(call)
+        self.all.append(call)
         return call
 
     def of(self, mark: Mark) -> list[Call]:
         """The calls of a mark: a body that is traced once may be called many times."""
         return self._by_uid.get(mark.uid, [])
-
-    def all(self) -> frozenset[Call]:
-        """Every call that there has been."""
-        return frozenset(call for calls in self._by_uid.values() for call in calls)
 
     def first(self, path: str) -> Call:
         return self._known[path, 0]

@@ -105,7 +105,7 @@ class Interpreter(Recorder):
         self._program: Jaxpr | None = None
         self._tapped = TappedBodies()
         self._recomputing = False
-        self._replaying: frozenset[Call] | None = None
+        self._replaying = frozenset[Call]()
         self._branches: tuple[int, ...] = ()
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
@@ -174,6 +174,8 @@ class Interpreter(Recorder):
         mark, kind = eqn.params["mark"], eqn.params["kind"]
         own = operands(kind, mark)
         (x, *rest), live = args[:own], args[own] if len(args) > own else None
+        # Whoever gives a condition does not know whether it is to be mapped.
+        live = None if live is None or not live.ndim else live
         marked = eqn.invars[0].aval
         if isinstance(eqn.invars[0], _jax.Literal):
             x = typed.asarray(x, marked.dtype)
@@ -284,7 +286,7 @@ class Interpreter(Recorder):
         hook = self.hooks.inside(self, branch, around)
         self.entries = []
         self._recomputing |= recomputing or replaying is not None
-        self._replaying = self._replaying if replaying is None else replaying
+        self._replaying = replaying or self._replaying
         if branch is not None:
             self._branches = (*self._branches, branch)
         self.around = (*self.around, *around)
@@ -297,9 +299,17 @@ class Interpreter(Recorder):
             self.entries, self.folds.items, self._recomputing, self._branches, self.around = before
             self.changes.parts = parts
 
-    def all_calls(self) -> frozenset[Call]:
-        """The calls that the walk has come across."""
-        return self._calls.all()
+    def calls_since(self, before: int) -> frozenset[Call]:
+        """The calls that the walk has come across since there were so many of them.
+
+        A body that is computed once more has those of the first time.
+        """
+        return frozenset(self._calls.all[before:]) or self._replaying
+
+    @property
+    def calls_made(self) -> int:
+        """How many calls the walk has come across."""
+        return len(self._calls.all)
 
     def rewinder(self) -> Callable[[], None]:
         """A function that takes the numbers of calls back to where they are now.

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
@@ -28,11 +29,12 @@ from flax.linen import attention
 from flax.linen import module as _module
 from flax.linen import transforms as _transforms
 
+from tapax._frameworks.anchors import leaf_path
 from tapax._frameworks.attention import marks_softmax
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.linen.marks import perturb, record_result, sow
 from tapax._frameworks.module_calls import MethodCall, mark_result, within
-from tapax._frameworks.module_paths import locate, running_modules
+from tapax._frameworks.module_paths import anchored_root, locate, running_modules
 from tapax._frameworks.patches import Patch, Replacements
 from tapax._frameworks.recurrent_cells import (
     HiddenError,
@@ -186,7 +188,12 @@ class Linen(Adapter):
         for up, around in enumerate(reversed(running_modules())):
             if around.adapter is self and _holds(around.module, module):
                 return ModuleScope(_text(path[len(around.module.path) :]), root, up)
-        return ModuleScope(root, root)
+        if running_modules():
+            return ModuleScope(root, root)
+        params = module.scope.root.variables().get("params", {})
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        found = [(leaf_path(keys), x) for keys, x in leaves if isinstance(x, jax.Array)]
+        return anchored_root(self, _applied(module), root, found, collection="params")
 
     def _whole(self, module: Module) -> str:
         """The path of a module from the class of the model, by which that is called."""
@@ -198,6 +205,21 @@ class Linen(Adapter):
         if name is not None:
             return join(name, _text(module.path))
         return join(self.name(model), _text(module.path[len(model.path) :]))
+
+
+def _applied(module: Module) -> Any:
+    """The module that the user applies, of which Linen runs a clone."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _APPLYING:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return module
+
+
+_APPLYING = frozenset(
+    inspect.unwrap(getattr(nn.Module, name)).__code__ for name in ("apply", "init_with_output")
+)
 
 
 def attributes(value: Any) -> dict[str, Any]:

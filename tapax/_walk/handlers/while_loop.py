@@ -39,7 +39,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     args = walk.materialize(eqn.invars, args)
     loop = While.of(eqn, args, test if walk.nested else strip(test))
     counter = CounterKey(len(walk.around))
-    before = walk.all_calls()
+    before = walk.calls_made
     with walk.inside():
         if walk.changes.counts(loop.body, counter.depth):
             walk.changes.count(typed.zeros((), jnp.int32), counter.depth)
@@ -91,8 +91,9 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         last = [*loop.test_consts, *end.state], end.counts[0] + 1
         walk.hooks.last_test(walk, lambda: _last_test(walk, test, *last))
     outs: list[Any] = list(end.state)
-    if first is not None:
-        outs[first.count] = Token(walk.all_calls() - before, outs[first.count])
+    calls = walk.calls_since(before)
+    if first is not None and calls:
+        outs[first.count] = Token(calls, outs[first.count])
     return outs
 
 
