@@ -23,7 +23,7 @@ from jax.core import Tracer
 from tapax._frameworks.anchors import Anchor, RootAnchor, anchor, anchor_root, constant_arrays
 from tapax._frameworks.held_models import HeldModels
 from tapax._frameworks.interface import Adapter, Module
-from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, kind
+from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, is_slice, kind
 from tapax._jax import PyTree
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import join
@@ -227,6 +227,10 @@ def _undecided(
         if len(same) == 1:
             path = join(same[0], tail)
             return ModuleScope(path, join(model, path), above)
+    stacks = [p for p, part in paths.items() if is_slice(adapter, owner, part)]
+    if len(stacks) == 1:
+        path = join(stacks[0], tail)
+        return ModuleScope(path, join(model, path), above)
     for leaf, x in arrays(adapter, owner):
         if isinstance(x, Tracer):
             others = [dict(arrays(adapter, part)).get(leaf) for part in paths.values()]

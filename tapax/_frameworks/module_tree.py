@@ -82,3 +82,18 @@ def arrays(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:
     for keys, x in jax.tree_util.tree_leaves_with_path(adapter.state(module)):
         if isinstance(x, jax.Array):
             yield leaf_path(keys), x
+
+
+def is_slice(adapter: Adapter, module: Module, stack: Module) -> bool:
+    """Whether the arrays of a module are those of another without their first axis.
+
+    So they are in the body of a loop over modules that are stacked in one.
+    """
+    own, stacked = (
+        {path: x.shape for path, x in arrays(adapter, part)} for part in (module, stack)
+    )
+    return (
+        bool(own)
+        and own == {path: shape[1:] for path, shape in stacked.items()}
+        and all(stacked.values())
+    )

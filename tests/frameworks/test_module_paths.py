@@ -223,13 +223,6 @@ def test_a_module_that_an_ancestor_owns():
         np.testing.assert_array_equal(taps.values[f"{name}/shared@1"], out)
 
 
-def test_two_roots_of_one_class_are_two_calls():
-    a, b = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1))
-    (x, y), taps = tapax.capture(lambda a, b, x: (a(x), b(x)))(a, b, X)
-    np.testing.assert_array_equal(taps.values["Linear"], x)
-    np.testing.assert_array_equal(taps.values["Linear@1"], y)
-
-
 def test_a_key_with_a_meaning_of_its_own_is_escaped():
     class Net(nnx.Module):
         def __init__(self, rngs):

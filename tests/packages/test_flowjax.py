@@ -18,6 +18,8 @@ from tests.oracles.closeness import assert_close
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (5, 3))
 LAYERS, WIDTH = 2, 6
+CHAIN = "Transformed/bijection/bijection/bijection"
+"""The bijection that is stacked and scanned over: an `Invert` and a `Scan` are around it."""
 HIDDEN = "masked_autoregressive_mlp/layers/0"
 
 
@@ -62,6 +64,8 @@ def test_captured_train_step_is_the_plain_one(kind):
     out, taps = tapax.capture(train_step)(*args, **options)
     assert_close(out, train_step(*args, **options))
     assert len(taps.grads) > 10
+    inside = "conditioner" if kind is coupling_flow else "masked_autoregressive_mlp"
+    assert f"{CHAIN}/bijections/0/{inside}/layers/0" in taps.grads
     assert_close(out[2], -jnp.mean(taps.values["Transformed.log_prob"]))
 
 
@@ -72,7 +76,7 @@ def test_values_in_the_scanned_layers_are_those_of_masked_networks(flow):
     ranks = np.arange(3), np.arange(WIDTH) % 2, np.repeat(np.arange(3), 2)
     masks = ranks[1][:, None] >= ranks[0], ranks[2][:, None] > ranks[1]
     weights = [layer.weight.args[1] for layer in (first, second)]
-    outputs = named(taps.values, "Chain.transform_and_log_det:0")
+    outputs = taps.values[f"{CHAIN}.transform_and_log_det:0"]
     for i, x in enumerate([X, outputs[0]]):
         hidden = x @ np.where(masks[0], weights[0][i], 0).T + first.bias[i]
         assert_close(named(taps.values, HIDDEN)[i], hidden)
