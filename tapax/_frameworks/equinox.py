@@ -20,7 +20,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -31,7 +31,7 @@ from equinox.internal._nontraceable import nonbatchable_p, nondifferentiable_bac
 
 from tapax._frameworks.attention import marks_result
 from tapax._frameworks.interface import FunctionCall, Module
-from tapax._frameworks.module_calls import mark_result, within
+from tapax._frameworks.module_calls import MethodCall, mark_inputs, mark_result, within
 from tapax._frameworks.module_paths import find, running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
@@ -150,14 +150,18 @@ def _is_wrapper(cls: type) -> bool:
     return package == "equinox" and not rest.startswith("nn.") and _has_call(cls)
 
 
-def _run_machinery(adapter: Equinox, module: Module, method: str, run: Callable[[], Any]) -> Any:
+def _run_machinery(call: MethodCall) -> Any:
     """Runs a method of a library that runs the user's model: it is no scope for what is inside."""
-    out = run()
+    adapter, module = call.adapter, call.module
     if not is_machinery(type(module)):
-        return out  # a subclass of the user's
+        return call.run(*call.args, **call.kwargs)  # a subclass of the user's
     name = adapter.name(module)
-    with within(adapter, module, ModuleScope(name, name)):
-        return mark_result(adapter, module, method, out)
+    place = ModuleScope(name, name)
+    with within(adapter, module, place):
+        args, kwargs = mark_inputs(call)
+    out = call.run(*args, **kwargs)
+    with within(adapter, module, place):
+        return mark_result(adapter, module, call.method, out)
 
 
 def _around(wrap: Function, original: Function) -> Any:
