@@ -2,6 +2,7 @@
 
 `reduced`: the root mean square of every value and every gradient of scanned, recomputed layers,
 over the plain step. `monitored`: a step that is watched on every hundredth call, over the step.
+`streamed`: a scan of 10,000 train steps that sends statistics of every hundredth, over the scan.
 `searched`: the first pass of `find_nonfinite`, which is all there is if nothing is found, and
 `checkify`, over the step.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
@@ -77,6 +79,40 @@ def monitored(cfg: Config, rounds: int) -> list[Result]:
         raise SystemExit(f"The log has {len(log)} records.")
     topic = f"{cfg.layers} blocks, monitor(every=100)"
     return [Result.timed(topic, f"{STEPS} steps over plain", times, "monitored", "plain", bar=1.02)]
+
+
+LENGTH, LAYERS, WIDTH, ROWS = 10_000, 3, 64, 128
+
+
+def streamed(rounds: int) -> list[Result]:
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)
+    x = jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32)
+
+    def loss(weights: Any, x: Any) -> Any:
+        for i, w in enumerate(weights):
+            x = tapax.sow(jnp.tanh(x @ w), f"layer{i}")
+        return jnp.mean(x**2)
+
+    @jax.jit
+    def train(weights: Any) -> Any:
+        def step(weights: Any, number: Any) -> Any:
+            value, grads = jax.value_and_grad(loss)(weights, x * jnp.cos(number))
+            return weights - 0.1 * grads, value
+
+        return jax.lax.scan(step, weights, jnp.arange(LENGTH, dtype=jnp.float32))
+
+    log = tapax.Log()
+    watched = tapax.stream(train, every=100, to=log)
+    if not _equal(train(weights), watched(weights)):
+        raise SystemExit("The streamed loop ended with other weights than the plain one.")
+    if log.steps.tolist() != list(range(0, LENGTH, 100)) or len(log.names) != 2 * LAYERS:
+        raise SystemExit(f"The log has {len(log)} records of {len(log.names)} names.")
+    entrants = {"streamed": lambda: watched(weights), "plain": lambda: train(weights)}
+    times = race(entrants, rounds, warmup=1)
+    watched.close()
+    topic = f"scan of {LENGTH} train steps, stream(every=100)"
+    return [Result.timed(topic, "time over plain", times, "streamed", "plain", bar=1.05)]
 
 
 def searched(cfg: Config, rounds: int) -> list[Result]:

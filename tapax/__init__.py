@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tapax._api.gradients import grad, jacobian, value_and_grad
     from tapax._api.modules import ModuleTable, modules
     from tapax._api.perturbations import perturbations, perturbed
-    from tapax.monitoring import Histogram, Log, Monitor, alert, monitor, open, sink
+    from tapax.monitoring import Histogram, Log, Monitor, Stream, alert, monitor, open, sink, stream
     from tapax.nonfinite import Finding, find_nonfinite
 
 __version__ = "0.2.0"
@@ -33,6 +33,7 @@ __all__ = [
     "SiteDifference",
     "SiteError",
     "SiteTable",
+    "Stream",
     "Taps",
     "alert",
     "at",
@@ -63,6 +64,7 @@ __all__ = [
     "sink",
     "sites",
     "sow",
+    "stream",
     "suffix",
     "value_and_grad",
     "without",
@@ -81,7 +83,17 @@ __getattr__, __dir__ = load_lazily(
         "tapax._api.gradients": ("grad", "jacobian", "value_and_grad"),
         "tapax._api.modules": ("ModuleTable", "modules"),
         "tapax._api.perturbations": ("perturbations", "perturbed"),
-        "tapax.monitoring": ("Histogram", "Log", "Monitor", "alert", "monitor", "open", "sink"),
+        "tapax.monitoring": (
+            "Histogram",
+            "Log",
+            "Monitor",
+            "Stream",
+            "alert",
+            "monitor",
+            "open",
+            "sink",
+            "stream",
+        ),
         "tapax.nonfinite": ("Finding", "find_nonfinite"),
     },
 )

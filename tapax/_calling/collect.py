@@ -13,19 +13,42 @@ from tapax._marks.sow import leaf_name
 from tapax._results import SiteDict, SiteTable, Taps
 from tapax._sites import Site, SiteError
 from tapax._walk.entries import Entry
+from tapax._walk.recorder import Recorder
 from tapax._walk.walk import Walk
 
 
 def collect(walk: Walk, *, warn: bool) -> Taps:
     """Returns what a walk recorded. With `warn`, a program without sites is warned of."""
-    values, grads, valid = SiteDict(), SiteDict(), SiteDict()
-    sites: dict[str, Site] = {}
-    entries = [*_summed(walk.entries), *walk.fold_entries()]
-    place = _places(walk.sites)
-    taken: tuple[list[Site], list[Site]] = ([], [])
-    ordered = sorted(entries, key=lambda e: (e.grad, *place(e)))
+    entries = recorded(walk)
     reduced = [(e.site, e.reduction.reducer) for e in entries if e.reduction is not None]
     walk.plan.verify_reduced(reduced, walk.refused)
+    taps = make_taps(entries, walk.sites)
+    sites = {site.name: site for site in taps.sites}
+    values, grads = ([sites[name] for name in part] for part in (taps.values, taps.grads))
+    walk.plan.verify(walk.sites, values, grads, walk.lost)
+    if warn and walk.plan.asks and not walk.sites and not walk.lost:
+        warnings.warn(
+            "The function has no sites, so nothing is captured: it marks no value with tapax.sow, "
+            "and calls no module of Flax, Equinox, Haiku, Keras or brainstate. Mark a value, or "
+            "select operations of any program with tapax.ops or tapax.lines.",
+            stacklevel=6,
+        )
+    for path, why in walk.lost.items():
+        warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
+    return taps
+
+
+def recorded(walk: Recorder) -> list[Entry]:
+    """The entries and folds of a walk, with the cotangents of copies where they belong."""
+    return [*_summed(walk.entries), *walk.fold_entries()]
+
+
+def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
+    """Finishes entries, in the order of the `sites` of their program."""
+    values, grads, valid = SiteDict(), SiteDict(), SiteDict()
+    found: dict[str, Site] = {}
+    place = _places(sites)
+    ordered = sorted(entries, key=lambda e: (e.grad, *place(e)))
     for entry in (one for e in ordered for one in _results(e)):
         shape, dtype = tuple(entry.value.shape), entry.value.dtype
         site = dataclasses.replace(entry.site, shape=shape, dtype=dtype, loops=entry.loops)
@@ -44,23 +67,12 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
                 f"`step` was given for the {site.described}, which is in no loop. Leave `step` out."
             )
         into[name] = entry.value
-        taken[entry.grad].append(site)
         # A gradient that was not computed is zero, and so right: its mask is that of the value.
         if entry.valid is not None and name not in valid and not (entry.grad and name in values):
             valid[name] = entry.valid
-        known = sites.setdefault(name, site)
-        sites[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
-    walk.plan.verify(walk.sites, taken[0], taken[1], walk.lost)
-    if warn and walk.plan.asks and not walk.sites and not walk.lost:
-        warnings.warn(
-            "The function has no sites, so nothing is captured: it marks no value with tapax.sow, "
-            "and calls no module of Flax, Equinox, Haiku, Keras or brainstate. Mark a value, or "
-            "select operations of any program with tapax.ops or tapax.lines.",
-            stacklevel=6,
-        )
-    for path, why in walk.lost.items():
-        warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
-    return Taps(values, grads, valid, SiteTable(tuple(sites.values())))
+        known = found.setdefault(name, site)
+        found[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
+    return Taps(values, grads, valid, SiteTable(tuple(found.values())))
 
 
 def _places(sites: Sequence[Site]) -> Callable[[Entry], tuple[int, tuple[int, ...], int]]:

@@ -4,5 +4,17 @@ from tapax.monitoring import alert, sink
 from tapax.monitoring._log import Log, open
 from tapax.monitoring._monitor import Monitor, monitor
 from tapax.monitoring._records import AlertEvent, Histogram
+from tapax.monitoring._stream import Stream, stream
 
-__all__ = ["AlertEvent", "Histogram", "Log", "Monitor", "alert", "monitor", "open", "sink"]
+__all__ = [
+    "AlertEvent",
+    "Histogram",
+    "Log",
+    "Monitor",
+    "Stream",
+    "alert",
+    "monitor",
+    "open",
+    "sink",
+    "stream",
+]

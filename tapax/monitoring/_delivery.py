@@ -12,6 +12,7 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -44,7 +45,8 @@ class Delivery:
         self._every_process = every_process
         self._on_error = on_error
         # Its `put` may be called by the garbage collector, in the midst of another.
-        self._queue: queue.SimpleQueue[Callable[[], Report] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], Report] | threading.Event | None]
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="tapax-monitor", daemon=True)
         _unfinished.add(self)
         # What is registered last is called first: before JAX, and what the sinks use, is shut down.
@@ -55,6 +57,16 @@ class Delivery:
     def put(self, fetch: Callable[[], Report]) -> None:
         """Deliver a report later; return at once."""
         self._queue.put(fetch)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all reports put so far are delivered, but no longer than this."""
+        delivered = threading.Event()
+        self._queue.put(delivered)
+        if threading.current_thread() is self._thread:
+            return
+        until = time.monotonic() + seconds
+        while not delivered.wait(0.05) and self._thread.is_alive() and time.monotonic() < until:
+            pass
 
     def end(self) -> None:
         """Close the sinks after all reports put so far; return at once."""
@@ -69,6 +81,9 @@ class Delivery:
     def _work(self) -> None:
         failed = False
         while (fetch := self._queue.get()) is not None:
+            if isinstance(fetch, threading.Event):
+                fetch.set()
+                continue
             try:
                 found = fetch()
             except BaseException as error:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import types
 import warnings
 import weakref
@@ -38,21 +37,13 @@ from tapax import _jax, reduce
 from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._jax import Args, Kwargs, PyTree
-from tapax._results import SiteTable, Taps
-from tapax._sites import SiteError, name_of, wrong_type
+from tapax._sites import SiteError, name_of
 from tapax._walk.plan import Plan
-from tapax.monitoring._delivery import Delivery, Report, warn
+from tapax.monitoring._delivery import Delivery, warn
 from tapax.monitoring._log import next_step
-from tapax.monitoring._readings import (
-    Reading,
-    ResultLabels,
-    StatisticRequest,
-    label_results,
-    make_requests,
-    read_numbers,
-)
+from tapax.monitoring._reader import Reader, check_integer
 from tapax.monitoring._records import AlertEvent
-from tapax.monitoring.alert import AlertRule, AlertWarning, Limit
+from tapax.monitoring.alert import AlertRule
 from tapax.monitoring.sink import To, make
 
 P = ParamSpec("P")
@@ -98,13 +89,13 @@ def monitor(
     check_function(step, "monitor")
     return Monitor(
         step,
-        _check_integer("every", every, 1),
+        check_integer("every", every, 1),
         values,
         grads,
         to,
-        alerts=_list_rules(alerts),
+        alerts=alerts,
         modules=modules,
-        start=None if start is None else _check_integer("start", start, 0),
+        start=None if start is None else check_integer("start", start, 0),
         every_process=every_process,
     )
 
@@ -125,36 +116,22 @@ class Monitor(Generic[P, R]):
         grads: PyTree,
         to: Any,
         *,
-        alerts: Sequence[AlertRule],
+        alerts: AlertRule | Sequence[AlertRule],
         modules: Any,
         start: int | None,
         every_process: bool,
     ):
         functools.update_wrapper(self, step, updated=())
-        pairs = [(rule, limit) for rule, alert in enumerate(alerts) for limit in alert.limits]
-        limits = {f"{x.kind}#a{i}": (rule, x) for i, (rule, x) in enumerate(pairs)}
-        requests = [*make_requests("value", values), *make_requests("grad", grads)]
-        requests += [
-            StatisticRequest(x.kind, x.selection, x.reducer, x.reducer.name, key)
-            for key, (_, x) in limits.items()
-        ]
-        if not requests:
+        self._reader = Reader(values, grads, alerts)
+        if not self._reader.requests:
             raise ValueError(
                 "There is nothing to monitor: `values` and `grads` are None, and no alert is given."
             )
-        plan = Plan.make(
-            *(
-                [request.mapping for request in requests if request.kind == kind]
-                for kind in ("value", "grad")
-            ),
-            modules=modules,
-            reducing=True,
-        )
+        plan = self._reader.make_plan(modules)
         self._step = step
         self._every = every
         self._copy = TransformedFunction(step, _MonitorTransform(plan))
         self._ran = False
-        self._reader = _Reader(requests, limits)
         # Last, so that nothing is left open if an argument is wrong.
         sinks = make(to)
         self.step_number = next_step(sinks, every) if start is None else start
@@ -243,87 +220,3 @@ class _MonitorTransform(Transform):
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra
-
-
-class _Reader:
-    """Turns captures into reports, on the thread of the delivery.
-
-    It has no reference to the monitor, which may be gone when the last capture comes.
-    """
-
-    def __init__(self, requests: list[StatisticRequest], limits: dict[str, tuple[int, Limit]]):
-        self.off = False
-        self.alerts: list[AlertEvent] = []
-        self._requests, self._limits = requests, limits
-        self._labels: dict[SiteTable, list[ResultLabels]] = {}
-        self._beyond: set[tuple[str, str]] = set()
-        self._warned: set[tuple[int, str]] = set()
-
-    def stop(self) -> None:
-        self.off = True
-
-    def read(self, step: int, taps: Taps) -> Report:
-        values, grads, valid = jax.device_get((taps.values, taps.grads, taps.valid))
-        labels = self._labels.get(taps.sites)
-        if labels is None:
-            labels = self._labels[taps.sites] = label_results(self._requests, taps.sites)
-        readings = list(read_numbers(labels, {**values, **grads}, valid))
-        record = {r.name: r.number for r in readings if r.request.key not in self._limits}
-        alerts = self._check(step, [r for r in readings if r.request.key in self._limits])
-        return step, record, alerts
-
-    def _check(self, step: int, readings: Sequence[Reading]) -> list[AlertEvent]:
-        """The alerts that go off at a step: those of numbers that were within limits before."""
-        begun: list[tuple[int, AlertEvent]] = []
-        beyond: set[tuple[str, str]] = set()
-        for reading in readings:
-            rule, limit = self._limits[reading.request.key]
-            if reading.stat != limit.stat:
-                continue
-            event = limit.check(step, reading.label, reading.number)
-            if event is None:
-                continue
-            beyond.add((reading.request.key, reading.label))
-            if (reading.request.key, reading.label) not in self._beyond:
-                begun.append((rule, event))
-        self._beyond = beyond
-        found = [event for _, event in begun]
-        self.alerts += found
-        self._warn(begun)
-        return found
-
-    def _warn(self, begun: list[tuple[int, AlertEvent]]) -> None:
-        """Warn once for each rule and layer, with one warning for all layers of a step."""
-        new: dict[int, list[AlertEvent]] = {}
-        for rule, event in begun:
-            if (rule, event.site) not in self._warned:
-                self._warned.add((rule, event.site))
-                new.setdefault(rule, []).append(event)
-        for first, *others in new.values():
-            more = ""
-            if others:
-                names = ", ".join(event.site for event in others[:5])
-                rest = f" and {len(others) - 5} more" if len(others) > 5 else ""
-                more = f" So it is with {names}{rest}."
-            warn(first.message + more, AlertWarning)
-
-
-def _check_integer(name: str, given: Any, least: int) -> int:
-    try:
-        number = operator.index(given)
-    except TypeError:
-        number = None
-    if number is None or isinstance(given, bool):
-        raise wrong_type(f"`{name}` must be a number of steps, but is", given)
-    if number < least:
-        raise ValueError(f"`{name}` must be at least {least}, but is {number}.")
-    return number
-
-
-def _list_rules(alerts: Any) -> list[AlertRule]:
-    several = [alerts] if isinstance(alerts, AlertRule) else alerts
-    if isinstance(several, (list, tuple)) and all(isinstance(a, AlertRule) for a in several):
-        return list(several)
-    raise wrong_type(
-        "`alerts` must be alerts of tapax.alert, such as tapax.alert.nonfinite(), but is", alerts
-    )

@@ -1,0 +1,202 @@
+"""Emission: the primitive by which a running loop sends a record to the host.
+
+`emit` takes the number of an iteration and the states of reducers, and has no results. It is
+compiled to a callback, which gets what the states finish to. JAX's rules see to it that each record
+is sent once:
+
+- under `vmap` the states of the examples are merged first, as they are where the loop itself maps;
+  an example whose loop is over no longer counts;
+- under a derivative nothing is differentiated: the states are those of the primal values;
+- under `remat` the copy that the backward pass computes sends nothing.
+
+The callback is not ordered, which would put a token through the whole program. The loop calls it
+after each chunk of iterations, so records come in order all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.interpreters import batching
+
+from tapax import _jax
+from tapax._calling.collect import make_taps
+from tapax._jax import Args, Equation, PyTree, Value, pytrees, typed
+from tapax._jaxpr.leading_axes import align
+from tapax._results import Taps
+from tapax._sites import Site
+from tapax._walk.entries import Entry
+
+Receiver = Callable[[int, Taps | None], None]
+"""A function on the host: of the number of an iteration and of its statistics, or of the number of
+all iterations and None, where a loop is over."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Emission:
+    """What a loop emits: entries, without their arrays, and who receives them.
+
+    `sites` are those of the program, in order. If it is `conditional`, the loop is in a branch.
+    """
+
+    receive: Receiver
+    entries: tuple[Entry, ...] = ()
+    sites: tuple[Site, ...] = ()
+    conditional: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class When:
+    """The number of an iteration, and whether it counts: for this example, on this device."""
+
+    number: Value
+    live: Value
+    here: Value
+
+    @property
+    def arrays(self) -> tuple[Value, ...]:
+        return self.number, self.live, self.here
+
+
+class EmitEffect(_jax.Effect):
+    """Keeps emissions alive."""
+
+    def __repr__(self) -> str:
+        return "Emit"
+
+
+emit_effect = EmitEffect()
+emit_p = _jax.Primitive("emit")
+emit_p.multiple_results = True
+
+
+def emit(emission: Emission, when: When, arrays: Sequence[Value]) -> None:
+    """Sends the arrays of the entries to the host."""
+    emit_p.bind(*when.arrays, *arrays, emission=emission)
+
+
+def merge_examples(entry: Entry, size: int, live: Value) -> Entry:
+    """The entry of several examples, or devices, whose arrays lie along a new first axis.
+
+    `live` says which of them count, or is None.
+    """
+    reduction, state, valid = entry.reduction, entry.state, entry.valid
+    assert reduction is not None
+    if live is not None:
+        valid = live if valid is None else valid * align(live, valid.ndim).astype(valid.dtype)
+    if reduction.reducer.over_maps:
+        merged = reduction.merge(reduction.masked(state, valid), entry.lead)
+        # Where no entry had a mask, one of the examples counts, or nothing would be emitted.
+        ran = None if entry.valid is None else valid.max(0)
+        return entry._replace(value=tuple(merged), valid=ran)
+    state = [jnp.moveaxis(x, 0, entry.lead) for x in state]
+    if valid is not None:
+        valid = valid.reshape(valid.shape + (1,) * (1 + entry.lead - valid.ndim))
+        loops = state[0].shape[: entry.lead]
+        valid = jnp.broadcast_to(valid, (size, *loops, *valid.shape[1 + entry.lead :]))
+        valid = jnp.moveaxis(valid, 0, entry.lead)
+    mapped = (size, *reduction.mapped)
+    return entry._replace(
+        value=tuple(state), valid=valid, reduction=reduction._replace(mapped=mapped)
+    )
+
+
+def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emission) -> list[Any]:
+    """Calls the host, with one operand for all numbers of a type."""
+    given = iter(arrays)
+    entries = [entry.with_arrays(given) for entry in emission.entries]
+    leaves, treedef = pytrees.flatten(make_taps(entries, emission.sites) if entries else None)
+    packed: dict[Any, list[Value]] = {}
+    for leaf in leaves:
+        packed.setdefault(leaf.dtype, []).append(leaf)
+    types = [(leaf.dtype, leaf.shape) for leaf in leaves]
+
+    def receive(number: Any, counts: Any, *flat: Any) -> None:
+        if not np.asarray(counts):
+            return
+        # A copy: the buffers are the device's, which uses them again.
+        rest = {dtype: np.array(x) for dtype, x in zip(packed, flat, strict=True)}
+        unpacked: list[np.ndarray] = []
+        for dtype, shape in types:
+            size = int(np.prod(shape))
+            unpacked.append(rest[dtype][:size].reshape(shape))
+            rest[dtype] = rest[dtype][size:]
+        emission.receive(int(np.asarray(number)), treedef.unflatten(unpacked))
+
+    flat = [jnp.concatenate([x.ravel() for x in some]) for some in packed.values()]
+    io_callback(receive, None, number, live & here, *flat)
+    return []
+
+
+def _abstract_eval(*avals: Any, emission: Emission) -> Any:
+    del avals
+    return [], {emit_effect, *(_io_effects() if emission.conditional else ())}
+
+
+def _io_effects() -> frozenset[Any]:
+    """The effects of a callback, for which JAX refuses to run a branch that is not taken."""
+    return frozenset(jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects)
+
+
+def _batch(axis_data: Any, args: Args, dims: Any, *, emission: Emission) -> Any:
+    size = axis_data.size
+    if all(d is None for d in dims):
+        return emit_p.bind(*args, emission=emission), []
+    when, dim = When(*args[:3]), When(*dims[:3])
+    mask = None if dim.live is None else jnp.moveaxis(when.live, dim.live, 0)
+    when = When(
+        # Where examples end their loops one by one, that of those still running.
+        when.number if dim.number is None else jnp.max(when.number),
+        when.live if mask is None else jnp.any(mask),
+        when.here if dim.here is None else jnp.all(when.here),
+    )
+    given = zip(args[3:], dims[3:], strict=True)
+    entries: list[Entry] = []
+    for entry in emission.entries:
+        own = [next(given) for _ in entry.arrays]
+        if all(d is None for _, d in own):
+            entries.append(entry.with_arrays(x for x, _ in own))
+            continue
+        spread = [batching.bdim_at_front(x, d, size) for x, d in own]
+        entries.append(merge_examples(entry.with_arrays(iter(spread)), size, mask))
+    arrays = [a for e in entries for a in e.arrays]
+    merged = dataclasses.replace(emission, entries=tuple(e.bare for e in entries))
+    return emit_p.bind(*when.arrays, *arrays, emission=merged), []
+
+
+def _jvp(primals: PyTree, tangents: PyTree, *, emission: Emission) -> Any:
+    del tangents
+    return emit_p.bind(*primals, emission=emission), []
+
+
+def _transpose(cts: PyTree, *args: Any, emission: Emission) -> Any:
+    del cts, emission
+    return [None for _ in args]
+
+
+def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Equation) -> Any:
+    """Remat sends in the forward pass, not once more where it computes the values again."""
+    del saveable
+    if not any(unknown):
+        return eqn, None, [], [], []
+    inputs = [v for v, inst in zip(eqn.invars, known, strict=True) if not inst]
+    return None, eqn, [], [], [v for v in inputs if not isinstance(v, _jax.Literal)]
+
+
+def _remat(*args: Any, emission: Emission) -> Any:
+    return emit_p.bind(*args, emission=emission), None, lambda residuals, *args: []
+
+
+_jax.allow_effect(EmitEffect)
+_jax.hold_weakly(Emission)
+emit_p.def_impl(_send)
+emit_p.def_effectful_abstract_eval(_abstract_eval)
+_jax.register_rules(emit_p, typed.lower_fun(_send, multiple_results=True), _batch, _jvp, _transpose)
+_jax.register_partial_eval_custom(emit_p, _partial_eval_custom)
+_jax.register_remat(emit_p, _remat)

@@ -1,0 +1,128 @@
+"""The reader: turns what watched steps and streamed iterations captured into reports.
+
+It keeps what the records of a run have in common: the statistics that were requested, the limits of
+the alerts, and which alerts have gone off.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tapax._results import SiteTable, Taps
+from tapax._sites import wrong_type
+from tapax._walk.plan import Plan
+from tapax.monitoring._delivery import Report, warn
+from tapax.monitoring._readings import (
+    Reading,
+    ResultLabels,
+    StatisticRequest,
+    label_results,
+    make_requests,
+    read_numbers,
+)
+from tapax.monitoring._records import AlertEvent
+from tapax.monitoring.alert import AlertRule, AlertWarning
+
+
+class Reader:
+    """Turns captures into reports, on the thread of the delivery.
+
+    `values`, `grads` and `alerts` are the arguments of the monitor. The reader has no reference to
+    the monitor, which may be gone when the last capture comes.
+    """
+
+    def __init__(self, values: Any, grads: Any, alerts: Any):
+        rules = _list_rules(alerts)
+        pairs = [(rule, limit) for rule, alert in enumerate(rules) for limit in alert.limits]
+        self._limits = {f"{x.kind}#a{i}": (rule, x) for i, (rule, x) in enumerate(pairs)}
+        self.requests = [*make_requests("value", values), *make_requests("grad", grads)]
+        self.requests += [
+            StatisticRequest(x.kind, x.selection, x.reducer, x.reducer.name, key)
+            for key, (_, x) in self._limits.items()
+        ]
+        self.off = False
+        self.alerts: list[AlertEvent] = []
+        self._labels: dict[SiteTable, list[ResultLabels]] = {}
+        self._beyond: set[tuple[str, str]] = set()
+        self._warned: set[tuple[int, str]] = set()
+
+    def make_plan(self, modules: Any) -> Plan:
+        """Makes the plan that captures every requested statistic."""
+        values, grads = (
+            [request.mapping for request in self.requests if request.kind == kind]
+            for kind in ("value", "grad")
+        )
+        return Plan.make(values, grads, modules=modules, reducing=True)
+
+    def stop(self) -> None:
+        self.off = True
+
+    def read(self, step: int, taps: Taps) -> Report:
+        values, grads, valid = jax.device_get((taps.values, taps.grads, taps.valid))
+        labels = self._labels.get(taps.sites)
+        if labels is None:
+            labels = self._labels[taps.sites] = label_results(self.requests, taps.sites)
+        readings = list(read_numbers(labels, {**values, **grads}, valid))
+        record = {r.name: r.number for r in readings if r.request.key not in self._limits}
+        alerts = self._check(step, [r for r in readings if r.request.key in self._limits])
+        return step, record, alerts
+
+    def _check(self, step: int, readings: Sequence[Reading]) -> list[AlertEvent]:
+        """The alerts that go off at a step: those of numbers that were within limits before."""
+        begun: list[tuple[int, AlertEvent]] = []
+        for reading in readings:
+            rule, limit = self._limits[reading.request.key]
+            if reading.stat != limit.stat:
+                continue
+            which = reading.request.key, reading.label
+            event = limit.check(step, reading.label, reading.number)
+            if event is None:
+                self._beyond.discard(which)
+            elif which not in self._beyond:
+                self._beyond.add(which)
+                begun.append((rule, event))
+        found = [event for _, event in begun]
+        self.alerts += found
+        self._warn(begun)
+        return found
+
+    def _warn(self, begun: list[tuple[int, AlertEvent]]) -> None:
+        """Warn once for each rule and layer, with one warning for all layers of a step."""
+        new: dict[int, list[AlertEvent]] = {}
+        for rule, event in begun:
+            if (rule, event.site) not in self._warned:
+                self._warned.add((rule, event.site))
+                new.setdefault(rule, []).append(event)
+        for first, *others in new.values():
+            more = ""
+            if others:
+                names = ", ".join(event.site for event in others[:5])
+                rest = f" and {len(others) - 5} more" if len(others) > 5 else ""
+                more = f" So it is with {names}{rest}."
+            warn(first.message + more, AlertWarning)
+
+
+def check_integer(name: str, given: Any, least: int) -> int:
+    """Check an argument that counts steps, and return it as an integer."""
+    try:
+        number = operator.index(given)
+    except TypeError:
+        number = None
+    if number is None or isinstance(given, bool):
+        raise wrong_type(f"`{name}` must be a number of steps, but is", given)
+    if number < least:
+        raise ValueError(f"`{name}` must be at least {least}, but is {number}.")
+    return number
+
+
+def _list_rules(alerts: Any) -> list[AlertRule]:
+    several = [alerts] if isinstance(alerts, AlertRule) else alerts
+    if isinstance(several, (list, tuple)) and all(isinstance(a, AlertRule) for a in several):
+        return list(several)
+    raise wrong_type(
+        "`alerts` must be alerts of tapax.alert, such as tapax.alert.nonfinite(), but is", alerts
+    )
