@@ -47,6 +47,7 @@ class Delivery:
         # Its `put` may be called by the garbage collector, in the midst of another.
         self._queue: queue.SimpleQueue[Callable[[], Report] | threading.Event | None]
         self._queue = queue.SimpleQueue()
+        self._held: Callable[[], Report] | None = None
         self._thread = threading.Thread(target=self._work, name="tapax-monitor", daemon=True)
         _unfinished.add(self)
         # What is registered last is called first: before JAX, and what the sinks use, is shut down.
@@ -57,6 +58,17 @@ class Delivery:
     def put(self, fetch: Callable[[], Report]) -> None:
         """Deliver a report later; return at once."""
         self._queue.put(fetch)
+
+    def hold(self, fetch: Callable[[], Report]) -> None:
+        """Keep a report that may yet be added to, until `release`, or the end."""
+        self.release()
+        self._held = fetch
+
+    def release(self) -> None:
+        """Deliver the report that is held, if there is one."""
+        held, self._held = self._held, None
+        if held is not None:
+            self.put(held)
 
     def wait(self, seconds: float) -> None:
         """Wait until all reports put so far are delivered, but no longer than this."""
@@ -69,7 +81,8 @@ class Delivery:
             pass
 
     def end(self) -> None:
-        """Close the sinks after all reports put so far; return at once."""
+        """Close the sinks after all reports put or held so far; return at once."""
+        self.release()
         self._queue.put(None)
 
     def close(self) -> None:

@@ -230,19 +230,29 @@ def next_step(sinks: Sequence[Any], every: int) -> int:
     """
     start = 0
     for sink in sinks:
-        if not isinstance(sink, (Log, jsonl, PartFolder)):
+        held = _held_steps(sink)
+        if held is None or held[1] < start:
             continue
-        steps = (sink if isinstance(sink, Log) else open_log(sink.path)).steps
-        if len(steps) and steps[-1] >= start:
-            start = int(steps[-1]) // every * every + every
-            name = "The log" if isinstance(sink, Log) else f"The log {str(sink.path)!r}"
-            warnings.warn(
-                f"{name} holds steps {steps[0]} to {steps[-1]}, so the steps of this run are "
-                f"numbered from {start}. Pass `start`, the number of its first step, if it is "
-                "another.",
-                stacklevel=4,
-            )
+        name, last, steps = held
+        start = last // every * every + every
+        warnings.warn(
+            f"{name} holds {steps}, so the steps of this run are numbered from {start}. "
+            "Pass `start`, the number of its first step, if it is another.",
+            stacklevel=4,
+        )
     return start
+
+
+def _held_steps(sink: Any) -> tuple[str, int, str] | None:
+    """The name of a log, its last step, and in words which steps it holds; None if it has none."""
+    if isinstance(sink, (Log, jsonl, PartFolder)):
+        steps = (sink if isinstance(sink, Log) else open_log(sink.path)).steps
+        if not len(steps):
+            return None
+        name = "The log" if isinstance(sink, Log) else f"The log {str(sink.path)!r}"
+        return name, int(steps[-1]), f"steps {steps[0]} to {steps[-1]}"
+    last = getattr(sink, "last_step", None)
+    return None if last is None else (f"The run of {sink!r}", last, f"steps up to {last}")
 
 
 def _read(path: Path) -> Iterator[LogEntry]:

@@ -41,7 +41,7 @@ from tapax._sites import SiteError, name_of
 from tapax._walk.plan import Plan
 from tapax.monitoring._delivery import Delivery, warn
 from tapax.monitoring._log import next_step
-from tapax.monitoring._reader import Reader, check_integer
+from tapax.monitoring._reader import NOTHING, Reader, check_integer, check_scalar
 from tapax.monitoring._records import AlertEvent
 from tapax.monitoring.alert import AlertRule
 from tapax.monitoring.sink import To, make
@@ -103,9 +103,10 @@ def monitor(
 class Monitor(Generic[P, R]):
     """A step that is watched: see `monitor`.
 
-    `step_number` is the number of its next call, and may be set. `alerts` are those that went off
-    so far. `close`, or the end of a `with` block, waits for reports to be delivered, and closes the
-    sinks; the step can be called on, without being watched.
+    `step_number` is the number of its next call, and may be set. `log` adds scalars to the record
+    of the last call. `alerts` are those that went off so far. `close`, or the end of a `with`
+    block, waits for reports to be delivered, and closes the sinks; the step can be called on,
+    without being watched.
     """
 
     def __init__(
@@ -132,6 +133,8 @@ class Monitor(Generic[P, R]):
         self._every = every
         self._copy = TransformedFunction(step, _MonitorTransform(plan))
         self._ran = False
+        self._called: int | None = None
+        self._scalars: dict[str, Any] | None = None
         # Last, so that nothing is left open if an argument is wrong.
         sinks = make(to)
         self.step_number = next_step(sinks, every) if start is None else start
@@ -151,11 +154,41 @@ class Monitor(Generic[P, R]):
                 "jax.jit, grad, vmap or scan, where no call can be told from the next. Monitor the "
                 "outermost function: tapax.monitor(jax.jit(step))."
             )
+        self._delivery.release()
         number = self.step_number
+        self._called, self._scalars = number, None
         if not number % self._every and not self._reader.off:
             self._watch(number, args, kwargs)
         self.step_number = number + 1
         return self._step(*args, **kwargs)
+
+    def log(
+        self, scalars: Mapping[str, Any] = NOTHING, /, *, always: bool = False, **named: Any
+    ) -> None:
+        """Adds scalars to the record of the step that was called last: `step.log(loss=loss)`.
+
+        They are Python numbers or arrays without axes, by name; names that are not identifiers go
+        in a mapping: `step.log({"train/loss": loss})`. Nothing waits for them: another thread
+        fetches arrays when it delivers the record, after the next call of the step, or `close`.
+
+        If the step was not watched, nothing is logged, and it costs nothing; with `always` the step
+        gets a record of these scalars alone.
+
+        Raises `RuntimeError` before the first call, `TypeError` for what is not a number.
+        """
+        if self._called is None:
+            raise RuntimeError(
+                f"`log` adds to the step that was called last, but {name_of(self._step)} has not "
+                "been called yet. Log after the call."
+            )
+        if self._reader.off or (self._scalars is None and not always):
+            return
+        checked = {name: check_scalar(name, x) for name, x in {**scalars, **named}.items()}
+        if self._scalars is None:
+            self._scalars = {}
+            read = functools.partial(self._reader.read, self._called, None, self._scalars)
+            self._delivery.hold(read)
+        self._scalars.update(checked)
 
     def _watch(self, number: int, args: Args, kwargs: Kwargs) -> None:
         try:
@@ -179,7 +212,8 @@ class Monitor(Generic[P, R]):
                 stacklevel=3,
             )
         self._ran = True
-        self._delivery.put(functools.partial(self._reader.read, number, taps))
+        self._scalars = {}
+        self._delivery.hold(functools.partial(self._reader.read, number, taps, self._scalars))
 
     @property
     def alerts(self) -> list[AlertEvent]:

@@ -7,10 +7,14 @@ the alerts, and which alerts have gone off.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from tapax._results import SiteTable, Taps
 from tapax._sites import wrong_type
@@ -24,8 +28,10 @@ from tapax.monitoring._readings import (
     make_requests,
     read_numbers,
 )
-from tapax.monitoring._records import AlertEvent
+from tapax.monitoring._records import AlertEvent, Number
 from tapax.monitoring.alert import AlertRule, AlertWarning
+
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Reader:
@@ -61,7 +67,13 @@ class Reader:
     def stop(self) -> None:
         self.off = True
 
-    def read(self, step: int, taps: Taps) -> Report:
+    def read(self, step: int, taps: Taps | None, scalars: Mapping[str, Any] = NOTHING) -> Report:
+        """Reads the record of a step: its statistics, and the scalars that the user logged."""
+        record, alerts = ({}, []) if taps is None else self._read_taps(step, taps)
+        numbers = {name: float(x) for name, x in jax.device_get(dict(scalars)).items()}
+        return step, {**record, **numbers}, alerts
+
+    def _read_taps(self, step: int, taps: Taps) -> tuple[dict[str, Number], list[AlertEvent]]:
         values, grads, valid = jax.device_get((taps.values, taps.grads, taps.valid))
         labels = self._labels.get(taps.sites)
         if labels is None:
@@ -69,7 +81,7 @@ class Reader:
         readings = list(read_numbers(labels, {**values, **grads}, valid))
         record = {r.name: r.number for r in readings if r.request.key not in self._limits}
         alerts = self._check(step, [r for r in readings if r.request.key in self._limits])
-        return step, record, alerts
+        return record, alerts
 
     def _check(self, step: int, readings: Sequence[Reading]) -> list[AlertEvent]:
         """The alerts that go off at a step: those of numbers that were within limits before."""
@@ -117,6 +129,29 @@ def check_integer(name: str, given: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"`{name}` must be at least {least}, but is {number}.")
     return number
+
+
+def check_scalar(name: str, given: Any) -> Any:
+    """Check a scalar that the user logs; copy an array, which may be donated to the next step."""
+    if isinstance(given, Tracer):
+        raise TypeError(
+            f"`log` was given the traced value {name!r}, inside a function that JAX is tracing. "
+            "Return it from the step, and log it after the call."
+        )
+    is_array = isinstance(given, (jax.Array, np.ndarray, np.generic))
+    kind = given.dtype if is_array else np.result_type(type(given)) if _is_number(given) else None
+    if kind is None or not (jnp.issubdtype(kind, jnp.floating) or kind.kind in "biu"):
+        raise wrong_type(f"`log` takes real numbers, but {name!r} is", given)
+    if is_array and given.shape:
+        raise TypeError(
+            f"`log` takes scalars, but {name!r} is an array of shape {list(given.shape)}. Log its "
+            "mean, or mark it with tapax.sow(value, name) to have statistics of it."
+        )
+    return jnp.copy(given) if isinstance(given, jax.Array) else given
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, (bool, int, float))
 
 
 def _list_rules(alerts: Any) -> list[AlertRule]:

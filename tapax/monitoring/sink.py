@@ -146,11 +146,18 @@ class tensorboard:
 
 
 class wandb:
-    """Weights & Biases: logs to `run`, or to the run that `wandb.init` began."""
+    """Weights & Biases: logs to `run`, or to the run that `wandb.init` began.
+
+    Every number is plotted over `monitor/step`, the step of the monitor. The step that wandb counts
+    itself is left to the user's own calls of `wandb.log`.
+    """
+
+    _STEP = "monitor/step"
 
     def __init__(self, run: Any = None):
         self._wandb = _import_package("wandb")
         self._run = run
+        self._defined: tuple[Any, set[str]] = None, set()
         if run is None and self._wandb.run is None:
             raise RuntimeError(
                 "There is no run of Weights & Biases to log to. Call wandb.init() first, or give "
@@ -162,8 +169,27 @@ class wandb:
 
     def __call__(self, step: int, record: Record) -> None:
         run = self._run or self._wandb.run
-        # The user's own calls of wandb.log count steps too, and wandb's must not go back.
-        run.log({"monitor/step": step, **{n: self._shown(x) for n, x in as_floats(record).items()}})
+        self._define(run, record)
+        # Without `step=`: the user's own calls count steps too, and wandb drops what goes back.
+        run.log({self._STEP: step, **{n: self._shown(x) for n, x in as_floats(record).items()}})
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step of a run that is resumed, if it has one."""
+        run = self._run or self._wandb.run
+        step = run.summary.get(self._STEP) if getattr(run, "resumed", False) else None
+        return None if step is None else int(step)
+
+    def _define(self, run: Any, record: Record) -> None:
+        """Tells wandb, once for each name, over what to plot it."""
+        if self._defined[0] is not run:
+            self._defined = run, set()
+            run.define_metric(self._STEP)
+        known = self._defined[1]
+        for name in record:
+            if name not in known:
+                known.add(name)
+                run.define_metric(name, step_metric=self._STEP)
 
     def _shown(self, number: Number) -> Any:
         if isinstance(number, Histogram):
