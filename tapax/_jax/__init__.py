@@ -53,6 +53,7 @@ from tapax._jax.rules import (
     wrap_batcher,
     wrap_partial_eval,
     wrap_partial_eval_custom,
+    wrap_vjp,
 )
 from tapax._jax.tracing import (
     intercept_bind,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import api as _api
 from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -147,6 +148,13 @@ def allow_effect(effect: type) -> None:
         _effects.partial_eval_kept_effects,
     ):
         allowed.add_type(effect)
+
+
+def wrap_vjp(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts `wrap(vjp)` in the place of `jax.vjp`, by which `jax.grad` and others differentiate."""
+    wrapped = wrap(_api.vjp)
+    for module in (_api, jax):
+        module.vjp = wrapped
 
 
 def hold_weakly(parameter: type) -> None:

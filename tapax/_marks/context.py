@@ -54,7 +54,8 @@ class MarkingPolicy:
     `asked` are the kinds of sites that exist only because a selection asks for them. `changing` if
     what is marked may be edited, `replacing` if other values may come in its place, `pairs` if
     gradients meet their values. It `uses_weights` if results must be computed from the weights of
-    attention, as they are changed or differentiated.
+    attention, as they are changed or differentiated. `parameters` if what the program
+    differentiates by is marked too: see `_marks.parameters`.
     """
 
     rules: frozenset[Rule] = frozenset()
@@ -65,6 +66,7 @@ class MarkingPolicy:
     replacing: bool = False
     pairs: bool = False
     uses_weights: bool = False
+    parameters: bool = False
 
     def admits(self, module: Any, method: str) -> frozenset[ModuleFilter]:
         """The policies by which what a method of a module returns is a site."""
@@ -72,7 +74,7 @@ class MarkingPolicy:
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
 
     def __or__(self, other: MarkingPolicy) -> MarkingPolicy:
-        union = ("rules", "modules", "asked", "uses_weights", *self.on_marks)
+        union = ("rules", "modules", "asked", "uses_weights", "parameters", *self.on_marks)
         both = {name: getattr(self, name) | getattr(other, name) for name in union}
         return MarkingPolicy(structure=self.structure, **both)
 

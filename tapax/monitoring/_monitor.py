@@ -23,7 +23,6 @@ callbacks; Python side effects once more, when the copy is traced.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 import warnings
@@ -34,15 +33,15 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from tapax import _jax, reduce
-from tapax._calling.program import TracedCall
-from tapax._calling.transform import Transform, TransformedFunction, check_function
+from tapax._calling.transform import TransformedFunction, check_function
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._sites import SiteError, name_of
-from tapax._walk.plan import Plan
 from tapax.monitoring._delivery import Delivery, warn
 from tapax.monitoring._log import next_step
+from tapax.monitoring._parameters import ParameterWatch
 from tapax.monitoring._reader import NOTHING, Reader, check_integer, check_scalar
 from tapax.monitoring._records import AlertEvent
+from tapax.monitoring._watched_step import Captured, make_transform
 from tapax.monitoring.alert import AlertRule
 from tapax.monitoring.sink import To, make
 
@@ -64,6 +63,7 @@ def monitor(
     grads: PyTree = EVERYTHING,
     to: To = None,
     *,
+    params: Any = None,
     alerts: AlertRule | Sequence[AlertRule] = (),
     modules: Any = True,
     start: int | None = None,
@@ -74,6 +74,13 @@ def monitor(
     `values` and `grads` select the sites, and say which statistics to take of them, as in
     `tapax.capture`: `{"**/mlp": [tapax.reduce.rms, tapax.reduce.minmax]}`. A selection without a
     reducer stands for the root mean square.
+
+    `params` adds weights, their gradients, and how much the step changes them: True for all
+    parameters, a selection of their paths or of modules, such as `"**/kernel"`, or a mapping from
+    these to reducers. A parameter is an array among the arguments by which the step takes a
+    gradient; `Net/mlp/kernel` has the numbers `param_rms`, `param_grad_rms` and `update_ratio`, the
+    root mean square of the change over that of the parameter; so has the module `Net/mlp`, of all
+    parameters below it.
 
     `to` says where the numbers go: a sink, a function of a step and a record, a path, or a list of
     these: see `tapax.sink`. `alerts` are rules by which to warn: see `tapax.alert`.
@@ -93,6 +100,7 @@ def monitor(
         values,
         grads,
         to,
+        params=params,
         alerts=alerts,
         modules=modules,
         start=None if start is None else check_integer("start", start, 0),
@@ -117,6 +125,7 @@ class Monitor(Generic[P, R]):
         grads: PyTree,
         to: Any,
         *,
+        params: Any,
         alerts: AlertRule | Sequence[AlertRule],
         modules: Any,
         start: int | None,
@@ -124,14 +133,18 @@ class Monitor(Generic[P, R]):
     ):
         functools.update_wrapper(self, step, updated=())
         self._reader = Reader(values, grads, alerts)
-        if not self._reader.requests:
+        self._parameters = (
+            None if params is None or params is False else ParameterWatch(step, params)
+        )
+        if not self._reader.requests and self._parameters is None:
             raise ValueError(
-                "There is nothing to monitor: `values` and `grads` are None, and no alert is given."
+                "There is nothing to monitor: `values`, `grads` and `params` are None, and no "
+                "alert is given."
             )
         plan = self._reader.make_plan(modules)
         self._step = step
         self._every = every
-        self._copy = TransformedFunction(step, _MonitorTransform(plan))
+        self._copy = TransformedFunction(step, make_transform(plan, self._parameters))
         self._ran = False
         self._called: int | None = None
         self._scalars: dict[str, Any] | None = None
@@ -157,10 +170,14 @@ class Monitor(Generic[P, R]):
         self._delivery.release()
         number = self.step_number
         self._called, self._scalars = number, None
+        finish = None
         if not number % self._every and not self._reader.off:
-            self._watch(number, args, kwargs)
+            finish = self._watch(number, args, kwargs)
         self.step_number = number + 1
-        return self._step(*args, **kwargs)
+        out = self._step(*args, **kwargs)
+        if finish is not None:
+            finish(out)
+        return out
 
     def log(
         self, scalars: Mapping[str, Any] = NOTHING, /, *, always: bool = False, **named: Any
@@ -190,30 +207,51 @@ class Monitor(Generic[P, R]):
             self._delivery.hold(read)
         self._scalars.update(checked)
 
-    def _watch(self, number: int, args: Args, kwargs: Kwargs) -> None:
+    def _watch(self, number: int, args: Args, kwargs: Kwargs) -> Callable[[Any], None] | None:
+        """Runs the copy of the step; what to do with the result of the step, if it is not off."""
         try:
-            taps = _jax.gather(self._copy((), args, kwargs))
+            if self._parameters is not None:
+                self._parameters.open(args, kwargs)
+            captured: Captured = _jax.gather(self._copy((), args, kwargs))
+            if self._parameters is not None and captured.parameters is not None:
+                self._parameters.hold(captured.parameters)
         except Exception as error:
             # What cannot be traced is told at once; what fails later must not stop the training.
             if not self._ran and not isinstance(error, jax.errors.JaxRuntimeError):
                 if not isinstance(error, SiteError):
                     error.add_note(_NOTE)
                 raise
-            self._reader.stop()
-            warn(
-                f"The monitor of {name_of(self._step)} is off, and the training goes on: the "
-                f"watched step {number} failed with {type(error).__name__}: {error}"
-            )
-            return
-        if not self._ran and not taps.values and not taps.grads:
+            self._fail(number, error)
+            return None
+        taps = captured.taps
+        if not self._ran and self._parameters is None and not taps.values and not taps.grads:
             warnings.warn(
                 f"The monitor of {name_of(self._step)} sees nothing: the step has no sites. Mark "
                 "values with tapax.sow(value, name), or pass modules of a framework to the step.",
                 stacklevel=3,
             )
         self._ran = True
+        return functools.partial(self._report, number, captured)
+
+    def _report(self, number: int, captured: Captured, out: Any) -> None:
+        """Has the record of a step delivered, once it is known what else is logged."""
         self._scalars = {}
-        self._delivery.hold(functools.partial(self._reader.read, number, taps, self._scalars))
+        read = functools.partial(self._reader.read, number, captured.taps, self._scalars)
+        if self._parameters is not None and captured.parameters is not None:
+            try:
+                found = self._parameters.measure(captured.parameters, out)
+            except Exception as error:
+                self._fail(number, error)
+                return
+            read = functools.partial(read, functools.partial(self._parameters.read, found))
+        self._delivery.hold(read)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        self._reader.stop()
+        warn(
+            f"The monitor of {name_of(self._step)} is off, and the training goes on: the "
+            f"watched step {number} failed with {type(error).__name__}: {error}"
+        )
 
     @property
     def alerts(self) -> list[AlertEvent]:
@@ -230,27 +268,3 @@ class Monitor(Generic[P, R]):
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class _MonitorTransform(Transform):
-    """Returns what the plan selects, and computes nothing else."""
-
-    plan: Plan
-    stateless = True
-
-    def prepare(self, call: TracedCall) -> Any:
-        effects = {str(effect) for effect in call.program.jaxpr.effects}
-        if effects & {"IO", "OrderedIO"}:
-            warnings.warn(
-                "The monitored step has an io_callback, which is called a second time on each call "
-                "that is watched. If it reads data, or counts, the run is not the one without a "
-                "monitor: take it out of the step.",
-                stacklevel=10,
-            )
-
-    def run(self, call: TracedCall, prepared: PyTree) -> Any:
-        return None, call.program.only(lambda out: ()).walk(self.plan, call.arrays)[1]
-
-    def finish(self, out: PyTree, extra: PyTree) -> Any:
-        return extra

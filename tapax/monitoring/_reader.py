@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,11 +67,17 @@ class Reader:
     def stop(self) -> None:
         self.off = True
 
-    def read(self, step: int, taps: Taps | None, scalars: Mapping[str, Any] = NOTHING) -> Report:
+    def read(
+        self,
+        step: int,
+        taps: Taps | None,
+        scalars: Mapping[str, Any] = NOTHING,
+        read_parameters: Callable[[], Mapping[str, Number]] = dict,
+    ) -> Report:
         """Reads the record of a step: its statistics, and the scalars that the user logged."""
         record, alerts = ({}, []) if taps is None else self._read_taps(step, taps)
         numbers = {name: float(x) for name, x in jax.device_get(dict(scalars)).items()}
-        return step, {**record, **numbers}, alerts
+        return step, {**record, **read_parameters(), **numbers}, alerts
 
     def _read_taps(self, step: int, taps: Taps) -> tuple[dict[str, Number], list[AlertEvent]]:
         values, grads, valid = jax.device_get((taps.values, taps.grads, taps.valid))

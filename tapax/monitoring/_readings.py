@@ -121,7 +121,7 @@ def label_results(requests: Sequence[StatisticRequest], sites: SiteTable) -> lis
 
 def _split_path(path: str) -> tuple[str, str, str]:
     """The path of a site as it was marked, the key of the request, and the leaf of its result."""
-    found = re.fullmatch(r"(.*?):(?:[^:/]*\.)?((?:value|grad)#\w+)(?:\.(.*))?", path)
+    found = re.fullmatch(r"(.*?):(?:[^:/]*\.)?((?:value|grad|param_grad)#\w+)(?:\.(.*))?", path)
     assert found is not None, path
     return found[1], found[2], found[3] or ""
 

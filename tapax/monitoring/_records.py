@@ -36,7 +36,7 @@ def split_name(name: str) -> tuple[str, str, str]:
 
     A name of another form is the site; the kind and the statistic are then empty.
     """
-    found = re.fullmatch(r"(.+)/(value|grad)_([^/]+)", name)
+    found = re.fullmatch(r"(.+)/(value|grad|param_grad|param|update)_([^/]+)", name)
     return (found[1], found[2], found[3]) if found else (name, "", "")
 
 

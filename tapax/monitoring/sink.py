@@ -182,14 +182,17 @@ class wandb:
 
     def _define(self, run: Any, record: Record) -> None:
         """Tells wandb, once for each name, over what to plot it."""
+        define = getattr(run, "define_metric", None)  # a run that only records may have none
+        if define is None:
+            return
         if self._defined[0] is not run:
             self._defined = run, set()
-            run.define_metric(self._STEP)
+            define(self._STEP)
         known = self._defined[1]
         for name in record:
             if name not in known:
                 known.add(name)
-                run.define_metric(name, step_metric=self._STEP)
+                define(name, step_metric=self._STEP)
 
     def _shown(self, number: Number) -> Any:
         if isinstance(number, Histogram):

@@ -27,7 +27,7 @@ from tapax.monitoring._records import Histogram, split_name
 from tapax.reduce import Reducer
 
 Statistic: TypeAlias = "tuple[str, str]"
-"""The kind, `value` or `grad`, and the name: `rms`. Other numbers of a log have the kind `""`."""
+"""The kind, such as `value` or `grad`, and the name: `rms`. Numbers without a kind have `""`."""
 Number: TypeAlias = "float | Histogram"
 
 
@@ -137,11 +137,10 @@ def pick_statistics(
                     f"`stats` has {stat!r}, which is not there. There "
                     f"{'is' if len(there) == 1 else 'are'} {', '.join(map(repr, there))}."
                 )
-    return [
-        (kind, stat) for stat in wanted for kind in ("value", "grad", "") if (kind, stat) in found
-    ]
+    return [(kind, stat) for stat in wanted for kind in _KINDS if (kind, stat) in found]
 
 
+_KINDS = ("value", "grad", "param", "param_grad", "update", "")
 _ORDER = {"rms": 0, "norm": 1, "histogram": 3}
 
 

@@ -45,7 +45,13 @@ LABEL: dict[str, Any] = {"size": TEXT, "color": MUTED}
 LINE = 0.15
 """The height in inches that a label needs."""
 
-TITLES = {"value": "Values", "grad": "Gradients"}
+TITLES = {
+    "value": "Values",
+    "grad": "Gradients",
+    "param": "Weights",
+    "param_grad": "Gradients of weights",
+    "update": "Updates",
+}
 STATISTICS = {
     "rms": "root mean square",
     "zeros": "fraction of zeros",

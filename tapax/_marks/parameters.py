@@ -1,0 +1,58 @@
+"""Marks on parameters: the arrays that a program differentiates by.
+
+`jax.grad(loss)(params)` differentiates by its arguments. A mark on a parameter before that is not a
+part of the differentiated function, and meets no gradient. So the arguments are marked inside, as
+if `loss` began with `params = sow(params)`: the cotangent of the mark is the gradient that
+`jax.grad` returns. Whoever differentiates in JAX calls `jax.vjp`, which is wrapped for it; the
+wrapped function is JAX's own unless a program is traced for a monitor of parameters.
+
+No selection picks these marks, and no capture returns them: which argument of the program each one
+is on is told by data flow, when the program is known.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _jax
+from tapax._jax import Function
+from tapax._marks.context import active_policy
+from tapax._marks.tap import Mark, tap
+
+
+class ParameterMark(Mark):
+    """The mark of an array by which a function is differentiated. It is not a site."""
+
+
+_jax.hold_weakly(ParameterMark)
+
+
+@functools.cache
+def register() -> None:
+    """Has `jax.vjp` mark what it differentiates by, where that is asked for."""
+    _jax.wrap_vjp(_wrap)
+
+
+def _wrap(vjp: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(vjp)
+    def wrapped(fun: Function, *primals: Any, **options: Any) -> Any:
+        policy = active_policy()
+        if policy is None or not policy.parameters:
+            return vjp(fun, *primals, **options)
+
+        @functools.wraps(fun)
+        def marked(*primals: Any) -> Any:
+            return fun(*jax.tree.map(_mark, primals))
+
+        return vjp(marked, *primals, **options)
+
+    return wrapped
+
+
+def _mark(x: Any) -> Any:
+    if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return tap(x, ParameterMark("parameter", "closed", ""))

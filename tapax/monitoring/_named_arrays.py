@@ -1,0 +1,193 @@
+"""The arrays among the arguments of a step by name, and those that the step puts in their place.
+
+A name is that of the argument and the path from there: `state/params/Dense_0/kernel`. A module of a
+framework is named by its class, as its sites are: `Net/blocks/0/mlp/kernel`; or by the argument, if
+there are several of one class.
+
+A step changes objects in place, or returns new arrays. What it returned for an argument is the part
+of the result that has the structure, shapes and dtypes of the argument; and if there is none, of
+the smallest part of it that holds all parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tapax._frameworks import registry
+from tapax._frameworks.anchors import leaf_path
+from tapax._frameworks.interface import Adapter
+from tapax._jax import Args, Kwargs, PyTree
+from tapax._sites import join
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """An argument of a step, with what its arrays are called: a prefix for each module in it."""
+
+    name: str
+    value: Any
+    roots: Mapping[int, str]
+
+    def arrays(self) -> dict[str, Any]:
+        """The arrays in it as they are now, by name."""
+        leaves = jax.tree_util.tree_flatten_with_path(self.value, is_leaf=_is_object)[0]
+        found: dict[str, Any] = {}
+        for keys, leaf in leaves:
+            if _is_object(leaf):
+                root = self.roots[id(leaf)]
+                found.update((join(root, path), x) for path, x in _object_arrays(leaf))
+            elif _is_array(leaf):
+                found[join(self.name, leaf_path(keys))] = leaf
+        return found
+
+
+def list_arguments(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Argument]:
+    """The arguments of a call by name."""
+    given = list(_bound(step, args, kwargs))
+    objects = [(name, leaf) for name, value in given for leaf in _objects_in(value)]
+    names = {id(leaf): _class_name(leaf) for _, leaf in objects}
+    counts = Counter(names.values())
+    for name, leaf in objects:
+        if counts[names[id(leaf)]] > 1:
+            names[id(leaf)] = name
+    return [Argument(name, value, names) for name, value in given]
+
+
+def _bound(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
+    try:
+        signature = inspect.signature(step)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        yield from ((f"arg{i}", value) for i, value in enumerate(args))
+        yield from kwargs.items()
+        return
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((f"{name}/{i}", part) for i, part in enumerate(value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from value.items()
+        else:
+            yield name, value
+
+
+def find_updated(
+    arguments: Iterable[Argument], result: PyTree, before: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The parameters after a call; and the names of the arguments for which they are not known.
+
+    `before` has the parameters as they were.
+    """
+    after: dict[str, Any] = {}
+    unknown: list[str] = []
+    for argument in arguments:
+        now = {name: x for name, x in argument.arrays().items() if name in before}
+        if not now:
+            continue
+        if any(x is not before[name] for name, x in now.items()):
+            after.update(now)
+            continue
+        found = _returned(argument, frozenset(now), result)
+        if found is None:
+            unknown.append(argument.name)
+        else:
+            after.update(found)
+    return after, unknown
+
+
+def _returned(argument: Argument, names: frozenset[str], result: PyTree) -> dict[str, Any] | None:
+    """The parameters of an argument in a result; None if it is not known where they are."""
+    parts = [(argument.name, argument.value)]
+    while parts:
+        prefix, part = parts[0]
+        own = Argument(prefix, part, argument.roots)
+        if not names <= own.arrays().keys():
+            return None
+        matching = _shallowest(result, _signature(part))
+        if len(matching) == 1:
+            twin = dataclasses.replace(own, value=matching[0], roots=_twin_roots(own, matching[0]))
+            return {name: x for name, x in twin.arrays().items() if name in names}
+        if matching:
+            return None
+        parts = [
+            child
+            for child in _children(prefix, part)
+            if names <= Argument(*child, argument.roots).arrays().keys()
+        ]
+    return None
+
+
+def _children(prefix: str, part: PyTree) -> Iterator[tuple[str, Any]]:
+    if _is_object(part):
+        return
+    leaves = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda x: x is not part)[0]
+    for keys, child in leaves:
+        if child is not part:
+            yield join(prefix, leaf_path(keys)), child
+
+
+def _twin_roots(argument: Argument, twin: PyTree) -> dict[int, str]:
+    """The names of the modules in the twin of an argument."""
+    pairs = zip(_objects_in(argument.value), _objects_in(twin), strict=True)
+    return {id(new): argument.roots[id(old)] for old, new in pairs}
+
+
+def _signature(tree: PyTree) -> tuple[Any, ...]:
+    """The structure of a tree, and the types of its arrays."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) if _is_array(x) else None for x in leaves)
+
+
+def _shallowest(tree: PyTree, signature: tuple[Any, ...]) -> list[Any]:
+    """The parts of a tree of a signature that are nearest to its root."""
+    level = [tree]
+    while level:
+        found = [part for part in level if _signature(part) == signature]
+        if found:
+            return found
+        level = [child for part in level for _, child in _children("", part)]
+    return []
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def _adapter(value: Any) -> Adapter | None:
+    found = (a for a in registry.loaded_adapters() if a.is_module(value) or a.is_opaque(value))
+    return next(found, None)
+
+
+def _is_object(value: Any) -> bool:
+    return not _is_array(value) and _adapter(value) is not None
+
+
+def _objects_in(value: PyTree) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(value, is_leaf=_is_object) if _is_object(leaf)]
+
+
+def _class_name(value: Any) -> str:
+    adapter = _adapter(value)
+    assert adapter is not None
+    return adapter.name(value) if adapter.is_module(value) else type(value).__name__
+
+
+def _object_arrays(value: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays of an object of a framework, by their paths in it."""
+    adapter = _adapter(value)
+    assert adapter is not None
+    state = adapter.state(value)
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if _is_array(leaf):
+            # Where the state is apart from the object, an array is the value of a variable.
+            yield leaf_path(keys if state is value else keys[:-1]), leaf
+    for variable in getattr(value, "variables", ()) if state is value else ():
+        if _is_array(getattr(variable, "value", None)):
+            yield variable.path.partition("/")[2], variable.value

@@ -1,0 +1,326 @@
+"""What a monitor records of parameters: weights, gradients, and the update ratio.
+
+A parameter is an array among the arguments of the step by which the step takes a gradient. Of each,
+and of each module that has some, a record has statistics of the weights before the step,
+`Net/mlp/kernel/param_rms`; of the gradient, `Net/mlp/kernel/param_grad_rms`; and how much the step
+changes them, `Net/mlp/kernel/update_ratio`: the root mean square of the change over that of the
+weights. The numbers of a module, `Net/mlp/param_rms`, are those of all parameters below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _jax
+from tapax._calling.collect import make_taps
+from tapax._calling.program import TracedCall
+from tapax._jax import Args, Kwargs, PyTree, Static, Value, pytrees
+from tapax._marks import parameters as parameter_marks
+from tapax._marks.sow import leaf_name
+from tapax._results import Taps
+from tapax._sites import Site, SiteError, flatten, matches, name_of, nearest
+from tapax._walk.entries import Entry
+from tapax._walk.plan import Plan
+from tapax.monitoring._named_arrays import Argument, find_updated, list_arguments
+from tapax.monitoring._parameter_gradients import GradientHooks, find_parameters
+from tapax.monitoring._readings import (
+    StatisticRequest,
+    label_results,
+    make_requests,
+    read_numbers,
+    split_statistics,
+)
+from tapax.monitoring._records import Number
+from tapax.reduce import Reducer, rms
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterPlan(Plan):
+    """A plan under which parameters are marked too."""
+
+    def marking_policy(self, structure: Any = None) -> Any:
+        return dataclasses.replace(super().marking_policy(structure), parameters=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KnownParameters:
+    """The parameters of a program: the name of each by its mark; those that it donates."""
+
+    names: Mapping[int, str]
+    donated: frozenset[str]
+
+    @functools.cached_property
+    def nodes(self) -> dict[str, list[str]]:
+        """The parameters, and the modules that have some, each with all parameters in it."""
+        nodes: dict[str, list[str]] = {}
+        for name in dict.fromkeys(self.names.values()):
+            segments = name.split("/")
+            for length in range(1, len(segments) + 1):
+                nodes.setdefault("/".join(segments[:length]), []).append(name)
+        return nodes
+
+
+class ParameterCapture(NamedTuple):
+    """The parameters of a step, and statistics of their gradients."""
+
+    known: Static[KnownParameters]
+    gradients: Taps
+
+
+class StepStatistics(NamedTuple):
+    """Statistics of one step, on the device: of gradients; of weights and updates, by module."""
+
+    gradients: Taps
+    numbers: dict[tuple[str, str], Any]
+
+
+class ParameterWatch:
+    """The parameters of a monitored step: which are selected, and how they are measured.
+
+    A watched call is: `open`, the copy of the step, `hold`, the step, `measure`.
+    """
+
+    def __init__(self, step: Callable[..., Any], selection: Any):
+        chosen = {"**": rms} if selection is True else selection
+        self._step = step
+        self._requests = make_requests("param", chosen)
+        for request in self._requests:
+            if request.reducer.paired:
+                raise TypeError(
+                    f"tapax.reduce.{request.reducer} compares a gradient with its value, and "
+                    "`params` has no such pairs. Give it to `grads`."
+                )
+        self._gradient_requests = [
+            dataclasses.replace(r, kind="param_grad", key=r.key.replace("param#", "param_grad#"))
+            for r in self._requests
+        ]
+        self._arguments: list[Argument] = []
+        self._before: dict[str, Any] = {}
+        self._copies: dict[str, Any] = {}
+        self._warned = False
+        self._measure = jax.jit(self._statistics, static_argnums=2)
+        parameter_marks.register()
+
+    def open(self, args: Args, kwargs: Kwargs) -> None:
+        """Sees the arguments of a call before the step runs."""
+        self._arguments = list_arguments(self._step, args, kwargs)
+
+    def prepare(self, call: TracedCall) -> KnownParameters:
+        """Finds the parameters of a program that was traced for the call."""
+        places: dict[int, list[str]] = {}
+        for argument in self._arguments:
+            for name, x in argument.arrays().items():
+                places.setdefault(id(x), []).append(name)
+        # An array may be in two places, as if a target network were made of the model's own.
+        given = {i: names.pop(0) for i, x in enumerate(call.arrays) if (names := places.get(id(x)))}
+        found, shared = find_parameters(call.program.jaxpr)
+        names = {uid: given[origin] for uid, origin in found.items() if origin in given}
+        if shared := [given[origin] for origin in sorted(shared) if origin in given]:
+            _warn_shared(shared)
+        if not names:
+            raise SiteError(
+                f"`params` was given, but {name_of(self._step)} takes no gradient by an array "
+                "among its arguments. Pass the parameters to the step, and differentiate inside "
+                "it, or leave `params` out."
+            )
+        donated = frozenset(given[i] for i in _donated(call.program.jaxpr) if i in given)
+        known = KnownParameters(names, donated)
+        self._verify(known)
+        return known
+
+    def _verify(self, known: KnownParameters) -> None:
+        for request in self._requests:
+            for part in flatten(request.selection):
+                if not any(matches(part, _site(node)) for node in known.nodes):
+                    raise SiteError(
+                        f"params={part!r} was asked for, but no parameter has that name, and no "
+                        f"module with parameters. {nearest(str(part), list(known.nodes))}"
+                    )
+
+    def _chosen(self, node: str, requests: Iterable[StatisticRequest]) -> list[StatisticRequest]:
+        return [r for r in requests if matches(r.selection, _site(node))]
+
+    def hooks(self, known: KnownParameters) -> GradientHooks:
+        """The hooks that record the gradients of parameters, for them and for their modules."""
+        reducers: dict[str, dict[Reducer, None]] = {}
+        for node, members in known.nodes.items():
+            for request in self._chosen(node, self._gradient_requests):
+                (reducer,) = request.mapping.values()
+                for name in members:
+                    reducers.setdefault(name, {})[reducer] = None
+        return GradientHooks(known.names, {name: list(r) for name, r in reducers.items()})
+
+    def gradients(self, known: KnownParameters, entries: Sequence[Entry]) -> ParameterCapture:
+        """Makes the statistics of gradients out of what the hooks recorded."""
+        numbered = list(_numbered(entries))
+        made: list[Entry] = []
+        for node, members in known.nodes.items():
+            for request in self._chosen(node, self._gradient_requests):
+                (reducer,) = request.mapping.values()
+                own = [e for e in numbered if e.site.path in members and _reducer(e) == reducer]
+                for group in _alike(own):
+                    merged = _merged(group) if len(members) > 1 else group[0]
+                    if merged is not None:
+                        site = dataclasses.replace(merged.site, path=node)
+                        made.append(merged._replace(site=site))
+        taps = make_taps(made, [_site(node) for node in known.nodes])
+        return ParameterCapture(Static(known), taps)
+
+    def hold(self, captured: ParameterCapture) -> None:
+        """Keeps the parameters before the step, in copies if the step is given them for good."""
+        known = captured.known.value
+        arrays = {n: x for argument in self._arguments for n, x in argument.arrays().items()}
+        self._before = {n: arrays[n] for n in dict.fromkeys(known.names.values())}
+        self._copies = {n: jnp.copy(self._before[n]) for n in known.donated & set(self._before)}
+
+    def measure(self, captured: ParameterCapture, result: PyTree) -> StepStatistics:
+        """Measures the weights and what the step has made of them."""
+        arguments, self._arguments = self._arguments, []
+        before, self._before = self._before, {}
+        after, unknown = find_updated(arguments, result, before)
+        before, self._copies = {**before, **self._copies}, {}
+        if unknown and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The update of the parameters in {', '.join(map(repr, unknown))} is not recorded: "
+                f"{name_of(self._step)} does not return one structure like that argument. Return "
+                "the new parameters as they were given.",
+                stacklevel=4,
+            )
+        numbers = self._measure(before, after, captured.known.value)
+        return StepStatistics(captured.gradients, _jax.gather(numbers))
+
+    def _statistics(
+        self, before: dict[str, Value], after: dict[str, Value], known: KnownParameters
+    ) -> dict[tuple[str, str], Any]:
+        found: dict[tuple[str, str], Any] = {}
+        for node, members in known.nodes.items():
+            requests = self._chosen(node, self._requests)
+            for request in requests:
+                state = _state_of(request.reducer, [before[name] for name in members])
+                if state is not None:
+                    found[node, request.key] = request.reducer.finish(state)
+            if requests and all(name in after for name in members):
+                change = sum(_squares(_wide(after[n]) - _wide(before[n])) for n in members)
+                weights = sum(_squares(_wide(before[n])) for n in members)
+                found[node, "update"] = jnp.sqrt(change) / jnp.sqrt(weights)
+        return found
+
+    def read(self, found: StepStatistics) -> dict[str, Number]:
+        """Reads the numbers of a step, on the thread of the delivery."""
+        record: dict[str, Number] = {}
+        by_key = {r.key: r for r in self._requests}
+        for (node, key), result in jax.device_get(found.numbers).items():
+            if key == "update":
+                record[f"{node}/update_ratio"] = float(result)
+                continue
+            request = by_key[key]
+            for stat, number in _split(request, result):
+                record[f"{node}/param_{stat}"] = number
+        taps = found.gradients
+        grads, valid = jax.device_get((taps.grads, taps.valid))
+        labels = label_results(self._gradient_requests, taps.sites)
+        record |= {r.name: r.number for r in read_numbers(labels, grads, valid)}
+        return record
+
+
+def _site(node: str) -> Site:
+    return Site(node, kind="param")
+
+
+def _reducer(entry: Entry) -> Reducer:
+    assert entry.reduction is not None
+    return entry.reduction.reducer
+
+
+def _numbered(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Entries as those of the first, the second, ... gradient by a parameter."""
+    calls: dict[tuple[str, Any], list[Any]] = {}
+    for entry in entries:
+        if entry.again:  # a part of a second derivative
+            continue
+        known = calls.setdefault((entry.site.path, _reducer(entry)), [])
+        known.append(entry.call)
+        yield entry._replace(site=dataclasses.replace(entry.site, call=len(known) - 1))
+
+
+def _alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Groups of entries of one gradient, in the same loops."""
+    groups: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.site.call, entry.lead, entry.loops), []).append(entry)
+    yield from groups.values()
+
+
+def _types(state: Iterable[Any]) -> list[Any]:
+    return [(x.shape, x.dtype) for x in state]
+
+
+def _merged(entries: Sequence[Entry]) -> Entry | None:
+    """The entry of several parameters; None if a reducer tells their units apart."""
+    first = entries[0]
+    reduction = first.reduction
+    assert reduction is not None
+    if any(_types(e.state) != _types(first.state) for e in entries) or reduction.mapped:
+        return None
+    states = [reduction.masked(e.state, e.valid) for e in entries]
+    state = functools.reduce(lambda a, b: reduction.combine(a, b, first.lead), states)
+    some = [e.valid for e in entries if e.valid is not None]
+    valid = functools.reduce(jnp.maximum, some) if len(some) == len(entries) else None
+    return first._replace(value=tuple(state), valid=valid)
+
+
+def _state_of(reducer: Reducer, arrays: Sequence[Value]) -> Any:
+    """The state of a reducer that has seen some arrays; None if it is not for them."""
+    if not all(reducer.takes(x.dtype) for x in arrays):
+        return None
+    states = [reducer.update(reducer.start(x), x) for x in arrays]
+    types = [_types(jax.tree.leaves(state)) for state in states]
+    if any(other != types[0] for other in types):
+        return None
+    return functools.reduce(reducer.combine, states)
+
+
+def _split(request: StatisticRequest, result: PyTree) -> Iterator[tuple[str, Number]]:
+    for keys, leaf in pytrees.leaves_with_path(result):
+        name = leaf_name(keys)
+        stat = f"{request.stat}.{name}" if name else request.stat
+        yield from split_statistics(request.reducer, stat, leaf)
+
+
+def _wide(x: Value) -> Value:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _squares(x: Value) -> Value:
+    return jnp.sum(jnp.square(jnp.abs(x)))
+
+
+def _warn_shared(names: Sequence[str]) -> None:
+    warnings.warn(
+        f"The gradients of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''} are not "
+        "recorded: one jitted function takes them all, and which is whose cannot be told. Take "
+        "that jit away, or give each a function of its own; the step is jitted as a whole.",
+        stacklevel=10,
+    )
+
+
+def _donated(jaxpr: Any) -> set[int]:
+    """The arguments of a program that a jitted function in it is given for good."""
+    inner = _jax.open_jaxpr(jaxpr)
+    places = {v: i for i, v in enumerate(inner.invars)}
+    given = (
+        v
+        for eqn in inner.eqns
+        for v in itertools.compress(eqn.invars, eqn.params.get("donated_invars", ()))
+        if not isinstance(v, _jax.Literal)
+    )
+    return {places[v] for v in given if v in places}
