@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -21,10 +22,9 @@ import jax
 import numpy as np
 
 from tapax._frameworks import registry
-from tapax._frameworks.anchors import leaf_path
 from tapax._frameworks.interface import Adapter
 from tapax._jax import Args, Kwargs, PyTree
-from tapax._sites import join
+from tapax._sites import join, segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Argument:
                 root = self.roots[id(leaf)]
                 found.update((join(root, path), x) for path, x in _object_arrays(leaf))
             elif _is_array(leaf):
-                found[join(self.name, leaf_path(keys))] = leaf
+                found[join(self.name, _path(keys))] = leaf
         return found
 
 
@@ -130,7 +130,7 @@ def _children(prefix: str, part: PyTree) -> Iterator[tuple[str, Any]]:
     leaves = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda x: x is not part)[0]
     for keys, child in leaves:
         if child is not part:
-            yield join(prefix, leaf_path(keys)), child
+            yield join(prefix, _path(keys)), child
 
 
 def _twin_roots(argument: Argument, twin: PyTree) -> dict[int, str]:
@@ -154,6 +154,13 @@ def _shallowest(tree: PyTree, signature: tuple[Any, ...]) -> list[Any]:
             return found
         level = [child for part in level for _, child in _children("", part)]
     return []
+
+
+def _path(keys: Iterable[Any]) -> str:
+    """The keys of a leaf as a path; a key of Haiku's, `mlp/~/linear_0`, is one itself."""
+    texts = (jax.tree_util.keystr((key,), simple=True) for key in keys)
+    parts = (part for text in texts for part in re.sub(r"/~[^/]*", "", text).split("/"))
+    return "/".join(map(segment, parts))
 
 
 def _is_array(x: Any) -> bool:
@@ -187,7 +194,7 @@ def _object_arrays(value: Any) -> Iterator[tuple[str, Any]]:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if _is_array(leaf):
             # Where the state is apart from the object, an array is the value of a variable.
-            yield leaf_path(keys if state is value else keys[:-1]), leaf
+            yield _path(keys if state is value else keys[:-1]), leaf
     for variable in getattr(value, "variables", ()) if state is value else ():
         if _is_array(getattr(variable, "value", None)):
             yield variable.path.partition("/")[2], variable.value

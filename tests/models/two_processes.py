@@ -232,6 +232,43 @@ def check_monitor(w, x):
     assert tapax.open(own).steps.tolist() == [0]
 
 
+def check_stream(w, x):
+    @jax.jit
+    def train(w, x):
+        def body(w, _):
+            grad = jax.grad(lambda w: jnp.sum(tapax.sow(jnp.tanh(x @ w), "h") ** 2))(w)
+            return w - 0.01 * grad, None
+
+        return jax.lax.scan(body, w, None, 5)[0]
+
+    log = tapax.Log()
+    with tapax.stream(train, every=2, to=log) as streamed:
+        streamed(w, x)
+    assert log.steps.tolist() == ([] if PROCESS else [0, 2, 4])
+    weights, data, expected = np.asarray(W, np.float64), np.asarray(X, np.float64), []
+    for _ in range(5):
+        h = np.tanh(data @ weights)
+        expected.append(rms(h))
+        weights = weights - 0.01 * data.T @ (2 * h * (1 - h**2))
+    if PROCESS == 0:
+        np.testing.assert_allclose(log["h/value_rms"].values, expected[::2], rtol=1e-4)
+
+
+def check_parameters(w, x):
+    def step(w, x):
+        return w - 0.1 * jax.grad(LOSS)(w, x)
+
+    log = tapax.Log()
+    options = {"values": None, "grads": None, "params": True, "to": log}
+    with tapax.monitor(jax.jit(step), every=1, **options) as watched:
+        watched(w, x)
+    if PROCESS == 0:
+        ((_, record),) = list(log)
+        np.testing.assert_allclose(record["w/param_rms"], rms(W), rtol=1e-5)
+        ratio = 0.1 * record["w/param_grad_rms"] / rms(W)
+        np.testing.assert_allclose(record["w/update_ratio"], ratio, rtol=1e-3)
+
+
 def main():
     jax.distributed.initialize(f"localhost:{PORT}", 2, PROCESS)
     assert (jax.process_count(), jax.device_count()) == (2, 4)
@@ -245,6 +282,8 @@ def main():
     check_statistics(w, x)
     check_nonfinite(mesh, x)
     check_monitor(w, x)
+    check_stream(w, x)
+    check_parameters(w, x)
     from flax import nnx
 
     assert "flax.Linear" in repr(tapax.modules(nnx.Linear(4, 4, rngs=nnx.Rngs(0))))
