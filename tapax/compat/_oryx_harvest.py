@@ -1,7 +1,9 @@
 """The harvest of `compat.oryx`: plants values in a program, and reaps what it sows."""
 
+import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,14 +23,18 @@ from tapax._walk.changes import Part
 from tapax._walk.entries import Entry
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
+from tapax.compat._oryx_checks import check_places, group_by_name
 from tapax.compat._oryx_marks import (
     Name,
     ReapHooks,
     SowFrame,
     SownLeaf,
+    SowPlace,
     SowSurveyHooks,
-    group_by_name,
+    as_weak,
+    nesting,
     show,
+    weak_plants,
 )
 
 
@@ -53,7 +59,8 @@ class OryxHarvest(Transform):
         jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
         plants = call.operands
         own = {sow: at for sow, at in hooks.placed.items() if self._has(sow.mark.collection)}
-        _check_known(plants, {sow.mark.collection.local_name for sow in own}, self.tag)
+        _warn_unknown(plants, {sow.mark.collection.local_name for sow in own}, self.tag)
+        check_places(hooks, self._harvests)
 
         def is_planted(sown: SownLeaf) -> bool:
             found = _find(plants, sown.local_name) is not _MISSING
@@ -93,18 +100,36 @@ class OryxHarvest(Transform):
         hooks = ReapHooks(picks, takes, self.plan.marking_policy(None))
         walk = Walk(Plan(lambda site: picks(site.collection), None), builder.changes(), hooks)
         outs = call.program.run(walk, call.arrays)
+        if not self.plants:
+            check_places(hooks, self._harvests)
         with internal_operations():
             return outs, _collect_reaps(walk, hooks)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return {"plant": out, "reap": extra}.get(self.function, (out, extra))
 
+    def set_weak_plants(self, plants: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        """Within, values of this tag are sown with the types of those plants that are weak."""
+        others = [pair for pair in weak_plants.value if pair[0][0] != self.tag]
+        own = [
+            ((self.tag, (*nesting.value, *name), i), dtype)
+            for name, i, dtype in _list_weak(plants)
+            if self._allows_name(name)
+        ]
+        return weak_plants((*others, *own))
+
+    def _harvests(self, sown: Any) -> bool:
+        return self._has(sown) and self._allows(sown)
+
     def _has(self, sown: Any) -> bool:
         return isinstance(sown, SownLeaf) and sown.tag == self.tag
 
     def _allows(self, sown: SownLeaf) -> bool:
-        inside = self.allowed is None or sown.name[-1] in self.allowed
-        return inside and self.blocked.isdisjoint(sown.local_name)
+        return self._allows_name(sown.local_name)
+
+    def _allows_name(self, name: Name) -> bool:
+        inside = self.allowed is None or name[-1] in self.allowed
+        return inside and self.blocked.isdisjoint(name)
 
 
 _MISSING = object()
@@ -118,19 +143,34 @@ def _find(plants: PyTree, name: Name) -> Any:
     return plants
 
 
-def _check_known(plants: PyTree, names: set[Name], tag: Hashable, scope: Name = ()) -> None:
-    """Raises for a plant that would do nothing."""
+def _list_weak(plants: Mapping[str, Any], scope: Name = ()) -> Iterator[tuple[Name, int, Any]]:
+    """Lists the plants of weak types: name, number of the leaf, dtype.
+
+    A dict may hold the names of a scope, or be a value itself: it is listed as both.
+    """
+    for key, value in plants.items():
+        name = (*scope, key)
+        for i, leaf in enumerate(jax.tree.leaves(value)):
+            if getattr(jax.typeof(leaf), "weak_type", False):
+                yield name, i, leaf.dtype
+        if isinstance(value, Mapping):
+            yield from _list_weak(value, name)
+
+
+def _warn_unknown(plants: PyTree, names: set[Name], tag: Hashable, scope: Name = ()) -> None:
+    """Warns of a plant that does nothing."""
     for key, value in plants.items():
         name = (*scope, key)
         if name in names:
             continue
         if isinstance(value, Mapping) and any(known[: len(name)] == name for known in names):
-            _check_known(value, names, tag, name)
+            _warn_unknown(value, names, tag, name)
             continue
         known = ", ".join(map(show, sorted(names))) or "none"
-        raise SiteError(
-            f"`plants` has a value for {show(name)}, but nothing is sown under that name with the "
-            f"tag {tag!r}. The names that are: {known}."
+        warnings.warn(
+            f"`plants` has a value for {show(name)}, which is ignored: nothing is sown under that "
+            f"name with the tag {tag!r}. The names that are: {known}.",
+            stacklevel=2,
         )
 
 
@@ -186,12 +226,16 @@ def _collect_reaps(walk: Walk, hooks: ReapHooks) -> dict[str, Any]:
         inner = reaps
         for scope in name[:-1]:
             inner = inner.setdefault(scope, {})
-        leaves = [_join_entries(name, entries[name, i], picked) for i in range(treedef.num_leaves)]
+        leaves = []
+        for i in range(treedef.num_leaves):
+            leaf = _join_entries(name, entries[name, i], picked)
+            is_weak = all(picked[c].is_weak for c in calls if c.mark.collection.index == i)
+            leaves.append(as_weak(leaf, leaf.dtype) if is_weak else leaf)
         inner[name[-1]] = treedef.unflatten(leaves)
     return reaps
 
 
-def _join_entries(name: Name, entries: Sequence[Entry], placed: Mapping[Call, Any]) -> Any:
+def _join_entries(name: Name, entries: Sequence[Entry], placed: Mapping[Call, SowPlace]) -> Any:
     """The value of a name, of what was sown under it."""
     first, *others = entries
     if first.folded:
@@ -203,7 +247,7 @@ def _join_entries(name: Name, entries: Sequence[Entry], placed: Mapping[Call, An
         return first.value
     items = []
     for entry in entries:
-        frames = placed[entry.call]
+        frames = placed[entry.call].frames
         meshes = len(entry.loops) - sum(frame.kind is Kind.SCAN for frame in frames)
         items.append(_ReapedValue(frames, entry.value, entry.valid, meshes))
     try:

@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core.primitives import convert_element_type_p
 
 from tapax import _jax
 from tapax._calling.survey import SurveyHooks
@@ -30,7 +30,13 @@ Fn: TypeAlias = Callable[..., Any]
 Name: TypeAlias = tuple[str, ...]
 """The scopes around a name, and the name."""
 
+LeafKey: TypeAlias = tuple[Hashable, Name, int]
+"""The tag, the name and the number of a leaf of a sown value."""
+
 nesting = ContextVariable[Name](())
+weak_plants = ContextVariable[tuple[tuple[LeafKey, Any], ...]](())
+"""The leaves for which a value of a weak type is planted, and its dtype."""
+_SCALAR_TYPES = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _HERE = os.path.dirname(__file__)
 
 
@@ -86,8 +92,27 @@ def mark_sow(value: PyTree, sown: SownLeaf, source: str = "") -> Any:
     for i, x in enumerate(arrays):
         leaf = dataclasses.replace(sown, name=name, index=i, treedef=treedef)
         where = leaf.path, "sow", source or find_caller()
+        if sown.only != "reap":
+            x = _follow_plant(x, leaf)
         arrays[i] = tap(x, _UnscopedMark(*where, collection=leaf, **here.on_marks, **fold))
     return treedef.unflatten(arrays[: len(leaves)])
+
+
+def _follow_plant(x: Value, leaf: SownLeaf) -> Value:
+    """Casts a value that cannot hold its plant, as an integer cannot hold a float.
+
+    What follows is then traced for the type of the plant.
+    """
+    dtype = dict(weak_plants.value).get((leaf.tag, leaf.name, leaf.index))
+    if dtype is None or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    promoted = jnp.result_type(x.dtype, _SCALAR_TYPES.get(dtype.kind, float))
+    return x if promoted == x.dtype else as_weak(x, dtype)
+
+
+def as_weak(x: Value, dtype: Any) -> Value:
+    """Casts to a weak type, which gives way to the types it meets, as a Python number does."""
+    return convert_element_type_p.bind(x, new_dtype=dtype, weak_type=True, sharding=None)
 
 
 def tie(value: T, key: Value) -> T:
@@ -124,16 +149,28 @@ class SowFrame(NamedTuple):
     branch: Any = 0
 
 
+class SowPlace(NamedTuple):
+    """Where a value is sown, outermost frame first, and its type."""
+
+    frames: tuple[SowFrame, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    is_weak: bool
+
+
 class SowHooks(WalkHooks):
-    """Notes the frames around each call of a sow."""
+    """Notes the frames around each call of a sow, and how many branches conditionals have."""
 
     def __init__(self) -> None:
-        self.placed: dict[Call, tuple[SowFrame, ...]] = {}
+        self.placed: dict[Call, SowPlace] = {}
+        self.branch_counts: dict[Any, int] = {}
         self._frames: tuple[SowFrame, ...] = ()
         self._path: tuple[int, ...] = ()
 
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
         before, self._path = self._path, (*self._path, id(eqn))
+        if kind_of(eqn) is Kind.COND:
+            self.branch_counts[self._path] = len(eqn.params["branches"])
         try:
             return super().equation(walk, eqn, args)
         finally:
@@ -158,7 +195,9 @@ class SowHooks(WalkHooks):
             # Conditionals that `vmap` made selections are to be seen no more.
             numbers = tap.eqn.params["branches"]
             selected = (SowFrame(Kind.COND, "vmap", numbers),) if numbers else ()
-            self.placed[tap.call] = (*self._frames, *selected)
+            value = tap.eqn.invars[0].aval
+            frames, weak = (*self._frames, *selected), bool(getattr(value, "weak_type", False))
+            self.placed[tap.call] = SowPlace(frames, value.shape, value.dtype, weak)
         super().record(walk, tap)
 
 
@@ -213,65 +252,6 @@ class ReapHooks(SowHooks):
             walk.nested = True
         empty = jnp.zeros((0,), bool)
         return [Token(out.calls, empty) if type(out) is Token else out for out in outs]
-
-
-def group_by_name(placed: Mapping[Call, Sequence[SowFrame]], what: str) -> dict[Name, list[Call]]:
-    """Groups calls by their names; raises where one cannot be `what`, reaped or planted."""
-    found: dict[Name, list[Call]] = {}
-    for call in placed:
-        found.setdefault(call.mark.collection.local_name, []).append(call)
-    for name, (call, *_) in found.items():
-        for scope in (name[:n] for n in range(1, len(name)) if name[:n] in found):
-            raise SiteError(
-                f"{show(name)}, sown at {call.mark.source}, is in a scope of the name of "
-                f"{show(scope)}, sown at {found[scope][0].mark.source}. Give one another name."
-            )
-    for name, calls in found.items():
-        _check_modes(name, {call: placed[call] for call in calls}, what)
-    return found
-
-
-def _check_modes(name: Name, calls: Mapping[Call, Sequence[SowFrame]], what: str) -> None:
-    """Raises if the mode of a name does not allow it where it is sown."""
-    first = next(iter(calls))
-    mode, treedef = first.mark.collection.mode, first.mark.collection.treedef
-    where = f"{show(name)} is sown at {first.mark.source}"
-    for call, frames in calls.items():
-        other, kinds = call.mark.collection, {frame.kind for frame in frames}
-        if other.mode != mode and not ("clobber" in mode and "clobber" in other.mode):
-            raise SiteError(
-                f"{where} in mode {mode!r}, and at {call.mark.source} in mode {other.mode!r}. Give "
-                "one of them another name."
-            )
-        if other.treedef != treedef:
-            raise SiteError(
-                f"{where} with the structure {treedef}, and at {call.mark.source} with "
-                f"{other.treedef}. Give one of them another name."
-            )
-        in_while, in_scan = Kind.WHILE in kinds, Kind.SCAN in kinds
-        if "clobber" not in mode and (in_while or (in_scan and mode == "strict")):
-            loop, fix = ("while", "") if in_while else ("scan", " or 'append'")
-            raise SiteError(
-                f"{show(name)}, sown at {call.mark.source}, is in a {loop} loop, where it cannot "
-                f"be {what} in mode {mode!r}. Sow it in mode 'clobber'{fix}."
-            )
-    if mode == "strict" or (mode == "append" and what == "planted"):
-        for a, b in itertools.combinations(calls, 2):
-            leaves = a.mark.collection.index, b.mark.collection.index
-            if leaves == (0, 0) and not _is_exclusive(calls[a], calls[b]):
-                raise SiteError(
-                    f"{show(name)} is sown at {a.mark.source}, and again at {b.mark.source}: in "
-                    f"mode {mode!r} it can be {what} but once. Give one of them another name or, "
-                    "with `nest`, a scope; or sow both in another mode."
-                )
-
-
-def _is_exclusive(a: Sequence[SowFrame], b: Sequence[SowFrame]) -> bool:
-    """Whether two places are in different branches of one conditional."""
-    for one, two in zip(a, b, strict=False):
-        if one != two:
-            return one.kind is Kind.COND and one[:2] == two[:2]
-    return False
 
 
 def show(name: Name) -> str:

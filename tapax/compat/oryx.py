@@ -33,16 +33,21 @@ mode            in straight code           in a scan                 in a while 
 ==============  =========================  ========================  ==============================
 
 `sow_cond(value, pred, ...)` clobbers where `pred` is true, and gives zeros if it never was. The
-branches of a conditional may sow the same name, with values of one type.
+branches of a conditional sow the same names, with values of one type; otherwise that raises.
+`tapax.capture` takes branches that differ, and has masks for them. It also has gradients, which are
+not reaped: to it, a sown value is a site `tag/name`.
+
+Types are those of oryx: what is reaped of a Python number, or of anything else of a weak type, is
+weak. A number may be planted where a number of another kind is sown: a float for an integer, and
+the program goes on with the float. A name in `plants` that nothing sows is ignored, with a warning.
+Errors of the modes and the branches start with the words of oryx.
 
 Where it differs from oryx, oryx loses or ignores something:
 
 - Values sown in `shard_map`, `pmap` and linear solves are reaped, each device's along a new leading
   axis; where they cannot be, in a kernel or in the predicate of a while loop, that raises.
-- Branches may sow different names: one that did not run gives zeros. `tapax.capture` has masks, and
-  also gradients, which are not reaped: to it, a sown value is a site `tag/name`.
-- A name in `plants` that nothing sows raises, as does a plant of another structure, shape or dtype
-  than the value. So do derivatives by a plant inside `jax.custom_jvp` and `jax.custom_vjp`.
+- A plant of another structure or shape than the value raises, and so does an array of another
+  dtype. So do derivatives by a plant inside `jax.custom_jvp` and `jax.custom_vjp`.
 - A name can be appended by several sows, and a scope entered more than once, also in a loop. What
   `plant` is told to leave alone can still be reaped, and so can names in a scope that is not in the
   `allowlist` itself.
@@ -68,9 +73,10 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from tapax._calling.transform import TransformedFunction, check_function, transformed
+from tapax._calling.transform import TransformedFunction, check_function
 from tapax._jax import Value
 from tapax._marks.context import active_policy
+from tapax._marks.tap import tap_p as sow_p  # noqa: F401  (oryx has it, outside of `__all__`)
 from tapax._walk.plan import Plan
 from tapax.compat._oryx_harvest import OryxHarvest
 from tapax.compat._oryx_marks import SownLeaf, check_string, find_caller, mark_sow, nesting, tie
@@ -87,11 +93,13 @@ def sow(value: T, *, tag: Hashable, name: str, mode: str = "strict", key: Value 
 
     With a `key`, any JAX value, what is returned depends on that too.
     """
-    if mode not in ("strict", "clobber", "append"):
-        other = " Use `sow_cond` for that." if mode == "cond_clobber" else ""
+    if mode == "cond_clobber":
         raise ValueError(
-            f"sow(..., name={name!r}) was given mode={mode!r}, but a mode is 'strict', 'clobber' "
-            f"or 'append'.{other}"
+            f"For 'cond_clobber' mode, use `sow_cond`: `sow` of {name!r} takes no condition."
+        )
+    if mode not in ("strict", "clobber", "append"):
+        raise ValueError(
+            f"Invalid mode: {mode}. `sow` of {name!r} takes 'strict', 'clobber' or 'append'."
         )
     return mark_sow(tie(value, key), SownLeaf(tag, (name,), mode))
 
@@ -102,8 +110,7 @@ def sow_cond(
     """Names a value that replaces what was sown before under that name, where `pred` is true."""
     if mode != "cond_clobber":
         raise ValueError(
-            f"sow_cond(..., name={name!r}) was given mode={mode!r}, but it has no mode other than "
-            "'cond_clobber'."
+            f"`sow_cond` only supports 'cond_clobber' mode, but for {name!r} `mode` is {mode!r}."
         )
     sown = SownLeaf(tag, (name,), mode, only="plant")
     value = mark_sow(tie(value, key), sown)
@@ -173,9 +180,15 @@ def _make(function: str, f: Fn, tag: Hashable, allowed: Any, blocked: Any, exclu
     plan = Plan(None, None, policy=None, changing=plants)
     lists = None if allowed is None else frozenset(allowed), frozenset(blocked or ())
     transform = OryxHarvest(plan, function, plants, tag, *lists, exclusive)
-    if not plants:
-        return transformed(f, transform, {})
     call = TransformedFunction(f, transform)
+
+    def run(plants: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with transform.set_weak_plants(plants):
+            return call(plants, args, kwargs)
+
+    @functools.wraps(f, updated=())
+    def reaped(*args: Any, **kwargs: Any) -> Any:
+        return run({}, args, kwargs)
 
     @functools.wraps(f, updated=())
     def planted(plants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,6 +197,6 @@ def _make(function: str, f: Fn, tag: Hashable, allowed: Any, blocked: Any, exclu
                 f"The first argument of a function made by `{function}` is a dict of values by "
                 f"name, but it is of type {type(plants).__name__}."
             )
-        return call(jax.tree.map(jnp.asarray, dict(plants)), args, kwargs)
+        return run(jax.tree.map(jnp.asarray, dict(plants)), args, kwargs)
 
-    return planted
+    return planted if plants else reaped

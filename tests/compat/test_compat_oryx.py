@@ -114,8 +114,8 @@ def test_a_second_harvest_of_the_tag_finds_nothing():
     same(harvest_var(harvest_var(f))({}, {}, 1.0), ((3.0, {"y": 2.0}), {}))
     same(reap_var(reap_var(f))(1.0), {})
     same(reap_var(reap_var(f, blocklist=["y"]))(1.0), {})
-    with pytest.raises(tapax.SiteError, match="nothing is sown"):
-        harvest_var(harvest_var(f))({"y": 1.0}, {}, 1.0)
+    with pytest.warns(UserWarning, match="nothing is sown"):
+        same(harvest_var(harvest_var(f))({"y": 1.0}, {}, 1.0), ((3.0, {"y": 2.0}), {}))
     with pytest.warns(UserWarning, match="The function has no sites"):
         _, taps = tapax.capture(reap_var(f))(1.0)
     assert not taps.values
@@ -219,9 +219,10 @@ def twice(mode):
 
 
 def test_strict_raises_for_a_name_sown_twice():
-    with pytest.raises(ValueError, match=r"'x' is sown at .*:\d+, and again at .*:\d+: in mode"):
+    again = r": x. It is sown at .*:\d+, and again at .*:\d+, in mode 'strict'. Give one of them"
+    with pytest.raises(ValueError, match=f"Variable has already been reaped{again}"):
         reap_var(twice("strict"))(1.0)
-    with pytest.raises(ValueError, match="it can be planted but once"):
+    with pytest.raises(ValueError, match=f"Variable has already been planted{again}"):
         plant_var(twice("strict"))({"x": 1.0}, 1.0)
     same(plant_var(twice("strict"))({}, 1.0), 2.0)
     same(reap(twice("strict"), tag="other")(1.0), {})
@@ -238,7 +239,7 @@ def test_clobber_keeps_the_last_and_plants_all():
 
 def test_append_stacks_in_the_order_of_the_program():
     same(reap_var(twice("append"))(1.0), {"x": np.array([1.0, 2.0])})
-    with pytest.raises(tapax.SiteError, match="in mode 'append' it can be planted but once"):
+    with pytest.raises(tapax.SiteError, match=r"already been planted: x\. .* 'append'"):
         plant_var(twice("append"))({"x": jnp.zeros(2)}, 1.0)
 
     def g(x):
@@ -284,11 +285,17 @@ def in_predicate(x):
 
 
 BAD = {
-    "mode": (lambda: var(1.0, name="x", mode="sum"), "mode='sum', but a mode is 'strict', "),
-    "cond mode": (lambda: var(1.0, name="x", mode="cond_clobber"), "Use `sow_cond` for that."),
+    "mode": (
+        lambda: var(1.0, name="x", mode="sum"),
+        "Invalid mode: sum. `sow` of 'x' takes 'strict', 'clobber' or 'append'.",
+    ),
+    "cond mode": (
+        lambda: var(1.0, name="x", mode="cond_clobber"),
+        "For 'cond_clobber' mode, use `sow_cond`: `sow` of 'x' takes no condition.",
+    ),
     "mode of sow_cond": (
         lambda: sow_cond(1.0, True, tag="var", name="x", mode="append"),
-        "has no mode other than 'cond_clobber'",
+        "`sow_cond` only supports 'cond_clobber' mode, but for 'x' `mode` is 'append'.",
     ),
     "name": (lambda: var(1.0, name=3), "`name` must be a string, but is 3 of type int."),
     "tag": (lambda: sow(1.0, name="x", tag=[1]), "unhashable"),
@@ -297,16 +304,6 @@ BAD = {
     "no function": (lambda: reap_var(3), "takes a function, but was given 3"),
     "list": (lambda: reap_var(f, allowlist="y"), r"is the string 'y'. Write \['y'\]."),
     "plants": (lambda: plant_var(f)(1.0), "is a dict of values by name, but it is of type float."),
-    "unknown plant": (
-        lambda: plant_var(f)({"yy": 1.0}, 1.0),
-        "`plants` has a value for 'yy', but nothing is sown under that name with the tag 'var'. "
-        "The names that are: 'y'.",
-    ),
-    "unknown scope": (lambda: plant_var(f)({"a": {"y": 1.0}}, 1.0), "a value for 'a'"),
-    "unknown in scope": (
-        lambda: plant_var(nest(f, scope="a"))({"a": {"z": 1.0}}, 1.0),
-        "a value for 'a/z', .*The names that are: 'a/y'.",
-    ),
     "shape": (
         lambda: plant_var(f)({"y": jnp.ones(2)}, 1.0),
         r"The plant for 'y', sown at .*:\d+, has shape \[2\], but the value has shape \[\].",

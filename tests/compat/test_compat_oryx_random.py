@@ -142,7 +142,7 @@ def test_plants_in_a_random_program(seed):
         value = rng.uniform(0.5, 1.5, np.shape(value))
         plants = {name: jnp.asarray(value)}
         if name[0] == "a" and count(ops, name) > 1:
-            with pytest.raises(tapax.SiteError, match="planted but once"):
+            with pytest.raises(tapax.SiteError, match="already been planted"):
                 program(plants, 0.8)
             continue
         due = list(value.reshape(-1)) if name[0] == "a" else [value] * 1000
