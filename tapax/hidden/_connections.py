@@ -61,6 +61,10 @@ class _ConnectionAnalysis(ForwardAnalysis[Dependences]):
             everything = _at_least(everything, Dependence.OTHER)
         return [everything] * len(eqn.outvars)
 
+    def follow(self, eqn: Equation, facts: list[Dependences]) -> list[Dependences]:
+        """Follows the inputs of an equation, also through its body, to its results."""
+        return self._apply(0, eqn, facts)
+
     def decide(self, fact: Dependences) -> Dependences:
         return _at_least(fact, Dependence.OTHER)
 
@@ -75,6 +79,15 @@ def find_connections(jaxpr: Jaxpr, inputs: Mapping[int, Any]) -> list[Dependence
         frozenset({(inputs[i], Dependence.UNITS)}) if i in inputs else NOTHING for i in range(count)
     ]
     return _ConnectionAnalysis().run(jaxpr, seeds)
+
+
+def is_mixing(eqn: Equation, positions: Iterable[int]) -> bool:
+    """Whether a result of an equation depends by mixing on an operand at one of `positions`."""
+    chosen = frozenset(positions)
+    units = frozenset({(0, Dependence.UNITS)})
+    facts = [units if i in chosen else NOTHING for i in range(len(eqn.invars))]
+    results = _ConnectionAnalysis().follow(eqn, facts)
+    return any((0, Dependence.MIXING) in result for result in results)
 
 
 def _at_least(found: Dependences, how: Dependence) -> Dependences:

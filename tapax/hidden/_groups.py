@@ -90,7 +90,7 @@ class HiddenGroup:
         # loop cannot be taken back.
         equations = list_equations(self.step.jaxpr)
         backward = any(kind_of(eqn) is Kind.CUSTOM_VJP for eqn in equations)
-        return _find_blocks(transition, old, self.diagonal, backward)
+        return find_blocks(transition, old, self.diagonal, backward)
 
     def concat_hidden(self, values: Sequence[Any]) -> jax.Array:
         """The values of the group's states as one array: `[*varshape, num_state]`."""
@@ -155,7 +155,7 @@ def hidden_groups(
     return made
 
 
-def _find_blocks(
+def find_blocks(
     transition: Callable[[Any], Any], old: jax.Array, diagonal: bool, backward: bool
 ) -> jax.Array:
     """The derivatives `[*varshape, n, n]` of a unit's new states by its old ones."""

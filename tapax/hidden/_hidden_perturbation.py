@@ -114,7 +114,7 @@ class HiddenPerturbation(_PerturbationFields):
                     known = ", ".join(repr(name_state(p)) for p in last)
                     raise HiddenError(
                         f"`hidden_groups` has a group with the hidden state {name_state(path)!r}, "
-                        f"which is not perturbed: {known} are."
+                        f"at the path {tuple(path)}, which is not perturbed: {known} are."
                     )
         return [g.concat_hidden([last[tuple(p)] for p in g.hidden_paths]) for g in hidden_groups]
 
@@ -191,8 +191,9 @@ class HiddenPerturbation(_PerturbationFields):
         data = list(perturb_data)
         if len(data) != len(self.perturb_vars):
             raise HiddenError(
-                f"`perturb_data` has {len(data)} arrays, but there are {len(self.perturb_vars)} "
-                f"perturbation variables, one for each of {', '.join(map(repr, self.names))}."
+                f"The length of the perturb data is not correct: `perturb_data` has {len(data)} "
+                f"arrays, but there are {len(self.perturb_vars)} perturbation variables, one for "
+                f"each of {', '.join(map(repr, self.names))}."
             )
         data = [
             as_array(x, f"The perturbation of {n!r}") for n, x in zip(self.names, data, strict=True)
@@ -235,12 +236,14 @@ def add_hidden_perturbation(
     inputs = join_inputs(inputs, keywords)
     program = stateful_program(step, inputs, state)
     if program is not None:
-        return _perturb(find_named_writes(program), program)
+        return perturb_writes(find_named_writes(program), program)
     traced = trace_step_or_module(step, inputs, state)
-    return _perturb(find_step_writes(traced), traced)
+    return perturb_writes(find_step_writes(traced), traced)
 
 
-def _perturb(program: WrittenProgram, interface: Step | StatefulProgram) -> HiddenPerturbation:
+def perturb_writes(
+    program: WrittenProgram, interface: Step | StatefulProgram
+) -> HiddenPerturbation:
     """Adds a variable to each definition of a program."""
     writes = program.writes
     made = _edit(program) or retrace(program.jaxpr, program.definitions, writes)

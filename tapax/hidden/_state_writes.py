@@ -53,8 +53,11 @@ def find_step_writes(step: Step) -> WrittenProgram:
     return WrittenProgram(step.jaxpr, writes, step.find_definitions())
 
 
-def find_named_writes(program: StatefulProgram) -> WrittenProgram:
-    """Finds the writes that equations of a program name, and states it returns without a write."""
+def find_named_writes(program: StatefulProgram, *, last_only: bool = False) -> WrittenProgram:
+    """Finds the writes that equations of a program name, and states it returns without a write.
+
+    With `last_only`, the write of a state is the last one.
+    """
     jaxpr = program.jaxpr
     if _has_names_in_jit(jaxpr):
         jaxpr = inline(jaxpr, Kind.JIT)
@@ -73,18 +76,24 @@ def find_named_writes(program: StatefulProgram) -> WrittenProgram:
         writes.append(StateWrite(key, state.path, state.object, like.shape, like.dtype))
         return key
 
-    copies: dict[Any, str] = {}
+    named: list[tuple[Any, str]] = []
     for eqn in inner.eqns:
         name = find_written_name(eqn)
         # A transform of the framework writes what it hands out once more, with the same value.
         if name is not None and name not in _find_names(made, eqn.invars[0]):
-            copies[eqn.outvars[0]] = add(hidden[name])
+            named.append((eqn.outvars[0], name))
     index = len(inner.outvars) - sum(s.num_leaves for s in program.states)
-    results: dict[int, str] = {}
+    returned: dict[int, StateObject] = {}
     for state in program.states:
         if state.name in hidden and state.name not in _find_names(made, inner.outvars[index]):
-            results[index] = add(state)
+            returned[index] = state
         index += state.num_leaves
+    if last_only:
+        later = {state.name for state in returned.values()}
+        last = {name: variable for variable, name in named if name not in later}
+        named = [(variable, name) for name, variable in last.items()]
+    copies = {variable: add(hidden[name]) for variable, name in named}
+    results = {index: add(state) for index, state in returned.items()}
     order = {s.path: i for i, s in enumerate(program.states)}
     writes.sort(key=lambda write: order[write.path])
     return WrittenProgram(jaxpr, tuple(writes), find_definitions(jaxpr, results, copies))

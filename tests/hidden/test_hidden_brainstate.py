@@ -311,17 +311,17 @@ def test_paths_and_order_are_those_of_the_module():
     assert p.perturb_hidden_paths == wanted
     assert p.names == ("layers/0/h", "layers/0/c", "layers/1/h", "layers/1/c")
     groups, of_path = braintrace.find_hidden_groups_from_module(model, X)
-    assert [g.hidden_paths for g in groups] == [tuple(wanted[:2]), tuple(wanted[2:])]
+    assert [g.hidden_paths for g in groups] == [wanted[:2], wanted[2:]]
     assert [g.index for g in groups] == [0, 1]
     assert [of_path[path].index for path in wanted] == [0, 0, 1, 1]
-    assert groups[1].hidden_states == (model.layers[1].h, model.layers[1].c)
+    assert groups[1].hidden_states == [model.layers[1].h, model.layers[1].c]
     data = [float(i) * jnp.ones(4) for i in range(4)]
     for i, joined in enumerate(p.perturb_data_to_hidden_group_data(data, groups)):
         close(joined, np.tile([2.0 * i, 2.0 * i + 1], (4, 1)))
     state = {"layers": {"0": {"h": jnp.ones(4)}}}
     model.layers[0].h.value = jnp.ones(4)
     jax.tree.map(close, p({}, state, X)[1], model(X))
-    new = groups[0].transition(functional(model, X).state, X)
+    new = hidden_groups(model, X)[0].transition(functional(model, X).state, X)
     model(X)
     jax.tree.map(close, new, [model.layers[0].h.value, model.layers[0].c.value])
 

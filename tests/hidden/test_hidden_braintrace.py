@@ -165,3 +165,76 @@ def test_online_rules_learn_a_cell_of_braintrace_like_one_of_brainstate(rule):
 
     theirs = learn(braintrace.nn.ValinaRNNCell(3, 4))
     jax.tree.map(assert_close, theirs, learn(brainstate.nn.ValinaRNNCell(3, 4)))
+
+
+class Mixed(nn.Module):
+    """Layers with and without dynamics of their own."""
+
+    def __init__(self, cells):
+        super().__init__()
+        self.layers = [getattr(braintrace.nn, cell)(3, 3) for cell in cells]
+
+    def update(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+@pytest.mark.parametrize(
+    "cells", [("ValinaRNNCell", "LSTMCell"), ("GRUCell", "ValinaRNNCell", "MGUCell")]
+)
+def test_the_drop_in_has_the_groups_and_jacobians_of_braintrace(cells, mixing):
+    model = Mixed(cells)
+    nn.init_all_states(model)
+    options = {"include_recurrent_mixing": mixing}
+    theirs, _ = braintrace.find_hidden_groups_from_module(model, X, **options)
+    ours, of_path = compat.braintrace.find_hidden_groups_from_module(model, X, **options)
+    assert [g.hidden_paths for g in ours] == [g.hidden_paths for g in theirs]
+    assert [g.index for g in ours] == [g.index for g in theirs]
+    assert list(of_path) == [path for g in theirs for path in g.hidden_paths]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.hidden_states == other.hidden_states
+        assert (one.varshape, one.num_state) == (other.varshape, other.num_state)
+        assert one.is_diagonal_recurrence == other.is_diagonal_recurrence
+        if not mixing and other.transition_jaxpr.eqns:
+            # What is given is of one shape, and equal values tell nothing of its order.
+            hidden = [jnp.cos(X) for _ in other.hidden_invars]
+            given = [jnp.full(v.aval.shape, 0.3) for v in other.transition_jaxpr_constvars]
+            expected = other.diagonal_jacobian(hidden, given)
+            given = [jnp.full(v.aval.shape, 0.3) for v in one.transition_jaxpr_constvars]
+            assert_close(one.diagonal_jacobian(hidden, given), expected)
+
+
+class Settling(nn.Module):
+    """A layer that drives a state which settles in a while loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = HiddenState(X), HiddenState(2 * X)
+
+    def update(self, x):
+        self.a.value = jnp.tanh(self.a.value + x)
+        a = self.a.value
+        body = lambda s: (s[0] + 1, s[1] + 0.5 * jnp.tanh(a - s[1]))
+        _, self.b.value = jax.lax.while_loop(lambda s: s[0] < 3, body, (0, self.b.value))
+        return a * self.b.value
+
+
+def test_gradients_end_at_a_while_loop_as_in_braintrace():
+    model = Settling()
+    nn.init_all_states(model)
+    with pytest.warns(UserWarning, match="while loop"):
+        theirs = braintrace.add_hidden_perturbation_in_module(model, X)
+    with pytest.warns(UserWarning, match="A while loop reaches the hidden states 'b'"):
+        ours = compat.braintrace.add_hidden_perturbation_in_module(model, X)
+    assert ours.perturb_hidden_paths == list(theirs.perturb_hidden_paths)
+
+    def run(p):
+        def total(inputs, data):
+            return sum(jnp.sum((i + 1) * x**2) for i, x in enumerate(p.eval_jaxpr(inputs, data)))
+
+        data = [jnp.sin(v) for v in (X, 2 * X)]
+        return jax.value_and_grad(total, argnums=(0, 1))([X, X, 2 * X], data)
+
+    jax.tree.map(assert_close, run(ours), run(theirs))

@@ -433,7 +433,10 @@ def test_perturbations_that_do_not_fit_are_refused():
     assert refusal(lambda: p({"hh": X}, STATE, X)) == (
         "There is no hidden state 'hh'. The nearest names are 'h'."
     )
-    wrong = "`perturb_data` has 1 arrays, but there are 2 perturbation variables, one for each of "
+    wrong = (
+        "The length of the perturb data is not correct: `perturb_data` has 1 arrays, but there are "
+        "2 perturbation variables, one for each of "
+    )
     assert refusal(lambda: p.eval_jaxpr([], [X])) == f"{wrong}'c', 'h'."
     assert refusal(lambda: p.perturb_data_to_hidden_group_data([X], [])) == f"{wrong}'c', 'h'."
     # The original raises an AssertionError.
@@ -462,5 +465,6 @@ def test_perturbations_that_do_not_fit_are_refused():
     (group,) = tapax.hidden.hidden_groups(lambda h, x: (0.5 * h + x, x), X, X)
     other = add_hidden_perturbation(lambda s, x: ({"k": s["k"] + x}, x), {"k": X}, X)
     assert refusal(lambda: other.by_group({}, [group])) == (
-        "`hidden_groups` has a group with the hidden state 'h', which is not perturbed: 'k' are."
+        "`hidden_groups` has a group with the hidden state 'h', at the path ('h',), which is not "
+        "perturbed: 'k' are."
     )

@@ -1,0 +1,252 @@
+"""Hidden groups in the form of braintrace: see `compat.braintrace`.
+
+The states that an old hidden state reaches without a product with a matrix in between are in its
+group, if their units have the same shape and no item of a list separates their paths. The
+transition of a group is the part of the program that the old states of the group reach in that way;
+everything else that it needs is an input, `transition_jaxpr_constvars`.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import brainstate
+import brainunit
+import jax
+
+from tapax import _jax
+from tapax._frameworks.recurrent_cells import (
+    HiddenError,
+    StatefulProgram,
+    StateObject,
+    StatePath,
+    find_written_name,
+)
+from tapax._jax import Atom, Equation, OpenJaxpr, Value, Var
+from tapax._jaxpr.bodies import list_equations
+from tapax._jaxpr.evaluate import evaluate, evaluate_equations, inline
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.rewrite import rewrite
+from tapax.hidden._connections import Dependence, find_connections, is_mixing
+from tapax.hidden._groups import find_blocks
+
+
+class HiddenGroup(NamedTuple):
+    """Hidden states of the same units, and how a step takes them on.
+
+    `transition_jaxpr` takes values for its `transition_jaxpr_constvars` and then the old states,
+    the `hidden_invars`; it returns the new ones, the `hidden_outvars`.
+    """
+
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    hidden_paths: list[StatePath]
+    hidden_states: list[Any]
+    hidden_invars: list[Any]
+    hidden_outvars: list[Any]
+    transition_jaxpr: Any
+    transition_jaxpr_constvars: list[Any]
+    is_diagonal_recurrence: bool = True
+
+    @property
+    def varshape(self) -> tuple[int, ...]:
+        """The shape of the units."""
+        return self.hidden_states[0].varshape
+
+    @property
+    def num_state(self) -> int:
+        """How many states a unit has."""
+        return sum(state.num_state for state in self.hidden_states)
+
+    def check_consistent_varshape(self) -> None:
+        """Raises if the hidden states are of units of different shapes."""
+        shapes = {tuple(state.varshape): None for state in self.hidden_states}
+        if len(shapes) > 1:
+            raise HiddenError(
+                f"The hidden states {self.hidden_paths} of a group have units of different shapes: "
+                f"{', '.join(map(str, shapes))}."
+            )
+
+    def transition(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> list[Any]:
+        """The new states, from the old ones and values for the `transition_jaxpr_constvars`."""
+        return evaluate(self.transition_jaxpr, [*input_vals, *hidden_vals])
+
+    def diagonal_jacobian(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> jax.Array:
+        """How the new states of every unit depend on its own old ones: `[*varshape, n, n]`."""
+
+        def run(joined: jax.Array) -> Any:
+            return self.concat_hidden(self.transition(self.split_hidden(joined), input_vals))
+
+        positions = range(len(input_vals), len(input_vals) + len(hidden_vals))
+        found = find_connections(self.transition_jaxpr, {i: i for i in positions})
+        units_alone = all(how is Dependence.UNITS for facts in found for _, how in facts)
+        equations = list_equations(self.transition_jaxpr)
+        backward = any(kind_of(eqn) is Kind.CUSTOM_VJP for eqn in equations)
+        return find_blocks(run, self.concat_hidden(hidden_vals), units_alone, backward)
+
+    def concat_hidden(self, splitted_hid_vals: Iterable[Any]) -> Any:
+        """The values of the states as one array: `[*varshape, num_state]`."""
+        values = list(splitted_hid_vals)
+        if len(values) != len(self.hidden_states):
+            raise HiddenError(
+                f"Hidden group {self.index} has {len(self.hidden_states)} hidden states, "
+                f"{self.hidden_paths}, but `concat_hidden` was given {len(values)} values."
+            )
+        pairs = zip(self.hidden_states, values, strict=True)
+        parts = [x if _is_stacked(s) else brainunit.math.expand_dims(x, axis=-1) for s, x in pairs]
+        return brainunit.math.concatenate(parts, axis=-1)
+
+    def split_hidden(self, concat_hid_vals: Any) -> list[Any]:
+        """The opposite of `concat_hidden`."""
+        shape = brainunit.math.shape(concat_hid_vals)
+        if not shape or shape[-1] != self.num_state:
+            raise HiddenError(
+                f"Hidden group {self.index} has {self.num_state} states, of {self.hidden_paths}, "
+                f"in the last axis, but `split_hidden` was given an array of shape {shape}."
+            )
+        parts, start = [], 0
+        for state in self.hidden_states:
+            part = concat_hid_vals[..., start : start + state.num_state]
+            parts.append(part if _is_stacked(state) else part[..., 0])
+            start += state.num_state
+        return parts
+
+    def dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return self._asdict()
+
+    def __repr__(self) -> str:
+        paths = ", ".join(map(str, self.hidden_paths))
+        return f"HiddenGroup({self.index}: {paths}, units of shape {tuple(self.varshape)})"
+
+
+def _is_stacked(state: Any) -> bool:
+    """Whether the last axis of a state holds several states of every unit."""
+    return isinstance(state, brainstate.HiddenGroupState)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProgramState:
+    """A hidden state of a program: its variables before and after."""
+
+    state: StateObject
+    old: Var
+    new: Atom
+
+    def may_join(self, other: "_ProgramState") -> bool:
+        """Whether both have units of one shape, and paths that no item of a list separates."""
+        same = tuple(self.state.object.varshape) == tuple(other.state.object.varshape)
+        parting = next(
+            (p for p in zip(self.state.path, other.state.path, strict=False) if p[0] != p[1]), ()
+        )
+        return same and not any(isinstance(key, int) for key in parting)
+
+
+def find_groups(program: StatefulProgram, include_recurrent_mixing: bool) -> list[HiddenGroup]:
+    """Finds the groups: those with a transition first, each in the order of the states."""
+    jaxpr = rewrite(inline(program.jaxpr, Kind.JIT), _drop_name)
+    inner = _jax.open_jaxpr(jaxpr)
+    states = _list_states(program, inner)
+    followed = _find_followed(inner, states, include_recurrent_mixing)
+    reached = [_follow(followed, [state.old]) for state in states]
+    label = list(range(len(states)))
+    dynamic: set[int] = set()
+    for old, before in enumerate(states):
+        for new, after in enumerate(states):
+            copied = after.new is before.old and old != new
+            computed = _is_in(after.new, reached[old]) and after.new is not before.old
+            if (copied or computed) and before.may_join(after):
+                dynamic |= {old, new}
+                label = [label[old] if known == label[new] else known for known in label]
+    members = [[i for i, known in enumerate(label) if known == one] for one in dict.fromkeys(label)]
+    members.sort(key=dynamic.isdisjoint)
+    return [
+        _make_group(index, followed, [states[i] for i in group], not include_recurrent_mixing)
+        for index, group in enumerate(members)
+    ]
+
+
+def _drop_name(eqn: Equation, names: dict[Var, Atom]) -> Iterable[Equation]:
+    """Takes out the equations that name writes."""
+    if find_written_name(eqn) is None:
+        return [eqn]
+    names[eqn.outvars[0]] = eqn.invars[0]
+    return []
+
+
+def _list_states(program: StatefulProgram, inner: OpenJaxpr) -> list[_ProgramState]:
+    count = sum(state.num_leaves for state in program.states)
+    olds, news = inner.invars[len(inner.invars) - count :], inner.outvars[-count:]
+    found, index = [], 0
+    for state in program.states:
+        if state.hidden_type is not None:
+            found.append(_ProgramState(state, olds[index], news[index]))
+        index += state.num_leaves
+    return found
+
+
+def _find_followed(
+    inner: OpenJaxpr, states: Iterable[_ProgramState], through_mixing: bool
+) -> list[Equation]:
+    """Finds the equations that compute something from hidden states without mixing their units."""
+    reached = {state.old for state in states}
+    followed = []
+    for eqn in inner.eqns:
+        positions = [i for i, v in enumerate(eqn.invars) if _is_in(v, reached)]
+        stops = eqn.primitive.name == "stop_gradient"
+        if positions and not stops and (through_mixing or not is_mixing(eqn, positions)):
+            followed.append(eqn)
+            reached.update(eqn.outvars)
+    return followed
+
+
+def _follow(eqns: Iterable[Equation], variables: Iterable[Var]) -> set[Var]:
+    """The variables that equations compute from some, those included."""
+    reached = set(variables)
+    for eqn in eqns:
+        if any(_is_in(v, reached) for v in eqn.invars):
+            reached.update(eqn.outvars)
+    return reached
+
+
+def _is_in(atom: Atom, variables: set[Var]) -> bool:
+    return not isinstance(atom, _jax.Literal) and atom in variables
+
+
+def _make_group(
+    index: int, followed: Sequence[Equation], states: Sequence[_ProgramState], diagonal: bool
+) -> HiddenGroup:
+    olds = [state.old for state in states]
+    reached = _follow(followed, olds)
+    # Backwards, what the new states need of it.
+    needed = {s.new for s in states if not isinstance(s.new, _jax.Literal)}
+    eqns: list[Equation] = []
+    for eqn in reversed(followed):
+        computes = any(_is_in(v, reached) for v in eqn.invars)
+        if computes and not needed.isdisjoint(eqn.outvars):
+            eqns.insert(0, eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, _jax.Literal))
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = [v for eqn in eqns for v in eqn.invars] + [state.new for state in states]
+    known = {*made, *olds}
+    given = list(
+        dict.fromkeys(v for v in read if not isinstance(v, _jax.Literal) and v not in known)
+    )
+
+    def run(*values: Value) -> list[Value]:
+        env = dict(zip((*given, *olds), values, strict=True))
+        evaluate_equations(eqns, env)
+        news = [state.new for state in states]
+        return [_jax.literal_value(v) if isinstance(v, _jax.Literal) else env[v] for v in news]
+
+    jaxpr = jax.make_jaxpr(run)(*(v.aval for v in (*given, *olds)))
+    inner = _jax.open_jaxpr(jaxpr)
+    return HiddenGroup(
+        index,
+        [tuple(state.state.path) for state in states],
+        [state.state.object for state in states],
+        list(inner.invars[len(given) :]),
+        list(inner.outvars),
+        inner,
+        list(inner.invars[: len(given)]),
+        diagonal,
+    )

@@ -1,0 +1,93 @@
+"""While loops that hidden states come from, cut off from what comes before, as by braintrace.
+
+JAX cannot differentiate a while loop in reverse. braintrace puts a `stop_gradient` on every input
+of a loop whose results reach a hidden state, so that the gradient of a step can always be taken:
+gradients by the perturbations of that state are exact, those of anything upstream of the loop are
+zero along the way through it.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from tapax import _jax
+from tapax._frameworks.recurrent_cells import StatefulProgram
+from tapax._jax import Atom, Equation, Jaxpr, OpenJaxpr, Var
+from tapax._jaxpr.bodies import list_equations
+from tapax._jaxpr.evaluate import inline
+from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.rewrite import rewrite
+
+
+def detach_loops(program: StatefulProgram) -> StatefulProgram:
+    """Stops the gradients by the inputs of while loops that hidden states come from; warns."""
+    if not any(kind_of(eqn) is Kind.WHILE for eqn in list_equations(program.jaxpr)):
+        return program
+    jaxpr = inline(program.jaxpr, Kind.JIT)
+    found = _find_loops(_jax.open_jaxpr(jaxpr), _find_hidden_results(program, jaxpr))
+    if not found:
+        return program
+
+    def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
+        del names
+        if found.keys().isdisjoint(eqn.outvars):
+            yield eqn
+            return
+        operands: list[Atom] = []
+        for atom in eqn.invars:
+            operands.append(atom)
+            if not isinstance(atom, _jax.Literal) and jnp.issubdtype(atom.aval.dtype, jnp.inexact):
+                stopped = _stop_gradient(atom)
+                operands[-1] = stopped.outvars[0]
+                yield stopped
+        yield eqn.replace(invars=operands)
+
+    states = ", ".join(dict.fromkeys(repr(name) for names in found.values() for name in names))
+    warnings.warn(
+        f"A while loop reaches the hidden states {states}, and JAX cannot differentiate it in "
+        "reverse. As in braintrace, stop_gradient cuts off its inputs: the gradients of "
+        "parameters, inputs and other hidden states are zero along the way through the loop. "
+        "tapax.hidden.add_hidden_perturbation leaves the loop as it is.",
+        stacklevel=3,
+    )
+    return dataclasses.replace(program, jaxpr=rewrite(jaxpr, visit))
+
+
+def _find_hidden_results(program: StatefulProgram, jaxpr: Jaxpr) -> dict[Var, list[str]]:
+    """Finds the results that are hidden states, with the names of those."""
+    outvars = _jax.open_jaxpr(jaxpr).outvars
+    index = len(outvars) - sum(state.num_leaves for state in program.states)
+    found: dict[Var, list[str]] = {}
+    for state in program.states:
+        if state.hidden_type is not None and not isinstance(outvars[index], _jax.Literal):
+            found.setdefault(outvars[index], []).append(state.name)
+        index += state.num_leaves
+    return found
+
+
+def _find_loops(inner: OpenJaxpr, results: Mapping[Var, Iterable[str]]) -> dict[Var, set[str]]:
+    """Finds the results of while loops that reach hidden states, with the names of those."""
+    reaches = {variable: set(names) for variable, names in results.items()}
+    found: dict[Var, set[str]] = {}
+    for eqn in reversed(inner.eqns):
+        names = set[str]().union(*(reaches.get(v, ()) for v in eqn.outvars))
+        if not names:
+            continue
+        if kind_of(eqn) is Kind.WHILE:
+            found.update((variable, names) for variable in eqn.outvars)
+        for atom in eqn.invars:
+            if not isinstance(atom, _jax.Literal):
+                reaches.setdefault(atom, set()).update(names)
+    return found
+
+
+def _stop_gradient(variable: Var) -> Equation:
+    """An equation that stops the gradient by a variable, with a new variable for its result."""
+    # A function of its own: what JAX traced for another would have the other's variables.
+    made = jax.make_jaxpr(functools.partial(jax.lax.stop_gradient))(variable.aval)
+    (eqn,) = _jax.open_jaxpr(made).eqns
+    return eqn.replace(invars=[variable])
