@@ -197,7 +197,10 @@ def _make_part(spot: Spot, array: Value) -> Part:
 
 def _plant(x: Value, counter: Value, plant: Any) -> Any:
     del counter
-    return plant if plant.dtype == x.dtype else plant.astype(x.dtype)
+    if plant.dtype == x.dtype:
+        return plant
+    is_weak = getattr(jax.typeof(x), "weak_type", False)
+    return as_weak(plant, x.dtype) if is_weak else plant.astype(x.dtype)
 
 
 def _describe(spot: Spot) -> str:

@@ -104,6 +104,7 @@ def test_a_planted_number_has_the_type_of_the_value_if_that_can_hold_it():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         assert plant_var(g)({"x": 2.0}, jnp.ones((), dtype)).dtype == dtype
         assert plant_var(g)({"x": 2}, jnp.ones((), dtype)).dtype == dtype
+    assert is_weak(plant_var(g)({"x": 2}, 1.0)) and is_weak(plant_var(g)({"x": 2.0}, 1.0))
 
 
 def test_types_of_plants_are_those_of_the_harvest_that_takes_the_value():
