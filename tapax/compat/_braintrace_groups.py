@@ -1,9 +1,9 @@
 """Hidden groups in the form of braintrace: see `compat.braintrace`.
 
-The states that an old hidden state reaches without a product with a matrix in between are in its
-group, if their units have the same shape and no item of a list separates their paths. The
-transition of a group is the part of the program that the old states of the group reach in that way;
-everything else that it needs is an input, `transition_jaxpr_constvars`.
+Two hidden states are in one group if the step computes one from the other without a product with a
+matrix in between, their units have the same shape, and no item of a list separates their paths. The
+transition of a group holds the equations that compute something from its old states in that way;
+all other values that they read are inputs of it, `transition_jaxpr_constvars`.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from tapax._frameworks.recurrent_cells import (
 )
 from tapax._jax import Atom, Equation, OpenJaxpr, Value, Var
 from tapax._jaxpr.bodies import list_equations
+from tapax._jaxpr.dataflow import computed_from
 from tapax._jaxpr.evaluate import evaluate, evaluate_equations, inline
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.rewrite import rewrite
@@ -54,7 +55,7 @@ class HiddenGroup(NamedTuple):
 
     @property
     def num_state(self) -> int:
-        """How many states a unit has."""
+        """The number of states of a unit."""
         return sum(state.num_state for state in self.hidden_states)
 
     def check_consistent_varshape(self) -> None:
@@ -67,11 +68,11 @@ class HiddenGroup(NamedTuple):
             )
 
     def transition(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> list[Any]:
-        """The new states, from the old ones and values for the `transition_jaxpr_constvars`."""
+        """Computes the new states from the old ones and the `transition_jaxpr_constvars`."""
         return evaluate(self.transition_jaxpr, [*input_vals, *hidden_vals])
 
     def diagonal_jacobian(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> jax.Array:
-        """How the new states of every unit depend on its own old ones: `[*varshape, n, n]`."""
+        """Derives the new states of every unit by its own old ones: `[*varshape, n, n]`."""
 
         def run(joined: jax.Array) -> Any:
             return self.concat_hidden(self.transition(self.split_hidden(joined), input_vals))
@@ -84,7 +85,7 @@ class HiddenGroup(NamedTuple):
         return find_blocks(run, self.concat_hidden(hidden_vals), units_alone, backward)
 
     def concat_hidden(self, splitted_hid_vals: Iterable[Any]) -> Any:
-        """The values of the states as one array: `[*varshape, num_state]`."""
+        """Joins the values of the states into one array, `[*varshape, num_state]`."""
         values = list(splitted_hid_vals)
         if len(values) != len(self.hidden_states):
             raise HiddenError(
@@ -96,7 +97,7 @@ class HiddenGroup(NamedTuple):
         return brainunit.math.concatenate(parts, axis=-1)
 
     def split_hidden(self, concat_hid_vals: Any) -> list[Any]:
-        """The opposite of `concat_hidden`."""
+        """Splits an array of `concat_hidden` into the values of the states."""
         shape = brainunit.math.shape(concat_hid_vals)
         if not shape or shape[-1] != self.num_state:
             raise HiddenError(
@@ -111,7 +112,7 @@ class HiddenGroup(NamedTuple):
         return parts
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Returns the fields by name."""
         return self._asdict()
 
     def __repr__(self) -> str:
@@ -147,7 +148,7 @@ def find_groups(program: StatefulProgram, include_recurrent_mixing: bool) -> lis
     inner = _jax.open_jaxpr(jaxpr)
     states = _list_states(program, inner)
     followed = _find_followed(inner, states, include_recurrent_mixing)
-    reached = [_follow(followed, [state.old]) for state in states]
+    reached = [computed_from(followed, [state.old]) for state in states]
     label = list(range(len(states)))
     dynamic: set[int] = set()
     for old, before in enumerate(states):
@@ -199,15 +200,6 @@ def _find_followed(
     return followed
 
 
-def _follow(eqns: Iterable[Equation], variables: Iterable[Var]) -> set[Var]:
-    """The variables that equations compute from some, those included."""
-    reached = set(variables)
-    for eqn in eqns:
-        if any(_is_in(v, reached) for v in eqn.invars):
-            reached.update(eqn.outvars)
-    return reached
-
-
 def _is_in(atom: Atom, variables: set[Var]) -> bool:
     return not isinstance(atom, _jax.Literal) and atom in variables
 
@@ -216,8 +208,8 @@ def _make_group(
     index: int, followed: Sequence[Equation], states: Sequence[_ProgramState], diagonal: bool
 ) -> HiddenGroup:
     olds = [state.old for state in states]
-    reached = _follow(followed, olds)
-    # Backwards, what the new states need of it.
+    reached = computed_from(followed, olds)
+    # Backwards, the equations that the new states need.
     needed = {s.new for s in states if not isinstance(s.new, _jax.Literal)}
     eqns: list[Equation] = []
     for eqn in reversed(followed):

@@ -1,9 +1,8 @@
-"""While loops that hidden states come from, cut off from what comes before, as by braintrace.
+"""`stop_gradient` before the while loops that hidden states come from, as in braintrace.
 
-JAX cannot differentiate a while loop in reverse. braintrace puts a `stop_gradient` on every input
-of a loop whose results reach a hidden state, so that the gradient of a step can always be taken:
-gradients by the perturbations of that state are exact, those of anything upstream of the loop are
-zero along the way through it.
+JAX cannot differentiate a while loop in reverse. braintrace stops the gradients by the inputs of
+every loop whose results reach a hidden state, so that a step always has a gradient. Gradients by
+the perturbation of that state stay exact; the loop passes none on to whatever comes before it.
 """
 
 import dataclasses
@@ -86,7 +85,7 @@ def _find_loops(inner: OpenJaxpr, results: Mapping[Var, Iterable[str]]) -> dict[
 
 
 def _stop_gradient(variable: Var) -> Equation:
-    """An equation that stops the gradient by a variable, with a new variable for its result."""
+    """Makes an equation that stops the gradient by a variable."""
     # A function of its own: what JAX traced for another would have the other's variables.
     made = jax.make_jaxpr(functools.partial(jax.lax.stop_gradient))(variable.aval)
     (eqn,) = _jax.open_jaxpr(made).eqns

@@ -14,23 +14,21 @@ module reads its states. `nn` holds the recurrent cells of brainstate that brain
 compute the same, and their parameters have no eligibility traces: `tapax.hidden.online` learns
 online. `perturb_data_to_hidden_group_data` takes groups found here, or by braintrace.
 
-Perturbations, groups and the ends of gradients are those of braintrace, and differ from
-`tapax.hidden`:
+It does what braintrace does where `tapax.hidden` does something else:
 
 - Every hidden state has one perturbation, at its last write. `tapax.hidden` has one for each write.
 - Groups without dynamics, whose states depend on old ones through products with matrices alone,
   come last.
 - States in different items of a list, `("layers", 0, "h")` and `("layers", 1, "h")`, are never in
   one group, even if one drives the other unit by unit.
-- A while loop whose results reach a hidden state is cut off from its inputs by `stop_gradient`,
-  with a warning: gradients of anything upstream are zero along the way through the loop.
-  `tapax.hidden` leaves the loop as it is: forward derivatives go through it, and JAX raises for
-  reverse ones.
+- `stop_gradient` cuts a while loop whose results reach a hidden state off from its inputs, with a
+  warning: the loop passes no gradients on to anything upstream. `tapax.hidden` leaves the loop as
+  it is: forward derivatives go through it, and JAX raises for reverse ones.
 
-Elsewhere braintrace's loses something. Here, two states that are written with one value have a
-perturbation each; a write in a jitted function, a long loop or a branch is perturbed too; a product
-with a sparse matrix of brainevent separates two groups; an equation may read several states, and
-Jacobians are exact where units meet otherwise than through a matrix.
+Where it differs from braintrace, braintrace loses something. Here, two states that are written with
+one value have a perturbation each; a write in a jitted function, a long loop or a branch is
+perturbed too; a product with a sparse matrix of brainevent separates two groups; an equation may
+read several states; and Jacobians are exact where units meet without a matrix.
 """
 
 import types
