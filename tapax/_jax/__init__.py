@@ -41,6 +41,7 @@ from tapax._jax.primitives import is_own_primitive
 from tapax._jax.processes import gather, local_elements, spans_processes
 from tapax._jax.pytrees import Static, map_leaves
 from tapax._jax.rules import (
+    VJP_MODULES,
     Effect,
     allow_effect,
     hold_weakly,
@@ -53,7 +54,6 @@ from tapax._jax.rules import (
     wrap_batcher,
     wrap_partial_eval,
     wrap_partial_eval_custom,
-    wrap_vjp,
 )
 from tapax._jax.tracing import (
     intercept_bind,

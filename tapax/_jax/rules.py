@@ -150,11 +150,8 @@ def allow_effect(effect: type) -> None:
         allowed.add_type(effect)
 
 
-def wrap_vjp(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts `wrap(vjp)` in the place of `jax.vjp`, by which `jax.grad` and others differentiate."""
-    wrapped = wrap(_api.vjp)
-    for module in (_api, jax):
-        module.vjp = wrapped
+VJP_MODULES = (_api, jax)
+"""The modules with a function `vjp`, by which `jax.grad` and others differentiate."""
 
 
 def hold_weakly(parameter: type) -> None:

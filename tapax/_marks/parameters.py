@@ -3,8 +3,8 @@
 `jax.grad(loss)(params)` differentiates by its arguments. A mark on a parameter before that is not a
 part of the differentiated function, and meets no gradient. So the arguments are marked inside, as
 if `loss` began with `params = sow(params)`: the cotangent of the mark is the gradient that
-`jax.grad` returns. Whoever differentiates in JAX calls `jax.vjp`, which is wrapped for it; the
-wrapped function is JAX's own unless a program is traced for a monitor of parameters.
+`jax.grad` returns. Whoever differentiates in JAX calls `jax.vjp`, which is wrapped for it while a
+program is traced for a monitor of parameters.
 
 No selection picks these marks, and no capture returns them: which argument of the program each one
 is on is told by data flow, when the program is known.
@@ -30,13 +30,9 @@ class ParameterMark(Mark):
 _jax.hold_weakly(ParameterMark)
 
 
-@functools.cache
-def register() -> None:
-    """Has `jax.vjp` mark what it differentiates by, where that is asked for."""
-    _jax.wrap_vjp(_wrap)
+def marks_parameters(vjp: Callable[..., Any]) -> Callable[..., Any]:
+    """A function like `jax.vjp` that marks what it differentiates by, where that is asked for."""
 
-
-def _wrap(vjp: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(vjp)
     def wrapped(fun: Function, *primals: Any, **options: Any) -> Any:
         policy = active_policy()

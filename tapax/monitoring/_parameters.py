@@ -23,7 +23,6 @@ from tapax import _jax
 from tapax._calling.collect import make_taps
 from tapax._calling.program import TracedCall
 from tapax._jax import Args, Kwargs, PyTree, Static, Value, pytrees
-from tapax._marks import parameters as parameter_marks
 from tapax._marks.sow import leaf_name
 from tapax._results import Taps
 from tapax._sites import Site, SiteError, flatten, matches, name_of, nearest
@@ -107,7 +106,6 @@ class ParameterWatch:
         self._copies: dict[str, Any] = {}
         self._warned = False
         self._measure = jax.jit(self._statistics, static_argnums=2)
-        parameter_marks.register()
 
     def open(self, args: Args, kwargs: Kwargs) -> None:
         """Sees the arguments of a call before the step runs."""
