@@ -22,14 +22,13 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
 from tapax._frameworks.roots import RootPlace, Roots, name_arguments
 from tapax._jax import Args, Atom, Equation, Function, Jaxpr, PyTree, Value, Var
 from tapax._jaxpr.bodies import bodies
-from tapax._jaxpr.kinds import Kind, kind_of
+from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of
 from tapax._jaxpr.rewrite import map_equation_bodies, rewrite
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import join, segment
@@ -62,12 +61,12 @@ class Anchor:
 
 @dataclasses.dataclass(frozen=True)
 class RootAnchor:
-    """A module that no module calls: what it is called, and where its arrays tell that it is.
+    """A model that no module calls: what it may be called, and by what its arrays are known.
 
-    `leaves` are the paths of the anchored arrays, from the module; `tail` is that of the module in
-    its model, of the class `name`. `part` has the places that the model may have in another, of the
-    class `whole`. `collection` is what the arrays may be in together, besides. `holder` is the variable that holds the model, and `constants` are the models of
-    its kind whose arrays are constants, each with the first of the anchored ones.
+    `leaves` are the paths of the anchored arrays from the model, of the class `name`; all of them
+    may be in a `collection`. `part` has the places that the model may have in another, of the class
+    `whole`. `holder` is the variable that holds the model, and `constants` are the models of its
+    kind whose arrays are constants, each with the first of the anchored ones.
     """
 
     name: str
@@ -92,7 +91,7 @@ class RootAnchor:
         key = tuple(key for key, _ in models)
         named = next((named for _, named in models if named is not None), None)
         held = self.holder if choice is None else ""
-        held = next((path for path, x in self.constants if x is origins[0]), held)
+        held = next((path for path, x in self.constants if x() is origins[0]), held)
         # The argument that holds a model names it better than a variable that holds a copy.
         order = [held] if named is None else [held, named.named]
         holders = order[::-1] if named is not None and named.is_module else order
@@ -227,15 +226,39 @@ def _resolve(jaxpr: Jaxpr, origins: Sequence[Any], roots: Roots) -> Jaxpr:
             if move is not None:
                 chosen[eqn.params["anchor"].uid] = move
             return
-        if kind_of(eqn) & _PASSING or eqn.primitive is convert_element_type_p:
-            known[eqn.outvars[0]] = from_where[0]
+        known.update(_passed_on(eqn, from_where))
 
         def resolve_body(body: Jaxpr) -> Jaxpr:
             return _resolve(body, _body_origins(eqn, body, from_where), roots)
 
-        yield _renamed(map_equation_bodies(eqn, resolve_body, _ANCHORS), chosen)
+        # What holds an anchor holds a mark as well, and so has an effect.
+        new = map_equation_bodies(eqn, resolve_body, _ANCHORS) if eqn.effects else eqn
+        yield _renamed(new, chosen)
 
     return rewrite(jaxpr, visit, _ANCHORS)
+
+
+def _passed_on(eqn: Equation, origins: Sequence[Any]) -> dict[Var, Any]:
+    """The origins of results that are operands; a call of an identity returns some, too."""
+    kind = kind_of(eqn)
+    if kind & _PASSING or eqn.primitive.name in _KEEPING:
+        return {eqn.outvars[0]: origins[0]}
+    if not kind & (CALLS | CUSTOM_RULES):
+        return {}
+    inner = _jax.open_jaxpr(next(bodies(eqn)))
+    if len(inner.invars) != len(origins):
+        return {}
+    known = dict(zip(inner.invars, origins, strict=True))
+    # A long one returns what it was given as it is, if it does: a residual.
+    for each in inner.eqns if len(inner.eqns) <= _FEW else ():
+        found = (None if isinstance(v, _jax.Literal) else known.get(v) for v in each.invars)
+        known.update(_passed_on(each, [*found]))
+    pairs = zip(eqn.outvars, inner.outvars, strict=True)
+    found = {out: known.get(v) for out, v in pairs if not isinstance(v, _jax.Literal)}
+    return {out: origin for out, origin in found.items() if origin is not None}
+
+
+_FEW = 16
 
 
 def _decide(
@@ -256,6 +279,8 @@ def _decide(
 _ANCHORS: frozenset[Any] = frozenset({anchor_effect})
 _PASSING = Kind.COPY | Kind.REARRANGEMENT | Kind.SELECTION
 """What an array may go through on its way and still be that array."""
+_KEEPING = frozenset({"convert_element_type", "stop_gradient"})
+"""The same, of primitives that are like others in all else."""
 
 
 def is_anchored(jaxpr: Jaxpr) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ class HeldModels:
 
     `holder` is the path of the variable that holds it; empty if there is none, or if it may be one
     of several. `constants` are the models of its kind whose arrays are constants, with the array of
-    each that the module has at `leaf`.
+    each that the module has at `leaf`, weakly.
     """
 
     holder: str
@@ -30,24 +31,30 @@ class HeldModels:
 
     @classmethod
     def of(cls, adapter: Adapter, module: Module, until: Any, leaf: str | None) -> HeldModels:
-        wanted, holder = kind(adapter, module), None
+        is_of_kind: dict[int, bool] = {id(module): True}
         constants: dict[int, tuple[str, Any]] = {}
+        holder = None
         for frame in reversed(list(_user_frames(until))):
             held = [
                 (path, model)
                 for name, value in _variables(frame)
                 for path, model in _modules_in(adapter, name, value)
-                if type(model) is type(module) and kind(adapter, model) == wanted
+                if type(model) is type(module)
             ]
+            for _, model in held:
+                if id(model) not in is_of_kind:
+                    is_of_kind[id(model)] = kind(adapter, model) == kind(adapter, module)
+            held = [(path, model) for path, model in held if is_of_kind[id(model)]]
             if held and holder is None:
                 own = [path for path, model in held if model is module]
                 several = len({id(model) for _, model in held}) > 1
                 holder = own[0] if own else "" if several else held[0][0]
             for path, model in held:
-                x = dict(arrays(adapter, model)).get(leaf or "")
-                if x is not None and not isinstance(x, Tracer):
-                    constants.setdefault(id(x), (path, x))
-        return cls(holder or "", tuple(constants.values()))
+                if id(model) not in constants:
+                    x = dict(arrays(adapter, model)).get(leaf or "")
+                    is_constant = x is not None and not isinstance(x, Tracer)
+                    constants[id(model)] = path, weakref.ref(x) if is_constant else None
+        return cls(holder or "", tuple((path, x) for path, x in constants.values() if x))
 
 
 def _user_frames(until: Any) -> Iterator[Any]:

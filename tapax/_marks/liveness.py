@@ -8,7 +8,7 @@ the loop is traced.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from tapax._jax import Value
 from tapax._marks.context import ContextVariable
@@ -24,7 +24,7 @@ _body = ContextVariable[object | None](None)
 
 
 @contextlib.contextmanager
-def marks_count_where(live: Value) -> Iterator[None]:
+def marks_count_where(live: Value) -> Generator[None]:
     """Within, marks count for the examples alone for which `live`, a traced boolean, is true."""
     outer = _condition.live
     _condition.live = live if outer is None else outer & live
@@ -36,5 +36,5 @@ def marks_count_where(live: Value) -> Iterator[None]:
 
 
 def live_operands() -> list[Value]:
-    """The condition under which a mark counts, to be an operand of its tap; none if it always does."""
+    """The condition under which a mark counts, an operand of its tap; none if it always does."""
     return [] if _condition.live is None else [_condition.live]

@@ -90,7 +90,8 @@ def test_two_roots_are_named_by_the_arguments_that_hold_them(framework):
     _, taps = tapax.capture(mapped)(policy, value, X[None])
     assert_close(taps.values["value/up"], 3 * X[None])
     many = (policy, value, net(4.0))
-    check(lambda *nets: [m(X) for m in nets], *many, names=["nets/0", "nets/1", "nets/2"], scales=(2, 3, 4))  # fmt: skip
+    names = ["nets/0", "nets/1", "nets/2"]
+    check(lambda *nets: [m(X) for m in nets], *many, names=names, scales=(2, 3, 4))
 
 
 def test_gradients_of_two_roots_have_their_names(framework):
@@ -127,13 +128,15 @@ def test_a_jitted_function_that_is_traced_once_for_two_models(framework):
 def test_attributes_and_keys_of_what_holds_the_models_name_them(framework):
     net, _, _ = framework
     policy, value = net(2.0), net(3.0)
-    check(lambda nets, x: nets["policy"](x) + nets["value"](x), {"policy": policy, "value": value}, X)  # fmt: skip
+    nets = {"policy": policy, "value": value}
+    check(lambda nets, x: nets["policy"](x) + nets["value"](x), nets, X)
     check(lambda agent, x: agent.policy(x) + agent.value(x), Agent(policy, value), X)
     check(lambda trainer, x: trainer.step(x), Trainer(policy, value), X)
     check(Trainer(policy, value).step, X)
     check(lambda nets, x: nets[0](x) + nets[1](x), (policy, value), X, names=["nets/0", "nets/1"])
     both = {"a": Trainer(policy, None), "b": Trainer(value, None)}
-    check(lambda both, x: [both[k].policy(x) for k in "ab"], both, X, names=["a/policy", "b/policy"])  # fmt: skip
+    names = ["a/policy", "b/policy"]
+    check(lambda both, x: [both[k].policy(x) for k in "ab"], both, X, names=names)
 
 
 def test_models_that_are_closed_over_are_named_by_their_variables(framework):
@@ -162,7 +165,8 @@ def test_one_root_keeps_its_class_for_a_name(framework):
 
 def test_roots_of_other_classes_keep_theirs():
     linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
-    _, taps = tapax.capture(lambda a, b, c, x: a(x) + b(x) + c(x))(EqxNet(2.0), EqxNet(3.0), linear, X)  # fmt: skip
+    nets = EqxNet(2.0), EqxNet(3.0), linear
+    _, taps = tapax.capture(lambda a, b, c, x: a(x) + b(x) + c(x))(*nets, X)
     assert set(taps.values) == {"a", "a/up", "b", "b/up", "Linear"}
 
 
@@ -197,7 +201,8 @@ def test_modules_of_linen_are_named_by_their_variables_or_their_parameters():
     taps = check(jax.jit(jax.grad(by_modules)), two, three, X)
     assert_close(taps.grads["policy"], jnp.tanh(3 * X))
     names = ["params", "target"]
-    check(lambda params, target, x: net.apply(params, x) + net.apply(target, x), two, three, X, names=names)  # fmt: skip
+    by_parameters = lambda params, target, x: net.apply(params, x) + net.apply(target, x)
+    check(by_parameters, two, three, X, names=names)
     inner = lambda params, target, x: [net.apply({"params": p}, x) for p in (params, target)]
     check(inner, two["params"], three["params"], X, names=names)
     _, taps = tapax.capture(lambda params, x: net.apply(params, net.apply(params, x)))(two, X)

@@ -238,12 +238,11 @@ def test_two_models_that_one_traced_solve_runs():
         assert_close(taps.grads[f"{name}/func"], 0.1 * taps.values[other], 1e-4)
 
 
-def test_a_solve_within_a_scan_and_a_checkpoint():
-    twice = lambda node, y0: jax.lax.scan(lambda y, _: (node(y), None), y0, length=2)[0]
-    remat = lambda node, y0: eqx.filter_checkpoint(twice)(node, y0)
-    for fn in (twice, remat):
-        step = eqx.filter_grad(lambda node, y0: jnp.sum(fn(node, y0) ** 2))
-        _, taps = tapax.capture(step, steps=4, values="NODE/func", grads="NODE/func")(node(), Y0)
-        values, grads = unrolled(node(), Y0, 8)
-        assert_close(taps.values["NODE/func"], values.reshape(2, 4, 2), 1e-4)
-        assert_close(taps.grads["NODE/func"], grads.reshape(2, 4, 2), 1e-4)
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_checkpoint], ids=["plain", "remat"])
+def test_a_solve_within_a_scan_and_a_checkpoint(wrap):
+    twice = wrap(lambda node, y0: jax.lax.scan(lambda y, _: (node(y), None), y0, length=2)[0])
+    step = eqx.filter_grad(lambda node, y0: jnp.sum(twice(node, y0) ** 2))
+    _, taps = tapax.capture(step, steps=4, values="NODE/func", grads="NODE/func")(node(), Y0)
+    values, grads = unrolled(node(), Y0, 8)
+    assert_close(taps.values["NODE/func"], values.reshape(2, 4, 2), 1e-4)
+    assert_close(taps.grads["NODE/func"], grads.reshape(2, 4, 2), 1e-4)

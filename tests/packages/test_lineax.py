@@ -44,6 +44,10 @@ def test_values_around_a_solve_are_captured(solve, wrap):
     assert_close(taps.values["b"], 2 * B)
 
 
+def test_operators_and_solvers_are_no_sites():
+    assert tapax.sites(by_matrix)(A, B).names == ["a", "b", "x"]
+
+
 @pytest.mark.parametrize("solve", SOLVES)
 def test_gradients_around_a_solve_are_those_of_numpy(solve):
     grads, taps = tapax.capture(jax.grad(solve, (0, 1)))(A, B)

@@ -1,5 +1,6 @@
 """optimistix: iterative solvers with implicit derivatives, on lineax."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,3 +101,30 @@ def test_the_first_nan_of_a_solver_that_raises_is_found(solver):
     loss, _ = solver
     found = tapax.find_nonfinite(lambda a: loss(jnp.log(a - 0.15)))(A)
     assert (found.operation, found.index) == ("log", (0, 1))
+
+
+class Cell(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, y, x):
+        return jnp.tanh(self.linear(y)) + x
+
+
+class Equilibrium(eqx.Module):
+    cell: Cell
+
+    def __call__(self, x):
+        solve = optx.Newton(**TOLERANCES)
+        fn = lambda y, args: args[0](y, args[1]) - y
+        return optx.root_find(fn, solve, jnp.zeros(2), args=(self.cell, x)).value
+
+
+def test_modules_that_a_solver_runs_are_named_from_the_users_root():
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    model = Equilibrium(Cell(eqx.tree_at(lambda m: m.weight, linear, A)))
+    step = eqx.filter_grad(lambda model, x: jnp.sum(model(x) ** 2))
+    _, taps = tapax.capture(step)(model, jnp.ones(2))
+    names = {"Equilibrium", "Equilibrium/cell", "Equilibrium/cell/linear"}
+    assert {name.partition("@")[0] for name in taps.values} == names
+    # The solution is what the cell makes of it.
+    assert_close(taps.values["Equilibrium"], model.cell(taps.values["Equilibrium"], 1.0), 1e-3)
