@@ -31,7 +31,13 @@ from equinox.internal._nontraceable import nonbatchable_p, nondifferentiable_bac
 
 from tapax._frameworks.attention import marks_result
 from tapax._frameworks.interface import FunctionCall, Module
-from tapax._frameworks.module_calls import MethodCall, mark_inputs, mark_result, within
+from tapax._frameworks.module_calls import (
+    MethodCall,
+    asks_for_inputs,
+    mark_inputs,
+    mark_result,
+    within,
+)
 from tapax._frameworks.module_paths import find, running_modules
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods, subclasses
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
@@ -157,8 +163,10 @@ def _run_machinery(call: MethodCall) -> Any:
         return call.run(*call.args, **call.kwargs)  # a subclass of the user's
     name = adapter.name(module)
     place = ModuleScope(name, name)
-    with within(adapter, module, place):
-        args, kwargs = mark_inputs(call)
+    args, kwargs = call.args, call.kwargs
+    if asks_for_inputs():
+        with within(adapter, module, place):
+            args, kwargs = mark_inputs(call)
     out = call.run(*args, **kwargs)
     with within(adapter, module, place):
         return mark_result(adapter, module, call.method, out)
