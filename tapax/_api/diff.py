@@ -81,7 +81,7 @@ def diff(
         all of them run in an iteration before the first runs in the next.
 
     Raises:
-        SiteError: if the captures have no site in common.
+        SiteError: if the captures have no site in common, or no array of one.
         TypeError: if `a` or `b` holds something that is not an array.
         ValueError: if an array spans several processes.
 
@@ -106,6 +106,12 @@ def diff(
     before = {new: old for old, new in names.items()}
     values = _compare_all("value", common, one, other, before, tolerance)
     grads = _compare_all("grad", common, one, other, before, tolerance)
+    if not values and not grads:
+        raise SiteError(
+            f"The captures have {_listed(sorted(common))} in common, but one has the value and the "
+            "other the gradient alone, so there is nothing to compare: capture both with the same "
+            "`values` and `grads`."
+        )
     return Difference(
         SiteDict({name: found.item for name, found in values.items()}),
         SiteDict({name: found.item for name, found in grads.items()}),
@@ -176,10 +182,8 @@ class _Side:
     def array(self, kind: str, name: str) -> np.ndarray | None:
         if name not in self.arrays(kind):
             return None
-        what = (
-            f"{'The gradient' if kind == 'grad' else 'The value'} of {name!r} in `{self.argument}`"
-        )
-        return _on_host(self.arrays(kind)[name], what)
+        what = "gradient" if kind == "grad" else "value"
+        return _on_host(self.arrays(kind)[name], f"The {what} of {name!r} in `{self.argument}`")
 
 
 def _compare_all(
@@ -250,7 +254,9 @@ def _reason(
         return "only one of them holds random keys"
     if x.shape != y.shape:
         return "the shapes differ"
-    ran = [np.asarray(side.valid[name]) for side in (a, b) if name in side.valid]
+    ran = [
+        _on_host(side.valid[name], f"The mask of {name!r}") for side in (a, b) if name in side.valid
+    ]
     if kind == "value" and len(ran) == 2 and not np.array_equal(ran[0], ran[1]):
         if ran[0].dtype != bool and ran[0].ndim == ran[1].ndim == 0:
             return f"it ran {ran[0]} times in `a` and {ran[1]} times in `b`"

@@ -113,7 +113,8 @@ class Difference(Tabular):
         found = [of[name] for name in names for of in (self.values, self.grads) if name in of]
         for each in found:
             cells = each.kind, _types(each), *_errors(each), _brackets(each.index or ())
-            table.add_row(each.name, *cells, Text(_verdict(each), style="red"))
+            verdict = _verdict(each)
+            table.add_row(each.name, *cells, Text(verdict, style="red") if verdict else "")
         table.caption = " ".join(self._remarks())
         return table
 

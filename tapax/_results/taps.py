@@ -114,7 +114,7 @@ class Taps(Tabular):
 
         Returns:
             One array, with the sites in the order of the program: a NumPy array if all of them are,
-            else a JAX array.
+            else a JAX array. Different dtypes are promoted as by `jnp.stack`.
 
         Raises:
             SiteError: if `selection` matches nothing, or if the shapes differ.

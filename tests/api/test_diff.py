@@ -294,6 +294,9 @@ def test_captures_without_a_common_site_raise():
         tapax.diff({"h": np.ones(1)}, {name: np.ones(1) for name in "wxyz"})
     with pytest.raises(tapax.SiteError, match="and `b` has none; pass"):
         tapax.diff({"h": np.ones(1)}, {})
+    message = "have 'h' in common, but one has the value and the other the gradient alone"
+    with pytest.raises(tapax.SiteError, match=message):
+        tapax.diff({"h": np.ones(1)}, ({}, {"h": np.ones(1)}))
 
 
 @pytest.mark.parametrize(
