@@ -14,7 +14,8 @@ from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot
 from tapax._calling.transform import Transform
 from tapax._jax import PyTree, Value
-from tapax._jaxpr.kinds import Kind
+from tapax._jaxpr.bodies import list_equations
+from tapax._jaxpr.kinds import CUSTOM_RULES, Kind, kind_of
 from tapax._jaxpr.leading_axes import align, where
 from tapax._marks.operations import internal_operations
 from tapax._sites import SiteError
@@ -27,6 +28,7 @@ from tapax.compat._oryx_checks import check_places, group_by_name
 from tapax.compat._oryx_marks import (
     Name,
     ReapHooks,
+    RulePlant,
     SowFrame,
     SownLeaf,
     SowPlace,
@@ -50,16 +52,15 @@ class OryxHarvest(Transform):
     blocked: frozenset[str]
     exclusive: bool
 
-    def prepare(self, call: TracedCall) -> list[Spot]:
-        """The sites that are planted."""
+    def prepare(self, call: TracedCall) -> tuple[list[Spot], set[Name]]:
+        """The sites that are planted, and all names that are sown."""
         if not self.plants:
-            return []
+            return [], set()
         hooks = SowSurveyHooks()
         walk = Walk(Plan(lambda site: self._has(site.collection), None), hooks=hooks)
         jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
         plants = call.operands
         own = {sow: at for sow, at in hooks.placed.items() if self._has(sow.mark.collection)}
-        _warn_unknown(plants, {sow.mark.collection.local_name for sow in own}, self.tag)
         check_places(hooks, self._harvests)
 
         def is_planted(sown: SownLeaf) -> bool:
@@ -77,15 +78,17 @@ class OryxHarvest(Transform):
                     f"The plant for {_describe(spot)} has the structure {found}, but the value has "
                     f"{expected}."
                 )
-        return spots
+        return spots, {sow.mark.collection.local_name for sow in own}
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
+        spots, names = prepared
         builder = ChangeBuilder(call.checked)
-        for spot in prepared:
+        for spot in spots:
             sown = spot.site.collection
             for x in jax.tree.leaves(_find(call.operands, sown.local_name))[sown.index :][:1]:
                 builder.change(spot, _plant, [_make_part(spot, x)])
-        planted = {spot.site.collection.local_name for spot in prepared}
+        planted = {spot.site.collection.local_name for spot in spots}
+        in_rules = self._make_rule_plants(call)
 
         def picks(sown: Any) -> bool:
             if self.function == "plant" or not self._has(sown) or sown.only == "plant":
@@ -97,13 +100,27 @@ class OryxHarvest(Transform):
                 return self.function != "plant" or sown.local_name in planted
             return self.exclusive and isinstance(sown, SownLeaf)
 
-        hooks = ReapHooks(picks, takes, self.plan.marking_policy(None))
+        keyed = {(self.tag, (*nesting.value, *name)): plant for name, plant in in_rules.items()}
+        hooks = ReapHooks(picks, takes, self.plan.marking_policy(None), keyed)
         walk = Walk(Plan(lambda site: picks(site.collection), None), builder.changes(), hooks)
         outs = call.program.run(walk, call.arrays)
         if not self.plants:
             check_places(hooks, self._harvests)
+        used = {name for name, plant in in_rules.items() if plant.is_used}
+        _warn_unknown(call.operands, names | used, self.tag)
         with internal_operations():
             return outs, _collect_reaps(walk, hooks)
+
+    def _make_rule_plants(self, call: TracedCall) -> dict[Name, RulePlant]:
+        """Makes plants for derivative rules, which have no derivative by them."""
+        equations = list_equations(call.program.jaxpr)
+        if not any(kind_of(eqn) & CUSTOM_RULES for eqn in equations):
+            return {}
+        return {
+            name: RulePlant(jax.tree.map(jax.lax.stop_gradient, value))
+            for name, value in _list_plants(call.operands)
+            if self._allows_name(name)
+        }
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return {"plant": out, "reap": extra}.get(self.function, (out, extra))
@@ -143,18 +160,23 @@ def _find(plants: PyTree, name: Name) -> Any:
     return plants
 
 
-def _list_weak(plants: Mapping[str, Any], scope: Name = ()) -> Iterator[tuple[Name, int, Any]]:
-    """Lists the plants of weak types: name, number of the leaf, dtype.
+def _list_plants(plants: Mapping[str, Any], scope: Name = ()) -> Iterator[tuple[Name, Any]]:
+    """Lists the plants by name.
 
     A dict may hold the names of a scope, or be a value itself: it is listed as both.
     """
     for key, value in plants.items():
-        name = (*scope, key)
+        yield (*scope, key), value
+        if isinstance(value, Mapping):
+            yield from _list_plants(value, (*scope, key))
+
+
+def _list_weak(plants: Mapping[str, Any]) -> Iterator[tuple[Name, int, Any]]:
+    """Lists the leaves of plants that have a weak type: name, number of the leaf, dtype."""
+    for name, value in _list_plants(plants):
         for i, leaf in enumerate(jax.tree.leaves(value)):
             if getattr(jax.typeof(leaf), "weak_type", False):
                 yield name, i, leaf.dtype
-        if isinstance(value, Mapping):
-            yield from _list_weak(value, name)
 
 
 def _warn_unknown(plants: PyTree, names: set[Name], tag: Hashable, scope: Name = ()) -> None:

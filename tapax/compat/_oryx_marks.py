@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -36,6 +37,32 @@ LeafKey: TypeAlias = tuple[Hashable, Name, int]
 nesting = ContextVariable[Name](())
 weak_plants = ContextVariable[tuple[tuple[LeafKey, Any], ...]](())
 """The leaves for which a value of a weak type is planted, and its dtype."""
+
+
+class RulePlant:
+    """A value to plant in the derivative rules of a program; `is_used` once a rule has sown it."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.is_used = False
+
+
+class _RulePlants(threading.local):
+    """The plants, by tag and name, for the derivative rule that this thread traces."""
+
+    def __init__(self) -> None:
+        self.value: Mapping[tuple[Hashable, Name], RulePlant] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, value: Mapping[tuple[Hashable, Name], RulePlant]) -> Iterator[None]:
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+rule_plants = _RulePlants()
 _SCALAR_TYPES = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _HERE = os.path.dirname(__file__)
 
@@ -84,6 +111,10 @@ def mark_sow(value: PyTree, sown: SownLeaf, source: str = "") -> Any:
     here = active_policy()
     if here is None:
         return value
+    planted = rule_plants.value.get((sown.tag, (*nesting.value, *sown.name)))
+    if planted is not None and sown.only != "reap":
+        planted.is_used = True
+        return planted.value
     leaves, treedef = jax.tree.flatten(value)
     # A value without leaves is reaped all the same: an array without elements stands for it.
     arrays = list(map(jnp.asarray, leaves)) or [jnp.zeros((0,), bool)]
@@ -212,9 +243,15 @@ class SowSurveyHooks(SowHooks, SurveyHooks):
 class ReapHooks(SowHooks):
     """Records the sows that it `picks`, and takes out those that it `takes`."""
 
-    def __init__(self, picks: Fn, takes: Fn, policy: MarkingPolicy):
+    def __init__(
+        self,
+        picks: Fn,
+        takes: Fn,
+        policy: MarkingPolicy,
+        plants: Mapping[tuple[Hashable, Name], RulePlant],
+    ):
         super().__init__()
-        self.picks, self._takes, self._policy = picks, takes, policy
+        self.picks, self._takes, self._policy, self._plants = picks, takes, policy, plants
 
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
         kind = kind_of(eqn)
@@ -223,7 +260,8 @@ class ReapHooks(SowHooks):
         if kind & CUSTOM_RULES:
             known = walk.materialize(eqn.invars, args)
             if runs_rules(known):
-                return walk_rule(walk, eqn, known, self._policy)
+                with rule_plants(self._plants):
+                    return walk_rule(walk, eqn, known, self._policy)
         return super().equation(walk, eqn, args)
 
     def differentiate_edited(self, walk: Interpreter, edited: Sequence[Key]) -> None:

@@ -58,8 +58,8 @@ own. If two conditionals that `vmap` has made selections sow one name, they are 
 both ran, the value is not a number.
 
 A function with a derivative rule of its own gives what it sows, or, where a derivative is taken of
-the harvest, what its rule sows instead, as that is what runs. Inside a loop, a branch or a function
-under `jax.jit`, it gives what it sows itself.
+the harvest, what its rule sows instead, as that is what runs; plants go into the rule too. Inside a
+loop, a branch or a function under `jax.jit`, it gives what it sows itself.
 
 Functions are traced, as they are under `jax.jit`; work is linear in the depth of nesting. One is
 compiled when it is first called: make it once, and call it often.

@@ -375,6 +375,24 @@ def test_a_rule_that_runs_because_of_a_derivative_around_the_harvest_is_reaped()
     same(call_var(pullback)(2.0), (4 + np.sin(2.0), {}))
 
 
+def test_a_plant_reaches_a_rule_that_runs_because_of_a_derivative_around_the_harvest():
+    rule, pullback, plants = custom("jvp", "rule"), custom("vjp", "rule"), {"y": 1.0}
+    # There is no derivative by the plant.
+    same(jax.jvp(plant_var(rule), (plants, 2.0), (plants, 1.0)), (3.0, 5.0))
+    same(jax.grad(plant_var(rule), argnums=(0, 1))(plants, 2.0), ({"y": 0.0}, 5.0))
+    for g in (rule, pullback):
+        same(jax.value_and_grad(plant_var(g), argnums=1)(plants, 2.0), (3.0, 5.0))
+        both = jax.value_and_grad(harvest_var(g), argnums=1, has_aux=True)
+        same(both(plants, 2.0), ((3.0, {}), 5.0))
+        same(jax.jit(both)(plants, 2.0), ((3.0, {}), 5.0))
+        same(both({}, 2.0), ((6.0, {"y": 4.0}), 5.0))
+        with pytest.warns(UserWarning, match="a value for 'y', which is ignored"):
+            same(plant_var(g)(plants, 2.0), 4 + np.sin(2.0))
+    rows = jnp.arange(3.0)
+    mapped = jax.vmap(jax.value_and_grad(plant_var(rule), argnums=1), (None, 0))
+    same(mapped(plants, rows), (1 + np.arange(3.0), np.full(3, 5.0)))
+
+
 def test_what_a_differentiated_function_with_a_rule_sows_itself_is_not_reaped():
     same(jax.value_and_grad(call_var(custom("jvp")), has_aux=True)(2.0), ((6.0, {}), 5.0))
     same(jax.value_and_grad(call_var(custom("vjp")), has_aux=True)(2.0), ((6.0, {}), 5.0))
