@@ -169,8 +169,9 @@ def test_modules_are_named_from_the_users_root_under_every_adjoint(adjoint, wrap
 
 
 def test_modules_in_forward_mode_are_named_from_the_users_root():
-    run = lambda y: node()(y, FIXED, diffrax.ForwardMode())
-    _, taps = tapax.capture(lambda y: jax.jvp(run, (y,), (y,)))(Y0)
+    run = lambda node, y: node(y, FIXED, diffrax.ForwardMode())
+    both = lambda node, y: jax.jvp(lambda y: run(node, y), (y,), (y,))
+    _, taps = tapax.capture(both)(node(), Y0)
     assert list(taps.values) == NAMES
 
 
