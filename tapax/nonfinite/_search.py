@@ -41,6 +41,7 @@ import numpy as np
 
 from tapax import _jax
 from tapax._calling.program import TracedCall
+from tapax._calling.source_lines import ArgumentNames, line_of
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._jax import Args, Atom, Equation, Function, Jaxpr, Kwargs, PyTree, Value
 from tapax._jaxpr.kinds import Kind, kind_of
@@ -131,7 +132,7 @@ class NonfiniteSearch:
         """Search a call of the function, on the arrays `inputs` if they are given."""
         place = self._call(list(inputs), args, kwargs)
         if isinstance(place, _source_location.ArgumentArray):
-            name = _source_location.argument_name(self.fn, args, kwargs, place)
+            name = ArgumentNames(self.fn, args, kwargs).name(place.keys, place.array)
             return _describe_value("argument", name, place.searched)
         if place is None or isinstance(place, Finding):
             return place
@@ -306,7 +307,7 @@ class _BadEquation:
         return Finding(
             path=path_in(self.path[-1].scopes, ""),
             operation="constant" if self.constant else _jax.operation_name(eqn),
-            source=_source_location.line_of(self.path),
+            source=line_of([equation.eqn for equation in self.path]),
             phase=self._phase(marked),
             iterations=tuple(_index(e, t) for e, t in loops),
             loops=tuple(_loop_name(e) for e, _ in loops),

@@ -1,4 +1,4 @@
-"""Locates an equation for the user: file and line, pass, mapped axes, names of arguments.
+"""Locates an equation for the user: pass and mapped axes.
 
 Where the jaxpr does not say, a trace of the same program with every operation marked does: values
 of the forward pass have a tap, which knows their mapped axes; values that only derivatives compute
@@ -6,23 +6,16 @@ have none.
 """
 
 import dataclasses
-import inspect
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from tapax import _jax
-from tapax._frameworks.registry import loaded_adapters
-from tapax._jax import Args, Equation, Function, Jaxpr, Kwargs
+from tapax._calling.source_lines import lines_outside_jax
+from tapax._jax import Jaxpr
 from tapax._jaxpr.kinds import Kind, kind_of
-from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
 from tapax._marks.tap import tap_p
 from tapax._sites import Operation, Ops
 from tapax.nonfinite._equation_numbers import NumberedEquation, frame_body, inlined_bodies
-
-_LIBRARIES = ("optax", "chex")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +26,6 @@ class EveryOperation(Ops):
 
     def marks(self, operation: Operation) -> bool:
         return True
-
-
-def line_of(equations: Sequence[NumberedEquation]) -> str:
-    """`file:line` of the user's code; of a framework's, or JAX's, if there is none."""
-    packages = {adapter.package for adapter in loaded_adapters()} | set(_LIBRARIES)
-    theirs = [f"{os.sep}site-packages{os.sep}{p.split('.')[0]}{os.sep}" for p in packages]
-    spare = ""
-    # Functions of JAX's own have no frame of the user's: whoever calls them does.
-    for equation in reversed(equations):
-        for name, line in _lines(equation.eqn):
-            spare = spare or f"{name}:{line}"
-            if not any(part in name for part in theirs):
-                return f"{name}:{line}"
-    return spare
 
 
 def transformations(equations: Sequence[NumberedEquation]) -> set[str]:
@@ -81,15 +60,8 @@ def _is_alike(a: NumberedEquation, b: NumberedEquation) -> bool:
     pairs = zip(first.outvars, second.outvars, strict=True)
     if any(v.aval.shape != w.aval.shape or v.aval.dtype != w.aval.dtype for v, w in pairs):
         return False
-    return _lines(first) == _lines(second) and transformations([a]) == transformations([b])
-
-
-def _lines(eqn: Equation) -> list[tuple[str, int]]:
-    return [
-        (name, line)
-        for name, line in _jax.lines_of(eqn)
-        if not name.startswith((JAX_FOLDER, TAPAX_FOLDER))
-    ]
+    alike = lines_outside_jax(first) == lines_outside_jax(second)
+    return alike and transformations([a]) == transformations([b])
 
 
 def is_marked(equation: NumberedEquation) -> bool:
@@ -146,18 +118,3 @@ class ArgumentArray(NamedTuple):
     keys: Any
     array: Any
     searched: Any
-
-
-def argument_name(fn: Function, args: Args, kwargs: Kwargs, given: ArgumentArray) -> str:
-    """An argument by the name of the parameter, and its place in there."""
-    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    # What an object holds that was taken apart may not be among them.
-    known = next((keys for keys, x in leaves if x is given.array), None)
-    which, *rest = known or given.keys
-    if known and which.idx == 0:
-        try:
-            names = list(inspect.signature(fn).parameters)
-            rest[0] = jax.tree_util.GetAttrKey(names[rest[0].idx])
-        except (TypeError, ValueError, IndexError, AttributeError):
-            pass
-    return jax.tree_util.keystr(tuple(rest), simple=True, separator="/")

@@ -1,0 +1,77 @@
+"""Equations and arrays in the user's words: the file and line, the name of the argument."""
+
+import functools
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tapax import _jax
+from tapax._frameworks.registry import loaded_adapters
+from tapax._jax import Args, Equation, Function, Kwargs, pytrees
+from tapax._marks.source_folders import JAX_FOLDER, TAPAX_FOLDER
+
+_LIBRARIES = ("optax", "chex", "saiunit")
+
+
+def line_of(equations: Sequence[Equation]) -> str:
+    """`file:line` of the user's code; of a framework's, or JAX's, if there is none.
+
+    `equations` are the one in question and, before it, those that it runs in.
+    """
+    packages = {adapter.package for adapter in loaded_adapters()} | set(_LIBRARIES)
+    theirs = [f"{os.sep}site-packages{os.sep}{p.split('.')[0]}{os.sep}" for p in packages]
+    spare = ""
+    # Functions of JAX's own have no frame of the user's: whoever calls them does.
+    for eqn in reversed(equations):
+        for name, line in lines_outside_jax(eqn):
+            spare = spare or f"{name}:{line}"
+            if not any(part in name for part in theirs):
+                return f"{name}:{line}"
+    return spare
+
+
+def lines_outside_jax(eqn: Equation) -> list[tuple[str, int]]:
+    """The files and lines that an equation was traced from, innermost first, without JAX's."""
+    return [
+        (name, line)
+        for name, line in _jax.lines_of(eqn)
+        if not name.startswith((JAX_FOLDER, TAPAX_FOLDER))
+    ]
+
+
+class ArgumentNames:
+    """Names the arrays in the arguments of one call of `fn`."""
+
+    def __init__(self, fn: Function, args: Args, kwargs: Kwargs):
+        self._fn = fn
+        self._arguments = args, kwargs
+
+    @functools.cached_property
+    def _places(self) -> dict[int, list[Any]]:
+        """The paths under which the user passed each array, by its id."""
+        found: dict[int, list[Any]] = {}
+        for path, x in pytrees.leaves_with_path(self._arguments):
+            found.setdefault(id(x), []).append(path)
+        return found
+
+    def name(self, keys: Any, array: Any) -> str:
+        """The parameter of `fn` that holds an array, and the path to the array in there.
+
+        `keys` are the path of the array in the traced call, in which objects are taken apart.
+        """
+        # What an object holds that was taken apart may not be among them, or under other keys.
+        places = self._places.get(id(array), [])
+        known: Any = keys if keys in places else next(iter(places), None)
+        rest: list[Any] = list(known or keys)
+        which = rest.pop(0)
+        if known and which.idx == 0:
+            try:
+                names = list(inspect.signature(self._fn).parameters)
+                rest[0] = jax.tree_util.GetAttrKey(names[rest[0].idx])
+            except (TypeError, ValueError, IndexError, AttributeError):
+                pass
+        keystr: Function = getattr(jax.tree_util, "keystr")  # noqa: B009  (it has no full types)
+        return keystr(tuple(rest), simple=True, separator="/")
