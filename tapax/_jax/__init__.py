@@ -16,9 +16,11 @@ from tapax._jax.equations import (
     map_results,
     names_of,
     no_names,
+    passes_of,
     rename_scopes,
     transforms_of,
 )
+from tapax._jax.gradients import intercept_vjp
 from tapax._jax.jaxprs import (
     as_function,
     call_body,
@@ -77,6 +79,8 @@ from tapax._jax.types import (
     PyTree,
     Value,
     Var,
+    device_nbytes,
+    is_on_host,
     key_generator,
     like,
     literal_value,

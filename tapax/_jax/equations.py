@@ -36,6 +36,20 @@ def transforms_of(eqn: Equation) -> set[str]:
     return {part.name for part in parts if type(part).__name__ == "Transform"}
 
 
+def passes_of(eqn: Equation) -> tuple[bool, ...]:
+    """For each derivative that an equation is part of, outermost first: is it the backward pass?"""
+    found: list[bool] = []
+    transposed = False
+    for part in eqn.source_info.name_stack.stack:
+        if type(part).__name__ != "Transform":
+            continue
+        if part.name == "jvp":
+            found.append(transposed)
+        # What is transposed but no derivative, a linear function, has no forward pass.
+        transposed = part.name == "transpose"
+    return tuple(found)
+
+
 def lines_of(eqn: Equation) -> Iterator[tuple[str, int]]:
     """The files and lines that an equation was traced from, innermost first."""
     traceback = eqn.source_info.traceback

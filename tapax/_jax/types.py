@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
@@ -110,6 +111,24 @@ def stacked(aval: AbstractValue, length: int) -> Any:
 def unstacked(aval: AbstractValue) -> Any:
     """The type of what lies along the first axis."""
     return mapped_aval(aval.shape[0], 0, aval)
+
+
+def device_nbytes(aval: AbstractValue) -> int:
+    """The size of a value on one device, if its type says how it is divided; else all of it."""
+    aval = getattr(aval, "inner_aval", aval)
+    nbytes = math.prod(aval.shape) * aval.dtype.itemsize
+    sharding: Any = getattr(aval, "sharding", None)
+    if sharding is None:
+        return nbytes
+    sizes: Mapping[str, int] = sharding.mesh.shape
+    axes = (axis for part in sharding.spec for axis in (part if type(part) is tuple else (part,)))
+    return nbytes // math.prod(sizes[axis] for axis in axes if axis is not None)
+
+
+def is_on_host(aval: AbstractValue) -> bool:
+    """Whether a value is in the memory of the host, where a policy of remat may have moved it."""
+    space = getattr(aval, "memory_space", None)
+    return space is not None and space == jax.memory.Space.Host
 
 
 def varying_axes(aval: AbstractValue) -> frozenset[str]:
