@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 from tapax import reduce
 from tapax._lazy import load_lazily
 from tapax._marks.sow import perturb, scope, sow
-from tapax._results import Difference, SiteDifference, SiteTable, Taps
+from tapax._results import (
+    Difference,
+    Residual,
+    ResidualTable,
+    SiteDifference,
+    SiteTable,
+    Taps,
+)
 from tapax._sites import Site, SiteError, at, glob, lines, named, ops, without
 
 if TYPE_CHECKING:
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
     from tapax._api.gradients import grad, jacobian, value_and_grad
     from tapax._api.modules import ModuleTable, modules
     from tapax._api.perturbations import perturbations, perturbed
+    from tapax._api.residuals import residuals
     from tapax.monitoring import Histogram, Log, Monitor, Stream, alert, monitor, open, sink, stream
     from tapax.nonfinite import Finding, find_nonfinite
 
@@ -29,6 +37,8 @@ __all__ = [
     "Log",
     "ModuleTable",
     "Monitor",
+    "Residual",
+    "ResidualTable",
     "Site",
     "SiteDifference",
     "SiteError",
@@ -60,6 +70,7 @@ __all__ = [
     "plot",
     "prefix",
     "reduce",
+    "residuals",
     "scope",
     "sink",
     "sites",
@@ -83,6 +94,7 @@ __getattr__, __dir__ = load_lazily(
         "tapax._api.gradients": ("grad", "jacobian", "value_and_grad"),
         "tapax._api.modules": ("ModuleTable", "modules"),
         "tapax._api.perturbations": ("perturbations", "perturbed"),
+        "tapax._api.residuals": ("residuals",),
         "tapax.monitoring": (
             "Histogram",
             "Log",

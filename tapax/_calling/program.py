@@ -40,7 +40,7 @@ _observe_gradients = Patch(lambda: [(m, "vjp", marks_parameters) for m in _jax.V
 
 
 @dataclasses.dataclass(frozen=True)
-class _Result:
+class ResultNumber:
     """Stands for a result of a program."""
 
     number: int
@@ -62,10 +62,13 @@ class Program:
 
     def only(self, pick: Callable[[Any], Any]) -> Program:
         """The program with a part of its results."""
-        count = len(_jax.open_jaxpr(self.jaxpr).outvars)
-        picked = pick(self.join([_Result(i) for i in range(count)]))
-        kept, structure = split_arrays(picked, lambda x: isinstance(x, _Result))
+        kept, structure = split_arrays(self.numbered(pick), lambda x: isinstance(x, ResultNumber))
         return Program(_jax.dce(self.jaxpr, [x.number for x in kept]), structure, self.keys)
+
+    def numbered(self, pick: Callable[[Any], Any]) -> Any:
+        """A part of what the function returned, with `ResultNumber`s in the place of arrays."""
+        count = len(_jax.open_jaxpr(self.jaxpr).outvars)
+        return pick(self.join([ResultNumber(i) for i in range(count)]))
 
     def walk(
         self,
@@ -96,13 +99,15 @@ class TracedCall:
     """A program, and the arrays of one call of it.
 
     `operands`, a pytree of arrays, are inputs of a transform that the program does not have. They
-    are `checked` if their values were known, and `Transform.check` has seen them.
+    are `checked` if their values were known, and `Transform.check` has seen them. `returned` is the
+    result of the function itself, without the state of objects, with `ResultNumber`s for arrays.
     """
 
     program: Program
     arrays: Sequence[Any]
     operands: Any = ()
     checked: bool = True
+    returned: PyTree = None
 
     def run_changed(self, changes: Changes) -> list[Any]:
         """Evaluates the program with some of its values changed; its results as arrays."""

@@ -142,8 +142,7 @@ class TransformedFunction:
         """The traced function, and the arrays among these arguments."""
         call = self._open(args, kwargs)
         with _jax.known_loops():
-            program, _, arrays = registry.run_opened(call, self._trace, lambda call, traced: traced)
-        return TracedCall(program, arrays)
+            return registry.run_opened(call, self._trace, _traced_call)
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         """The arrays among the arguments, those in objects included."""
@@ -233,6 +232,11 @@ class TransformedFunction:
         donated = () if self._transform.stateless else (i + 1 for i in _donated(program.jaxpr))
         jit: Function = getattr(jax, "jit")  # noqa: B009  (not in `typed`: scripts replace it)
         return found._replace(run=jit(found.run, donate_argnums=tuple(donated)))
+
+
+def _traced_call(call: FunctionCall, traced: tuple[Program, Signature, list[Value]]) -> TracedCall:
+    program, _, arrays = traced
+    return TracedCall(program, arrays, returned=program.numbered(call.own))
 
 
 def static_numbers(call: FunctionCall) -> frozenset[int]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tapax._jax import Value, local_elements, spans_processes
+from tapax._results.residual import Residual, kept_nbytes, policy_nbytes
 from tapax._sites import Site
 
 
@@ -67,6 +68,53 @@ def modules_table(modules: Sequence[tuple[str, type]]) -> Table:
     table = Table("module", "class", title=f"{len(modules)} modules")
     for path, cls in modules:
         table.add_row(path, f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
+    return table
+
+
+def residuals_table(
+    residuals: Sequence[Residual], arguments: Sequence[Residual], policy: str | None
+) -> Table:
+    """Every residual with its operation, type, size and place in the source."""
+    noun = "values" if not residuals or residuals[0].kind == "computed" else "arguments"
+    title = f"{len(residuals)} kept {noun}, {_bytes(kept_nbytes(residuals))}"
+    if policy is not None:
+        title += f", {_bytes(policy_nbytes(residuals))} with {policy}"
+    columns = ["site", "operation", "type", number_column("bytes"), "loops", "source"]
+    if policy is not None:
+        columns.insert(-1, "with policy")
+    table = Table(*columns, title=title)
+    for residual in residuals:
+        cells = [
+            residual.site,
+            f"{residual.operation or residual.kind} {residual.name}".rstrip(),
+            type_of(residual),
+            _bytes(residual.nbytes),
+            " ".join(residual.loops),
+            os.path.basename(residual.source),
+        ]
+        if policy is not None:
+            cells.insert(-1, residual.change)
+        table.add_row(*cells)
+    if arguments:
+        table.caption = (
+            f"arguments and constants, in memory anyway: {_bytes(kept_nbytes(arguments))}"
+        )
+    return table
+
+
+def residual_groups_table(
+    by: str, groups: Mapping[str, Sequence[Residual]], policy: str | None
+) -> Table:
+    """The number and the size of the residuals of each group."""
+    columns = [by, *map(number_column, ("residuals", "bytes"))]
+    if policy is not None:
+        columns.append(number_column(f"with {policy}"))
+    table = Table(*columns, title=f"Residuals by {by}")
+    for key, residuals in groups.items():
+        cells = [str(len(residuals)), _bytes(kept_nbytes(residuals))]
+        if policy is not None:
+            cells.append(_bytes(policy_nbytes(residuals)))
+        table.add_row(os.path.basename(key) if by == "source" else key, *cells)
     return table
 
 

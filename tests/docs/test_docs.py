@@ -28,7 +28,10 @@ def modules_below(package, folder):
 MODULES = list(modules_below("tapax", ROOT / "tapax"))
 DOCUMENTS = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("semantics", "changing", "frameworks", "architecture")),
+    *(
+        f"docs/{name}.md"
+        for name in ("semantics", "changing", "memory", "frameworks", "architecture")
+    ),
 ]
 NOTEBOOKS = [
     f"docs/{name}.md"
