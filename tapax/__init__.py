@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING
 from tapax import reduce
 from tapax._lazy import load_lazily
 from tapax._marks.sow import perturb, scope, sow
-from tapax._results import (
-    Difference,
-    Residual,
-    ResidualTable,
-    SiteDifference,
-    SiteTable,
-    Taps,
-)
+from tapax._results import Difference, Residual, ResidualTable, SiteDifference, SiteTable, Taps
 from tapax._sites import Site, SiteError, at, glob, lines, named, ops, without
 
 if TYPE_CHECKING:

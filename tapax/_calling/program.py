@@ -22,12 +22,11 @@ from tapax._frameworks import registry
 from tapax._frameworks.anchors import argument_paths, is_anchored, resolve
 from tapax._frameworks.attention import observe_attention
 from tapax._frameworks.module_paths import new_call_stack
-from tapax._frameworks.patches import Patch
 from tapax._jax import Function, Jaxpr, PyTree, Static, Value, pytrees, typed
 from tapax._jax.pytrees import ValueStructure, split_arrays
 from tapax._marks.context import Structure
 from tapax._marks.operations import internal_operations, with_marks
-from tapax._marks.parameters import marks_parameters
+from tapax._marks.parameters import mark_parameters
 from tapax._results import Taps
 from tapax._sites import name_of
 from tapax._walk import mapped_predicates
@@ -36,7 +35,6 @@ from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
 
 mapped_predicates.register()
-_observe_gradients = Patch(lambda: [(m, "vjp", marks_parameters) for m in _jax.VJP_MODULES])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +135,7 @@ def trace(
     with (
         registry.observe_calls(),
         weights,
-        _observe_gradients() if policy.parameters else contextlib.nullcontext(),
+        _jax.intercept_vjp(mark_parameters) if policy.parameters else contextlib.nullcontext(),
         with_marks(policy),
         new_call_stack(),
         jax.disable_jit(False),

@@ -43,7 +43,6 @@ from tapax._jax.primitives import is_own_primitive
 from tapax._jax.processes import gather, local_elements, spans_processes
 from tapax._jax.pytrees import Static, map_leaves
 from tapax._jax.rules import (
-    VJP_MODULES,
     Effect,
     allow_effect,
     hold_weakly,

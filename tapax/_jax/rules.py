@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import api as _api
 from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -148,10 +147,6 @@ def allow_effect(effect: type) -> None:
         _effects.partial_eval_kept_effects,
     ):
         allowed.add_type(effect)
-
-
-VJP_MODULES = (_api, jax)
-"""The modules with a function `vjp`, by which `jax.grad` and others differentiate."""
 
 
 def hold_weakly(parameter: type) -> None:

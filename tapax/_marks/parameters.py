@@ -11,7 +11,6 @@ is on is told by data flow, when the program is known.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,22 +29,17 @@ class ParameterMark(Mark):
 _jax.hold_weakly(ParameterMark)
 
 
-def marks_parameters(vjp: Callable[..., Any]) -> Callable[..., Any]:
-    """A function like `jax.vjp` that marks what it differentiates by, where that is asked for."""
+def mark_parameters(fn: Function) -> Function:
+    """A function like `fn` that marks its arguments, by which it is differentiated, if asked to."""
+    policy = active_policy()
+    if policy is None or not policy.parameters:
+        return fn
 
-    @functools.wraps(vjp)
-    def wrapped(fun: Function, *primals: Any, **options: Any) -> Any:
-        policy = active_policy()
-        if policy is None or not policy.parameters:
-            return vjp(fun, *primals, **options)
+    @functools.wraps(fn)
+    def marked(*primals: Any) -> Any:
+        return fn(*jax.tree.map(_mark, primals))
 
-        @functools.wraps(fun)
-        def marked(*primals: Any) -> Any:
-            return fun(*jax.tree.map(_mark, primals))
-
-        return vjp(marked, *primals, **options)
-
-    return wrapped
+    return marked
 
 
 def _mark(x: Any) -> Any:
