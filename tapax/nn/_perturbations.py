@@ -25,8 +25,8 @@ class Perturbation:
         for part in flatten(self.at):
             if isinstance(part, At):
                 raise SiteError(
-                    f"`at` selects all iterations of a loop, but is tapax.{part}. Use tapax.edit "
-                    "with a function that closes over a random key."
+                    "A perturbation is one of whole values in all iterations of a loop, but `at` "
+                    f"is tapax.{part}. Use tapax.edit with a function that closes over a key."
                 )
 
     def apply(self, key: Value, x: Value) -> Any:

@@ -87,7 +87,7 @@ def _choose_roles(
 
     Outer modules come first, and modules of one level together if they fit.
     """
-    streams = {places[row].role for row in rows if places[row].is_layer}
+    streams = _find_streams(places)
     roles = list(dict.fromkeys(places[row].role for row in rows))
     levels: dict[int, list[str]] = {}
     for role in roles:
@@ -103,15 +103,20 @@ def _choose_roles(
     return [role for role in roles if role in kept], [role for role in roles if role not in kept]
 
 
+def _find_streams(places: Mapping[str, Place]) -> set[str]:
+    """The roles of whole layers that have parts."""
+    parts = {place.stack for place in places.values() if place.is_part}
+    return {place.role for place in places.values() if place.is_layer and place.stack in parts}
+
+
 def _list_some(names: Sequence[str], most: int = 6) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _pick_looks(roles: Sequence[str], places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
-    """The looks of the line of each role; what layers return is wide and grey, below its parts."""
-    parts = {place.stack for place in places.values() if place.is_part}
-    streams = {place.role for place in places.values() if place.is_layer and place.stack in parts}
+    """The looks of the line of each role: wide and grey for what layers return, below the parts."""
+    streams = _find_streams(places)
     coloured = style.pick_role_colours([role for role in roles if role not in streams], places)
     looks: dict[str, dict[str, Any]] = {}
     for role in roles:

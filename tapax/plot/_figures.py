@@ -95,6 +95,9 @@ def roles(
             "There is nothing to plot by role: histograms are no lines. tapax.plot.taps draws them."
         )
     shown, note = _limit_panels(lines, stats, PANELS)
+    left = ", ".join(dict.fromkeys(stat for kind, stat in picked if (kind, stat) not in lines))
+    if left:
+        note = " ".join(filter(None, [note, f"Not shown: {left}, which tapax.plot.taps draws."]))
     return draw(found, shown, _place_all(captures.values(), found.values()), note)
 
 

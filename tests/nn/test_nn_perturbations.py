@@ -260,7 +260,7 @@ index = lambda x: tapax.sow(jnp.argmax(x, -1), "index")
         (lambda: nn.dropout(3, at="h", rate=0.1), TypeError, "`nn.dropout` takes a function, but"),
         (lambda: nn.dropout(net, at="", rate=0.1), tapax.SiteError, "`at` is an empty string"),
         (lambda: nn.dropout(net, at=tapax.at("h", step=1), rate=0.1), tapax.SiteError,
-         "`at` selects all iterations of a loop, but is tapax.at('h', step=1)."),
+         "A perturbation is one of whole values in all iterations of a loop, but `at` is tapax."),
         (lambda: nn.dropout(net, at="hh", rate=0.1)(KEY, W, X), tapax.SiteError,
          "at='hh' was asked for, but no site has that name"),
         (lambda: nn.dropout(net, at=lambda site: False, rate=0.1)(KEY, W, X), tapax.SiteError,

@@ -268,6 +268,20 @@ def test_statistics_have_a_row_of_panels_each():
     assert line(zeros, "mlp").get_ydata().tolist() == [0.0] * 3
 
 
+def test_histograms_are_left_to_the_other_plot():
+    _, taps = tapax.capture(unrolled, values={"**": [R.rms, R.histogram([0.0, 1.0])]})(X)
+    figure = save(plot.roles(taps))
+    assert [a.get_title("left") for a in figure.axes] == ["Values: rms"]
+    assert figure.get_supxlabel() == "Not shown: histogram, which tapax.plot.taps draws."
+
+
+def test_many_lists_of_modules_without_parts_have_room():
+    names = [f"Net/{name}_{i}" for i in range(2) for name in "ABCDEFGHIJ"]
+    figure = save(plot.roles(make(names)))
+    assert labels(figure) == list("ABCDEFG")
+    assert figure.get_supxlabel() == "Not shown: H, I, J. Choose with at=[...]."
+
+
 def test_sites_without_layers_are_joined_in_their_order():
     figure = save(plot.roles(make(["net/up", "net/mid", "net/head"])))
     drawn = line(figure.axes[0], "outside of the layers")
