@@ -50,7 +50,7 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "prefix": (lambda rounds: changes.prefix(Config(), rounds), 60, 8),
     "reduce": (lambda rounds: watching.reduced(Config(), rounds), 40, 5),
     "monitor": (lambda rounds: watching.monitored(Config(), rounds), 5, 1),
-    "stream": (watching.streamed, 9, 3),
+    "stream": (watching.streamed, 7, 2),
     "nonfinite": (lambda rounds: watching.searched(Config(), rounds), 30, 5),
     "hidden": (hidden.unrolled, 30, 5),
     "braintrace": (lambda rounds: jax_peers.raced("recurrent", rounds), 40, 5),

@@ -81,7 +81,7 @@ def monitored(cfg: Config, rounds: int) -> list[Result]:
     return [Result.timed(topic, f"{STEPS} steps over plain", times, "monitored", "plain", bar=1.02)]
 
 
-LENGTH, LAYERS, WIDTH, ROWS = 10_000, 3, 64, 128
+LENGTH, LAYERS, WIDTH, ROWS = 10_000, 3, 128, 128
 
 
 def streamed(rounds: int) -> list[Result]:

@@ -117,8 +117,9 @@ def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emi
         packed.setdefault(leaf.dtype, []).append(leaf)
     types = [(leaf.dtype, leaf.shape) for leaf in leaves]
 
-    def receive(number: Any, counts: Any, *flat: Any) -> None:
-        if not np.asarray(counts):
+    def receive(when: Any, *flat: Any) -> None:
+        number, counts = np.asarray(when).tolist()
+        if not counts:
             return
         # A copy: the buffers are the device's, which uses them again.
         rest = {dtype: np.array(x) for dtype, x in zip(packed, flat, strict=True)}
@@ -127,10 +128,12 @@ def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emi
             size = int(np.prod(shape))
             unpacked.append(rest[dtype][:size].reshape(shape))
             rest[dtype] = rest[dtype][size:]
-        emission.receive(int(np.asarray(number)), treedef.unflatten(unpacked))
+        emission.receive(number, treedef.unflatten(unpacked))
 
     flat = [jnp.concatenate([x.ravel() for x in some]) for some in packed.values()]
-    io_callback(receive, None, number, live & here, *flat)
+    # Every operand of a callback takes its time: there are as few as there can be.
+    when = jnp.stack([number, (live & here).astype(number.dtype)])
+    io_callback(receive, None, when, *flat)
     return []
 
 

@@ -53,6 +53,7 @@ class Reader:
         self.off = False
         self.alerts: list[AlertEvent] = []
         self._labels: dict[SiteTable, list[ResultLabels]] = {}
+        self._last: tuple[SiteTable | None, list[ResultLabels]] = None, []
         self._beyond: set[tuple[str, str]] = set()
         self._warned: set[tuple[int, str]] = set()
 
@@ -81,13 +82,19 @@ class Reader:
 
     def _read_taps(self, step: int, taps: Taps) -> tuple[dict[str, Number], list[AlertEvent]]:
         values, grads, valid = jax.device_get((taps.values, taps.grads, taps.valid))
-        labels = self._labels.get(taps.sites)
-        if labels is None:
-            labels = self._labels[taps.sites] = label_results(self.requests, taps.sites)
-        readings = list(read_numbers(labels, {**values, **grads}, valid))
+        readings = list(read_numbers(self._label(taps.sites), {**values, **grads}, valid))
         record = {r.name: r.number for r in readings if r.request.key not in self._limits}
         alerts = self._check(step, [r for r in readings if r.request.key in self._limits])
         return record, alerts
+
+    def _label(self, sites: SiteTable) -> list[ResultLabels]:
+        """The labels of the results of some sites; to hash a table of sites takes its time."""
+        if self._last[0] is not sites:
+            labels = self._labels.get(sites)
+            if labels is None:
+                labels = self._labels[sites] = label_results(self.requests, sites)
+            self._last = sites, labels
+        return self._last[1]
 
     def _check(self, step: int, readings: Sequence[Reading]) -> list[AlertEvent]:
         """The alerts that go off at a step: those of numbers that were within limits before."""

@@ -93,9 +93,7 @@ def test_record_is_delivered_if_the_monitor_is_dropped():
 
 def test_what_is_no_scalar_gets_one_clear_error():
     with tapax.monitor(step, every=1, grads=None) as watched:
-        with pytest.raises(
-            RuntimeError, match=r"step has not been called yet\. Log after the call"
-        ):
+        with pytest.raises(RuntimeError, match="has not been called yet"):
             watched.log(loss=1.0)
         watched(1.0)
         with pytest.raises(TypeError, match=r"'loss' is an array of shape \[3\]"):
