@@ -21,6 +21,7 @@ from tapax._calling.signature import Signature
 from tapax._frameworks import registry
 from tapax._frameworks.anchors import argument_paths, is_anchored, resolve
 from tapax._frameworks.attention import observe_attention
+from tapax._frameworks.interface import FunctionCall
 from tapax._frameworks.module_paths import new_call_stack
 from tapax._jax import Function, Jaxpr, PyTree, Static, Value, pytrees, typed
 from tapax._jax.pytrees import ValueStructure, split_arrays
@@ -112,17 +113,16 @@ class TracedCall:
         return self.program.run(Walk(Plan(None, None), changes), self.arrays)
 
 
-def trace(
-    fn: Function, run: Callable[[Any], Any], plan: Plan, arguments: PyTree, signature: Signature
-) -> Program:
-    """Traces `run`, the call of `fn` on some arguments, with those traced that are not static."""
+def trace(fn: Function, call: FunctionCall, plan: Plan, signature: Signature) -> Program:
+    """Traces the call of `fn`, with those of its arguments traced that are not static."""
+    arguments = call.arguments
     keyed = pytrees.leaves_with_path(arguments)
     arrays = signature.traced([leaf for _, leaf in keyed])
 
     def flat(*arrays: Value) -> Any:
         arguments = signature.join(arrays)
         given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
-        out = run(arguments)
+        out = call.run(arguments)
         results, structure = split_arrays(out, lambda x: isinstance(x, jax.Array))
         for _, x in structure.fixed:
             # A function in a model that comes out as it went in has nothing traced in it.
@@ -144,7 +144,7 @@ def trace(
         trace_flat = typed.make_jaxpr(flat, return_shape=True)
         jaxpr, (_, structure) = registry.trace_program(lambda: trace_flat(*arrays))
     if is_anchored(jaxpr):
-        paths = argument_paths(fn, arguments, registry.is_module)
+        paths = argument_paths(fn, arguments, registry.is_module, call.own_keys)
         jaxpr = resolve(jaxpr, signature.traced(paths))
     keys = signature.traced([path for path, _ in keyed])
     return Program(jaxpr, structure.value, tuple(keys))

@@ -175,7 +175,7 @@ class TransformedFunction:
                 signature, arrays = split_traced(call.arguments)
             else:
                 signature, arrays = split(self.fn, call.arguments, needed)
-            program = trace(self.fn, call.run, self._transform.plan, call.arguments, signature)
+            program = trace(self.fn, call, self._transform.plan, signature)
             if self._transform.stateless and not call.found_more():
                 program = program.only(call.own)
             return program, signature, arrays

@@ -152,9 +152,15 @@ class ArgumentPath(str):
 
 
 def argument_paths(
-    fn: Function, arguments: PyTree, is_module: Callable[[Any], bool]
+    fn: Function,
+    arguments: PyTree,
+    is_module: Callable[[Any], bool],
+    own_keys: tuple[int, ...] = (),
 ) -> list[ArgumentPath]:
-    """Where each array among the arguments of a call of `fn` is: positional ones, then keywords."""
+    """Where each array among the arguments of a call of `fn` is: positional ones, then keywords.
+
+    Both are at `own_keys`, if more was added to the arguments.
+    """
     flatten = jax.tree_util.tree_flatten_with_path
     modules = {keys for keys, leaf in flatten(arguments, is_leaf=is_module)[0] if is_module(leaf)}
     name = name_arguments(fn)
@@ -166,8 +172,11 @@ def argument_paths(
             if isinstance(held, PathKey):
                 named = join(held.named, leaf_path(keys[i + 1 :]))
                 return ArgumentPath(leaf_path(keys), named, True)
-        first = [] if keys[0].idx == 2 else name(keys)
-        named = "/".join([*first, *map(_key_path, keys[2 if first else 1 :])])
+        around = tuple(getattr(key, "idx", None) for key in keys[: len(own_keys)])
+        own = keys[len(own_keys) :] if around == own_keys else ()
+        first = [] if not own or getattr(own[0], "idx", 2) == 2 else name(own)
+        rest = own[2 if first else 1 :] if own else keys
+        named = "/".join([*first, *map(_key_path, rest)])
         return ArgumentPath(leaf_path(keys), named, inside)
 
     return [path(keys) for keys, _ in flatten(arguments)[0]]

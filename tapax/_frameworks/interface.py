@@ -123,6 +123,8 @@ class FunctionCall:
     """What of the result is the function's own, and no state."""
     found_more: Callable[[], bool] = lambda: False
     """Whether the trace met state that was not taken apart; its program is of no use then."""
+    own_keys: tuple[int, ...] = ()
+    """Where in `arguments` those of the user's own call are: positional, keywords, function."""
 
     @property
     def arguments(self) -> Any:

@@ -27,7 +27,7 @@ class Structure:
     """The structure of the arguments of a captured function: equal ones are the same object.
 
     Where a module is depends on the model, and so what is traced for one model is not for another.
-    What it is called may depend on the variables of the function.
+    What it is called may depend on the names of the variables of the function.
     """
 
     __slots__ = ()
@@ -35,15 +35,16 @@ class Structure:
     @classmethod
     def of(cls, arguments: PyTree, fn: Function) -> Structure | None:
         code = getattr(inspect.unwrap(fn), "__code__", None)
+        names = code and (code.co_varnames, code.co_freevars, code.co_names)
         try:
-            return cls._known(pytrees.structure(arguments), code)
+            return cls._known(pytrees.structure(arguments), names)
         except TypeError:  # something in it cannot be hashed
             return None
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def _known(treedef: Any, code: Any) -> Structure:
-        del treedef, code
+    def _known(treedef: Any, names: Any) -> Structure:
+        del treedef, names
         return Structure()
 
 

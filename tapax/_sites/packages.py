@@ -29,7 +29,8 @@ def is_machinery(cls: Any) -> bool:
 
 
 def _package(cls: Any) -> str:
-    return getattr(cls, "__module__", "").partition(".")[0]
+    # A callable object may well have None there.
+    return str(getattr(cls, "__module__", "")).partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

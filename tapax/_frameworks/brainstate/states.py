@@ -222,7 +222,8 @@ def taken_apart(call: FunctionCall) -> FunctionCall:
     same = call.fn, call.args, call.kwargs, taken.close, call.memory
     own = lambda result: call.own(result[0])  # noqa: E731
     found_more = lambda: taken.found_more or call.found_more()  # noqa: E731
-    return _ExtendedCall(*same, own, found_more, taken=taken, added=added)
+    keys = 1, *call.own_keys
+    return _ExtendedCall(*same, own, found_more, keys, taken=taken, added=added)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,8 @@ def taken_apart(call: FunctionCall) -> Iterator[FunctionCall]:
     if variables or known.layers:
         own = lambda result: call.own(result[0])  # noqa: E731
         taken = call.arguments, values
-        opened = FunctionCall(pure, taken, {}, close, call.memory, own, found_more)
+        keys = 0, 0, *call.own_keys
+        opened = FunctionCall(pure, taken, {}, close, call.memory, own, found_more, keys)
     else:
         opened = dataclasses.replace(call, found_more=found_more)
     with _active_state(record, None):
