@@ -132,7 +132,7 @@ def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emi
 
     flat = [jnp.concatenate([x.ravel() for x in some]) for some in packed.values()]
     # Every operand of a callback takes its time: there are as few as there can be.
-    when = jnp.stack([number, (live & here).astype(number.dtype)])
+    when = jnp.stack([number, jnp.asarray(live & here, number.dtype)])
     io_callback(receive, None, when, *flat)
     return []
 
