@@ -106,7 +106,7 @@ class Target:
         return (*(lead[depth] for depth in self.depths), *rest)
 
     def is_now(self, counters: Counters) -> Any:
-        """Whether iterations are those of its layers."""
+        """Tell whether the loops over layers are at the layers of the target."""
         now = [counters[depth] == number for depth, number in self.layers]
         return functools.reduce(jnp.logical_and, now, jnp.array(True))
 

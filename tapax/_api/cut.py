@@ -66,7 +66,7 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
 
 
 def _cut(site: Any, modules: Any) -> Plan:
-    """What a cut is at: sites, of which there should be one, and perhaps an iteration."""
+    """Plan a cut: it should pick one site, and perhaps one iteration."""
     for part in flatten(check(site, "site")):
         if isinstance(part, At) and (part.index is not None or not isinstance(part.step, int)):
             what = f"index={part.index}" if part.index is not None else f"step={part.step}"

@@ -78,7 +78,7 @@ def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
 def _places(sites: Sequence[Site]) -> Callable[[Entry], tuple[int, tuple[int, ...], int]]:
     """Where an entry is in the program; the arrays of a fold are where its first value is.
 
-    What is captured of single layers is in the order that they would have if they were written out.
+    Values of single layers come in the order of the layers, as if those were written out.
     """
     marked = [site for site in sites if site.kind != "grad"]
     order = {site.name: i for i, site in reversed([*enumerate(marked)])}
