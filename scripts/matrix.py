@@ -44,6 +44,8 @@ CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+CACHE_RACE = "ignore:Error reading persistent compilation cache entry"
+"""One process may read an entry that another is still writing; JAX then compiles the program."""
 
 PASSED, NOT_INSTALLED, NO_TEST = "passed", "could not be installed", "no test selected"
 NO_TEST_CODE = 5
@@ -83,9 +85,9 @@ def run_tests(
     environ = {key: value for key, value in os.environ.items() if key not in unset}
     environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {compilation}".strip()
     done = subprocess.run(
-        [str(inner), "-m", "pytest", "-n", "2", *arguments],
+        [str(inner), "-m", "pytest", "-n", "2", "-W", CACHE_RACE, *arguments],
         cwd=ROOT,
-        env=CACHE | environ | settings,
+        env={"PYTHONWARNINGS": CACHE_RACE} | CACHE | environ | settings,
         stdin=subprocess.DEVNULL,
         check=False,
     )
