@@ -8,6 +8,7 @@ this was written has a fair chance to work.
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.core import Literal
 
+from tapax._jax.callbacks import call_host
 from tapax._jax.equations import (
     bind_equation,
     implement_equation,

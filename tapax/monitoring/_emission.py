@@ -16,6 +16,8 @@ after each chunk of iterations, so records come in order all the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,9 +35,11 @@ from tapax._results import Taps
 from tapax._sites import Site
 from tapax._walk.entries import Entry
 
-Receiver = Callable[[int, Taps | None], None]
-"""A function on the host: of the number of an iteration and of its statistics, or of the number of
-all iterations and None, where a loop is over."""
+Receiver = Callable[[int, Callable[[], Taps] | None], None]
+"""A function on the host, which the running program waits for.
+
+Its arguments are the number of an iteration and a function that makes its statistics, or the number
+of all iterations and None, where a loop is over."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,23 +121,25 @@ def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emi
         packed.setdefault(leaf.dtype, []).append(leaf)
     types = [(leaf.dtype, leaf.shape) for leaf in leaves]
 
-    def receive(when: Any, *flat: Any) -> None:
-        number, counts = np.asarray(when).tolist()
-        if not counts:
-            return
-        # A copy: the buffers are the device's, which uses them again.
-        rest = {dtype: np.array(x) for dtype, x in zip(packed, flat, strict=True)}
+    def unpack(flat: dict[Any, np.ndarray]) -> Taps:
+        past = dict.fromkeys(flat, 0)
         unpacked: list[np.ndarray] = []
         for dtype, shape in types:
-            size = int(np.prod(shape))
-            unpacked.append(rest[dtype][:size].reshape(shape))
-            rest[dtype] = rest[dtype][size:]
-        emission.receive(number, treedef.unflatten(unpacked))
+            start, past[dtype] = past[dtype], past[dtype] + math.prod(shape)
+            unpacked.append(flat[dtype][start : past[dtype]].reshape(shape))
+        return treedef.unflatten(unpacked)
+
+    def receive(when: np.ndarray, *flat: np.ndarray) -> None:
+        number, counts = when.tolist()
+        if counts:
+            # Copies: the program uses its memory again.
+            copies = {dtype: x.copy() for dtype, x in zip(packed, flat, strict=True)}
+            emission.receive(number, functools.partial(unpack, copies) if types else None)
 
     flat = [jnp.concatenate([x.ravel() for x in some]) for some in packed.values()]
     # Every operand of a callback takes its time: there are as few as there can be.
     when = jnp.stack([number, jnp.asarray(live & here, number.dtype)])
-    io_callback(receive, None, when, *flat)
+    _jax.call_host(receive, when, *flat)
     return []
 
 

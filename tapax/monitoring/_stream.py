@@ -39,7 +39,7 @@ from tapax._results import Taps
 from tapax._sites import SiteError, flatten, is_exact, matches, name_of
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
-from tapax.monitoring._delivery import Delivery
+from tapax.monitoring._delivery import Delivery, Report
 from tapax.monitoring._emission import Receiver
 from tapax.monitoring._log import next_step
 from tapax.monitoring._monitor import EVERYTHING
@@ -196,14 +196,14 @@ class _Channel:
 
         The records of a loop that runs backwards are kept until the last of them has come.
         """
-        kept: list[tuple[int, Taps]] = []
+        kept: list[tuple[int, Callable[[], Taps]]] = []
         last = 0 if reverse or not length else (length - 1) // self._every * self._every
 
-        def receive(number: int, taps: Taps | None) -> None:
-            is_over = taps is None if length is None else number == last
+        def receive(number: int, unpack: Callable[[], Taps] | None) -> None:
+            is_over = unpack is None if length is None else number == last
             with self._lock:
-                if taps is not None:
-                    kept.append((self.first + number, taps))
+                if unpack is not None:
+                    kept.append((self.first + number, unpack))
                 if is_over or not reverse:
                     self._deliver(kept[::-1] if reverse else kept)
                     kept.clear()
@@ -213,10 +213,13 @@ class _Channel:
 
         return receive
 
-    def _deliver(self, found: list[tuple[int, Taps]]) -> None:
+    def _deliver(self, found: list[tuple[int, Callable[[], Taps]]]) -> None:
         if not self._reader.off:
-            for step, taps in found:
-                self._delivery.put(functools.partial(self._reader.read, step, taps))
+            for step, unpack in found:
+                self._delivery.put(functools.partial(self._read, step, unpack))
+
+    def _read(self, step: int, unpack: Callable[[], Taps]) -> Report:
+        return self._reader.read(step, unpack())
 
 
 @dataclasses.dataclass(frozen=True)
