@@ -65,7 +65,10 @@ def hidden_body(value: PyTree) -> Any:
     traced = getattr(value, "traced", None)
     places = ((value, "jaxpr"), (traced, "jaxpr"), (value, "solve_jaxpr"))
     found = (getattr(holder, name, None) for holder, name in places)
-    return next((jaxpr for jaxpr in found if jaxpr is not None), None)
+    # JAX 0.11 wraps what is mapped in another one, as `prim`.
+    return next((jaxpr for jaxpr in found if jaxpr is not None), None) or hidden_body(
+        getattr(value, "prim", None)
+    )
 
 
 def called_hi_primitive(primitive: Primitive, params: Mapping[str, Any]) -> Any:

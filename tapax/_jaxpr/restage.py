@@ -69,7 +69,9 @@ def bind_call(
     params["jaxpr" if "jaxpr" in params else "call_jaxpr"] = body
     excluded = params.get("exclude_mask")  # of `program_order`
     if excluded is not None:
-        params["exclude_mask"] = tuple(i is not None and excluded[i] for i in sources)
+        # JAX 0.11 leaves it as it was where the transposed call has more operands.
+        marked = {i for i, is_excluded in enumerate(excluded) if is_excluded}
+        params["exclude_mask"] = tuple(i in marked for i in sources)
     return _jax.bind_equation(eqn.replace(params=params), operands)
 
 
