@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tapax._jax import PyTree, pytrees
@@ -49,7 +50,10 @@ def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
     found: dict[str, Site] = {}
     place = _places(sites)
     ordered = sorted(entries, key=lambda e: (e.grad, *place(e)))
-    for entry in (one for e in ordered for one in _results(e)):
+    finished = _finish(ordered)
+    for entry in (
+        one for e, result in zip(ordered, finished, strict=True) for one in _results(e, result)
+    ):
         shape, dtype = tuple(entry.value.shape), entry.value.dtype
         site = dataclasses.replace(entry.site, shape=shape, dtype=dtype, loops=entry.loops)
         name = site.name
@@ -93,13 +97,42 @@ def _places(sites: Sequence[Site]) -> Callable[[Entry], tuple[int, tuple[int, ..
     return place
 
 
-def _results(entry: Entry) -> Iterator[Entry]:
+_SMALL = 4096
+"""How many numbers a state may have to be finished together with others."""
+
+
+def _finish(entries: Sequence[Entry]) -> list[Any]:
+    """The results of the entries that have a state; of equal reducers in one operation."""
+    results: list[Any] = [None] * len(entries)
+    alike: dict[Any, list[int]] = {}
+    for i, entry in enumerate(entries):
+        reduction = entry.reduction
+        if reduction is None:
+            continue
+        types = tuple(map(jax.typeof, entry.state))
+        if entry.valid is None and sum(t.size for t in types) <= _SMALL:
+            alike.setdefault((reduction.reducer, reduction.mapped, entry.lead, types), []).append(i)
+        else:
+            results[i] = reduction.finish(entry.state, entry.valid, entry.lead)
+    for numbers in alike.values():
+        first = entries[numbers[0]]
+        assert first.reduction is not None
+        if len(numbers) == 1:
+            results[numbers[0]] = first.reduction.finish(first.state, None, first.lead)
+            continue
+        together = [jnp.stack(xs) for xs in zip(*(entries[i].state for i in numbers), strict=True)]
+        stacked = first.reduction.finish(together, None, first.lead + 1)
+        for place, i in enumerate(numbers):
+            results[i] = pytrees.map_leaves(lambda x, place=place: x[place], stacked)
+    return results
+
+
+def _results(entry: Entry, result: PyTree) -> Iterator[Entry]:
     """An entry with a result in the place of its state; a structured one has several."""
     reduction = entry.reduction
     if reduction is None:
         yield entry
         return
-    result = reduction.finish(entry.state, entry.valid, entry.lead)
     for keys, leaf in pytrees.leaves_with_path(result):
         name = leaf_name(keys)
         if name:

@@ -26,6 +26,7 @@ checkpoint: _OfFunction = jax.checkpoint
 custom_linear_solve: _OfFunction = jax.lax.custom_linear_solve
 custom_vjp: _OfFunction = jax.custom_vjp
 eval_shape: _OfFunction = jax.eval_shape
+jit: _OfFunction = jax.jit
 jvp: _OfFunction = jax.jvp
 lower_fun: _OfFunction = mlir.lower_fun
 make_jaxpr: _OfFunction = jax.make_jaxpr

@@ -24,7 +24,7 @@ from tapax._walk.entries import Entry
 from tapax._walk.folds import Folds
 from tapax._walk.plan import Plan, Reading
 from tapax._walk.reductions import reduce, refusal
-from tapax.reduce import Reducer
+from tapax.reduce import Reducer, see_together
 
 
 class MetTap(NamedTuple):
@@ -129,6 +129,8 @@ class Recorder:
         mapped: int,
     ) -> Iterator[Entry]:
         """What is written down of a value: itself, and what reducers and functions make of it."""
+        whole = [r.by for r in readings if isinstance(r.by, Reducer) and r.index is None]
+        seen = see_together(whole, xs[0]) if live is None else {}
         for reading in readings:
             here, parts = _part(site, reading, xs, mapped)
             several = sum(other.path == reading.path for other in readings) > 1
@@ -143,7 +145,8 @@ class Recorder:
                     self.refused.append((site, reading.by, why))
                     continue
                 operands = parts if reading.by.paired else parts[:1]
-                found, state, valid = reduce(here, reading.by, label, operands, mapped, live)
+                state = None if reading.index is not None else seen.get(reading.by)
+                found, state, valid = reduce(here, reading.by, label, operands, mapped, live, state)
                 yield entry._replace(value=tuple(state), valid=valid, reduction=found)
                 continue
             x = parts[0]

@@ -10,7 +10,7 @@ combined with another.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +74,7 @@ class Reduction(NamedTuple):
 
     def finish(self, state: Sequence[Any], valid: Value, lead: int) -> Any:
         """The result: zeros where nothing ran."""
-        fn = vmapped(self.reducer.finish, lead + len(self.mapped))
+        fn = _finishing(self.reducer, lead + len(self.mapped))
         result = fn(self.treedef.unflatten(self.masked(state, valid)))
         if valid is None:
             return map_leaves(typed.asarray, result)
@@ -82,27 +82,61 @@ class Reduction(NamedTuple):
 
 
 def reduce(
-    site: Site, reducer: Reducer, label: str, operands: Sequence[Any], mapped: int, live: Value
+    site: Site,
+    reducer: Reducer,
+    label: str,
+    operands: Sequence[Any],
+    mapped: int,
+    live: Value,
+    seen: PyTree = None,
 ) -> tuple[Reduction, list[Any], Any]:
     """The state of a reducer that has seen a value, whose mapped axes lead; and where it counts.
 
     `operands` are the value, or a gradient and its value. `live` has the outermost mapped axes.
+    `seen` is the state, if it is known already.
     """
     x = operands[0]
     own = jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype)
     treedef = _checked(site, reducer, own)
 
-    def seen(*operands: Value) -> Any:
-        return reducer.update(_started(reducer, own), *operands)
-
-    state = jax.tree.leaves(vmapped(seen, mapped)(*operands))
     reduction = Reduction(reducer, label, own, x.shape[:mapped], treedef)
+    if live is None and reducer.is_builtin and reducer.over_maps and reducer.axis is None:
+        # The examples are elements like all others.
+        mapped, reduction = 0, reduction._replace(mapped=())
+    state = _seeing(reducer, own, mapped)(*operands) if seen is None else seen
+    state = jax.tree.leaves(state)
     if not mapped or not reducer.over_maps:
         return reduction, state, live
     if live is not None:
         state, live = reduction.masked(state, live), jnp.any(live)
     reduction = reduction._replace(mapped=())
     return reduction, reduction.merge(along_one_axis(state, mapped), 0), live
+
+
+def _seeing(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
+    """The function that makes a state of a value."""
+    return _seeing_once(reducer, own, mapped) if reducer.is_builtin else _see(reducer, own, mapped)
+
+
+def _see(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
+    return vmapped(lambda *xs: reducer.update(_started(reducer, own), *xs), mapped)
+
+
+@functools.lru_cache(maxsize=1024)
+def _seeing_once(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
+    # JAX traces and lowers it once for all sites with values of a type.
+    return typed.jit(_see(reducer, own, mapped))
+
+
+def _finishing(reducer: Reducer, lead: int) -> Callable[..., Any]:
+    """The function that makes a result of states that have so many leading axes."""
+    made = vmapped(reducer.finish, lead)
+    return _finishing_once(reducer, lead) if reducer.is_builtin else made
+
+
+@functools.lru_cache(maxsize=1024)
+def _finishing_once(reducer: Reducer, lead: int) -> Callable[..., Any]:
+    return typed.jit(vmapped(reducer.finish, lead))
 
 
 def along_one_axis(arrays: Sequence[Any], axes: int) -> list[Any]:

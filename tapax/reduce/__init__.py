@@ -56,6 +56,7 @@ from tapax.reduce._statistics import (
     var,
     zeros,
 )
+from tapax.reduce._together import see_together as see_together
 
 __all__ = [
     "Reducer",

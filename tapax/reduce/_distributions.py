@@ -45,20 +45,27 @@ def histogram(
                 "two between which magnitudes are counted."
             )
         low, high = ends
-        return _histogram((0.0, *(2.0**p for p in range(low, high + 1)), math.inf), "numbers")
+        return _histogram((0.0, *(2.0**p for p in range(low, high + 1)), math.inf), (low, high))
     found = _numbers(edges, float) or ()
     if len(found) < 2 or any(not a < b for a, b in itertools.pairwise(found)):
         raise ValueError(
             f"`edges` must be two numbers or more, each larger than the one before, but is "
             f"{edges!r}. They must be known when the function is traced."
         )
-    return _histogram(found, "real numbers")
+    return _histogram(found)
 
 
 @functools.lru_cache(maxsize=256)
-def _histogram(edges: tuple[float, ...], needs: str) -> Reducer:
-    made = histogram_of(edges, magnitudes=needs == "numbers")
-    return Reducer(**made, name="histogram", needs=needs, edges=edges)
+def _histogram(edges: tuple[float, ...], powers: tuple[int, int] | None = None) -> Reducer:
+    needs = "real numbers" if powers is None else "numbers"
+    return Reducer(
+        **histogram_of(edges, powers),
+        name="histogram",
+        needs=needs,
+        edges=edges,
+        quantity=None if powers is None else "exponents",
+        is_builtin=True,
+    )
 
 
 def topk(k: int) -> Reducer:
@@ -86,6 +93,7 @@ def _topk(k: int) -> Reducer:
         name="topk",
         needs="real numbers",
         labels=tuple(f"top{i}" for i in range(k)),
+        is_builtin=True,
     )
 
 
@@ -123,4 +131,5 @@ def _quantiles(ranks: tuple[float, ...], error: float, least: float, most: float
         name="quantiles",
         needs="real numbers",
         labels=tuple(f"q{x:g}" for x in ranks),
+        is_builtin=True,
     )

@@ -70,6 +70,13 @@ class Reducer:
     labels: tuple[str, ...] | None = None
     make: Callable[[Any], Reducer] | None = dataclasses.field(default=None, repr=False)
     """Makes the same reducer with one result for each place along an axis."""
+    quantity: str | None = dataclasses.field(default=None, repr=False)
+    """What the state is of, for reducers that can see a value together with others."""
+    is_builtin: bool = dataclasses.field(default=False, repr=False)
+    """Whether the functions are those of this package.
+
+    Then they close over no traced array, and are traced once for all values of a type. Without an
+    axis, they take the elements of a value in any shape."""
 
     def __post_init__(self) -> None:
         for field in ("init", "update", "combine", "finish"):

@@ -7,23 +7,23 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from tapax._jax import PyTree, Value, whole
+from tapax.reduce._packed_counts import MOST_BINS, count_places, count_true
 from tapax.reduce._sums import COUNT, add, add_all, as_integers, count, wide
 
 
-def histogram_of(edges: tuple[float, ...], magnitudes: bool) -> dict[str, Any]:
-    """A reducer's functions: counts between edges, of the values or of their magnitudes."""
+def histogram_of(edges: tuple[float, ...], powers: tuple[int, int] | None = None) -> dict[str, Any]:
+    """A reducer's functions: counts of values between edges, or of magnitudes between powers."""
 
     def see(x: Value) -> Any:
-        x = wide(x).ravel()
-        x = _magnitude(x) if magnitudes else x
-        # A value is below an edge or not: no bin is searched for, and nothing is scattered.
-        lower, possible = _at_least(edges[:-1], x.dtype)
-        above = count((x[:, None] >= lower) & possible, (0,))
-        (upper,), (some,) = _at_least([math.nextafter(edges[-1], math.inf)], x.dtype)
-        beyond = count((x >= upper) & (some and edges[-1] < math.inf))
-        return above - jnp.append(above[1:], beyond)
+        if powers is None:
+            return _count_between(edges, wide(x))
+        magnitude = _magnitude(wide(x))
+        if jnp.issubdtype(magnitude.dtype, jnp.floating) and len(edges) <= MOST_BINS:
+            return count_exponents(magnitude, *powers)
+        return _count_between(edges, magnitude)
 
     return {
         "init": lambda x: jnp.zeros(len(edges) - 1, COUNT),
@@ -32,6 +32,36 @@ def histogram_of(edges: tuple[float, ...], magnitudes: bool) -> dict[str, Any]:
         "merge": add_all,
         "finish": as_integers,
     }
+
+
+def _count_between(edges: tuple[float, ...], x: Value) -> Any:
+    # A value is below an edge or not: no bin is searched for, and nothing is scattered.
+    lower, possible = _at_least(edges[:-1], x.dtype)
+    (upper,), (some,) = _at_least([math.nextafter(edges[-1], math.inf)], x.dtype)
+    if len(edges) > MOST_BINS:
+        x = whole(x).ravel()
+        above = count((x[:, None] >= lower) & possible, (0,))
+        beyond = count((x >= upper) & (some and edges[-1] < math.inf))
+        return above - jnp.append(above[1:], beyond)
+    all_edges = [*zip(lower, possible, strict=True), (upper, some and edges[-1] < math.inf)]
+    above = count_true([(x >= edge) & can_be for edge, can_be in all_edges])
+    return above[:-1] - above[1:]
+
+
+def count_exponents(x: Value, low: int, high: int) -> Any:
+    """Counts non-negative numbers below 2^low, between powers of two, and from 2^high on."""
+    info = jnp.finfo(x.dtype)
+    unsigned = jnp.dtype(f"uint{info.bits}")
+    bits = lax.bitcast_convert_type(x, unsigned)
+    last = high - low + 1
+    exponent = (bits >> unsigned.type(info.nmant)).astype(jnp.int32)
+    place = jnp.clip(exponent + np.int32(info.minexp - low), 0, last)
+    # The exponents of zero and of infinity are not those of a power.
+    if low < info.minexp:
+        place = jnp.where(exponent == 0, 0, place)
+    if high > info.maxexp:
+        place = jnp.where(x == jnp.inf, last, place)
+    return count_places(jnp.where(jnp.isnan(x), last + 1, place).astype(jnp.uint32), last + 1)
 
 
 def _magnitude(x: Value) -> Any:
@@ -79,7 +109,7 @@ def quantiles_of(
     places = len(middles)
 
     def see(x: Value) -> Any:
-        x = whole(x).ravel().astype(_float_of(x))
+        x = whole(x).astype(_float_of(x))
         magnitude = jnp.abs(x)
         place = jnp.ceil(jnp.log(jnp.maximum(magnitude, least)) / growth) - first
         place = jnp.clip(place, 0, bins - 1).astype(jnp.int32) + 1

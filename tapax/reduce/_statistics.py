@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from tapax._jax import PyTree, Value
 from tapax.reduce import _sums
+from tapax.reduce._packed_counts import count_true
 from tapax.reduce._reducer import Reducer
 
 
@@ -43,7 +44,9 @@ def _along(
         def update(state: PyTree, *xs: Value) -> Any:
             return combine(state, see(axis, *xs))
 
-        kept: dict[str, Any] = {"needs": needs, "axis": axis, "make": made, **options}
+        kept = {"needs": needs, "axis": axis, "make": made, "is_builtin": True, **options}
+        if axis is not None:
+            kept["quantity"] = None
         return Reducer(init, update, combine, finish, name, **kept)
 
     return made(None)
@@ -51,16 +54,19 @@ def _along(
 
 def _summing(
     name: str,
-    terms: Callable[..., Any],
+    add_up: Callable[..., Any],
     finish: Callable[[Any], Any],
     needs: str = "numbers",
     **options: Any,
 ) -> Reducer:
-    """A reducer whose state is the sum of something over the elements, and how many there were."""
+    """A reducer whose state is sums over the elements, and how many there were.
+
+    `add_up(axes, *xs)` gives the sums over some axes.
+    """
 
     def see(axis: Any, *xs: Value) -> Any:
         axes = _sums.all_but(xs[0], axis)
-        found = [t.sum(axes, dtype=t.dtype) for t in terms(*map(_sums.wide, xs))]
+        found = add_up(axes, *map(_sums.wide, xs))
         return (*found, jnp.broadcast_to(_sums.size(xs[0], axes), found[0].shape))
 
     return _along(name, see, _sums.add, finish, needs, merge=_sums.add_all, **options)
@@ -69,19 +75,44 @@ def _summing(
 _FLOATS = "floating-point numbers"
 
 
-sum = _summing("sum", lambda x: [x], lambda s: s[0])
-mean = _summing("mean", lambda x: [x], lambda s: _over(s[1], s[0]), _FLOATS)
-norm = _summing("norm", _sums.squares, lambda s: _sums.root(s[:2]), _FLOATS)
-rms = _summing("rms", _sums.squares, lambda s: _sums.root(s[:2], s[2].astype(s[0].dtype)), _FLOATS)
-nonfinite = _summing(
-    "nonfinite",
-    lambda x: [(~jnp.isfinite(x)).astype(_sums.COUNT)],
-    lambda s: _sums.as_integers(s[0]),
+def _sum(axes: tuple[int, ...], x: Value) -> list[Any]:
+    return [x.sum(axes, dtype=x.dtype)]
+
+
+def _squares(axes: tuple[int, ...], *xs: Value) -> list[Any]:
+    return [total for x in xs for total in _sums.sum_squares(x, axes)]
+
+
+sum = _summing("sum", _sum, lambda s: s[0])
+mean = _summing("mean", _sum, lambda s: _over(s[1], s[0]), _FLOATS)
+norm = _summing("norm", _squares, lambda s: _sums.root(s[:2]), _FLOATS, quantity="squares")
+rms = _summing(
+    "rms",
+    _squares,
+    lambda s: _sums.root(s[:2], s[2].astype(s[0].dtype)),
+    _FLOATS,
+    quantity="squares",
 )
-zeros = _summing(
-    "zeros",
-    lambda x: [(x == 0).astype(_sums.COUNT)],
-    lambda s: s[0].astype(jnp.float32) / s[1].astype(jnp.float32),
+
+
+def _counting(
+    name: str, test: Callable[[Any], Any], finish: Callable[[Any], Any], **options: Any
+) -> Reducer:
+    """A reducer whose state is how many elements pass a test, and how many there were."""
+
+    def see(axis: Any, x: Value) -> Any:
+        axes, passed = _sums.all_but(x, axis), test(_sums.wide(x))
+        found = count_true([passed])[0] if axis is None else _sums.count(passed, axes)
+        return found, jnp.broadcast_to(_sums.size(x, axes), found.shape)
+
+    return _along(name, see, _sums.add, finish, merge=_sums.add_all, **options)
+
+
+nonfinite = _counting(
+    "nonfinite", lambda x: ~jnp.isfinite(x), lambda s: _sums.as_integers(s[0]), quantity="nonfinite"
+)
+zeros = _counting(
+    "zeros", lambda x: x == 0, lambda s: s[0].astype(jnp.float32) / s[1].astype(jnp.float32)
 )
 
 
@@ -93,17 +124,13 @@ def _cosine(state: PyTree) -> Any:
 
 cosine = _summing(
     "cosine",
-    lambda g, v: [jnp.real(jnp.conj(g) * v), *_sums.squares(g), *_sums.squares(v)],
+    lambda axes, g, v: [*_sum(axes, jnp.real(jnp.conj(g) * v)), *_squares(axes, g, v)],
     _cosine,
     _FLOATS,
     paired=True,
 )
 update_ratio = _summing(
-    "update_ratio",
-    lambda g, v: [*_sums.squares(g), *_sums.squares(v)],
-    lambda s: _sums.root(s[:2]) / _sums.root(s[2:4]),
-    _FLOATS,
-    paired=True,
+    "update_ratio", _squares, lambda s: _sums.root(s[:2]) / _sums.root(s[2:4]), _FLOATS, paired=True
 )
 
 
@@ -161,8 +188,7 @@ moments = _along(
 
 def _see_ends(axis: Any, x: Value) -> Any:
     x = x.astype(_sums.ordered(x.dtype))
-    axes, (low, high) = _sums.all_but(x, axis), _sums.extremes(x.dtype)
-    return x.min(axes, initial=high), x.max(axes, initial=low)
+    return _sums.ends(x, _sums.all_but(x, axis))
 
 
 def _start_ends(axis: Any, x: Value) -> Any:
@@ -181,6 +207,7 @@ minmax = _along(
     _start_ends,
     merge=lambda states: (states[0].min(0), states[1].max(0)),
     labels=("min", "max"),
+    quantity="ends",
 )
 
 last = Reducer(
@@ -189,4 +216,5 @@ last = Reducer(
     combine=lambda a, b: b,
     name="last",
     over_maps=False,
+    is_builtin=True,
 )

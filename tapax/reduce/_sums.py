@@ -3,6 +3,7 @@
 A count is an array of uint32, and stops at the largest number instead of starting from zero again.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tapax._jax import Value
+from tapax import _jax
+from tapax._jax import PyTree, Value
 
 COUNT = jnp.dtype(jnp.uint32)
 _MOST = np.uint32(2**32 - 1)
@@ -21,9 +23,27 @@ def wide(x: Value) -> Any:
     """A value in the type that it is accumulated in."""
     if x.dtype.itemsize >= 4:
         return x
+    if x.dtype == jnp.bfloat16:
+        return _widen_bfloat16(x)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.float32)
     return x.astype(jnp.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.int32)
+
+
+@jax.custom_jvp
+def _widen_bfloat16(x: Value) -> Any:
+    """Converts to float32 by the bits.
+
+    XLA takes a float32 that was rounded to bfloat16 and converted back for the float32 itself. It
+    would keep that, twice as large, where the program keeps the bfloat16.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << np.uint32(16), jnp.float32)
+
+
+@_widen_bfloat16.defjvp
+def _(primals: PyTree, tangents: PyTree) -> Any:
+    return _widen_bfloat16(*primals), tangents[0].astype(jnp.float32)
 
 
 def ordered(dtype: Any) -> Any:
@@ -37,26 +57,44 @@ def square(x: Value) -> Any:
     return jnp.real(x) ** 2 + jnp.imag(x) ** 2 if jnp.iscomplexobj(x) else jnp.square(x)
 
 
-def _scale(dtype: Any) -> float:
-    return 2.0 ** (jnp.finfo(dtype).maxexp * 25 // 64)
+def scales(dtype: Any) -> tuple[float, float]:
+    """The factors that make magnitudes larger, and smaller, before they are squared."""
+    scale = 2.0 ** (jnp.finfo(dtype).maxexp * 25 // 64)
+    return scale, 1 / scale
 
 
-def squares(x: Value) -> list[Any]:
-    """The squares of the magnitudes made larger, and made smaller.
+def _squares(x: Value) -> list[Any]:
+    return [square(x * np.asarray(scale, x.real.dtype)) for scale in scales(x.dtype)]
+
+
+def _sum_squares(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
+    return [term.sum(axes, dtype=term.dtype) for term in _squares(x)]
+
+
+def _sum_squares_in_one_read(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
+    # Of two sums XLA makes two kernels, each of which reads the value.
+    terms = _squares(x)
+    varying = _jax.varying_axes(jax.typeof(x))
+    zeros = [_jax.with_varying(jnp.zeros((), term.dtype), varying) for term in terms]
+    return list(lax.reduce(terms, zeros, lambda a, b: [a[0] + b[0], a[1] + b[1]], axes))
+
+
+_bind_sum_squares = _jax.for_gpu("sum_squares", _sum_squares, _sum_squares_in_one_read)
+
+
+def sum_squares(x: Value, axes: tuple[int, ...]) -> list[Any]:
+    """The sums of the squares of the magnitudes made larger, and made smaller.
 
     The square of a vanishing gradient is zero, and that of an exploding one infinite, long before
     the gradient is. Between them these two have every magnitude from 1e-33 to 1e30 in float32.
     """
-    # A constant that several sites share would be kept, as large as a value.
-    scale = _scale(x.dtype)
-    up, down = lax.optimization_barrier(np.asarray([scale, 1 / scale], x.real.dtype))
-    return [square(x * up), square(x * down)]
+    return list(_bind_sum_squares(x, axes=axes))
 
 
 def root(sums: Any, among: Any = 1) -> Any:
     """The root of the sum of squares, or of their mean `among` so many."""
     larger, smaller = sums
-    scale = _scale(larger.dtype)
+    scale, _ = scales(larger.dtype)
     fits = larger < 2.0 ** (jnp.finfo(larger.dtype).maxexp * 7 // 8)
     found = jnp.sqrt(jnp.where(fits, larger, smaller) / among)
     return jnp.where(fits, found / scale, found * scale)
@@ -115,3 +153,43 @@ def extremes(dtype: Any) -> tuple[Any, Any]:
     else:
         ends = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
     return np.asarray(ends[0], dtype), np.asarray(ends[1], dtype)
+
+
+def _plain_ends(x: Value, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    low, high = extremes(x.dtype)
+    return x.min(axes, initial=high), x.max(axes, initial=low)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def ends(x: Value, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    """The smallest and the largest element along some axes; NaN if there is one.
+
+    On a CPU, XLA loses NaN in the minimum of a large array. So numbers are compared as integers of
+    the same order, among which NaN comes first, or last.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return _plain_ends(x, axes)
+    dtype = x.dtype
+    x = wide(x)
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}").type
+    sign, full = unsigned(1 << (8 * x.dtype.itemsize - 1)), unsigned(jnp.iinfo(unsigned).max)
+
+    def encode(x: Value) -> Any:
+        bits = lax.bitcast_convert_type(x, unsigned)
+        return jnp.where(bits >= sign, ~bits, bits | sign)
+
+    def decode(code: Value) -> Any:
+        bits = jnp.where(code >= sign, code ^ sign, ~code)
+        return lax.bitcast_convert_type(bits, x.dtype).astype(dtype)
+
+    code, unknown = encode(x), jnp.isnan(x)
+    low, high = (encode(jnp.asarray(end, x.dtype)) for end in (-np.inf, np.inf))
+    smallest = jnp.where(unknown, unsigned(0), code).min(axes, initial=high)
+    largest = jnp.where(unknown, full, code).max(axes, initial=low)
+    return decode(smallest), decode(largest)
+
+
+@ends.defjvp
+def _(axes: tuple[int, ...], primals: PyTree, tangents: PyTree) -> Any:
+    (x,), (tangent,) = primals, tangents
+    return ends(x, axes), jax.jvp(lambda x: _plain_ends(x, axes), (x,), (tangent,))[1]

@@ -13,6 +13,7 @@ from tapax._walk.carried_states import scan_totals, selected
 from tapax._walk.changes import Around
 from tapax._walk.entries import Entry, Slots, refuse_folded
 from tapax._walk.interpreter import Interpreter
+from tapax._walk.packed_states import Packing, pack
 
 
 class _Recorded(NamedTuple):
@@ -22,6 +23,7 @@ class _Recorded(NamedTuple):
     entries: tuple[Entry, ...]
     totals: tuple[Entry, ...]
     places: list[int]
+    packing: Packing
     certain: tuple[bool, ...]
 
 
@@ -56,16 +58,19 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
             # A value that the backward pass keeps anyway is stacked once.
             stacked = {id(y): y for y in arrays}
             order = {key: i for i, key in enumerate(stacked)}
+            states = {id(a) for e in entries if e.reduction is not None for a in e.arrays}
+            packed, packing = pack(list(stacked.values()), states)
             recorded = _Recorded(
                 ys,
                 tuple(e.bare for e in entries),
                 tuple(e.bare for e in totals),
                 [order[id(y)] for y in arrays],
+                packing,
                 walk.folds.certain(threads.folds) if loop.length else (),
             )
             carry = carried, walk.folds.arrays(threads.folds)
             rest = [a for e in totals for a in e.arrays]
-            return carry, (list(stacked.values()), rest, Static(recorded))
+            return carry, (packed, rest, Static(recorded))
 
     rewind = walk.rewinder()
 
@@ -83,7 +88,8 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
         (carried, folds), (stacked, _, found) = loop.run(run, first, over)
     recorded: _Recorded = found.value
     walk.folds.restore(threads.folds, folds, recorded.certain)
-    flat = (stacked[i] for i in recorded.places)
+    unpacked = recorded.packing.unpack(stacked)
+    flat = (unpacked[i] for i in recorded.places)
     ys = recorded.ys.fill(flat)
     for entry in recorded.entries:
         walk.entries.append(_stacked(entry.with_arrays(flat), f"scan[{loop.length}]"))

@@ -1,0 +1,50 @@
+"""Functions that are compiled in another way for a GPU."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from tapax._jax.types import Value
+
+ArraysFunction = Callable[..., Sequence[Value]]
+
+
+def for_gpu(
+    name: str, plain: ArraysFunction, faster: ArraysFunction, *, on_one_device: bool = False
+) -> ArraysFunction:
+    """Makes a function that is compiled as `faster` on an NVIDIA GPU, and as `plain` elsewhere.
+
+    Both take arrays and static keyword arguments, and return the same arrays. Derivatives, and the
+    examples of a `vmap`, are those of `plain`. If `faster` is for `on_one_device` alone, because
+    XLA cannot divide it, programs for several devices are compiled as `plain`.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def abstract_eval(*avals: Any, **options: Any) -> list[Any]:
+        return jax.make_jaxpr(partial(plain, **options))(*avals).out_avals
+
+    def lower_for_gpu(ctx: Any, *operands: Any, **options: Any) -> Any:
+        devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+        chosen = plain if on_one_device and devices != 1 else faster
+        return mlir.lower_fun(chosen, multiple_results=True)(ctx, *operands, **options)
+
+    def batch(arrays: Sequence[Value], dims: Sequence[int | None], **options: Any) -> Any:
+        outs = jax.vmap(partial(plain, **options), in_axes=tuple(dims))(*arrays)
+        return outs, [0] * len(outs)
+
+    def differentiate(primals: Any, tangents: Any, **options: Any) -> Any:
+        made = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(partial(plain, **options), tuple(primals), tuple(made))
+
+    primitive.def_impl(plain)
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(plain, multiple_results=True))
+    mlir.register_lowering(primitive, lower_for_gpu, platform="cuda")
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = differentiate
+    return primitive.bind

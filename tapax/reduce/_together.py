@@ -1,0 +1,73 @@
+"""The statistics of a value that one read of it can give.
+
+XLA fuses reductions of one value by itself, but makes slow code of counts by exponent. Those have a
+kernel on a GPU, which gives some other statistics with them.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tapax._jax import Value, for_gpu
+from tapax.reduce import _gpu_kernel
+from tapax.reduce._gpu_kernel import Statistics
+from tapax.reduce._reducer import Reducer
+from tapax.reduce._sums import COUNT, scales
+
+
+def see_together(reducers: Iterable[Reducer], x: Value) -> dict[Reducer, Any]:
+    """The states of the reducers that can see a value together; none if no kernel is for it."""
+    known = tuple(dict.fromkeys(r for r in reducers if r.quantity is not None))
+    exponents = [r for r in known if r.quantity == "exponents"]
+    if len(exponents) != 1 or not _gpu_kernel.is_for(x, _powers(exponents[0])):
+        return {}
+    states = _seeing_once(known)(x)
+    return dict(zip(known, states, strict=True))
+
+
+def _powers(reducer: Reducer) -> tuple[int, int]:
+    """The powers of two between which a reducer counts."""
+    assert reducer.edges is not None
+    low, high = (math.frexp(edge)[1] - 1 for edge in (reducer.edges[1], reducer.edges[-2]))
+    return low, high
+
+
+@functools.lru_cache(maxsize=256)
+def _seeing_once(reducers: tuple[Reducer, ...]) -> Callable[[Value], Any]:
+    def see(x: Value) -> Any:
+        structure = jax.tree.structure([r.start(x) for r in reducers])
+        return structure.unflatten(_see(x, reducers=reducers))
+
+    return jax.jit(see)
+
+
+def _see_plainly(x: Value, *, reducers: Sequence[Reducer]) -> list[Value]:
+    return jax.tree.leaves([r.update(r.start(x), x) for r in reducers])
+
+
+def _see_by_kernel(x: Value, *, reducers: Sequence[Reducer]) -> list[Value]:
+    powers = next(_powers(r) for r in reducers if r.quantity == "exponents")
+    found = _gpu_kernel.run(x, powers, scales(jnp.float32), only_counts=len(reducers) == 1)
+    size = jnp.asarray(x.size, COUNT)
+    return jax.tree.leaves([_STATES[r.quantity or ""](found, size, x.dtype) for r in reducers])
+
+
+_see = for_gpu("see_together", _see_plainly, _see_by_kernel, on_one_device=True)
+
+
+def _ends(found: Statistics, size: Value, dtype: Any) -> Any:
+    del size
+    return tuple(jnp.where(found.nans > 0, jnp.nan, end).astype(dtype) for end in found.ends)
+
+
+_STATES: dict[str, Callable[[Statistics, Value, Any], Any]] = {
+    "squares": lambda found, size, dtype: (*found.squares, size),
+    "nonfinite": lambda found, size, dtype: (found.nonfinite, size),
+    "ends": _ends,
+    "exponents": lambda found, size, dtype: found.counts,
+}
+"""The states of reducers, by their quantities, from what the kernel found."""
