@@ -73,7 +73,7 @@ PARAMS = dict(zip("ab", arrays(W, W), strict=True))
 
 def test_what_comes_before_and_after_a_gradient_is_not_kept_for_it():
     table = tapax.residuals(update)(PARAMS, *arrays(X))
-    x = jnp.ones(X)
+    x = jnp.ones(X, jnp.float32)
     inside = tapax.residuals(lambda a, b: losses.matmul_chain(a, b, x))(*arrays(W, W))
     assert table_types(table)[0] == table_types(inside)[0]
     given = {r.site or r.operation for r in table.arguments}
@@ -240,5 +240,5 @@ def test_values_on_an_explicit_mesh_count_on_one_device():
 def test_an_array_that_the_compiler_divides_counts_whole():
     mesh = mesh_of(AxisType.Auto)
     x = jax.device_put(np.ones(X, np.float32), NamedSharding(mesh, P("d", None)))
-    table = tapax.residuals(jax.jit(jax.grad(losses.shared)))(jnp.ones(W), x)
+    table = tapax.residuals(jax.jit(jax.grad(losses.shared)))(jnp.ones(W, x.dtype), x)
     assert {r.nbytes for r in table} == {BYTES}

@@ -153,7 +153,7 @@ def test_a_loss_inside_of_a_jitted_function_is_listed():
         found.append(tapax.residuals(lambda w: losses.shared(w, x))(w))
         return w
 
-    outer(jnp.ones(W), jnp.ones(X))
+    outer(jnp.ones(W, jnp.float32), jnp.ones(X, jnp.float32))
     assert found[0].nbytes == tapax.residuals(losses.shared)(*arrays(W, X)).nbytes
     assert {r.kind for r in found[0].arguments} == {"constant"}
 

@@ -7,7 +7,7 @@ from flax import nnx
 import tapax
 from tests.oracles.closeness import assert_close
 
-X = jnp.array([[0.3, -0.7]])
+X = jnp.array([[0.3, -0.7]], jnp.float32)
 
 
 class Chain(nnx.Module):

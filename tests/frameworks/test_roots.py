@@ -16,14 +16,14 @@ from flax import nnx
 import tapax
 from tests.oracles.closeness import assert_close
 
-X = jnp.array([0.5, -1.0, 2.0])
+X = jnp.array([0.5, -1.0, 2.0], jnp.float32)
 Agent = collections.namedtuple("Agent", "policy value")
 
 
 class NnxNet(nnx.Module):
     def __init__(self, scale):
         self.up = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-        self.up.kernel[...] = scale * jnp.eye(3)
+        self.up.kernel[...] = scale * jnp.eye(3, dtype=X.dtype)
 
     def __call__(self, x):
         return jnp.tanh(self.up(x))
@@ -34,7 +34,7 @@ class EqxNet(eqx.Module):
 
     def __init__(self, scale):
         linear = eqx.nn.Linear(3, 3, use_bias=False, key=jax.random.key(0))
-        self.up = eqx.tree_at(lambda m: m.weight, linear, scale * jnp.eye(3))
+        self.up = eqx.tree_at(lambda m: m.weight, linear, scale * jnp.eye(3, dtype=X.dtype))
 
     def __call__(self, x):
         return jnp.tanh(self.up(x))
@@ -187,7 +187,7 @@ def test_a_part_of_each_of_two_models_that_goes_through_a_jit():
 
 
 def linen_variables(scale):
-    return {"params": {"up": {"kernel": scale * jnp.eye(3)}}}
+    return {"params": {"up": {"kernel": scale * jnp.eye(3, dtype=X.dtype)}}}
 
 
 def test_modules_of_linen_are_named_by_their_variables_or_their_parameters():

@@ -57,7 +57,7 @@ class EqxBlock(eqx.Module):
     mlp: eqx.nn.Linear
 
     def __init__(self, key):
-        self.mlp = eqx.nn.Linear(WIDTH, WIDTH, key=key)
+        self.mlp = eqx.nn.Linear(WIDTH, WIDTH, dtype=X.dtype, key=key)
 
     def __call__(self, x):
         return x + jnp.tanh(jax.vmap(self.mlp)(x))
@@ -141,7 +141,7 @@ def unrolled(weights, x, zeros):
 
 
 MODELS = [of_nnx, of_linen, of_equinox, of_plain_jax]
-ZEROS = jnp.zeros((LAYERS, *X.shape))
+ZEROS = jnp.zeros((LAYERS, *X.shape), X.dtype)
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -172,7 +172,7 @@ def test_one_layer_is_edited(make):
             x = x + jnp.tanh(change(h) if i == 3 else h)
         return x
 
-    for edit in (lambda h: 2 * h, jnp.ones(X.shape), 0.5):
+    for edit in (lambda h: 2 * h, jnp.ones_like(X), 0.5):
         change = edit if callable(edit) else lambda h: jnp.broadcast_to(edit, h.shape)  # noqa: B023
         edited = tapax.edit(case.apply, values={name: edit})
         close(edited(case.params, X), by_hand(case.weights, change), 1e-5)
@@ -193,7 +193,7 @@ def test_one_layer_is_perturbed_cut_and_differentiated(make):
     found = tapax.perturbations(case.loss, at=name)(*args)
     assert {n: z.shape for n, z in found.items()} == {name: X.shape}
     close(jax.grad(tapax.perturbed(case.loss))(dict(found), *args)[name], want, 1e-4)
-    moved = tapax.perturbed(case.loss)({name: jnp.ones(X.shape)}, *args)
+    moved = tapax.perturbed(case.loss)({name: jnp.ones_like(X)}, *args)
     close(moved, by_hand(ZEROS.at[2].set(1.0)), 1e-5)
     value = tapax.prefix(case.loss, name)(*args)
     close(value, unrolled(case.weights, X, ZEROS)[1][2], 1e-5)
@@ -241,9 +241,9 @@ def nested(x):
                 with tapax.scope("inner"):
                     return tapax.sow(jnp.sin(x + 10 * t + u), "h"), None
 
-            return lax.scan(step, x, jnp.arange(2.0))
+            return lax.scan(step, x, jnp.arange(2, dtype=x.dtype))
 
-    return lax.scan(layer, x, jnp.arange(3.0))[0]
+    return lax.scan(layer, x, jnp.arange(3, dtype=x.dtype))[0]
 
 
 def test_layers_inside_of_layers():

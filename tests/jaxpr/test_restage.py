@@ -10,7 +10,7 @@ from tapax import _jax
 from tapax._jaxpr.restage import Scan, bind_cond
 from tests.oracles.closeness import assert_close
 
-XS = jnp.arange(1.0, 6.0)
+START, XS = jnp.float32(0.5), jnp.arange(1, 6, dtype=jnp.float32)
 
 
 def equation_of(fn, *args):
@@ -24,8 +24,8 @@ def test_peeled_iteration_is_run_alone_in_its_turn(index, reverse):
     def body(c, x):
         return jnp.sin(c) + x, c * x
 
-    eqn = equation_of(lambda c, xs: lax.scan(body, c, xs, reverse=reverse), 0.5, XS)
-    loop = Scan.of(eqn, [jnp.float32(0.5), XS])
+    eqn = equation_of(lambda c, xs: lax.scan(body, c, xs, reverse=reverse), START, XS)
+    loop = Scan.of(eqn, [START, XS])
     run = _jax.as_function(loop.body)
 
     def once(values):
@@ -33,7 +33,7 @@ def test_peeled_iteration_is_run_alone_in_its_turn(index, reverse):
         return [carry, y + 100], values[0]
 
     (carry, ys), before = jax.jit(lambda: loop.peel(index, run, once))()
-    c, expected, seen = np.float32(0.5), np.zeros(5, np.float32), None
+    c, expected, seen = np.asarray(START), np.zeros(5, np.float32), None
     for i in reversed(range(5)) if reverse else range(5):
         seen = c if i == index else seen
         expected[i] = c * XS[i] + 100 * (i == index)
@@ -44,8 +44,8 @@ def test_peeled_iteration_is_run_alone_in_its_turn(index, reverse):
 
 
 def test_peeling_leaves_no_loop_without_iterations():
-    eqn = equation_of(lambda c, xs: lax.scan(lambda c, x: (c + x, c), c, xs), 0.0, XS[:1])
-    loop = Scan.of(eqn, [jnp.float32(0.0), XS[:1]])
+    eqn = equation_of(lambda c, xs: lax.scan(lambda c, x: (c + x, c), c, xs), START, XS[:1])
+    loop = Scan.of(eqn, [START, XS[:1]])
     run = _jax.as_function(loop.body)
     program = jax.make_jaxpr(lambda: loop.peel(0, run, lambda values: (run(*values), None))[0])()
     assert "scan" not in str(program)

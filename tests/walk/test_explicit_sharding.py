@@ -36,7 +36,8 @@ def arguments():
 
 def loss(w, x, mark=tapax.sow):
     h = mark(jnp.tanh(x * 2), "h")
-    h, _ = lax.scan(lambda c, t: (mark(jnp.sin(c) * t, "s"), None), h, jnp.arange(1.0, 4.0))
+    times = jnp.arange(1, 4, dtype=x.dtype)
+    h, _ = lax.scan(lambda c, t: (mark(jnp.sin(c) * t, "s"), None), h, times)
     y = mark(jnp.einsum("bi,ij->bj", h, w, out_sharding=P("x", None)), "y")
     local = lambda y: mark(jnp.sum(y, axis=-1), "l")
     z = jax.shard_map(local, in_specs=P("x", None), out_specs=P("x"))(y)
@@ -186,7 +187,7 @@ FOLDS = {
     "scan": lambda x: lax.scan(
         lambda c, t: (tapax.sow(jnp.sin(c) * t, "h", reduce=total, init=float), None),
         x,
-        jnp.arange(1.0, 3.0),
+        jnp.arange(1, 3, dtype=x.dtype),
     )[0],
     "while": lambda x: lax.while_loop(
         lambda c: c[0] < 3,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import tapax
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 3)).astype(np.float32))
+TIMES = jnp.arange(5, dtype=X.dtype)
 INDICES = [
     np.s_[:, -1],
     np.s_[0],
@@ -31,7 +32,7 @@ def straight(x):
 
 
 def scanned(x):
-    return lax.scan(lambda c, t: (c + tapax.sow(jnp.sin(x * t), "h"), None), x, jnp.arange(5.0))[0]
+    return lax.scan(lambda c, t: (c + tapax.sow(jnp.sin(x * t), "h"), None), x, TIMES)[0]
 
 
 def mapped(x):
@@ -87,7 +88,7 @@ def test_an_edit_changes_that_part_alone(index):
             h = jnp.sin(x * t)
             return c + h.at[index].set(3 * h[index]), None
 
-        return lax.scan(step, x, jnp.arange(5.0))[0]
+        return lax.scan(step, x, TIMES)[0]
 
     edited = tapax.edit(scanned, values={tapax.at("h", index=index): lambda h: 3 * h})
     np.testing.assert_allclose(edited(X), by_hand(X), rtol=1e-6)
@@ -97,13 +98,13 @@ def test_an_edit_changes_that_part_alone(index):
 
 def test_an_array_comes_in_the_place_of_a_part():
     part = tapax.at("h", index=np.s_[:, -1])
-    for array in (0.0, jnp.ones((4, 3)), jnp.ones((5, 4, 3))):
+    for array in (0.0, jnp.ones((4, 3), X.dtype), jnp.ones((5, 4, 3), X.dtype)):
         edited = tapax.edit(scanned, values={part: array})(X)
         hs = np.stack([np.sin(np.asarray(X) * t) for t in range(5)])
         hs[:, :, -1] = array
         np.testing.assert_allclose(edited, np.asarray(X) + hs.sum(0), rtol=1e-5, atol=1e-5)
     with pytest.raises(tapax.SiteError, match=r"but the value has shape \[4, 3\]"):
-        tapax.edit(scanned, values={part: jnp.ones((6, 3))})(X)
+        tapax.edit(scanned, values={part: jnp.ones((6, 3), X.dtype)})(X)
 
 
 def test_a_part_of_one_iteration():
@@ -191,7 +192,7 @@ def test_a_function_may_take_the_site():
 
 
 def test_a_function_may_close_over_arrays():
-    direction = jnp.array([1.0, 0.0, -1.0])
+    direction = jnp.array([1.0, 0.0, -1.0], X.dtype)
     project = lambda w: tapax.capture(training(scanned), values={"h": lambda h: h @ w})(X)[1]
     want = np.stack([np.sin(np.asarray(X) * t) @ np.asarray(direction) for t in range(5)])
     np.testing.assert_allclose(project(direction).values["h"], want, rtol=1e-4, atol=1e-5)
