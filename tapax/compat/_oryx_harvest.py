@@ -34,6 +34,7 @@ from tapax.compat._oryx_marks import (
     SowPlace,
     SowSurveyHooks,
     as_weak,
+    give_way,
     nesting,
     show,
     weak_plants,
@@ -271,10 +272,14 @@ def _join_entries(name: Name, entries: Sequence[Entry], placed: Mapping[Call, So
             )
         return first.value
     items = []
+    strong = {placed[entry.call].dtype for entry in entries if not placed[entry.call].is_weak}
     for entry in entries:
         frames = placed[entry.call].frames
         meshes = len(entry.loops) - sum(frame.kind is Kind.SCAN for frame in frames)
-        items.append(_ReapedValue(frames, entry.value, entry.valid, meshes))
+        value = entry.value
+        if placed[entry.call].is_weak and len(strong) == 1:
+            value = give_way(value, *strong)
+        items.append(_ReapedValue(frames, value, entry.valid, meshes))
     try:
         return _join(items, 0).value
     except _TypeMismatch as mismatch:

@@ -137,8 +137,17 @@ def _follow_plant(x: Value, leaf: SownLeaf) -> Value:
     dtype = dict(weak_plants.value).get((leaf.tag, leaf.name, leaf.index))
     if dtype is None or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return x
-    promoted = jnp.result_type(x.dtype, _SCALAR_TYPES.get(dtype.kind, float))
-    return x if promoted == x.dtype else as_weak(x, dtype)
+    return x if _can_hold(x.dtype, dtype) else as_weak(x, dtype)
+
+
+def give_way(x: Value, dtype: Any) -> Value:
+    """Casts a value of a weak type to a strong type that can hold it."""
+    return x.astype(dtype) if _can_hold(dtype, x.dtype) else x
+
+
+def _can_hold(dtype: Any, weak: Any) -> bool:
+    """Whether an array of type `dtype` keeps its type beside a value of the weak type `weak`."""
+    return dtype == jnp.result_type(dtype, _SCALAR_TYPES.get(weak.kind, float))
 
 
 def as_weak(x: Value, dtype: Any) -> Value:

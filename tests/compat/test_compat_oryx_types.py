@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import tapax
 from tapax.compat import oryx
 from tapax.compat.oryx import nest, sow_cond
 from tests.compat.test_compat_oryx import f, harvest_var, plant_var, reap_var, same, var
@@ -66,7 +67,35 @@ def test_sows_of_a_weak_and_a_strong_type_give_a_strong_one():
 
     found = reap_var(g)(1.0)["x"]
     same(found, np.array([1.0, 2.0]))
-    assert not jax.typeof(found).weak_type
+    assert found.dtype == jnp.float32 and not jax.typeof(found).weak_type
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_weak_value_gives_way_to_the_strong_ones_of_its_name(dtype):
+    def g(x, strong):
+        def step(c, _):
+            var(x, name="in a loop", mode="append")
+            return var(c, name="in a loop", mode="append"), None
+
+        lax.scan(step, strong, length=2)
+        var(1, name="integer", mode="append")
+        return var(strong, name="integer", mode="append")
+
+    found = reap_var(g)(1.0, dtype(2.0))
+    same(found["in a loop"].astype(float), np.array([[1.0, 2.0]] * 2))
+    same(found["integer"].astype(float), np.array([1.0, 2.0]))
+    assert {x.dtype for x in found.values()} == {jnp.dtype(dtype)}
+    assert not any(jax.typeof(x).weak_type for x in found.values())
+
+
+def test_sows_of_two_strong_types_are_refused():
+    def g(x):
+        var(x, name="x", mode="append")
+        var(1.0, name="x", mode="append")
+        return var(x.astype(jnp.float16), name="x", mode="append")
+
+    with pytest.raises(tapax.SiteError, match=r"'x', .* has values of different types: float32"):
+        reap_var(g)(jnp.float32(1.0))
 
 
 def test_a_weak_reap_is_differentiated_and_mapped():
