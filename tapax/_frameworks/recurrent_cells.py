@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from tapax import _jax
-from tapax._jax import Equation, Function, PyTree
+from tapax._jax import Equation, Function, Jaxpr, PyTree
 from tapax._sites import SiteError, nearest, segment
 
 StatePath = tuple[str | int, ...]
@@ -107,6 +108,21 @@ class StatefulProgram:
     states: tuple[StateObject, ...]
     flatten: Callable[[Any, Sequence[Any]], Sequence[Any]]
     join: Callable[[Sequence[Any]], tuple[Any, Any]]
+
+
+def cast_operands(name: str, jaxpr: Jaxpr, leaves: Sequence[Any]) -> list[Any]:
+    """Casts the operands of a traced step to the types it was traced for.
+
+    It raises if an operand has another shape; `name` names the step in the error.
+    """
+    given = list(zip(_jax.open_jaxpr(jaxpr).invars, leaves, strict=True))
+    for variable, leaf in given:
+        if variable.aval.shape != jnp.shape(leaf):
+            raise HiddenError(
+                f"{name} was traced for an argument of shape {list(variable.aval.shape)}, but was "
+                f"given one of shape {list(jnp.shape(leaf))}. Trace it for this."
+            )
+    return [jnp.asarray(leaf, variable.aval.dtype) for variable, leaf in given]
 
 
 def mark_write(value: PyTree, name: str) -> Any:

@@ -13,8 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax import _jax
-from tapax._frameworks.recurrent_cells import HiddenError, StatePath, call_with_inputs, name_state
+from tapax._frameworks.recurrent_cells import (
+    HiddenError,
+    StatePath,
+    call_with_inputs,
+    cast_operands,
+    name_state,
+)
 from tapax._jax import PyTree, Value
 from tapax._sites import name_of
 from tapax.hidden._definitions import Definitions, find_definitions
@@ -72,15 +77,7 @@ class Step:
                 f"{name_of(self.fn)} was traced for a state and inputs of the structure "
                 f"{self.in_tree}, but was given {treedef}. Trace it for these."
             )
-        given = list(zip(_jax.open_jaxpr(self.jaxpr).invars, leaves, strict=True))
-        for variable, leaf in given:
-            if variable.aval.shape != jnp.shape(leaf):
-                raise HiddenError(
-                    f"{name_of(self.fn)} was traced for an argument of shape "
-                    f"{list(variable.aval.shape)}, but was given one of shape "
-                    f"{list(jnp.shape(leaf))}. Trace it for this."
-                )
-        return [jnp.asarray(leaf, variable.aval.dtype) for variable, leaf in given]
+        return cast_operands(name_of(self.fn), self.jaxpr, leaves)
 
     def find_definitions(self, *, in_loops: bool = True) -> Definitions:
         """Finds where the step defines its new states."""

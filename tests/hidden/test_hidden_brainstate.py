@@ -72,7 +72,7 @@ def test_copies_of_a_perturbation_run_like_it(how):
     made = add_hidden_perturbation(lstm, X)
     copied = COPIES[how](made)
     assert type(copied) is type(made) and copied is not made and copied == made
-    p = {"h": jnp.arange(4.0)}
+    p = {"h": jnp.arange(4, dtype=X.dtype)}
     jax.tree.map(close, copied(p, {}, X), made(p, {}, X))
     groups = hidden_groups(lstm, X)
     jax.tree.map(close, copied.by_group(p, copy.deepcopy(groups)), made.by_group(p, groups))
@@ -278,7 +278,7 @@ def test_states_of_several_cells():
 
 @pytest.mark.parametrize("events", [False, True])
 def test_sparse_matrices_are_between_two_groups(events):
-    matrix = brainevent.CSR.fromdense(jnp.ones((3, 3)))
+    matrix = brainevent.CSR.fromdense(jnp.ones((3, 3), X.dtype))
 
     def run(m, x):
         m.a.value = 0.9 * m.a.value + x
@@ -324,6 +324,20 @@ def test_paths_and_order_are_those_of_the_module():
     new = hidden_groups(model, X)[0].transition(functional(model, X).state, X)
     model(X)
     jax.tree.map(close, new, [model.layers[0].h.value, model.layers[0].c.value])
+
+
+def test_states_and_inputs_are_cast_to_the_types_of_the_module():
+    model = Layers()
+    nn.init_all_states(model)
+    p = add_hidden_perturbation(model, X)
+    state = {"layers": {"1": {"h": np.arange(4)}}}
+    found = p({}, state, np.asarray(X, np.float64))
+    model.layers[1].h.value = jnp.arange(4, dtype=X.dtype)
+    close(found[1], model(X))
+    assert {x.dtype for x in jax.tree.leaves(found)} == {X.dtype}
+    message = r"Layers was traced for an argument of shape \[4\], but was given one of shape \[5\]"
+    with pytest.raises(HiddenError, match=message):
+        p({}, {"layers": {"1": {"h": np.arange(5)}}}, X)
 
 
 def test_inputs_given_by_keyword():

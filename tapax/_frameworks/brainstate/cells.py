@@ -20,6 +20,7 @@ from tapax._frameworks.recurrent_cells import (
     StatefulProgram,
     StateObject,
     StatePath,
+    cast_operands,
     check_names,
     mark_write,
     name_state,
@@ -62,7 +63,8 @@ def stateful_program(module: Module, inputs: Sequence[Any], state: PyTree) -> St
                 f"{type(module).__name__} was traced for inputs of the structure {treedef}, but "
                 f"was given {given}. Trace it for these."
             )
-        return [*leaves, *jax.tree.leaves(traced.replace(state))]
+        leaves += jax.tree.leaves(traced.replace(state))
+        return cast_operands(type(module).__name__, traced.jaxpr, leaves)
 
     def join(results: Sequence[Any]) -> tuple[Any, Any]:
         out, new = traced.out_tree.unflatten(results)
