@@ -45,6 +45,17 @@ class Driven(nn.Module):
         return self.b.value
 
 
+def init_states(model):
+    """Makes the hidden states, and all states of one type.
+
+    With 64 bits, braintrace makes biases and hidden states of float64 beside weights of float32.
+    """
+    nn.init_all_states(model)
+    cast = lambda x: x if x.dtype == X.dtype else x.astype(X.dtype)
+    for state in model.states().values():
+        state.value = jax.tree.map(cast, state.value)
+
+
 def their_groups(model, *inputs, **keywords):
     found, _ = braintrace.find_hidden_groups_from_module(model, *inputs, **keywords)
     return [list(map(tuple, group.hidden_paths)) for group in found]
@@ -57,7 +68,7 @@ def our_groups(model, *inputs):
 @pytest.mark.parametrize("name", CELLS)
 def test_stacked_cells_have_a_group_for_each_layer(name):
     model = Stack(getattr(braintrace.nn, name))
-    nn.init_all_states(model)
+    init_states(model)
     assert our_groups(model, X) == their_groups(model, X)
     assert len(our_groups(model, X)) == 2
 
@@ -99,7 +110,7 @@ MODELS = {
 def test_perturbations_groups_and_gradients_are_those_of_braintrace(name):
     make, cell, keywords = MODELS[name]
     model = make(getattr(braintrace.nn, cell))
-    nn.init_all_states(model)
+    init_states(model)
     theirs = braintrace.add_hidden_perturbation_in_module(model, X, **keywords)
     ours = compat.braintrace.add_hidden_perturbation_in_module(model, X, **keywords)
     assert ours.perturb_hidden_paths == list(theirs.perturb_hidden_paths)
@@ -129,7 +140,7 @@ def test_perturbations_groups_and_gradients_are_those_of_braintrace(name):
             jax.tree.map(assert_close, regrouped, joined)
 
 
-W = jnp.arange(9.0).reshape(3, 3)
+W = jnp.arange(9, dtype=X.dtype).reshape(3, 3)
 LAYERS = {
     "linear": lambda: braintrace.nn.Linear(3, 3),
     "signed": lambda: braintrace.nn.SignedWLinear(3, 3),
@@ -139,21 +150,21 @@ LAYERS = {
     "scan": lambda: (
         lambda x: jax.lax.scan(lambda c, _: (braintrace.matmul(c, W), None), x, None, 3)[0]
     ),
-    "unit by unit": lambda: lambda x: x * braintrace.element_wise(jnp.ones(3)),
+    "unit by unit": lambda: lambda x: x * braintrace.element_wise(jnp.ones_like(X)),
 }
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_between_states_separate_them_as_braintrace_does(layer):
     model = Driven(LAYERS[layer]())
-    nn.init_all_states(model)
+    init_states(model)
     assert our_groups(model, X) == their_groups(model, X)
 
 
 @pytest.mark.parametrize("rule", [online.d_rtrl, online.e_prop, online.rtrl])
 def test_online_rules_learn_a_cell_of_braintrace_like_one_of_brainstate(rule):
     def learn(cell):
-        nn.init_all_states(cell)
+        init_states(cell)
         step, params, state = functional(cell, X)
         waves = lambda p: jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape) / 2
         params = jax.tree.map(waves, params)
@@ -186,7 +197,7 @@ class Mixed(nn.Module):
 )
 def test_the_drop_in_has_the_groups_and_jacobians_of_braintrace(cells, mixing):
     model = Mixed(cells)
-    nn.init_all_states(model)
+    nn.init_all_states(model)  # braintrace differentiates by the default float type alone
     options = {"include_recurrent_mixing": mixing}
     theirs, _ = braintrace.find_hidden_groups_from_module(model, X, **options)
     ours, of_path = compat.braintrace.find_hidden_groups_from_module(model, X, **options)
@@ -223,7 +234,7 @@ class Settling(nn.Module):
 
 def test_gradients_end_at_a_while_loop_as_in_braintrace():
     model = Settling()
-    nn.init_all_states(model)
+    init_states(model)
     with pytest.warns(UserWarning, match="while loop"):
         theirs = braintrace.add_hidden_perturbation_in_module(model, X)
     with pytest.warns(UserWarning, match="A while loop reaches the hidden states 'b'"):
