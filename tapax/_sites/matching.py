@@ -164,7 +164,11 @@ def admits(selection: Any, site: Site) -> bool:
     """Whether a selection lets through a site that another picks."""
     if isinstance(selection, str):
         return any(_matches(selection, around) for around in _with_scopes(site))
-    return selection.admits(site) if isinstance(selection, Selector) else picks(selection, site)
+    if isinstance(selection, Selector):
+        return selection.admits(site)
+    if selection is None or callable(selection):
+        return picks(selection, site)
+    return any(admits(part, site) for part in selection)
 
 
 def _is_asked(pattern: str, kind: str) -> bool:

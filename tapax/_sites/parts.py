@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, TypeAlias, cast
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tapax._jax import ArrayLike, Value
+from tapax._jax import SEQUENCES, ArrayLike, Value
 from tapax._sites.errors import SiteError, wrong_type
 from tapax._sites.matching import Selector, admits, picks, show
 from tapax._sites.site import Site
@@ -81,7 +81,15 @@ def at(selection: Any, *, step: slice | ArrayLike | None = None, index: Any = No
             "`at` takes `step`, which iterations of a loop, or `index`, which part of a value, but "
             "was given neither."
         )
-    return At(selection, _checked_step(step), None if index is None else Index.of(index))
+    part = None if index is None else Index.of(index)
+    return At(_hashable(selection), _checked_step(step), part)
+
+
+def _hashable(selection: Any) -> Any:
+    """A selection as a key of a mapping: lists become tuples."""
+    if isinstance(selection, SEQUENCES):
+        return tuple(map(_hashable, selection))
+    return frozenset(cast(Iterable[Any], selection)) if isinstance(selection, set) else selection
 
 
 def _checked_step(step: Any) -> Any:

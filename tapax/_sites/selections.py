@@ -223,16 +223,23 @@ def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection
 
 
 def _check_at(selection: At, argument: str) -> Selection:
-    inner = check(selection.selection, argument)
-    if isinstance(inner, At):
-        for name in ("step", "index"):
-            if getattr(inner, name) is not None and getattr(selection, name) is not None:
-                raise SiteError(
-                    f"`{argument}` has tapax.{selection}, which gives `{name}` twice. Give it once."
-                )
-        step = inner.step if selection.step is None else selection.step
-        return At(inner.selection, step, selection.index or inner.index)
-    return At(inner, selection.step, selection.index)
+    return _narrow(check(selection.selection, argument), selection, argument)
+
+
+def _narrow(checked: Any, outer: At, argument: str) -> Selection:
+    """The iterations and the part that `outer` asks for, of a selection that may ask for others."""
+    parts = list(flatten(checked))
+    if isinstance(checked, tuple) and any(isinstance(part, At) for part in parts):
+        return tuple(_narrow(part, outer, argument) for part in parts)
+    if not isinstance(checked, At):
+        return At(checked, outer.step, outer.index)
+    for name in ("step", "index"):
+        if getattr(checked, name) is not None and getattr(outer, name) is not None:
+            raise SiteError(
+                f"`{argument}` has tapax.{outer}, which gives `{name}` twice. Give it once."
+            )
+    step = checked.step if outer.step is None else outer.step
+    return At(checked.selection, step, outer.index or checked.index)
 
 
 def _check_intersection(selection: Intersection, argument: str) -> Selection:

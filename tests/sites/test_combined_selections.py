@@ -57,6 +57,10 @@ def test_rules_are_narrowed_by_the_modules_around():
     assert names("block1/attn" & tapax.ops("dot_general")) == ["block1/attn/dot_general"]
     outside = tapax.ops("dot_general") & ~tapax.glob("**/attn")
     assert names(outside) == [f"block{i}/dot_general" for i in range(3)]
+    first = (tapax.glob("block0/attn") | "block1/attn") & tapax.ops("dot_general")
+    assert names(first) == [f"block{i}/attn/dot_general" for i in range(2)]
+    last = tapax.ops("dot_general") & ~(tapax.glob("**/attn") | "block0") & ~tapax.glob("block1")
+    assert names(last) == ["block2/dot_general"]
     either = tapax.ops("cos") | "**/out"
     assert names(either) == [f"block{i}/{n}" for i in range(3) for n in ("attn/out", "cos")]
     both = tapax.ops("dot_general", "cos") & ~tapax.ops("cos") & "block0/**"
@@ -99,6 +103,39 @@ def test_parts_of_combinations():
     np.testing.assert_array_equal(
         tapax.capture(net, values=same)(X)[1].values["block1/mlp"], taps.values["block1/mlp"]
     )
+
+
+def in_a_scan(x):
+    step = lambda c, t: (tapax.sow(tapax.sow(c * t, "a") + 1, "b"), None)
+    return lax.scan(step, x, jnp.arange(1.0, 4.0))[0]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        ["b", tapax.at("a", index=0)],
+        tapax.at("a", index=0) | "b",
+        ({"b"}, [tapax.at("a", index=0)]),
+    ],
+)
+def test_a_part_in_a_sequence_stays_a_part_in_a_step(inner):
+    _, whole = tapax.capture(in_a_scan)(X)
+    _, taps = tapax.capture(in_a_scan, values=tapax.at(inner, step=1))(X)
+    np.testing.assert_array_equal(taps.values["a"], whole.values["a"][1, 0])
+    np.testing.assert_array_equal(taps.values["b"], whole.values["b"][1])
+    _, taps = tapax.capture(in_a_scan, values={tapax.at(inner, step=1): jnp.sum})(X)
+    np.testing.assert_allclose(taps.values["a"], whole.values["a"][1, 0].sum(), rtol=1e-6)
+    edited = tapax.edit(in_a_scan, values={tapax.at(inner, step=1): 0.0})(X)
+    by_hand = tapax.edit(
+        in_a_scan, values={tapax.at("a", step=1, index=0): 0.0, tapax.at("b", step=1): 0.0}
+    )
+    np.testing.assert_array_equal(edited, by_hand(X))
+
+
+def test_a_part_of_several_sites_is_a_key():
+    several = {tapax.at(["**/mlp", "**/out"], index=0): jnp.sum}
+    _, taps = tapax.capture(net, values=several)(X)
+    assert len(taps.values) == 6 and {x.shape for x in taps.values.values()} == {()}
 
 
 def test_combinations_are_hashable_and_equal():
@@ -165,6 +202,8 @@ def test_bad_combinations_are_refused_in_words():
     assert "two parts of values by `&`" in message(lambda: tapax.capture(net, values=two))
     twice = tapax.at(tapax.at("**/mlp", index=0), index=1)
     assert "gives `index` twice" in message(lambda: tapax.capture(net, values=twice))
+    twice = tapax.at(["**/out", tapax.at("**/mlp", step=0)], step=1)
+    assert "gives `step` twice" in message(lambda: tapax.capture(net, values=twice))
 
 
 def test_a_selection_quotes_itself_in_messages():
