@@ -20,6 +20,7 @@ from jax.core import Tracer
 from tapax import _jax
 from tapax._jax import Value
 from tapax._results import Taps
+from tapax._results.loop_order import loop_axes
 from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
 from tapax.monitoring._log import Log
 from tapax.monitoring._readings import split_statistics
@@ -189,7 +190,8 @@ def _read(
         )
     array = np.asarray(array)
     mask = np.ones((), bool) if valid is None else np.asarray(valid)
-    axes = _iteration_axes(site, array, mask, lead)
+    found = loop_axes(site, array.shape, mask, lead)
+    axes = [axis for axis in found if axis is not None]
     mask = mask.astype(bool)
     if mask.shape != array.shape[: mask.ndim]:
         mask = mask.any()
@@ -212,30 +214,6 @@ def _read(
 
 def _is_whole(reducer: Reducer | None) -> bool:
     return reducer is None or reducer.name == "last"
-
-
-def _iteration_axes(site: Site, array: np.ndarray, mask: np.ndarray, lead: int) -> list[int]:
-    """The axes of an array along which the iterations of loops lie.
-
-    Those of a mesh are none. `lead` axes that a transformation of the capture added come first.
-    Where an axis has not the length of its loop, some iterations were picked: it is not known
-    which, and they count as one.
-    """
-    axis, found = lead, []
-    for loop in site.loops:
-        size = re.fullmatch(r"(.*)\[(\d+)\]", loop)
-        if size is None:  # a while loop has an axis if its first iterations were asked for
-            along = (
-                mask.dtype == bool and mask.shape[axis : axis + 1] == array.shape[axis : axis + 1]
-            )
-            if not along or not mask.shape[axis:]:
-                continue
-        elif array.shape[axis : axis + 1] != (int(size[2]),):
-            break
-        if size is None or size[1] == "scan":
-            found.append(axis)
-        axis += 1
-    return found
 
 
 def rms(array: np.ndarray) -> float:
