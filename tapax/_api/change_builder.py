@@ -21,6 +21,7 @@ from tapax._calling.survey import Spot
 from tapax._jax import Value
 from tapax._jaxpr.leading_axes import where
 from tapax._sites import (
+    At,
     Index,
     LayerNumber,
     Selection,
@@ -59,6 +60,13 @@ class EditRule:
     def targets(self, spot: Spot) -> Iterator[Target]:
         """The values of a site that are edited: all of them, or those of single layers."""
         return targets_of(self.selection, spot) if self.of == spot.key.of else iter(())
+
+    def edited_type(self, target: Target) -> Any:
+        """The type of what is edited of a value: of the whole, or of the part."""
+        own = target.spot.own
+        if self.index is None:
+            return own
+        return jax.ShapeDtypeStruct(self.index.check(own.shape, target.site), own.dtype)
 
     def __str__(self) -> str:
         argument = "values" if self.of == "value" else "grads"
@@ -134,6 +142,21 @@ class EditOperands(NamedTuple):
     numbers: tuple[Any, ...] = ()
 
 
+def make_rule(
+    of: str, part: Any, fn: Callable[..., Any] | None, array: Any = None
+) -> tuple[EditRule, EditOperands]:
+    """An edit of what one selection picks as a rule, and the arrays that it is given."""
+    if not isinstance(part, At):
+        return EditRule(of, part, fn), EditOperands(array)
+    numbers = () if part.index is None else part.index.numbers
+    index = None if part.index is None else part.index.with_numbers(())
+    if part.step is None or isinstance(part.step, StepSlice):
+        rule = EditRule(of, part.selection, fn, part.step or False, index)
+        return rule, EditOperands(array, None, numbers)
+    step = np.int32(part.step) if isinstance(part.step, int) else part.step
+    return EditRule(of, part.selection, fn, True, index), EditOperands(array, step, numbers)
+
+
 class ChangeBuilder:
     """Changes in the builder: those of each site, and their parts."""
 
@@ -182,11 +205,33 @@ class ChangeBuilder:
 
     def add(self, rule: EditRule, target: Target, given: EditOperands) -> None:
         """Has the values of a site changed as a rule says, with what is given for it."""
-        spot = target.spot
-        replace, parts = _replacement(rule, target, given)
+        own = rule.edited_type(target)
+        if rule.fn is None:
+            replace, parts = _by_array(rule, target, own, given.array)
+        else:
+            replace, parts = _by_function(rule.fn, target.site, own)
         same = rule, target.layers, target.site if rule.fn and takes_site(rule.fn) else None
+        plainly = lambda x, counters, *parts: replace(x, *parts)  # noqa: E731
+        self.change_edited(rule, target, given, plainly, parts, same=same)
+
+    def change_edited(
+        self,
+        rule: EditRule,
+        target: Target,
+        given: EditOperands,
+        fn: Callable[..., Any],
+        parts: Sequence[Part],
+        *,
+        same: Hashable = None,
+        counted: Iterable[int] = (),
+    ) -> None:
+        """Has what a rule edits of a value changed into `fn(x, counters, *parts)`.
+
+        `x` is the part of the value that the rule is for, in the iterations that it is for.
+        """
+        replace, parts = _in_value(rule, target, given, fn, parts)
         if rule.step is False and not target.layers:
-            self.change(spot, lambda x, counters, *parts: replace(x, *parts), parts, same=same)
+            self.change(target.spot, replace, parts, same=same, counted=counted)
             return
         traced = isinstance(given.step, Tracer) and not self._checked
         due = _due(rule, target, traced)
@@ -195,18 +240,21 @@ class ChangeBuilder:
         def at_step(x: Value, counters: Counters, *rest: Any) -> Any:
             now, valid = due(counters, *rest[: len(steps)])
             rest = rest[len(steps) :]
-            change = lambda x, *rest: _jax.like(replace(x, *rest), jax.typeof(x))  # noqa: E731
+
+            def change(x: Value, *rest: Any) -> Any:
+                return _jax.like(replace(x, counters, *rest), jax.typeof(x))
+
             if rule.fn is None:
                 out = jnp.where(now, change(x, *rest), x)
             else:
                 out = jax.lax.cond(now, change, lambda x, *rest: x, x, *rest)
             return out if valid is None else _unless(valid, out)
 
-        depths = [depth for depth, _ in target.layers]
+        depths = [*counted, *(depth for depth, _ in target.layers)]
         if rule.step is not False:
             assert target.loop is not None
             depths.append(target.loop)
-        self.change(spot, at_step, [*steps, *parts], same=same, counted=depths)
+        self.change(target.spot, at_step, [*steps, *parts], same=same, counted=depths)
 
 
 def _composed(changes: Sequence[Change]) -> Change:
@@ -228,20 +276,24 @@ def _composed(changes: Sequence[Change]) -> Change:
 Replacement = tuple[Callable[..., Any], list[Part]]
 
 
-def _replacement(rule: EditRule, target: Target, given: EditOperands) -> Replacement:
-    """What comes in the place of a value, as a function of it and of parts."""
-    index, own = rule.index, target.spot.own
+def _in_value(
+    rule: EditRule,
+    target: Target,
+    given: EditOperands,
+    fn: Callable[..., Any],
+    parts: Sequence[Part],
+) -> Replacement:
+    """A change of the part of a value that a rule edits, as one of the value."""
+    index = rule.index
     if index is None:
-        return _of_whole(rule, target, own, given.array)
-    part = jax.ShapeDtypeStruct(index.check(own.shape, target.site), own.dtype)
-    replace, parts = _of_whole(rule, target, part, given.array)
-    lengths = index.lengths(own.shape)
+        return fn, list(parts)
+    lengths = index.lengths(target.spot.own.shape)
 
-    def in_value(x: Value, *rest: Any) -> Any:
+    def in_value(x: Value, counters: Counters, *rest: Any) -> Any:
         numbers, rest = rest[: len(lengths)], rest[len(lengths) :]
         pairs = [*zip(numbers, lengths, strict=True)]
         here = index.with_numbers([jnp.where(i < 0, i + n, i) for i, n in pairs])
-        out = here.put(x, replace(here.pick(x), *rest))
+        out = here.put(x, fn(here.pick(x), counters, *rest))
         if not pairs:
             return out
         # JAX would take the nearest entry in the place of one that is out of range.
@@ -249,12 +301,6 @@ def _replacement(rule: EditRule, target: Target, given: EditOperands) -> Replace
         return _unless(functools.reduce(jnp.logical_and, inside), out)
 
     return in_value, [*(Part(number) for number in given.numbers), *parts]
-
-
-def _of_whole(rule: EditRule, target: Target, own: Any, array: Value) -> Replacement:
-    if rule.fn is None:
-        return _by_array(rule, target, own, array)
-    return _by_function(rule.fn, target.site, own)
 
 
 def _by_function(fn: Callable[..., Any], site: Site, own: Any) -> Replacement:

@@ -49,15 +49,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
-from tapax._api.change_builder import ChangeBuilder, EditOperands, EditRule
+from tapax._api.change_builder import ChangeBuilder, EditOperands, EditRule, make_rule
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
 from tapax._jax import PyTree
-from tapax._sites import At, SiteError, StepSlice, check, flatten, name_of
+from tapax._sites import SiteError, check, flatten, name_of
 from tapax._walk.plan import Plan
 from tapax.reduce import Reducer
 
@@ -123,21 +122,7 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, EditOperands]]
                     "to be chosen: it is the innermost, and those around are derivatives of what "
                     f"is edited. Leave {part[part.index('~') :]!r} out."
                 )
-            yield _rule(of, part, fn, array)
-
-
-def _rule(
-    of: str, part: Any, fn: Callable[..., Any] | None, array: Any
-) -> tuple[EditRule, EditOperands]:
-    if not isinstance(part, At):
-        return EditRule(of, part, fn), EditOperands(array)
-    numbers = () if part.index is None else part.index.numbers
-    index = None if part.index is None else part.index.with_numbers(())
-    if part.step is None or isinstance(part.step, StepSlice):
-        rule = EditRule(of, part.selection, fn, part.step or False, index)
-        return rule, EditOperands(array, None, numbers)
-    step = np.int32(part.step) if isinstance(part.step, int) else part.step
-    return EditRule(of, part.selection, fn, True, index), EditOperands(array, step, numbers)
+            yield make_rule(of, part, fn, array)
 
 
 def _as_array(what: Any, argument: str, selection: Any) -> Any:

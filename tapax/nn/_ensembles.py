@@ -39,11 +39,12 @@ def dropout(
     Args:
         fn: a function or a model of any framework; or a `RandomFunction`, which is perturbed
             further.
-        at: the sites: a glob such as `"**/mlp"`, or any other selection.
+        at: the sites: a glob such as `"**/mlp"`, or any other selection; or a part of their values,
+            or some iterations of a loop, by `tapax.at`.
         rate: the probability that an element is set to zero, in [0, 1); the others are divided by
             `1 - rate`.
-        broadcast_dims: axes of a value along which elements are dropped together. With the axis of
-            the rows, a member is one network for all rows.
+        broadcast_dims: axes of a value, or of the part of it, along which elements are dropped
+            together. With the axis of the rows, a member is one network for all rows.
 
     Returns:
         A `RandomFunction`: call it with a key and the arguments of `fn`, or give it to `predict`.
@@ -72,9 +73,10 @@ def noise(
 
     Args:
         fn: a function or a model of any framework, or a `RandomFunction`.
-        at: the sites: a glob such as `"**/mlp"`, or any other selection.
+        at: the sites: a glob such as `"**/mlp"`, or any other selection; or a part of their values,
+            or some iterations of a loop, by `tapax.at`.
         std: the standard deviation of the noise.
-        relative: whether `std` is in units of the root mean square of the value.
+        relative: whether `std` is in units of the root mean square of the value, or of the part.
 
     Returns:
         A `RandomFunction`: call it with a key and the arguments of `fn`, or give it to `predict`.

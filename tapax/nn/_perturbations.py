@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from tapax._jax import Value
 from tapax._sites import At, Selection, Site, SiteError, check, flatten
@@ -24,10 +25,22 @@ class Perturbation:
         object.__setattr__(self, "at", check(self.at, "at"))
         for part in flatten(self.at):
             if isinstance(part, At):
-                raise SiteError(
-                    "A perturbation is one of whole values in all iterations of a loop, but `at` "
-                    f"is tapax.{part}. Use tapax.edit with a function that closes over a key."
-                )
+                self.check_part(part)
+
+    @property
+    def sites(self) -> tuple[Selection, ...]:
+        """The selections of the sites that are perturbed, in part or as a whole."""
+        return tuple(p.selection if isinstance(p, At) else p for p in flatten(self.at))
+
+    def check_part(self, part: At) -> None:
+        """Refuse a part of values that cannot be perturbed alone."""
+        numbers = () if part.index is None else part.index.numbers
+        if isinstance(part.step, Tracer) or numbers:
+            raise SiteError(
+                f"`at` is tapax.{part}, in which a number is traced, but a perturbation must be "
+                "known when the function is traced. Use tapax.edit with a function that closes "
+                "over a key."
+            )
 
     def apply(self, key: Value, x: Value) -> Any:
         """The perturbed array."""
@@ -96,3 +109,6 @@ class WeightNoise(Noise):
     """Noise on the weights of the model, or of the argument number `params`."""
 
     params: int | None = None
+
+    def check_part(self, part: At) -> None:
+        raise SiteError(f"Weights are perturbed as whole arrays, but `at` is tapax.{part}.")

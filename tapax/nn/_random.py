@@ -7,7 +7,7 @@ program that no perturbation reaches is computed once for all members.
 The n-th thing that is perturbed, of all perturbations in the order in which they were added, and of
 each in the order of the program (weights: in that of the model), draws with
 `jax.random.fold_in(key, n)`. A site in a scan, a map or a mesh has that key split, one for each
-iteration, example and device.
+iteration, example and device, be it perturbed in all of them or in some.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._api.change_builder import ChangeBuilder, Counters
+from tapax._api.change_builder import (
+    ChangeBuilder,
+    Counters,
+    EditOperands,
+    EditRule,
+    Target,
+    make_rule,
+)
 from tapax._api.cut import prefix, suffix
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
@@ -56,7 +63,9 @@ class RandomFunction:
         self.fn = fn
         self.perturbations = tuple(perturbations)
         self.trunk = trunk
-        sites = tuple(p.at for p in self.perturbations if not isinstance(p, WeightNoise))
+        sites = tuple(
+            s for p in self.perturbations if not isinstance(p, WeightNoise) for s in p.sites
+        )
         plan = Plan.make(sites, None, changing=True, names=("at", ""))
         transforms = (_Perturb(plan, self.perturbations, plain) for plain in (False, True))
         self._whole, self._whole_after_plain = (TransformedFunction(fn, t) for t in transforms)
@@ -178,8 +187,8 @@ class _Perturb(Transform):
             for perturbation, picked in zip(self.perturbations, prepared, strict=True):
                 for one in picked:
                     own = jax.random.fold_in(key, next(count))
-                    if isinstance(one, Spot):
-                        _perturb_site(builder, perturbation, one, own)
+                    if isinstance(one, _PerturbedValue):
+                        one.perturb(builder, own)
                     elif one is not None:
                         arrays[one] = perturbation.apply(own, jnp.asarray(arrays[one]))
             return dataclasses.replace(call, arrays=arrays).run_changed(builder.changes())
@@ -221,27 +230,71 @@ def _find_arrays(weights: Mapping[str, Any], arrays: Sequence[Any]) -> list[int 
     return found
 
 
-def _pick(perturbation: Any, spots: Sequence[Spot]) -> list[Spot]:
-    """The spots that a perturbation is for; raises if it would do nothing."""
+@dataclasses.dataclass(frozen=True)
+class _PerturbedValue:
+    """The values of a site that are perturbed, as the target of an edit."""
+
+    perturbation: Any
+    rule: EditRule
+    given: EditOperands
+    target: Target
+
+    def check(self) -> None:
+        """Raises for a part of a value, or an iteration, that there is not."""
+        target = self.target
+        if self.rule.step is True:
+            target.spot.check_step(int(self.given.step), target.loop)
+        self.perturbation.check(target.site, self.rule.edited_type(target).shape)
+
+    def perturb(self, builder: ChangeBuilder, key: jax.Array) -> None:
+        """Has the values perturbed, with a key for each iteration, example and device."""
+        spot = self.target.spot
+        sizes = (*(a.size for a in spot.around if a.size is not None), *spot.mapped)
+        keys = jax.random.split(key, math.prod(sizes)).reshape(sizes) if sizes else key
+        # As data: the axes of a typed key are those that its implementation hides.
+        part = Part(jax.random.key_data(keys), spot.depths, len(spot.mapped))
+        kind = jax.random.key_impl(key)
+
+        # How often a while loop runs is not known, so its iterations share the key they are given.
+        whiles = [depth for depth in spot.loops if spot.around[depth].kind is Kind.WHILE]
+
+        def perturb(x: Value, counters: Counters, data: Value) -> Any:
+            own = jax.random.wrap_key_data(data, impl=kind)
+            for depth in whiles:
+                own = jax.random.fold_in(own, counters[depth])
+            return self.perturbation.apply(own, x)
+
+        builder.change_edited(self.rule, self.target, self.given, perturb, [part], counted=whiles)
+
+
+def _pick(perturbation: Any, spots: Sequence[Spot]) -> list[_PerturbedValue]:
+    """What a perturbation is for; raises if it would do nothing."""
     at = perturbation.at
-    picked = [spot for spot in spots if matches(at, spot.site)]
-    exact = [part for part in flatten(at) if is_exact(part)]
-    numbers = []
-    for spot in picked:
-        if jnp.issubdtype(spot.own.dtype, jnp.inexact):
-            perturbation.check(spot.site, spot.own.shape)
-            numbers.append(spot)
-        elif any(matches(part, spot.site) for part in exact):
-            raise _not_real(spot)
+    rules = [make_rule("value", part, perturbation.apply) for part in flatten(at)]
+    found: dict[Hashable, _PerturbedValue] = {}
+    for spot in spots:
+        for rule, given in rules:
+            for target in rule.targets(spot):
+                # Two selections may pick the same part of the same values.
+                key = target.name, rule.step, rule.index, given.step
+                found.setdefault(key, _PerturbedValue(perturbation, rule, given, target))
+    picked = list(found.values())
+    numbers: list[_PerturbedValue] = []
+    for one in picked:
+        if jnp.issubdtype(one.target.spot.own.dtype, jnp.inexact):
+            one.check()
+            numbers.append(one)
+        elif is_exact(one.rule.selection):
+            raise _not_real(one.target.spot)
     if not picked:
         raise SiteError(f"`at` is {show(at)}, which picks no site.")
     if not numbers:
-        raise _not_real(picked[0])
-    if not any(spot.reaches for spot in numbers):
+        raise _not_real(picked[0].target.spot)
+    if not any(one.target.spot.reaches for one in numbers):
         raise SiteError(
-            f"The {numbers[0].site.described}, is perturbed, but its value never reaches a result "
-            "of the function, so nothing would change. Use what tapax.sow returned in the place "
-            "of the value that it was given."
+            f"The {numbers[0].target.site.described}, is perturbed, but its value never reaches a "
+            "result of the function, so nothing would change. Use what tapax.sow returned in the "
+            "place of the value that it was given."
         )
     return numbers
 
@@ -251,25 +304,3 @@ def _not_real(spot: Spot) -> SiteError:
         f"The {spot.site.described}, has values of the dtype {spot.own.dtype}, but only real and "
         "complex numbers can be perturbed. Select other sites with `at`."
     )
-
-
-def _perturb_site(
-    builder: ChangeBuilder, perturbation: Perturbation, spot: Spot, key: jax.Array
-) -> None:
-    """Have the values of a site perturbed, with a key for each iteration, example and device."""
-    sizes = (*(a.size for a in spot.around if a.size is not None), *spot.mapped)
-    keys = jax.random.split(key, math.prod(sizes)).reshape(sizes) if sizes else key
-    # As data: the axes of a typed key are those that its implementation hides.
-    part = Part(jax.random.key_data(keys), spot.depths, len(spot.mapped))
-    kind = jax.random.key_impl(key)
-
-    # How often a while loop runs is not known, so its iterations share the key they are given.
-    whiles = [depth for depth in spot.loops if spot.around[depth].kind is Kind.WHILE]
-
-    def perturb(x: Value, counters: Counters, data: Value) -> Any:
-        own = jax.random.wrap_key_data(data, impl=kind)
-        for depth in whiles:
-            own = jax.random.fold_in(own, counters[depth])
-        return perturbation.apply(own, x)
-
-    builder.change(spot, perturb, [part], counted=whiles)

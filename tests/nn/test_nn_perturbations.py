@@ -101,6 +101,82 @@ def test_perturbed_functions_compose_with_transformations(make):
     assert_close(inner(KEY, W, X), jax.grad(by_hand, 1)(KEY, W, X))
 
 
+@pytest.mark.parametrize("index", [np.s_[:, 1:3], np.s_[0], np.s_[..., -1], np.s_[:, [4, 0]]])
+def test_a_part_of_a_value_is_perturbed_alone(index):
+    h = jnp.tanh(X @ W["up"])
+    part = tapax.at("h", index=index)
+    dropped = h.at[index].set(drop(nth(KEY, 0), h[index], 0.4))
+    assert_close(nn.dropout(net, at=part, rate=0.4)(KEY, W, X), dropped @ W["out"])
+    noisy = nn.noise(net, at=[part, "out"], std=0.3, relative=True)
+    got = noisy.sample(KEY, 2, W, X)
+    scale = lambda x: 0.3 * np.sqrt(np.mean(np.square(np.asarray(x, np.float64))))
+    for key, out in zip(jax.random.split(KEY, 2), got, strict=True):
+        some = h.at[index].set(gauss(nth(key, 0), h[index], scale(h[index])))
+        want = some @ W["out"]
+        assert_close(out, gauss(nth(key, 1), want, scale(want)))
+
+
+def test_elements_of_a_part_are_dropped_together_along_its_axes():
+    got = nn.dropout(net, at=tapax.at("h", index=0), rate=0.4, broadcast_dims=(0,))(KEY, W, X)
+    h = jnp.tanh(X @ W["up"])
+    want = h.at[0].set(drop(nth(KEY, 0), h[0], 0.4, (1,)))
+    assert_close(got, want @ W["out"])
+
+
+def scanned(x, mark=tapax.sow):
+    def layer(x, w):
+        with tapax.scope("layers"):
+            return mark(jnp.sin(x * w), "h"), None
+
+    return jax.lax.scan(layer, x, jnp.array([0.5, 2.0, 3.0, 1.5]))[0]
+
+
+@pytest.mark.parametrize(
+    ("at", "steps"),
+    [
+        (tapax.at("**", step=2), [2]),
+        (tapax.at("**", step=-1), [3]),
+        (tapax.at("**", step=slice(1, 3)), [1, 2]),
+        (tapax.at("**", step=slice(None, None, -2)), [1, 3]),
+        ("layers/2/h", [2]),
+        ("layers/h", [0, 1, 2, 3]),
+    ],
+)
+def test_some_iterations_are_perturbed_with_the_keys_that_they_have_among_all(at, steps):
+    got = jax.jit(nn.noise(scanned, at=at, std=0.3))(KEY, X)
+    want = X
+    for i, key in enumerate(jax.random.split(nth(KEY, 0), 4)):
+        want = jnp.sin(want * jnp.array([0.5, 2.0, 3.0, 1.5])[i])
+        want = gauss(key, want, 0.3) if i in steps else want
+    assert_close(got, want)
+
+
+def test_two_layers_and_a_part_of_one_iteration_are_perturbed_one_after_the_other():
+    at = ["layers/0/h", "layers/2/h", "layers/0/*", tapax.at("layers/h", step=3, index=np.s_[0])]
+    got = nn.noise(scanned, at=at, std=0.3)(KEY, X)
+    keys = [jax.random.split(nth(KEY, n), 4) for n in range(3)]
+    want = X
+    for i, w in enumerate([0.5, 2.0, 3.0, 1.5]):
+        want = jnp.sin(want * w)
+        if i in (0, 2):
+            want = gauss(keys[i // 2][i], want, 0.3)
+        if i == 3:
+            want = want.at[0].set(gauss(keys[2][3], want[0], 0.3))
+    assert_close(got, want)
+
+
+def test_one_iteration_of_a_while_loop_is_perturbed():
+    def loop(x, mark):
+        step = lambda s: (s[0] + 1, mark(jnp.sin(2 * s[1]), s[0]))
+        return jax.lax.while_loop(lambda s: s[0] < 3, step, (0, x))[1]
+
+    at = tapax.at("h", step=1, index=np.s_[:, 0])
+    got = nn.noise(lambda x: loop(x, lambda h, i: tapax.sow(h, "h")), at=at, std=0.3)(KEY, X)
+    key = jax.random.fold_in(nth(KEY, 0), 1)
+    noisy = lambda h: h.at[:, 0].set(gauss(key, h[:, 0], 0.3))
+    assert_close(got, loop(X, lambda h, i: jnp.where(i == 1, noisy(h), h)))
+
+
 def test_iterations_of_a_scan_have_keys_of_their_own():
     ws = jnp.array([0.5, 2.0, 3.0])
     fn = lambda x: jax.lax.scan(lambda x, w: (tapax.sow(x * w, "h"), None), x, ws)[0]
@@ -259,8 +335,15 @@ index = lambda x: tapax.sow(jnp.argmax(x, -1), "index")
          "`std` is a standard deviation and cannot be negative, but is -1."),
         (lambda: nn.dropout(3, at="h", rate=0.1), TypeError, "`nn.dropout` takes a function, but"),
         (lambda: nn.dropout(net, at="", rate=0.1), tapax.SiteError, "`at` is an empty string"),
-        (lambda: nn.dropout(net, at=tapax.at("h", step=1), rate=0.1), tapax.SiteError,
-         "A perturbation is one of whole values in all iterations of a loop, but `at` is tapax."),
+        (lambda: nn.dropout(net, at=tapax.at("h", step=1), rate=0.1)(KEY, W, X), tapax.SiteError,
+         "`step` was given for the site 'h', marked at "),
+        (lambda: nn.noise(net, at=tapax.at("h", index=9), std=0.1)(KEY, W, X), tapax.SiteError,
+         "index=np.s_[9] was asked for of the site 'h', marked at "),
+        (lambda: jax.jit(lambda i: nn.noise(net, at=tapax.at("h", index=i), std=0.1)(KEY, W, X))(0),
+         tapax.SiteError,
+         "`at` is tapax.at('h', index=np.s_[a traced integer]), in which a number is traced, but"),
+        (lambda: nn.weight_noise(net, 0.1, at=tapax.at("up", index=0)), tapax.SiteError,
+         "Weights are perturbed as whole arrays, but `at` is tapax.at('up', index=np.s_[0])."),
         (lambda: nn.dropout(net, at="hh", rate=0.1)(KEY, W, X), tapax.SiteError,
          "at='hh' was asked for, but no site has that name"),
         (lambda: nn.dropout(net, at=lambda site: False, rate=0.1)(KEY, W, X), tapax.SiteError,
