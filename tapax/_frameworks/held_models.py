@@ -38,7 +38,7 @@ class HeldModels:
             held = [
                 (path, model)
                 for name, value in _variables(frame)
-                for path, model in _modules_in(adapter, name, value)
+                for path, model in modules_in(adapter, name, value)
                 if type(model) is type(module)
             ]
             for _, model in held:
@@ -61,10 +61,14 @@ def _user_frames(until: Any) -> Iterator[Any]:
     """The functions of users that have been running since `until`, innermost first."""
     frame = sys._getframe(2)
     while frame is not None and frame is not until:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _NOT_USERS:
+        if is_users_code(frame.f_globals.get("__name__", "")):
             yield frame
         frame = frame.f_back
+
+
+def is_users_code(module: str) -> bool:
+    """Whether the code of a Python module is the user's."""
+    return module.partition(".")[0] not in _NOT_USERS
 
 
 _NOT_USERS = frozenset(
@@ -91,7 +95,7 @@ def _variables(frame: Any) -> Iterator[tuple[str, Any]]:
             yield name, frame.f_globals[name]
 
 
-def _modules_in(
+def modules_in(
     adapter: Adapter, path: str, value: PyTree, depth: int = 2
 ) -> Iterator[tuple[str, Any]]:
     """The modules that a variable holds, by itself or in containers and attributes."""
@@ -101,7 +105,7 @@ def _modules_in(
         yield from ((join(path, below), part) for below, part in descendants(adapter, value))
     elif depth:
         for name, part in _parts(value):
-            yield from _modules_in(adapter, join(path, name), part, depth - 1)
+            yield from modules_in(adapter, join(path, name), part, depth - 1)
 
 
 def _parts(value: PyTree) -> Iterable[tuple[str, Any]]:

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
 from tapax._frameworks.recurrent_cells import RecurrentCell, StatefulProgram
 from tapax._jax import Function, PyTree
-from tapax._sites import join
+from tapax._sites import join, segment
 
 Module: TypeAlias = Any
 """A module of a framework."""
+
+
+def key_path(keys: Iterable[Any]) -> str:
+    """The keys of a leaf as a path; a key of Haiku's, `mlp/~/linear_0`, is one itself."""
+    texts = (jax.tree_util.keystr((key,), simple=True) for key in keys)
+    parts = (part for text in texts for part in re.sub(r"/~[^/]*", "", text).split("/"))
+    return "/".join(map(segment, parts))
 
 
 class Adapter:
@@ -50,6 +58,11 @@ class Adapter:
     def state(self, module: Module) -> Any:
         """The arrays of a module, in a structure with the names of its attributes as keys."""
         return module
+
+    def named_arrays(self, value: PyTree) -> Iterator[tuple[str, Any]]:
+        """The arrays of a module, or of another object of the framework's, by path."""
+        for keys, x in jax.tree_util.tree_leaves_with_path(self.state(value)):
+            yield key_path(keys), x
 
     def wraps(self, value: PyTree) -> bool:
         """Whether a value is no module, but something of the framework's around one."""

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -156,13 +155,6 @@ def _method(
         return call(MethodCall(adapter, self, name, bound, args, kwargs))
 
     return functools.update_wrapper(method, original)
-
-
-def closure_values(fn: types.FunctionType) -> list[Any]:
-    """The values that a function closes over; None for a variable without a value yet."""
-    cells = fn.__closure__ or ()
-    # Empty cells are equal, and to no other.
-    return [None if cell == types.CellType() else cell.cell_contents for cell in cells]
 
 
 def current(fn: Function) -> Any:

@@ -77,10 +77,10 @@ def monitor(
 
     `params` adds weights, their gradients, and how much the step changes them: True for all
     parameters, a selection of their paths or of modules, such as `"**/kernel"`, or a mapping from
-    these to reducers. A parameter is an array among the arguments by which the step takes a
-    gradient; `Net/mlp/kernel` has the numbers `param_rms`, `param_grad_rms` and `update_ratio`, the
-    root mean square of the change over that of the parameter; so has the module `Net/mlp`, of all
-    parameters below it.
+    these to reducers. A parameter is an array by which the step takes a gradient, among the
+    arguments or in a model of NNX, brainstate or Keras that the step closes over; `Net/mlp/kernel`
+    has the numbers `param_rms`, `param_grad_rms` and `update_ratio`, the root mean square of the
+    change over that of the parameter; so has the module `Net/mlp`, of all parameters below it.
 
     `to` says where the numbers go: a sink, a function of a step and a record, a path, or a list of
     these: see `tapax.sink`. `alerts` are rules by which to warn: see `tapax.alert`.

@@ -4,6 +4,8 @@ A name is that of the argument and the path from there: `state/params/Dense_0/ke
 framework is named by its class, as its sites are: `Net/blocks/0/mlp/kernel`; or by the argument, if
 there are several of one class.
 
+Models that the step closes over, or is a method of, count as arguments.
+
 A step changes objects in place, or returns new arrays. What it returned for an argument is the part
 of the result that has the structure, shapes and dtypes of the argument; and if there is none, of
 the smallest part of it that holds all parameters.
@@ -13,18 +15,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tapax._frameworks import registry
-from tapax._frameworks.interface import Adapter
+from tapax._frameworks.closures import held_modules
+from tapax._frameworks.interface import Adapter, key_path
 from tapax._jax import Args, Kwargs, PyTree
-from tapax._sites import join, segment
+from tapax._sites import join
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +46,30 @@ class Argument:
                 root = self.roots[id(leaf)]
                 found.update((join(root, path), x) for path, x in _object_arrays(leaf))
             elif _is_array(leaf):
-                found[join(self.name, _path(keys))] = leaf
+                found[join(self.name, key_path(keys))] = leaf
         return found
 
 
 def list_arguments(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Argument]:
-    """The arguments of a call by name."""
+    """The arguments of a call by name, and the models that the step holds by itself."""
     given = list(_bound(step, args, kwargs))
     objects = [(name, leaf) for name, value in given for leaf in _objects_in(value)]
-    names = {id(leaf): _class_name(leaf) for _, leaf in objects}
+    names = _name_objects(objects)
+    held = held_modules(step, registry.loaded_adapters())
+    held = [(name, module) for name, module in held if id(module) not in names]
+    # Whatever the step holds, the names of its arguments stay what they are.
+    names = _name_objects([*objects, *held]) | names
+    return [Argument(name, value, names) for name, value in (*given, *held)]
+
+
+def _name_objects(objects: Sequence[tuple[str, Any]]) -> dict[int, str]:
+    """The names of objects: that of the class, or, of several of one class, the given ones."""
+    names = {id(value): _class_name(value) for _, value in objects}
     counts = Counter(names.values())
-    for name, leaf in objects:
-        if counts[names[id(leaf)]] > 1:
-            names[id(leaf)] = name
-    return [Argument(name, value, names) for name, value in given]
+    for name, value in objects:
+        if counts[_class_name(value)] > 1:
+            names[id(value)] = name
+    return names
 
 
 def _bound(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
@@ -130,7 +142,7 @@ def _children(prefix: str, part: PyTree) -> Iterator[tuple[str, Any]]:
     leaves = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda x: x is not part)[0]
     for keys, child in leaves:
         if child is not part:
-            yield join(prefix, _path(keys)), child
+            yield join(prefix, key_path(keys)), child
 
 
 def _twin_roots(argument: Argument, twin: PyTree) -> dict[int, str]:
@@ -154,13 +166,6 @@ def _shallowest(tree: PyTree, signature: tuple[Any, ...]) -> list[Any]:
             return found
         level = [child for part in level for _, child in _children("", part)]
     return []
-
-
-def _path(keys: Iterable[Any]) -> str:
-    """The keys of a leaf as a path; a key of Haiku's, `mlp/~/linear_0`, is one itself."""
-    texts = (jax.tree_util.keystr((key,), simple=True) for key in keys)
-    parts = (part for text in texts for part in re.sub(r"/~[^/]*", "", text).split("/"))
-    return "/".join(map(segment, parts))
 
 
 def _is_array(x: Any) -> bool:
@@ -190,11 +195,4 @@ def _object_arrays(value: Any) -> Iterator[tuple[str, Any]]:
     """The arrays of an object of a framework, by their paths in it."""
     adapter = _adapter(value)
     assert adapter is not None
-    state = adapter.state(value)
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        if _is_array(leaf):
-            # Where the state is apart from the object, an array is the value of a variable.
-            yield _path(keys if state is value else keys[:-1]), leaf
-    for variable in getattr(value, "variables", ()) if state is value else ():
-        if _is_array(getattr(variable, "value", None)):
-            yield variable.path.partition("/")[2], variable.value
+    return ((path, x) for path, x in adapter.named_arrays(value) if _is_array(x))

@@ -1,10 +1,11 @@
 """What a monitor records of parameters: weights, gradients, and the update ratio.
 
-A parameter is an array among the arguments of the step by which the step takes a gradient. Of each,
-and of each module that has some, a record has statistics of the weights before the step,
-`Net/mlp/kernel/param_rms`; of the gradient, `Net/mlp/kernel/param_grad_rms`; and how much the step
-changes them, `Net/mlp/kernel/update_ratio`: the root mean square of the change over that of the
-weights. The numbers of a module, `Net/mlp/param_rms`, are those of all parameters below it.
+A parameter is an array by which the step takes a gradient, among the arguments of the step or in a
+model that the step closes over. Of each, and of each module that has some, a record has statistics
+of the weights before the step, `Net/mlp/kernel/param_rms`; of the gradient,
+`Net/mlp/kernel/param_grad_rms`; and how much the step changes them, `Net/mlp/kernel/update_ratio`:
+the root mean square of the change over that of the weights. The numbers of a module,
+`Net/mlp/param_rms`, are those of all parameters below it.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ class ParameterWatch:
         if not names:
             raise SiteError(
                 f"`params` was given, but {name_of(self._step)} takes no gradient by an array "
-                "among its arguments. Pass the parameters to the step, and differentiate inside "
-                "it, or leave `params` out."
+                "among its arguments, or in a model of NNX, brainstate or Keras that it closes "
+                "over. Pass the parameters to the step, and differentiate inside it, or leave "
+                "`params` out."
             )
         donated = frozenset(given[i] for i in _donated(call.program.jaxpr) if i in given)
         known = KnownParameters(names, donated)

@@ -27,7 +27,7 @@ from brainstate.transform import _mapping1, _mapping2, _mapping_core
 from brainunit import Quantity
 
 from tapax._frameworks.brainstate import cells, states
-from tapax._frameworks.interface import Adapter, FunctionCall, Module
+from tapax._frameworks.interface import Adapter, FunctionCall, Module, key_path
 from tapax._frameworks.module_calls import (
     MethodCall,
     asks_for_inputs,
@@ -41,6 +41,7 @@ from tapax._jax import Args, Function, Kwargs, PyTree, Value
 from tapax._jax.pytrees import map_with_path
 from tapax._jaxpr.kinds import Kind, register_primitive
 from tapax._marks.context import active_policy, without_marks
+from tapax._sites import join, segment
 
 # brainevent multiplies states by sparse matrices, in kernels that cannot be looked into.
 for _kernel in getattr(brainevent, "get_registry", dict)().values():
@@ -56,6 +57,13 @@ class Brainstate(PatchedAdapter):
 
     def is_opaque(self, value: PyTree) -> bool:
         return isinstance(value, (graph.Node, State))
+
+    def named_arrays(self, value: PyTree) -> Iterator[tuple[str, Any]]:
+        found: Any = {(): value} if isinstance(value, State) else graph.states(value)
+        for path, state in found.items():
+            place = "/".join(map(segment, path))
+            for keys, x in jax.tree_util.tree_leaves_with_path(state.value):
+                yield join(place, key_path(keys)), x
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         return contextlib.nullcontext(states.taken_apart(call))

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -40,8 +39,9 @@ from brainstate import (
 )
 from jax.core import Tracer
 
+from tapax._frameworks.closures import closed_over
 from tapax._frameworks.interface import FunctionCall, Module
-from tapax._frameworks.patches import closure_values, current
+from tapax._frameworks.patches import current
 from tapax._jax import PyTree
 from tapax._jax.pytrees import map_in_order
 from tapax._marks.sow import is_array
@@ -353,22 +353,7 @@ def _replaced(value: PyTree, new: dict[int, Any]) -> Any:
 
 def _held(fn: Any) -> list[Any]:
     """The modules and states that a function closes over, or is a method of."""
-    found: list[Any] = []
-    while fn is not None:
-        found.append(fn)
-        if inspect.ismethod(fn):
-            found.append(fn.__self__)
-            fn = fn.__func__
-        if inspect.isfunction(fn):
-            names = (name for name in fn.__code__.co_names if name in fn.__globals__)
-            found += [fn.__globals__[name] for name in names]
-            found += closure_values(fn)
-        if isinstance(fn, functools.partial):
-            found += [*fn.args, *fn.keywords.values()]
-            fn = fn.func
-        else:
-            fn = getattr(fn, "__wrapped__", None)
-    return [value for value in found if _holds_nodes(value)]
+    return [value for _, value in closed_over(fn) if _holds_nodes(value)]
 
 
 def _holds_nodes(value: PyTree) -> bool:

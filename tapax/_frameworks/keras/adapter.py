@@ -55,6 +55,10 @@ class Keras(Adapter):
     def path(self, model: Module, part: Module, path: str) -> str:
         return self.name(part)
 
+    def named_arrays(self, value: PyTree) -> Iterator[tuple[str, Any]]:
+        for variable in value.variables:
+            yield variable.path.partition("/")[2], variable.value
+
     def maker(self, model: Module) -> Callable[..., Any] | None:
         return model if self.is_module(model) and not model.built else None
 

@@ -24,7 +24,7 @@ from flax.nnx.nn import attention
 
 from tapax import _jax
 from tapax._frameworks.attention import marks_softmax
-from tapax._frameworks.interface import FunctionCall, Module
+from tapax._frameworks.interface import FunctionCall, Module, key_path
 from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.attribute_order import AttributeOrder, OuterOrder
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
@@ -49,6 +49,11 @@ class NNX(PatchedAdapter):
 
     def state(self, module: Module) -> Any:
         return nnx.state(module, marks.is_own)
+
+    def named_arrays(self, value: PyTree) -> Iterator[tuple[str, Any]]:
+        # The last key is that of the value in its variable.
+        for keys, x in jax.tree_util.tree_leaves_with_path(self.state(value)):
+            yield key_path(keys[:-1]), x
 
     def is_opaque(self, value: PyTree) -> bool:
         return is_object(value)
