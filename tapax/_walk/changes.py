@@ -50,16 +50,18 @@ class Around(NamedTuple):
 def layers_of(around: Sequence[Around], scopes: Scopes) -> tuple[ScannedLayers, ...]:
     """The scanned layers that a mark within some scopes is in, of the loops around it.
 
-    The module that a loop runs first is what it scans over.
+    The module that a loop runs first is what it scans over; of several loops that run the same
+    module first, as a loop over batches and one over layers in it do, it is the innermost.
     """
     loops = [a for a in reversed(around) if a.is_loop]
-    found: list[ScannedLayers] = []
+    found: dict[str, ScannedLayers] = {}
     for number, loop in enumerate(loops):
         outer = len(loop.scopes)
         inner = next((i for i, name in enumerate(scopes[outer:], outer + 1) if name), None)
         if loop.size is not None and inner is not None and scopes[:outer] == loop.scopes:
-            found.append(ScannedLayers(path_in(scopes[:inner], ""), number, loop.size))
-    return tuple(found)
+            path = path_in(scopes[:inner], "")
+            found.setdefault(path, ScannedLayers(path, number, loop.size))
+    return tuple(found.values())
 
 
 @dataclasses.dataclass(frozen=True)

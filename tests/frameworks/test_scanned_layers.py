@@ -268,6 +268,36 @@ def test_layers_inside_of_layers():
     np.testing.assert_allclose(edited, want, rtol=1e-4)
 
 
+def test_layers_in_a_loop_over_batches_are_those_of_the_inner_loop():
+    ts = jnp.arange(1.0, 4.0)
+
+    def layer(x, t):
+        with tapax.scope("layers"):
+            return tapax.sow(jnp.sin(x * t), "h"), None
+
+    def batches(xs):
+        return lax.scan(lambda _, x: (None, lax.scan(layer, x, ts)[0]), None, xs)[1]
+
+    def by_hand(x, edit=lambda h, i: h):
+        hs = []
+        for i, t in enumerate(ts):
+            hs.append(edit(jnp.sin(x * t), i))
+            x = hs[-1]
+        return hs
+
+    xs = X[:2]  # fewer than layers: the number of a layer may or may not be one of a batch
+    for i in range(3):
+        name = f"layers/{i}/h"
+        _, taps = tapax.capture(batches, values=[name, "layers/h"])(xs)
+        close(taps.values[name], jnp.stack([by_hand(x)[i] for x in xs]))
+        assert taps.values["layers/h"].shape == (2, 3, WIDTH)
+        edited = tapax.edit(batches, values={name: 0.5})(xs)
+        half = lambda h, k, i=i: jnp.full_like(h, 0.5) if k == i else h
+        close(edited, jnp.stack([by_hand(x, half)[-1] for x in xs]))
+        second = tapax.capture(batches, values=tapax.at(name, step=1))(xs)[1].values[name]
+        close(second, by_hand(xs[1])[i])
+
+
 def test_totals_of_one_layer():
     reduced = {"outer/1/inner/h": tapax.reduce.minmax.total}
     _, taps = tapax.capture(nested, values=reduced)(X)
