@@ -1,7 +1,7 @@
 """Random programs, an oracle that shares no code with the engine, and their comparison.
 
     program.py    the language: frozen nodes, each from a vector to a vector
-    generate.py   programs(), edited(), losses(): the hypothesis strategies
+    generate.py   programs(), edited(), selected(), losses(): the hypothesis strategies
     build.py      build(program, sow): the program in JAX; by_hand(program, mark): and changed
     sites.py      sites(program): names, order and axes of its marks, from its text
     tape.py       reverse-mode differentiation in numpy
@@ -11,6 +11,9 @@
     perturb.py    check_perturbed(program): perturbations and gradients by them, likewise
     cuts.py       check_cuts(program): a function up to a site, and from there on
     reductions.py check_reductions(program): statistics, against those of the reference's records
+    parts.py      parts of values, and functions of them
+    readings.py   readings(program, of): what its selections pick, as sets of names
+    selections.py check_selections(program): selections, parts and functions, likewise
     nonfinite.py  check_nonfinite(program): the search for a NaN planted at one execution of a mark
     shrink.py     shrink(program, fails): a smaller program that fails
     drive.py      sweep(check, strategy): many programs, or Failure

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import warnings
+from functools import partial
 
 import jax
 from rich.console import Console
@@ -20,10 +21,11 @@ from .compare import check
 from .cuts import check_cuts
 from .drive import Failure, sweep
 from .edits import check_edits, check_no_edit
-from .generate import edited, losses, programs
+from .generate import edited, losses, programs, selected
 from .nonfinite import check_nonfinite
 from .perturb import check_perturbed
 from .reductions import check_reductions
+from .selections import check_selections
 
 FLAGS = {
     # shard_map needs devices to map over. JAX reads this when it is first asked for them.
@@ -46,6 +48,8 @@ CHECKS = {
     "cuts": (check_cuts, programs),
     "reductions": (check_reductions, programs),
     "nonfinite": (check_nonfinite, programs),
+    "selections": (check_selections, selected),
+    "parts": (check_edits, partial(edited, parts=True)),
 }
 """What is checked, and on which programs."""
 

@@ -23,6 +23,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+import tapax
+
 from .leaf import Env, Sow, do, mix, weights
 from .program import (
     Block,
@@ -38,6 +40,7 @@ from .program import (
     Program,
     Remat,
     Scan,
+    Scope,
     Shard,
     Switch,
     Twice,
@@ -179,6 +182,8 @@ class _Builder:
                 )
             case Jit(body, inline):
                 return jax.jit(self.block(body, path), inline=inline)
+            case Scope(body, name):
+                return _scoped(name, self.block(body, path))
             case Twice(body):
                 one = self.block(body, (*path, "first"))
                 two = one if self.mark is None else self.block(body, (*path, "second"))
@@ -271,6 +276,14 @@ class _Builder:
             return ys.mean(0)
 
         return run
+
+
+def _scoped(name: str, body: Run) -> Run:
+    def run(x: jax.Array, env: Env) -> jax.Array:
+        with tapax.scope(name):
+            return body(x, env)
+
+    return run
 
 
 def _cond(test: str, yes: Run, no: Run) -> Run:

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -22,6 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import tapax
 
 from .build import build, plain
 from .program import Grad, Program
@@ -98,14 +101,25 @@ def close(got: Any, want: Laid) -> bool:
 
 def missing_axes(got: Any, want: Laid, lead: int) -> list[tuple[int, ...]]:
     """The sets of leading axes without which `want` is `got`; it must not change along them."""
-    found = []
-    for k in range(lead + 1):
-        for axes in combinations(range(lead), k):
-            one = want.array[tuple(slice(0, 1) if i in axes else slice(None) for i in range(lead))]
-            constant = close(np.broadcast_to(one, want.array.shape), want)
-            if constant and close(got, Laid(one.squeeze(axes), want.coarse)):
-                found.append(axes)
-    return found
+    return [
+        axes
+        for axes in constant_axes(want, lead)
+        if close(got, Laid(_first(want, axes, lead).squeeze(axes), want.coarse))
+    ]
+
+
+def constant_axes(want: Laid, lead: int) -> list[tuple[int, ...]]:
+    """The sets of leading axes along which `want` does not change."""
+    every = (axes for k in range(lead + 1) for axes in combinations(range(lead), k))
+    return [
+        axes
+        for axes in every
+        if close(np.broadcast_to(_first(want, axes, lead), want.array.shape), want)
+    ]
+
+
+def _first(want: Laid, axes: tuple[int, ...], lead: int) -> np.ndarray:
+    return want.array[tuple(slice(0, 1) if i in axes else slice(None) for i in range(lead))]
 
 
 def wrong(what: str, got: Any, want: Laid) -> Mismatch:
@@ -135,33 +149,60 @@ def compare(reference: Reference, taps: Any, steps: int | None = None) -> None:
 
 def _compare_site(site: Site, want: Expected, taps: Any) -> None:
     label = site.label
-    dtypes = {"float": jnp.result_type(float), "bfloat16": jnp.bfloat16, "int": np.int32}
-    dtype = jnp.dtype(dtypes[site.dtype])
-    got = taps.values[label]
+    valid = taps.valid[label] if site.conditional else None
+    missing = compare_value(label, site, want, taps.values[label], valid)
+    for key in _gradient_keys(label, taps.grads):
+        _compare_dtype(f"grads[{key!r}]", site, taps.grads[key])
+        if site.conditional:
+            _compare_mask(key, want, taps.valid[key])
+    compare_gradients(label, taps.grads, want.grads, missing)
+
+
+def compare_value(
+    key: str, site: Site, want: Expected, got: Any, valid: Any
+) -> list[tuple[int, ...]]:
+    """Raises `Mismatch` unless a captured value and its mask are right.
+
+    Returns the sets of axes that it may lack.
+    """
     missing = missing_axes(got, want.value, want.lead)
     if not missing:
-        raise wrong(f"values[{label!r}]", got, want.value)
-    keys = sorted(
-        (k for k in taps.grads if k.split("~")[0] == label),
-        key=lambda k: int(k.partition("~")[2] or 0),
-    )
-    for what, array in [("values", got), *(("grads", taps.grads[k]) for k in keys)]:
-        if array.dtype != dtype:
-            raise Mismatch(f"{what} of {label!r} are {array.dtype}, expected {dtype}")
-    for key in {label, *keys} if site.conditional else ():
-        valid = taps.valid[key]
-        kind = np.bool_ if want.valid.array.dtype == bool else np.integer
-        if not np.issubdtype(valid.dtype, kind) or not missing_axes(valid, want.valid, want.lead):
-            raise wrong(f"valid[{key!r}], of type {valid.dtype},", valid, want.valid)
-    _compare_gradients(label, [taps.grads[k] for k in keys], want.grads, missing)
+        raise wrong(f"values[{key!r}]", got, want.value)
+    _compare_dtype(f"values[{key!r}]", site, got)
+    if valid is not None:
+        _compare_mask(key, want, valid)
+    return missing
 
 
-def _compare_gradients(
-    label: str, got: list[Any], want: list[tuple[Laid, bool]], missing: list[tuple[int, ...]]
+def _compare_dtype(what: str, site: Site, got: Any) -> None:
+    dtypes = {"float": jnp.result_type(float), "bfloat16": jnp.bfloat16, "int": np.int32}
+    dtype = jnp.dtype(dtypes[site.dtype])
+    if got.dtype != dtype:
+        raise Mismatch(f"{what} is {got.dtype}, expected {dtype}")
+
+
+def _compare_mask(key: str, want: Expected, valid: Any) -> None:
+    kind = np.bool_ if want.valid.array.dtype == bool else np.integer
+    if not np.issubdtype(valid.dtype, kind) or not missing_axes(valid, want.valid, want.lead):
+        raise wrong(f"valid[{key!r}], of type {valid.dtype},", valid, want.valid)
+
+
+def _gradient_keys(label: str, grads: Iterable[str]) -> list[str]:
+    """The names of the gradients of a site, that of the innermost first."""
+    keys = (key for key in grads if key.split("~")[0] == label)
+    return sorted(keys, key=lambda key: int(key.partition("~")[2] or 0))
+
+
+def compare_gradients(
+    label: str, grads: Any, want: list[tuple[Laid, bool]], missing: list[tuple[int, ...]]
 ) -> None:
-    """Gradients come in order; one that no cotangent reached may be left out."""
+    """Raises `Mismatch` unless the gradients of a site are right.
+
+    They come in order; one that no cotangent reached may be left out. `missing` are the sets of
+    axes that the value may lack.
+    """
     pending = list(want)
-    for grad in got:
+    for grad in (grads[key] for key in _gradient_keys(label, grads)):
         while pending:
             laid, needed = pending.pop(0)
             sums = (Laid(laid.array.sum(axes), laid.coarse) for axes in missing)
@@ -191,24 +232,25 @@ def compare_result(reference: Reference, out: Any) -> None:
         raise wrong("the result", out, want)
 
 
+def captured(program: Program, **asked: Any) -> tuple[Any, Any]:
+    """What the program returns, and what a capture of it does, in the way of the program."""
+    fn, args = build(program, tapax.sow), arguments(program)
+    match program.how:
+        case "plain":
+            return tapax.capture(fn, **asked)(*args)
+        case "jit outside":
+            return jax.jit(tapax.capture(fn, **asked))(*args)
+        case "jit inside":
+            return tapax.capture(jax.jit(fn), **asked)(*args)
+
+
 def check(program: Program) -> None:
     """Captures the program with `tapax` and compares.
 
     Raises `Mismatch` if they differ, `Undecided` if the reference cannot tell.
     """
-    import tapax
-
     reference = run(program)
-    fn = build(program, tapax.sow)
-    args = arguments(program)
-    match program.how:
-        case "plain":
-            captured = tapax.capture(fn, steps=program.steps)
-        case "jit outside":
-            captured = jax.jit(tapax.capture(fn, steps=program.steps))
-        case "jit inside":
-            captured = tapax.capture(jax.jit(fn), steps=program.steps)
-    out, taps = captured(*args)
+    out, taps = captured(program, steps=program.steps)
     compare_result(reference, out)
     compare(reference, jax.device_get(taps), program.steps)
 

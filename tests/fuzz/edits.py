@@ -30,6 +30,7 @@ import tapax
 from . import build
 from .compare import Laid, arguments, close, wrong
 from .leaf import weights
+from .parts import INDICES, part
 from .program import Do, Edit, Of, Program, is_explicit, nodes
 from .reference import Undecided, run
 from .sites import Path, Site, picked, sites
@@ -66,12 +67,13 @@ def given(program: Program, shapes: dict[str, tuple[int, ...]]) -> Given:
     found, out = sites(program), []
     for i, edit in enumerate(program.edits):
         one = {"strength": jnp.asarray(0.5 + 0.1 * i), "step": jnp.int32(edit.step or 0)}
+        one["index"] = jnp.int32(_number_in(edit.index))
         if edit.what == "array":
             site = picked(edit, found)[0]
-            shape = site.shape
+            shape = part(edit.index, np.zeros(site.shape)).shape
             if edit.axes:
                 held = [site.axes[k].size for k in _held(edit, site, shapes[site.label])]
-                shape = (*held, *site.shape)
+                shape = (*held, *shape)
             rng = np.random.default_rng(i)
             dtypes = {"float": jnp.result_type(float), "bfloat16": jnp.bfloat16}
             array = (
@@ -82,6 +84,19 @@ def given(program: Program, shapes: dict[str, tuple[int, ...]]) -> Given:
             one["array"] = jnp.asarray(array)
         out.append(one)
     return tuple(out)
+
+
+def _number_in(index: str | None) -> int:
+    """The integer in an index, which may be traced; 0 if there is none."""
+    numbers = {"first": 0, "last": -1, "middle": 1}
+    return numbers.get(index or "", 0)
+
+
+def _key(edit: Edit, number: Any) -> Any:
+    """The index of an edit, with a traced integer in it where it has one."""
+    if edit.index == "middle":
+        return ..., number
+    return number if edit.index in ("first", "last") else INDICES[edit.index or ""]
 
 
 def axes(site: Site, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -113,6 +128,11 @@ def by_hand(program: Program, shapes: dict[str, tuple[int, ...]]) -> Edited:
             todo.setdefault(site.path, []).append((i, edit, site))
 
     def changed(x: Any, edit: Edit, site: Site, at: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        if edit.index is not None:
+            key = _key(edit, given["index"]) if edit.traced else INDICES[edit.index]
+            key = jnp.asarray(key) if isinstance(key, list) else key
+            new = changed(x[key], replace(edit, index=None), site, at, given)
+            return x.at[key].set(new)
         if edit.what == "number":
             out = jnp.full_like(x, _number(site))
         elif edit.what == "array":
@@ -181,11 +201,14 @@ def by_engine(program: Program, fn: Callable[..., Any], constant: Given) -> Edit
     found = sites(program)
 
     def pair(edit: Edit, given: dict[str, Any]) -> tuple[Any, Any]:
-        name = edit.name
+        name, parts = edit.name, dict[str, Any]()
         if edit.stop is not None:
-            name = tapax.at(name, step=slice(edit.step, edit.stop))
+            parts["step"] = slice(edit.step, edit.stop)
         elif edit.step is not None:
-            name = tapax.at(name, step=given["step"] if edit.traced else edit.step)
+            parts["step"] = given["step"] if edit.traced else edit.step
+        if edit.index is not None:
+            parts["index"] = _key(edit, given["index"]) if edit.traced else INDICES[edit.index]
+        name = tapax.at(name, **parts) if parts else name
         if edit.what == "array":
             return name, given["array"]
         if edit.what == "number":

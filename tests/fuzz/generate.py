@@ -21,21 +21,30 @@ from hypothesis import strategies as st
 from .leaf import VECTORS
 from .program import (
     Block,
+    Both,
+    By,
     Cond,
     Custom,
     Do,
     Edit,
+    Either,
     Fori,
+    Glob,
     Grad,
     How,
+    Index,
     Jit,
     Jvp,
     Map,
     Node,
+    Not,
     Of,
+    Pick,
     Program,
     Remat,
+    Rule,
     Scan,
+    Scope,
     Shard,
     Switch,
     Twice,
@@ -43,6 +52,7 @@ from .program import (
     What,
     While,
 )
+from .readings import readings
 from .sites import Site, picked, sites
 
 DEPTH = 4
@@ -64,6 +74,7 @@ class _Context:
     outermost: bool = True
     devices: int = 1
     custom: bool = True
+    scopes: bool = False
     free: tuple[str, ...] = ()
 
 
@@ -109,6 +120,8 @@ class _Draw:
         if c.depth == 0 or (self.draw(st.booleans()) and c.depth < DEPTH):
             return self.do(c)
         kinds: list[type[Node]] = [Do, Jit, Remat, Cond, Switch]
+        if c.scopes:
+            kinds += [Scope] * 4
         if c.custom:
             kinds += [Custom]
         if c.runs * 2 <= EXECUTIONS:
@@ -129,6 +142,8 @@ class _Draw:
             return self.do(c)
         if kind is Jit:
             return Jit(self.inside(c, outermost=c.outermost), inline=self.draw(st.booleans()))
+        if kind is Scope:
+            return Scope(self.inside(c, outermost=c.outermost), self.one("L", "M"))
         if kind is Remat:
             policy = self.one("default", "everything", "nothing", "dots", "names")
             return Remat(self.inside(c, outermost=c.outermost), policy)
@@ -137,13 +152,13 @@ class _Draw:
         if kind is Scan:
             length = self.draw(st.integers(1, few))
             flags = {"xs": self.draw(st.booleans()), "reverse": self.draw(st.booleans())}
-            return Scan(self.inside(c, length), length, **flags, unroll=self.one(1, 2))
+            return Scan(self.layer(c, length), length, **flags, unroll=self.one(1, 2))
         if kind is Map:
             length = self.draw(st.integers(1, few))
-            return Map(self.inside(c, length), length)
+            return Map(self.layer(c, length), length)
         if kind is Fori:
             trips = self.draw(st.integers(1, few))
-            return Fori(self.inside(c, trips), trips, lower=self.one(0, 2))
+            return Fori(self.layer(c, trips), trips, lower=self.one(0, 2))
         if kind is While:
             limit = self.draw(st.integers(1, few))
             return While(self.inside(c, limit), limit, self.one("int", "value", "fori"))
@@ -178,6 +193,11 @@ class _Draw:
             return Shard(self.inside(c, times), post, mesh, mean, name)
         raise AssertionError(kind)
 
+    def layer(self, c: _Context, length: int) -> Block:
+        """The body of a loop; where there are scopes, that of a scanned layer as often as not."""
+        body = self.inside(c, length)
+        return (Scope(body, self.one("L", "M")),) if c.scopes and self.one(True, False) else body
+
     def custom(self, c: _Context) -> Custom:
         kind = "jvp" if c.jvp else self.one("vjp", "jvp")
         shielded = {"grads": 0, "jvp": False}
@@ -192,12 +212,15 @@ class _Draw:
 
 
 @st.composite
-def programs(draw: st.DrawFn, *, devices: int = 1, second_order: bool = True) -> Program:
+def programs(
+    draw: st.DrawFn, *, devices: int = 1, second_order: bool = True, scopes: bool = False
+) -> Program:
     """Random programs. With fewer than four devices there is no mesh in them.
 
     With four, some are on an explicit mesh; others have shard_maps over meshes of their own.
     """
-    program = Program(_Draw(draw, second_order).block(_mesh(draw, _Context(devices=devices))))
+    context = _mesh(draw, _Context(devices=devices, scopes=scopes))
+    program = Program(_Draw(draw, second_order).block(context))
     steps = None
     if any(site.counted for site in sites(program)):
         steps = draw(st.sampled_from([None, 1, 2, 4]))
@@ -212,35 +235,106 @@ def _mesh(draw: st.DrawFn, context: _Context) -> _Context:
 
 
 @st.composite
-def edited(draw: st.DrawFn, *, devices: int = 1) -> Program:
-    """Programs with up to three edits of their sites."""
-    program = draw(programs(devices=devices))
+def edited(draw: st.DrawFn, *, devices: int = 1, parts: bool = False) -> Program:
+    """Programs with up to three edits of their sites; with `parts`, most are of parts of values."""
+    program = draw(programs(devices=devices, scopes=parts))
     found = sites(program)
     assume(found)
-    edits = tuple(_edit(draw, found) for _ in range(draw(st.integers(1, 3))))
+    edits = tuple(_edit(draw, found, parts) for _ in range(draw(st.integers(1, 3))))
     return replace(program, steps=None, edits=edits)
 
 
-def _edit(draw: st.DrawFn, found: list[Site]) -> Edit:
+def _edit(draw: st.DrawFn, found: list[Site], parts: bool) -> Edit:
     # More often than others those that have a gradient, and those in loops.
-    differentiated, looped = [s for s in found if s.grads], [s for s in found if s.loop is not None]
-    site = draw(st.sampled_from([*found, *differentiated, *looped]))
+    site = draw(st.sampled_from([*found, *(s for s in found if s.grads), *_looped(found)]))
     name = draw(st.sampled_from([site.name, f"{site.name}@{site.call}"]))
     of: Of = "value"
     if site.grads and site.dtype != "int":
         of = draw(st.sampled_from(get_args(Of)))
     what = draw(st.sampled_from(get_args(What)))
     whole = Edit(name, what, of, traced=draw(st.booleans()), axes=draw(st.booleans()))
-    step, stop = None, None
-    if site.loop is not None and draw(st.booleans()):
-        axis = site.axes[site.loop]
-        low, high = (0, 2) if axis.kind == "while" else (-axis.size, axis.size - 1)
-        step = draw(st.integers(low, high))
-        if step >= 0 and draw(st.booleans()):
-            stop = step + draw(st.integers(1, 2))
+    if parts:
+        # Which of two new numbers would stay in one place is not said.
+        indices = [index for index in get_args(Index) if index != "twice"]
+        whole = replace(whole, index=draw(st.sampled_from([*indices, None])))
+    step, stop = _steps(draw, site)
     tries = (replace(whole, step=step, stop=stop), replace(whole, step=step, stop=stop, axes=False))
     fitting = [edit for edit in tries if picked(edit, found)]
     return fitting[0] if fitting else Edit(name, what, of)
+
+
+def _looped(found: list[Site]) -> list[Site]:
+    return [site for site in found if site.loop is not None]
+
+
+def _steps(draw: st.DrawFn, site: Site) -> tuple[int | None, int | None]:
+    """One iteration of the innermost loop, or the first and the last of some; or all."""
+    if site.loop is None or draw(st.booleans()):
+        return None, None
+    axis = site.axes[site.loop]
+    low, high = (0, 2) if axis.kind == "while" else (-axis.size, axis.size - 1)
+    step = draw(st.integers(low, high))
+    several = step >= 0 and draw(st.booleans())
+    return step, step + draw(st.integers(1, 2)) if several else None
+
+
+@st.composite
+def selected(draw: st.DrawFn, *, devices: int = 1) -> Program:
+    """Programs of which up to three selections are captured, in parts and by functions."""
+    program = draw(programs(devices=devices, scopes=True))
+    found = sites(program, rules=True)
+    assume(found)
+    picks = tuple(_pick(draw, found) for _ in range(draw(st.integers(1, 3))))
+    program = replace(program, steps=None, picks=picks)
+    asked = [readings(program, of) for of in get_args(Of)]
+    # Some must be refused.
+    assume(not any(each.wrong for each in asked) or draw(st.integers(0, 7)) == 0)
+    return program
+
+
+def _pick(draw: st.DrawFn, found: list[Site]) -> Pick:
+    one = lambda *options: draw(st.sampled_from(options))
+    differentiated = [s for s in found if s.grads and s.dtype != "int"]
+    layered = [s for s in found if s.layers]
+    site = one(*found, *differentiated, *layered, *layered, *_looped(found))
+    numbered = _layer_name(draw, site)
+    if numbered and one(True, False):
+        body = (one(*numbered),)
+    elif one(*range(3)):
+        name = site.name.rpartition("/")[2]
+        rule: Node = Rule(name) if site.rule else Glob(site.name)
+        names = [Glob(f"{site.name}@{site.call}"), Glob(f"**/{name}@{site.call}")]
+        body = (one(rule, rule, *([] if site.rule else names)),)
+    else:
+        body = tuple(_selection(draw, found, 2) for _ in range(one(1, 1, 2)))
+    of: Of = one("value", "grad", "grad") if site in differentiated else "value"
+    step, stop = _steps(draw, site)
+    index = one(None, *get_args(Index))
+    bys = [by for by in get_args(By) if of == "value" or by != "square"]
+    return Pick(body, of, step, stop, index, one(None, None, *bys))
+
+
+def _layer_name(draw: st.DrawFn, site: Site) -> list[Node]:
+    """The name of a site in one of the scanned layers that it is in."""
+    if site.rule or not site.layers:
+        return []
+    axis, path = draw(st.sampled_from(site.layers))
+    number = draw(st.integers(0, site.axes[axis].size - 1))
+    rest = site.name.removeprefix(f"{path}/")
+    return [Glob(f"{path}/{number}/{rest}"), Glob(f"{path}/{number}/**")]
+
+
+def _selection(draw: st.DrawFn, found: list[Site], depth: int) -> Node:
+    one = lambda *options: draw(st.sampled_from(options))
+    kind = one(Glob, Rule, *([Both, Both, Either, Not] * (depth > 0)))
+    if kind is Rule:
+        return Rule(one("dot_general", "kept"))
+    if kind is Glob:
+        scope, _, name = draw(st.sampled_from(found)).name.rpartition("/")
+        scopes = [f"{scope}/**", f"{scope}/*", scope, f"**/{scope.rpartition('/')[2]}/**"]
+        return Glob(one("**", "*", "?", f"**/{name}", name, *(scopes if scope else [])))
+    count = 1 if kind is Not else 2
+    return kind(tuple(_selection(draw, found, depth - 1) for _ in range(count)))
 
 
 @st.composite

@@ -50,6 +50,10 @@ VECTORS = ("sin", "tanh", "scale", "dot", "mix", "mask", "named")
 """Operations whose result has the shape and dtype of x."""
 
 
+RULES = {"dot": "dot_general", "named": "kept"}
+"""By operation, what a rule calls the value that it computes: a primitive, a `checkpoint_name`."""
+
+
 @cache
 def weights(size: int, salt: int = 0) -> np.ndarray:
     """`size` different rows within [0.5, 1]: they make examples, devices and iterations differ."""
@@ -110,9 +114,12 @@ def absorb(xp: Namespace, op: str, x: Any, v: Any, *, replace: bool) -> Any:
     return v if replace else mix(xp, x, v)
 
 
-def do(xp: Namespace, node: Do, x: Any, env: Env, sow: Sow) -> Any:
-    """The meaning of a `Do` node."""
+def do(
+    xp: Namespace, node: Do, x: Any, env: Env, sow: Sow, ruled: Callable[[Any], Any] = lambda v: v
+) -> Any:
+    """The meaning of a `Do` node. `ruled` marks what a rule of `RULES` would."""
     v = value(xp, node.op, x, env)
+    v = ruled(v) if node.op in RULES else v
     if node.name is None:
         return absorb(xp, node.op, x, v, replace=True)
     marked = sow(v, node.name)

@@ -39,6 +39,10 @@ Of = Literal["value", "grad"]
 What = Literal[
     "scale", "sin", "square", "turn", "clip", "stop", "site", "closed", "number", "array"
 ]
+By = Literal["double", "total", "pair", "by_call", "square", "rms"]
+Index = Literal[
+    "first", "last", "middle", "tail", "back", "odd", "some", "twice", "mask", "grid", "all", "new"
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,13 +200,72 @@ class Shard(Node):
 
 
 @dataclass(frozen=True, repr=False)
+class Scope(Node):
+    """`tapax.scope`. In a loop, it makes layers of the iterations: `scope/2/name`."""
+
+    body: Block
+    name: Literal["L", "M"] = "L"
+
+
+@dataclass(frozen=True, repr=False)
+class Glob(Node):
+    """A selection by name."""
+
+    pattern: str = "**"
+
+
+@dataclass(frozen=True, repr=False)
+class Rule(Node):
+    """A selection of the values that operations compute: see `leaf.RULES`."""
+
+    name: Literal["dot_general", "kept"] = "dot_general"
+
+
+@dataclass(frozen=True, repr=False)
+class Both(Node):
+    """Selections joined by `&`."""
+
+    body: Block
+
+
+@dataclass(frozen=True, repr=False)
+class Either(Node):
+    """Selections joined by `|`."""
+
+    body: Block
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Node):
+    """`~` of the selections, joined by `|`."""
+
+    body: Block
+
+
+@dataclass(frozen=True, repr=False)
+class Pick(Node):
+    """What a capture is asked for: of the sites that any of some selections picks.
+
+    `step` and `stop` are as for an `Edit`, `index` is a part of the value, a key of
+    `parts.INDICES`, and `by` is what is kept of it: a function of `parts.FUNCTIONS`, or a reducer.
+    """
+
+    body: Block
+    of: Of = "value"
+    step: int | None = None
+    stop: int | None = None
+    index: Index | None = None
+    by: By | None = None
+
+
+@dataclass(frozen=True, repr=False)
 class Edit(Node):
     """A change of the values, or of the gradients, that the selection `name` picks.
 
     `what` is a function of `edits.FUNCTIONS`, or a number or an array in the value's place. `step`
     and `stop` pick iterations of the innermost loop: one, or those from `step` up to `stop`.
-    `traced`: what can be traced is. `axes`: an array has one value for every iteration, example
-    and device.
+    `index` picks a part of the value, a key of `parts.INDICES`. `traced`: what can be traced is.
+    `axes`: an array has one value for every iteration, example and device.
     """
 
     name: str
@@ -212,17 +275,19 @@ class Edit(Node):
     stop: int | None = None
     traced: bool = False
     axes: bool = False
+    index: Index | None = None
 
 
 @dataclass(frozen=True, repr=False)
 class Program(Node):
-    """A body, the seed of its arguments, the way it is captured, and what is edited in it."""
+    """A body, the seed of its arguments, the way it is captured, what is edited and picked."""
 
     body: Block
     seed: int = 0
     how: How = "plain"
     steps: int | None = None
     edits: tuple[Edit, ...] = ()
+    picks: tuple[Pick, ...] = ()
 
     def arguments(self) -> tuple[np.ndarray, np.ndarray]:
         """A float vector within [-1, 1] and a vector of small integers."""
@@ -243,7 +308,7 @@ def blocks(node: Node) -> Iterator[Block]:
                 yield own
         case Shard(pre, post):
             yield from (pre, post)
-        case Do() | Edit():
+        case Do() | Edit() | Glob() | Pick() | Rule():
             return
         case _:
             yield node.body  # pyright: ignore[reportAttributeAccessIssue]

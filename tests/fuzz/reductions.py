@@ -18,8 +18,7 @@ import numpy as np
 
 import tapax
 
-from .build import build
-from .compare import Laid, Mismatch, arguments, close, compare_result, missing_axes, wrong
+from .compare import Laid, Mismatch, captured, close, compare_result, missing_axes, wrong
 from .program import Program
 from .reference import Record, run
 from .sites import Site
@@ -36,20 +35,12 @@ Placed = list[tuple[tuple[int, ...], np.ndarray]]
 def check_reductions(program: Program) -> None:
     """Captures statistics of the program with `tapax`, and compares."""
     reference = run(program)
-    fn, args = build(program, tapax.sow), arguments(program)
     floats = _reducers(STATISTICS)
     dtypes = {site.dtype for site in reference.sites}
     values = {_is_integer: _reducers(["minmax"])} if "int" in dtypes else {}
     grads = {_is_float: floats} if dtypes - {"int"} else {}
     asked: dict[str, Any] = {"values": values | grads, "grads": grads}
-    match program.how:
-        case "plain":
-            captured = tapax.capture(fn, **asked)
-        case "jit outside":
-            captured = jax.jit(tapax.capture(fn, **asked))
-        case "jit inside":
-            captured = tapax.capture(jax.jit(fn), **asked)
-    out, taps = captured(*args)
+    out, taps = captured(program, **asked)
     compare_result(reference, out)
     taps = jax.device_get(taps)
     for site in reference.sites:
@@ -127,7 +118,7 @@ def _compare_gradients(site: Site, records: list[Record], name: str, taps: Any) 
         return
     coarse = any(r.coarse or r.cotangents[0].coarse for r in records)
     each = Laid(np.zeros(0))
-    for placed in _merged(site, records):
+    for _, placed in merged(site, records):
         each, _, total = _reduced(site, name, placed, coarse)
         if missing_axes(taps.grads[label], each, len(_loops(site))) and close(
             taps.grads[label_of_total], total
@@ -136,7 +127,7 @@ def _compare_gradients(site: Site, records: list[Record], name: str, taps: Any) 
     raise wrong(f"grads[{label!r}]", taps.grads[label], each)
 
 
-def _merged(site: Site, records: list[Record]) -> Iterator[Placed]:
+def merged(site: Site, records: list[Record]) -> Iterator[tuple[tuple[int, ...], Placed]]:
     """The gradients of a site, added along each set of axes that its value may not depend on."""
     loops = _loops(site)
     for count in range(len(site.axes) + 1):
@@ -146,8 +137,11 @@ def _merged(site: Site, records: list[Record]) -> Iterator[Placed]:
                 rest = tuple(0 if i in axes else k for i, k in enumerate(record.index))
                 parts.setdefault(rest, []).append(record)
             if all(np.allclose(p[0].value, r.value) for p in parts.values() for r in p):
-                yield [
-                    (place, sum(r.cotangents[0].value for r in part))
-                    for part in parts.values()
-                    for place in {tuple(r.index[i] for i in loops) for r in part}
-                ]
+                yield (
+                    axes,
+                    [
+                        (place, sum(r.cotangents[0].value for r in part))
+                        for part in parts.values()
+                        for place in {tuple(r.index[i] for i in loops) for r in part}
+                    ],
+                )

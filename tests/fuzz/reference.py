@@ -33,6 +33,7 @@ from .program import (
     Program,
     Remat,
     Scan,
+    Scope,
     Shard,
     Switch,
     Twice,
@@ -159,8 +160,16 @@ class _Machine:
         inner = Env(x, env.n)
         match node:
             case Do():
-                return do(XP, node, x, env, lambda v, name: self.sow(v, where))
-            case Jit(body):
+                ruled = where.into("rule")
+                return do(
+                    XP,
+                    node,
+                    x,
+                    env,
+                    lambda v, name: self.sow(v, where),
+                    lambda v: self.sow(v, ruled),
+                )
+            case Jit(body) | Scope(body):
                 return self.block(body, x, env, where)
             case Twice(body):
                 return self.block(

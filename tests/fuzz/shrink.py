@@ -23,6 +23,7 @@ from .program import (
     Node,
     Program,
     Remat,
+    Scope,
     Shard,
     Twice,
     Vmap,
@@ -78,7 +79,7 @@ def _allowed(node: Node, around: _Around) -> bool:
 
 def _in(node: Node, around: _Around) -> _Around:
     match node:
-        case Jit() | Remat() | Twice():
+        case Jit() | Remat() | Scope() | Twice():
             return around
         case Grad():
             return replace(around, grads=around.grads + 1)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .leaf import RULES
+from .parts import has_part
 from .program import (
     DIM,
     Block,
@@ -33,6 +35,7 @@ from .program import (
     Program,
     Remat,
     Scan,
+    Scope,
     Shard,
     Switch,
     Twice,
@@ -67,7 +70,8 @@ class Site:
     """One call of `sow`.
 
     `grads` counts the gradients that differentiate it. `conditional`: it stands in a branch or a
-    while loop.
+    while loop. `layers` are the scanned layers that it is in: which of its axes is their loop, and
+    the path of the scope. `rule`: it is what a rule marks, and nobody else.
     """
 
     path: Path
@@ -78,6 +82,8 @@ class Site:
     grads: int
     conditional: bool
     label: str = ""
+    layers: tuple[tuple[int, str], ...] = ()
+    rule: bool = False
 
     @property
     def counted(self) -> bool:
@@ -107,27 +113,49 @@ class _Where:
     """What is around a node.
 
     `differentiated`: a gradient or a jvp applies to it, so custom rules replace custom bodies.
+    `scopes` are the names around it, `loops` how many of them are around each of its loops.
     """
 
     path: Path = ()
     axes: tuple[Axis, ...] = ()
+    scopes: tuple[str, ...] = ()
+    loops: tuple[tuple[int, int], ...] = ()
     grads: int = 0
     differentiated: bool = False
     conditional: bool = False
 
     def into(self, *tags: int | str, axis: Axis | None = None, conditional: bool = False) -> _Where:
         axes = self.axes if axis is None else (*self.axes, axis)
+        loops = self.loops
+        if axis is not None and axis.kind == "loop":
+            loops = (*loops, (len(self.axes), len(self.scopes)))
         return replace(
-            self, path=(*self.path, *tags), axes=axes, conditional=self.conditional or conditional
+            self,
+            path=(*self.path, *tags),
+            axes=axes,
+            loops=loops,
+            conditional=self.conditional or conditional,
         )
 
+    @property
+    def layers(self) -> tuple[tuple[int, str], ...]:
+        """The first scope in each loop, whose iterations are its layers; or in the innermost."""
+        inside = [(i, outer + 1) for i, outer in self.loops if len(self.scopes) > outer]
+        loops = {"/".join(self.scopes[:count]): i for i, count in inside}
+        return tuple((i, path) for path, i in loops.items())
 
-def sites(program: Program) -> list[Site]:
-    """Every site, in program order, labelled: the name, with `@k` for its k-th further call."""
+
+def sites(program: Program, *, rules: bool = False) -> list[Site]:
+    """Every site, in program order, labelled: the name, with `@k` for its k-th further call.
+
+    With `rules`, those that rules mark are among them.
+    """
     seen: Counter[str] = Counter()
     out = []
     late: list[Site] = []
     for site in (*_block(program.body, _Where(), late), *late):
+        if site.rule and not rules:
+            continue
         k = seen[site.name]
         seen[site.name] += 1
         out.append(replace(site, label=f"{site.name}@{k}" if k else site.name))
@@ -141,6 +169,7 @@ def picked(edit: Edit, found: list[Site]) -> list[Site]:
     if edit.of == "grad":
         out = [s for s in out if s.grads and s.dtype != "int"]
     fits = not edit.axes or (edit.what == "array" and len(out) == 1)
+    fits &= edit.index is None or all(has_part(edit.index, site.shape) for site in out)
     return out if fits and all(_has_steps(edit, site) for site in out) else []
 
 
@@ -164,17 +193,22 @@ def _site(where: _Where, name: str, op: str = "sin", **changes: int) -> Site:
     shape = () if op == "scalar" else (DIM,)
     dtypes: dict[str, Dtype] = {"half": "bfloat16", "int": "int"}
     dtype = dtypes.get(op, "float")
-    site = Site(where.path, name, shape, dtype, where.axes, where.grads, where.conditional)
-    return replace(site, **changes)  # pyright: ignore[reportArgumentType]
+    path = "/".join((*where.scopes, name))
+    site = Site(where.path, path, shape, dtype, where.axes, where.grads, where.conditional)
+    return replace(site, layers=where.layers, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def _node(node: Node, where: _Where, late: list[Site]) -> Iterator[Site]:
     match node:
         case Do(op, name):
+            if op in RULES:
+                yield _site(where.into("rule"), RULES[op], op, rule=True)
             if name is not None:
                 yield _site(where, name, op)
         case Jit(body) | Remat(body):
             yield from _block(body, where, late)
+        case Scope(body, name):
+            yield from _block(body, replace(where, scopes=(*where.scopes, name)), late)
         case Twice(body):
             for tag in ("first", "second"):
                 yield from _block(body, where.into(tag), late)

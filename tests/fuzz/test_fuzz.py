@@ -1,8 +1,8 @@
 """Random programs, against a reference that shares no code with the engine.
 
-What `capture` returns, values and statistics; what `edit` and `perturbed` do, against the same
-change made by hand in the source; cuts, which put together again are the function; and the search
-for a NaN.
+What `capture` returns, values and statistics, of whole values and of parts; what `edit` and
+`perturbed` do, against the same change made by hand in the source; cuts, which put together again
+are the function; and the search for a NaN.
 
 The seeds are fixed, so a run is the same everywhere; `python -m tests.fuzz` looks further. The
 work is cut into parts for the workers of xdist.
@@ -32,13 +32,31 @@ from tests.fuzz.compare import (
 from tests.fuzz.cuts import check_cuts
 from tests.fuzz.drive import Failure, sweep
 from tests.fuzz.edits import check_edits, check_no_edit
-from tests.fuzz.generate import edited, losses, programs
+from tests.fuzz.generate import edited, losses, programs, selected
 from tests.fuzz.nonfinite import check_nonfinite
 from tests.fuzz.perturb import check_perturbed
-from tests.fuzz.program import Cond, Do, Edit, Grad, Program, Scan, Twice, Vmap, While
+from tests.fuzz.program import (
+    Both,
+    Cond,
+    Do,
+    Edit,
+    Glob,
+    Grad,
+    Not,
+    Pick,
+    Program,
+    Rule,
+    Scan,
+    Scope,
+    Twice,
+    Vmap,
+    While,
+)
+from tests.fuzz.readings import readings
 from tests.fuzz.reductions import STATISTICS, check_reductions
 from tests.fuzz.reference import run
-from tests.fuzz.shrink import well_formed
+from tests.fuzz.selections import check_selections
+from tests.fuzz.shrink import shrink, well_formed
 from tests.fuzz.sites import sites
 
 pytestmark = pytest.mark.filterwarnings("ignore:The function has no sites")
@@ -105,6 +123,17 @@ def test_statistics_agree_with_those_of_every_execution() -> None:
 @pytest.mark.once
 def test_a_planted_nan_is_found_where_it_was_planted() -> None:
     sweep(check_nonfinite, programs(devices=jax.device_count()), examples=5, seed=800)
+
+
+@pytest.mark.once
+def test_selections_and_parts_agree_with_the_records_of_their_sites() -> None:
+    sweep(check_selections, selected(devices=jax.device_count()), examples=8, seed=900)
+
+
+@pytest.mark.once
+def test_edits_of_parts_agree_with_the_source_changed_by_hand() -> None:
+    strategy = edited(devices=jax.device_count(), parts=True)
+    sweep(check_edits, strategy, examples=8, seed=1000)
 
 
 LOOPED = Program((Scan((Vmap((Do("sin", "a"),)), Do("tanh", "b")), length=3),), seed=1)
@@ -177,6 +206,101 @@ def test_comparison_refuses_edits(fault: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tapax, "edit", _other(WRONG[fault]))
     with pytest.raises(Mismatch):
         check_edits(EDITED)
+
+
+EDITED_PARTS = Program(
+    (Scan((Do("sin", "a"), Do("tanh"), Do("mix")), length=3), Grad((Do("sin", "b"),))),
+    edits=(Edit("a", "scale", step=1, index="last"), Edit("b", "scale", "grad", index="first")),
+)
+
+WRONG_PARTS: dict[str, Callable[..., Any]] = {
+    "the whole value": lambda values, grads: ([(tapax.at("a", step=1), values[0][1])], grads),
+    "another part": lambda values, grads: ([(tapax.at("a", step=1, index=0), values[0][1])], grads),
+    "another iteration": lambda values, grads: (
+        [(tapax.at("a", step=2, index=-1), values[0][1])],
+        grads,
+    ),
+    "the whole gradient": lambda values, grads: (values, [("b", grads[0][1])]),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_PARTS)
+def test_comparison_refuses_edits_of_other_parts(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_edits(EDITED_PARTS)
+    monkeypatch.setattr(tapax, "edit", _other(WRONG_PARTS[fault]))
+    with pytest.raises(Mismatch):
+        check_edits(EDITED_PARTS)
+
+
+SELECTED = Program(
+    (Scan((Scope((Do("sin", "a"), Do("dot", "b"))),), length=3), Grad((Do("tanh", "b"),))),
+    picks=(
+        Pick((Glob("L/a"),), step=1, stop=3, index="tail"),
+        Pick((Glob("L/2/b"),), by="double"),
+        Pick((Both((Rule(), Glob("L/**"))),), index="last", by="rms"),
+        Pick((Not((Glob("L/**"),)),), "grad", index="some"),
+    ),
+)
+
+DAMAGED_PARTS: dict[str, Callable[[Any], object]] = {
+    "a value": lambda t: t.values.update({"L/a": t.values["L/a"] * 1.0001}),
+    "an order of iterations": lambda t: t.values.update({"L/a": t.values["L/a"][::-1]}),
+    "another part": lambda t: t.values.update({"L/a": t.values["L/a"][:, ::-1]}),
+    "a function left out": lambda t: t.values.update({"L/2/b": t.values["L/2/b"] / 2}),
+    "a layer": lambda t: t.values.update({"L/1/b": t.values.pop("L/2/b")}),
+    "a statistic": lambda t: t.values.update({"L/dot_general": -t.values["L/dot_general"]}),
+    "an extra site": lambda t: t.values.update({"L/b": t.values["L/2/b"]}),
+    "an extra gradient": lambda t: t.grads.update({"L/a": t.values["L/a"]}),
+    "a part of a gradient": lambda t: t.grads.update(b=t.grads["b"][::-1]),
+    "a lost gradient": lambda t: t.grads.clear(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_PARTS)
+def test_comparison_refuses_damaged_parts(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tapax.capture
+
+    def capture(fn: Any, **asked: Any) -> Callable[..., Any]:
+        def captured(*args: Any) -> tuple[Any, Any]:
+            out, taps = jax.device_get(right(fn, **asked)(*args))
+            damaged = SimpleNamespace(
+                values=dict(taps.values), grads=dict(taps.grads), valid=dict(taps.valid)
+            )
+            DAMAGED_PARTS[damage](damaged)
+            return out, damaged
+
+        return captured
+
+    check_selections(SELECTED)
+    monkeypatch.setattr(tapax, "capture", capture)
+    with pytest.raises(Mismatch):
+        check_selections(SELECTED)
+
+
+@pytest.mark.parametrize(
+    ("pick", "names"),
+    [
+        (Pick((Glob("**"),)), ["L/a", "L/b", "b"]),
+        (Pick((Glob("*/b"),)), ["L/b"]),
+        (Pick((Not((Glob("L/**"),)),)), ["b"]),
+        (Pick((Both((Rule(), Glob("L"))),)), ["L/dot_general"]),
+        (Pick((Both((Rule(), Not((Glob("L"),)))),)), []),
+        (Pick((Glob("L/1/*"),)), ["L/1/a", "L/1/b"]),
+    ],
+)
+def test_selections_are_sets_of_names(pick: Pick, names: list[str]) -> None:
+    assert [r.key for r in readings(replace(SELECTED, picks=(pick,)), "value").kept] == names
+
+
+def test_picks_are_made_small() -> None:
+    def has_part_of_a(program: Program) -> bool:
+        kept = readings(program, "value").kept
+        return any(r.site.name == "L/a" and r.pick.index == "tail" for r in kept)
+
+    small = shrink(SELECTED, has_part_of_a)
+    assert small == Program((Scope((Do("sin", "a"),)),), picks=(Pick((Glob(),), index="tail"),))
 
 
 def taps(program: Program) -> SimpleNamespace:
@@ -254,6 +378,8 @@ def test_programs_are_well_formed() -> None:
 
     sweep(check_form, programs(devices=4), examples=200, seed=0)
     sweep(check_form, edited(devices=4), examples=200, seed=0)
+    sweep(check_form, edited(devices=4, parts=True), examples=100, seed=0)
+    sweep(check_form, selected(devices=4), examples=100, seed=0)
 
 
 def test_a_failure_is_reported_as_a_program_that_runs() -> None:
