@@ -191,6 +191,30 @@ def test_iterations_with_a_mesh_in_the_loop(mesh):
         tapax.capture(layer, values=tapax.at("h", step=1))(jnp.zeros(4))
 
 
+def test_a_value_that_devices_share_in_branches_of_a_while_loop_that_they_do_not(mesh):
+    def local(x, n):
+        def step(state):
+            i, x = state
+            x = lax.cond(x[0] > i, lambda x: x + tapax.sow(n + i, "k"), lambda x: x, x)
+            return i + 1, x
+
+        return lax.while_loop(lambda state: state[0] < 3, step, (0, x))[1]
+
+    specs = {"in_specs": (P("a"), P()), "out_specs": P("a")}
+    f = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
+    # The first device takes the branch in every iteration, the second in none.
+    args = jnp.array([0.5, 0.5, -9.0, -9.0]), jnp.float32(10.0)
+    out, taps = tapax.capture(f)(*args)
+    np.testing.assert_array_equal(out, f(*args))
+    np.testing.assert_array_equal(taps.valid["k"], [3, 0])
+    np.testing.assert_array_equal(taps.values["k"], [12, 0])
+    _, taps = tapax.capture(f, steps=4)(*args)
+    np.testing.assert_array_equal(taps.valid["k"], [[True] * 3 + [False], [False] * 4])
+    np.testing.assert_array_equal(taps.values["k"], [[10, 11, 12, 0], [0] * 4])
+    _, taps = tapax.capture(f, values=tapax.at("k", step=1))(*args)
+    np.testing.assert_array_equal(taps.values["k"], [11, 0])
+
+
 def test_operations_in_a_mesh_are_marked(mesh):
     f = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     _, taps = tapax.capture(jax.jit(f), values=tapax.ops("sin"))(jnp.arange(4.0))

@@ -185,13 +185,15 @@ class _Buffer:
     def start(self) -> list[Any]:
         if self.window is None and self.entry.reduction is not None:
             return nothing_yet(self.entry, self.types)
-        own = self.types[: self.count - 1]
         valid = None if self.entry.valid is None else _jax.zeros(self.types[-1])
-        ran = self._ran(valid) * 0
-        if self.window is None:
-            return [*map(_jax.zeros, own), ran]
-        mask = jax.typeof(ran > 0)
-        return [_jax.zeros(_jax.stacked(t, self.window[1])) for t in (*own, mask)]
+        ran = self._ran(valid)
+        last = jax.typeof(ran if self.window is None else ran > 0)
+        types = [*self.types[: self.count - 1], last]
+        if self.window is not None:
+            types = [_jax.stacked(t, self.window[1]) for t in types]
+        # Devices that take other branches keep other values, even of what is the same on all.
+        over = _jax.varying_axes(last)
+        return [_jax.with_varying(_jax.zeros(t), over) for t in types]
 
     def update(self, held: list[Any], entry: Entry, iteration: Value) -> list[Any]:
         if self.window is None and entry.reduction is not None:
