@@ -1,5 +1,7 @@
 """The train steps at the size of a GPU: 12 layers of width 1024, 8 x 1024 tokens, bfloat16.
 
+The topic `statistics` has 24 layers of width 2048, which are 1.27 billion parameters.
+
     PYTHONPATH=. python -m benchmarks.gpu [--only NAME] [--json PATH]
 
 Needs jax, and flax for the topics of NNX; without rich the table is plain text. Results are printed
@@ -18,11 +20,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks import changes, measure, step, watching
+from benchmarks import changes, measure, statistics, step, watching
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
 SIZE = Config(width=1024, heads=16, length=1024, batch=8, vocab=8192, dtype=jnp.bfloat16)
+LARGE = Config(
+    layers=24, width=2048, heads=16, length=1024, batch=8, vocab=16384, dtype=jnp.bfloat16
+)
 TINY = Config(layers=2, width=32, length=32, batch=2, vocab=32, dtype=jnp.bfloat16)
 
 
@@ -43,6 +48,9 @@ TOPICS = {
     "grad": changes.gradient,
     "prefix": changes.prefix,
     "reduce": lambda cfg, rounds: watching.reduced(cfg, rounds, bar=1.02),
+    "statistics": lambda cfg, rounds: statistics.measured(
+        LARGE if cfg is SIZE else cfg, rounds, histogram=(1.12, 1.15), rms=1.04
+    ),
     "monitor": lambda cfg, rounds: watching.monitored(cfg, max(rounds // 10, 1)),
     "nonfinite": watching.searched,
     "nnx": nnx("unrolled"),
