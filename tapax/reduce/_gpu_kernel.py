@@ -40,7 +40,7 @@ class Statistics(NamedTuple):
     ends: Any = None
 
 
-class _Job(NamedTuple):
+class _Options(NamedTuple):
     """The static arguments of the kernel."""
 
     size: int
@@ -67,7 +67,7 @@ def is_for(x: Value, powers: tuple[int, int]) -> bool:
     low, high = powers
     return (
         x.dtype in (jnp.bfloat16, jnp.float32)
-        and x.size >= _FEW
+        and _FEW <= x.size < 2**31
         and x.size * x.dtype.itemsize % 4 == 0
         and -126 <= low < high <= 128
     )
@@ -87,14 +87,16 @@ def run(
     flat = x.reshape(-1, each) if each > 1 else x.ravel()
     words = lax.bitcast_convert_type(flat, jnp.uint32)
     low, high = powers
-    job = _Job(words.size, each, 0, low + 127, high - low + 2, scales, only_counts)
-    loads = words.size // (_LANES * _PROGRAMS) // job.step * job.step
-    job = job._replace(loads=min(max(loads, job.step), _MOST_LOADS // job.step * job.step))
-    programs = math.ceil(words.size / (_LANES * job.loads))
-    counts = job.words * _FIELDS // 2
+    options = _Options(words.size, each, 0, low + 127, high - low + 2, scales, only_counts)
+    loads = words.size // (_LANES * _PROGRAMS) // options.step * options.step
+    options = options._replace(
+        loads=min(max(loads, options.step), _MOST_LOADS // options.step * options.step)
+    )
+    programs = math.ceil(words.size / (_LANES * options.loads))
+    counts = options.words * _FIELDS // 2
     shapes = [(counts, jnp.int32)] if only_counts else [(counts + 1, jnp.int32), (4, jnp.float32)]
     outs = pl.pallas_call(
-        functools.partial(_kernel, job=job),
+        functools.partial(_kernel, options=options),
         grid=(programs,),
         out_shape=[jax.ShapeDtypeStruct((programs, n), dtype) for n, dtype in shapes],
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=2),
@@ -104,10 +106,10 @@ def run(
     shifts = np.asarray([0, 16], np.uint32).reshape(2, 1, 1)
     halves = (packed >> shifts & np.uint32(2**16 - 1)).sum(1, dtype=jnp.uint32)
     # The halves of a word are four bins apart.
-    bins = halves[:, :counts].reshape(2, -1, _FIELDS // 2).swapaxes(0, 1).ravel()[: job.bins]
+    bins = halves[:, :counts].reshape(2, -1, _FIELDS // 2).swapaxes(0, 1).ravel()[: options.bins]
     # Behind the end of the value the kernel has read zeros.
-    missing = np.zeros(job.bins, np.uint32)
-    missing[0] = (programs * _LANES * job.loads - job.size) * each
+    missing = np.zeros(options.bins, np.uint32)
+    missing[0] = (programs * _LANES * options.loads - options.size) * each
     if only_counts:
         return Statistics(bins - missing)
     sums = outs[1]
@@ -125,7 +127,7 @@ class _Found(NamedTuple):
     high: Any
 
 
-def _kernel(words: Any, counts: Any, sums: Any = None, *, job: _Job) -> None:
+def _kernel(words: Any, counts: Any, sums: Any = None, *, options: _Options) -> None:
     from jax.experimental import pallas as pl
 
     program = pl.program_id(0)
@@ -135,24 +137,24 @@ def _kernel(words: Any, counts: Any, sums: Any = None, *, job: _Job) -> None:
     def load_some(number: Any, carry: Any) -> Any:
         """Adds as many elements as a count of four bits can hold."""
         wide, found = carry
-        packed = [nothing] * job.words
-        for i in range(job.step):
-            at = (program * job.loads + number * job.step + i) * _LANES + lanes
-            is_there = at < job.size
-            loaded = jnp.where(is_there, words[jnp.minimum(at, job.size - 1)], np.uint32(0))
-            for bits in _elements(loaded, job.each):
-                packed = _count(packed, bits, job)
-                if not job.only_counts:
-                    found = _add(found, bits, is_there, job)
+        packed = [nothing] * options.words
+        for i in range(options.step):
+            at = (program * options.loads + number * options.step + i) * _LANES + lanes
+            is_there = at < options.size
+            loaded = jnp.where(is_there, words[jnp.minimum(at, options.size - 1)], np.uint32(0))
+            for bits in _elements(loaded, options.each):
+                packed = _count(packed, bits, options)
+                if not options.only_counts:
+                    found = _add(found, bits, is_there, options)
         mask = np.uint32((2**_BITS - 1) * (1 + 2**16))
         parts = [(p >> np.uint32(_BITS * i)) & mask for p in packed for i in range(_FIELDS // 2)]
         return [w + p for w, p in zip(wide, parts, strict=True)], found
 
     zero = jnp.zeros(_LANES, jnp.float32)
     infinite = zero + np.float32(np.inf)
-    start = None if job.only_counts else _Found(nothing, zero, zero, infinite, -infinite)
-    wide = [nothing] * (job.words * _FIELDS // 2)
-    wide, found = lax.fori_loop(0, job.loads // job.step, load_some, (wide, start))
+    start = None if options.only_counts else _Found(nothing, zero, zero, infinite, -infinite)
+    wide = [nothing] * (options.words * _FIELDS // 2)
+    wide, found = lax.fori_loop(0, options.loads // options.step, load_some, (wide, start))
     for i, packed in enumerate(wide if found is None else [*wide, found.odd]):
         counts[program, i] = jnp.sum(packed.astype(jnp.int32))
     if found is not None:
@@ -168,25 +170,25 @@ def _elements(words: Any, each: int) -> list[Any]:
     return [words & np.uint32(0xFFFF0000), words << np.uint32(16)]
 
 
-def _count(packed: Sequence[Any], bits: Any, job: _Job) -> list[Any]:
+def _count(packed: Sequence[Any], bits: Any, options: _Options) -> list[Any]:
     """Adds one element of each lane to packed counts; NaN to none."""
     magnitude = bits & np.uint32(0x7FFFFFFF)
     exponent = (magnitude >> np.uint32(23)).astype(jnp.int32)
-    place = jnp.clip(exponent + np.int32(1 - job.first), 0, job.bins - 1)
+    place = jnp.clip(exponent + np.int32(1 - options.first), 0, options.bins - 1)
     one = np.uint32(1) << ((place & (_FIELDS - 1)) * _BITS).astype(jnp.uint32)
     one = jnp.where(magnitude > _INFINITE, np.uint32(0), one)
     word = place >> int(math.log2(_FIELDS))
     return [p + jnp.where(word == k, one, np.uint32(0)) for k, p in enumerate(packed)]
 
 
-def _add(found: _Found, bits: Any, is_there: Any, job: _Job) -> _Found:
+def _add(found: _Found, bits: Any, is_there: Any, options: _Options) -> _Found:
     """Adds one element of each lane to the other statistics."""
     magnitude = bits & np.uint32(0x7FFFFFFF)
     # NaN in the lower half, all that is not finite in the upper one.
     odd = found.odd + jnp.where(magnitude > _INFINITE, np.uint32(1), np.uint32(0))
     odd = odd + jnp.where(magnitude >= _INFINITE, np.uint32(2**16), np.uint32(0))
     x = lax.bitcast_convert_type(bits, jnp.float32)
-    up, down = (x * np.float32(scale) for scale in job.scales)
+    up, down = (x * np.float32(scale) for scale in options.scales)
     return _Found(
         odd,
         found.up + up * up,
