@@ -63,17 +63,16 @@ def scales(dtype: Any) -> tuple[float, float]:
     return scale, 1 / scale
 
 
-def _squares(x: Value) -> list[Any]:
-    return [square(x * np.asarray(scale, x.real.dtype)) for scale in scales(x.dtype)]
-
-
 def _sum_squares(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
-    return [term.sum(axes, dtype=term.dtype) for term in _squares(x)]
+    # A constant in a loop would be kept on a CPU, as large as a value.
+    up, down = lax.optimization_barrier(np.asarray(scales(x.dtype), x.real.dtype))
+    return [square(x * scale).sum(axes, dtype=x.real.dtype) for scale in (up, down)]
 
 
 def _sum_squares_in_one_read(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
-    # Of two sums XLA makes two kernels, each of which reads the value.
-    terms = _squares(x)
+    # Of two sums XLA makes two kernels, each of which reads the value. What comes out of a barrier
+    # it takes for one operand of all sites, whose reductions it would then merge.
+    terms = [square(x * np.asarray(scale, x.real.dtype)) for scale in scales(x.dtype)]
     varying = _jax.varying_axes(jax.typeof(x))
     zeros = [_jax.with_varying(jnp.zeros((), term.dtype), varying) for term in terms]
     return list(lax.reduce(terms, zeros, lambda a, b: [a[0] + b[0], a[1] + b[1]], axes))
