@@ -61,14 +61,14 @@ def _user_frames(until: Any) -> Iterator[Any]:
     """The functions of users that have been running since `until`, innermost first."""
     frame = sys._getframe(2)
     while frame is not None and frame is not until:
-        if is_users_code(frame.f_globals.get("__name__", "")):
+        if is_users_code(frame.f_globals.get("__name__")):
             yield frame
         frame = frame.f_back
 
 
-def is_users_code(module: str) -> bool:
-    """Whether the code of a Python module is the user's."""
-    return module.partition(".")[0] not in _NOT_USERS
+def is_users_code(module: str | None) -> bool:
+    """Whether the code of a Python module is the user's, as that without a module is."""
+    return module is None or module.partition(".")[0] not in _NOT_USERS
 
 
 _NOT_USERS = frozenset(

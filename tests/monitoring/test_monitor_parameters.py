@@ -398,3 +398,23 @@ def test_nothing_is_marked_where_no_monitor_watches_parameters():
         warnings.simplefilter("error")
         jaxpr = jax.make_jaxpr(sgd)(plain_params(), X)
     assert "tap" not in {eqn.primitive.name for eqn in jaxpr.eqns}
+
+
+def test_a_step_that_was_executed_as_text_has_parameters():
+    space = {"jax": jax, "jnp": jnp}
+    source = """
+def loss(w, x):
+    return jnp.sum((x @ w["up"]) ** 2)
+
+def step(w, x):
+    grads = jax.grad(loss)(w, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
+"""
+    exec(source, space)
+    assert space["loss"].__module__ is None
+    log, w = tapax.Log(), {"up": jnp.ones((4, 3))}
+    nothing = {"values": None, "grads": None}
+    with tapax.monitor(space["step"], **nothing, every=1, params="**", to=log) as step:
+        step(w, X)
+    grad = 2 * np.asarray(X).T @ np.asarray(X) @ np.ones((4, 3))
+    assert_close(log["w/up/param_grad_rms"].values[0], rms(grad), 1e-5)
