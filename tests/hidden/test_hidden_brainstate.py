@@ -72,7 +72,7 @@ def test_copies_of_a_perturbation_run_like_it(how):
     made = add_hidden_perturbation(lstm, X)
     copied = COPIES[how](made)
     assert type(copied) is type(made) and copied is not made and copied == made
-    p = {"h": jnp.arange(4, dtype=X.dtype)}
+    p = {"h": jnp.arange(4, dtype=lstm.h.value.dtype)}
     jax.tree.map(close, copied(p, {}, X), made(p, {}, X))
     groups = hidden_groups(lstm, X)
     jax.tree.map(close, copied.by_group(p, copy.deepcopy(groups)), made.by_group(p, groups))
@@ -332,9 +332,10 @@ def test_states_and_inputs_are_cast_to_the_types_of_the_module():
     p = add_hidden_perturbation(model, X)
     state = {"layers": {"1": {"h": np.arange(4)}}}
     found = p({}, state, np.asarray(X, np.float64))
-    model.layers[1].h.value = jnp.arange(4, dtype=X.dtype)
+    dtype = model.layers[1].h.value.dtype
+    model.layers[1].h.value = jnp.arange(4, dtype=dtype)
     close(found[1], model(X))
-    assert {x.dtype for x in jax.tree.leaves(found)} == {X.dtype}
+    assert {x.dtype for x in jax.tree.leaves(found)} == {dtype}
     message = r"Layers was traced for an argument of shape \[4\], but was given one of shape \[5\]"
     with pytest.raises(HiddenError, match=message):
         p({}, {"layers": {"1": {"h": np.arange(5)}}}, X)
