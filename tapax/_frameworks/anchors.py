@@ -328,8 +328,8 @@ def _bind_again(args: Args, tangents_or_dims: PyTree, **params: Any) -> Any:
 
 
 _jax.allow_effect(AnchorEffect)
-_jax.hold_weakly(Anchor)
-_jax.hold_weakly(RootAnchor)
+_jax.cache_weakly(Anchor)
+_jax.cache_weakly(RootAnchor)
 anchor_p.def_impl(lambda *args, **params: [])
 anchor_p.def_effectful_abstract_eval(lambda *args, **params: ([], {anchor_effect}))
 mlir.register_lowering(anchor_p, lambda ctx, *args, **params: [])

@@ -1,8 +1,8 @@
-"""Everything that depends on the version of JAX, and every private import, in one place.
+"""The only package that depends on the version of JAX or imports private names from it.
 
-The rest of the library uses public names of JAX and the functions below. They detect differences
-between versions by what JAX can do, never by its version number, so that a version released after
-this was written has a fair chance to work.
+The rest of tapax uses public names of JAX and the functions below. These functions detect what the
+installed JAX can do and never compare version numbers, so a later release has a fair chance to
+work unchanged.
 """
 
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
@@ -41,13 +41,13 @@ from tapax._jax.jaxprs import (
 )
 from tapax._jax.jitted import jit_options
 from tapax._jax.kernels import for_gpu
-from tapax._jax.primitives import is_own_primitive
+from tapax._jax.primitives import is_jax_primitive
 from tapax._jax.processes import gather, local_elements, spans_processes
 from tapax._jax.pytrees import Static, map_leaves
 from tapax._jax.rules import (
     Effect,
     allow_effect,
-    hold_weakly,
+    cache_weakly,
     is_splitting_while,
     register_partial_eval,
     register_partial_eval_custom,

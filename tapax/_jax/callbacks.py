@@ -1,4 +1,4 @@
-"""Calling the host from a running program."""
+"""Calls to the host from a running program."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,11 @@ _call_host_p.multiple_results = True
 
 
 def call_host(function: Callable[..., None], *arrays: Value) -> None:
-    """Calls `function` on the host, with NumPy arrays, each time the program comes to this place.
+    """Call `function` on the host with NumPy arrays each time the program reaches this call.
 
     JAX's `io_callback` first puts the operands on a device of the host, which takes most of the
-    time of a call. The arrays belong to the program, which uses their memory again: copy them.
+    time of a call. Here `function` receives the buffers of the program, which reuses their memory
+    afterwards, so `function` must copy the arrays that it keeps.
     """
     _call_host_p.bind(*arrays, function=function)
 

@@ -1,4 +1,4 @@
-"""Equations: how to evaluate one, and the names, lines and transformations it was traced under."""
+"""Equations: their evaluation, and the names, lines and transformations of their trace."""
 
 import contextlib
 import dataclasses
@@ -12,32 +12,38 @@ from tapax._jax.types import Equation, PyTree
 
 
 def map_results(fn: Callable[[Any], Any], out: PyTree, primitive: Primitive) -> Any:
-    """What binding a primitive gave, with every result made another; a shard_map's are no list."""
+    """Apply `fn` to every result in `out`, which binding `primitive` returned.
+
+    A `shard_map` may return its results in a container of JAX that is not a list.
+    """
     if not primitive.multiple_results:
         return fn(out)
     return [fn(x) for x in out] if isinstance(out, (list, tuple)) else out.map(fn)
 
 
 def in_context(eqn: Equation, fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls `fn` under the name stack, the source line and the settings of an equation."""
+    """Call `fn` under the name stack, the source line and the settings of an equation."""
     names = _source_info.current_name_stack() + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         return fn(*args)
 
 
 def names_of(eqn: Equation) -> Iterator[str]:
-    """The names in an equation's name stack, outermost first."""
+    """Return the names in the name stack of an equation, outermost first."""
     return (part.name for part in eqn.source_info.name_stack.stack)
 
 
 def transforms_of(eqn: Equation) -> set[str]:
-    """The transformations that made an equation: `jvp`, `transpose`, `vmap`."""
+    """Return the transformations that produced an equation: `jvp`, `transpose`, `vmap`."""
     parts = eqn.source_info.name_stack.stack
     return {part.name for part in parts if type(part).__name__ == "Transform"}
 
 
 def passes_of(eqn: Equation) -> tuple[bool, ...]:
-    """For each derivative that an equation is part of, outermost first: is it the backward pass?"""
+    """Return, for each derivative that contains an equation, whether it is in the backward pass.
+
+    The derivatives are in order, outermost first.
+    """
     found: list[bool] = []
     transposed = False
     for part in eqn.source_info.name_stack.stack:
@@ -45,20 +51,20 @@ def passes_of(eqn: Equation) -> tuple[bool, ...]:
             continue
         if part.name == "jvp":
             found.append(transposed)
-        # What is transposed but no derivative, a linear function, has no forward pass.
+        # A linear function that is transposed without a derivative has no forward pass.
         transposed = part.name == "transpose"
     return tuple(found)
 
 
 def lines_of(eqn: Equation) -> Iterator[tuple[str, int]]:
-    """The files and lines that an equation was traced from, innermost first."""
+    """Yield the file and line of every stack frame of an equation's trace, innermost first."""
     traceback = eqn.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         yield frame.file_name, frame.line_num
 
 
 def rename_scopes(eqn: Equation, rename: Callable[[str], str]) -> Any:
-    """An equation with other names in its name stack."""
+    """Apply `rename` to every name in the name stack of an equation."""
     stack = eqn.source_info.name_stack
     parts = tuple(part._replace(name=rename(part.name)) for part in stack.stack)
     info = eqn.source_info.replace(name_stack=dataclasses.replace(stack, stack=parts))
@@ -66,18 +72,18 @@ def rename_scopes(eqn: Equation, rename: Callable[[str], str]) -> Any:
 
 
 def no_names() -> contextlib.AbstractContextManager[Any]:
-    """Within, the name stack starts anew."""
+    """Start an empty name stack within the context."""
     return _source_info.reset_name_stack()
 
 
 def implement_equation(eqn: Equation, args: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation by the function that its library evaluates the primitive with."""
+    """Evaluate an equation with the Python implementation of its primitive; return a list."""
     out = eqn.primitive.impl(*args, **eqn.params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def bind_equation(eqn: Equation, args: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, just as it stands, on `args`; always returns a list."""
+    """Bind an equation unchanged, with the operands `args`; return a list."""
     params = eqn.primitive.get_bind_params(eqn.params)
     out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]

@@ -1,4 +1,4 @@
-"""How every reverse-mode derivative that a program takes is intercepted."""
+"""Interception of every reverse-mode derivative that a program takes."""
 
 import contextlib
 import functools
@@ -18,10 +18,11 @@ _intercepting: list[Callable[[Function], Function]] = []
 
 @contextlib.contextmanager
 def intercept_vjp(wrap: Callable[[Function], Function]) -> Iterator[None]:
-    """Differentiates `wrap(fn)` wherever `jax.vjp`, `jax.grad` and the like are given `fn`.
+    """Differentiate `wrap(fn)` wherever a program passes `fn` to `jax.vjp`, `jax.grad` and others.
 
-    `wrap` is called on every thread. It must be the same in every use, and tell by itself whether
-    it has to do with a thread: the first to enter installs it, the last to leave takes it out.
+    JAX calls `wrap` on every thread, so `wrap` must check whether it concerns the current thread.
+    The first context to enter patches JAX, and the last to leave restores it. A `wrap` that several
+    contexts share is applied once, so pass the same function each time, not a new lambda.
     """
     with _lock:
         _intercepting.append(wrap)

@@ -1,6 +1,6 @@
-"""Jaxprs and the parameters of their equations, whatever the version of JAX.
+"""Access to jaxprs and to the parameters of their equations in every supported version of JAX.
 
-Before jax 0.11 a closed jaxpr holds an open one; since then they are the same class.
+Before jax 0.11 a closed jaxpr contains an open one; since then both have one class.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,23 +13,23 @@ from tapax._jax.types import AbstractValue, Equation, Jaxpr, OpenJaxpr, PyTree, 
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
-    """The object that has `eqns`, `invars` and `outvars`."""
+    """Return the object with the attributes `eqns`, `invars` and `outvars`."""
     inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
     return inner
 
 
 def as_function(jaxpr: Jaxpr) -> Callable[..., list[Value]]:
-    """A function that evaluates a closed jaxpr."""
+    """Return a function that evaluates a closed jaxpr."""
     return jaxpr_as_fun(jaxpr)  # pyright: ignore[reportArgumentType]
 
 
 def jaxpr_consts(jaxpr: Jaxpr) -> Sequence[Any]:
-    """The constants of a closed jaxpr; none for an open one."""
+    """Return the constants of a closed jaxpr, or an empty sequence for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
 def jaxpr_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Pairs every input variable of a jaxpr, constants included, with its value."""
+    """Pair every input variable of a jaxpr, constants included, with its value."""
     inner = open_jaxpr(jaxpr)
     variables = [*inner.constvars, *inner.invars]
     values = [*jaxpr_consts(jaxpr), *args]
@@ -37,14 +37,17 @@ def jaxpr_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> Iterator[tuple[Any, Any]]
 
 
 def closed(jaxpr: Jaxpr) -> tuple[OpenJaxpr, Sequence[Any]]:
-    """A jaxpr as `remat` wants its body: constants turned into leading inputs, and those."""
+    """Turn the constants of a jaxpr into leading inputs, as `remat` requires; return both."""
     consts = jaxpr_consts(jaxpr)
     inner: Any = open_jaxpr(jaxpr)
     return cast(Any, _partial_eval.convert_constvars_jaxpr(inner)), consts
 
 
 def dce(jaxpr: Jaxpr, results: Sequence[int] | None = None) -> Jaxpr:
-    """A closed jaxpr with some of its results, all if None, and the equations those need."""
+    """Drop all results but those numbered `results`, and the equations that nothing then reads.
+
+    With None, keep all results. `jaxpr` is closed.
+    """
     inner: Any = open_jaxpr(jaxpr)
     wanted = [results is None or i in results for i in range(len(inner.outvars))]
     kept, _ = _partial_eval.dce_jaxpr(inner, wanted, instantiate=True)
@@ -52,37 +55,37 @@ def dce(jaxpr: Jaxpr, results: Sequence[int] | None = None) -> Jaxpr:
 
 
 def with_open_jaxpr(jaxpr: Jaxpr, inner: OpenJaxpr) -> Jaxpr:
-    """A jaxpr, closed if `jaxpr` is, with the constants of `jaxpr` and the equations of `inner`."""
+    """Combine the constants of `jaxpr` with the equations of `inner`; closed if `jaxpr` is."""
     closed: Any = jaxpr
     return inner if open_jaxpr(jaxpr) is jaxpr else closed.replace(jaxpr=inner)
 
 
 def hidden_body(value: PyTree) -> Any:
-    """The jaxpr inside a parameter that is no jaxpr: that of a `call_hi_primitive`; or None."""
-    # What `call_hi_primitive` calls knows how to `expand` itself.
+    """Return the jaxpr inside the callee of a `call_hi_primitive`, or None for other parameters."""
+    # The callees of `call_hi_primitive` have a method `expand`.
     if hasattr(value, "eqns") or not callable(getattr(value, "expand", None)):
         return None
     traced = getattr(value, "traced", None)
-    places = ((value, "jaxpr"), (traced, "jaxpr"), (value, "solve_jaxpr"))
-    found = (getattr(holder, name, None) for holder, name in places)
-    # JAX 0.11 wraps what is mapped in another one, as `prim`.
+    candidates = ((value, "jaxpr"), (traced, "jaxpr"), (value, "solve_jaxpr"))
+    found = (getattr(holder, name, None) for holder, name in candidates)
+    # JAX 0.11 wraps a mapped callee in another, which has it as `prim`.
     return next((jaxpr for jaxpr in found if jaxpr is not None), None) or hidden_body(
         getattr(value, "prim", None)
     )
 
 
 def called_hi_primitive(primitive: Primitive, params: Mapping[str, Any]) -> Any:
-    """The object that a `call_hi_primitive` calls; None for any other primitive."""
+    """Return the callee of a `call_hi_primitive`, or None for any other primitive."""
     return params["_prim"] if primitive.name == "call_hi_primitive" else None
 
 
 def operation_name(eqn: Equation) -> str:
-    """The name of an equation's primitive, or of what a `call_hi_primitive` calls."""
+    """Return the name of an equation's primitive, or of the callee of a `call_hi_primitive`."""
     return operation(eqn.primitive, eqn.params)[0]
 
 
 def operation(primitive: Primitive, params: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The name of an operation, and the name it gives its operand, if it is `checkpoint_name`."""
+    """Return the name of an operation, and the label that a `checkpoint_name` assigns, or None."""
     if primitive.name == "call_hi_primitive":
         called = params["_prim"]
         name = type(called).__name__
@@ -91,7 +94,7 @@ def operation(primitive: Primitive, params: Mapping[str, Any]) -> tuple[str, str
 
 
 def call_body(eqn: Equation) -> Jaxpr:
-    """The body of an equation that has one, whatever parameter it is in."""
+    """Return the body of a call, whichever parameter contains it."""
     for name in ("jaxpr", "call_jaxpr"):
         if name in eqn.params:
             return eqn.params[name]
@@ -99,13 +102,13 @@ def call_body(eqn: Equation) -> Jaxpr:
 
 
 def remat_options(eqn: Equation) -> tuple[Any, Any]:
-    """The policy of a remat, and whether common subexpressions are kept."""
+    """Return the policy of a remat and its option `prevent_cse`."""
     params = eqn.params if "jaxpr" in eqn.params else vars(eqn.params["_prim"])
     return params["policy"], params.get("prevent_cse", True)
 
 
 def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried."""
+    """Return the numbers of constants and of carries among the operands of a scan."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -113,5 +116,5 @@ def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def is_reference(aval: AbstractValue) -> bool:
-    """Whether a value is a reference to an array, which is read and written."""
+    """Return whether `aval` is the type of a mutable array reference."""
     return hasattr(aval, "inner_aval")

@@ -1,4 +1,4 @@
-"""Jitted functions: the options that `jax.jit` made them with."""
+"""The options of jitted functions."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ _Jitted = type(jax.jit(lambda: None))
 
 
 def jit_options(fn: Function) -> dict[str, Any] | None:
-    """The keyword arguments with which `jax.jit` made `fn`; None if it did not.
+    """Return the keyword arguments of the `jax.jit` that made `fn`, or None for another function.
 
-    A function that wraps a jitted one, as `jax.grad` makes it, has its attributes too: the type
-    decides.
+    The attributes of `fn` do not tell: `jax.grad` copies those of a jitted function to its result.
+    The type of `fn` does.
     """
     if type(fn) is not _Jitted:
         return None
-    info = getattr(fn, "_jit_info")  # noqa: B009  (what pyright takes for the type has none)
+    info = getattr(fn, "_jit_info")  # noqa: B009  (pyright's type of `fn` lacks the attribute)
     if any((*info.in_layouts_leaves, *info.out_layouts_leaves, info.device, info.backend)):
-        return None  # these are kept by the equation that calling `fn` makes
+        return None  # the `jit` equation of a call of `fn` keeps these options
     options: dict[str, Any] = {
         "static_argnums": info.static_argnums or None,
         "static_argnames": info.static_argnames or None,
@@ -33,7 +33,7 @@ def jit_options(fn: Function) -> dict[str, Any] | None:
         leaves = getattr(info, f"{name}_leaves")
         if not all(leaf is UNSPECIFIED for leaf in leaves):
             treedef = getattr(info, f"{name}_treedef")
-            # In the arguments of `jit` None is what UNSPECIFIED is inside.
+            # `jax.jit` takes None where JAX stores UNSPECIFIED.
             options[name] = treedef.unflatten(
                 [None if leaf is UNSPECIFIED else leaf for leaf in leaves]
             )

@@ -1,4 +1,4 @@
-"""Functions that are compiled in another way for a GPU."""
+"""Functions with a separate implementation for GPUs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,11 +16,11 @@ ArraysFunction = Callable[..., Sequence[Value]]
 def for_gpu(
     name: str, plain: ArraysFunction, faster: ArraysFunction, *, on_one_device: bool = False
 ) -> ArraysFunction:
-    """Makes a function that is compiled as `faster` on an NVIDIA GPU, and as `plain` elsewhere.
+    """Make a function that JAX compiles as `faster` on an NVIDIA GPU and as `plain` elsewhere.
 
-    Both take arrays and static keyword arguments, and return the same arrays. Derivatives, and the
-    examples of a `vmap`, are those of `plain`. If `faster` is for `on_one_device` alone, because
-    XLA cannot divide it, programs for several devices are compiled as `plain`.
+    Both take arrays and static keyword arguments, and return equal arrays. Derivatives and `vmap`
+    use `plain`. Set `on_one_device` if XLA cannot partition `faster`: JAX then compiles `plain` in
+    programs for several devices.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True

@@ -1,26 +1,26 @@
-"""JAX's own primitives, told from those of other libraries that have the same names."""
+"""Detection of JAX's primitives among those of other libraries with equal names."""
 
 import sys
 import threading
 
 from jax.extend.core import Primitive
 
-_own: dict[str, set[Primitive]] = {}
+_jax_primitives: dict[str, set[Primitive]] = {}
 _lock = threading.Lock()
 
 
-def is_own_primitive(primitive: Primitive) -> bool:
-    """Whether JAX itself defines a primitive."""
+def is_jax_primitive(primitive: Primitive) -> bool:
+    """Return whether JAX itself defines a primitive."""
     with _lock:
-        if primitive not in _own.get(primitive.name, ()):
+        if primitive not in _jax_primitives.get(primitive.name, ()):
             _collect()
-        return primitive in _own.get(primitive.name, ())
+        return primitive in _jax_primitives.get(primitive.name, ())
 
 
 def _collect() -> None:
-    """Adds the primitives of all modules of JAX that are imported by now."""
+    """Collect the primitives of all modules of JAX imported so far."""
     for name, module in list(sys.modules.items()):
         if name.startswith("jax._src."):
             for value in list(vars(module).values()):
                 if isinstance(value, Primitive):
-                    _own.setdefault(value.name, set()).add(value)
+                    _jax_primitives.setdefault(value.name, set()).add(value)

@@ -1,4 +1,4 @@
-"""Pytrees: dicts that keep the order of their keys, which JAX sorts, and leaves without arrays."""
+"""Pytrees: dicts in their original key order, which JAX sorts, and leaves that are not arrays."""
 
 import dataclasses
 import typing
@@ -12,7 +12,7 @@ from tapax._jax.types import PyTree, Value
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# JAX's own functions, with types that are known in full: see `typed`.
+# Functions of JAX with complete types: see `typed`.
 flatten: Callable[[PyTree], tuple[list[Value], Any]] = jax.tree.flatten
 structure: Callable[[PyTree], Any] = jax.tree.structure
 leaves_with_path: Callable[[PyTree], list[tuple[Any, Value]]] = jax.tree.leaves_with_path
@@ -20,16 +20,17 @@ keystr: Callable[..., str] = jax.tree_util.keystr
 
 
 def map_leaves(fn: Callable[[*Ts], Any], *trees: *Ts) -> Any:
-    """`jax.tree.map`, which does not say that `fn` takes a leaf of every tree."""
+    """Apply `jax.tree.map`, with the type of `fn`, which JAX leaves open."""
     return jax.tree.map(fn, *trees)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static(Generic[T]):
-    """A pytree without leaves. It brings a Python object out of a function that JAX traces.
+    """A pytree without leaves, which carries a Python object out of a function that JAX traces.
 
-    All are equal: those of two iterations that JAX evaluates, one after the other, must match.
+    All instances are equal, because JAX compares the structures of consecutive iterations when it
+    evaluates a loop eagerly.
     """
 
     value: T
@@ -42,7 +43,7 @@ class Static(Generic[T]):
 
 
 def order_of(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
-    """The keys of every dict in a structure, which JAX sorts; None if all are sorted."""
+    """Return the keys of every dict in a structure, in order; None if all are sorted, as in JAX."""
     dicts = _dicts(tree, is_leaf)
     if all(list(found) == sorted(found) for found in dicts):
         return None
@@ -50,19 +51,19 @@ def order_of(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False) -> 
 
 
 def unflatten_in_order(treedef: Any, leaves: Iterable[Any], order: Any) -> Any:
-    """Makes a structure from its leaves, with the keys of its dicts in an order."""
+    """Make a structure from its leaves, with the keys of its dicts in the order `order`."""
     leaves = list(leaves)
     tree = treedef.unflatten(leaves)
     if order is not None:
         ids = set(map(id, leaves))
-        # JAX has just made the dicts, and the objects that hold them may be frozen.
+        # JAX has just made these dicts. Their containers may be frozen, so change them in place.
         for made, keys in zip(_dicts(tree, lambda x: id(x) in ids), order, strict=True):
             made.update({key: made.pop(key) for key in keys})
     return tree
 
 
 def _dicts(tree: PyTree, is_leaf: Callable[[Any], bool]) -> list[dict[Any, Any]]:
-    """The dicts in a structure, in the order in which JAX takes it apart."""
+    """List the dicts in a structure, in the order in which JAX flattens it."""
     found: list[dict[Any, Any]] = []
 
     def visit(x: Any) -> bool:
@@ -79,7 +80,7 @@ def _dicts(tree: PyTree, is_leaf: Callable[[Any], bool]) -> list[dict[Any, Any]]
 def map_in_order(
     fn: Callable[..., Any], tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False
 ) -> Any:
-    """`jax.tree.map` over one structure, whose dicts keep the order of their keys."""
+    """Apply `jax.tree.map` to one structure, and keep the key order of its dicts."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
     return unflatten_in_order(treedef, map(fn, leaves), order_of(tree, is_leaf))
 
@@ -90,9 +91,10 @@ def map_with_path(
     is_leaf: Callable[[Any], bool],
     path: tuple[Any, ...] = (),
 ) -> Any:
-    """`jax.tree_util.tree_map_with_path`, but a node is made again only where a leaf has changed.
+    """Apply `jax.tree_util.tree_map_with_path`, but rebuild only nodes with changed leaves.
 
-    A class need not tell JAX all that its objects hold. Dicts keep the order of their keys.
+    Rebuilding a node loses the attributes that its class does not declare to JAX. Dicts keep the
+    order of their keys.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     children, treedef = typing.cast(tuple[list[tuple[Any, Value]], Any], flat)
@@ -107,9 +109,10 @@ def map_with_path(
 
 @dataclasses.dataclass(frozen=True)
 class ValueStructure:
-    """How a value is put together from its arrays.
+    """The structure of a value: everything but its arrays.
 
-    `fixed` are the leaves that are not arrays, with their indices, and `order` is that of the keys.
+    `fixed` are the leaves that are not arrays, with their indices; `order` is the order of the keys
+    of dicts; `count` is the number of arrays.
     """
 
     treedef: Any
@@ -118,7 +121,7 @@ class ValueStructure:
     count: int
 
     def join(self, arrays: Iterable[Any]) -> Any:
-        """The value with these arrays. Those beyond the last one stand for a value without any."""
+        """Build the value from `arrays`; ignore the placeholder of a value without arrays."""
         leaves = list(arrays)[: self.count]
         for i, leaf in self.fixed:
             leaves.insert(i, leaf)
@@ -128,7 +131,7 @@ class ValueStructure:
 def split_arrays(
     value: PyTree, is_array: Callable[[Value], bool]
 ) -> tuple[list[Value], ValueStructure]:
-    """The arrays in a value, and how they are put together."""
+    """Split a value into its arrays and its structure."""
     leaves, treedef = flatten(value)
     arrays = [x for x in leaves if is_array(x)]
     fixed = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))

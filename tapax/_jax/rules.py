@@ -1,4 +1,4 @@
-"""Registering and wrapping JAX's own rules: effects, derivatives, remat, batching, and others."""
+"""Registration and wrapping of JAX's rules: effects, derivatives, remat, batching and others."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tapax._jax.types import Function, Value
 def register_rules(
     primitive: Primitive, lowering: Function, batch: Function, jvp: Function, transpose: Function
 ) -> None:
-    """Registers how a primitive is compiled, batched, differentiated and transposed."""
+    """Register how JAX compiles, batches, differentiates and transposes a primitive."""
     mlir.register_lowering(primitive, lowering)
     batching.fancy_primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
@@ -26,23 +26,23 @@ def register_rules(
 
 
 def register_partial_eval_custom(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Registers what happens to `primitive` when remat splits a body in two."""
+    """Register the rule by which remat splits `primitive` into a known and an unknown part."""
     _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
 def wrap_partial_eval_custom(
     primitive: Primitive, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Puts `wrap(rule)` in the place of the rule by which remat splits a primitive."""
+    """Replace the rule by which remat splits a primitive with `wrap(rule)`."""
     rules = _partial_eval.partial_eval_jaxpr_custom_rules
     rules[primitive] = wrap(rules[primitive])
 
 
-def wrap_partial_eval(primitive: Primitive, again: Callable[[Any], Any]) -> None:
-    """Lets `again` change the parameters of an equation that JAX evaluates in part, then whole.
+def wrap_partial_eval(primitive: Primitive, transform: Callable[[Any], Any]) -> None:
+    """Apply `transform` to the parameters of an equation that JAX re-runs after a partial run.
 
-    So it does with a while loop that is linearized: what is known of it runs at once, and the whole
-    loop once more with the tangents.
+    JAX linearizes a while loop that way: it runs the known part first, and later the whole loop
+    together with the tangents.
     """
     rule = _partial_eval.custom_partial_eval_rules[primitive]
 
@@ -50,10 +50,10 @@ def wrap_partial_eval(primitive: Primitive, again: Callable[[Any], Any]) -> None
         kept = len(trace.effect_handles)
         outs = rule(trace, *tracers, **params)
         unknown: list[Any] = [t for t in outs if isinstance(t, _partial_eval.JaxprTracer)]
-        # What is taken out of a scan is what does not change in it, and that is not the marks.
+        # While JAX hoists invariant equations out of a scan, marks stay inside.
         if unknown and len(unknown) < len(outs) and not _within(_HOISTING):
             recipe = unknown[0].recipe
-            changed = {k: again(v) for k, v in recipe.params.items()}
+            changed = {k: transform(v) for k, v in recipe.params.items()}
             recipe = recipe._replace(params=changed, effects=frozenset())
             for tracer in unknown:
                 tracer.recipe = recipe
@@ -64,33 +64,33 @@ def wrap_partial_eval(primitive: Primitive, again: Callable[[Any], Any]) -> None
 
 
 def register_remat(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Registers the same for the remat that `jax_remat3` turns on.
+    """Register the rule of `primitive` for the remat that the option `jax_remat3` enables.
 
-    `rule(*operands, **params)` gives the results, residuals, and a function that makes the results
-    once more from the residuals and the operands. JAX has come to take the residuals apart; before,
-    the function closed over them.
+    `rule(*operands, **params)` returns the results, residuals, and a function that recomputes the
+    results from the residuals and the operands. Newer versions of JAX take the residuals
+    separately; in older ones the function closes over them.
     """
 
-    def apart(trace: Any, *args: Any, **params: Any) -> Any:
+    def separate(trace: Any, *args: Any, **params: Any) -> Any:
         del trace
         return rule(*args, **params)
 
     def closed_over(trace: Any, *args: Any, **params: Any) -> Any:
-        out, residuals, again = apart(trace, *args, **params)
-        return out, lambda *args: again(residuals, *args)
+        out, residuals, recompute = separate(trace, *args, **params)
+        return out, lambda *args: recompute(residuals, *args)
 
     takes_residuals = "res" in _remat.RematTrace.process_primitive.__code__.co_varnames
-    _remat.rules[primitive] = apart if takes_residuals else closed_over
+    _remat.rules[primitive] = separate if takes_residuals else closed_over
 
 
 _HOISTING = frozenset({"_scan_known_hoisting", "_scan_partial_eval_custom"})
 
 
 def register_partial_eval(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Registers what happens to `primitive` where JAX takes what does not change out of a scan.
+    """Register the rule of `primitive` for JAX's hoisting of invariant equations out of a scan.
 
-    `rule(stage, tracers, params)` is called there, with a function that leaves an equation in the
-    loop; everywhere else a primitive is evaluated if its operands are known.
+    While it hoists, JAX calls `rule(stage, tracers, params)`; `stage()` leaves the equation in the
+    loop. Elsewhere JAX evaluates the primitive if its operands are known.
     """
 
     def partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
@@ -106,12 +106,12 @@ def register_partial_eval(primitive: Primitive, rule: Callable[..., Any]) -> Non
 
 
 def is_splitting_while() -> bool:
-    """Whether remat is splitting a while loop, out of which no residual can be carried."""
+    """Return whether remat is splitting a while loop, which cannot return residuals."""
     return _within(frozenset({"_while_partial_eval_custom"}))
 
 
 def _within(functions: frozenset[str]) -> bool:
-    """Whether one of these functions of JAX's is running."""
+    """Return whether one of these functions of JAX is on the call stack."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name in functions:
@@ -123,13 +123,13 @@ def _within(functions: frozenset[str]) -> bool:
 def wrap_batcher(
     primitive: Primitive, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Puts `wrap(rule)` in the place of the rule by which `vmap` batches a primitive."""
+    """Replace the rule by which `vmap` batches a primitive with `wrap(rule)`."""
     rules = batching.fancy_primitive_batchers
     rules[primitive] = wrap(rules[primitive])
 
 
 def unmapped(x: Value, dim: int | None) -> Any:
-    """The type that one example of a mapped value has."""
+    """Return the type of one example of `x`, which `vmap` maps along the axis `dim`."""
     aval = jax.typeof(x)
     return aval if dim is None else mapped_aval(aval.shape[dim], dim, aval)
 
@@ -138,7 +138,7 @@ Effect = _effects.Effect
 
 
 def allow_effect(effect: type) -> None:
-    """Lets `effect` through every transformation, and keeps it alive in partial evaluation."""
+    """Allow `effect` in every transformation, and have partial evaluation keep it."""
     for allowed in (
         _effects.lowerable_effects,
         _effects.control_flow_allowed_effects,
@@ -149,6 +149,6 @@ def allow_effect(effect: type) -> None:
         allowed.add_type(effect)
 
 
-def hold_weakly(parameter: type) -> None:
-    """Has JAX's caches of equations forget parameters of a class that nobody else holds."""
+def cache_weakly(parameter: type) -> None:
+    """Have JAX's caches of equations refer to parameters of a class by weak references."""
     _util.weakref_cache_key_types.add(parameter)

@@ -1,4 +1,4 @@
-"""The state of the trace under way, and how every `bind` on a thread is intercepted."""
+"""The state of the current trace, and interception of `Primitive.bind`."""
 
 import contextlib
 import functools
@@ -12,24 +12,25 @@ from jax.extend.core import Primitive
 
 
 def trace_state_clean() -> bool:
-    """Whether no transformation is under way on this thread."""
+    """Return whether this thread is outside of every transformation of JAX."""
     return _core.trace_state_clean()
 
 
 def is_traced_here(tracer: Any) -> bool:
-    """Whether a traced value belongs to the innermost transformation under way."""
+    """Return whether a traced value belongs to the innermost current transformation."""
     return tracer._trace is _core.trace_ctx.trace
 
 
 def trace_context() -> Any:
-    """Everything besides arguments that decides what a trace looks like; hashable."""
+    """Return a hashable value of all settings, apart from arguments, that a trace depends on."""
     return _config.trace_context()
 
 
 def known_loops() -> contextlib.AbstractContextManager[Any]:
-    """Within, `lax.scan` is the primitive that JAX can differentiate, map and transpose.
+    """Disable the option `jax_scan3` within the context.
 
-    With `jax_scan3` it is another, for which JAX itself cannot do so yet.
+    The option replaces the primitive of `lax.scan` with one that JAX itself cannot differentiate,
+    map and transpose yet.
     """
     scan3 = getattr(_config, "scan3", None)
     return scan3(False) if scan3 is not None and scan3.value else contextlib.nullcontext()
@@ -42,11 +43,12 @@ _intercepting: list[Callable[..., Any]] = []
 
 @contextlib.contextmanager
 def intercept_bind(hook: Callable[..., Any]) -> Iterator[None]:
-    """Routes `Primitive.bind` through `hook(bind, primitive, args, params)`, on every thread.
+    """Route `Primitive.bind` through `hook(bind, primitive, args, params)` on every thread.
 
-    The hook must be the same in every use, and tell by itself whether it has to do with a thread:
-    the first to enter installs it, the last to leave takes it out. Different hooks see each bind
-    one after the other.
+    JAX calls `hook` on every thread, so `hook` must check whether it concerns the current thread.
+    The first context to enter patches JAX, and the last to leave restores it. A hook that several
+    contexts share runs once per bind, so pass the same function each time; different hooks run one
+    inside the other.
     """
     with _lock:
         _intercepting.append(hook)

@@ -1,7 +1,7 @@
-"""Functions of JAX with types that are known in full.
+"""Functions of JAX with complete types.
 
-JAX's annotations name classes of jaxlib, which has no stubs, or leave out what functions return.
-These are the functions themselves, since a wrapper would be one more frame in every traceback.
+JAX's annotations name classes of jaxlib, which has no stubs, or leave out the return types. The
+names below are JAX's functions themselves: a wrapper would add a frame to every traceback.
 """
 
 from collections.abc import Callable

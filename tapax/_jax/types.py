@@ -1,4 +1,4 @@
-"""Types: those of programs for annotations, and those of arrays, with their zeros and literals."""
+"""Types of programs, for annotations; types of arrays, with functions of shapes and shardings."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike as ArrayLike
 
 AbstractValue: TypeAlias = Any
-"""The type that JAX gives a value: a `ShapedArray`, the type of a reference or of a token."""
+"""The abstract type of a value in JAX: a `ShapedArray`, the type of a reference or of a token."""
 PyTree: TypeAlias = Any
 Function: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
-"""The positional arguments of a call, or the operands that a rule of JAX is given."""
+"""The positional arguments of a call, or the operands that JAX passes to a rule."""
 Kwargs: TypeAlias = dict[str, Any]
 Value: TypeAlias = Any
-"""A value inside a program that is interpreted: an array, a tracer, or what stands for one."""
+"""A value of an interpreted program: an array, a tracer, or an interpreter's stand-in for one."""
 SEQUENCES: tuple[type[Any], ...] = (list, tuple)
-"""For `isinstance`: of a bare `list` pyright says that it does not know what it holds."""
+"""For `isinstance`; pyright complains about the unknown element type of a bare `list`."""
 
 if TYPE_CHECKING:
 
     class Primitive(core.Primitive):
-        """JAX's own class, with types."""
+        """The class of JAX, with types."""
 
         def bind(self, *args: Value, **params: Any) -> Any: ...
         def def_impl(self, impl: Function) -> Any: ...
@@ -48,7 +48,7 @@ class Var(Protocol):
 
 
 Atom: TypeAlias = Var
-"""An operand or a result of a program: a variable, or else a literal."""
+"""An operand or a result of a program: a variable or a literal."""
 
 
 class Equation(Protocol):
@@ -90,11 +90,11 @@ class OpenJaxpr(Protocol):
 
 
 Jaxpr: TypeAlias = ClosedJaxpr | JaxprWithoutConstants | OpenJaxpr
-"""A program, with its constants or without."""
+"""A program, with or without its constants."""
 
 
 def with_axes_first(aval: AbstractValue, axes: Sequence[int], sizes: Sequence[int]) -> Any:
-    """A type with some of its axes in front, or with new ones of these sizes if it has none."""
+    """Move `axes` of a type to the front; if there are none, add leading axes of `sizes`."""
     order = [*axes, *(i for i in range(len(aval.shape)) if i not in axes)]
     shape, spec = ([x[i] for i in order] for x in (aval.shape, aval.sharding.spec))
     if not axes:
@@ -104,17 +104,17 @@ def with_axes_first(aval: AbstractValue, axes: Sequence[int], sizes: Sequence[in
 
 
 def stacked(aval: AbstractValue, length: int) -> Any:
-    """The type of several values along a new leading axis."""
+    """Add a leading axis of size `length` to a type."""
     return unmapped_aval(length, 0, aval)
 
 
 def unstacked(aval: AbstractValue) -> Any:
-    """The type of what lies along the first axis."""
+    """Remove the leading axis of a type."""
     return mapped_aval(aval.shape[0], 0, aval)
 
 
 def device_nbytes(aval: AbstractValue) -> int:
-    """The size of a value on one device, if its type says how it is divided; else all of it."""
+    """Return the bytes of a value on one device; all of them if its type has no sharding."""
     aval = getattr(aval, "inner_aval", aval)
     nbytes = math.prod(aval.shape) * aval.dtype.itemsize
     sharding: Any = getattr(aval, "sharding", None)
@@ -126,13 +126,13 @@ def device_nbytes(aval: AbstractValue) -> int:
 
 
 def is_on_host(aval: AbstractValue) -> bool:
-    """Whether a value is in the memory of the host, where a policy of remat may have moved it."""
+    """Return whether a value is in host memory, where a policy of remat may offload it."""
     space = getattr(aval, "memory_space", None)
     return space is not None and space == jax.memory.Space.Host
 
 
 def varying_axes(aval: AbstractValue) -> frozenset[str]:
-    """The manual mesh axes over which a value differs from device to device."""
+    """Return the manual mesh axes over which a value differs from device to device."""
     kind = getattr(aval, "manual_axis_type", None)
     if kind is not None:
         return frozenset(kind.varying)
@@ -140,7 +140,7 @@ def varying_axes(aval: AbstractValue) -> frozenset[str]:
 
 
 def with_varying(x: Value, axes: frozenset[str]) -> Any:
-    """`x`, declared to vary over `axes` too, as a carry or a branch must be to match another."""
+    """Declare that `x` varies over `axes` too, so that its type matches another carry or branch."""
     missing = tuple(sorted(axes - varying_axes(jax.typeof(x))))
     if not missing:
         return x
@@ -148,7 +148,7 @@ def with_varying(x: Value, axes: frozenset[str]) -> Any:
 
 
 def with_spec(x: Value, spec: Iterable[Any]) -> Any:
-    """`x`, divided over the explicit axes of a mesh that a spec names for each of its axes."""
+    """Shard `x` as `spec` says, over the explicit axes of its mesh only."""
     now = jax.typeof(x).sharding
     explicit = set(now.mesh.explicit_axes)
 
@@ -160,9 +160,9 @@ def with_spec(x: Value, spec: Iterable[Any]) -> Any:
 
 
 def spread(x: Value, over: Value) -> Any:
-    """`x`, for an operation with an array that it broadcasts with.
+    """Broadcast `x` to `over` and shard it alike, for an operation on both.
 
-    On an explicit mesh JAX wants both to be divided in the same way.
+    On an explicit mesh JAX requires equal shardings. Elsewhere return `x` unchanged.
     """
     if not x.ndim or not jax.typeof(over).sharding.mesh.explicit_axes:
         return x
@@ -170,22 +170,22 @@ def spread(x: Value, over: Value) -> Any:
 
 
 def whole(x: Value) -> Any:
-    """`x`, all of it on every device of an explicit mesh."""
+    """Replicate `x` over the explicit axes of its mesh."""
     return with_spec(x, [None] * x.ndim)
 
 
 def like(x: Value, aval: AbstractValue) -> Any:
-    """`x`, on the devices of a mesh in the way that a type says, as a carry or a branch must be."""
+    """Shard `x` like `aval`, and let it vary over the same axes, as carries and branches must."""
     return with_spec(with_varying(x, varying_axes(aval)), aval.sharding.spec)
 
 
 def key_generator(dtype: Any) -> str:
-    """The name of the generator whose keys have this type, as `jax.random.key` takes it."""
+    """Return the name of a key type's generator, for the argument `impl` of `jax.random.key`."""
     return dtype._impl.name
 
 
 def zeros(aval: AbstractValue) -> Any:
-    """An array of zeros of the type `aval`, random keys and device-varying types included."""
+    """Make zeros of the type `aval`, which may be a random key or vary over a mesh."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         out = jax.random.wrap_key_data(
@@ -197,7 +197,7 @@ def zeros(aval: AbstractValue) -> Any:
 
 
 def literal_value(literal: Any) -> Any:
-    """A literal as an array of its own type: a bare Python number would be weakly typed."""
+    """Return the value of a literal with its dtype: a bare Python number would be weakly typed."""
     value, aval = literal.val, literal.aval
     if isinstance(value, (bool, int, float, complex)) and not getattr(aval, "weak_type", False):
         return np.asarray(value, aval.dtype)

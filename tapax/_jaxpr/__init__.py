@@ -1,1 +1,1 @@
-"""Tools for jaxprs that know nothing of taps."""
+"""Analysis, evaluation and rewriting of jaxprs, independent of taps."""

@@ -1,7 +1,7 @@
-"""What the backward passes of a program read: the values that it keeps for them.
+"""The residuals of a program: values of the forward pass that backward passes read.
 
-A program that takes gradients has the equations of the forward pass and, after them, those of the
-backward pass. Every value that the first computes and the second reads is kept in between.
+In a program that takes gradients, the equations of the backward pass follow those of the forward
+pass. The program keeps every value that the forward pass computes and the backward pass reads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tapax._jaxpr.producers import Body
 
 @dataclasses.dataclass(frozen=True)
 class BackwardRead:
-    """A value that a backward pass reads, in the body where it does.
+    """A value that a backward pass reads, in the body that reads it.
 
-    It is `given` if the differentiated function did not compute it but was given it.
+    `given` is true if the value is an input of the differentiated function, which did not
+    compute it.
     """
 
     body: Body
@@ -30,9 +31,10 @@ class BackwardRead:
 
 @dataclasses.dataclass(frozen=True)
 class _Passes:
-    """The derivatives that an equation is part of, and the number of the outermost one.
+    """The derivatives that contain an equation, and the number of the outermost gradient.
 
-    The number of an equation that is part of none is that of the last gradient begun before it.
+    For each derivative, `backward` says whether the equation is in its backward pass. An equation
+    outside of all derivatives has the number of the last gradient that began before it.
     """
 
     backward: tuple[bool, ...]
@@ -40,36 +42,37 @@ class _Passes:
 
 
 _BEFORE = _Passes((), -1)
-"""For what a body is given: it is there before any gradient."""
+"""The passes of an input of a body, which exists before any gradient."""
 
 
 def takes_gradient(jaxpr: Jaxpr) -> bool:
-    """Whether a program has a backward pass."""
-    return _GradientBodies().holds(jaxpr)
+    """Return whether a program has a backward pass."""
+    return _GradientBodies().has_gradient(jaxpr)
 
 
 class _GradientBodies:
-    """Which programs have backward passes. Each is looked at once, however often it is called."""
+    """A cache of which programs have backward passes: each is searched once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bool]] = {}
 
-    def holds(self, jaxpr: Jaxpr) -> bool:
+    def has_gradient(self, jaxpr: Jaxpr) -> bool:
         inner = _jax.open_jaxpr(jaxpr)
         if id(inner) not in self._known:
             found = any(
-                any(_jax.passes_of(eqn)) or any(map(self.holds, bodies(eqn))) for eqn in inner.eqns
+                any(_jax.passes_of(eqn)) or any(map(self.has_gradient, bodies(eqn)))
+                for eqn in inner.eqns
             )
-            # The jaxpr is kept so that its id stays its own.
+            # Keep the jaxpr alive, so that no other object gets its id.
             self._known[id(inner)] = inner, found
         return self._known[id(inner)][1]
 
 
 def backward_reads(body: Body) -> Iterator[BackwardRead]:
-    """Lists what the backward passes of a program read of their forward passes.
+    """List the values that the backward passes of a program read from their forward passes.
 
-    A value that several equations read is listed once, or twice if one gradient was given it and
-    another one computed it.
+    A value that several equations read appears once, or twice if it is an input of one gradient
+    and a result of another.
     """
     return _reads_in(body, _GradientBodies())
 
@@ -81,20 +84,20 @@ def _reads_in(body: Body, gradients: _GradientBodies) -> Iterator[BackwardRead]:
     for eqn in body.jaxpr.eqns:
         reader = passes[id(eqn)]
         if not any(reader.backward):
-            for inside in filter(gradients.holds, bodies(eqn)):
+            for inside in filter(gradients.has_gradient, bodies(eqn)):
                 yield from _reads_in(body.child(eqn, inside, entered=False), gradients)
             continue
         for atom in eqn.invars:
             if isinstance(atom, _jax.Literal):
                 continue
-            given = _is_given(reader, made.get(atom, _BEFORE))
+            given = _reads_input(reader, made.get(atom, _BEFORE))
             if given is not None and (id(atom), given) not in seen:
                 seen.add((id(atom), given))
                 yield BackwardRead(body, atom, given)
 
 
 def _number_gradients(eqns: list[Equation]) -> dict[int, _Passes]:
-    """Numbers the gradients that are taken one after the other."""
+    """Number the consecutive gradients; return the passes of each equation by its id."""
     found: dict[int, _Passes] = {}
     gradient, was_backward = -1, True
     for eqn in eqns:
@@ -106,10 +109,10 @@ def _number_gradients(eqns: list[Equation]) -> dict[int, _Passes]:
     return found
 
 
-def _is_given(reader: _Passes, maker: _Passes) -> bool | None:
-    """Whether a backward pass reads what was given; None if nothing had to be kept for it.
+def _reads_input(reader: _Passes, maker: _Passes) -> bool | None:
+    """Return whether a backward pass reads an input of its gradient; None if it keeps no residual.
 
-    What is computed after the forward pass began, but not by it, is the cotangent of the results.
+    Values computed after the forward pass began, but not by it, are cotangents of the results.
     """
     same = maker.gradient == reader.gradient
     if same and not maker.backward:

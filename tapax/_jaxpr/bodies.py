@@ -9,7 +9,7 @@ from tapax._jaxpr.kinds import Kind, kind_of
 
 
 def bodies(eqn: Equation) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters."""
+    """Yield the jaxprs in the parameters of an equation."""
     for value in eqn.params.values():
         yield from _bodies_in(value)
 
@@ -26,7 +26,7 @@ def _bodies_in(value: PyTree) -> Iterator[Any]:
 
 
 def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Lists the equations of a program, those in the bodies of equations included."""
+    """Yield the equations of a program, each followed by the equations of its bodies."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         yield eqn
         for body in bodies(eqn):
@@ -34,17 +34,17 @@ def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
 
 
 def implementation(eqn: Equation) -> Jaxpr | None:
-    """Traces the function by which another library evaluates its primitive.
+    """Trace the Python implementation of another library's primitive.
 
-    It returns None for a primitive of JAX, and for one that only a compiled kernel evaluates.
+    Return None for primitives of JAX, and for primitives that only a compiled kernel evaluates.
     """
-    if kind_of(eqn) is not Kind.OPAQUE or _jax.is_own_primitive(eqn.primitive):
+    if kind_of(eqn) is not Kind.OPAQUE or _jax.is_jax_primitive(eqn.primitive):
         return None
     types = [v.aval for v in eqn.invars]
     try:
         traced = typed.make_jaxpr(lambda *args: _jax.implement_equation(eqn, args))(*types)
-    except Exception:  # whatever a kernel raises that takes no traced values
+    except Exception:  # a kernel that rejects traced values may raise anything
         return None
-    # Most kernels are evaluated by compiling the primitive itself.
+    # Most kernels evaluate their primitive by compiling it.
     is_itself = any(inner.primitive is eqn.primitive for inner in list_equations(traced))
     return None if is_itself else traced

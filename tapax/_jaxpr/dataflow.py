@@ -1,4 +1,4 @@
-"""Analyses that follow values through a program, and through the bodies of its equations."""
+"""Analyses that follow values through a program and through the bodies of its equations."""
 
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
@@ -13,32 +13,32 @@ Fact = TypeVar("Fact")
 
 
 class ForwardAnalysis(Generic[Fact]):
-    """Computes a fact for every result of a program from the facts for its inputs.
+    """An analysis that computes a fact for every result of a program from those for its inputs.
 
-    Facts grow: a loop is followed until what it carries has the same facts as before.
+    Facts only grow, so the analysis iterates a loop until the facts for its carry stop changing.
     """
 
     nothing: Fact
     """The fact for literals and constants."""
 
     def join(self, facts: Iterable[Fact]) -> Fact:
-        """Combines the facts for values of which any may be meant."""
+        """Combine the facts for several values into one for a value that may be any of them."""
         raise NotImplementedError
 
     def transfer(self, eqn: Equation, facts: list[Fact]) -> list[Fact]:
-        """Computes the facts for the results of an equation whose body is not followed."""
+        """Compute the facts for the results of an equation without a body to analyse."""
         raise NotImplementedError
 
     def decide(self, fact: Fact) -> Fact:
-        """Computes the fact for a value chosen by a predicate, from that for the predicate."""
+        """Compute the fact that a predicate adds to the values that it chooses."""
         return fact
 
     def slice(self, fact: Fact) -> Fact:
-        """Computes the fact for an element from that for all along an axis, or the reverse."""
+        """Compute the fact for one slice from the fact for the stacked value, or the reverse."""
         return fact
 
     def run(self, jaxpr: Jaxpr, facts: Sequence[Fact]) -> list[Fact]:
-        """Computes the facts for the results of a program."""
+        """Compute the facts for the results of a program."""
         inner = _jax.open_jaxpr(jaxpr)
         env = dict.fromkeys(inner.constvars, self.nothing)
         env.update(zip(inner.invars, facts, strict=True))
@@ -98,7 +98,7 @@ class ForwardAnalysis(Generic[Fact]):
 
 
 def computed_from(eqns: Iterable[Equation], variables: Iterable[Var]) -> set[Var]:
-    """Finds the variables that equations compute from some, those included."""
+    """Return `variables` and all variables that `eqns` compute from them."""
     found = set(variables)
     for eqn in eqns:
         if any(not isinstance(v, _jax.Literal) and v in found for v in eqn.invars):

@@ -1,7 +1,8 @@
-"""Derivatives of functions by some of their operands, as rules of JAX are given them.
+"""Derivatives of functions with respect to some of their operands, for custom rules of JAX.
 
-A rule that asks for symbolic zeros is told which operands move. Those that do not stay as they are,
-so that a function inside with such a rule of its own is told the same.
+JAX tells a rule with symbolic zeros which operands are perturbed. The functions below differentiate
+with respect to these `moved` operands alone, so that JAX also tells the custom rules of functions
+inside which of their operands are perturbed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from tapax._jax import Value, typed
 
 
 def fix(fn: Callable[..., Any], flat: Sequence[Value], moved: Sequence[int]) -> Callable[..., Any]:
-    """A function of those of its operands that move; the others are fixed."""
+    """Make a function of the operands `moved` of `fn`; the others keep their values in `flat`."""
 
     def call(*values: Value) -> Any:
         given = dict(zip(moved, values, strict=True))
@@ -28,17 +29,17 @@ def fix(fn: Callable[..., Any], flat: Sequence[Value], moved: Sequence[int]) -> 
 def jvp(
     fn: Callable[..., Any], flat: Sequence[Value], moved: Sequence[int], tangents: Sequence[Value]
 ) -> Any:
-    """The results of a function, and their tangents for those of the operands that move."""
+    """Return the results of `fn`, and their tangents for `tangents` of the operands `moved`."""
     return typed.jvp(fix(fn, flat, moved), [flat[i] for i in moved], list(tangents))
 
 
 def vjp(fn: Callable[..., Any], flat: Sequence[Value], moved: Sequence[int], **options: Any) -> Any:
-    """The results of a function, and the function that gives the gradients by what moves."""
+    """Return the results of `fn`, and its pullback to the operands `moved`."""
     return typed.vjp(fix(fn, flat, moved), *(flat[i] for i in moved), **options)
 
 
 def instantiate(t: Value) -> Any:
-    """A tangent or cotangent as an array, also where JAX knows that it is zero."""
+    """Convert a symbolic zero to an array; return other tangents and cotangents unchanged."""
     if not isinstance(t, SymbolicZero):
         return t
     aval: Any = t.aval

@@ -1,7 +1,7 @@
-"""Evaluation of jaxprs, equation by equation, and calls inlined by it.
+"""Evaluation of jaxprs, equation by equation, and inlining of calls.
 
-What a variable holds is up to the caller: an array, or whatever an analysis knows of it. `apply`
-computes the results of one equation, and `literal` what stands for a literal.
+The caller decides what the variables hold: arrays, or the facts of an analysis. `apply` computes
+the results of one equation, and `literal` converts a literal to such a value or fact.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -13,11 +13,11 @@ from tapax._jaxpr.bodies import implementation
 from tapax._jaxpr.kinds import Kind, kind_of
 
 Apply = Callable[[int, Equation, list[Any]], Sequence[Any]]
-"""Computes the results of an equation from its number, itself and what its operands hold."""
+"""A function of the number of an equation, the equation and its operands; returns its results."""
 
 
 def bind_in_context(number: int, eqn: Equation, values: Sequence[Value]) -> list[Value]:
-    """Evaluates an equation under its own name stack and settings."""
+    """Evaluate an equation under its name stack and settings."""
     del number
     return _jax.in_context(eqn, _jax.bind_equation, eqn, values)
 
@@ -25,7 +25,7 @@ def bind_in_context(number: int, eqn: Equation, values: Sequence[Value]) -> list
 def read(
     env: Mapping[Var, Any], atom: Atom, literal: Callable[[Any], Any] = _jax.literal_value
 ) -> Any:
-    """Returns what a variable holds, or what stands for a literal."""
+    """Return the value of a variable in `env`, or `literal(atom)` for a literal."""
     return literal(atom) if isinstance(atom, _jax.Literal) else env[atom]
 
 
@@ -35,7 +35,7 @@ def evaluate_equations(
     apply: Apply = bind_in_context,
     literal: Callable[[Any], Any] = _jax.literal_value,
 ) -> None:
-    """Adds the results of equations to `env`, which holds what they read."""
+    """Evaluate equations on the variables in `env`, and add their results to it."""
     for number, eqn in enumerate(eqns):
         outs = apply(number, eqn, [read(env, v, literal) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -47,7 +47,7 @@ def evaluate(
     apply: Apply = bind_in_context,
     literal: Callable[[Any], Any] = _jax.literal_value,
 ) -> list[Any]:
-    """Evaluates a program."""
+    """Evaluate a program."""
     inner = _jax.open_jaxpr(jaxpr)
     env = dict(_jax.jaxpr_inputs(jaxpr, args))
     evaluate_equations(inner.eqns, env, apply, literal)
@@ -57,10 +57,10 @@ def evaluate(
 def inline(
     jaxpr: Jaxpr, kinds: Kind, apply: Apply = bind_in_context, *, implementations: bool = False
 ) -> Jaxpr:
-    """Replaces calls of some kinds by their bodies, at every depth of such calls.
+    """Replace calls of some kinds by their bodies, and calls of these kinds inside them too.
 
-    With `implementations`, it also replaces the primitives of other libraries whose implementation
-    can be traced. `apply` evaluates the other equations.
+    With `implementations`, also replace the primitives of other libraries whose implementation
+    JAX can trace. `apply` evaluates the other equations.
     """
 
     def run(number: int, eqn: Equation, values: list[Value]) -> Sequence[Value]:

@@ -1,4 +1,4 @@
-"""The one table of what every primitive is.
+"""The one table that classifies primitives.
 
 >>> import jax, jax.numpy as jnp
 >>> program = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) + 1)(1.0)
@@ -7,13 +7,13 @@
 jit Kind.JIT
 add Kind.ELEMENTWISE
 
-The rows hold JAX's own primitives alone: a primitive of another library is not what its name says.
-An adapter registers those whose kind it knows.
-One that holds a `call_jaxpr` with the operands and results of the equation is a call, whoever
-defines it. A primitive in no row is `OPAQUE`; a warning tells when a tap is inside of one.
+The rows name primitives of JAX only. A primitive of another library may have the name of a JAX
+primitive and do something else, so an adapter registers the ones that it knows. A primitive with
+a parameter `call_jaxpr`, whose inputs and results match those of the equation, is a call, whoever
+defines it. A primitive in no row is `OPAQUE`; the walk warns if it finds a tap inside of one.
 
-Adding a primitive is adding its name to a row. If it has a body that is re-staged in a new way, the
-walk needs a handler too: see `tapax._walk.handlers`.
+To add a primitive, add its name to a row. If its body must be restaged in a new way, the walk
+also needs a handler: see `tapax._walk.handlers`.
 """
 
 import enum
@@ -25,7 +25,7 @@ from tapax._jax import Equation, Primitive
 
 
 class Kind(enum.Flag):
-    """What a primitive is. A primitive may be of several kinds."""
+    """The class of a primitive, or several classes combined."""
 
     OPAQUE = 0
     JIT = enum.auto()
@@ -40,32 +40,32 @@ class Kind(enum.Flag):
     LINEAR_SOLVE = enum.auto()
 
     COPY = enum.auto()
-    """Returns each operand unchanged, derivatives included."""
+    """Returns each operand unchanged; so do its derivatives."""
     REARRANGEMENT = enum.auto()
-    """Returns every element of its operand, in other places, perhaps several times."""
+    """Returns every element of its operand at other positions, perhaps several times."""
     SELECTION = enum.auto()
     """Returns some elements of its first operand."""
     ELEMENTWISE = enum.auto()
-    """Computes each element from the elements of the operands in the same place."""
+    """Computes each element from the elements of its operands at the same position."""
     REDUCTION = enum.auto()
-    """Combines the elements along the axes that its parameter `axes` names."""
+    """Combines the elements along the axes in its parameter `axes`."""
     CUMULATIVE = enum.auto()
-    """Combines the elements before each along its parameter `axis`."""
+    """Combines each element with those before it along the axis in its parameter `axis`."""
     MATRIX_PRODUCT = enum.auto()
     COLLECTIVE = enum.auto()
     CALLBACK = enum.auto()
     DEBUG = enum.auto()
     PLACEHOLDER = enum.auto()
-    """Fills in for a value that a branch does not have."""
+    """Makes a placeholder for a value that one branch of a conditional lacks."""
     WRITE = enum.auto()
-    """Writes to the reference that is its first operand."""
+    """Writes to its first operand, a reference."""
 
     KEEPS_FINITE = enum.auto()
-    """Returns elements that are finite exactly where those of its operand are."""
+    """Returns elements that are finite exactly where the elements of its operand are."""
     BOUNDED = enum.auto()
     """Returns finite elements if all of its operands are finite."""
     PAIRED = enum.auto()
-    """Has a result for each of its first operands, computed from that operand alone."""
+    """Computes each result from the operand of the same number alone."""
 
 
 CALLS = Kind.JIT | Kind.CALL
@@ -128,7 +128,7 @@ _known: dict[Primitive, Kind] = {}
 
 
 def kind_of(eqn: Equation) -> Kind:
-    """Returns the kinds of an equation; `OPAQUE` if no row has its primitive."""
+    """Return the kinds of an equation; `OPAQUE` if no row names its primitive."""
     kind = kind_of_operation(eqn.primitive, eqn.params)
     if kind is Kind.CALL and not _runs_its_body(eqn):
         return Kind.OPAQUE
@@ -136,18 +136,18 @@ def kind_of(eqn: Equation) -> Kind:
 
 
 def kind_of_operation(primitive: Primitive, params: Mapping[str, Any]) -> Kind:
-    """Returns the kinds of a primitive with some parameters."""
+    """Return the kinds of a primitive with the parameters `params`."""
     called = _jax.called_hi_primitive(primitive, params)
     if called is not None:
-        own = type(called).__module__.startswith("jax.")
-        return _BY_NAME.get(type(called).__name__, Kind.OPAQUE) if own else Kind.OPAQUE
+        is_jax = type(called).__module__.startswith("jax.")
+        return _BY_NAME.get(type(called).__name__, Kind.OPAQUE) if is_jax else Kind.OPAQUE
     body: Any = params.get("call_jaxpr")
     is_call = hasattr(_jax.open_jaxpr(body), "eqns")
     return kind_of_primitive(primitive) or (Kind.CALL if is_call else Kind.OPAQUE)
 
 
 def _runs_its_body(eqn: Equation) -> bool:
-    """Whether a call gives its body its operands and returns the results: a map does not."""
+    """Return whether the body of a call has its operands and results; that of a map does not."""
     inner = _jax.open_jaxpr(_jax.call_body(eqn))
     pairs = zip((eqn.invars, eqn.outvars), (inner.invars, inner.outvars), strict=True)
     return all(
@@ -158,14 +158,14 @@ def _runs_its_body(eqn: Equation) -> bool:
 
 
 def register_primitive(primitive: Primitive, kind: Kind) -> None:
-    """Says what a primitive of another library is."""
+    """Register the kind of a primitive of another library."""
     _known[primitive] = kind
 
 
 def kind_of_primitive(primitive: Primitive) -> Kind:
-    """Returns the kinds of a primitive, whatever its parameters are."""
+    """Return the kinds of a primitive, whatever its parameters."""
     if primitive not in _known:
         named = _BY_NAME.get(primitive.name, Kind.OPAQUE)
-        own = bool(named) and _jax.is_own_primitive(primitive)
-        _known[primitive] = named if own else Kind.OPAQUE
+        is_jax = bool(named) and _jax.is_jax_primitive(primitive)
+        _known[primitive] = named if is_jax else Kind.OPAQUE
     return _known[primitive]

@@ -1,4 +1,4 @@
-"""Functions and masks over the axes of maps, loops and meshes, which lead those of a value."""
+"""Functions and masks over leading axes: those of maps, loops and meshes before a value's axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +11,18 @@ from tapax._jax import Value, typed
 
 
 def vmapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """A function of values with so many leading axes."""
+    """Apply `jax.vmap` to `fn` as many `times`, for values with as many leading axes."""
     for _ in range(times):
         fn = jax.vmap(fn)
     return fn
 
 
 def where(mask: Value, x: Value, y: Value) -> Value:
-    """`x` where the mask, which has the leading axes of `x`, is true; `y` elsewhere."""
+    """Choose `x` where `mask` is true, else `y`; the axes of `mask` are the leading axes of `x`."""
     return jnp.where(_jax.spread(align(mask, x.ndim), x), x, y)
 
 
 def align(mask: Value, ndim: int) -> Value:
-    """A mask with the leading axes of an array of `ndim`, to broadcast with it."""
+    """Add trailing axes to `mask`, so that it broadcasts with an array of `ndim` dimensions."""
     mask = typed.asarray(mask).astype(bool)
     return mask.reshape(mask.shape + (1,) * (ndim - mask.ndim))

@@ -1,8 +1,9 @@
 """Programs with several meshes.
 
-When a program is compiled, JAX names the shardings of its results by one mesh: that of an argument,
-or else the first that the program uses. A result that is sharded over another mesh may have no name
-there, and compilation fails. One that every device has all of has a name in every mesh.
+When it compiles a program, JAX expresses the shardings of the results by the axes of one mesh: that
+of an argument, or else the first mesh that the program uses. If a result is sharded over another
+mesh, JAX may be unable to express its sharding, and compilation fails. A replicated result can be
+expressed in every mesh.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +17,15 @@ from tapax._jaxpr.bodies import bodies
 
 
 def first_mesh(jaxpr: Jaxpr) -> Mesh | None:
-    """The first mesh of devices that a program uses, as JAX looks for it."""
+    """Find the first mesh of devices that a program uses, in the order in which JAX searches."""
     eqns = _jax.open_jaxpr(jaxpr).eqns
-    own = (mesh for eqn in eqns for mesh in _meshes(eqn))
+    outer = (mesh for eqn in eqns for mesh in _meshes(eqn))
     inner = (first_mesh(body) for eqn in eqns for body in bodies(eqn))
-    return next(own, None) or next(filter(None, inner), None)
+    return next(outer, None) or next(filter(None, inner), None)
 
 
 def _meshes(eqn: Equation) -> Iterator[Mesh]:
-    """The meshes of devices that the parameters of an equation name."""
+    """Yield the meshes of devices in the parameters of an equation."""
     for value in eqn.params.values():
         parts: Sequence[Any] = value if isinstance(value, _jax.SEQUENCES) else (value,)
         for part in parts:
@@ -34,6 +35,6 @@ def _meshes(eqn: Equation) -> Iterator[Mesh]:
 
 
 def replicate(arrays: Sequence[Value], mesh: Mesh) -> list[Value]:
-    """The arrays, each on all devices of a mesh; so are their gradients."""
+    """Replicate arrays, and hence their gradients, over all devices of a mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     return [typed.with_sharding_constraint(x, everywhere) for x in arrays]

@@ -1,4 +1,4 @@
-"""Where a value of a program comes from: the equation that computes it, however deep, or an input.
+"""The origin of a value of a program: the equation that computes it, however deep, or an input.
 
 >>> import jax, jax.numpy as jnp
 >>> program = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x))(1.0)
@@ -7,9 +7,9 @@
 >>> value.equation.primitive
 sin
 
-A `Body` is a program as one equation runs it. `find_value` follows a variable through everything
-that merely renames it: the boundaries of calls, loops and branches. Two variables that are found to
-be the same `Value` are one array.
+A `Body` is a program together with the equation that runs it. `find_value` follows a variable
+through everything that merely renames it: the boundaries of calls, loops and branches. Two
+variables with equal `Value`s are one array.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from tapax._jax import Atom, Equation, Jaxpr, OpenJaxpr, Var
 from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, LOOPS, Kind, kind_of
 
 LookThrough = Callable[[Equation, int], Atom | None]
-"""Returns the operand that a result of an equation is, or None if the equation computes it."""
+"""Returns the operand that an equation passes on as a result, or None if it computes the result."""
 
 _CALLED = CALLS | CUSTOM_RULES | Kind.REMAT | Kind.SHARD_MAP
-"""Equations whose operands and results are those of their body."""
+"""Equations whose operands and results are those of their bodies."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """A program, where it runs: in an equation of an outer body, unless it is the whole program.
+    """A program, with the equation `caller` of the body `outer` that runs it.
 
-    It is `entered` if a value was followed into it. `length` is the number of iterations if that
-    value is stacked over those of a scan.
+    The whole program has no caller. `entered` is true if `find_value` entered the body from
+    outside, through a result of the caller. `length` is then the number of iterations of a scan
+    over which that result is stacked.
     """
 
     program: Jaxpr
@@ -47,17 +48,17 @@ class Body:
 
     @functools.cached_property
     def jaxpr(self) -> OpenJaxpr:
-        """The object that has the equations."""
+        """The open jaxpr, which has the equations."""
         return _jax.open_jaxpr(self.program)
 
     @functools.cached_property
     def makers(self) -> dict[Var, tuple[Equation, int]]:
-        """The equation that computes each variable, and the number of its result."""
+        """For each variable, the equation that computes it and the number of that result."""
         return {v: (eqn, i) for eqn in self.jaxpr.eqns for i, v in enumerate(eqn.outvars)}
 
     @functools.cached_property
     def inputs(self) -> dict[Var, int]:
-        """The number of each input; constants have none."""
+        """The number of each input; constants are left out."""
         variables = [*self.jaxpr.constvars, *self.jaxpr.invars]
         consts = len(variables) - len(self.jaxpr.invars)
         if not self.jaxpr.constvars:
@@ -66,14 +67,14 @@ class Body:
 
     @property
     def callers(self) -> tuple[Equation, ...]:
-        """The equations that it runs in, outermost first."""
+        """The equations around this body, outermost first."""
         if self.caller is None or self.outer is None:
             return ()
         return (*self.outer.callers, self.caller)
 
     @property
     def entered_bodies(self) -> Iterator[Body]:
-        """This body and those around it that a value was followed into, outermost first."""
+        """This body and the bodies around it, as far as they were entered, outermost first."""
         if self.entered and self.outer is not None:
             yield from self.outer.entered_bodies
             yield self
@@ -81,7 +82,7 @@ class Body:
     def child(
         self, eqn: Equation, program: Jaxpr, *, entered: bool, length: int | None = None
     ) -> Body:
-        """The body that an equation of this one runs; the same object each time."""
+        """Return the body that runs `program` in an equation of this one; equal calls share it."""
         key = id(eqn), id(program), entered, length
         if key not in self._children:
             self._children[key] = Body(program, eqn, self, entered, length)
@@ -90,7 +91,7 @@ class Body:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A value of a program: a variable or literal, in the body that it belongs to."""
+    """A value of a program: a variable or literal, and its body."""
 
     body: Body
     atom: Atom
@@ -103,7 +104,7 @@ class Value:
 
     @property
     def made(self) -> tuple[Equation, int] | None:
-        """The equation that computes it, and the number of its result; None for an input."""
+        """The equation that computes it and the number of that result; None for an input."""
         if isinstance(self.atom, _jax.Literal):
             return None
         return self.body.makers.get(self.atom)
@@ -115,21 +116,21 @@ class Value:
 
     @property
     def input(self) -> int | None:
-        """The number of the input of its body that it is; None for anything else."""
+        """Its number among the inputs of its body; None if it is not an input."""
         return None if isinstance(self.atom, _jax.Literal) else self.body.inputs.get(self.atom)
 
     @property
     def loops(self) -> tuple[int, ...]:
-        """The lengths of the scans that it is stacked over, outermost first."""
+        """The lengths of the scans over which it is stacked, outermost first."""
         return tuple(b.length for b in self.body.entered_bodies if b.length is not None)
 
 
 def find_value(body: Body, atom: Atom, look_through: LookThrough | None = None) -> Value:
-    """Follows a variable to where its value is computed, or to an input of the program.
+    """Follow a variable to the equation that computes its value, or to an input of the program.
 
-    It stops at what a scan or while loop carries, and at one slice of what a scan is given: these
-    differ from one iteration to the next. Where branches return different values as one result, it
-    follows that of the first branch to compute one.
+    The search stops at the carries of loops and at the slices that a scan reads, because these
+    differ from one iteration to the next. If the branches of a conditional return different values,
+    the search follows the first branch that computes its result.
     """
     while True:
         value = Value(body, atom)
@@ -153,7 +154,7 @@ def find_value(body: Body, atom: Atom, look_through: LookThrough | None = None) 
 def _result(
     value: Value, eqn: Equation, number: int, look_through: LookThrough | None
 ) -> Value | None:
-    """The variable in the body of an equation that one of its results is."""
+    """Return the value inside the body of `eqn` that is its result number `number`."""
     body, kind = value.body, kind_of(eqn)
     if kind & _CALLED:
         return _output(body.child(eqn, _jax.call_body(eqn), entered=True), number)
@@ -166,7 +167,7 @@ def _result(
     if kind & Kind.COND:
         branches = [body.child(eqn, b, entered=True) for b in eqn.params["branches"]]
         outputs = [_output(branch, number) for branch in branches]
-        # Branches without such a value have zeros in its place.
+        # JAX fills in zeros for residuals that a branch does not have.
         return next((x for x in outputs if _is_computed(x, look_through)), outputs[0])
     return None
 
@@ -176,7 +177,7 @@ def _output(body: Body, number: int) -> Value:
 
 
 def _is_computed(value: Value, look_through: LookThrough | None) -> bool:
-    """Whether a branch computes a value, or was given it; if not, it fills in for one."""
+    """Return whether a branch computes a value or takes it from an operand; else it fills it in."""
     found = find_value(value.body, value.atom, look_through)
     eqn = found.equation
     if eqn is None:
@@ -188,7 +189,7 @@ def _is_computed(value: Value, look_through: LookThrough | None) -> bool:
 
 
 def _operand(value: Value) -> Atom | None:
-    """The operand of the caller that an input of a body is; None if it changes in a loop."""
+    """Return the operand of the caller for an input of a body; None if it changes in a loop."""
     caller, number = value.body.caller, value.input
     if caller is None or number is None:
         return None
@@ -197,7 +198,7 @@ def _operand(value: Value) -> Atom | None:
         return caller.invars[number + 1]
     if kind & Kind.SCAN:
         consts, carry = _jax.scan_split(caller.params)
-        # The slices that a scan is given, stacked again, are the operand.
+        # The stacked slices of an input of a scan are its operand.
         is_operand: bool = number < consts or (
             number >= consts + carry and value.body.length is not None
         )
@@ -210,9 +211,10 @@ def _operand(value: Value) -> Atom | None:
 
 
 def find_source(value: Value, look_through: LookThrough | None = None) -> Value:
-    """Finds what computed a value at which `find_value` stopped because a loop changes it.
+    """Find the source of a value at which `find_value` stopped because a loop changes it.
 
-    The iteration before computed what a loop carries. If none did, the source is before the loop.
+    The source of a carry is its value at the end of the previous iteration. If the body returns the
+    carry unchanged, the source is the operand of the loop.
     """
     seen: set[Value] = set()
     while value not in seen:
@@ -227,7 +229,7 @@ def find_source(value: Value, look_through: LookThrough | None = None) -> Value:
 
 
 def find_initial(value: Value, look_through: LookThrough | None = None) -> Value:
-    """Finds the operand of a loop by which a value that the loop carries or slices begins."""
+    """Find the operand from which a loop initialises a carry or reads slices."""
     while True:
         caller, number, outer = value.body.caller, value.input, value.body.outer
         if caller is None or number is None or outer is None or not kind_of(caller) & LOOPS:
@@ -237,7 +239,7 @@ def find_initial(value: Value, look_through: LookThrough | None = None) -> Value
 
 
 def _before(value: Value) -> Value | None:
-    """What a carried value was in the iteration before, or the operand that a slice is from."""
+    """Return the result of the previous iteration for a carry, or the operand of a slice."""
     body, number, caller = value.body, value.input, value.body.caller
     if number is None or caller is None or body.outer is None or not kind_of(caller) & LOOPS:
         return None

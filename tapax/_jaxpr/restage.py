@@ -1,8 +1,8 @@
-"""Equations with bodies, bound again with other bodies.
+"""Restaging: binding equations with new bodies.
 
-Each function takes an equation and its operands, and a new body with more inputs, carries or
-results. What JAX needs to know of the new body (its shardings, its specs, what a branch returns
-that another does not) is worked out here, and nowhere else.
+Each function takes an equation, its operands, and a new body with more inputs, carries or results.
+Only this module works out the parameters that JAX needs for the new body: its shardings, its specs,
+and the results that one branch returns and another does not.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tapax._jaxpr.leading_axes import vmapped, where
 
 T = TypeVar("T")
 Branch = Callable[..., tuple[list[Value], list[Value]]]
-"""A branch: it returns results that all branches have, and others of its own."""
+"""A branch: a function that returns results common to all branches, and private ones."""
 Body = Callable[..., list[Value]]
 Source = int | None
-"""The operand or result of the old equation that one of the new equation is; None for a new one."""
+"""For an operand or result of the new equation, its number in the old one; None if it is new."""
 
 
 def is_eager() -> bool:
-    """Whether operations are evaluated one at a time, under `jax.disable_jit()`."""
+    """Return whether JAX evaluates operations one at a time, under `jax.disable_jit()`."""
     config: Any = jax.config
     return bool(config.jax_disable_jit)
 
@@ -44,10 +44,10 @@ def bind_jit(
     sources: Sequence[Source],
     results: Sequence[Source],
 ) -> list[Value]:
-    """Binds a jit with another body; `sources` are its operands, `results` its results."""
+    """Bind a jit with another body; `sources` and `results` number its operands and results."""
 
-    def pick(name: str, places: Sequence[Source], new: object) -> tuple[Any, ...]:
-        return tuple(new if i is None else eqn.params[name][i] for i in places)
+    def pick(name: str, numbers: Sequence[Source], new: object) -> tuple[Any, ...]:
+        return tuple(new if i is None else eqn.params[name][i] for i in numbers)
 
     params = dict(
         eqn.params,
@@ -64,12 +64,12 @@ def bind_jit(
 def bind_call(
     eqn: Equation, body: Jaxpr, operands: Sequence[Value], sources: Sequence[Source]
 ) -> list[Value]:
-    """Binds a plain call with another body; `sources` are its operands."""
+    """Bind a plain call with another body; `sources` number its operands."""
     params = dict(eqn.params)
     params["jaxpr" if "jaxpr" in params else "call_jaxpr"] = body
-    excluded = params.get("exclude_mask")  # of `program_order`
+    excluded = params.get("exclude_mask")  # a parameter of `program_order`
     if excluded is not None:
-        # JAX 0.11 leaves it as it was where the transposed call has more operands.
+        # JAX 0.11 does not extend the mask when a transposed call has more operands.
         marked = {i for i, is_excluded in enumerate(excluded) if is_excluded}
         params["exclude_mask"] = tuple(i in marked for i in sources)
     return _jax.bind_equation(eqn.replace(params=params), operands)
@@ -78,23 +78,23 @@ def bind_call(
 def bind_remat(
     eqn: Equation, body: Jaxpr, operands: Sequence[Value], sources: Sequence[Source]
 ) -> list[Value]:
-    """Binds a remat with another body as a remat, so that it still drops what it should drop."""
+    """Bind a remat with another body; it stays a remat, so that it still saves memory."""
     if _jax.called_hi_primitive(eqn.primitive, eqn.params) is not None:
         policy, prevent_cse = _jax.remat_options(eqn)
-        again = typed.checkpoint(_jax.as_function(body), policy=policy, prevent_cse=prevent_cse)
-        return again(*operands)
+        remat = typed.checkpoint(_jax.as_function(body), policy=policy, prevent_cse=prevent_cse)
+        return remat(*operands)
     jaxpr, consts = _jax.closed(body)
     params = dict(eqn.params, jaxpr=jaxpr)
     kept: bool | tuple[bool, ...] = params["prevent_cse"]
     if isinstance(kept, tuple):
-        own = (False if i is None else kept[i] for i in sources)
-        params["prevent_cse"] = (*(False for _ in consts), *own)
+        known = (False if i is None else kept[i] for i in sources)
+        params["prevent_cse"] = (*(False for _ in consts), *known)
     return eqn.primitive.bind(*consts, *operands, **params)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """A scan, with its operands apart."""
+    """A scan, with its operands separated into constants, initial carries and inputs."""
 
     eqn: Equation
     consts: list[Value]
@@ -124,7 +124,7 @@ class Scan:
     def run(
         self, step: Callable[[Any, Any], tuple[Any, Any]], carry: PyTree, xs: Any = None
     ) -> tuple[Any, Any]:
-        """Runs another step, over other inputs if `xs` is given, in the order of the scan."""
+        """Run another step function in the order of the scan, over `xs` instead if given."""
         options: dict[str, Any] = {"reverse": self.reverse, "unroll": self.eqn.params["unroll"]}
         if self.eqn.params.get("_split_transpose"):
             options["_split_transpose"] = True
@@ -133,24 +133,24 @@ class Scan:
     def peel(
         self, index: int, body: Body, once: Callable[[list[Value]], tuple[list[Value], T]]
     ) -> tuple[list[Value], T]:
-        """Takes one iteration out of the loop: `once` runs it, and `body` runs all others.
+        """Take one iteration out of the loop: `once` runs it, and `body` runs all others.
 
-        `once` returns the results of the iteration, and something else, which `peel` passes on.
+        `once` returns the results of the iteration and an extra object, which `peel` returns too.
         """
         around = [slice(0, index), slice(index + 1, self.length)]
         before, after = around[::-1] if self.reverse else around
         carry, early = self._run_part(before, body, self.init)
-        outs, passed_on = once([*self.consts, *carry, *(x[index] for x in self.xs)])
+        outs, extra = once([*self.consts, *carry, *(x[index] for x in self.xs)])
         carry, late = self._run_part(after, body, outs[: len(self.init)])
         parts = [early, [y[None] for y in outs[len(self.init) :]], late]
         ran = [part for part in (reversed(parts) if self.reverse else parts) if part is not None]
         stacked = [jnp.concatenate(ys) for ys in zip(*ran, strict=True)]
-        return [*carry, *stacked], passed_on
+        return [*carry, *stacked], extra
 
     def _run_part(
         self, part: slice, body: Body, carry: list[Value]
     ) -> tuple[list[Value], list[Value] | None]:
-        """Runs some of the iterations; the second result is None if there are none."""
+        """Run the iterations in `part`; the stacked results are None if `part` is empty."""
         length = len(range(self.length)[part])
         if not length:
             return carry, None
@@ -165,7 +165,7 @@ class Scan:
 
 @dataclasses.dataclass(frozen=True)
 class While:
-    """A while loop, with its operands apart, and its test as a function of what it carries."""
+    """A while loop, with its operands separated, and its test as a function of its carry."""
 
     eqn: Equation
     test: Jaxpr
@@ -175,7 +175,7 @@ class While:
 
     @classmethod
     def of(cls, eqn: Equation, operands: Sequence[Value], test: Jaxpr) -> While:
-        """`test` takes the place of the loop's own, and computes the same."""
+        """Separate the operands of a while loop; `test` replaces its equivalent `cond_jaxpr`."""
         start = eqn.params["cond_nconsts"]
         split = start + eqn.params["body_nconsts"]
         init = [typed.asarray(x) for x in operands[split:]]
@@ -187,20 +187,20 @@ class While:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether `vmap` has made the test differ from example to example."""
+        """Whether `vmap` has given the test a result for each example."""
         return bool(_jax.open_jaxpr(self.test).outvars[0].aval.shape)
 
     def goes_on(self, state: Sequence[Value]) -> Value:
-        """Runs the test; it has one answer for each example if the loop is mapped."""
+        """Run the test; return one boolean, or one for each example if the loop is mapped."""
         return _jax.as_function(self.test)(*self.test_consts, *state)[0]
 
     def any_goes_on(self, state: Sequence[Value]) -> Value:
-        """Runs the test for all examples together."""
+        """Run the test; return whether any example goes on."""
         go = self.goes_on(state)
         return jnp.any(go) if self.is_mapped else go
 
     def keep_finished(self, new: Sequence[Value], state: Sequence[Value]) -> list[Value]:
-        """Returns the new state; an example that has finished keeps its old one, as in JAX."""
+        """Return `new`, but `state` for the examples that have finished, as JAX does."""
         new = [typed.asarray(x) for x in new]
         if not self.is_mapped:
             return new
@@ -213,10 +213,11 @@ class While:
 
 
 def _keep_type(mask: Value, x: Value, y: Value) -> Value:
-    """`where`, but of the type of `x` and `y` where the mask differs from device to device.
+    """Choose `x` where `mask` is true, else `y`, without making the result vary over devices.
 
-    By its type a value that a loop carries is the same on all devices, even if one ends the loop
-    before another. The operations after it rely on the type, so a loop of one iteration decides.
+    The type of a carry may say that it is equal on all devices, even where one device leaves the
+    loop before another. Later operations rely on that type, but `where` would take the type of the
+    mask, so a loop of at most one iteration makes the choice.
     """
 
     def choose(go: Value, x: Value, y: Value) -> Value:
@@ -237,17 +238,17 @@ def bind_cond(
     branches: Sequence[Branch],
     private: Sequence[Sequence[AbstractValue]] = (),
 ) -> tuple[list[Value], list[list[Value]]]:
-    """Binds a conditional whose branches return more.
+    """Bind a conditional whose new branches return more results.
 
-    Each branch returns results that all branches have, and `private` ones of its own, of the given
-    types. Where another branch runs, the private results are zeros.
+    Every branch returns the common results, followed by private results of the types in `private`.
+    If another branch runs, the private results are zeros.
     """
 
     def padded(number: int) -> Body:
         def branch(*flat: Value) -> list[Value]:
-            common, own = branches[number](*flat)
+            common, returned = branches[number](*flat)
             for i, types in enumerate(private):
-                common = [*common, *(own if i == number else map(_jax.zeros, types))]
+                common = [*common, *(returned if i == number else map(_jax.zeros, types))]
             return common
 
         return branch
@@ -266,7 +267,7 @@ def bind_cond(
 def _close_branches(
     functions: Sequence[Body], operands: Sequence[Value]
 ) -> tuple[tuple[Jaxpr, ...], Sequence[Value]]:
-    """Traces branches; what they close over becomes operands of them all."""
+    """Trace branches; traced values that any branch closes over become operands of all."""
     jaxprs = [typed.make_jaxpr(fn)(*operands) for fn in functions]
     consts = [list(_jax.jaxpr_consts(jaxpr)) for jaxpr in jaxprs]
     if not any(isinstance(c, Tracer) for some in consts for c in some):
@@ -274,11 +275,11 @@ def _close_branches(
     together = [*itertools.chain(*consts), *operands]
 
     def lifted(number: int) -> Body:
-        inner, own = _jax.closed(jaxprs[number])
+        inner, closed_over = _jax.closed(jaxprs[number])
         start = sum(map(len, consts[:number]))
 
         def branch(*flat: Value) -> list[Value]:
-            given = flat[start : start + len(own)]
+            given = flat[start : start + len(closed_over)]
             return evaluate(inner, [*given, *flat[len(flat) - len(operands) :]])
 
         return branch
@@ -287,18 +288,18 @@ def _close_branches(
 
 
 def mesh_axes(eqn: Equation) -> list[str]:
-    """The axes of the mesh that a shard_map maps over, in the order of the mesh."""
+    """Return the mesh axes over which a shard_map maps, in the order of the mesh."""
     return [a for a in eqn.params["mesh"].axis_names if a in eqn.params["newly_manual_axes"]]
 
 
 class MeshResults(NamedTuple):
-    """What a shard_map returned: its own results, and those of each device, stacked.
+    """The results of a restaged shard_map: those of the equation, and the extra ones, stacked.
 
-    `axes[i]` are the axes of the mesh that `extra[i]` varies over, and has as its leading axes.
-    `static` is the Python object that the body returned.
+    `axes[i]` are the mesh axes over which `extra[i]` varies; they are its leading axes. `static` is
+    the Python object that the body returned.
     """
 
-    own: list[Value]
+    results: list[Value]
     extra: list[Value]
     axes: list[tuple[str, ...]]
     static: Any
@@ -310,11 +311,12 @@ def bind_shard_map(
     operands: Sequence[Value],
     in_specs: Sequence[PartitionSpec],
 ) -> MeshResults:
-    """Binds a shard_map whose body returns more, of each device.
+    """Bind a shard_map whose new body returns extra results of each device.
 
-    The body returns the results of the equation, None for one that is left out; the extra ones;
-    and a Python object. What leaves it, and over which axes that varies, is known once it was
-    traced; and that can be done only where the axes of the mesh have a meaning.
+    The body returns the results of the equation, with None for a result to leave out; the extra
+    results; and a Python object. The number of results, and the axes over which they vary, are
+    known only after tracing the body, and tracing works only where the mesh axes are bound: inside
+    another shard_map, which is not run.
     """
     params, order = eqn.params, mesh_axes(eqn)
     options: dict[str, Any] = {
@@ -326,14 +328,14 @@ def bind_shard_map(
 
     def trace(*flat: Value) -> _jax.Static[Any]:
         def with_static(*flat: Value) -> Any:
-            own, extra, static = body(*flat)
-            return own, extra, _jax.Static(static)
+            results, extra, static = body(*flat)
+            return results, extra, _jax.Static(static)
 
         return _jax.Static(typed.make_jaxpr(with_static, return_shape=True)(*flat))
 
     traced = jax.shard_map(trace, out_specs=PartitionSpec(), **options)
-    jaxpr, (own, _, static) = typed.eval_shape(traced, *operands).value
-    kept = [spec for spec, x in zip(params["out_specs"], own, strict=True) if x is not None]
+    jaxpr, (wanted, _, static) = typed.eval_shape(traced, *operands).value
+    kept = [spec for spec, x in zip(params["out_specs"], wanted, strict=True) if x is not None]
     avals = [v.aval for v in _jax.open_jaxpr(jaxpr).outvars[len(kept) :]]
 
     def axes_of(aval: AbstractValue) -> tuple[str, ...]:

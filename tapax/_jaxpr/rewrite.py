@@ -1,4 +1,4 @@
-"""Jaxprs rewritten without being evaluated."""
+"""Rewriting of jaxprs without evaluation."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -7,9 +7,10 @@ from tapax import _jax
 from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, PyTree, Var, typed
 
 Visit = Callable[[Equation, dict[Var, Atom]], Iterable[Equation]]
-"""Returns what stands in the place of an equation, whose operands are renamed already.
+"""A function of an equation and the renamed variables; returns the equations that replace it.
 
-It may add to the names: a variable, and what the equations that follow read instead.
+The operands of the equation are renamed already. The function may rename more variables for the
+equations that follow.
 """
 
 
@@ -19,7 +20,7 @@ def rewrite(
     drop_effects: frozenset[Any] = frozenset(),
     more_inputs: Sequence[Var] = (),
 ) -> Jaxpr:
-    """Rewrites the equations of a program, which may get more inputs and lose effects."""
+    """Rewrite the equations of a program, append `more_inputs` and remove `drop_effects`."""
     inner = _jax.open_jaxpr(jaxpr)
     names: dict[Var, Atom] = {}
 
@@ -41,9 +42,10 @@ def rewrite(
 
 
 def map_bodies(value: PyTree, fn: Callable[[Jaxpr], Any]) -> Any:
-    """Applies `fn` to every jaxpr in a parameter of an equation.
+    """Apply `fn` to every jaxpr in a parameter of an equation.
 
-    A body that a parameter hides cannot be replaced; `fn` is called on it all the same.
+    A body inside the callee of a `call_hi_primitive` cannot be replaced: `map_bodies` calls `fn` on
+    it and ignores the result.
     """
     if isinstance(value, _jax.SEQUENCES):
         parts = [map_bodies(part, fn) for part in value]
@@ -60,13 +62,13 @@ def map_bodies(value: PyTree, fn: Callable[[Jaxpr], Any]) -> Any:
 def map_equation_bodies(
     eqn: Equation, fn: Callable[[Jaxpr], Any], drop_effects: frozenset[Any] = frozenset()
 ) -> Equation:
-    """Applies `fn` to every jaxpr in the parameters of an equation."""
+    """Apply `fn` to every jaxpr in the parameters of an equation."""
     params = {name: map_bodies(value, fn) for name, value in eqn.params.items()}
     return eqn.replace(params=params, effects=frozenset(eqn.effects) - drop_effects)
 
 
 def zeros_equation(variable: Var) -> Equation:
-    """Makes an equation that sets a variable to zeros."""
+    """Make an equation that sets a variable to zeros."""
     return _equation_of(variable.aval).replace(outvars=[variable])
 
 

@@ -26,7 +26,7 @@ class ParameterMark(Mark):
     """The mark of an array by which a function is differentiated. It is not a site."""
 
 
-_jax.hold_weakly(ParameterMark)
+_jax.cache_weakly(ParameterMark)
 
 
 def mark_parameters(fn: Function) -> Function:

@@ -313,7 +313,7 @@ def _hoist(stage: Any, tracers: Any, params: PyTree) -> Any:
 
 
 _jax.allow_effect(TapEffect)
-_jax.hold_weakly(Mark)
+_jax.cache_weakly(Mark)
 tap_p.def_impl(_impl)
 tap_p.def_effectful_abstract_eval(_abstract_eval)
 _jax.register_rules(tap_p, _lowering, _batch, _jvp, _transpose)

@@ -203,7 +203,7 @@ def _remat(*args: Any, emission: Emission) -> Any:
 
 
 _jax.allow_effect(EmitEffect)
-_jax.hold_weakly(Emission)
+_jax.cache_weakly(Emission)
 emit_p.def_impl(_send)
 emit_p.def_effectful_abstract_eval(_abstract_eval)
 _jax.register_rules(emit_p, typed.lower_fun(_send, multiple_results=True), _batch, _jvp, _transpose)

@@ -212,7 +212,7 @@ class Measurement:
             return outs, [_jax.with_varying(m, varying) for m in measures], None
 
         found = bind_shard_map(eqn, local, args, eqn.params["in_specs"])
-        return found.own, found.extra
+        return found.results, found.extra
 
 
 def _bind(number: int, eqn: Equation, values: list[Value]) -> list[Value]:

@@ -13,7 +13,7 @@ X = jnp.ones(3)
 
 
 class Inputs(ForwardAnalysis[frozenset]):
-    """Which inputs a value depends on."""
+    """The set of inputs on which each value depends."""
 
     nothing = frozenset()
 
@@ -59,7 +59,7 @@ def test_loops_are_followed_until_nothing_grows():
         carry, ys = lax.scan(rotate, (a, b, c, d), xs)
         return *carry, ys
 
-    # After an iteration, or more, the first value that was carried is gone.
+    # After at least one iteration nothing depends on the initial value of the first carry.
     assert dependences(f, 1.0, 2.0, 3.0, 4.0, X) == [
         {1, 2, 3}, {2, 3}, {3}, {3}, {0, 1, 2, 3, 4}
     ]  # fmt: skip
@@ -76,7 +76,7 @@ def test_kernels_of_other_libraries_mix_all_operands():
     kernel = foreign_primitive("their_kernel", lambda x, y: (x, y), multiple_results=True)
     kernel.def_impl(lambda *args: jax.jit(kernel.bind)(*args))
     assert dependences(kernel.bind, X, X) == [{0, 1}, {0, 1}]
-    kernel.def_impl(lambda x, y: (float(x[0]) * x, y))  # takes no traced values
+    kernel.def_impl(lambda x, y: (float(x[0]) * x, y))  # rejects traced values
     assert dependences(kernel.bind, X, X) == [{0, 1}, {0, 1}]
 
 
@@ -87,7 +87,7 @@ def test_state_of_a_while_loop_depends_on_its_test():
     assert dependences(f, 1.0, 2.0, 3.0) == [{0, 2}, {0, 1, 2}]
 
 
-def test_variables_computed_from_others():
+def test_computed_from_finds_all_dependent_variables():
     jaxpr = jax.make_jaxpr(lambda x, y: (jnp.sin(x) + 1, jnp.cos(y), x * y))(1.0, 2.0)
     found = computed_from(jaxpr.eqns, _jax.open_jaxpr(jaxpr).invars[:1])
     names = [eqn.primitive.name for eqn in jaxpr.eqns if set(eqn.outvars) & found]

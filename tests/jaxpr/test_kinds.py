@@ -1,4 +1,4 @@
-"""The table of primitives: found by the primitive itself, and used alike by every part."""
+"""The table of primitives identifies each by its object, not its name, for every part of tapax."""
 
 import subprocess
 import sys
@@ -57,11 +57,11 @@ def test_site_in_a_branch_that_vmap_selects_has_the_mask(name, flags):
         return lax.cond(p, fn, lambda x: x, x)
 
     if flags and name == "custom_vjp" and not hasattr(jax.config, "jax_custom_jvp3"):
-        pytest.skip("the first form of jax_custom_vjp3 drops the effects in a body that is mapped")
+        pytest.skip("the first jax_custom_vjp3 drops the effects of a mapped body")
     with next_flags(flags):
         has_flag = hasattr(jax.config, "jax_custom_jvp3")
         if flags and name != "remat" and has_flag and hasattr(hijax, "VmapOf"):
-            # The first form of the flags hides the body of a rule that is mapped.
+            # The first implementation of the flags hides the body of a mapped custom rule.
             with pytest.warns(UserWarning, match="'h' is not captured: .* a call of 'VmapOf'"):
                 out, taps = tapax.capture(jax.vmap(branch))(PREDICATES, X)
             assert_close(out, jnp.where(PREDICATES, factor * X, X))
@@ -74,7 +74,7 @@ def test_site_in_a_branch_that_vmap_selects_has_the_mask(name, flags):
     assert taps.valid["h"].tolist() == PREDICATES.tolist()
     assert_close(slopes, jnp.where(PREDICATES, factor, 1.0))
     assert_close(backward.values["h"], taps.values["h"])
-    if name == "remat":  # a rule of its own takes no gradient by a value inside
+    if name == "remat":  # a custom rule computes no gradient of a value inside
         assert_close(backward.grads["h"], jnp.where(PREDICATES, 1.0, 0.0))
 
 
@@ -89,7 +89,7 @@ def test_kind_is_the_same_under_the_flags_of_the_next_jax(name, flags):
 
 
 def make_primitive(name):
-    """A primitive of another library, with the name of one of JAX's."""
+    """Make a primitive of another library with the name of a JAX primitive."""
     made = Primitive(name)
     made.def_impl(lambda x, **params: 2 * x)
     made.def_abstract_eval(lambda x, **params: x)
@@ -116,7 +116,7 @@ def test_primitive_of_another_library_is_not_what_its_name_says(name):
 
 
 def bind_call(name, fn, *args):
-    """Calls a function through a primitive of another library that holds a `call_jaxpr`."""
+    """Call a function through another library's primitive with a parameter `call_jaxpr`."""
     primitive = Primitive(name)
     primitive.multiple_results = True
 
@@ -145,7 +145,7 @@ def test_any_primitive_with_a_call_jaxpr_is_a_call():
     assert_close(edited(X), 2 * jnp.sin(X) + 2)
 
 
-def test_site_in_a_body_of_no_kind_is_lost_in_words():
+def test_site_in_an_opaque_body_is_lost_with_a_warning():
     primitive = Primitive("their_solver")
     primitive.multiple_results = True
     run = lambda x, body: jax.extend.core.jaxpr_as_fun(body)(x)

@@ -1,4 +1,4 @@
-"""Values are followed to what computes them, through calls, branches and loops."""
+"""Values are traced to the equations that compute them, through calls, branches and loops."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def value_of(fn, *args, result=0):
     return find_value(root, root.jaxpr.outvars[result])
 
 
-def spread(fn):
+def sharded(fn):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(fn, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
 
@@ -37,7 +37,7 @@ X = jnp.ones(4)
         jax.checkpoint,
         with_rule,
         lambda f: jax.jit(jax.checkpoint(jax.jit(f))),
-        spread,
+        sharded,
         lambda f: lambda x: lax.cond(x[0] > 0, jnp.zeros_like, f, x),
         lambda f: lambda x: lax.scan(lambda _, x: (None, f(x)), None, x)[1],
         lambda f: lambda x: lax.while_loop(lambda x: x[0] < 3, f, x),
@@ -64,12 +64,12 @@ def test_stacked_results_know_their_loops():
     assert value_of(lambda x: lax.scan(outer, 0.0, x)[0], jnp.ones((3, 5))).loops == ()
 
 
-def test_slices_that_are_stacked_again_are_the_operand():
+def test_restacked_slices_of_a_scan_are_its_operand():
     value = value_of(lambda x: lax.scan(lambda c, y: (c, y), 0.0, x)[1], X)
     assert (value.input, value.loops) == (0, ())
 
 
-def test_what_a_scan_carries_comes_from_the_iteration_before():
+def test_source_of_a_carry_is_the_previous_iteration():
     def program(x):
         return lax.scan(lambda c, _: (jnp.sin(c), c), jnp.exp(x), None, length=3)[1]
 
@@ -79,7 +79,7 @@ def test_what_a_scan_carries_comes_from_the_iteration_before():
     assert find_initial(value).equation.primitive.name == "exp"
 
 
-def test_values_that_change_places_come_from_before_the_loop():
+def test_source_of_swapped_carries_is_before_the_loop():
     def program(x, y):
         return lax.scan(lambda c, _: ((c[1], c[0]), c[0]), (jnp.exp(x), y), None, length=3)[1]
 
@@ -87,7 +87,7 @@ def test_values_that_change_places_come_from_before_the_loop():
     assert source.input == 1 or source.equation.primitive.name == "exp"
 
 
-def test_a_branch_that_fills_in_does_not_compute():
+def test_a_branch_that_returns_a_constant_is_skipped():
     def grown(x):
         return lax.cond(x > 0, jnp.sin, lambda x: jnp.full_like(x, 2.0), x)
 
@@ -109,7 +109,7 @@ def test_only_backward_passes_are_gradients():
     assert takes_gradient(jax.make_jaxpr(jax.jit(jax.grad(jnp.sin)))(1.0))
 
 
-def test_bodies_that_are_called_often_are_looked_at_once():
+def test_bodies_that_are_called_often_are_searched_once():
     @jax.jit
     def doubled(x):
         return jnp.sin(x)
@@ -121,7 +121,7 @@ def test_bodies_that_are_called_often_are_looked_at_once():
     assert list(backward_reads(Body(jaxpr))) == []
 
 
-def test_backward_passes_read_what_they_were_given_and_what_was_computed():
+def test_backward_passes_read_inputs_and_computed_values():
     def step(w, x):
         scaled = jnp.exp(x)
         return jax.grad(lambda w: jnp.sin(w * scaled))(w)

@@ -1,4 +1,4 @@
-"""Loops and branches with other bodies compute what the plain ones do."""
+"""Restaged loops and branches compute the results of the original ones."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def equation_of(fn, *args):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("index", range(5))
-def test_peeled_iteration_is_run_alone_in_its_turn(index, reverse):
+def test_peeled_iteration_runs_alone_and_in_order(index, reverse):
     def body(c, x):
         return jnp.sin(c) + x, c * x
 
@@ -63,5 +63,5 @@ def test_results_of_branches_that_did_not_run_are_zeros(chosen):
 
     (out,), private = jax.jit(run)(jnp.int32(chosen), XS)
     assert_close(out, (chosen + 1) * XS)
-    for i, (own,) in enumerate(private):
-        assert_close(own, (chosen + 1) * XS + 1 if i == chosen else jnp.zeros(5))
+    for i, (result,) in enumerate(private):
+        assert_close(result, (chosen + 1) * XS + 1 if i == chosen else jnp.zeros(5))

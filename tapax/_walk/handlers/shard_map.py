@@ -65,7 +65,7 @@ def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[
                 loops=(*(f"{a}[{mesh.shape[a]}]" for a in first), *entry.loops),
             )
         )
-    return outs.fill(iter(left.own))
+    return outs.fill(iter(left.results))
 
 
 def _other_mesh(walk: Interpreter, mesh: Any) -> Mesh | None:
