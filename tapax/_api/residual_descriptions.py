@@ -13,7 +13,7 @@ from tapax._marks.scopes import Scopes, path_in, scopes_of
 from tapax._marks.tap import tap_p
 from tapax._results import Residual
 
-_VALUE_TAPS = ("value", "again", "copy")
+_VALUE_TAPS = ("value", "recomputed", "copy")
 
 
 class ResidualDescriber:

@@ -43,8 +43,8 @@ from tapax._frameworks.patches import PatchedAdapter, Replacements, methods, sub
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths
 from tapax._jax import Args, Function, Kwargs, PyTree
 from tapax._jaxpr.kinds import Kind, register_primitive
+from tapax._marks.active_examples import marks_count_where
 from tapax._marks.context import active_policy
-from tapax._marks.liveness import marks_count_where
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import is_machinery, join, segment
 

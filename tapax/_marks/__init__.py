@@ -1,1 +1,1 @@
-"""Marks: the primitives that name values in a program, their rules, and their context."""
+"""Marks: the primitives that name values in a program, the rules of JAX for them, and scopes."""

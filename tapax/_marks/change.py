@@ -1,11 +1,10 @@
-"""The primitive `change`: the derivatives of a function that is not known yet.
+"""The primitive `change`: the derivative of a function that the walk supplies later.
 
-What an edit does to a site is known when the program is walked. If the user's own code takes a
-gradient, the program that is walked has been differentiated before. So where a value may be edited,
-by some `f`, the derivative rule of its tap leaves an equation that stands for the derivative of
-`f`, and the walk, which knows `f`, evaluates it. As the derivative may be differentiated too, there
-is one for every order. With `D` for the nth derivative of `f` at `x`, which is linear in each of
-its directions:
+The walk knows which function `f` an edit applies to a site. If the user's code takes a gradient,
+JAX has differentiated the program before the walk. So if a value may be edited, the derivative rule
+of its tap leaves a `change` equation, a placeholder for the derivative of `f`, which the walk
+evaluates. JAX may differentiate the derivative too, so `change` has an `order`. Let `D` be the nth
+derivative of `f` at `x`, which is linear in each of its directions:
 
 ==============  ============================  ====================================================
 `transposed`    operands                      result
@@ -14,14 +13,15 @@ no              token, x, t1 ... tn           `D[t1, ..., tn]`
 yes             token, x, t1 ... tn-1, ct     the `v` for which `<v, t> = <ct, D[t1, ..., tn-1, t]>`
 ==============  ============================  ====================================================
 
-The order of directions does not matter, so both are closed under differentiation (by `x`: one more
-direction, by a direction or `ct`: that one replaced) and under transposition.
+The order of the directions does not matter, so `change` is closed under differentiation and under
+transposition. The derivative with respect to `x` has one more direction; the derivative with
+respect to a direction or `ct` replaces that operand by its tangent.
 
-`of` says which function: `value`, what an edit does to the value of a site; or `grad`, what it does
-to its gradient. Where nothing is edited that function is the identity, and its first derivative its
-last operand. `token` says which call of the site it is. All other operands have one type; `axes`
-are their mapped axes, outermost first, and `own` says which of those the value itself has, and not
-only its derivative.
+`of` names the function: `value` is the change of the value of a site, `grad` the change of its
+gradient. Without an edit the function is the identity, whose first derivative is the last operand.
+`token` identifies the call of the site. All other operands have one type; `axes` are their mapped
+axes, outermost first, and `in_value` says for each axis whether `x` has it too, or only a
+derivative.
 """
 
 import functools
@@ -39,13 +39,13 @@ change_p = _jax.Primitive("change")
 
 
 def identity(*operands: Value, order: int) -> Any:
-    """What a change gives that is none."""
+    """Evaluate `change` for the identity, whose higher derivatives are zero."""
     last = operands[-1]
     return last if order < 2 else _jax.zeros(jax.typeof(last))
 
 
 def derivative(fn: Callable[[Any], Any], order: int, transposed: bool, x: Value, *ts: Value) -> Any:
-    """The derivative of `fn` that a change with these operands stands for."""
+    """Evaluate `change` for `fn`, with the operands `x` and `ts`."""
     if order == 0:
         return fn(x)
     directions = ts[:-1] if transposed else ts
@@ -66,21 +66,23 @@ def _impl(token: Value, *operands: Value, order: int, **params: Any) -> Any:
     return identity(*operands, order=order)
 
 
-def _batch(axis_data: Any, args: Args, dims: Any, *, axes: Any, own: PyTree, **params: Any) -> Any:
+def _batch(
+    axis_data: Any, args: Args, dims: Any, *, axes: Any, in_value: PyTree, **params: Any
+) -> Any:
     token, *operands = args
     dims = dims[1:]
     mapped = [d for d in (dims[-1], *dims) if d is not None]
     if not mapped:
-        return change_p.bind(*args, axes=axes, own=own, **params), None
+        return change_p.bind(*args, axes=axes, in_value=in_value, **params), None
     dim = mapped[0]
     aligned = [with_axis(x, d, dim, axis_data.size) for x, d in zip(operands, dims, strict=True)]
     axes = (dim, *(a + (a >= dim) for a in axes))
-    own = (dims[0] is not None, *own)
-    return change_p.bind(token, *aligned, axes=axes, own=own, **params), dim
+    in_value = (dims[0] is not None, *in_value)
+    return change_p.bind(token, *aligned, axes=axes, in_value=in_value, **params), dim
 
 
 def with_axis(x: Value, now: int | None, then: int, size: int) -> Any:
-    """An operand with its mapped axis in another place."""
+    """Move the mapped axis of `x` from `now` to `then`; add an axis of `size` if `now` is None."""
     return x if now == then else jnp.moveaxis(typed.bdim_at_front(x, now, size), 0, then)
 
 

@@ -1,7 +1,7 @@
-"""Reducers that close over traced values: a parameter, or a module that holds some.
+"""Reducers that close over traced values: a parameter, or a module with parameters.
 
-A fold runs after the trace that such values belong to is over. So what the reducer does is traced
-where the mark is, and the values that it closes over are marked along with the sown value.
+The fold runs after the trace of these values has ended. So `sow` traces the reducer at the mark,
+and marks the values that the reducer closes over together with the sown value.
 """
 
 import dataclasses
@@ -23,12 +23,13 @@ _NOTHING = object()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClosedReducer:
-    """What a reducer does to the first value, and to a state and the next one.
+    """A traced reducer: a program for the first value, and one for a state and the next value.
 
-    Both programs take what the reducer closes over before the rest. In a marked value it comes
-    after the `count` arrays of the sown one, and that of the second program begins at `starts`.
-    `following` is None for a state whose structure or types change from call to call.
-    `code` is what the reducer says, whatever it closes over.
+    The first inputs of both programs are the closed-over values. In the marked value, the closed-
+    over values of `first` and then of `following` come after the `count` arrays of the sown value;
+    `starts` is the number of those for `first`. `following` is None if the structure or types of
+    the state change from call to call. `code` is a fingerprint of the reducer's source, regardless
+    of the closed-over values.
     """
 
     first: Jaxpr
@@ -42,22 +43,23 @@ class ClosedReducer:
         return _NOTHING
 
     def reduce(self, state: PyTree, arrays: Sequence[Value]) -> Any:
-        own, closed = arrays[: self.count], arrays[self.count :]
+        sown, closed = arrays[: self.count], arrays[self.count :]
         if state is _NOTHING:
-            return self._run(self.first, [*closed[: self.starts], *own])
+            return self._run(self.first, [*closed[: self.starts], *sown])
         before, structure = split_arrays(state, _is_any)
         if self.following is None:
             raise SiteError(
-                "A reducer that closes over a traced value must return what it is given, with the "
-                "same structure, shapes and dtypes, but this one returns something else at every "
-                "call. Let it keep the values as they are, and compute with them afterwards."
+                "A reducer that closes over a traced value must return a state with the structure, "
+                "shapes and dtypes of the state it is given, but this reducer changes them at "
+                "every call. Collect the values without the traced value, and compute with it "
+                "afterwards."
             )
         if structure != self.state:
             raise SiteError(
-                "A reducer that closes over a traced value is given what another has made, which "
-                "has another structure. Sow the values under names of their own."
+                "A reducer that closes over a traced value is given the state of another reducer, "
+                "which has another structure. Sow the values under different names."
             )
-        return self._run(self.following, [*closed[self.starts :], *before, *own])
+        return self._run(self.following, [*closed[self.starts :], *before, *sown])
 
     def _run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> Any:
         return self.state.join(evaluate(jaxpr, args, _bind))
@@ -76,7 +78,7 @@ def _is_any(x: Value) -> bool:
 def close_reducer(
     reduce: Any, init: Any, arrays: Sequence[Value], structure: ValueStructure
 ) -> tuple[ClosedReducer, list[Value]] | None:
-    """The reducer without the traced values that it closes over, and these; None if it has none."""
+    """Separate a reducer from the traced values that it closes over; None if there are none."""
 
     def begin(*xs: Value) -> Any:
         return _split(reduce(init(), structure.join(xs)))
@@ -87,13 +89,13 @@ def close_reducer(
     try:
         with without_marks():
             first, (types, made) = typed.make_jaxpr(begin, return_shape=True)(*arrays)
-            following, (again, then) = typed.make_jaxpr(go_on, return_shape=True)(types, *arrays)
-    except Exception:  # it is not for arrays alone
+            following, (later, then) = typed.make_jaxpr(go_on, return_shape=True)(types, *arrays)
+    except Exception:  # JAX cannot trace the reducer
         return None
     (first, before), (following, after) = map(_jax.closed, (first, following))
     if not any(isinstance(x, Tracer) for x in (*before, *after)):
         return None
-    same = made.value == then.value and list(map(_type, types)) == list(map(_type, again))
+    same = made.value == then.value and list(map(_type, types)) == list(map(_type, later))
     code = fingerprint([getattr(function, "__code__", None) for function in (reduce, init)])
     closed = ClosedReducer(
         first, following if same else None, made.value, len(arrays), len(before), code

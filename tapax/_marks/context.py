@@ -1,9 +1,9 @@
-"""The context in which marks exist: what the captures of this thread mark.
+"""The context that switches marks on, and says what the captures of this thread mark.
 
-It is one of JAX's user contexts, which are part of the key of every `jit` cache: a function that
-was jitted and called before is traced afresh under capture, and equal captures share what was
-traced. Since a new user context makes every jitted function of the process trace again, there is
-one, made when tapax is imported, and it holds all `ContextVariable`s.
+It is a user context of JAX, and as such part of the key of every `jit` cache: JAX retraces a jitted
+function under capture even if it was called before, and equal captures share a trace. Creating a
+user context makes JAX retrace every jitted function of the process, so tapax creates a single one
+on import, which stores all `ContextVariable`s.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tapax._sites import Rule
 
 T = TypeVar("T")
 ModuleFilter: TypeAlias = Callable[[Any, str], bool] | bool
-"""Which modules are sites: a filter `(module, method name) -> bool`, or all with public methods."""
+"""A filter `(module, method name) -> bool`, or True for all modules with public methods."""
 
 
 class Structure:
-    """The structure of the arguments of a captured function: equal ones are the same object.
+    """The structure of the arguments of a captured function; equal structures are one object.
 
-    Where a module is depends on the model, and so what is traced for one model is not for another.
-    What it is called may depend on the names of the variables of the function.
+    The path of a module depends on the model, so JAX must not reuse the trace of one model for
+    another. The path may also depend on the names of the variables of the function.
     """
 
     __slots__ = ()
@@ -38,7 +38,7 @@ class Structure:
         names = code and (code.co_varnames, code.co_freevars, code.co_names)
         try:
             return cls._known(pytrees.structure(arguments), names)
-        except TypeError:  # something in it cannot be hashed
+        except TypeError:  # some part of the structure is not hashable
             return None
 
     @staticmethod
@@ -50,13 +50,15 @@ class Structure:
 
 @dataclasses.dataclass(frozen=True)
 class MarkingPolicy:
-    """What a capture marks: a hashable value, so that equal captures hit the caches of JAX.
+    """The settings of a capture for marks; hashable, so that equal captures hit JAX's caches.
 
-    `asked` are the kinds of sites that exist only because a selection asks for them. `changing` if
-    what is marked may be edited, `replacing` if other values may come in its place, `pairs` if
-    gradients meet their values. It `uses_weights` if results must be computed from the weights of
-    attention, as they are changed or differentiated. `parameters` if what the program
-    differentiates by is marked too: see `_marks.parameters`.
+    - `asked`: the kinds of sites that exist only because a selection asks for them.
+    - `changing`: whether marked values may be edited.
+    - `replacing`: whether other values may replace the marked ones.
+    - `pairs`: whether a reducer compares gradients with their values.
+    - `uses_weights`: whether attention layers must compute their results from their weights, as
+      these are changed or differentiated.
+    - `parameters`: whether to mark the parameters too: see `_marks.parameters`.
     """
 
     rules: frozenset[Rule] = frozenset()
@@ -70,7 +72,7 @@ class MarkingPolicy:
     parameters: bool = False
 
     def admits(self, module: Any, method: str) -> frozenset[ModuleFilter]:
-        """The policies by which what a method of a module returns is a site."""
+        """Return the module filters that make the result of a method a site."""
         public = method == "__call__" or not method.startswith("_")
         return frozenset(p for p in self.modules if (p(module, method) if callable(p) else public))
 
@@ -81,7 +83,7 @@ class MarkingPolicy:
 
     @property
     def on_marks(self) -> dict[str, Any]:
-        """What every mark is told."""
+        """The settings that every mark stores."""
         return {name: getattr(self, name) for name in ("changing", "replacing", "pairs")}
 
 
@@ -89,7 +91,7 @@ _context = typed.make_user_context(())
 
 
 class ContextVariable(Generic[T]):
-    """A variable of each thread, which is part of the key of every `jit` cache while it is set."""
+    """A thread-local variable that is part of the key of every `jit` cache while it is set."""
 
     def __init__(self, default: T):
         self._default = default
@@ -99,7 +101,7 @@ class ContextVariable(Generic[T]):
         return next((value for key, value in _context.value if key is self), self._default)
 
     def __call__(self, value: T) -> contextlib.AbstractContextManager[Any]:
-        """Within, the variable has another value."""
+        """Set the variable to `value` within the context."""
         others = tuple(pair for pair in _context.value if pair[0] is not self)
         return _context(others if value is self._default else (*others, (self, value)))
 
@@ -108,15 +110,15 @@ _policy = ContextVariable[MarkingPolicy | None](None)
 
 
 def active_policy() -> MarkingPolicy | None:
-    """What is being marked on this thread; None outside of a capture."""
+    """Return the marking policy of this thread; None outside of a capture."""
     return _policy.value
 
 
 def set_policy(policy: MarkingPolicy | None) -> contextlib.AbstractContextManager[Any]:
-    """Within, this is what is being marked on this thread."""
+    """Set the marking policy of this thread within the context."""
     return _policy(policy)
 
 
 def without_marks() -> contextlib.AbstractContextManager[Any]:
-    """Within, marks do not exist."""
+    """Switch marks off within the context."""
     return set_policy(None)

@@ -1,8 +1,8 @@
-"""Fingerprints: what a function or a configuration does, as a value to compare.
+"""Fingerprints: the behaviour of a function or configuration as a comparable value.
 
 A lambda is a new object each time it is evaluated, and a set that a filter closes over may have
-other elements the next time: neither identity nor equality tells whether a program that was traced
-with them can be used again. A fingerprint says what they hold at the moment it is taken.
+other elements at the next call. So neither identity nor equality tells whether a program traced
+with them can be reused. A fingerprint records their contents at the moment it is taken.
 
 >>> wanted = {"a"}
 >>> before = fingerprint(lambda name: name in wanted)
@@ -30,7 +30,7 @@ _CONTAINERS = (tuple, list, set, frozenset)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Identity:
-    """An object that is equal to itself alone, and stays alive, so that its id is its own."""
+    """A reference that compares by identity, and keeps its object alive so the id stays unique."""
 
     value: Any
 
@@ -42,15 +42,15 @@ class _Identity:
 
 
 def fingerprint(value: Value, attributes: Callable[[Any], Any] = vars) -> Hashable:
-    """What a value holds, down to what can only be told by its identity.
+    """Return the contents of a value; parts that cannot be compared count by identity.
 
-    `attributes` gives those of an object that has some.
+    `attributes` returns the attributes of an object that has a `__dict__`.
     """
     return _Fingerprints(attributes).of(value)
 
 
 class _Fingerprints:
-    """The fingerprints of the parts of a value, each of which is looked at once."""
+    """A cache of the fingerprints of the parts of a value."""
 
     def __init__(self, attributes: Callable[[Any], Any]):
         self._attributes = attributes
@@ -60,7 +60,7 @@ class _Fingerprints:
         if isinstance(value, _PLAIN):
             return type(value), repr(value)
         if id(value) not in self._known:
-            # A value that is in itself is known there by the order in which it was met.
+            # In a cyclic value, the inner reference counts by the order of the traversal.
             self._known[id(value)] = value, len(self._known)
             self._known[id(value)] = value, (type(value), self._content(value))
         return self._known[id(value)][1]
@@ -70,7 +70,7 @@ class _Fingerprints:
             parts = map(self.of, value)
             return tuple(parts) if issubclass(type(value), (tuple, list)) else frozenset(parts)
         if issubclass(type(value), Mapping):
-            return tuple((self.of(key), self.of(held)) for key, held in value.items())
+            return tuple((self.of(key), self.of(item)) for key, item in value.items())
         if isinstance(value, functools.partial):
             return self.of((value.func, value.args, value.keywords))
         if isinstance(value, types.MethodType):
@@ -84,14 +84,14 @@ class _Fingerprints:
         fixed = isinstance(value, (type, types.ModuleType, jax.Array))
         if fixed or not hasattr(value, "__dict__"):
             return _Identity(value)
-        held = self.of(dict(self._attributes(value)))
-        return held if dataclasses.is_dataclass(value) else (_Identity(value), held)
+        content = self.of(dict(self._attributes(value)))
+        return content if dataclasses.is_dataclass(value) else (_Identity(value), content)
 
     def _function(self, function: types.FunctionType) -> Hashable:
         cells = [_contents(cell) for cell in function.__closure__ or ()]
         read = (name for name in function.__code__.co_names if name in function.__globals__)
         others = {name: function.__globals__[name] for name in read}
-        # What other functions do is theirs: only what they are is looked at.
+        # Global functions count by identity, not by their contents.
         used = {k: _Identity(v) if callable(v) else self.of(v) for k, v in others.items()}
         bound = cells, function.__defaults__, function.__kwdefaults__
         return self.of(function.__code__), self.of(bound), tuple(used.items())

@@ -1,4 +1,4 @@
-"""Jaxprs that hold taps, read and rewritten without being evaluated."""
+"""Analysis and rewriting of jaxprs with taps, without evaluation."""
 
 import sys
 from collections import Counter
@@ -18,9 +18,9 @@ from tapax._marks.tap import Mark, tap_effect, tap_p
 
 
 def strip(value: PyTree, marks: list[Mark] | None = None) -> Any:
-    """A jaxpr, or a structure with some in it, without its taps, whose marks go to `marks`.
+    """Remove the taps from a jaxpr, or from the jaxprs in a structure; append them to `marks`.
 
-    Where a body cannot be replaced, its marks are found all the same.
+    `marks` also gets the marks of a body that cannot be replaced.
     """
     found = [] if marks is None else marks
     uids = Uids()
@@ -33,14 +33,14 @@ def strip(value: PyTree, marks: list[Mark] | None = None) -> Any:
             yield from map(zeros_equation, eqn.outvars[1:])
         elif eqn.primitive is not change_p:
             yield map_equation_bodies(eqn, strip_body, TAPS)
-        # Without an edit its function is the identity: higher derivatives of that are zero.
+        # Without an edit the function is the identity, whose higher derivatives are zero.
         elif eqn.params["order"] < 2:
             names[eqn.outvars[0]] = eqn.invars[-1]
         else:
             yield zeros_equation(eqn.outvars[0])
 
     def strip_body(jaxpr: Jaxpr) -> Jaxpr:
-        # The taps of what is computed again in a backward pass have no effect.
+        # The taps of values that a backward pass recomputes have no effect.
         is_marked = _is_tapped(jaxpr) or uids.within(jaxpr)
         return rewrite(jaxpr, visit, TAPS) if is_marked else jaxpr
 
@@ -48,7 +48,7 @@ def strip(value: PyTree, marks: list[Mark] | None = None) -> Any:
 
 
 TAPS: frozenset[Any] = frozenset({tap_effect})
-"""The effect that keeps taps alive."""
+"""The effect that keeps taps from being eliminated as dead code."""
 
 
 def _is_tapped(jaxpr: Jaxpr) -> bool:
@@ -56,9 +56,9 @@ def _is_tapped(jaxpr: Jaxpr) -> bool:
 
 
 def quieted(value: PyTree, grads: bool = False) -> Any:
-    """A jaxpr, or a structure with some in it, whose taps are not kept where nothing uses them.
+    """Make the taps in a jaxpr, or in the jaxprs in a structure, subject to dead-code elimination.
 
-    Marked values become copies of such values; with `grads`, marked gradients become tangents.
+    Taps of kind `value` become `copy`; with `grads`, taps of kind `grad` become `tangent`.
     """
 
     def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
@@ -77,12 +77,12 @@ def quieted(value: PyTree, grads: bool = False) -> Any:
 
 
 def reaching(jaxpr: Jaxpr, results: Sequence[int] | None = None) -> frozenset[int]:
-    """The marks of a program whose taps are needed for its results, or for some of them."""
+    """Return the uids of the marks that the results of a program, or some of them, depend on."""
     return Uids().within(_jax.dce(quieted(jaxpr, grads=True), results))
 
 
 class Uids:
-    """The marks in bodies, by which their taps and the changes of those are known."""
+    """A cache of the uids of the marks in bodies, from their `tap` and `change` equations."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, frozenset[int]]] = {}
@@ -96,55 +96,55 @@ class Uids:
                     found.add(eqn.params["mark"].uid)
                 for body in bodies(eqn):
                     found |= self.within(body)
-            # The jaxpr is kept so that its id stays its own.
+            # Keep the jaxpr alive, so that no other object gets its id.
             self._known[id(inner)] = inner, frozenset(found)
         return self._known[id(inner)][1]
 
 
 class TappedBodies:
-    """Which bodies hold taps. Some equations keep the effects of theirs to themselves."""
+    """A cache of which bodies contain taps; some equations do not declare the effects of theirs."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bool]] = {}
 
-    def holds(self, jaxpr: Jaxpr) -> bool:
-        """Whether there is a tap in a body, or in a body of its equations."""
+    def has_taps(self, jaxpr: Jaxpr) -> bool:
+        """Return whether a body, or a body of one of its equations, contains a tap."""
         inner = _jax.open_jaxpr(jaxpr)
         if tap_effect in inner.effects:
             return True
         if id(inner) not in self._known:
-            found = any(self.holds(body) for eqn in inner.eqns for body in bodies(eqn))
-            # The jaxpr is kept so that its id stays its own.
+            found = any(self.has_taps(body) for eqn in inner.eqns for body in bodies(eqn))
+            # Keep the jaxpr alive, so that no other object gets its id.
             self._known[id(inner)] = inner, found
         return self._known[id(inner)][1]
 
 
 def first_uid(jaxpr: Jaxpr) -> int:
-    """The number of the mark that was traced first in a body; a large one without any mark.
+    """Return the uid of the mark that was traced first in a body; `sys.maxsize` without marks.
 
-    Marks in jitted functions count only where there are no others, because such a function may have
-    been traced long before.
+    Marks in jitted functions count only if there are no others, because JAX may have traced such a
+    function long before.
     """
-    own, jitted = _uids(jaxpr)
-    return min(own or jitted, default=sys.maxsize)
+    direct, jitted = _uids(jaxpr)
+    return min(direct or jitted, default=sys.maxsize)
 
 
 def _uids(jaxpr: Jaxpr) -> tuple[list[int], list[int]]:
-    """The marks in a body, and those of the jitted functions that it calls."""
-    own: list[int] = []
+    """List the uids of the marks in a body, and of those in the jitted functions that it calls."""
+    direct: list[int] = []
     jitted: list[int] = []
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         if eqn.primitive is tap_p:
-            own.append(eqn.params["mark"].uid)
+            direct.append(eqn.params["mark"].uid)
         elif tap_effect in eqn.effects:
             for inside, inside_jitted in map(_uids, bodies(eqn)):
-                (jitted if kind_of(eqn) is Kind.JIT else own).extend(inside)
+                (jitted if kind_of(eqn) is Kind.JIT else direct).extend(inside)
                 jitted += inside_jitted
-    return own, jitted
+    return direct, jitted
 
 
 def count_calls(jaxpr: Jaxpr, scopes: Scopes = ()) -> Counter[str]:
-    """How often each site is called in a body."""
+    """Count the calls of each site in a body."""
     found: Counter[str] = Counter()
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         here = scopes_of(eqn, scopes)
@@ -157,10 +157,10 @@ def count_calls(jaxpr: Jaxpr, scopes: Scopes = ()) -> Counter[str]:
 
 
 def is_of_two(jaxpr: OpenJaxpr, eqn: Equation) -> bool:
-    """Whether a conditional was written as `lax.cond`, which puts the branch for true second.
+    """Return whether a conditional is a `lax.cond`, which puts the branch for true second.
 
-    Its index is a boolean made a number, where that of `lax.switch` is clamped. Where neither is to
-    be seen, the branch that was traced first was written first.
+    The index of a `lax.cond` is a converted boolean, that of a `lax.switch` is clamped. If the body
+    shows neither, the branch that was traced first was written first.
     """
     index, branches = eqn.invars[0], eqn.params["branches"]
     for maker in jaxpr.eqns:

@@ -1,8 +1,8 @@
-"""Marks on the results of operations that rules pick: `ops`, `lines`, `named`.
+"""Marks on the results of operations that the rules `ops`, `lines` and `named` pick.
 
-Rules mark what a user's code binds, before it is differentiated, so that the results have
-gradients. So the marks are made where operations are bound. A bind that is part of another (a
-derivative rule), or of evaluating a jaxpr (a backward pass), is not an operation of the user.
+A result has a gradient only if it is marked before JAX differentiates the program. So tapax marks
+the results as the user's code binds the operations. A bind inside another bind (a derivative rule)
+or inside the evaluation of a jaxpr (a backward pass) is not an operation of the user.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def with_marks(policy: MarkingPolicy) -> Generator[None]:
-    """Within, marks exist; and results that its rules pick are marked too."""
+    """Switch marks on within the context, and mark the results that the rules of `policy` pick."""
     outer = active_policy()
     here = policy if outer is None else policy | outer
     with contextlib.ExitStack() as stack:
@@ -38,12 +38,12 @@ def with_marks(policy: MarkingPolicy) -> Generator[None]:
 
 
 _TRACING = CUSTOM_RULES | Kind.SHARD_MAP
-"""Primitives that trace the user's function while they are bound; `jit` has done so before."""
+"""Primitives that trace the user's function while they are bound; `jit` traces before."""
 
 
 @contextlib.contextmanager
 def internal_operations() -> Generator[None]:
-    """Within, operations that are bound are not the user's, and rules do not mark them."""
+    """Keep rules from marking operations within the context, as they are not the user's."""
     before = getattr(_thread, "binding", False)
     _thread.binding = True
     try:
@@ -55,7 +55,7 @@ def internal_operations() -> Generator[None]:
 def _mark_operation(bind: Any, primitive: Primitive, args: Args, params: PyTree) -> Any:
     here = active_policy()
     if primitive is tap_p:
-        # A tap that is evaluated, and not traced, has operations of its own.
+        # Evaluating a tap eagerly binds operations, which are not the user's.
         with internal_operations():
             return bind(primitive, *args, **params)
     if here is None or getattr(_thread, "binding", False):
@@ -84,7 +84,7 @@ def _mark_operation(bind: Any, primitive: Primitive, args: Args, params: PyTree)
 
 
 def _user_line() -> str | None:
-    """`file:line` of the user's code that binds an operation; None where JAX does so itself."""
+    """Return `file:line` of the user's code that binds an operation; None if JAX binds it."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code

@@ -1,13 +1,13 @@
-"""Marks on parameters: the arrays that a program differentiates by.
+"""Marks on parameters: the arrays with respect to which a program differentiates.
 
-`jax.grad(loss)(params)` differentiates by its arguments. A mark on a parameter before that is not a
-part of the differentiated function, and meets no gradient. So the arguments are marked inside, as
-if `loss` began with `params = sow(params)`: the cotangent of the mark is the gradient that
-`jax.grad` returns. Whoever differentiates in JAX calls `jax.vjp`, which is wrapped for it while a
-program is traced for a monitor of parameters.
+`jax.grad(loss)(params)` differentiates with respect to its arguments. A mark on a parameter outside
+of `loss` is not part of the differentiated function, and gets no gradient. So tapax marks the
+arguments inside, as if `loss` began with `params = sow(params)`: the cotangent of that mark is the
+gradient that `jax.grad` returns. Every reverse-mode derivative in JAX calls `jax.vjp`, which tapax
+wraps while it traces a program for a monitor of parameters.
 
-No selection picks these marks, and no capture returns them: which argument of the program each one
-is on is told by data flow, when the program is known.
+No selection picks these marks, and no capture returns them. Data flow in the traced program tells
+which argument each mark belongs to.
 """
 
 import functools
@@ -23,14 +23,14 @@ from tapax._marks.tap import Mark, tap
 
 
 class ParameterMark(Mark):
-    """The mark of an array by which a function is differentiated. It is not a site."""
+    """The mark of a parameter, which is not a site."""
 
 
 _jax.cache_weakly(ParameterMark)
 
 
 def mark_parameters(fn: Function) -> Function:
-    """A function like `fn` that marks its arguments, by which it is differentiated, if asked to."""
+    """Wrap `fn` so that it marks its arguments as parameters, if the active policy says so."""
     policy = active_policy()
     if policy is None or not policy.parameters:
         return fn

@@ -1,11 +1,11 @@
-"""Scopes: the names around a mark, kept in JAX's name stack, and joined when a program is walked.
+"""Scopes: the names around a mark, which JAX's name stack stores and the walk joins.
 
-Every equation has the names within which it was traced, but they start anew in the body of every
-jit, scan or remat. So the walk joins those of a body to those of the equation that calls it, and a
-function that is traced once and called in two scopes has two sites.
+Every equation has a name stack, but the stack starts empty in the body of every jit, scan or remat.
+So the walk joins the names in a body to those of the equation that calls it. A function that is
+traced once and called in two scopes thus has two sites.
 
-A `ModuleScope` is the scope of a module: where it is, seen from the module that called it. Relative
-as it is, it stays right where one traced body is called by several modules.
+A `ModuleScope` is the scope of a module. It stores the path relative to the calling module, which
+stays correct when several modules call one traced body.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from tapax._sites import join
 
 
 class ScopeName(str):
-    """A name in JAX's name stack that is a scope of ours, and not anybody else's."""
+    """A scope of tapax in JAX's name stack, which also contains names of other libraries."""
 
     __slots__ = ()
 
 
 class ModuleScope(ScopeName):
-    """The path of a module from the module that called it: an attribute, an index, a key.
+    """The path of a module relative to the calling module: an attribute, an index, a key.
 
-    `up` is how many modules to leave first: a module may call one that an ancestor owns, or, if the
-    path is empty, the ancestor itself. `root` is its name where no module is around it. If the path
-    is not known until the program is traced, there is an `anchor`, which tells what goes before
-    `tail`, in the model of the name `model`, `above` modules further out.
+    `up` is the number of modules to leave first: a module may call a module of an ancestor or, with
+    an empty path, the ancestor itself. `root` is the name of the module if no module is around it.
+    If the path is known only after the program is traced, `anchor` is the number of the anchor that
+    determines the part of the path before `tail`. That path is in the model named `model`, and
+    starts `above` modules further out.
     """
 
     __slots__ = ("above", "anchor", "model", "root", "tail", "up")
@@ -49,39 +50,39 @@ class ModuleScope(ScopeName):
         tail: str = "",
         above: int = 0,
     ) -> ModuleScope:
-        place = super().__new__(cls, path)
-        place.root, place.up = root, up
-        place.anchor, place.model, place.tail = anchor, model, tail
-        place.above = above
-        return place
+        scope = super().__new__(cls, path)
+        scope.root, scope.up = root, up
+        scope.anchor, scope.model, scope.tail = anchor, model, tail
+        scope.above = above
+        return scope
 
     def out_of(self, modules: int) -> ModuleScope:
-        """The place, once some modules have been left."""
-        place = ModuleScope(self, self.root, modules, anchor=self.anchor, tail=self.tail)
-        place.model, place.above = self.model, self.above
-        return place
+        """Return the scope with `up` set to `modules`."""
+        scope = ModuleScope(self, self.root, modules, anchor=self.anchor, tail=self.tail)
+        scope.model, scope.above = self.model, self.above
+        return scope
 
     def moved(self, path: str) -> ModuleScope:
-        """The place, now that its path is known."""
+        """Return the scope with the path that its anchor determined."""
         found = join(path, self.tail)
         return ModuleScope(found, join(self.model, found), self.up + self.above)
 
     def rooted(self, name: str, path: str) -> ModuleScope:
-        """The place in a root, now that its name is known and the path of the model in it."""
+        """Return the scope in the root `name`, which has the model at `path`."""
         inside = join(path, self.tail)
         whole = join(name, inside)
-        # Where a backward pass runs within the root, only the rest is to be added.
+        # If a backward pass runs within the root, only the rest of the path is to be added.
         return ModuleScope(inside if path else whole, whole, self.up)
 
 
 class GroundScope(ScopeName):
-    """A scope without a name: those entered above it do not count for what is `GroundedScope`."""
+    """A nameless scope whose outermost occurrence a `GroundedScope` falls back to."""
 
     __slots__ = ()
 
 
 class GroundedScope(ScopeName):
-    """The scope, without a name, of a mark that is named as if it were made on the ground."""
+    """A nameless scope that leaves all scopes entered since the last `GroundScope`."""
 
     __slots__ = ()
 
@@ -90,7 +91,7 @@ Scopes = tuple[ScopeName, ...]
 
 
 def scopes_of(eqn: Equation, outer: Scopes = ()) -> Scopes:
-    """The scopes of an equation, in a body that is called within those of `outer`."""
+    """Return the scopes of an equation in a body that is called within the scopes `outer`."""
     scopes = list(outer)
     for name in _jax.names_of(eqn):
         if isinstance(name, ModuleScope):
@@ -107,13 +108,13 @@ def scopes_of(eqn: Equation, outer: Scopes = ()) -> Scopes:
 
 
 def _leave(scopes: list[ScopeName], modules: int) -> None:
-    """Takes the scopes of the innermost modules away, and what is within them."""
+    """Remove the scopes of the innermost modules, and the scopes inside these modules."""
     while modules and any(isinstance(scope, ModuleScope) for scope in scopes):
         modules -= isinstance(scopes.pop(), ModuleScope)
 
 
 def path_in(scopes: Scopes, name: str) -> str:
-    """The path of a mark within some scopes; that of a module's own result has no name."""
+    """Return the path of a mark within some scopes; the mark of a module's result has no name."""
     around = "/".join(scope for scope in scopes if scope)
     if not name or name[0] in ".:":
         return around + name

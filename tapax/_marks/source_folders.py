@@ -1,4 +1,4 @@
-"""The folders of files that no user wrote: JAX's, and this package's."""
+"""The folders of JAX and of tapax, whose files are not the user's."""
 
 import os
 

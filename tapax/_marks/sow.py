@@ -1,7 +1,7 @@
-"""`sow`, `perturb` and `scope`: marks that a user writes.
+"""`sow`, `perturb` and `scope`: the marks that users write.
 
-A mark binds nothing unless a capture is tracing; outside of a capture, a program with marks has the
-jaxpr of the program without them.
+A mark binds nothing unless a capture is tracing: outside of a capture, a program with marks has the
+same jaxpr as the program without them.
 
 >>> import jax.numpy as jnp, tapax
 >>> def f(x):
@@ -40,12 +40,12 @@ def sow(
     reduce: Callable[[Any, Any], Any] | None = None,
     init: Callable[[], Any] | None = None,
 ) -> T:
-    """Marks `value`, an array or a pytree of arrays, as the site `name`; returns it.
+    """Mark `value`, an array or a pytree of arrays, as the site `name`, and return it.
 
-    Every call is kept: the second is `name@1`. With `reduce` and `init` the calls are folded into
-    one instead, `reduce(reduce(init(), first), second)`, over the iterations of loops as well, so
-    that a sum in a scan is the total. Use the value that `sow` returns where the site's gradient
-    is wanted: the gradient is that of what goes on from here.
+    A capture keeps every call: the second is `name@1`. With `reduce` and `init` it folds the calls
+    instead, `reduce(reduce(init(), first), second)`, over the iterations of loops too, so a sum in
+    a scan is the total. To get the gradient of the site, continue with the value that `sow`
+    returns: the gradient is that of the returned value.
 
     >>> import jax, jax.numpy as jnp, tapax
     >>> @jax.jit
@@ -59,19 +59,18 @@ def sow(
     if (reduce is None) != (init is None):
         raise TypeError(
             f"sow(..., {name!r}) was given {'`init`' if reduce is None else '`reduce`'} alone. "
-            "`reduce(previous, new)` and `init()` go together: give both, or neither to keep "
-            "every call."
+            "Give both `reduce(previous, new)` and `init()`, or neither to keep every call."
         )
     return mark(value, name, "sow", reduce=reduce, init=init)
 
 
 def perturb(value: T, name: str) -> T:
-    """Marks `value` as a site meant for gradients and for explicit perturbations; returns it."""
+    """Mark `value` as a site for gradients and explicit perturbations, and return it."""
     return mark(value, name, "perturb")
 
 
 def scope(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Puts `name/` before the names of the sites within; also a `jax.named_scope`.
+    """Prefix the names of the sites within the context with `name/`; also a `jax.named_scope`.
 
     >>> import jax.numpy as jnp, tapax
     >>> def f(x):
@@ -91,28 +90,28 @@ def _check_name(name: Any, function: str) -> None:
         raise wrong_type(f"`{function}` takes a string as its name, but was given", name)
     if "Tracer" in name:
         raise TypeError(
-            f"`{function}` was given the name {name!r}, which has a traced value in it. Make the "
-            "number that it is made from static."
+            f"`{function}` was given the name {name!r}, which contains a traced value. Format the "
+            "name with a Python number, or make that argument static."
         )
     if not name or re.search(r"[*?@~:]|^/|/$|//", name):
         raise SiteError(
-            f"{name!r} cannot be the name of a site: a name is made of segments with '/' between "
-            "them, and the characters * ? @ ~ : have a meaning of their own in selections."
+            f"{name!r} cannot be the name of a site: a name consists of segments separated by "
+            "'/', and the characters * ? @ ~ : have a special meaning in selections."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class SownValue:
-    """What a framework's mark says of a value, for those who put it together again.
+    """Facts from the mark of a framework, with which `compat` rebuilds the value.
 
-    `structure` is that of the value, or of what the reducer of the mark has made of all calls.
+    `structure` is the structure of the value, or of the state of the mark's reducer.
     """
 
     structure: ValueStructure | None = dataclasses.field(default=None, kw_only=True)
 
 
 def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
-    """Marks the arrays in `value`, from the line that called the caller; returns it."""
+    """Mark the arrays in `value` and return it; the source line is that of the caller's caller."""
     _check_name(name, kind)
     here = active_policy()
     if here is None:
@@ -142,22 +141,22 @@ def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
         said: dict[str, Any] = {**here.on_marks, **fields, "structure": whole, "leaf": leaf}
         is_closed = closed and leaf >= closed[0].count
         out = tap(x, Mark(path, "closed" if is_closed else kind, source, **said))
-        # A Python number stays one: the program may need its value.
+        # Python numbers stay Python numbers, because the program may need their values.
         tapped.append(out if has_dtype(x) else x)
     return structure.join(tapped) if structure.count else value
 
 
 def is_array(x: Value) -> bool:
-    """Whether `mark` marks a leaf: an array, or a number."""
+    """Return whether `x` is a leaf that `mark` marks: an array or a Python number."""
     return has_dtype(x) or isinstance(x, (bool, int, float, complex))
 
 
 def has_dtype(x: Value) -> bool:
-    """Whether a leaf is an array, and not a number of Python's."""
+    """Return whether a leaf is an array or a NumPy scalar, and not a Python number."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def leaf_name(keys: tuple[Any, ...]) -> str:
-    """The name of a leaf in its structure; characters that mean something else are escaped."""
+    """Return the name of a leaf in its structure; escape characters with a meaning in paths."""
     name = pytrees.keystr(keys, simple=True, separator=".")
     return re.sub(r"[*?@~:]", lambda found: f"%{ord(found.group()):02X}", name)

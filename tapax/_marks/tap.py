@@ -1,49 +1,51 @@
-"""The primitive `tap`: the identity, under a name. Its rules are the whole mechanism.
+"""The primitive `tap`: the identity, under a name. The whole mechanism consists of its rules.
 
-A mark in the user's code becomes one equation `y, token = tap[kind=value](x)`. What JAX does to
-the program, it does to that equation through the rules below:
+A mark in the user's code becomes one equation `y, token = tap[kind=value](x)`. Whenever JAX
+transforms the program, it transforms that equation by the rules below:
 
-================  =============================  =================================================
-kind              operands -> results            what it stands for
-================  =============================  =================================================
-`value`           x, [live] -> x, token          the marked value
-`tangent`         t, token, [live] -> t          its tangent, in a derivative
-`grad`            ct, token, [live] -> ct        its cotangent: a transposed `tangent`
-`again`           x, token, [live] -> x          the value, computed once more by remat
-`copy`            x, [live] -> x, token          the same in a while loop, which keeps no residuals
-`tangent again`   as `tangent`                   the tangent of that copy, in a second derivative
-`grad again`      as `grad`                      and its cotangent: a part of that of the value
-================  =============================  =================================================
+====================  ==========================  =================================================
+kind                  operands -> results         meaning
+====================  ==========================  =================================================
+`value`               x, [active] -> x, token     the marked value
+`tangent`             t, token, [active] -> t     its tangent, in a derivative
+`grad`                ct, token, [active] -> ct   its cotangent: a transposed `tangent`
+`recomputed`          x, token, [active] -> x     the value, recomputed by remat
+`copy`                x, [active] -> x, token     the value, recomputed in a while loop, which
+                                                  returns no residuals
+`tangent recomputed`  as `tangent`                the tangent of the recomputed value, in a second
+                                                  derivative
+`grad recomputed`     as `grad`                   its cotangent: a part of the value's cotangent
+====================  ==========================  =================================================
 
-So when the user's own code takes a gradient, the backward program carries the cotangent of every
-marked value, and nothing was added to the program to get it.
+So when the user's code takes a gradient, the backward program contains the cotangent of every
+marked value, although tapax added nothing to the program for it.
 
-*Tokens* say which call of a site a gradient belongs to. A token is an array without elements that
-the derivative needs from the forward pass; JAX carries it as it carries every residual, through
-jit, scan, cond, remat and shard_map, however often one traced body is used. Following it from the
-`value` to the `grad` pairs the two by data flow. It costs nothing: it has no bytes.
+A *token* tells which call of a site a gradient belongs to. It is an array without elements that the
+derivative needs from the forward pass. JAX passes it on like every residual, through jit, scan,
+cond, remat and shard_map, however often one traced body is used. Following the token from the
+`value` to the `grad` pairs the two by data flow. It costs nothing, as it has no bytes.
 
-A gradient that is to be compared with its value has that as an operand too, after the token, if the
-mark says that it `pairs` them. JAX keeps it for the backward pass, or computes it once more, as it
-does with everything that a derivative needs.
+If a mark `pairs` gradients with values, the taps of its tangents and gradients have the value as an
+operand too, after the token. JAX keeps the value for the backward pass or recomputes it, like
+everything that a derivative needs.
 
-*Live* is a boolean with the outermost mapped axes of the value. It is there where `vmap` made the
-predicate of a conditional or of a loop differ from example to example, or a library made its loop
-go on for examples that are done, so that branches and bodies run for examples that they do not
-count for. It says for which they do: see `_walk.mapped_predicates` and `_marks.liveness`. One
-without axes says nothing. `branches` says which branches of such conditionals the tap was in, and
-`shift` by how much the number of its call is off, where branches run in another order than they
-were written in.
+`active` is a boolean with the outermost mapped axes of the value. It says for which examples the
+mark counts. Branches and loop bodies also run for other examples if `vmap` makes a predicate differ
+from example to example, or if the loop of a library continues for examples that are done: see
+`_walk.mapped_predicates` and `_marks.active_examples`. An `active` without axes has no meaning.
+`branches` lists the branches of such conditionals around the tap. `shift` corrects the number of
+its call if the branches run in another order than they were written.
 
-`level` says how many times the value had been differentiated before: a tangent and a gradient have
-that of the derivative that they belong to, from the innermost on.
+`level` is the number of times that JAX had differentiated the value before. A tangent and a
+gradient have the level of their derivative, counted from the innermost.
 
-`axes` are the positions of the mapped axes in the operand, outermost first. The operand itself is
-left as it lies, so that a marked program has the operations of the plain one.
+`axes` are the positions of the mapped axes in the operand, outermost first. The tap does not move
+the axes of the operand, so a marked program has the operations of the plain one.
 
-`value` and `grad` carry an effect, which keeps them alive where nothing uses their result.
+`value` and `grad` have an effect, which keeps them from being eliminated if nothing uses their
+result.
 
-Where an edit may change what a tap carries, the tangent goes through a `change` as well: see
+If an edit may change the value of a tap, the tangent also passes through a `change`: see
 `_marks.change`.
 """
 
@@ -63,24 +65,26 @@ from jax.sharding import PartitionSpec
 from tapax import _jax
 from tapax._jax import Args, Equation, PyTree, Value, typed
 from tapax._jax.pytrees import ValueStructure
+from tapax._marks.active_examples import active_operands
 from tapax._marks.change import change_p, with_axis
-from tapax._marks.liveness import live_operands
 from tapax._marks.scopes import Scopes, path_in
 from tapax._sites import Site
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What a mark in the source says: the static half of a site.
+    """A mark in the source: the static half of a site.
 
-    `path` is without the scopes around the mark until the walk adds them. `uid` is new for every
-    mark that is traced; bodies that JAX traces once and uses several times share it. `admitted` are
-    the policies of the captures by which a module's result is a site, `members` those of an
-    ensemble that share its batch. `changing` if the value, or its gradient, may be edited: then its
-    derivatives are those of an edit that is not known yet. `replacing` if another value may come in
-    its place, whose derivatives are those of the value. It `pairs` the gradient with the value
-    if a reducer compares them. `structure` is that of the value whose arrays are marked, of which
-    this is number `leaf`; a value without arrays has a mark all the same.
+    - `path`: the name of the mark; the walk adds the scopes around it.
+    - `uid`: a number for every traced mark; all uses of a body that JAX traces once share it.
+    - `admitted`: the module filters of the captures that make the result of a module a site.
+    - `members`: the number of ensemble members that share the batch of a module.
+    - `changing`: whether the value or its gradient may be edited; its derivatives are then those of
+      an edit that is not known yet.
+    - `replacing`: whether another value may replace it, with the derivatives of the original.
+    - `pairs`: whether a reducer compares the gradient with the value.
+    - `structure`: the structure of the sown value, whose array number `leaf` this mark is on. A
+      value without arrays has a mark too.
     """
 
     path: str
@@ -103,7 +107,7 @@ class Mark:
 
     @property
     def value_path(self) -> str:
-        """The path of the whole value, which is reduced as one."""
+        """The path of the whole value, which a reducer takes as one."""
         return self.path if self.structure is None else self.path.partition(":")[0]
 
     @property
@@ -111,21 +115,21 @@ class Mark:
         return self.structure is None or self.leaf + 1 >= self.structure.count
 
     def join(self, arrays: Sequence[Value]) -> Any:
-        """The whole value, made of its arrays."""
+        """Build the whole value from its arrays."""
         return arrays[0] if self.structure is None else self.structure.join(arrays)
 
     def site(self, **found: Any) -> Site:
-        """The site that it marks, with what was `found` out about it."""
+        """Make the site of the mark, with the further fields in `found`."""
         shared = ("path", "kind", "source", "op", "module", "method", "members", "collection")
         return Site(**{name: getattr(self, name) for name in shared}, **found)
 
     @property
     def described(self) -> str:
-        """The words by which messages tell the user which site it is."""
+        """The site and its source line, as messages name it."""
         return self.site().described
 
     def within(self, scopes: Scopes) -> Mark:
-        """The mark with the names of the scopes around it."""
+        """Add the names of the scopes around the mark to its path."""
         return dataclasses.replace(self, path=path_in(scopes, self.path)) if scopes else self
 
     def __repr__(self) -> str:
@@ -133,7 +137,7 @@ class Mark:
 
 
 class TapEffect(_jax.Effect):
-    """Keeps taps alive."""
+    """The effect of taps, which keeps them from being eliminated as dead code."""
 
     def __repr__(self) -> str:
         return "Tap"
@@ -145,11 +149,11 @@ tap_p.multiple_results = True
 
 
 def tap(x: Value, mark: Mark) -> Any:
-    """Marks an array; returns it."""
+    """Mark an array and return it."""
     params: dict[str, Any] = {"axes": (), "branches": (), "shift": 0, "level": 0}
-    # Operations of a library's loop may count its iterations, which are those of all examples.
-    live = [] if mark.kind in ("op", "name") else live_operands()
-    return tap_p.bind(x, *live, mark=mark, kind="value", **params)[0]
+    # An operation in the loop of a library may count the iterations of all examples.
+    active = [] if mark.kind in ("op", "name") else active_operands()
+    return tap_p.bind(x, *active, mark=mark, kind="value", **params)[0]
 
 
 MAKES_TOKEN = ("value", "copy")
@@ -162,7 +166,7 @@ def _impl(x: Value, *rest: Any, kind: str, **params: Any) -> list[Any]:
 
 def _abstract_eval(x: Value, *rest: Any, kind: str, **params: Any) -> Any:
     del rest, params
-    # On the mesh of the value, as JAX may have to divide both alike.
+    # The token is on the mesh of the value, as JAX may have to shard both alike.
     mesh = x.sharding.update(spec=PartitionSpec(None))
     token = [ShapedArray((0,), jnp.dtype(bool), sharding=mesh)] if kind in MAKES_TOKEN else []
     kept = kind == "value" or kind.startswith("grad")
@@ -178,40 +182,42 @@ def _lowering(ctx: Any, x: Value, *rest: Any, kind: str, **params: Any) -> Any:
 
 
 def split_shape(eqn: Equation) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes of the mapped axes of what a tap carries, and the shape of the value itself."""
+    """Return the sizes of the mapped axes of a tap's operand, and the shape of the value itself."""
     axes, shape = eqn.params["axes"], eqn.invars[0].aval.shape
     return tuple(shape[a] for a in axes), tuple(n for i, n in enumerate(shape) if i not in axes)
 
 
 def operands(kind: str, mark: Mark) -> int:
-    """How many operands a tap has before `live`: a plain value has no token."""
+    """Return the number of operands of a tap before `active`."""
     if kind in MAKES_TOKEN:
         return 1
-    return 3 if mark.pairs and kind != "again" else 2
+    return 3 if mark.pairs and kind != "recomputed" else 2
 
 
 def _batch(axis_data: Any, args: Args, dims: Any, *, axes: Any, **params: Any) -> Any:
-    own = operands(params["kind"], params["mark"])
-    (x, *token), live = args[:own], args[own:]
-    live_dims = dims[own:]
-    # A gradient and its value have their axes in the same places.
-    pair, pair_dim = (token.pop(), dims[2]) if own == 3 else (None, None)
+    count = operands(params["kind"], params["mark"])
+    (x, *token), active = args[:count], args[count:]
+    active_dims = dims[count:]
+    # A gradient and its value have their axes in the same positions.
+    pair, pair_dim = (token.pop(), dims[2]) if count == 3 else (None, None)
     dim = pair_dim if dims[0] is None else dims[0]
-    if live and live_dims[0] is None and live[0].ndim == 0:
-        # The predicate is the same for all examples: the branch runs only where it counts.
-        live, live_dims = (), ()
-    if dim is None and not any(d is not None for d in live_dims):
-        out = tap_p.bind(*args[:own], *live, axes=axes, **params)
+    if active and active_dims[0] is None and active[0].ndim == 0:
+        # The predicate is equal for all examples, so the branch runs only if it counts.
+        active, active_dims = (), ()
+    if dim is None and not any(d is not None for d in active_dims):
+        out = tap_p.bind(*args[:count], *active, axes=axes, **params)
         return out, [None] * len(out)
     dim = 0 if dim is None else dim
     x = with_axis(x, dims[0], dim, axis_data.size)
-    if own == 3:
+    if count == 3:
         token.append(with_axis(pair, pair_dim, dim, axis_data.size))
-    # `live` leads with the mapped axes, outermost first, and this one is the outermost yet. What
-    # axis a token was given means nothing.
-    live = [typed.bdim_at_front(v, d, axis_data.size) for v, d in zip(live, live_dims, strict=True)]
+    # `active` leads with the mapped axes, outermost first, and this one is the outermost so far.
+    # The mapped axis of a token has no meaning.
+    active = [
+        typed.bdim_at_front(v, d, axis_data.size) for v, d in zip(active, active_dims, strict=True)
+    ]
     axes = (dim, *(a + (a >= dim) for a in axes))
-    out = tap_p.bind(x, *token, *live, axes=axes, **params)
+    out = tap_p.bind(x, *token, *active, axes=axes, **params)
     return out, [dim, None][: len(out)]
 
 
@@ -219,7 +225,7 @@ def _zero(primal: Any) -> ad.Zero:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-_TANGENTS = {"value": "tangent", "again": "tangent again", "copy": "tangent again"}
+_TANGENTS = {"value": "tangent", "recomputed": "tangent recomputed", "copy": "tangent recomputed"}
 
 
 def _jvp(primals: PyTree, tangents: PyTree, *, kind: str, **params: Any) -> Any:
@@ -230,25 +236,25 @@ def _jvp(primals: PyTree, tangents: PyTree, *, kind: str, **params: Any) -> Any:
     if type(t) is ad.Zero:
         t_out = _zero(out[0])
     elif kind in _TANGENTS:
-        token, *live = [*out[1:], *rest]
+        token, *active = [*out[1:], *rest]
         t = _slope(token, x, t, "value", params)
         value = [out[0]] if params["mark"].pairs else []
-        (t_out,) = tap_p.bind(t, token, *value, *live, kind=_TANGENTS[kind], **params)
+        (t_out,) = tap_p.bind(t, token, *value, *active, kind=_TANGENTS[kind], **params)
     elif kind.startswith("grad"):
         t_out = _slope(rest[0], x, t, "grad", params)
     else:
-        # The derivative of a tangent is no tangent of the marked value.
+        # The derivative of a tangent is not a tangent of the marked value.
         t_out = t
     return out, [t_out, *(_zero(o) for o in out[1:])]
 
 
 def _slope(token: Value, x: Value, t: Value, of: str, params: dict[str, Any]) -> Any:
-    """The tangent of what an edit makes of `x`."""
+    """Return the tangent of the edited `x`."""
     if not params["mark"].changing:
         return t
     kept = {name: params[name] for name in ("mark", "axes", "branches", "level")}
-    own = (True,) * len(params["axes"])
-    return change_p.bind(token, x, t, of=of, order=1, transposed=False, own=own, **kept)
+    all_axes = (True,) * len(params["axes"])
+    return change_p.bind(token, x, t, of=of, order=1, transposed=False, in_value=all_axes, **kept)
 
 
 def _transpose(cts: PyTree, t: Value, *rest: Any, kind: str, **params: Any) -> Any:
@@ -260,10 +266,10 @@ def _transpose(cts: PyTree, t: Value, *rest: Any, kind: str, **params: Any) -> A
 
 
 def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Equation) -> Any:
-    """How remat splits a tap: forward the value and its token, backward the value once more.
+    """Split a tap for remat: the forward pass keeps the token, the backward pass recomputes x.
 
-    Left to itself, JAX would save the result of an effectful equation, and so lose the memory that
-    remat saves.
+    By default JAX would save the result of an effectful equation, and so lose the memory that remat
+    saves.
     """
     del saveable
     inputs = [v for v, inst in zip(eqn.invars, known, strict=True) if not inst]
@@ -275,35 +281,35 @@ def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Equation)
         false = [False] * len(eqn.outvars)
         return eqn, None, false, false, []
     value, token = eqn.outvars
-    x, *live = eqn.invars
+    x, *active = eqn.invars
     if _jax.is_splitting_while():
         copy = eqn.replace(params=dict(eqn.params, kind="copy"), effects=frozenset[Any]())
         return eqn, copy, [False, False], [True, True], needed
-    again = eqn.replace(
-        invars=[x, token, *live],
+    recomputed = eqn.replace(
+        invars=[x, token, *active],
         outvars=[value],
-        params=dict(eqn.params, kind="again"),
+        params=dict(eqn.params, kind="recomputed"),
         effects=frozenset[Any](),
     )
-    return eqn, again, [False, False], [True, False], [*needed, token]
+    return eqn, recomputed, [False, False], [True, False], [*needed, token]
 
 
 def _remat(x: Value, *rest: Any, kind: str, **params: Any) -> Any:
-    """The same for JAX's newer remat: results, residuals, and how to make the results again."""
+    """Split a tap for `jax_remat3`: return results, a residual, and a function to recompute."""
     out = tap_p.bind(x, *rest, kind=kind, **params)
 
-    def again(token: Value, x: Value, *rest: Any) -> Any:
+    def recompute(token: Value, x: Value, *rest: Any) -> Any:
         if kind != "value":
             return tap_p.bind(x, *rest, kind=kind, **params)
-        return [*tap_p.bind(x, token, *rest, kind="again", **params), token]
+        return [*tap_p.bind(x, token, *rest, kind="recomputed", **params), token]
 
-    return out, out[1] if kind == "value" else None, again
+    return out, out[1] if kind == "value" else None, recompute
 
 
 def _hoist(stage: Any, tracers: Any, params: PyTree) -> Any:
-    """What JAX takes out of a loop goes on as it is; the tap stays in, for every iteration.
+    """Let JAX hoist the value out of a loop, but leave the tap inside, for every iteration.
 
-    The token stays with it: one for each iteration is none too many, as it has no bytes.
+    The token stays with the tap. A token per iteration costs nothing, as it has no bytes.
     """
     mark = params["mark"]
     if params["kind"] != "value" or mark.changing or mark.replacing:

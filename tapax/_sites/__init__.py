@@ -1,4 +1,4 @@
-"""Sites: what they are, how they are named, how selections pick them, and errors about them."""
+"""Sites, their names, the selections that pick them, and errors about them."""
 
 from tapax._sites.errors import SiteError as SiteError
 from tapax._sites.errors import as_array as as_array

@@ -1,4 +1,4 @@
-"""`SiteError`, and what messages about sites and functions are made of."""
+"""`SiteError`, and building blocks for messages about sites and functions."""
 
 import difflib
 import functools
@@ -9,11 +9,17 @@ from tapax._jax import Function, PyTree, Value, typed
 
 
 class SiteError(ValueError):
-    """A site was asked for that cannot be given. The message names it, the cause and the fix."""
+    """An error about a site that cannot be returned or changed as requested.
+
+    The message names the site, the cause and the fix.
+    """
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
-    """A sentence with the names closest to `name`, or the names there are, or that none are."""
+    """Write a sentence with the names closest to `name`.
+
+    If no name is close, list the first few `names`; if there are none, say how to make one.
+    """
     known = sorted(set(names))
     if not known:
         return "The program has no sites: mark a value with tapax.sow(value, name)."
@@ -30,7 +36,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
 
 
 def as_array(x: Value, what: str) -> Any:
-    """`x` as an array; `what` it is, should it be none."""
+    """Convert `x` to an array; `what` names it in the error if that fails."""
     try:
         return typed.asarray(x)
     except (TypeError, ValueError):
@@ -38,12 +44,12 @@ def as_array(x: Value, what: str) -> Any:
 
 
 def wrong_type(sentence: str, value: PyTree) -> TypeError:
-    """An error for an argument: `sentence`, to which `value` and its type are the end."""
+    """Make an error for an argument; the message is `sentence`, then `value` and its type."""
     return TypeError(f"{sentence} {value!r} of type {type(value).__name__}.")
 
 
 def name_of(fn: Function) -> str:
-    """What to call a function in a message, and a compiled program of it."""
+    """Return a name for a function, for messages and for compiled programs."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)

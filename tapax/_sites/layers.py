@@ -1,8 +1,8 @@
-"""Scanned layers: names of single layers of a module that a loop runs once for each.
+"""Scanned layers: names for the single layers of a module that a loop runs once per layer.
 
-A model that scans over its layers has one site for all of them, `Stack/layers/mlp`, whose values
-are stacked. A name with the number of a layer, `Stack/layers/3/mlp`, picks the value of that one,
-as if the layers were written out.
+A model that scans over its layers has one site for all layers, `Stack/layers/mlp`, whose values are
+stacked. A name with the number of a layer, `Stack/layers/3/mlp`, picks the value of that layer, as
+if the model ran its layers without a loop.
 
 >>> site = Site("Stack/layers/mlp", layers=(ScannedLayers("Stack/layers", 0, 4),))
 >>> def find(name):
@@ -21,13 +21,14 @@ from tapax._sites.site import ScannedLayers, Site
 
 
 class LayerNumber(int):
-    """The number of a layer: an iteration of a loop that does not show in the result."""
+    """The number of a layer: the iteration of a loop whose axis is dropped from the result."""
 
 
 class LayerName(NamedTuple):
-    """The path of a site in some layers, and which they are: a number for each loop, or None.
+    """The path of a site in one layer, and the number of that layer in each loop.
 
-    Loops are counted from the innermost.
+    The number is None for a loop that the path does not number. Loops are in order, innermost
+    first.
     """
 
     path: str
@@ -35,15 +36,15 @@ class LayerName(NamedTuple):
 
 
 _NUMBERED = re.compile(r"(?=(?:^|/)([^/*?]+)/(\d+)(?:[/.:@~]|$))")
-"""The name of a module and the number of a layer behind it, in a pattern."""
+"""The name of a module in a glob, followed by the number of a layer."""
 
 
 def find_layers(
     globs: Sequence[str], site: Site, is_picked: Callable[[Site], bool]
 ) -> Iterator[LayerName]:
-    """The names of single layers that a selection picks of a site that several layers share.
+    """Find the single layers that a selection picks from a site that several layers share.
 
-    `globs` are those in the selection.
+    `globs` are the globs in the selection; `is_picked` is the selection as a predicate.
     """
     for name in _candidates(globs, site, is_picked):
         if all(n is None or n < layers.length for n, layers in _pairs(name, site)):
@@ -53,7 +54,7 @@ def find_layers(
 def find_missing_layer(
     globs: Sequence[str], site: Site, is_picked: Callable[[Site], bool]
 ) -> ScannedLayers | None:
-    """The layers of a site in which a selection asks for one that there is not."""
+    """Find the scanned layers of a site of which a selection names a layer that does not exist."""
     for name in _candidates(globs, site, is_picked):
         for number, layers in _pairs(name, site):
             if number is not None and number >= layers.length:
@@ -69,7 +70,7 @@ def _pairs(name: LayerName, site: Site) -> Iterator[tuple[LayerNumber | None, Sc
 def _candidates(
     globs: Sequence[str], site: Site, is_picked: Callable[[Site], bool]
 ) -> Iterator[LayerName]:
-    """The names that a selection would pick, however many layers there are."""
+    """Yield the names that a selection would pick if there were any number of layers."""
     if not site.layers:
         return
     numbered = [found for glob in globs for found in _NUMBERED.findall(glob)]

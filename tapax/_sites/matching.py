@@ -1,10 +1,10 @@
-"""Which sites a selection picks, and how selections combine.
+"""Matching of sites against selections, and combinations of selections.
 
-A glob, a predicate, or an object of a class made from `Selector` either picks a site or does not.
-Some sites exist only because a selection asks for them: the results of operations, which rules such
-as `tapax.ops` mark, the inputs of modules, and the weights of attention layers. A glob picks none
-of these unless it says so, but it may *admit* them: in `tapax.ops("dot_general") & "**/attn"` the
-rule picks the matrix products, and the glob admits those inside a module `attn`.
+A glob, a predicate or a `Selector` either picks a site or does not. Some sites exist only because a
+selection asks for them: the results of operations, which rules such as `tapax.ops` mark, the inputs
+of modules, and the weights of attention layers. A glob picks such a site only if the glob contains
+the text in `ASKED`, but it may *admit* it: in `tapax.ops("dot_general") & "**/attn"` the rule picks
+the matrix products, and the glob admits those inside a module `attn`.
 
 >>> attn = Site("GPT/h/0/attn")
 >>> product = Site("GPT/h/0/attn/out/dot_general", kind="op", op="dot_general")
@@ -28,18 +28,18 @@ from tapax._sites.site import Site
 RULED = ("op", "name")
 """The kinds of sites that only rules pick."""
 ASKED = {"input": ".input", "weights": ":weights"}
-"""What a glob has to contain to pick a site of these kinds."""
+"""The text that a glob must contain to pick a site of each of these kinds."""
 
 
 class Selector:
-    """A selection that is an object, and combines with others by `&`, `|` and `~`."""
+    """A selection that combines with others by `&`, `|` and `~`."""
 
     def picks(self, site: Site) -> bool:
-        """Whether it picks a site."""
+        """Return whether the selection picks `site`."""
         raise NotImplementedError
 
     def admits(self, site: Site) -> bool:
-        """Whether it lets through a site that another selection picks."""
+        """Return whether the selection lets through a site that another selection picks."""
         return self.picks(site)
 
     def __and__(self, other: Any) -> Selector:
@@ -60,7 +60,7 @@ class Selector:
 
 @dataclasses.dataclass(frozen=True)
 class Intersection(Selector):
-    """The sites that one of two selections picks, and that both admit."""
+    """The sites that at least one of two selections picks and both admit."""
 
     first: Any
     second: Any
@@ -78,7 +78,7 @@ class Intersection(Selector):
 
 @dataclasses.dataclass(frozen=True)
 class Union(Selector):
-    """The sites that either of two selections picks."""
+    """The sites that at least one of two selections picks."""
 
     first: Any
     second: Any
@@ -95,7 +95,7 @@ class Union(Selector):
 
 @dataclasses.dataclass(frozen=True)
 class Complement(Selector):
-    """The sites that a selection does not admit, without those that have to be asked for."""
+    """The sites that a selection does not admit, except those that exist only on request."""
 
     selection: Any
 
@@ -110,7 +110,7 @@ class Complement(Selector):
 
 
 class Glob(str, Selector):
-    """A glob that combines with other selections. See `glob`."""
+    """A glob that combines with other selections: see `glob`."""
 
     __slots__ = ()
     __and__, __or__, __invert__ = Selector.__and__, Selector.__or__, Selector.__invert__
@@ -119,7 +119,7 @@ class Glob(str, Selector):
 def glob(pattern: str) -> Glob:
     """Make a glob that combines with other selections by `&`, `|` and `~`.
 
-    A plain string is enough on one side of `&` or `|` if the other is a rule or a `glob`.
+    One side of `&` or `|` may be a plain string if the other is a rule or a `glob`.
 
     >>> import jax.numpy as jnp, tapax
     >>> def f(x):
@@ -141,14 +141,14 @@ def _operand(operator: str, other: Any) -> Any:
     if isinstance(other, (str, Selector)) or callable(other):
         return other
     raise TypeError(
-        f"A selection combines by `{operator}` with another selection: a glob, a rule such as "
+        f"`{operator}` combines a selection with another selection: a glob, a rule such as "
         f"tapax.ops('dot_general'), or a predicate on Site. It was given {other!r} of type "
         f"{type(other).__name__}."
     )
 
 
 def picks(selection: Any, site: Site) -> bool:
-    """Whether a selection picks a site."""
+    """Return whether a selection picks a site."""
     if selection is None:
         return False
     if isinstance(selection, str):
@@ -161,7 +161,7 @@ def picks(selection: Any, site: Site) -> bool:
 
 
 def admits(selection: Any, site: Site) -> bool:
-    """Whether a selection lets through a site that another picks."""
+    """Return whether a selection lets through a site that another selection picks."""
     if isinstance(selection, str):
         return any(_matches(selection, around) for around in _with_scopes(site))
     if isinstance(selection, Selector):
@@ -176,7 +176,7 @@ def _is_asked(pattern: str, kind: str) -> bool:
 
 
 def _with_scopes(site: Site) -> Iterator[Site]:
-    """A site, and, if it has to be asked for, the modules and scopes that it is in."""
+    """Yield a site and, if it exists only on request, the modules and scopes around it."""
     yield site
     if site.kind in ASKED:
         yield dataclasses.replace(site, path=site.path.rpartition(ASKED[site.kind])[0])
@@ -191,7 +191,7 @@ def _matches(pattern: str, site: Site) -> bool:
 
 
 def _subject(pattern: str, site: Site) -> str:
-    """The parts of a site's name that a pattern mentions."""
+    """Return the name of a site, reduced to the parts that `pattern` mentions."""
     path = site.path if ":" in pattern else site.path.partition(":")[0]
     call = f"@{site.call}" if "@" in pattern else ""
     return path + call + (f"~{site.pullback}" if "~" in pattern else "")
@@ -205,7 +205,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def show(selection: Any) -> str:
-    """The words by which messages quote a selection."""
+    """Return a selection as messages quote it."""
     if isinstance(selection, str):
         return repr(str(selection))
     if isinstance(selection, Selector):

@@ -1,4 +1,4 @@
-"""Modules that are sites or not because of the package they are from, or of how deep they are.
+"""Predicates on modules: by the package that defines them, or by their depth in the model.
 
 >>> without("flowjax")
 without('flowjax')
@@ -14,28 +14,28 @@ from tapax._sites.site import Site
 MACHINERY = {
     "diffrax": "terms, solvers and controllers, which run the vector field that the user wrote",
     "optimistix": "solvers, searches and descents, which run the function that the user wrote",
-    "lineax": "operators and solvers of linear systems, which the two above are made of",
+    "lineax": "operators and solvers of linear systems, which diffrax and optimistix use",
     "paramax": "wrappers in which a model keeps its parameters until they are unwrapped",
 }
-"""Packages whose modules run the user's model and are no part of it, and what those modules are.
+"""Packages whose modules run the user's model without being part of it, and their modules.
 
-They are sites only where a selection names them, and add nothing to the names of others.
+These modules are sites only if a selection names them, and do not appear in the paths of others.
 """
 
 
 def is_machinery(cls: Any) -> bool:
-    """Whether a class is from a package whose modules are no part of the user's model."""
+    """Return whether a class comes from a package in `MACHINERY`."""
     return _package(cls) in MACHINERY
 
 
 def _package(cls: Any) -> str:
-    # A callable object may well have None there.
+    # `__module__` of a callable object may be None.
     return str(getattr(cls, "__module__", "")).partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ModulesWithout:
-    """All modules but those of some packages. See `without`."""
+    """All modules except those of some packages: see `without`."""
 
     packages: tuple[str, ...]
 
@@ -47,11 +47,12 @@ class ModulesWithout:
 
 
 def without(*packages: str) -> ModulesWithout:
-    """Every module but those of some packages, for the argument `modules`.
+    """Select every module except those of some packages, for the argument `modules`.
 
-    `packages` are names that one imports: `tapax.without("flowjax")`. A module is from the package
-    in which its class is defined. Modules of diffrax, optimistix, lineax and paramax are left out
-    in any case, unless a selection names them. Raises `TypeError` for anything but names.
+    `packages` are import names: `tapax.without("flowjax")`. A module belongs to the package that
+    defines its class. Modules of diffrax, optimistix, lineax and paramax are sites only if a
+    selection names them, with or without this function. Raises `TypeError` if an argument is not
+    such a name.
 
     >>> import jax, jax.numpy as jnp, equinox as eqx, tapax
     >>> class Net(eqx.Module):
@@ -67,15 +68,15 @@ def without(*packages: str) -> ModulesWithout:
     names: tuple[Any, ...] = packages
     if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise TypeError(
-            "`without` takes names of packages as one imports them, such as 'flowjax', but was "
-            f"given {', '.join(map(repr, packages)) or 'none'}."
+            "`without` takes the import names of packages, such as 'flowjax', but was given "
+            f"{', '.join(map(repr, packages)) or 'none'}."
         )
     return ModulesWithout(packages)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleDepth:
-    """The modules at most so many attributes away from the root of their model.
+    """The modules at most `depth` attributes below the root of their model.
 
     >>> paths = ["GPT", "GPT/blocks/3", "GPT/blocks/3/attn", "GPT/blocks/3.cache:keys"]
     >>> [ModuleDepth(1)(Site(path)) for path in paths]
@@ -86,5 +87,5 @@ class ModuleDepth:
 
     def __call__(self, site: Site) -> bool:
         _, *below = site.path.partition(":")[0].split("/")
-        # An index counts with the attribute that holds the container.
+        # An index belongs to the attribute of its container, and does not count.
         return sum(not part.partition(".")[0].isdigit() for part in below) <= self.depth

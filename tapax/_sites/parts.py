@@ -1,4 +1,4 @@
-"""Parts of what a site holds: some iterations of a loop, some entries of a value."""
+"""Parts of the values of a site: some iterations of a loop, or some entries of an array."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SLICES: tuple[type[Any], ...] = (slice,)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class At(Selector):
-    """Some iterations, or some entries, of the values that a selection picks. See `at`."""
+    """A selection of some iterations or entries of the values of its sites: see `at`."""
 
     selection: Any
     step: Any = None
     index: Index | None = None
 
     def _identity(self) -> Any:
-        # An array is what it is, and not equal to another.
+        # Arrays are compared by identity.
         is_fixed = self.step is None or isinstance(self.step, (int, StepSlice))
         numbers = () if self.index is None else tuple(map(id, self.index.numbers))
         return self.selection, self.step if is_fixed else id(self.step), self.index, numbers
@@ -56,16 +56,16 @@ class At(Selector):
 
 
 def at(selection: Any, *, step: slice | ArrayLike | None = None, index: Any = None) -> At:
-    """Some iterations, or some entries, of the values that `selection` picks.
+    """Select some iterations, or some entries, of the values that `selection` picks.
 
-    `step` are iterations of the innermost loop around a site: an integer gives the value of that
-    one iteration, a slice gives them stacked. In an edit, `step` may be an array with one integer,
-    which may be traced.
+    `step` selects iterations of the innermost loop around a site: an integer gives the value of one
+    iteration, a slice gives stacked values. In an edit, `step` may be an integer array without
+    axes, which may be traced.
 
-    `index` are entries of the value as it was marked, without the axes of loops and maps:
-    `np.s_[:, -1]` for the last position, `np.s_[..., 3, :]` for a head. It takes what indexes a
-    NumPy array. Of a captured or reduced value only that part is kept; an edit changes that part
-    alone, and its integers may be traced.
+    `index` selects entries of the value as it was marked, without the axes of loops and maps:
+    `np.s_[:, -1]` for the last position, `np.s_[..., 3, :]` for a head. It takes whatever indexes a
+    NumPy array. A capture returns or reduces only that part of the value; an edit changes only that
+    part, and the integers in `index` may be traced.
 
     >>> import jax.numpy as jnp, numpy as np, tapax
     >>> f = lambda x: tapax.sow(x**2, "h").sum()
@@ -78,15 +78,15 @@ def at(selection: Any, *, step: slice | ArrayLike | None = None, index: Any = No
     """
     if step is None and index is None:
         raise TypeError(
-            "`at` takes `step`, which iterations of a loop, or `index`, which part of a value, but "
-            "was given neither."
+            "`at` needs `step`, some iterations of a loop, or `index`, a part of a value, but was "
+            "given neither."
         )
     part = None if index is None else Index.of(index)
     return At(_hashable(selection), _checked_step(step), part)
 
 
 def _hashable(selection: Any) -> Any:
-    """A selection as a key of a mapping: lists become tuples."""
+    """Make a selection hashable: lists become tuples, and sets frozen sets."""
     if isinstance(selection, SEQUENCES):
         return tuple(map(_hashable, selection))
     return frozenset(cast(Iterable[Any], selection)) if isinstance(selection, set) else selection
@@ -104,7 +104,7 @@ def _checked_step(step: Any) -> Any:
             return step
         raise SiteError(
             f"`at` takes one iteration as `step`, but was given an array of shape "
-            f"{list(step.shape)}. Use jax.vmap for several."
+            f"{list(step.shape)}. For several iterations, apply jax.vmap to the edited function."
         )
     raise wrong_type(
         "`at` takes an integer or a slice of iterations as `step`, but was given", step
@@ -113,7 +113,7 @@ def _checked_step(step: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StepSlice:
-    """A slice that can be hashed on every Python (before 3.12 slices cannot)."""
+    """A slice that is hashable in every Python; built-in slices are only since Python 3.12."""
 
     start: int | None
     stop: int | None
@@ -133,19 +133,19 @@ class StepSlice:
 
 @dataclasses.dataclass(frozen=True)
 class _IndexArray:
-    """An array in an index, compared by what it holds."""
+    """An array in an index, compared by its elements."""
 
     array: np.ndarray = dataclasses.field(compare=False)
     content: tuple[Any, ...]
 
     @classmethod
     def of(cls, array: Any) -> _IndexArray:
-        held = np.asarray(array)
-        return cls(held, (held.dtype.str, held.shape, held.tobytes()))
+        made = np.asarray(array)
+        return cls(made, (made.dtype.str, made.shape, made.tobytes()))
 
 
 class _TracedInteger:
-    """Stands for an integer in an index that is traced."""
+    """A placeholder for a traced integer in an index."""
 
 
 _TRACED = _TracedInteger()
@@ -154,9 +154,9 @@ _Item: TypeAlias = "int | StepSlice | _IndexArray | _TracedInteger | EllipsisTyp
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Which entries of a value: what stands in the brackets of `x[...]`, but hashable.
+    """A hashable index of a value: the contents of the brackets of `x[...]`.
 
-    `numbers` are the integers in it that are traced, in order. They do not count for equality.
+    `numbers` are the traced integers in it, in order. Equality ignores them.
     """
 
     items: tuple[_Item, ...]
@@ -170,37 +170,37 @@ class Index:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The index as arrays take it."""
+        """The index to use in `x[...]`."""
         numbers = iter(self.numbers)
         return tuple(next(numbers) if item is _TRACED else _plain(item) for item in self.items)
 
     def with_numbers(self, numbers: Sequence[Any]) -> Index:
-        """The index with other integers in the places of those that are traced."""
+        """Replace the traced integers."""
         return Index(self.items, tuple(numbers))
 
     def pick(self, x: Value) -> Any:
-        """The part of a value."""
+        """Return the part of `x` that the index selects."""
         return x[self.key]
 
     def put(self, x: Value, part: Value) -> Any:
-        """The value with its part replaced."""
+        """Return `x` with the part that the index selects replaced by `part`."""
         array: Any = x
         return array.at[self.key].set(part)
 
     def check(self, shape: tuple[int, ...], site: Site) -> tuple[int, ...]:
-        """The shape of the part of a value of some shape; raises for a part that is not there."""
+        """Return the shape of the selected part of a value; raise if `shape` has no such part."""
         known = Index(tuple(0 if item is _TRACED else item for item in self.items))
         try:
             return np.broadcast_to(np.zeros((), bool), shape)[known.key].shape
         except IndexError as error:
             raise SiteError(
-                f"index={self} was asked for of the {site.described}, whose values have shape "
+                f"index={self} does not fit the {site.described}, whose values have shape "
                 f"{list(shape)}: {error}. An index counts the axes of the value as it was marked, "
-                "without those of loops and maps."
+                "without the axes of loops and maps."
             ) from None
 
     def lengths(self, shape: tuple[int, ...]) -> list[int]:
-        """How long the axes are that the traced integers index, in a value of some shape."""
+        """Return the sizes of the axes of a value that the traced integers index."""
         taken = [_axes(item) for item in self.items]
         rest = len(shape) - sum(taken)
         axis, found = 0, list[int]()
@@ -233,8 +233,8 @@ def _item(item: Any) -> Any:
     elif isinstance(array, _ARRAYS) and kind in "iub":
         return int(array) if array.ndim == 0 and kind in "iu" else _IndexArray.of(array)
     raise wrong_type(
-        "`at` takes as `index` what indexes an array: integers, slices, `...`, arrays of integers "
-        "or booleans, or several of these, of which integers may be traced. It was given",
+        "`at` takes an index of an array as `index`: integers, which may be traced, slices, `...`, "
+        "arrays of integers or booleans, or a tuple of these. It was given",
         item,
     )
 
@@ -246,7 +246,7 @@ def _plain(item: Any) -> Any:
 
 
 def _axes(item: Any) -> int:
-    """How many axes of a value an item of an index stands for."""
+    """Return the number of axes of a value that an item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
     is_mask = isinstance(item, _IndexArray) and item.array.dtype == bool

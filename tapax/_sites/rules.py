@@ -1,4 +1,4 @@
-"""Rules: selections of values that nobody marked, by the operation that computes them."""
+"""Rules: selections of unmarked values by the operations that compute them."""
 
 import dataclasses
 import os
@@ -11,9 +11,9 @@ from tapax._sites.site import Site
 
 
 class Operation(NamedTuple):
-    """An operation in a user's code: its name, its line, and the label of a `checkpoint_name`.
+    """An operation in the user's code: its name, its line, and the label of a `checkpoint_name`.
 
-    `is_call` if it runs a function, and its results are those of the operations in there.
+    `is_call` is true if the operation calls a function, whose operations compute its results.
     """
 
     name: str
@@ -24,12 +24,12 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule(Selector):
-    """Marks values that nobody marked. Its class has the name of the function that makes it."""
+    """A selection that marks the results of operations. Its class is named like its function."""
 
     names: tuple[str, ...]
 
     def marks(self, operation: Operation) -> bool:
-        """Whether it marks the results of an operation."""
+        """Return whether the rule marks the results of an operation."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Rule(Selector):
 
 
 class Ops(Rule):
-    """Marks the results of every operation with one of these names. See `ops`."""
+    """The results of every operation with one of these names: see `ops`."""
 
     def marks(self, operation: Operation) -> bool:
         return operation.name in self.names
@@ -47,10 +47,10 @@ class Ops(Rule):
 
 
 class Lines(Rule):
-    """Marks the results of every operation written on one of these lines. See `lines`."""
+    """The results of every operation on one of these lines of source: see `lines`."""
 
     def marks(self, operation: Operation) -> bool:
-        # The operations in a call are on the line too.
+        # The operations inside a call have this line too, and mark its results.
         here = any(_is_on_line(operation.source, place) for place in self.names)
         return here and not operation.is_call
 
@@ -59,7 +59,7 @@ class Lines(Rule):
 
 
 class Named(Rule):
-    """Marks the values with one of these `checkpoint_name`s. See `named`."""
+    """The values with one of these `checkpoint_name`s: see `named`."""
 
     def marks(self, operation: Operation) -> bool:
         return operation.label is not None and operation.label in self.names
@@ -69,26 +69,26 @@ class Named(Rule):
 
 
 def ops(*names: str) -> Ops:
-    """Every result of these operations, by the name JAX gives them: `ops("dot_general", "sin")`.
+    """Select every result of some operations by their names in JAX: `ops("dot_general", "sin")`.
 
-    Each becomes a site `scope/operation`, its gradient included.
+    Each result becomes a site `scope/operation` with a value and a gradient.
     """
     return Ops(_strings("ops", names))
 
 
 def lines(*places: str) -> Lines:
-    """Every result computed on these lines of source: `lines("model.py:120")`."""
+    """Select every result computed on some lines of source: `lines("model.py:120")`."""
     for place in _strings("lines", places):
         if not re.fullmatch(r".+:\d+", place):
             raise SiteError(
-                f"`lines` takes places such as 'model.py:120', a file and a line number, "
-                f"but was given {place!r}."
+                f"`lines` takes a file and a line number, such as 'model.py:120', but was given "
+                f"{place!r}."
             )
     return Lines(places)
 
 
 def named(*names: str) -> Named:
-    """Every value given one of these names by `jax.ad_checkpoint.checkpoint_name`."""
+    """Select every value that `jax.ad_checkpoint.checkpoint_name` gives one of these names."""
     return Named(_strings("named", names))
 
 

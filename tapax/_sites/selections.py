@@ -1,9 +1,9 @@
-"""Sites, their names, and the selections that pick some of them.
+"""The selections that pick sites.
 
-A *site* is a named value in a program. Its `path` is what the user called it, with the scopes
-around it: `teacher/h`. Its `name` tells one call from another: the first call of `h` is `h`, the
-second `h@1`. A leaf of a structured value has its key behind a colon: `rnn:0`, `attn:weights`.
-One name, one array.
+A *site* is a named value in a program. Its `path` is the name in the mark, after the names of the
+scopes around it: `teacher/h`. Its `name` also numbers the call: the first call of `h` is `h`, the
+second `h@1`. The name of a leaf of a structured value ends with a colon and the key of the leaf:
+`rnn:0`, `attn:weights`. Each name belongs to one array.
 
 A *selection* picks sites:
 
@@ -11,16 +11,16 @@ A *selection* picks sites:
 >>> [picks(s, h) for s in ("net/h", "net/*", "**", "**/h", "*", "net/h@2", "net/h@0")]
 [True, True, True, True, False, True, False]
 
-- a glob: `*` stays inside one segment, `**` spans any number of them, `?` is one character. A
-  pattern without `@` stands for every call, one without `:` for every leaf. The number of a layer
-  behind the name of a module that is scanned over picks that layer: `Stack/layers/3`.
+- a glob: `*` matches inside one segment, `**` any number of segments, `?` one character. A pattern
+  without `@` matches every call, and a pattern without `:` every leaf. A number after the name of a
+  scanned module picks one of its layers: `Stack/layers/3`.
 - a predicate on `Site`.
-- a rule: `ops`, `lines` and `named` mark values that nobody marked.
+- a rule: `ops`, `lines` and `named` mark the results of operations.
 - `at`: some iterations of a loop, or a part of a value.
 - a combination of these by `&`, `|` and `~`: see `glob`.
-- a sequence of selections: any of them.
-- a mapping from selections to a reducer, to a function of the value, or to several of these: what
-  they return is kept. See `reduce`. A reducer alone is for every site.
+- a sequence of selections: it picks the sites that any of them picks.
+- a mapping from selections to a reducer, a function of the value, or several of these: their
+  results replace the value. See `reduce`. A reducer alone applies to every site.
 
 `None` and an empty sequence pick nothing.
 """
@@ -46,13 +46,13 @@ from tapax.reduce import Reducer
 
 @dataclasses.dataclass(frozen=True)
 class ValueFunction:
-    """A function of a value, or of a value and its site; what it returns is kept instead."""
+    """A function of a value, or of a value and its site, whose result replaces the value."""
 
     fn: Callable[..., Any]
 
     @property
     def label(self) -> str:
-        """The word behind the name of a site of which several things are kept."""
+        """The suffix that tells this result of a site from others."""
         return re.sub(r"\W+", "_", name_of(self.fn).rpartition(".")[2]).strip("_")
 
     def __call__(self, x: Value, site: Site) -> Any:
@@ -60,12 +60,12 @@ class ValueFunction:
 
 
 def call_on_site(fn: Function, x: Value, site: Site) -> Any:
-    """Calls a function of a value, or of a value and its site."""
+    """Call a function of a value, or of a value and its site."""
     return fn(x, site) if takes_site(fn) else fn(x)
 
 
 def takes_site(fn: Function) -> bool:
-    """Whether a function of a value takes the site as well."""
+    """Return whether a function of a value takes the site as well."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -81,7 +81,7 @@ def takes_site(fn: Function) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Reduced(Selector):
-    """The sites of a selection, of which something else than the values is kept: see a mapping."""
+    """The sites of a selection, with the reducers whose results replace their values."""
 
     selection: Any
     reducers: tuple[Reducer | ValueFunction, ...]
@@ -95,7 +95,7 @@ class Reduced(Selector):
 
 @dataclasses.dataclass(frozen=True)
 class IfAny(Selector):
-    """A selection that may pick nothing, and says nothing then."""
+    """A selection that may pick nothing without an error or a warning."""
 
     selection: Any
 
@@ -108,7 +108,7 @@ class IfAny(Selector):
 
 @dataclasses.dataclass(frozen=True)
 class OneSite(Selector):
-    """The site with a name, be it one that only a rule picks."""
+    """The site with a name, even if only a rule picks such sites."""
 
     name: str
 
@@ -129,9 +129,9 @@ Selection: TypeAlias = (
 
 
 class Found(NamedTuple):
-    """How a selection picks a site: under which path, and which iterations and part of it.
+    """A site that a selection picks: its path, and the iterations and the part to take.
 
-    `steps` are what is asked for of each loop, from the innermost on.
+    `steps` has the requested iterations of each loop, innermost first.
     """
 
     path: str
@@ -140,7 +140,7 @@ class Found(NamedTuple):
 
 
 def find(selection: Selection, site: Site) -> Iterator[Found]:
-    """How a selection picks a site; it does so several times if it picks several layers."""
+    """Yield a `Found` if a selection picks a site, or one for each layer that it picks."""
     if isinstance(selection, At):
         for found in find(selection.selection, site):
             steps = _with_step(found.steps, selection.step)
@@ -158,12 +158,12 @@ def find(selection: Selection, site: Site) -> Iterator[Found]:
 
 
 def matches(selection: Selection, site: Site) -> bool:
-    """Whether a selection picks a site, or one of the layers that share it."""
+    """Return whether a selection picks a site, or one of the layers that share it."""
     return next(find(selection, site), None) is not None
 
 
 def _with_step(steps: tuple[Any, ...], step: Any) -> tuple[Any, ...]:
-    """The steps with those of the innermost loop that is not one over layers."""
+    """Set the iterations of the innermost loop without a layer number to `step`."""
     if step is None:
         return steps
     at = next((i for i, s in enumerate(steps) if not isinstance(s, LayerNumber)), len(steps))
@@ -171,23 +171,23 @@ def _with_step(steps: tuple[Any, ...], step: Any) -> tuple[Any, ...]:
 
 
 def missing_layers(selection: Selection, site: Site) -> ScannedLayers | None:
-    """The scanned layers of a site in which a selection asks for one that there is not."""
+    """Find the scanned layers of a site of which a selection names a layer that does not exist."""
     return find_missing_layer(_globs(selection), site, functools.partial(picks, selection))
 
 
 def is_exact(selection: Any) -> bool:
-    """Whether a selection is the name of one site, which must be returned or raise."""
+    """Return whether a selection is the exact name of a site, which must exist."""
     return isinstance(selection, str) and not re.search(r"[*?]", selection)
 
 
 def check(selection: Any, argument: str, *, reducing: bool = False) -> Selection:
-    """Refuses what is not a selection, and makes it hashable: sequences become tuples.
+    """Raise unless `selection` is a selection, and make it hashable: sequences become tuples.
 
-    Where values can be reduced, a mapping to reducers is a selection, and so is a reducer.
+    With `reducing`, a reducer or a mapping to reducers is a selection too.
     """
     if isinstance(selection, str):
         if not selection:
-            raise SiteError(f"`{argument}` is an empty string, which can match no site.")
+            raise SiteError(f"`{argument}` is an empty string, which matches no site.")
         return selection
     if selection is None or isinstance(selection, (Rule, IfAny, Reduced)):
         return selection
@@ -227,7 +227,7 @@ def _check_at(selection: At, argument: str) -> Selection:
 
 
 def _narrow(checked: Any, outer: At, argument: str) -> Selection:
-    """The iterations and the part that `outer` asks for, of a selection that may ask for others."""
+    """Apply the step and index of `outer` to a selection that may have a step or index already."""
     parts = list(flatten(checked))
     if isinstance(checked, tuple) and any(isinstance(part, At) for part in parts):
         return tuple(_narrow(part, outer, argument) for part in parts)
@@ -243,13 +243,13 @@ def _narrow(checked: Any, outer: At, argument: str) -> Selection:
 
 
 def _check_intersection(selection: Intersection, argument: str) -> Selection:
-    """An intersection; one with an `At` in it is a part of what both pick."""
+    """Check an intersection; if one side is an `At`, turn it into an `At` of the intersection."""
     both = [check(part, argument) for part in (selection.first, selection.second)]
     parts = [part for part in both if isinstance(part, At)]
     if len(parts) > 1:
         raise SiteError(
-            f"`{argument}` has {show(selection)}, which combines two parts of values by `&`. Give "
-            "one tapax.at, of what both pick."
+            f"`{argument}` has {show(selection)}, which combines two parts of values by `&`. "
+            "Combine the selections by `&` first, and pass the result to one tapax.at."
         )
     bare = [part.selection if isinstance(part, At) else part for part in both]
     made = Intersection(*(_check_whole(part, argument, "&") for part in bare))
@@ -257,13 +257,13 @@ def _check_intersection(selection: Intersection, argument: str) -> Selection:
 
 
 def _check_whole(selection: Any, argument: str, operator: str) -> Any:
-    """A selection of whole values, which a combination is made of."""
+    """Check an operand of a combination, which must select whole values."""
     checked = check(selection, argument)
     for part in flatten(checked):
         if isinstance(part, At):
             raise SiteError(
-                f"`{argument}` combines tapax.{part} by `{operator}`, but that is a part of some "
-                "values. Combine selections first, and give the result to tapax.at."
+                f"`{argument}` combines tapax.{part} by `{operator}`, but it selects parts of "
+                "values. Combine the selections first, and pass the result to tapax.at."
             )
     return checked
 
@@ -272,7 +272,7 @@ def _check_reducers(reducers: Any, argument: str) -> tuple[Reducer | ValueFuncti
     several = tuple(reducers) if isinstance(reducers, SEQUENCES) else (reducers,)
     if not several:
         raise TypeError(
-            f"`{argument}` maps a selection to no reducer at all: give one, or several."
+            f"`{argument}` maps a selection to an empty list of reducers: give at least one."
         )
     found: list[Reducer | ValueFunction] = []
     for reducer in several:
@@ -280,28 +280,28 @@ def _check_reducers(reducers: Any, argument: str) -> tuple[Reducer | ValueFuncti
             if reducer.paired and argument != "grads":
                 raise TypeError(
                     f"`{argument}` maps a selection to tapax.reduce.{reducer}, which compares a "
-                    "gradient with its value: give it in `grads`."
+                    "gradient with its value: use it in `grads`."
                 )
             found.append(reducer)
         elif str(getattr(reducer, "__module__", "")).startswith("tapax.reduce"):
             name = f"tapax.reduce.{name_of(reducer)}"
             raise TypeError(
-                f"`{argument}` maps a selection to {name}, which makes a reducer, and is none "
-                f"until it is called: {name}(...)."
+                f"`{argument}` maps a selection to {name}, a function that makes a reducer: call "
+                f"it, {name}(...)."
             )
         elif callable(reducer) and not isinstance(reducer, type):
             found.append(ValueFunction(reducer))
         else:
             raise TypeError(
                 f"`{argument}` maps a selection to {reducer!r} of type {type(reducer).__name__}, "
-                "which is neither a reducer nor a function of the value: take one of tapax.reduce, "
-                "such as tapax.reduce.rms or tapax.reduce.histogram(edges), or several in a list."
+                "which is neither a reducer nor a function of the value: use a reducer such as "
+                "tapax.reduce.rms or tapax.reduce.histogram(edges), or several in a list."
             )
     return tuple(found)
 
 
 def flatten(selection: Selection) -> Iterator[Any]:
-    """The single selections that a selection is made of."""
+    """Yield the single selections in nested sequences of selections."""
     if isinstance(selection, tuple):
         for part in cast(tuple[Selection, ...], selection):
             yield from flatten(part)
@@ -310,7 +310,7 @@ def flatten(selection: Selection) -> Iterator[Any]:
 
 
 def _leaves(selection: Any) -> Iterator[Any]:
-    """The globs, rules and predicates in a selection, however they are combined."""
+    """Yield the globs, rules and predicates in a selection, however they are combined."""
     for part in flatten(selection):
         if isinstance(part, (At, Reduced, IfAny, Complement)):
             yield from _leaves(part.selection)
@@ -321,12 +321,12 @@ def _leaves(selection: Any) -> Iterator[Any]:
 
 
 def rules(selection: Selection) -> Iterator[Rule]:
-    """The rules in a selection that mark values nobody marked."""
+    """Return the rules in a selection."""
     return (part for part in _leaves(selection) if isinstance(part, Rule))
 
 
 def asked_kinds(selection: Selection) -> frozenset[str]:
-    """The kinds of sites that exist only because a selection asks for them."""
+    """Return the kinds of sites that exist only because this selection asks for them."""
     globs = _globs(selection)
     return frozenset(kind for kind, mark in ASKED.items() if any(mark in part for part in globs))
 

@@ -11,8 +11,8 @@ from tapax.reduce import Reducer
 class ScannedLayers(NamedTuple):
     """A module that a loop runs once for each of `length` layers.
 
-    `path` is that of the module, `loop` the number of the loop among those around the site, of
-    which the innermost is 0.
+    `path` is the module path. `loop` numbers the loop among those around the site; the innermost is
+    0.
     """
 
     path: str
@@ -21,7 +21,7 @@ class ScannedLayers(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The name of the module in the one that holds it."""
+        """The name of the module in its parent."""
         return self.path.rpartition("/")[2]
 
 
@@ -29,15 +29,21 @@ class ScannedLayers(NamedTuple):
 class Site:
     """A named value in a program.
 
-    `shape` and `dtype` are those of the captured array, the axes of loops and maps included;
-    `loops` says what it is repeated over, outermost first, such as `("scan[12]", "while")`, and
-    `rank` how many axes the value itself has, behind those of loops, maps and meshes. `reducer` is
-    what the value was reduced by, if it was, and `grad_reducer` the gradient. `kind` is how the
-    site came about: `sow`, `perturb`, `module`, `input`, `weights`, `hidden`, `op` or `name`.
-    `module` is the class whose `method` returned the value, or its name if the taps were read from
-    a file; `members` is how many members of an ensemble share the batch of that module, see
-    `tapax.nn`. `collection` is what a framework's own mark says: a Variable type of NNX, the name
-    of a collection of Linen. `layers` are the scanned layers that it is in.
+    - `shape` and `dtype` describe the captured array, including the axes of loops and maps.
+    - `loops` lists the loops around the site, outermost first, such as `("scan[12]", "while")`.
+    - `rank` is the number of axes of the value itself, after the axes of loops, maps and meshes.
+    - `kind` says what made the site: `sow`, `perturb`, `module`, `input`, `weights`, `hidden`, `op`
+      or `name`.
+    - `source` is the file and line of the mark, and `op` the name of a marked operation.
+    - `call` numbers the calls of the path, and `pullback` the gradients of one call.
+    - `module` is the class whose `method` returned the value, or the name of that class if the taps
+      were read from a file.
+    - `members` is the number of ensemble members that share the batch of the module: see
+      `tapax.nn`.
+    - `collection` comes from the mark of a framework: a Variable type of NNX, or the name of a
+      collection of Linen.
+    - `reducer` and `grad_reducer` are the reducers of the value and of the gradient, if any.
+    - `layers` are the scanned layers around the site.
     """
 
     path: str
@@ -66,12 +72,12 @@ class Site:
 
     @property
     def described(self) -> str:
-        """The words by which messages tell the user which site it is."""
+        """The site and its source line, as messages name it."""
         return f"site {self.name!r}, marked at {self.source}"
 
     @property
     def nbytes(self) -> int:
-        """The size of the captured array."""
+        """The size of the captured array in bytes."""
         if self.dtype is None:
             return 0
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize

@@ -159,7 +159,7 @@ class Interpreter(Recorder):
 
     def _holds_taps(self, jaxpr: Jaxpr) -> bool:
         """Whether a body has to be walked: what is only computed once more may be edited too."""
-        return self._tapped.holds(jaxpr) or bool(self.changes.within(jaxpr))
+        return self._tapped.has_taps(jaxpr) or bool(self.changes.within(jaxpr))
 
     @staticmethod
     def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -233,11 +233,12 @@ class Interpreter(Recorder):
             if not self.nested:
                 return x
             fixed = {k: params[k] for k in ("mark", "of", "branches", "level")}
-            here: Any = {"order": 0, "transposed": False, "axes": (), "own": ()}
+            here: Any = {"order": 0, "transposed": False, "axes": (), "in_value": ()}
             return change_p.bind(array, x, **fixed, **here)
 
-        asked = {k: params[k] for k in ("order", "transposed")}
-        return self.changes.apply(change, operands, params["axes"], params["own"], then, **asked)
+        which = {k: params[k] for k in ("order", "transposed")}
+        in_value = params["in_value"]
+        return self.changes.apply(change, operands, params["axes"], in_value, then, **which)
 
     def _owner(self, eqn: Equation, token: Value) -> Call | None:
         """The call that a gradient belongs to; None if it is nobody's, and not asked for."""

@@ -73,7 +73,7 @@ class Recorder:
         self, eqn: Equation, call: Call, *, grad: bool, whole: bool = False
     ) -> tuple[Site, list[Reading]]:
         """Notes a site, or that of the `whole` value; what the plan has kept of it."""
-        again = eqn.params["kind"] == "grad again"
+        again = eqn.params["kind"] == "grad recomputed"
         number = self._calls.pullback(call, again=again) if grad else 0
         site = self._site(call, eqn, grad=grad, pullback=number)
         if whole:
@@ -100,7 +100,7 @@ class Recorder:
         if folded:
             self.folds.add(mark, x, len(axes), tap.live)
             return
-        again = tap.eqn.params["kind"] == "grad again"
+        again = tap.eqn.params["kind"] == "grad recomputed"
         for entry in self._entries(site, readings, tap.call, [x, *pair], tap.live, len(axes)):
             self.entries.append(entry._replace(grad=tap.grad, again=again))
 

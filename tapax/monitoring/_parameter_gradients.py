@@ -116,7 +116,7 @@ class GradientHooks(WalkHooks):
             if refusal(site, reducer, jax.ShapeDtypeStruct(own, x.dtype)) is not None:
                 continue
             found, state, valid = reduce(site, reducer, "", [x], len(mapped), tap.live)
-            again = tap.eqn.params["kind"] == "grad again"
+            again = tap.eqn.params["kind"] == "grad recomputed"
             walk.entries.append(
                 Entry(site, tap.call, True, tuple(state), valid, again=again, reduction=found)
             )

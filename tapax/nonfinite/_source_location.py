@@ -68,7 +68,7 @@ def is_marked(equation: NumberedEquation) -> bool:
     """Whether the user's own code computes the results of an equation."""
     return any(
         eqn.primitive is tap_p
-        and eqn.params["kind"] in ("value", "copy", "again")
+        and eqn.params["kind"] in ("value", "copy", "recomputed")
         and eqn.invars[0] in equation.eqn.outvars
         for eqn in _jax.open_jaxpr(equation.jaxpr).eqns
     )

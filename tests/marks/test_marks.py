@@ -1,4 +1,4 @@
-"""sow, perturb, scope: names, structures, reducers, rules."""
+"""`sow`, `perturb`, `scope` and rules: names, structures and reducers."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from tests.oracles.closeness import assert_close
 X = jnp.array([1.0, 2.0])
 
 
-def test_marks_return_what_they_are_given():
+def test_marks_return_their_value_unchanged():
     tree = {"a": X, "b": (None, "text", 3)}
     assert tapax.sow(tree, "t") is tree
     assert tapax.perturb(X, "p") is X
@@ -54,7 +54,7 @@ def test_random_keys_can_be_sown():
     assert jnp.issubdtype(taps.values["key"].dtype, jax.dtypes.prng_key)
 
 
-def test_perturb_is_a_site():
+def test_perturb_marks_a_site():
     _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(tapax.perturb(x, "p") ** 2)))(X)
     assert_close(taps.grads["p"], 2 * X)
     assert taps.sites["p"].kind == "perturb"
@@ -89,7 +89,7 @@ def test_scopes_prefix_names_of_sites():
     assert set(taps.grads) == {"teacher/h", "teacher/deep/er/h", "student/h"}
 
 
-def test_scope_around_a_capture_is_none_of_its_business():
+def test_scope_around_a_capture_does_not_prefix_names():
     captured = tapax.capture(lambda x: tapax.sow(x, "h"))
     with tapax.scope("outer"):
         assert set(captured(X)[1].values) == {"h"}
@@ -108,7 +108,7 @@ def test_scope_is_left_on_an_exception():
 
 
 @pytest.mark.parametrize("name", ["", "a//b", "/a", "a/", "a*", "a@1", "a:b", "a~1"])
-def test_names_with_a_meaning_are_refused(name):
+def test_names_with_special_characters_are_refused(name):
     with pytest.raises(tapax.SiteError, match="cannot be the name of a site"):
         tapax.sow(X, name)
 
@@ -136,7 +136,7 @@ def test_reducers_fold_over_calls():
 
 
 def test_reducers_fold_over_loops_in_order():
-    # Not commutative: order matters, also where two marks alternate.
+    # The fold is not commutative, so the order of two alternating marks matters.
     fold = {"reduce": lambda a, b: 2 * a + b, "init": lambda: 1.0}
 
     def f(x):
@@ -171,7 +171,7 @@ def test_reducers_fold_under_a_gradient():
     assert_close(taps.grads["h"], [[4.0] * 2, [2.0] * 2, [1.0] * 2])
 
 
-def test_reducers_in_while_and_branches():
+def test_reducers_fold_in_while_loops_and_branches():
     def f(n, x):
         def body(c):
             i, y = c
@@ -188,7 +188,7 @@ def test_reducers_in_while_and_branches():
 
 
 def test_reducers_under_vmap_fold_each_example():
-    # A reducer that would mix examples if it saw them together.
+    # This reducer would mix examples if it saw all of them at once.
     fold = {"reduce": lambda a, b: a + jnp.sum(b), "init": lambda: 0.0}
 
     def f(n, x):
@@ -262,7 +262,7 @@ def test_reducers_that_differ_do_not_matter_where_nothing_is_captured():
     assert_close(tapax.capture(f, values=None)(X)[0], X)
 
 
-def test_a_reducer_is_given_whole_values():
+def test_a_reducer_sees_whole_structured_values():
     add = lambda a, b: {"n": a["n"] + 1, "x": a["x"] + b["x"] * b["y"]}
 
     def f(x):
@@ -275,7 +275,7 @@ def test_a_reducer_is_given_whole_values():
     assert_close(taps.values["h:x"], 6 * X**2)
 
 
-def test_the_arrays_of_a_folded_value_are_sites_of_their_own_in_an_edit():
+def test_an_edit_sees_the_arrays_of_a_folded_value_as_separate_sites():
     add = {"reduce": lambda a, b: a + b["x"] * b["y"], "init": lambda: 0.0}
 
     def f(x):
@@ -298,7 +298,7 @@ def test_a_reducer_that_grows_may_not_close_over_traced_values():
         return x
 
     assert_close(tapax.capture(lambda x: f(x, 1))(X)[1].values["h:0"], X * jnp.sin(X))
-    with pytest.raises(tapax.SiteError, match="closes over a traced value must return what it is"):
+    with pytest.raises(tapax.SiteError, match="closes over a traced value must return a state"):
         tapax.capture(lambda x: f(x, 2))(X)
     assert_close(tapax.capture(lambda x: f(x, 2), values=None)(X)[0], X)
 
@@ -375,7 +375,7 @@ def test_operations_can_be_selected():
     assert "test_marks.py" in taps.sites["net/tanh"].source
 
 
-def test_operations_of_backward_passes_are_not_the_users():
+def test_rules_ignore_operations_of_backward_passes():
     block = jax.checkpoint(lambda x: jnp.sin(x) * jnp.sin(2 * x))
 
     def loss(x):
@@ -413,7 +413,7 @@ def test_checkpoint_names_can_be_selected():
     assert_close(taps.grads["ffn"], 2 * jnp.sin(X))
 
 
-def test_rules_and_globs_together():
+def test_rules_and_globs_are_captured_together():
     f = lambda x: jnp.cos(tapax.sow(jnp.sin(x), "h"))
     _, taps = tapax.capture(f, values=["h", tapax.ops("cos")])(X)
     assert set(taps.values) == {"h", "cos"}
@@ -438,7 +438,7 @@ def test_marks_without_a_capture_cost_no_trace():
 ANGLES = jnp.array([0.3, -0.7, 1.2])
 
 
-def test_keys_with_a_meaning_are_escaped():
+def test_keys_with_special_characters_are_escaped():
     tree = {"a": ANGLES, "a@1": 2 * ANGLES, "mlp/~/w": 3 * ANGLES}
     _, taps = tapax.capture(lambda x: tapax.sow(tree, "p")["a"] + x)(ANGLES)
     assert set(taps.values) == {"p:a", "p:a%401", "p:mlp/%7E/w"}
@@ -447,7 +447,7 @@ def test_keys_with_a_meaning_are_escaped():
     ) == {"p:a%401"}
 
 
-def test_named_values_under_the_next_remat():
+def test_named_values_are_captured_under_the_next_remat():
     if not hasattr(jax.config, "jax_remat3"):
         return
     from jax.ad_checkpoint import checkpoint_name
@@ -470,7 +470,7 @@ def test_fold_in_a_predicate_is_refused():
         tapax.capture(f)(0.0)
 
 
-def test_fold_that_has_another_type_before_a_loop():
+def test_fold_that_has_another_type_before_a_loop_is_refused():
     def f(x):
         tapax.sow(jnp.ones(3) * x, "c", **LAST)
         body = lambda c, t: (tapax.sow(c + t, "c", **LAST), None)
@@ -480,7 +480,7 @@ def test_fold_that_has_another_type_before_a_loop():
         tapax.capture(f)(1.0)
 
 
-def test_operations_evaluated_while_tracing_are_left_alone():
+def test_rules_ignore_operations_evaluated_while_tracing():
     def f(x):
         with jax.ensure_compile_time_eval():
             fixed = tapax.sow(jnp.sin(jnp.arange(3.0)), "fixed") * 2

@@ -338,7 +338,7 @@ index = lambda x: tapax.sow(jnp.argmax(x, -1), "index")
         (lambda: nn.dropout(net, at=tapax.at("h", step=1), rate=0.1)(KEY, W, X), tapax.SiteError,
          "`step` was given for the site 'h', marked at "),
         (lambda: nn.noise(net, at=tapax.at("h", index=9), std=0.1)(KEY, W, X), tapax.SiteError,
-         "index=np.s_[9] was asked for of the site 'h', marked at "),
+         "index=np.s_[9] does not fit the site 'h', marked at "),
         (lambda: jax.jit(lambda i: nn.noise(net, at=tapax.at("h", index=i), std=0.1)(KEY, W, X))(0),
          tapax.SiteError,
          "`at` is tapax.at('h', index=np.s_[a traced integer]), in which a number is traced, but"),

@@ -472,7 +472,7 @@ def _nothing(x):
          "`at` is '**/haed', which matches nothing in the capture. "
          "The nearest names are 'net/head'."),
         (lambda: plot.taps(tapax.capture(layers)(X)[1], at=""), tapax.SiteError,
-         "`at` is an empty string, which can match no site."),
+         "`at` is an empty string, which matches no site."),
         (lambda: plot.taps(tapax.capture(lambda x: tapax.sow(x > 0, "h"))(X)[1]), ValueError,
          "There is nothing to plot: what was captured holds no numbers, or did not run. "
          "It is of type bool."),

@@ -1,4 +1,4 @@
-"""Selections that are combined, and how loud they are where they pick nothing."""
+"""Combined selections, and their errors if they pick nothing."""
 
 import functools
 
@@ -47,11 +47,11 @@ MLPS = [f"block{i}/mlp" for i in range(3)]
         ([tapax.glob("block1/*") & "**/mlp", "block0/mlp"], MLPS[:2]),
     ],
 )
-def test_combinations_pick_what_their_parts_say(selection, picked):
+def test_combinations_pick_the_sites_of_their_parts(selection, picked):
     assert names(selection) == picked
 
 
-def test_rules_are_narrowed_by_the_modules_around():
+def test_globs_narrow_rules_to_the_modules_around():
     attention = tapax.ops("dot_general") & "**/attn"
     assert names(attention) == [f"block{i}/attn/dot_general" for i in range(3)]
     assert names("block1/attn" & tapax.ops("dot_general")) == ["block1/attn/dot_general"]
@@ -75,7 +75,7 @@ def test_a_complement_picks_no_operation_of_another_rule():
     assert picked == [f"block{i}/{n}" for i in range(3) for n in ("cos", "mlp")]
 
 
-def test_values_of_a_combination_are_those_of_its_sites():
+def test_combinations_return_the_values_of_their_sites():
     step = jax.jit(jax.grad(net))
     _, all_taps = tapax.capture(step)(X)
     chosen = tapax.glob("**/mlp") & ~tapax.glob("block1/**")
@@ -95,7 +95,7 @@ def test_combinations_are_edited_perturbed_and_differentiated():
     assert list(tapax.perturbations(net, at=chosen)(X)) == ["block0/mlp", "block2/mlp"]
 
 
-def test_parts_of_combinations():
+def test_at_takes_parts_of_combinations():
     last = tapax.at(tapax.glob("**/mlp") & "block1/**", index=np.s_[-1])
     _, taps = tapax.capture(net, values=last)(X)
     assert {name: x.shape for name, x in taps.values.items()} == {"block1/mlp": (2,)}
@@ -132,7 +132,7 @@ def test_a_part_in_a_sequence_stays_a_part_in_a_step(inner):
     np.testing.assert_array_equal(edited, by_hand(X))
 
 
-def test_a_part_of_several_sites_is_a_key():
+def test_a_part_of_several_sites_can_be_a_key():
     several = {tapax.at(["**/mlp", "**/out"], index=0): jnp.sum}
     _, taps = tapax.capture(net, values=several)(X)
     assert len(taps.values) == 6 and {x.shape for x in taps.values.values()} == {()}
@@ -146,7 +146,7 @@ def test_combinations_are_hashable_and_equal():
     assert matches(tapax.glob("a/*") & "**/b", tapax.Site("a/b"))
 
 
-def test_a_reducer_alone_is_for_every_site():
+def test_a_reducer_alone_applies_to_every_site():
     _, taps = tapax.capture(jax.grad(net), values=tapax.reduce.rms, grads=tapax.reduce.norm)(X)
     _, whole = tapax.capture(jax.grad(net))(X)
     assert list(taps.values) == list(whole.values)
@@ -165,7 +165,7 @@ def message(call, kind=tapax.SiteError):
     return str(caught.value)
 
 
-def test_selections_that_pick_nothing_are_all_as_loud():
+def test_every_selection_that_picks_nothing_raises():
     nothing = [
         lambda site: False,
         functools.partial(lambda flag, site: flag, False),
@@ -188,13 +188,13 @@ def test_selections_that_pick_nothing_are_all_as_loud():
             assert "picks none of the" in text or text.startswith("A cut is at")
 
 
-def test_bad_combinations_are_refused_in_words():
+def test_bad_combinations_raise_clear_errors():
     text = message(lambda: tapax.ops("sin") & 3, TypeError)
     assert text == (
-        "A selection combines by `&` with another selection: a glob, a rule such as "
+        "`&` combines a selection with another selection: a glob, a rule such as "
         "tapax.ops('dot_general'), or a predicate on Site. It was given 3 of type int."
     )
-    assert "combines by `|`" in message(lambda: tapax.glob("h") | None, TypeError)
+    assert "`|` combines a selection" in message(lambda: tapax.glob("h") | None, TypeError)
     assert "`glob` takes a string" in message(lambda: tapax.glob(3), TypeError)
     text = message(lambda: tapax.capture(net, values=~tapax.at("**/mlp", index=0)))
     assert "combines tapax.at('**/mlp', index=np.s_[0]) by `~`" in text
@@ -206,12 +206,12 @@ def test_bad_combinations_are_refused_in_words():
     assert "gives `step` twice" in message(lambda: tapax.capture(net, values=twice))
 
 
-def test_a_selection_quotes_itself_in_messages():
+def test_messages_quote_the_combined_selection():
     text = message(lambda: tapax.capture(net, values=tapax.ops("dot_general") & "**/nowhere")(X))
     assert text.startswith("values=tapax.ops('dot_general') & '**/nowhere' was asked for, but")
 
 
-def test_combinations_in_scans_and_under_jit():
+def test_combinations_work_in_scans_under_jit():
     def scanned(x):
         return lax.scan(lambda x, _: (net(x) * x, None), x, None, length=2)[0]
 

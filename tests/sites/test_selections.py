@@ -1,4 +1,4 @@
-"""Selections, and the tables that people read."""
+"""Globs, predicates and sequences as selections."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def net(x):
         (None, set()),
     ],
 )
-def test_values_and_gradients_are_selected_apart(selection, names):
+def test_values_and_gradients_are_selected_separately(selection, names):
     _, taps = tapax.capture(jax.grad(net), values=selection, grads=None)(X)
     assert set(taps.values) == names
     assert taps.grads == {}
@@ -95,7 +95,7 @@ def test_a_predicate_need_not_be_hashable():
         assert set(taps.values) == {f"block{i}/mlp" for i in range(3)}
 
 
-def test_calls_are_selected():
+def test_numbered_calls_are_selected():
     def f(x):
         for _ in range(3):
             x = tapax.sow(x + 1, "h")
@@ -108,7 +108,7 @@ def test_calls_are_selected():
     assert set(taps.grads) == {"h@2"}
 
 
-def test_predicates_see_the_loops():
+def test_predicates_see_the_loops_of_a_site():
     seen = []
 
     def small(site):

@@ -222,10 +222,10 @@ def test_bad_parts_are_refused_in_words():
             )(X),
         ):
             text = message(call)
-            assert f"was asked for of the site 'h', marked at {__file__}:{line}, whose" in text
+            assert f"does not fit the site 'h', marked at {__file__}:{line}, whose" in text
             assert why in text
     for index in ("a", 1.0, True, jnp.ones(3), {}):
-        assert "`at` takes as `index`" in message(lambda: tapax.at("h", index=index), TypeError)  # noqa: B023
+        assert "`at` takes an index of an array as `index`" in message(lambda: tapax.at("h", index=index), TypeError)  # noqa: B023
     assert "was given neither" in message(lambda: tapax.at("h"), TypeError)
     traced = lambda i: tapax.capture(straight, values=tapax.at("h", index=i))(X)[1].values["h"]
     assert "`index` is traced in tapax.at('h', index=np.s_[a traced integer])" in message(
