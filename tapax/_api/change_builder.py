@@ -268,7 +268,7 @@ def _composed(changes: Sequence[Change]) -> Change:
         return x
 
     keys = tuple(key for change in changes for key in change.parts)
-    same = tuple(change.same for change in changes)
+    same = tuple(change.fingerprint for change in changes)
     counted = frozenset[int]().union(*(change.counted for change in changes))
     return Change(same, fn, keys, counted, changes[0].level)
 

@@ -157,7 +157,7 @@ def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
         if entry.grad:
             # The gradient of a call may be captured whole, and by several reducers.
             which = entry.call, entry.reduction and entry.reduction.reducer
-            (copies if entry.again else direct).setdefault(which, []).append(entry)
+            (copies if entry.recomputed else direct).setdefault(which, []).append(entry)
         else:
             yield entry
     for call, own in direct.items():
@@ -188,4 +188,4 @@ def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
 
 def _pulled_back(entry: Entry, number: int, value: PyTree) -> Entry:
     site = dataclasses.replace(entry.site, pullback=number)
-    return entry._replace(site=site, value=value, again=False)
+    return entry._replace(site=site, value=value, recomputed=False)

@@ -1,1 +1,1 @@
-"""The walk: what a plan asks for, read out of a traced program by one interpreter."""
+"""The walk: one interpreter that applies a plan to the taps of a traced program."""

@@ -1,7 +1,7 @@
-"""Calls of sites: which one a value is, and which ones a residual may belong to.
+"""Calls of sites: the call of each value, and the possible calls of each residual.
 
-A gradient, and a value that is computed once more, are those of a call that was walked before. They
-are told by the `Token` that goes with them: see `_marks.tap`.
+A gradient or a recomputed value belongs to a call that the walk has met before. Its `Token` tells
+which: see `_marks.tap`.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from tapax._sites import ScannedLayers, Site
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One execution of a mark in the program: the `number`th of its path, in some branch.
+    """One execution of a mark in the program: the `number`th of its path, in some branches.
 
-    `layers` are the scanned layers that it is in.
+    `layers` are the scanned layers around it.
     """
 
     mark: Mark
@@ -28,20 +28,20 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name of the site that it is."""
+        """The name of the site for this call."""
         return Site(self.mark.path, call=self.number).name
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """Which calls a residual without elements may have come from."""
+    """The calls from which a residual without elements may come."""
 
     calls: frozenset[Call]
     array: Any = None
 
 
 class Calls:
-    """The calls that a walk has come across."""
+    """The calls that a walk has met so far."""
 
     def __init__(self) -> None:
         self._numbers: Counter[str] = Counter()
@@ -57,29 +57,29 @@ class Calls:
         branches: tuple[int, ...],
         layers: tuple[ScannedLayers, ...],
     ) -> Call:
-        """The call that a tap of a mark is."""
+        """Return the call of a `value` tap, which is a new call outside of eager loops."""
         number = self._numbers[mark.path] + eqn.params["shift"]
         self._numbers[mark.path] += 1
         branches = (*branches, *eqn.params["branches"])
         known = self._known.get((mark.path, number))
         if known is not None and known.branches == branches:
-            return known  # another iteration of a loop that is evaluated
+            return known  # another iteration of a loop that runs eagerly
         call = self._known[mark.path, number] = Call(mark, number, branches, layers)
         self._by_uid.setdefault(mark.uid, []).append(call)
         self.all.append(call)
         return call
 
     def of(self, mark: Mark) -> list[Call]:
-        """The calls of a mark: a body that is traced once may be called many times."""
+        """Return the calls of a mark; a body that is traced once may be called many times."""
         return self._by_uid.get(mark.uid, [])
 
     def first(self, path: str) -> Call:
         return self._known[path, 0]
 
-    def standing_for(
+    def possible_calls(
         self, token: Value, eqn: Equation, branches: tuple[int, ...] | None = None
     ) -> list[Call]:
-        """The calls that a residual may belong to; if it is read in branches, those in them."""
+        """Return the calls that a token may belong to; with `branches`, those in these branches."""
         mark = eqn.params["mark"]
         calls = list(token.calls) if type(token) is Token else self.of(mark)
         calls = [c for c in calls if c.mark.uid == mark.uid]
@@ -88,24 +88,24 @@ class Calls:
     def narrowed(
         self, calls: Sequence[Call], eqn: Equation, branches: tuple[int, ...]
     ) -> list[Call]:
-        """Of some calls, those in the branches that an equation is in, if there are any.
+        """Return the calls in the branches of an equation, or all calls if none is there.
 
-        Residuals of branches share their places.
+        The residuals of different branches share the results of the conditional.
         """
         here = (*branches, *eqn.params["branches"])
         inside = [c for c in calls if c.branches == here] if len(calls) > 1 else []
         return inside or list(calls)
 
-    def pullback(self, call: Call, *, again: bool) -> int:
-        """The number of a gradient of a call; that of a value computed `again` is no new one."""
+    def pullback(self, call: Call, *, recomputed: bool) -> int:
+        """Number the gradients of a call; that of a `recomputed` value is not a new one."""
         number = self._pullbacks[call]
-        self._pullbacks[call] += not again
+        self._pullbacks[call] += not recomputed
         return number
 
     def numbers(self) -> Any:
-        """How many calls and gradients there have been."""
+        """Return the numbers of calls and gradients so far, for `rewind`."""
         return Counter(self._numbers), Counter(self._pullbacks)
 
     def rewind(self, numbers: Any) -> None:
-        """Goes back to where there were as many."""
+        """Reset the numbers of calls and gradients."""
         self._numbers, self._pullbacks = map(Counter, numbers)

@@ -1,8 +1,8 @@
-"""Reducers over loops: the states that a loop carries.
+"""Reducers over loops, such as `rms.total`: their states are carries of the loop.
 
-A scan stacks what its body records. What a reducer over loops, `rms.total`, makes of it is carried
-instead: as many numbers as one iteration has. What is carried must be known before the loop runs,
-so its body is traced first, and the loop is made of what was traced.
+A scan stacks the entries of its body, but carries the state of a reducer over loops, which is as
+large as that of one iteration. The types of the carries must be known before the loop runs, so
+`scan_totals` traces the body first and builds the loop from that trace.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from tapax._walk.entries import Entry, refuse_folded
 def scan_totals(
     loop: Scan, step: Callable[..., Any], start: PyTree, over: PyTree
 ) -> tuple[Any, list[Value], list[Entry], Static[Any]]:
-    """Runs `step(carry, x) -> (carry, (stacked, totals, recorded))` as a scan that carries totals.
+    """Run `step(carry, x) -> (carry, (stacked, totals, recorded))` as a scan that carries totals.
 
-    Returns what it carries and stacks in the end, the totals as entries, and what was recorded.
+    Return the final carry, the stacked results, the totals as entries, and `recorded`.
     """
     treedef = pytrees.structure((start, over))
     slices = [_jax.unstacked(jax.typeof(x)) for x in jax.tree.leaves(over)]
@@ -40,31 +40,31 @@ def scan_totals(
     types = iter(avals[len(avals) - sum(len(e.arrays) for e in entries) :])
     totals = [(e, [next(types) for _ in e.arrays]) for e in entries]
 
-    def again(carry: PyTree, x: Value) -> Any:
-        carry, held = carry
+    def next_iteration(carry: PyTree, x: Value) -> Any:
+        carry, states = carry
         outs = _jax.as_function(jaxpr)(*jax.tree.leaves(carry), *jax.tree.leaves(x))
         carry, (stacked, new, _) = results.unflatten(outs)
-        arrays, before = iter(new), iter(held)
-        held = [
+        arrays, before = iter(new), iter(states)
+        states = [
             y
             for entry in entries
-            for y in joined(
+            for y in combine_iteration(
                 entry,
                 [next(before) for _ in range(len(entry.state) + 1)],
                 entry.with_arrays(arrays),
                 backwards=loop.reverse,
             )
         ]
-        return (carry, held), stacked
+        return (carry, states), stacked
 
-    held = [x for entry, types in totals for x in nothing_yet(entry, types)]
-    (carry, held), stacked = loop.run(again, (start, held), over)
-    arrays = iter(held)
-    return carry, stacked, [_left(entry, arrays, loop.length) for entry in entries], recorded
+    states = [x for entry, types in totals for x in initial_states(entry, types)]
+    (carry, states), stacked = loop.run(next_iteration, (start, states), over)
+    arrays = iter(states)
+    return carry, stacked, [_finish(entry, arrays, loop.length) for entry in entries], recorded
 
 
-def nothing_yet(entry: Entry, types: Sequence[Any]) -> list[Any]:
-    """What a loop carries for an entry at first: an empty state, and how often it ran."""
+def initial_states(entry: Entry, types: Sequence[Any]) -> list[Any]:
+    """Make the initial carry for an entry: an empty state, and a count of zero."""
     refuse_folded(entry)
     assert entry.reduction is not None
     count = len(entry.state)
@@ -74,14 +74,19 @@ def nothing_yet(entry: Entry, types: Sequence[Any]) -> list[Any]:
     return [_jax.with_varying(x, axes) for x in start]
 
 
-def joined(entry: Entry, held: Sequence[Any], new: Entry, *, backwards: bool = False) -> list[Any]:
-    """The same after an iteration. One that runs backwards comes before those that ran."""
+def combine_iteration(
+    entry: Entry, carried: Sequence[Any], new: Entry, *, backwards: bool = False
+) -> list[Any]:
+    """Combine the carry for an entry with the entry of an iteration.
+
+    In a loop that runs backwards, the state of the iteration comes before the carried state.
+    """
     assert entry.reduction is not None
-    *state, ran = held
+    *state, ran = carried
     new = new.even
     pair = (new.state, state) if backwards else (state, new.state)
     both = entry.reduction.combine(*pair, entry.lead)
-    # What has seen nothing is no more than a filling, whatever `combine` makes of it.
+    # An empty state is only a placeholder, whose combination with another is discarded.
     both = [where(ran > 0, x, y) for x, y in zip(both, new.state, strict=True)]
     if new.valid is None:
         return [*both, ran + 1]
@@ -90,7 +95,7 @@ def joined(entry: Entry, held: Sequence[Any], new: Entry, *, backwards: bool = F
 
 
 def selected(entry: Entry) -> Entry:
-    """An entry over loops some of whose iterations were asked for: those along its first axis."""
+    """Merge the selected iterations of an entry over loops, which are along its first axis."""
     assert entry.reduction is not None
     state = entry.reduction.masked(entry.state, entry.valid)
     ran = None if entry.valid is None else entry.valid.astype(jnp.int32).sum(0)
@@ -99,8 +104,8 @@ def selected(entry: Entry) -> Entry:
     return entry._replace(value=merged, valid=ran, lead=lead, loops=entry.loops[1:])
 
 
-def _left(entry: Entry, arrays: Any, length: int) -> Entry:
-    """The entry of a scan that is over."""
+def _finish(entry: Entry, arrays: Any, length: int) -> Entry:
+    """Make the entry from the final carry of a scan."""
     state = tuple(next(arrays) for _ in entry.state)
     ran = next(arrays)
     valid = ran if entry.valid is not None or not length else None

@@ -1,13 +1,13 @@
-"""Changes: what a walk does to the values and gradients of some sites, and the arrays it needs.
+"""Changes: functions that a walk applies to the values and gradients of some sites.
 
-A change is a function of the value as it was marked: of one call, one iteration, one example. The
-arrays that it needs besides, its `Part`s, may be the same everywhere, or have an axis for every
-loop, mesh and map that the site is in, as what a capture of the site returns does. They are handed
-down into the bodies of the program: a scan hands each iteration its own, a shard_map each device.
-So nothing is indexed, and the gradient by a perturbation is no larger than the perturbation.
+A change is a function of the value as it was marked: of one call, one iteration, one example. Its
+further operands, its `Part`s, may be equal everywhere, or have an axis for every loop, mesh and map
+around the site, like the result of a capture of the site. The walk passes them down into the bodies
+of the program: a scan passes one slice to each iteration, a shard_map one shard to each device. So
+no change indexes an array, and the gradient of a perturbation is no larger than the perturbation.
 
-The number of the iteration of a loop is handed down in the same way to the changes that are for
-some of its iterations alone.
+In the same way, the walk passes the number of the iteration to changes that apply only to some
+iterations.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from tapax._sites import ScannedLayers, SiteError
 
 
 class Around(NamedTuple):
-    """A loop, or an axis of a mesh, that a site is in. The size of a while loop is not known.
+    """A loop, or an axis of a mesh, around a site. The `size` of a while loop is None.
 
-    What is captured has an axis for a mesh's if it varies over it, or if that is not known.
-    `scopes` are those in which a loop is run.
+    A captured value has an axis for a mesh axis if it varies over that axis, or if `unchecked` is
+    true because JAX does not track it. `scopes` are the scopes around a loop.
     """
 
     kind: Kind
@@ -43,15 +43,15 @@ class Around(NamedTuple):
 
     @property
     def is_loop(self) -> bool:
-        """Whether it is a loop; if not, `name` is that of an axis of a mesh."""
+        """Whether it is a loop; otherwise `name` is the name of a mesh axis."""
         return bool(self.kind & LOOPS)
 
 
 def layers_of(around: Sequence[Around], scopes: Scopes) -> tuple[ScannedLayers, ...]:
-    """The scanned layers that a mark within some scopes is in, of the loops around it.
+    """Find the scanned layers around a mark, from its scopes and the loops around it.
 
-    The module that a loop runs first is what it scans over; of several loops that run the same
-    module first, as a loop over batches and one over layers in it do, it is the innermost.
+    A loop scans over the first module inside of it. If that is one module for several loops, such
+    as a loop over batches around a loop over layers, the innermost of them scans over it.
     """
     loops = [a for a in reversed(around) if a.is_loop]
     found: dict[str, ScannedLayers] = {}
@@ -66,9 +66,9 @@ def layers_of(around: Sequence[Around], scopes: Scopes) -> tuple[ScannedLayers, 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """An array that a change needs, with axes for some of what its site is in, outermost first.
+    """An operand of a change, with axes for some loops and meshes around its site, outermost first.
 
-    `depths` says for which: 0 is the outermost loop or mesh. `mapped` axes come next.
+    `depths` numbers these loops and meshes; 0 is the outermost. `mapped` batch axes come next.
     """
 
     array: Any
@@ -77,21 +77,21 @@ class Part:
 
 
 class CounterKey(NamedTuple):
-    """The number of the iteration of the loop at a depth, as a part."""
+    """The key of the part that numbers the iterations of the loop at a depth."""
 
     depth: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """`fn(x, counters, *parts)` is what a value `x` is replaced by, of the same type.
+    """A function that replaces a value `x` by `fn(x, counters, *parts)`, of the type of `x`.
 
-    `parts` are the keys of those it needs, `counted` the depths of the loops whose iterations
-    `counters` numbers. Changes that do the `same` are equal. That of a gradient has the `level` of
-    the derivative that it is of.
+    `parts` are the keys of its parts; `counted` are the depths of the loops whose current iteration
+    is in `counters`. Changes with equal fingerprints are equal. The change of a gradient has the
+    `level` of its derivative.
     """
 
-    same: Hashable
+    fingerprint: Hashable
     fn: Callable[..., Any] = dataclasses.field(compare=False)
     parts: tuple[Hashable, ...] = dataclasses.field(default=(), compare=False)
     counted: frozenset[int] = frozenset()
@@ -99,21 +99,21 @@ class Change:
 
 
 class Key(NamedTuple):
-    """What is changed: the value or the gradient (`of`) of a site."""
+    """The key of a change: the value or the gradient (`of`) of a site."""
 
     of: str
     name: str
 
 
 class PartKey(NamedTuple):
-    """Which array of a change."""
+    """The key of a part: its number among the parts of a change."""
 
     change: Key
     number: int
 
 
 class Changes:
-    """The changes of a walk, and those of their parts that are at hand where it is."""
+    """The changes of a walk, and their parts as they are in the current body."""
 
     def __init__(
         self,
@@ -127,15 +127,15 @@ class Changes:
         self.parts: dict[Hashable, Part] = dict(parts)
 
     def find(self, key: Key, level: int | None = None) -> Change | None:
-        """How a site is changed; a gradient is if it is of the innermost derivative there is.
+        """Return the change of a site; a gradient is changed in its innermost derivative only.
 
-        One of a derivative around that is taken of the changed gradient, as of any function.
+        An outer derivative differentiates the changed gradient, like any function.
         """
         change = self._changes.get(key)
         return change if change is None or change.level == level else None
 
     def needed(self, jaxprs: Sequence[Any]) -> tuple[Hashable, ...]:
-        """The keys of the parts that some bodies may need."""
+        """Return the keys of the parts that some bodies may need."""
         found = [self._changes[key] for jaxpr in jaxprs for key in self.within(jaxpr)]
         keys = dict.fromkeys(part for change in found for part in change.parts)
         counters = {CounterKey(depth): None for change in found for depth in change.counted}
@@ -143,11 +143,11 @@ class Changes:
         return tuple(keys)
 
     def counts(self, jaxpr: Jaxpr, depth: int) -> bool:
-        """Whether a change in the body of a loop at a depth wants to know the iteration."""
+        """Return whether a change in the body of the loop at `depth` needs the iteration."""
         return any(depth in self._changes[key].counted for key in self.within(jaxpr))
 
     def within(self, jaxpr: Jaxpr) -> list[Key]:
-        """What is changed in a body."""
+        """Return the keys of the changes in a body."""
         if not self._changes:
             return []
         keys = (key for uid in self._uids.within(jaxpr) for key in self._sites.get(uid, ()))
@@ -156,8 +156,8 @@ class Changes:
     def arrays(self, keys: Sequence[Hashable]) -> list[Any]:
         return [self.parts[key].array for key in keys]
 
-    def hand_down(self, keys: Sequence[Hashable], arrays: Sequence[Any], below: int = 0) -> None:
-        """Puts arrays in the places of parts; their axes for what is above a depth are gone."""
+    def set_arrays(self, keys: Sequence[Hashable], arrays: Sequence[Any], below: int = 0) -> None:
+        """Set the arrays of parts, without axes for loops and meshes above the depth `below`."""
         parts = dict(self.parts)
         for key, array in zip(keys, arrays, strict=True):
             part = parts[key]
@@ -166,8 +166,8 @@ class Changes:
         self.parts = parts
 
     def at_depth(self, keys: Sequence[Hashable], depth: int, length: int) -> list[Hashable]:
-        """Which parts have one array for each iteration of a loop at a depth."""
-        # A function that is traced once may be called in other loops too, which are of other sizes.
+        """Return the keys of the parts with an axis for the iterations of the loop at a depth."""
+        # A function that is traced once may also be called in loops of other lengths.
         return [
             key
             for key in keys
@@ -175,7 +175,7 @@ class Changes:
         ]
 
     def count(self, number: Any, depth: int) -> None:
-        """Says which iteration of the loop at a depth this is."""
+        """Set the number of the current iteration of the loop at a depth."""
         self.parts = {**self.parts, CounterKey(depth): Part(number)}
 
     def apply(
@@ -183,24 +183,25 @@ class Changes:
         change: Change,
         operands: Sequence[Any],
         axes: tuple[int, ...],
-        own: tuple[bool, ...] | None = None,
+        in_value: tuple[bool, ...] | None = None,
         then: Callable[[Any], Any] = lambda x: x,
         *,
         order: int = 0,
         transposed: bool = False,
     ) -> Any:
-        """A change, or a derivative of it, of a value with mapped `axes`.
+        """Apply a change, or its derivative, to operands with mapped `axes`.
 
-        `then` is what happens to the changed value next, and is differentiated with it.
+        `in_value` says which axes the value has, and not only its derivative; by default all.
+        `then` is applied to the changed value and differentiated with it.
         """
-        own = (True,) * len(axes) if own is None else own
+        in_value = (True,) * len(axes) if in_value is None else in_value
         varying = _jax.varying_axes(jax.typeof(operands[-1]))
         parts = [self.parts[key] for key in change.parts]
         counters = {depth: self.parts[CounterKey(depth)].array for depth in change.counted}
-        if any(part.depths or part.mapped not in (0, sum(own)) for part in parts):
+        if any(part.depths or part.mapped not in (0, sum(in_value)) for part in parts):
             raise SiteError(
-                "A change with a value for every iteration or every example is in a loop or a map "
-                "that its site is not in. Give it one value for all."
+                "A change with a value for every iteration or every example is applied in a loop "
+                "or a vmap that is not around its site. Give one value for all of them."
             )
 
         def one(*flat: Value) -> Any:
@@ -212,19 +213,19 @@ class Changes:
             return then(_jax.like(_jax.with_varying(out, varying), jax.typeof(x)))
 
         positions = [a - sum(b < a for b in axes[:i]) for i, a in enumerate(axes)]
-        for position, is_own in reversed(list(zip(positions, own, strict=True))):
-            lies = [0 if part.mapped and is_own else None for part in parts]
-            in_axes = (*(position for _ in operands), *lies)
+        for position, has_axis in reversed(list(zip(positions, in_value, strict=True))):
+            part_axes = [0 if part.mapped and has_axis else None for part in parts]
+            in_axes = (*(position for _ in operands), *part_axes)
             one = jax.vmap(one, in_axes=in_axes, out_axes=position)
-        arrays = (self._laid_out(part, operands[-1], axes, own) for part in parts)
+        arrays = (self._shard_part(part, operands[-1], axes, in_value) for part in parts)
         return one(*map(typed.asarray, operands), *arrays)
 
     @staticmethod
-    def _laid_out(part: Part, x: Value, axes: tuple[int, ...], own: tuple[bool, ...]) -> Any:
-        """The array of a part, on the devices of a mesh as the value is that it is for."""
+    def _shard_part(part: Part, x: Value, axes: tuple[int, ...], in_value: tuple[bool, ...]) -> Any:
+        """Return the array of a part, sharded like `x`."""
         aval = jax.typeof(x)
         array = _jax.with_varying(part.array, _jax.varying_axes(aval))
         if not part.mapped:
             return array
-        mapped = [aval.sharding.spec[a] for a, is_own in zip(axes, own, strict=True) if is_own]
+        mapped = [aval.sharding.spec[a] for a, has in zip(axes, in_value, strict=True) if has]
         return _jax.with_spec(array, [*mapped, *jax.typeof(array).sharding.spec[len(mapped) :]])

@@ -1,4 +1,4 @@
-"""What a walk writes down: entries; and what goes in and out of the bodies that it walks."""
+"""Entries, which a walk records, and the inputs and results of the bodies that it walks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tapax._walk.reductions import Reduction
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Operands or results of an equation, with the places of arrays and of tokens apart."""
+    """The operands or results of an equation, which are arrays or tokens."""
 
     tokens: tuple[Token | None, ...]
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Slots:
-        # A token's array must not outlive the trace that it belongs to.
+        # The array of a token must not outlive its trace.
         bare = (Token(v.calls, v.array is not None) if type(v) is Token else None for v in values)
         return cls(tuple(bare))
 
     @property
     def kept(self) -> list[int]:
-        """Which of them have an array."""
+        """The indices of the values with an array."""
         return [i for i, token in enumerate(self.tokens) if token is None or token.array]
 
     def arrays(self, values: Sequence[Any]) -> list[Any]:
@@ -37,13 +37,13 @@ class Slots:
         return [v.array if type(v) is Token else v for v in picked]
 
     def padded(self, values: Sequence[Any]) -> list[Any]:
-        """The arrays of all, with None for those without one."""
+        """Return the array of every value, or None for a token without one."""
         kept = set(self.kept)
         bare = (v.array if type(v) is Token else v for v in values)
         return [v if i in kept else None for i, v in enumerate(bare)]
 
     def fill(self, arrays: Iterator[Any]) -> list[Any]:
-        """The operands with these arrays, which are taken in order."""
+        """Return the values with their arrays taken from `arrays`, in order."""
         return [
             next(arrays) if t is None else Token(t.calls, next(arrays) if t.array else None)
             for t in self.tokens
@@ -51,13 +51,15 @@ class Slots:
 
 
 class Entry(NamedTuple):
-    """A recorded value or gradient, and how it came to have the axes it has.
+    """A recorded value or gradient, with the axes that loops and meshes have added.
 
-    `again` if it is the cotangent of a copy that remat computed: a part of a gradient. `folded` if
-    it is the fold of a mesh. `steps` are what is asked for of the loops that are still around it,
-    from the innermost on; `layer` are the numbers of the scanned layers that it is of, from the
-    outermost on.
-    If there is a `reduction`, `value` is a tuple of arrays: its state.
+    - `value`: the array, or the state of the `reduction`, a tuple of arrays.
+    - `valid`: a mask or a count of the recordings; None if there is one in any case.
+    - `lead`: the number of leading axes of loops and meshes; `loops` describes them.
+    - `steps`: the requested iterations of the loops that are still around it, innermost first.
+    - `layer`: the numbers of its scanned layers, outermost first.
+    - `recomputed`: whether it is the cotangent of a recomputed value, a part of a gradient.
+    - `folded`: whether it is a fold inside a shard_map.
     """
 
     site: Site
@@ -69,33 +71,33 @@ class Entry(NamedTuple):
     loops: tuple[str, ...] = ()
     steps: tuple[Any, ...] = ()
     layer: tuple[int, ...] = ()
-    again: bool = False
+    recomputed: bool = False
     folded: bool = False
     reduction: Reduction | None = None
 
     @property
     def state(self) -> list[Any]:
-        """The arrays of the value, or of what it is reduced to."""
+        """The arrays of the value, or of the state of its reducer."""
         return [self.value] if self.reduction is None else list(self.value)
 
     @property
     def is_over_loops(self) -> bool:
-        """Whether a reducer merges the iterations of the loops around it."""
+        """Whether its reducer merges the iterations of the loops around it."""
         return self.reduction is not None and self.reduction.reducer.over_loops
 
     @property
     def is_total(self) -> bool:
-        """Whether the innermost loop carries it, instead of stacking it."""
+        """Whether the innermost loop carries it instead of stacking it."""
         return self.is_over_loops and self.step is None
 
     @property
     def step(self) -> Any:
-        """What is asked for of the innermost loop."""
+        """The requested iterations of the innermost loop."""
         return self.steps[0] if self.steps else None
 
     def left_loop(self, loop: str, axes: int = 0) -> Entry:
-        """The entry outside of a loop, which has added so many axes."""
-        # Layers are as if they were written out: their loop does not show.
+        """Return the entry outside of a loop, which has added `axes` leading axes."""
+        # A layer looks as if the model ran its layers without a loop.
         loops = self.loops if isinstance(self.step, LayerNumber) else (loop, *self.loops)
         return self._replace(lead=self.lead + axes, steps=self.steps[1:], loops=loops)
 
@@ -105,13 +107,13 @@ class Entry(NamedTuple):
 
     @property
     def even(self) -> Entry:
-        """The entry with arrays that vary over the same axes of a mesh, as one state's do."""
+        """The entry with arrays that all vary over the same axes of a mesh, as a state requires."""
         axes = frozenset[str]().union(*(_jax.varying_axes(jax.typeof(x)) for x in self.arrays))
         return self.with_arrays(iter([_jax.with_varying(x, axes) for x in self.arrays]))
 
     @property
     def bare(self) -> Entry:
-        """The entry without its arrays, which must not outlive the trace they belong to."""
+        """The entry without its arrays, which must not outlive their trace."""
         nothing = None if self.reduction is None else (None,) * self.reduction.arrays
         return self._replace(value=nothing, valid=None if self.valid is None else True)
 
@@ -125,7 +127,7 @@ class Entry(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """What goes through a body besides its operands: folds, and the parts of changes."""
+    """The extra inputs of a body: folds, and the parts of changes."""
 
     folds: tuple[FoldThread, ...]
     parts: tuple[Hashable, ...]
@@ -133,7 +135,7 @@ class Threads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StagedBody:
-    """A body after the walk: what it takes, what it gives, and what it recorded and folded."""
+    """A walked body: its jaxpr, inputs and results, and the entries and folds among the results."""
 
     jaxpr: Any
     ins: Slots
@@ -145,20 +147,20 @@ class StagedBody:
 
     @property
     def count(self) -> int:
-        """How many of its results are the body's own."""
+        """The number of results of the original body."""
         return len(self.outs.kept)
 
     @property
     def types(self) -> list[Any]:
-        """The types of what it gives besides: entries, then folds."""
+        """The types of the extra results: entries, then folds."""
         return [v.aval for v in _jax.open_jaxpr(self.jaxpr).outvars[self.count :]]
 
 
 def refuse_folded(entry: Entry) -> None:
-    """A fold of a mesh cannot go on from one iteration to the next, or be one of two branches."""
+    """Raise for a fold inside a shard_map that leaves a loop or a branch."""
     if entry.folded:
         raise SiteError(
-            f"The {entry.site.described}, is folded inside a shard_map that is in a loop or a "
-            "branch, and every device has a fold of its own. Sow it without `reduce`, or outside "
-            "of the shard_map."
+            f"The {entry.site.described}, is folded separately on each device of a shard_map, "
+            "which is inside a loop or a branch, and such a fold cannot continue from one "
+            "iteration to the next. Sow it without `reduce`, or outside of the shard_map."
         )

@@ -1,4 +1,4 @@
-"""The state of a fold: its arrays, how they are put together, and what a reducer makes of it."""
+"""The state of a fold: its arrays, its structure, and the reducer that updates it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from tapax._sites import SiteError
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """What a mark has folded so far: the arrays of a state, and how they are put together.
+    """The state that a mark has folded so far: its arrays and its structure.
 
-    `mapped` is how many mapped axes lead the arrays. Numbers are a part of the structure, until a
-    loop or a branch has `carried` the state: then they are arrays too.
+    `seen` says whether anything was folded. `mapped` is the number of leading batch axes of the
+    arrays. Python numbers in the state are part of the structure; once a loop or a branch has
+    `carried` the state, they are arrays too.
     """
 
     mark: Mark
@@ -39,7 +40,7 @@ class Fold:
 
     @property
     def bare(self) -> Fold:
-        """The fold without its arrays, which must not outlive the trace they belong to."""
+        """The fold without its arrays, which must not outlive their trace."""
         return dataclasses.replace(self, arrays=(None,) * len(self.arrays), seen=self.seen is True)
 
     @property
@@ -49,7 +50,7 @@ class Fold:
 
 @dataclasses.dataclass(frozen=True)
 class FoldMark:
-    """A reducing mark in a body, with the types of the arrays that it folds."""
+    """A mark with a reducer in a body, and the types of the arrays that it folds."""
 
     mark: Mark
     avals: tuple[Any, ...]
@@ -57,11 +58,11 @@ class FoldMark:
 
 
 _Folded = tuple[list[Value], Static[ValueStructure]]
-"""A state: its arrays, and how they are put together."""
+"""A state: its arrays and its structure."""
 
 
 def first_state(mark: Mark, *, carried: bool = False) -> Callable[..., _Folded]:
-    """The function from the arrays of a value to the state that has seen it alone."""
+    """Make a function from the arrays of the first value to the state."""
     reduce, init = mark.reduce, mark.init
     assert reduce is not None and init is not None
     return lambda *xs: _split(reduce(init(), mark.join(xs)), carried)
@@ -70,7 +71,7 @@ def first_state(mark: Mark, *, carried: bool = False) -> Callable[..., _Folded]:
 def next_state(
     mark: Mark, structure: ValueStructure, *, carried: bool = False
 ) -> Callable[..., _Folded]:
-    """The function from a state and the arrays of a value to the state that has seen it too."""
+    """Make a function from a state and the arrays of the next value to the next state."""
     reduce = mark.reduce
     assert reduce is not None
 
@@ -81,51 +82,53 @@ def next_state(
 
 
 def _split(state: PyTree, carried: bool) -> _Folded:
-    """A state in parts; one that is `carried` has arrays in the place of numbers."""
+    """Split a state into arrays and structure; numbers become arrays if it is `carried`."""
     arrays, structure = split_arrays(state, is_array if carried else has_dtype)
     return [typed.asarray(x) for x in arrays], Static(structure)
 
 
-def fold_where(mark: Mark, fold: Fold, xs: list[Value], live: Value) -> Fold:
-    """Folds a value into a state that may have seen nothing yet, where the value is live."""
+def fold_where(mark: Mark, fold: Fold, xs: list[Value], active: Value) -> Fold:
+    """Fold a value, where it is active, into a state that may have seen nothing yet."""
 
     def cast(folded: _Folded, state: list[Value]) -> list[Value]:
         return _cast(mark, folded, fold.structure, state)
 
-    def step(seen: Any, live: Value, state: list[Value], *xs: Value) -> tuple[Any, Any]:
+    def step(seen: Any, active: Value, state: list[Value], *xs: Value) -> tuple[Any, Any]:
         new = typed.cond(
             seen,
             lambda: cast(next_state(mark, fold.structure, carried=True)(state, *xs), state),
             lambda: cast(first_state(mark, carried=True)(*xs), state),
         )
-        return seen | live, [where(live, a, b) for a, b in zip(new, state, strict=True)]
+        return seen | active, [where(active, a, b) for a, b in zip(new, state, strict=True)]
 
-    flags = (expand_flag(f, xs, fold.mapped) for f in (fold.seen, True if live is None else live))
+    flags = (
+        expand_flag(f, xs, fold.mapped) for f in (fold.seen, True if active is None else active)
+    )
     seen, state = vmapped(step, fold.mapped)(*flags, list(fold.arrays), *xs)
-    seen = True if live is None else seen
+    seen = True if active is None else seen
     return dataclasses.replace(fold, arrays=tuple(state), seen=seen)
 
 
-def fresh_fold(held: FoldMark) -> Fold:
-    """A fold that has seen nothing yet, with the type that it will keep."""
-    mark, mapped = held.mark, held.mapped
-    arrays, structure = _types(vmapped(first_state(mark, carried=True), mapped), *held.avals)
+def fresh_fold(fold_mark: FoldMark) -> Fold:
+    """Make a fold that has seen nothing yet, with the type that it will keep."""
+    mark, mapped = fold_mark.mark, fold_mark.mapped
+    arrays, structure = _types(vmapped(first_state(mark, carried=True), mapped), *fold_mark.avals)
     once = Fold(mark, structure, tuple(arrays), False, mapped, carried=True)
     reduce = vmapped(next_state(mark, structure, carried=True), mapped)
     try:
-        arrays, structure = _types(reduce, arrays, *held.avals)
+        arrays, structure = _types(reduce, arrays, *fold_mark.avals)
         twice = dataclasses.replace(once, structure=structure, arrays=tuple(arrays))
     except TypeError:
         twice = None
     if twice is None or once.types != twice.types:
         raise unstable(mark, once.types)
-    axes = frozenset[str]().union(*map(_jax.varying_axes, held.avals))
+    axes = frozenset[str]().union(*map(_jax.varying_axes, fold_mark.avals))
     zeros = (_jax.with_varying(_jax.zeros(aval), axes) for aval in once.arrays)
     return dataclasses.replace(once, arrays=tuple(zeros))
 
 
 def _types(fn: Callable[..., _Folded], *avals: PyTree) -> tuple[list[Any], ValueStructure]:
-    """The types of the state that a function makes of values of some types; its structure."""
+    """Return the types and the structure of the state that `fn` returns for these types."""
 
     def made() -> _Folded:
         return fn(*jax.tree.map(_jax.zeros, avals))
@@ -134,33 +137,35 @@ def _types(fn: Callable[..., _Folded], *avals: PyTree) -> tuple[list[Any], Value
     return [v.aval for v in _jax.open_jaxpr(jaxpr).outvars], structure.value
 
 
-def carried_fold(fold: Fold, held: FoldMark) -> Fold:
-    """A fold with arrays alone, as a loop or a branch carries it."""
+def carried_fold(fold: Fold, fold_mark: FoldMark) -> Fold:
+    """Convert the numbers in a fold to arrays, so that a loop or a branch can carry it."""
     if fold.carried:
         return fold
     arrays, structure = split_arrays(fold.state, is_array)
     spread = (
-        typed.asarray(x) if has_dtype(x) else _repeat(typed.asarray(x), held.avals[0], fold.mapped)
+        typed.asarray(x)
+        if has_dtype(x)
+        else _repeat(typed.asarray(x), fold_mark.avals[0], fold.mapped)
         for x in arrays
     )
     return dataclasses.replace(fold, structure=structure, arrays=tuple(spread), carried=True)
 
 
 def evenly_mapped(mark: Mark, arrays: list[tuple[Value, int]]) -> tuple[list[Value], int]:
-    """The arrays of a value, all with the mapped axes that some of them have; and how many."""
+    """Give all arrays of a value the batch axes that some have; return the number of axes too."""
     x, mapped = max(arrays, key=lambda pair: pair[1])
     batch = x.shape[:mapped]
     if any(count and x.shape[:count] != batch for x, count in arrays):
         raise SiteError(
-            f"The {mark.described}, is one of several arrays that are folded together, and each "
-            "is under vmaps of its own. Sow them under names of their own."
+            f"The {mark.described}, is one of several arrays that are folded together, but the "
+            "arrays are under different vmaps. Sow each array under a name of its own."
         )
     spread = (y if n == mapped else _repeat(y, jax.typeof(x), mapped) for y, n in arrays)
     return list(spread), mapped
 
 
 def expand_flag(flag: Any, arrays: Sequence[Value], mapped: int) -> Any:
-    """A flag with some of the mapped axes, the outermost, made to have those of some arrays."""
+    """Broadcast a flag with the outermost batch axes to all `mapped` axes of `arrays`."""
     if not arrays:
         return typed.asarray(flag)
     expanded = jnp.broadcast_to(align(flag, mapped), arrays[0].shape[:mapped])
@@ -168,14 +173,14 @@ def expand_flag(flag: Any, arrays: Sequence[Value], mapped: int) -> Any:
 
 
 def _repeat(x: Value, aval: Any, mapped: int) -> Value:
-    """A value that is not mapped, with the mapped axes of a type, which are its first."""
+    """Repeat an unmapped value along the `mapped` leading batch axes of a type."""
     repeated = jnp.broadcast_to(x, (*aval.shape[:mapped], *x.shape))
     spec = (*tuple(aval.sharding.spec)[:mapped], *jax.typeof(x).sharding.spec)
     return _jax.with_spec(repeated, spec)
 
 
 def _cast(mark: Mark, folded: _Folded, structure: ValueStructure, like: list[Value]) -> list[Value]:
-    """The arrays of a state, with the dtypes of those that it goes on from."""
+    """Cast the arrays of a new state to the dtypes of the arrays `like` of the old state."""
     arrays, made = folded
     if (made.value, [x.shape for x in arrays]) != (structure, [x.shape for x in like]):
         raise unstable(mark, (structure, [(x.shape, x.dtype) for x in like]))
@@ -183,11 +188,12 @@ def _cast(mark: Mark, folded: _Folded, structure: ValueStructure, like: list[Val
 
 
 def unstable(mark: Mark, types: Any) -> SiteError:
-    """The error for a reducer whose result has these types first, and then others."""
+    """Make the error for a reducer whose result has `types` at first and others later."""
     structure, arrays = types
     shown = structure.join(f"{dtype}{list(shape)}" for shape, dtype in arrays)
     return SiteError(
         f"The reducer of the {mark.described}, is used in a loop or a branch, where its result "
-        f"must keep its type, but it gives {shown} the first time and something else the "
-        "second. Make `reduce` return what it takes."
+        f"must keep its type, but it returns {shown} the first time and another type the second "
+        "time. Make `reduce` return a state with the structure, shapes and dtypes of the state "
+        "that it takes."
     )

@@ -1,14 +1,14 @@
-"""Folds: the state of marks that reduce, threaded through the bodies of a program.
+"""Folds: the states of marks with reducers, threaded through the bodies of a program.
 
 `sow(x, name, reduce=, init=)` folds every call and every iteration into one value. Inside a loop
 that value is a carry, in a branch an operand and a result; it never grows with the loop.
 
-A fold that has seen nothing yet has no value of the type that it will keep: `reduce(init(), x)` may
-have a shape that `init()` has not. So it is carried as zeros with a flag, `seen`, until it is
-certain that something was folded; then the flag is the constant True, and costs nothing.
+A fold that has seen nothing yet has no value of its final type, because `reduce(init(), x)` may
+have another shape than `init()`. So a loop carries zeros and a flag, `seen`. Once a value has been
+folded for certain, the flag is the constant True and costs nothing.
 
-Outside of loops and branches, where a body runs once, a state may be anything that a reducer makes
-of it: it may grow, and have parts that are not arrays.
+Outside of loops and branches, where a body runs once, a reducer may return any state: it may grow,
+and have parts that are not arrays.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from tapax._walk.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class FoldThread:
-    """A fold that goes through a body; `flagged` if its `seen` goes along, as an array.
+    """A fold that is threaded through a body, with its flag `seen` as an array if `flagged`.
 
-    `types` are those that its state has to keep; None in a body that runs once, which may change
+    `types` are the types that the state must keep; None in a body that runs once, which may change
     them.
     """
 
@@ -64,23 +64,23 @@ class Folds:
 
     def __init__(self, plan: Plan):
         self._plan = plan
-        self._held: dict[Any, tuple[Any, dict[str, FoldMark]]] = {}
+        self._marks: dict[Any, tuple[Any, dict[str, FoldMark]]] = {}
         self._arrays: list[tuple[Value, int]] = []
         self.items: dict[str, Fold] = {}
 
     def _put(self, fold: Fold) -> None:
-        """Replaces the folds instead of changing them: leaving a body puts the old ones back."""
+        """Set a fold in a new dict: the old dict is restored when the walk leaves the body."""
         self.items = {**self.items, fold.mark.value_path: fold}
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are arrays of a value that the walk has not met all of."""
+        """Whether the walk has met some, but not all arrays of a value."""
         return bool(self._arrays)
 
-    def add(self, mark: Mark, x: Value, mapped: int, live: Value) -> None:
-        """Folds a value where it is live, when the last of its arrays has come.
+    def add(self, mark: Mark, x: Value, mapped: int, active: Value) -> None:
+        """Add an array, whose batch axes lead; after the last array of a value, fold the value.
 
-        The mapped axes of `x` lead.
+        The value counts only where `active` is true, or everywhere if it is None.
         """
         self._arrays.append((typed.asarray(x), mapped))
         if not mark.is_last_leaf:
@@ -88,7 +88,7 @@ class Folds:
         xs, mapped = evenly_mapped(mark, self._arrays)
         self._arrays = []
         fold = self.items.get(mark.value_path)
-        if fold is None and live is None:
+        if fold is None and active is None:
             state, made = vmapped(first_state(mark), mapped)(*xs)
             self._put(Fold(mark, made.value, tuple(state), True, mapped))
             return
@@ -97,38 +97,39 @@ class Folds:
         if fold.mapped != mapped:
             raise SiteError(
                 f"The {mark.described}, is folded under {mapped} vmaps in one call and under "
-                f"{fold.mapped} in another. Give the calls two names."
+                f"{fold.mapped} in another. Give the calls different names."
             )
-        if fold.seen is True and live is None:
+        if fold.seen is True and active is None:
             reduce = next_state(mark, fold.structure, carried=fold.carried)
             state, made = vmapped(reduce, mapped)(list(fold.arrays), *xs)
             self._put(dataclasses.replace(fold, structure=made.value, arrays=tuple(state)))
             return
-        self._put(fold_where(mark, fold, xs, live))
+        self._put(fold_where(mark, fold, xs, active))
 
     def enter(
         self, jaxprs: Sequence[Any], scopes: Scopes, *, once: bool = False
     ) -> tuple[FoldThread, ...]:
-        """The folds that bodies go on with.
+        """Return the folds to thread through some bodies.
 
-        Unless a body runs `once`, its folds keep their types, so those that begin there are made.
+        Unless the bodies run `once`, their folds must keep their types, so `enter` also creates the
+        folds that begin there.
         """
         threads: dict[str, FoldThread] = {}
         for jaxpr in jaxprs:
-            for path, held in self.held(jaxpr, scopes).items():
+            for path, fold_mark in self.marks_in(jaxpr, scopes).items():
                 fold = self.items.get(path)
                 if fold is None and once:
                     continue
                 types = None
                 if not once:
-                    fresh = fresh_fold(held)
-                    fold = fresh if fold is None else carried_fold(fold, held)
+                    fresh = fresh_fold(fold_mark)
+                    fold = fresh if fold is None else carried_fold(fold, fold_mark)
                     types = fresh.types
                     if fold.types != types:
                         raise SiteError(
-                            f"The {held.mark.described}, is folded in a loop or a branch, where "
-                            "its result must keep its type, but it has another type before. Give "
-                            "the values there another name."
+                            f"The {fold_mark.mark.described}, is folded in a loop or a branch, "
+                            "where its result must keep its type, but it has another type before. "
+                            "Give the values inside another name."
                         )
                     self._put(fold)
                 assert fold is not None
@@ -136,14 +137,14 @@ class Folds:
         return tuple(threads.values())
 
     def leave(self, threads: Sequence[FoldThread], jaxpr: Jaxpr, scopes: Scopes) -> Any:
-        """The folds that come out of a body that runs once: those that begin there as well."""
+        """Return the folds that leave a body; if it runs once, those that begin there too."""
         if any(thread.types is not None for thread in threads):
             return threads
-        found = (self.items.get(path) for path in self.held(jaxpr, scopes))
+        found = (self.items.get(path) for path in self.marks_in(jaxpr, scopes))
         return tuple(FoldThread(f.bare, f.seen is not True) for f in found if f is not None)
 
     def arrays(self, threads: Sequence[FoldThread]) -> list[Any]:
-        """The arrays of some folds."""
+        """Return the arrays of some folds."""
         arrays: list[Value] = []
         for thread in threads:
             fold = self.items[thread.path]
@@ -157,7 +158,7 @@ class Folds:
     def restore(
         self, threads: Sequence[FoldThread], arrays: Sequence[Any], certain: Sequence[bool] = ()
     ) -> None:
-        """Puts arrays back into the folds they came from; `certain` says which have seen one."""
+        """Set the arrays of folds; `certain` says which folds have seen a value for certain."""
         flat = iter(arrays)
         for i, thread in enumerate(threads):
             state = tuple(next(flat) for _ in thread.fold.arrays)
@@ -166,18 +167,18 @@ class Folds:
             self._put(dataclasses.replace(thread.fold, arrays=state, seen=seen))
 
     def certain(self, threads: Sequence[FoldThread]) -> tuple[bool, ...]:
-        """Which folds have seen something for sure."""
+        """Return, for each fold, whether it has seen a value for certain."""
         return tuple(self.items[thread.path].seen is True for thread in threads)
 
-    def held(self, jaxpr: Jaxpr, scopes: Scopes) -> dict[str, FoldMark]:
-        """The reducing marks in a body that the plan selects.
+    def marks_in(self, jaxpr: Jaxpr, scopes: Scopes) -> dict[str, FoldMark]:
+        """Return the marks with reducers in a body that the plan selects.
 
-        Those of a mesh are not among them: they fold on each device, and leave it as entries.
+        Marks inside a shard_map are not among them: they fold on each device and become entries.
         """
         inner = _jax.open_jaxpr(jaxpr)
         key = id(inner), scopes
-        if key in self._held:
-            return self._held[key][1]
+        if key in self._marks:
+            return self._marks[key][1]
         found: dict[str, FoldMark] = {}
         taps: list[Equation] = []
         for eqn in inner.eqns:
@@ -190,23 +191,23 @@ class Folds:
                     continue
                 taps.append(eqn)
                 if mark.is_last_leaf:
-                    held = self._hold(taps, here)
+                    fold_mark = self._fold_mark(taps, here)
                     taps = []
-                    if held is not None:
-                        found.setdefault(held.mark.value_path, held)
+                    if fold_mark is not None:
+                        found.setdefault(fold_mark.mark.value_path, fold_mark)
             else:
                 for body in bodies(eqn):
-                    for path, held in self.held(body, here).items():
-                        found.setdefault(path, held)
-        self._held[key] = (inner, found)  # `inner` is kept so that its id stays its own
+                    for path, fold_mark in self.marks_in(body, here).items():
+                        found.setdefault(path, fold_mark)
+        self._marks[key] = (inner, found)  # keep `inner` alive, so that no other gets its id
         return found
 
-    def _hold(self, taps: Sequence[Equation], scopes: Scopes) -> FoldMark | None:
-        """The mark of a value, whose arrays have these taps, if the plan selects it."""
+    def _fold_mark(self, taps: Sequence[Equation], scopes: Scopes) -> FoldMark | None:
+        """Return the mark of the value whose arrays have these taps, if the plan selects it."""
         mark = taps[0].params["mark"].within(scopes)
-        mapped, own = split_shape(taps[0])
+        mapped, shape = split_shape(taps[0])
         dtype = taps[0].invars[0].aval.dtype
-        site = mark.site(shape=(*mapped, *own), dtype=dtype, rank=len(own))
+        site = mark.site(shape=(*mapped, *shape), dtype=dtype, rank=len(shape))
         site = dataclasses.replace(site, path=mark.value_path)
         if not self._plan.choose(site, grad=False):
             return None

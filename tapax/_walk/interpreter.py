@@ -1,20 +1,20 @@
-"""The walk: an interpreter that goes over a traced program and collects what its taps carry.
+"""The walk: an interpreter that evaluates a traced program and records the operands of its taps.
 
-`Interpreter.run` evaluates a jaxpr equation by equation. A tap is taken out: its operand goes
-through, and what the plan selects is recorded. An equation that holds no tap is bound as it stands.
-One that holds a tap in its body goes to its handler (`_walk.handlers`), which re-stages it with a
-body that returns what was recorded inside as extra results.
+`Interpreter.run` evaluates a jaxpr equation by equation. It removes each tap, passes its operand
+on, and records it if the plan selects it. It binds equations without taps unchanged. Equations with
+taps in their bodies go to a handler (`_walk.handlers`), which restages them with a body that
+returns the recorded values as extra results.
 
-What is recorded is a list of `Entry`s. Leaving a body changes them: a scan stacks them, a branch
-adds a mask, a mesh adds an axis. The axes of an entry are, in order: loops and meshes (`lead` of
-them), mapped axes, the value's own.
+The recorded values are a list of `Entry`s. Leaving a body changes them: a scan stacks them, a
+branch adds a mask, a mesh adds an axis. The axes of an entry are, in order: those of loops and
+meshes (`lead` of them), batch axes, and the axes of the value itself.
 
-Marks with a reducer are not recorded but folded: see `_walk.folds`. Folds are threaded through
-bodies as operands and extra results.
+The walk folds marks with a reducer instead of recording them: see `_walk.folds`. It threads the
+folds through bodies as operands and extra results.
 
-Gradients are paired with the call of a site by `Token`s: see `_marks.tap`. In the walk a token is
-the set of the calls that it may stand for. Inside another capture, whose own walk comes later, taps
-are left in the program, and a token has its array too.
+`Token`s pair gradients with the calls of sites: see `_marks.tap`. In the walk a token is the set of
+calls from which it may come. If another capture surrounds this one, its walk comes later, so this
+walk leaves the taps in the program, and a token has an array too.
 """
 
 from __future__ import annotations
@@ -46,48 +46,48 @@ from tapax._walk.recorder import MetTap, Recorder
 
 
 class WalkHooks:
-    """What a walk does at the points where another use of it may do something else.
+    """The points at which a subclass may change what the walk does.
 
-    Every method goes on as the walk itself does, unless a subclass decides otherwise.
+    The methods here do what the walk does by default.
     """
 
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
-        """Evaluates an equation."""
+        """Evaluate an equation."""
         return walk.evaluate_equation(eqn, args)
 
     def tap(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
-        """Evaluates a tap."""
+        """Evaluate a tap."""
         return walk.evaluate_tap(eqn, args)
 
     def record(self, walk: Interpreter, tap: MetTap) -> None:
-        """Records the value, or the gradient, of one call of a site."""
+        """Record the value or the gradient of one call of a site."""
         walk.record(tap)
 
     def differentiate_edited(self, walk: Interpreter, edited: Sequence[Key]) -> None:
-        """Sees the derivative of a function with a rule of its own in which something is edited."""
+        """Handle the derivative of a function with a custom rule and an edit inside."""
         raise SiteError(
-            f"The site {edited[0].name!r} is edited inside a function with a derivative rule of "
-            "its own (jax.custom_jvp or jax.custom_vjp), and that rule is the derivative of the "
-            "function without the edit. Edit the function that takes the derivative instead: "
+            f"The site {edited[0].name!r} is edited inside a function with a custom derivative "
+            "rule (jax.custom_jvp or jax.custom_vjp), which is the derivative of the function "
+            "without the edit. Edit the function that takes the derivative instead: "
             "tapax.edit(jax.grad(fn), ...)."
         )
 
     def last_test(self, walk: Interpreter, record: Callable[[], None]) -> None:
-        """Sees the end of a while loop, where what its predicate marks is recorded."""
+        """Record the marks in the predicate of a while loop, at the end of the loop."""
         record()
 
     def opaque(self, walk: Interpreter, eqn: Equation) -> None:
-        """Sees an equation with taps inside that the walk cannot reach."""
+        """Handle an equation with taps inside that the walk cannot reach."""
 
     def inside(
         self, walk: Interpreter, branch: int | None, around: Sequence[Around]
     ) -> contextlib.AbstractContextManager[Any]:
-        """Wraps the walk of a body: a branch of this number, or the body of loops and meshes."""
+        """Wrap the walk of a body: branch number `branch`, or a body inside loops and meshes."""
         return contextlib.nullcontext()
 
 
 class Interpreter(Recorder):
-    """Goes over one program under one plan. `Walk` is the interpreter with its handlers."""
+    """An interpreter of one program under one plan. `Walk` is the interpreter with handlers."""
 
     handlers: ClassVar[Mapping[Kind, Handler]] = {}
 
@@ -101,7 +101,7 @@ class Interpreter(Recorder):
         self.nested = active_policy() is not None
         self.of_two = False
         self.shield = ""
-        """What the walk is in that takes no derivative of its body from outside."""
+        """The function around the walk, in words, if no derivative from outside enters it."""
         self._program: Jaxpr | None = None
         self._tapped = TappedBodies()
         self._recomputing = False
@@ -109,7 +109,7 @@ class Interpreter(Recorder):
         self._branches: tuple[int, ...] = ()
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
-        """Evaluates a jaxpr on `args`, recording what the plan selects."""
+        """Evaluate a jaxpr on `args`, and record the sites that the plan selects."""
         inner = _jax.open_jaxpr(jaxpr)
         self._program = self._program or jaxpr
 
@@ -128,7 +128,7 @@ class Interpreter(Recorder):
         return first_mesh(self._program)
 
     def evaluate_equation(self, eqn: Equation, args: list[Value]) -> list[Value]:
-        """Evaluates an equation; one that holds taps or takes tokens goes to its handler."""
+        """Evaluate an equation, by its handler if it has taps inside or tokens as operands."""
         if eqn.primitive is tap_p:
             return self.hooks.tap(self, eqn, args)
         if eqn.primitive is change_p:
@@ -148,7 +148,7 @@ class Interpreter(Recorder):
                 self.scopes = outer
         if tapped:
             return self._opaque(eqn, args)
-        # A residual without elements is only ever moved about: reshaped, selected, broadcast.
+        # Equations only rearrange a residual without elements: reshape, select, broadcast.
         calls = frozenset[Call]().union(*(t.calls for t in tokens))
         if not all(v.aval.size == 0 for v in eqn.outvars):
             return _jax.bind_equation(eqn, self.materialize(eqn.invars, args))
@@ -158,24 +158,24 @@ class Interpreter(Recorder):
         return [Token(calls, x) for x in outs]
 
     def _holds_taps(self, jaxpr: Jaxpr) -> bool:
-        """Whether a body has to be walked: what is only computed once more may be edited too."""
+        """Return whether the walk must enter a body; a recomputed value may be edited too."""
         return self._tapped.has_taps(jaxpr) or bool(self.changes.within(jaxpr))
 
     @staticmethod
     def materialize(atoms: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The operands with tokens made into the empty arrays that they stand for."""
+        """Return the operands, with empty arrays in place of tokens."""
         return [
             a if type(a) is not Token else (_jax.zeros(v.aval) if a.array is None else a.array)
             for v, a in zip(atoms, args, strict=True)
         ]
 
     def evaluate_tap(self, eqn: Equation, args: list[Value]) -> list[Value]:
-        """Takes a tap out of the program: changes and records what it marks."""
+        """Remove a tap from the program; change and record its operand."""
         mark, kind = eqn.params["mark"], eqn.params["kind"]
-        own = operands(kind, mark)
-        (x, *rest), live = args[:own], args[own] if len(args) > own else None
-        # Whoever gives a condition does not know whether it is to be mapped.
-        live = None if live is None or not live.ndim else live
+        count = operands(kind, mark)
+        (x, *rest), active = args[:count], args[count] if len(args) > count else None
+        # A condition that was never mapped has no meaning.
+        active = None if active is None or not active.ndim else active
         marked = eqn.invars[0].aval
         if isinstance(eqn.invars[0], _jax.Literal):
             x = typed.asarray(x, marked.dtype)
@@ -189,7 +189,7 @@ class Interpreter(Recorder):
             owner = self._owner(eqn, rest[0])
             calls = [] if owner is None else [owner]
         else:
-            calls = self._calls.standing_for(rest[0] if rest else None, eqn)
+            calls = self._calls.possible_calls(rest[0] if rest else None, eqn)
             calls = [c for c in calls if c in self._replaying] if self._replaying else calls
         if not kind.startswith("tangent"):
             change = self._change("grad" if grad else "value", calls, eqn)
@@ -200,28 +200,28 @@ class Interpreter(Recorder):
             x, array = bound[0], bound[1] if len(bound) > 1 else None
         if new or grad:
             for call in calls:
-                self.hooks.record(self, MetTap(eqn, [x, *rest[1:]], live, call, grad))
+                self.hooks.record(self, MetTap(eqn, [x, *rest[1:]], active, call, grad))
         return [x, Token(frozenset(calls), array)] if kind in MAKES_TOKEN else [x]
 
     def _change(self, of: str, calls: Sequence[Call], eqn: Equation) -> Change | None:
-        """How one of some calls is changed; raises if it depends on which one it is."""
+        """Return the change that all of some calls share; raise if their changes differ."""
         calls = self._calls.narrowed(calls, eqn, self._branches)
         level = eqn.params["level"] if of == "grad" else None
         found = {self.changes.find(Key(of, call.name), level) for call in calls}
         if len(found) > 1:
             raise SiteError(
                 f"The site {calls[0].name!r}, marked at {calls[0].mark.source}, is one of "
-                f"{len(calls)} calls that share one traced function, and they are not edited "
-                "alike: which of them it is cannot be told where its value is computed once more. "
-                "Edit all of them alike, or give each a jit or a checkpoint of its own."
+                f"{len(calls)} calls that share one traced function, but their edits differ. Where "
+                "the value is recomputed, tapax cannot tell the calls apart. Edit all of them "
+                "alike, or wrap each call in a separate jax.jit or jax.checkpoint."
             )
         return found.pop() if found else None
 
     def _derivative(self, eqn: Equation, args: list[Any]) -> Any:
-        """The derivative of what an edit does to a site."""
+        """Evaluate a `change` equation: the derivative of an edit."""
         params = eqn.params
         token, *operands = args
-        calls = self._calls.standing_for(token, eqn, self._branches)
+        calls = self._calls.possible_calls(token, eqn, self._branches)
         change = self._change(params["of"], calls, eqn)
         if change is None and not self.nested:
             return identity(*operands, order=params["order"])
@@ -241,17 +241,17 @@ class Interpreter(Recorder):
         return self.changes.apply(change, operands, params["axes"], in_value, then, **which)
 
     def _owner(self, eqn: Equation, token: Value) -> Call | None:
-        """The call that a gradient belongs to; None if it is nobody's, and not asked for."""
-        mark, calls = eqn.params["mark"], self._calls.standing_for(token, eqn, self._branches)
+        """Return the call of a gradient; None if it may belong to several that the plan ignores."""
+        mark, calls = eqn.params["mark"], self._calls.possible_calls(token, eqn, self._branches)
         if len(calls) == 1:
             return calls[0]
         asked = [c for c in calls if self._asks_for_gradient(c, eqn)]
         if not asked and calls:
             return None
         raise SiteError(
-            f"The gradient of the {mark.described}, belongs to one of {len(calls)} calls, and "
-            "which one cannot be told. The calls share one traced function: give each a jit or a "
-            "checkpoint of its own, or leave the site out of `grads`."
+            f"The gradient of the {mark.described}, belongs to one of {len(calls)} calls that "
+            "share one traced function, and tapax cannot tell to which. Wrap each call in a "
+            "separate jax.jit or jax.checkpoint, or leave the site out of `grads`."
         )
 
     def _asks_for_gradient(self, call: Call, eqn: Equation) -> bool:
@@ -260,12 +260,12 @@ class Interpreter(Recorder):
         return changed is not None or bool(self.plan.choose(site, grad=True))
 
     def enter(self, *jaxprs: Any, once: bool = False) -> Threads:
-        """What must be threaded through some bodies; one that runs `once` may change its folds."""
+        """Return the threads of bodies; bodies that run `once` may change the types of folds."""
         folds = self.folds.enter(jaxprs, self.scopes, once=once)
         return Threads(folds, self.changes.needed(jaxprs))
 
-    def handed(self, threads: Threads) -> list[Any]:
-        """The arrays that bodies are given besides their operands: folds, and parts of changes."""
+    def thread_arrays(self, threads: Threads) -> list[Any]:
+        """Return the extra inputs of bodies: the arrays of folds and of the parts of changes."""
         return [*self.folds.arrays(threads.folds), *self.changes.arrays(threads.parts)]
 
     @contextlib.contextmanager
@@ -278,9 +278,9 @@ class Interpreter(Recorder):
         around: Sequence[Around] = (),
         shield: str = "",
     ) -> Generator[None]:
-        """Within, what is recorded and folded is a body's own.
+        """Walk a body within the context, and record and fold separately there.
 
-        Marks that are met when it is `recomputing`, or `replaying` some calls, are no new calls.
+        While the walk is `recomputing`, or `replaying` some calls, marks are not new calls.
         """
         before = self.entries, self.folds.items, self._recomputing, self._branches, self.around
         parts, outer_shield, outer_replay = self.changes.parts, self.shield, self._replaying
@@ -301,21 +301,21 @@ class Interpreter(Recorder):
             self.changes.parts = parts
 
     def calls_since(self, before: int) -> frozenset[Call]:
-        """The calls that the walk has come across since there were so many of them.
+        """Return the calls that the walk has met since there were `before` of them.
 
-        A body that is computed once more has those of the first time.
+        A body that is recomputed has the calls of its first run.
         """
         return frozenset(self._calls.all[before:]) or self._replaying
 
     @property
     def calls_made(self) -> int:
-        """How many calls the walk has come across."""
+        """The number of calls that the walk has met."""
         return len(self._calls.all)
 
     def rewinder(self) -> Callable[[], None]:
-        """A function that takes the numbers of calls back to where they are now.
+        """Return a function that resets the numbers of calls to their current state.
 
-        A loop that is evaluated, under `jax.disable_jit()`, has one body and not many calls.
+        Under `jax.disable_jit()` the iterations of a loop share the calls of one body.
         """
         calls, sites = self._calls.numbers(), len(self.sites)
 
@@ -334,20 +334,20 @@ class Interpreter(Recorder):
         whole: bool = False,
         **where: Any,
     ) -> StagedBody:
-        """Walks a body into a jaxpr: operands and threads in; results, entries and folds out.
+        """Walk a body into a jaxpr of operands and threads that returns results, entries and folds.
 
-        All results come out if they are to be `whole`; if not, tokens are left out.
+        With `whole`, the jaxpr returns all results; otherwise it leaves tokens out.
         """
         threads = self.enter(jaxpr, once=True) if threads is None else threads
         ins, scopes = Slots.of(args), self.scopes
 
         def body(*flat: Value) -> Any:
             arrays = iter(flat)
-            values, handed = ins.fill(arrays), list(arrays)
-            count = len(handed) - len(threads.parts)
+            values, extra = ins.fill(arrays), list(arrays)
+            count = len(extra) - len(threads.parts)
             with self.inside(**where):
-                self.folds.restore(threads.folds, handed[:count])
-                self.changes.hand_down(threads.parts, handed[count:])
+                self.folds.restore(threads.folds, extra[:count])
+                self.changes.set_arrays(threads.parts, extra[count:])
                 outs = self.run(jaxpr, values)
                 if whole:
                     outs = self.materialize(_jax.open_jaxpr(jaxpr).outvars, outs)
@@ -362,7 +362,7 @@ class Interpreter(Recorder):
                 return arrays, Static((slots, entries, folds, self.folds.certain(folds)))
 
         made, (_, found) = typed.make_jaxpr(body, return_shape=True)(
-            *ins.arrays(args), *self.handed(threads)
+            *ins.arrays(args), *self.thread_arrays(threads)
         )
         outs, entries, folds, certain = found.value
         return StagedBody(made, ins, outs, entries, threads, folds, certain)
@@ -370,12 +370,13 @@ class Interpreter(Recorder):
     def operands(
         self, staged: StagedBody, args: Sequence[Value]
     ) -> tuple[list[Value], list[int | None]]:
-        """The arrays that a staged body takes, and which operands of the equation they are."""
-        own, handed = staged.ins.arrays(args), self.handed(staged.threads)
-        return [*own, *handed], [*staged.ins.kept, *(None for _ in handed)]
+        """Return the inputs of a staged body, and their numbers among the equation's operands."""
+        extra = self.thread_arrays(staged.threads)
+        inputs = [*staged.ins.arrays(args), *extra]
+        return inputs, [*staged.ins.kept, *(None for _ in extra)]
 
     def unstage(self, staged: StagedBody, results: Sequence[Any]) -> list[Any]:
-        """Takes apart what a staged body gave: records its entries, returns its own results."""
+        """Record the entries and folds of a staged body, and return the results of the equation."""
         flat = iter(results)
         outs = staged.outs.fill(flat)
         self.entries += [e.with_arrays(flat) for e in staged.entries]
@@ -383,7 +384,7 @@ class Interpreter(Recorder):
         return outs
 
     def _opaque(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        """An equation that is no business of ours holds marks: they are lost, and said to be."""
+        """Bind an equation whose body the walk cannot enter, without taps; list these as lost."""
         self.hooks.opaque(self, eqn)
         name = _jax.operation_name(eqn)
         stripped: list[Mark] = []
@@ -392,7 +393,7 @@ class Interpreter(Recorder):
             mark = mark.within(scopes_of(eqn, self.scopes))
             self.lost[mark.path] = (
                 f"it is marked at {mark.source}, inside a call of {name!r}, which "
-                "is opaque: only what goes in and comes out of it can be captured, "
+                "is opaque: only its operands and results can be captured, "
                 f"with tapax.ops({eqn.primitive.name!r})"
             )
         plain = eqn.replace(params=params, effects=frozenset(eqn.effects) - TAPS)

@@ -1,15 +1,15 @@
-"""Conditionals and loops under `vmap`, where the predicate is mapped.
+"""Conditionals and loops whose predicate `vmap` maps.
 
 `vmap` turns a conditional whose predicate differs from example to example into a selection: every
-branch runs for every example. A while loop runs for all until the last is done. So that a site
-inside still says for which examples it counts, each tap in such a branch or body is given the
-condition as its `live` operand, before JAX batches the equation. Where the predicate turns out to
-be the same for all examples, the tap drops the condition again.
+branch runs for every example. A while loop runs for all examples until the last is done. To record
+for which examples a site counts, the rules below give each tap in such a branch or body the
+condition as its operand `active`, before JAX batches the equation. If the predicate turns out to be
+equal for all examples, the tap drops the operand.
 
-The condition reaches the taps as folds reach the marks that fold: threaded through bodies.
+The walk threads the condition through bodies to the taps, as it threads folds.
 
-Last come the while loops that JAX runs twice, to linearize them and in the backward pass of remat:
-the second run marks nothing again.
+JAX runs some while loops twice: to linearize them, and in the backward pass of remat. The last
+rules keep the second run from marking values a second time.
 """
 
 import functools
@@ -40,10 +40,10 @@ _THREADED = CALLS | LOOPS | Kind.COND | Kind.REMAT
 
 
 class _Condition:
-    """What is threaded through bodies in the place of folds: the condition itself."""
+    """The condition, which takes the place of folds as a thread through bodies."""
 
-    def __init__(self, live: Value):
-        self.items = live
+    def __init__(self, active: Value):
+        self.items = active
 
     def enter(self, jaxprs: Any, scopes: Any, *, once: bool = False) -> tuple[FoldThread, ...]:
         del jaxprs, scopes, once
@@ -65,17 +65,17 @@ class _Condition:
 
 
 class _Guard(WalkHooks):
-    """Leaves taps where they are, and gives each the condition."""
+    """Hooks that leave the taps in the program and give each the condition."""
 
     def __init__(self, branches: tuple[int, ...] = (), shifts: Mapping[str, int] | None = None):
         self._numbers = branches
         self._shifts = shifts or {}
 
-    def run(self, live: Value, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
-        """Evaluates a program, each of whose taps is given the condition."""
+    def run(self, active: Value, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
+        """Evaluate a program, and give each of its taps the condition `active`."""
         walk = Walk(_NOTHING, hooks=self)
         walk.nested = True
-        walk.folds = _Condition(live)  # pyright: ignore[reportAttributeAccessIssue]
+        walk.folds = _Condition(active)  # pyright: ignore[reportAttributeAccessIssue]
         return walk.run(jaxpr, args)
 
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
@@ -91,88 +91,88 @@ class _Guard(WalkHooks):
         strip(list(eqn.params.values()), marks)
         raise SiteError(
             f"The {marks[0].described}, is inside a call of {_jax.operation_name(eqn)!r}, in a "
-            "conditional or a loop whose predicate `vmap` has made differ from example to example, "
-            "so for which examples it ran cannot be told. Mark the value outside of that call."
+            "conditional or a loop whose predicate differs from example to example under `vmap`, "
+            "so tapax cannot tell for which examples it ran. Mark the value outside of that call."
         )
 
     def tap(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
-        own = operands(eqn.params["kind"], eqn.params["mark"])
-        live: Value = walk.folds.items
-        if len(args) > own:
-            inner = args[own]
-            live = live.reshape(live.shape + (1,) * (inner.ndim - live.ndim)) & inner
+        count = operands(eqn.params["kind"], eqn.params["mark"])
+        active: Value = walk.folds.items
+        if len(args) > count:
+            inner = args[count]
+            active = active.reshape(active.shape + (1,) * (inner.ndim - active.ndim)) & inner
         branches = (*self._numbers, *eqn.params["branches"])
         path = eqn.params["mark"].within(scopes_of(eqn, walk.scopes)).path
         shift = eqn.params["shift"] + self._shifts.get(path, 0)
         params = dict(eqn.params, branches=branches, shift=shift)
-        return list(tap_p.bind(*args[:own], live, **params))
+        return list(tap_p.bind(*args[:count], active, **params))
 
     def last_test(self, walk: Interpreter, record: Callable[[], None]) -> None:
-        """Records nothing: the taps of a predicate stay in it."""
+        """Record nothing: the taps of a predicate stay in it."""
 
-    def again(self, live: Value, fn: Callable[[*Ts], Any], *args: *Ts) -> Any:
-        """Calls `fn` with every tap in what it does given the condition."""
+    def call(self, active: Value, fn: Callable[[*Ts], Any], *args: *Ts) -> Any:
+        """Call `fn`, and give every tap inside of it the condition."""
         made, shape = typed.make_jaxpr(fn, return_shape=True)(*args)
-        outs = self.run(live, made, jax.tree.leaves(args))
+        outs = self.run(active, made, jax.tree.leaves(args))
         return pytrees.structure(shape).unflatten(outs)
 
 
-def _custom_jvp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) -> list[Value]:
+def _custom_jvp(guard: _Guard, active: Value, eqn: Equation, args: list[Value]) -> list[Value]:
     def plain(*flat: Value) -> list[Any]:
         return _jax.bind_equation(eqn, flat)
 
     @jax.custom_jvp
-    def call(live: Value, *flat: Value) -> list[Any]:
-        return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
+    def call(active: Value, *flat: Value) -> list[Any]:
+        return guard.call(active, _jax.as_function(_jax.call_body(eqn)), *flat)
 
     def rule(primals: PyTree, tangents: PyTree) -> Any:
-        live, *flat = primals
+        active, *flat = primals
         moves = {i: t for i, t in enumerate(tangents[1:]) if type(t) is not SymbolicZero}
         by = functools.partial(derivatives.jvp, plain)
-        return guard.again(live, lambda p, t: by(p, list(moves), t), flat, list(moves.values()))
+        return guard.call(active, lambda p, t: by(p, list(moves), t), flat, list(moves.values()))
 
     call.defjvp(rule, symbolic_zeros=True)
-    return call(live, *args)
+    return call(active, *args)
 
 
-def _custom_vjp(guard: _Guard, live: Value, eqn: Equation, args: list[Value]) -> list[Value]:
+def _custom_vjp(guard: _Guard, active: Value, eqn: Equation, args: list[Value]) -> list[Value]:
     def plain(*flat: Value) -> list[Any]:
         return _jax.bind_equation(eqn, flat)
 
     @typed.custom_vjp
-    def call(live: Value, *flat: Value) -> list[Any]:
-        return guard.again(live, _jax.as_function(_jax.call_body(eqn)), *flat)
+    def call(active: Value, *flat: Value) -> list[Any]:
+        return guard.call(active, _jax.as_function(_jax.call_body(eqn)), *flat)
 
-    # By what the function closed over, which JAX puts first, it has no derivative.
+    # JAX puts the closed-over values first; the rule has no derivative with respect to them.
     fixed = eqn.params.get("num_consts", 0)
 
-    def forward(live: Any, *given: Any) -> Any:
+    def forward(active: Any, *given: Any) -> Any:
         flat = [x.value for x in given]
         moved = [i for i, x in enumerate(given) if x.perturbed and i >= fixed]
-        out, back = guard.again(
-            live.value, lambda *flat: derivatives.vjp(plain, flat, moved), *flat
+        out, back = guard.call(
+            active.value, lambda *flat: derivatives.vjp(plain, flat, moved), *flat
         )
-        return out, (live.value, back, Static(moved))
+        return out, (active.value, back, Static(moved))
 
     def backward(residuals: PyTree, cts: PyTree) -> Any:
-        live, back, moved = residuals
+        active, back, moved = residuals
         arrays = [derivatives.instantiate(ct) for ct in cts]
-        found = guard.again(live, lambda back, cts: back(cts), back, arrays)
-        by_place = dict(zip(moved.value, found, strict=True))
-        return (None, *(by_place.get(i) for i in range(len(args))))
+        found = guard.call(active, lambda back, cts: back(cts), back, arrays)
+        by_number = dict(zip(moved.value, found, strict=True))
+        return (None, *(by_number.get(i) for i in range(len(args))))
 
     call.defvjp(forward, backward, symbolic_zeros=True)
-    return call(live, *args)
+    return call(active, *args)
 
 
 _CUSTOM = {Kind.CUSTOM_JVP: _custom_jvp, Kind.CUSTOM_VJP: _custom_vjp}
 
 
 def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    """Branches that take the index too, and tell their taps whether it is theirs.
+    """Make branches that also take the index, and give their taps the condition to be chosen.
 
-    They will run one after the other. `lax.cond` has the branch for true second, which was written
-    and traced first: the numbers of the calls are set right.
+    Under `vmap` the branches run one after the other. `lax.cond` puts the branch for true second,
+    although it was written and traced first, so the shifts correct the numbers of the calls.
     """
     shifts: list[dict[str, int]] = [{} for _ in branches]
     if len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0]):
@@ -198,27 +198,28 @@ def _batch_cond(rule: Any) -> Any:
             index = _jax.unmapped(args[0], dims[0])
             branches = _in_branches(branches, index)
             args, dims = [*args, args[0]], [*dims, dims[0]]
-        return rule(axis_data, _divided(axis_data, args, dims), dims, branches=branches, **params)
+        args = _shard_tokens(axis_data, args, dims)
+        return rule(axis_data, args, dims, branches=branches, **params)
 
     return batch
 
 
-def _divided(axis_data: Any, args: Sequence[Value], dims: Sequence[Any]) -> list[Value]:
-    """The operands, with tokens divided over an explicit mesh as the mapped axis is.
+def _shard_tokens(axis_data: Any, args: Sequence[Value], dims: Sequence[Any]) -> list[Value]:
+    """Shard the mapped axis of tokens over an explicit mesh.
 
-    A token has no elements to divide, but JAX selects only among operands that are divided alike.
+    A token has no elements, but JAX selects only among operands with equal shardings.
     """
     axis = axis_data.explicit_mesh_axis
     if axis is None:
         return list(args)
 
-    def divided(x: Value, dim: int | None) -> Value:
+    def sharded(x: Value, dim: int | None) -> Value:
         if dim is None or x.size:
             return x
         spec = list(jax.typeof(x).sharding.spec)
         return _jax.with_spec(x, [*spec[:dim], axis, *spec[dim + 1 :]])
 
-    return [divided(x, dim) for x, dim in zip(args, dims, strict=True)]
+    return [sharded(x, dim) for x, dim in zip(args, dims, strict=True)]
 
 
 def _batch_while(rule: Any) -> Any:
@@ -230,8 +231,8 @@ def _batch_while(rule: Any) -> Any:
             def guarded(*flat: Value) -> list[Any]:
                 extra, rest = flat[:count], flat[count:]
                 state = rest[params["body_nconsts"] :]
-                (live,) = _jax.as_function(strip(test))(*extra, *state)
-                return _Guard().run(live, body, rest)
+                (active,) = _jax.as_function(strip(test))(*extra, *state)
+                return _Guard().run(active, body, rest)
 
             tested = [v.aval for v in _jax.open_jaxpr(test).invars[:count]]
             avals = [v.aval for v in _jax.open_jaxpr(body).invars]
@@ -247,7 +248,7 @@ def _batch_while(rule: Any) -> Any:
 
 
 def _split_while(rule: Any) -> Any:
-    """A loop that the backward pass of remat runs again marks nothing again."""
+    """Keep a loop that the backward pass of remat re-runs from marking values a second time."""
 
     def split(*args: Any) -> Any:
         known, staged, *rest = rule(*args)
@@ -261,7 +262,7 @@ def _split_while(rule: Any) -> Any:
 
 @functools.cache
 def register() -> None:
-    """Has JAX's own rules for conditionals and while loops keep the taps inside right."""
+    """Wrap JAX's rules for conditionals and while loops, so that taps inside stay correct."""
     _jax.wrap_batcher(cond_p, _batch_cond)
     _jax.wrap_batcher(while_p, _batch_while)
     _jax.wrap_partial_eval_custom(while_p, _split_while)

@@ -1,4 +1,4 @@
-"""A plan: what a capture is asked for, checked once, hashable; and what it was asked for in vain.
+"""A plan: the selections of a capture or edit, checked and hashable.
 
 >>> plan = Plan.make(values="**", grads=None)
 >>> plan.choose(Site("h"), grad=False)
@@ -52,9 +52,9 @@ from tapax.reduce import Reducer
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What is kept of a site: under which path, of which iterations, which part, reduced by what.
+    """One result to keep of a site: its path, the iterations, the part, and the reducer.
 
-    `steps` are what is asked for of each loop, from the innermost on.
+    `steps` has the requested iterations of each loop, innermost first.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Reading:
 
     @property
     def layer(self) -> tuple[int, ...]:
-        """The numbers of the scanned layers that it is of, from the outermost on."""
+        """The numbers of the scanned layers in its path, outermost first."""
         return tuple(step for step in reversed(self.steps) if isinstance(step, LayerNumber))
 
     @property
@@ -74,10 +74,10 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which values and which gradients to capture, and how many iterations of a while loop.
+    """The values and gradients to capture, and the number of iterations of a while loop to keep.
 
-    Or, if it is `changing`, which ones to edit; if it is `replacing`, which ones to perturb, or to
-    start from.
+    If the plan is `changing`, they are the values and gradients to edit; if it is `replacing`, the
+    values to perturb or to start from.
     """
 
     values: Selection
@@ -88,7 +88,7 @@ class Plan:
     changing: bool = False
     replacing: bool = False
     names: tuple[str, str] = ("values", "grads")
-    """What the arguments are called that the selections came from."""
+    """The names of the arguments with the selections, for messages."""
 
     @classmethod
     def make(
@@ -113,7 +113,7 @@ class Plan:
         return cls(sites[0], sites[1], steps, which, policy, changing, replacing, names)
 
     def marking_policy(self, structure: Structure | None = None) -> MarkingPolicy:
-        """What has to be marked for this plan, in a function of arguments of that structure."""
+        """Return what to mark for this plan, in a function with arguments of `structure`."""
         both = self.values, self.grads
         asked, of_grads = asked_kinds(both[0]) | asked_kinds(both[1]), asked_kinds(both[1])
         changes = self.changing or self.replacing
@@ -130,19 +130,19 @@ class Plan:
 
     @property
     def asks(self) -> bool:
-        """Whether something is asked for, of all modules."""
+        """Whether the plan selects anything, without a restriction of `modules`."""
         parts = (*flatten(self.values), *flatten(self.grads))
         every = self.policy is True and self.modules == "**"
         return every and bool(parts)
 
     @property
     def over_loops(self) -> bool:
-        """Whether there are reducers over loops."""
+        """Whether the plan has reducers over loops."""
         return any(reducer.over_loops for _, reducer in self.reducers)
 
     @property
     def reducers(self) -> Iterator[tuple[Any, Reducer]]:
-        """Every reducer, with the selection that it is for."""
+        """Every reducer, with its selection."""
         for selection in (self.values, self.grads):
             for part in flatten(selection):
                 if isinstance(part, Reduced):
@@ -150,14 +150,14 @@ class Plan:
                     yield from ((part.selection, reducer) for reducer in reducers)
 
     def sees(self, site: Site, mark: Mark) -> bool:
-        """Whether a site is one for this plan: another capture's modules may not be.
+        """Return whether a site exists for this plan: modules of another capture may not.
 
-        What a reducer closes over is marked, but no site.
+        Values that a reducer closes over have marks, but are not sites.
         """
         if site.kind not in ("module", *ASKED):
             return site.kind != "closed"
         module = site
-        if site.kind in ASKED:  # they belong to the module whose input, or weights, they are
+        if site.kind in ASKED:  # inputs and weights belong to their module
             path = site.path.rpartition(ASKED[site.kind])[0]
             module = dataclasses.replace(site, kind="module", path=path)
         if self.policy not in mark.admitted or not matches(self.modules, module):
@@ -165,7 +165,7 @@ class Plan:
         return callable(self.policy) or not is_machinery(site.module) or self._names(site)
 
     def _names(self, site: Site) -> bool:
-        """Whether a selection names a module itself, and not only what is around it."""
+        """Return whether a selection names the module itself, and not only a module around it."""
         for part in (*_plain(self.modules), *_plain(self.values), *_plain(self.grads)):
             if isinstance(part, str) and matches(part, site):
                 name = part.rpartition("/")[2].removesuffix(ASKED.get(site.kind, ""))
@@ -174,7 +174,7 @@ class Plan:
         return False
 
     def choose(self, site: Site, grad: bool) -> list[Reading]:
-        """What to keep of the value or the gradient of a site: nothing, if it is not selected."""
+        """Return what to keep of the value or gradient of a site; an empty list if not selected."""
         whole: dict[str, Reading] = {}
         reduced: dict[Reading, None] = {}
         for part in flatten(self.grads if grad else self.values):
@@ -186,14 +186,13 @@ class Plan:
                 known = whole.setdefault(new.path, new)
                 if known != new and known.is_part and new.is_part:
                     raise SiteError(
-                        f"`{self.names[grad]}` asks for two parts of the {site.described}, but one "
-                        "name is one array. Capture the whole, and take the parts of what is "
-                        "returned."
+                        f"`{self.names[grad]}` asks for two parts of the {site.described}, but "
+                        "every name has one array. Capture the whole value, and index the result."
                     )
         return [*reduced, *whole.values()]
 
     def names_value(self, site: Site) -> bool:
-        """Whether the value of a site is selected by its exact name, in all iterations."""
+        """Return whether the exact name of a site selects its whole value, in all iterations."""
         return any(is_exact(part) and matches(part, site) for part in flatten(self.values))
 
     def verify(
@@ -203,10 +202,10 @@ class Plan:
         grads: Sequence[Site],
         lost: dict[str, str],
     ) -> None:
-        """Raises for what was asked for and cannot be given.
+        """Raise if a selection picks nothing, or an exactly named site was not captured.
 
-        `sites` are all that the program has, gradients among them as sites of the kind `grad`;
-        `values` and `grads` are those captured; `lost` says why some cannot be.
+        `sites` are all sites of the program, including gradients as sites of the kind `grad`.
+        `values` and `grads` are the captured ones. `lost` says why some cannot be captured.
         """
         marked = [s for s in sites if s.kind != "grad"]
         for part in flatten(self.modules):
@@ -226,8 +225,8 @@ class Plan:
             return
         if not any(matches(part, s) for s in marked if s.kind == "module"):
             raise SiteError(
-                f"modules={part!r} was asked for, but no module that was reached when the function "
-                "was traced has such a name. tapax.sites(fn)(*args) lists those that there are."
+                f"modules={part!r} matches no module that tracing the function reached. "
+                "tapax.sites(fn)(*args) lists the modules."
             )
 
     def _verify_one(
@@ -242,41 +241,38 @@ class Plan:
             return
         if any(matches(part, s) for s in (*captured, *marked)):
             return
-        asked = f"{argument}={show(part)} was asked for, but"
+        asked = f"{argument}={show(part)}"
         if isinstance(part, Rule):
             raise SiteError(
-                f"{asked} the program has no such operation. Rules name operations as "
-                "jax.make_jaxpr prints them."
+                f"{asked} picks nothing: the program has no such operation. Rules use the names of "
+                "operations that jax.make_jaxpr prints."
             )
         for site in marked:
             layers = missing_layers(part, site)
             if layers is not None:
                 raise SiteError(
-                    f"{asked} {layers.path!r} are {layers.length} layers in a loop, with the "
-                    f"numbers 0 to {layers.length - 1}."
+                    f"{asked} picks nothing: {layers.path!r} has {layers.length} layers in a loop, "
+                    f"numbered 0 to {layers.length - 1}."
                 )
         if not isinstance(part, str):
             raise SiteError(
-                f"{asked} it picks none of the {len(marked)} sites that were reached when the "
-                f"function was traced. {nearest('', [s.name for s in marked])}"
+                f"{asked} picks none of the {len(marked)} sites that tracing the function reached. "
+                f"{nearest('', [s.name for s in marked])}"
             )
         for path, why in lost.items():
             if matches(part, Site(path)):
                 raise SiteError(f"The site {path!r} cannot be captured: {why}.")
-        what = "no site has that name" if is_exact(part) else "it matches no site"
+        what = "no site with that name" if is_exact(part) else "no site that it matches"
         names = [*(s.name for s in marked), *lost]
         near = _ABOUT_WEIGHTS if ASKED["weights"] in part else nearest(part, names)
-        raise SiteError(
-            f"{asked} {what}: no marked value of that name was reached when the function was "
-            f"traced. {near}"
-        )
+        raise SiteError(f"{asked} picks nothing: tracing the function reached {what}. {near}")
 
     def verify_reduced(
         self, reduced: Sequence[tuple[Site, Reducer]], refused: Sequence[tuple[Site, Reducer, str]]
     ) -> None:
-        """Raises for reducers that are not for the values they were asked for of.
+        """Raise for reducers requested for sites whose dtype they reject.
 
-        A selection may match sites of other types too, which are left out; but not all of them.
+        A selection may match some sites with other dtypes, which are left out, but not only such.
         """
         asked = [(part, r) for selection, r in self.reducers for part in _plain(selection)]
         for site, reducer, why in refused:
@@ -295,19 +291,19 @@ class Plan:
             if not loops or (site not in loops and any(matches(p, site) for p in exact)):
                 where = f"in the loops {', '.join(site.loops)}" if site.loops else "in no loop"
                 raise SiteError(
-                    f"steps={self.steps} was asked for, but the {site.described}, is {where}: "
-                    "`steps` is how many iterations of a while loop to keep. Leave it out, or "
-                    "select sites in a while loop."
+                    f"steps={self.steps} does not apply to the {site.described}, which is {where}: "
+                    "`steps` is the number of iterations of a while loop to keep. Leave `steps` "
+                    "out, or select only sites in a while loop."
                 )
         if not values:
             raise SiteError(
-                f"steps={self.steps} was asked for, but no value is captured: `steps` is how many "
-                "iterations of a while loop to keep."
+                f"steps={self.steps} has no effect, because no value is captured: `steps` is the "
+                "number of iterations of a while loop to keep. Leave `steps` out, or select values."
             )
 
 
 def _fixed(selection: Selection) -> Selection:
-    """A selection whose iterations and indices are numbers: what to capture must be known."""
+    """Require that the iterations and indices in a selection are numbers, not traced values."""
     if isinstance(selection, tuple):
         return tuple(map(_fixed, cast(tuple[Selection, ...], selection)))
     if isinstance(selection, Reduced):
@@ -318,8 +314,8 @@ def _fixed(selection: Selection) -> Selection:
     if is_traced or (index is not None and index.numbers):
         what = "step" if is_traced else "index"
         raise SiteError(
-            f"`{what}` is traced in tapax.{selection}, but what to capture must be known when the "
-            "function is traced. Capture all of it, and index what is returned."
+            f"`{what}` is traced in tapax.{selection}, but a capture needs its value while it "
+            "traces the function. Capture the whole value, and index the result."
         )
     step: Any = selection.step
     if step is None or isinstance(step, (int, StepSlice)):
@@ -328,7 +324,7 @@ def _fixed(selection: Selection) -> Selection:
 
 
 def _modules(modules: Any) -> tuple[Selection, ModuleFilter | None]:
-    """The modules that are sites, as a selection, and the policy by which their results are."""
+    """Convert the argument `modules` to a selection of modules and a module filter."""
     if isinstance(modules, bool):
         return "**", modules or None
     if callable(modules) and _takes_two(modules):
@@ -351,7 +347,7 @@ def _takes_two(fn: Function) -> bool:
 
 
 def _plain(selection: Selection) -> Iterator[Any]:
-    """The selections in one, without the iterations asked for of them, and without reducers."""
+    """Yield the single selections in a selection, without `at` and reducers."""
     for part in flatten(selection):
         if isinstance(part, (At, Reduced)):
             yield from _plain(part.selection)
@@ -360,21 +356,21 @@ def _plain(selection: Selection) -> Iterator[Any]:
 
 
 _ABOUT_WEIGHTS = (
-    "Weights of attention are sites of the attention layers of Flax, Equinox, Haiku and Keras, and "
-    "of a module that calls jax.nn.dot_product_attention. Mark those of another attention with "
-    "tapax.sow."
+    "Attention weights are sites of the attention layers of Flax, Equinox, Haiku and Keras, and of "
+    "modules that call jax.nn.dot_product_attention. Mark the weights of other attention layers "
+    "with tapax.sow."
 )
 
 
 def _no_gradient(site: Site, asked: str, reached: bool) -> str:
     if not reached:
         why = (
-            "the program takes no gradient, or none that reaches a marked value. Take it "
-            "inside the captured function, as a train step does"
+            "the program takes no gradient, or its gradients reach no marked value. Take the "
+            "gradient inside the captured function, as a train step does"
         )
     else:
         why = (
-            "no cotangent reached it. Its value does not influence what is differentiated, "
-            "or the value that tapax.sow returned is not the one that is used afterwards"
+            "no cotangent reached it. The differentiated result does not depend on its value, or "
+            "the code after the mark does not use the value that tapax.sow returned"
         )
-    return f"grads={asked!r} was asked for, but the {site.described}, has no gradient: {why}."
+    return f"grads={asked!r} picks the {site.described}, which has no gradient: {why}."

@@ -1,4 +1,4 @@
-"""What a walk does with a tap that it meets: whether the plan wants it, and what is kept of it."""
+"""Recording: the entries and folds that a walk makes of the taps that its plan selects."""
 
 import dataclasses
 import functools
@@ -28,20 +28,21 @@ from tapax.reduce import Reducer, see_together
 
 
 class MetTap(NamedTuple):
-    """A tap that a walk has met: the value or gradient of one call, and its value if it is paired.
+    """A tap that a walk has met: the value or gradient of one call.
 
-    `live` is the condition under which it counts; None if it always does.
+    `values` has the value or gradient, and for a paired gradient its value too. `active` is the
+    condition under which it counts; None if it always counts.
     """
 
     eqn: Equation
     values: list[Value]
-    live: Value | None
+    active: Value | None
     call: Call
     grad: bool
 
 
 class Recorder:
-    """What is recorded and folded in the body that a walk is in, and which sites it has met."""
+    """The entries and folds in the current body of a walk, and the sites that it has met."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -54,16 +55,16 @@ class Recorder:
         self._reducing: dict[str, Mark] = {}
 
     def _site(self, call: Call, eqn: Equation, *, grad: bool, pullback: int = 0) -> Site:
-        """The site as a predicate sees it: with the loops that it is known to be in."""
-        mapped, own = split_shape(eqn)
+        """Make the site that predicates see, with the loops around it."""
+        mapped, shape = split_shape(eqn)
         folded = call.mark.reduce is not None and not grad
         loops = [] if folded else [a for a in self.around if a.is_loop]
         lengths = [a.size for a in loops if a.size is not None]
         return call.mark.site(
-            shape=(*lengths, *mapped, *own),
+            shape=(*lengths, *mapped, *shape),
             dtype=eqn.invars[0].aval.dtype,
             loops=tuple(map(str, loops)),
-            rank=len(own),
+            rank=len(shape),
             call=0 if folded else call.number,
             pullback=pullback,
             layers=() if folded else call.layers,
@@ -72,9 +73,9 @@ class Recorder:
     def chosen(
         self, eqn: Equation, call: Call, *, grad: bool, whole: bool = False
     ) -> tuple[Site, list[Reading]]:
-        """Notes a site, or that of the `whole` value; what the plan has kept of it."""
-        again = eqn.params["kind"] == "grad recomputed"
-        number = self._calls.pullback(call, again=again) if grad else 0
+        """Register a site, or that of the `whole` value; return it and the readings of the plan."""
+        recomputed = eqn.params["kind"] == "grad recomputed"
+        number = self._calls.pullback(call, recomputed=recomputed) if grad else 0
         site = self._site(call, eqn, grad=grad, pullback=number)
         if whole:
             site = dataclasses.replace(site, path=call.mark.value_path)
@@ -84,10 +85,10 @@ class Recorder:
         return site, self.plan.choose(site, grad)
 
     def record(self, tap: MetTap) -> None:
-        """Records a value, or a gradient and perhaps its value."""
+        """Record or fold a value, or record a gradient."""
         mark, axes = tap.call.mark, tap.eqn.params["axes"]
         folded = mark.reduce is not None and not tap.grad
-        # Which values are folded is asked for the first of their arrays.
+        # The plan decides about a folded value at the first of its arrays.
         is_part = folded and self.folds.is_waiting
         site, readings = Site(""), list[Reading]()
         if not is_part:
@@ -98,16 +99,16 @@ class Recorder:
         if not tap.grad:
             self._check_reducer(mark)
         if folded:
-            self.folds.add(mark, x, len(axes), tap.live)
+            self.folds.add(mark, x, len(axes), tap.active)
             return
-        again = tap.eqn.params["kind"] == "grad recomputed"
-        for entry in self._entries(site, readings, tap.call, [x, *pair], tap.live, len(axes)):
-            self.entries.append(entry._replace(grad=tap.grad, again=again))
+        recomputed = tap.eqn.params["kind"] == "grad recomputed"
+        for entry in self._entries(site, readings, tap.call, [x, *pair], tap.active, len(axes)):
+            self.entries.append(entry._replace(grad=tap.grad, recomputed=recomputed))
 
     def _check_reducer(self, mark: Mark) -> None:
-        """Raises if a value is sown in two ways that cannot be one site.
+        """Raise if two marks of one site have different reducers.
 
-        The reducer of a framework's mark is for the call alone, so that there may be several.
+        The reducer of a framework's mark belongs to a single call, so a site may have several.
         """
         first = self._reducing.setdefault(mark.value_path, mark)
         both = first.reduce is not None and mark.reduce is not None
@@ -115,8 +116,8 @@ class Recorder:
             return
         raise SiteError(
             f"The site {mark.value_path!r} is sown at {first.source} and at {mark.source} with "
-            "reducers that differ, so its calls cannot be folded into one. Give both the same "
-            "`reduce` and `init`, or another name to one of them."
+            "reducers that differ, so its calls cannot be folded into one. Use the same `reduce` "
+            "and `init` in both, or give one of them another name."
         )
 
     def _entries(
@@ -125,40 +126,42 @@ class Recorder:
         readings: Sequence[Reading],
         call: Call,
         xs: list[Any],
-        live: Value,
+        active: Value,
         mapped: int,
     ) -> Iterator[Entry]:
-        """What is written down of a value: itself, and what reducers and functions make of it."""
+        """Make the entries of a value: itself, and the results of reducers and functions."""
         whole = [r.by for r in readings if isinstance(r.by, Reducer) and r.index is None]
-        seen = see_together(whole, xs[0]) if live is None else {}
+        seen = see_together(whole, xs[0]) if active is None else {}
         for reading in readings:
             here, parts = _part(site, reading, xs, mapped)
             several = sum(other.path == reading.path for other in readings) > 1
             label = f":{reading.by.label}" if several and reading.by is not None else ""
             entry = Entry(
-                here, call, False, parts[0], live, steps=reading.steps, layer=reading.layer
+                here, call, False, parts[0], active, steps=reading.steps, layer=reading.layer
             )
             if isinstance(reading.by, Reducer):
-                own = jax.ShapeDtypeStruct(parts[0].shape[mapped:], parts[0].dtype)
-                why = refusal(here, reading.by, own)
+                example = jax.ShapeDtypeStruct(parts[0].shape[mapped:], parts[0].dtype)
+                why = refusal(here, reading.by, example)
                 if why is not None:
                     self.refused.append((site, reading.by, why))
                     continue
                 operands = parts if reading.by.paired else parts[:1]
                 state = None if reading.index is not None else seen.get(reading.by)
-                found, state, valid = reduce(here, reading.by, label, operands, mapped, live, state)
+                found, state, valid = reduce(
+                    here, reading.by, label, operands, mapped, active, state
+                )
                 yield entry._replace(value=tuple(state), valid=valid, reduction=found)
                 continue
             x = parts[0]
             if reading.by is not None:
                 x = vmapped(functools.partial(_applied, here, reading.by), mapped)(x)
                 here = dataclasses.replace(here, path=here.path + label, rank=x.ndim - mapped)
-            if live is not None:
-                x = where(live, x, _jax.zeros(jax.typeof(x)))
+            if active is not None:
+                x = where(active, x, _jax.zeros(jax.typeof(x)))
             yield entry._replace(site=here, value=x)
 
     def fold_entries(self) -> list[Entry]:
-        """The folds as entries; a structured one has one for each array in it."""
+        """Convert the folds to entries, one for each array of a fold."""
         entries: list[Entry] = []
         for path, fold in self.folds.items.items():
             site = next(s for s in self.sites if s.path == path)
@@ -184,7 +187,7 @@ class Recorder:
 
 
 def _part(site: Site, reading: Reading, xs: Sequence[Any], mapped: int) -> tuple[Site, list[Any]]:
-    """The site and the arrays of what is asked for of a value whose mapped axes lead."""
+    """Return the site and the arrays of a reading; the batch axes of `xs` lead."""
     site = dataclasses.replace(site, path=reading.path)
     if reading.layer:
         site = dataclasses.replace(site, layers=())
@@ -196,19 +199,19 @@ def _part(site: Site, reading: Reading, xs: Sequence[Any], mapped: int) -> tuple
 
 
 def _applied(site: Site, function: ValueFunction, x: Value) -> Any:
-    """What a function makes of a value; raises if that is not an array."""
+    """Apply a function to a value; raise if it does not return an array."""
     out = function(x, site)
     if not isinstance(out, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
         raise SiteError(
             f"The function {function.label!r}, given for the {site.described}, returns "
-            f"{type(out).__name__}, but must return one array, which is kept in the place of the "
-            "value."
+            f"{type(out).__name__}, but must return one array, which replaces the value in the "
+            "result."
         )
     return typed.asarray(out)
 
 
 def _reducer(mark: Mark) -> Any:
-    """What a mark folds by, as a value to compare; None if it keeps every call."""
+    """Return a fingerprint of the reducer of a mark; None if the mark has no reducer."""
     closed = getattr(mark.reduce, "__self__", None)
     if isinstance(closed, ClosedReducer):
         return closed.code

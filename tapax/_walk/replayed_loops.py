@@ -1,12 +1,12 @@
-"""Loops that run a second time in the backward pass, to compute once more what was not kept.
+"""Loops that run a second time in the backward pass, to recompute values that were not kept.
 
-A library may differentiate a while loop by a rule of its own: the first loop keeps the states of a
-few iterations, the backward loop starts from those, computes the others again, and takes each
-iteration back when it gets there, the last one first. Its body marks what the first loop marked.
-That is no new call of a site; and the gradients that it leaves are those of the first loop's calls,
-each of the iteration that the backward loop has got to.
+A library may differentiate a while loop by a custom rule: the first loop keeps the states of a few
+iterations. The backward loop starts from these states, recomputes the other iterations, and
+differentiates each iteration, the last one first. Its body contains the marks of the first loop,
+but these are not new calls of a site. The gradients in the backward loop belong to the calls of the
+first loop, at the iteration that the backward loop has reached.
 
-Such loops are known by the names that their library gives them.
+tapax identifies such loops by the names that their library gives them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tapax._jax import Equation
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedLoop:
-    """A first loop and its backward loop, by name, and what is at which place of their carries.
+    """The names of a first loop and its backward loop, and positions in their carries.
 
-    `count` is where the first loop counts its iterations, and `left` where the backward loop is
-    given that count. `iteration` is where the backward loop has the number of the iteration that
-    its body computes.
+    `count` is the position at which the first loop counts its iterations, and `left` the position
+    at which the backward loop takes that count. `iteration` is the position at which the backward
+    loop has the number of the iteration that its body computes.
     """
 
     first: str
@@ -42,6 +42,6 @@ BACKWARD = {loop.backward: loop for loop in _LOOPS}
 
 
 def find_loop(eqn: Equation, loops: dict[str, ReplayedLoop]) -> ReplayedLoop | None:
-    """Returns the loop whose name is the innermost around an equation, if there is one."""
+    """Return the loop whose name is the innermost name around an equation, if any."""
     *_, innermost = ("", *_jax.names_of(eqn))
     return loops.get(innermost)

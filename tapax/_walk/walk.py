@@ -1,4 +1,4 @@
-"""`Walk`: the interpreter with a handler for every kind of equation that holds taps."""
+"""`Walk`: the interpreter with a handler for every kind of equation that may contain taps."""
 
 from tapax._walk.handlers import HANDLERS
 from tapax._walk.interpreter import Interpreter

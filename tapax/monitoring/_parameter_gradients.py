@@ -115,8 +115,16 @@ class GradientHooks(WalkHooks):
         for reducer in self.reducers.get(name, ()):
             if refusal(site, reducer, jax.ShapeDtypeStruct(own, x.dtype)) is not None:
                 continue
-            found, state, valid = reduce(site, reducer, "", [x], len(mapped), tap.live)
-            again = tap.eqn.params["kind"] == "grad recomputed"
+            found, state, valid = reduce(site, reducer, "", [x], len(mapped), tap.active)
+            recomputed = tap.eqn.params["kind"] == "grad recomputed"
             walk.entries.append(
-                Entry(site, tap.call, True, tuple(state), valid, again=again, reduction=found)
+                Entry(
+                    site,
+                    tap.call,
+                    True,
+                    tuple(state),
+                    valid,
+                    recomputed=recomputed,
+                    reduction=found,
+                )
             )

@@ -245,7 +245,7 @@ def _numbered(entries: Sequence[Entry]) -> Iterator[Entry]:
     """Entries as those of the first, the second, ... gradient by a parameter."""
     calls: dict[tuple[str, Any], list[Any]] = {}
     for entry in entries:
-        if entry.again:  # a part of a second derivative
+        if entry.recomputed:  # a part of a second derivative
             continue
         known = calls.setdefault((entry.site.path, _reducer(entry)), [])
         known.append(entry.call)

@@ -194,6 +194,6 @@ def test_weights_that_cannot_be_had():
         def __call__(self, x):
             return jax.nn.softmax(x @ x.mT) @ x
 
-    with pytest.raises(tapax.SiteError, match="Mark those of another attention"):
+    with pytest.raises(tapax.SiteError, match="Mark the weights of other attention layers"):
         tapax.capture(Other(), values="Other:weights")(X)
     assert jax.nn.softmax.__module__.startswith("jax")

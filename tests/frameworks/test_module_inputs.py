@@ -224,9 +224,9 @@ def test_structured_arguments_have_their_names():
 
 
 def test_inputs_that_there_are_not():
-    with pytest.raises(tapax.SiteError, match="no site has that name"):
+    with pytest.raises(tapax.SiteError, match="no site with that name"):
         tapax.capture(NNXNet(), values="NNXNet/nowhere.input")(X)
-    with pytest.raises(tapax.SiteError, match="no site has that name"):
+    with pytest.raises(tapax.SiteError, match="no site with that name"):
         tapax.capture(Caller(), values="Caller/masked.input:key")(X)
 
 

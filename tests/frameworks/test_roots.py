@@ -212,5 +212,5 @@ def test_modules_of_linen_are_named_by_their_variables_or_their_parameters():
 def test_edits_take_the_names_of_roots():
     edited = tapax.edit(loss, values={"value": jnp.zeros_like})
     assert_close(edited(EqxNet(2.0), EqxNet(3.0), X), 0.0)
-    with pytest.raises(tapax.SiteError, match="no site has that name"):
+    with pytest.raises(tapax.SiteError, match="no site with that name"):
         tapax.edit(loss, values={"EqxNet": jnp.zeros_like})(EqxNet(2.0), EqxNet(3.0), X)

@@ -305,7 +305,7 @@ def test_totals_of_one_layer():
     np.testing.assert_allclose(taps.values["outer/1/inner/h"], [h.min(), h.max()], rtol=1e-6)
 
 
-def test_a_layer_that_there_is_not():
+def test_a_layer_that_does_not_exist_is_refused():
     case = of_plain_jax()
     args = case.params, X
     for call in (
@@ -317,7 +317,7 @@ def test_a_layer_that_there_is_not():
         with pytest.raises(tapax.SiteError) as caught:
             call()
         assert str(caught.value).endswith(
-            "was asked for, but 'layers' are 5 layers in a loop, with the numbers 0 to 4."
+            "picks nothing: 'layers' has 5 layers in a loop, numbered 0 to 4."
         )
 
 

@@ -173,7 +173,7 @@ def test_a_site_that_is_not_there_is_told_at_the_first_call():
     for options in ({"values": "Net/d"}, {"alerts": alert.above("Net/d", value_rms=1)}):
         m = monitor(layers, **options)
         with pytest.raises(
-            tapax.SiteError, match=r"no site has that name.*nearest names are 'Net/"
+            tapax.SiteError, match=r"no site with that name.*nearest names are 'Net/"
         ):
             m(ONES, 1.0)
         m.close()

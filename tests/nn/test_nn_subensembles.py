@@ -197,7 +197,7 @@ dropped = nn.dropout(net, at="branch", rate=0.1)
         (lambda: nn.predict(nn.subensemble(net, at="trunk", heads=[jnp.sin]), W, X, key=KEY),
          ValueError, "The subensemble has the 1 heads that it was made with"),
         (lambda: nn.subensemble(dropped, at="trink").sample(KEY, 2, W, X), tapax.SiteError,
-         "site='trink' was asked for, but no site has that name"),
+         "site='trink' picks nothing: tracing the function reached no site with that name"),
         (lambda: nn.subensemble(dropped, at="*").sample(KEY, 2, W, X), tapax.SiteError,
          "A cut is at one site, but '*' picks 2"),
     ],

@@ -41,7 +41,7 @@ def test_what_is_no_reducer(wrong):
     raises(
         TypeError,
         f"`values` maps a selection to {wrong!r} of type {type(wrong).__name__}, which is neither "
-        "a reducer nor a function of the value: take one of tapax.reduce, such as "
+        "a reducer nor a function of the value: use a reducer such as "
         "tapax.reduce.rms or tapax.reduce.histogram(edges), or several in a list.",
         values={"h": wrong},
     )
@@ -70,7 +70,7 @@ def test_pairs_are_for_gradients(reducer):
     raises(
         TypeError,
         f"`values` maps a selection to tapax.reduce.{reducer}, which compares a gradient with its "
-        "value: give it in `grads`.",
+        "value: use it in `grads`.",
         values={"h": [R.rms, reducer]},
     )
 
@@ -130,13 +130,13 @@ def test_two_reducers_with_names_of_their_own():
 def test_sites_that_are_not_there():
     raises(
         tapax.SiteError,
-        "values='hh' was asked for, but no site has that name: no marked value of that name was "
-        "reached when the function was traced. The nearest names are 'h'.",
+        "values='hh' picks nothing: tracing the function reached no site with that name. The "
+        "nearest names are 'h'.",
         values={"hh": R.rms},
     )
-    with pytest.raises(tapax.SiteError, match=r"grads='h' was asked for, .* has no gradient"):
+    with pytest.raises(tapax.SiteError, match=r"grads='h' picks the site 'h', .* has no gradient"):
         tapax.capture(f, grads={"h": R.rms})(X)
-    with pytest.raises(tapax.SiteError, match="it matches no site"):
+    with pytest.raises(tapax.SiteError, match="no site that it matches"):
         tapax.capture(f, values={"**/mlp": R.rms})(X)
 
 
@@ -152,7 +152,7 @@ def test_a_step_beyond_the_loop():
     scan = lambda x: lax.scan(lambda c, _: (tapax.sow(c, "h"), None), x, length=3)[0]
     raises(
         tapax.SiteError,
-        "step=5 was asked for of the site 'h', marked at HERE, but its loop has 3 iterations.",
+        "step=5 was given for the site 'h', marked at HERE, but its loop has 3 iterations.",
         fn=scan,
         values={tapax.at("h", step=5): R.rms.total},
     )

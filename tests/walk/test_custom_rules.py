@@ -1,4 +1,4 @@
-"""Custom derivatives, linear solves, and calls that nothing can be seen in."""
+"""Custom derivative rules, linear solves, and opaque calls."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ scaled.defjvp(lambda p, t: (tapax.sow(2 * p[0], "rule"), 3 * t[0]))
 
 
 @pytest.mark.parametrize("fn", [tripled, scaled])
-def test_what_ran_is_what_comes_back(fn):
+def test_captured_values_are_those_that_ran(fn):
     _, taps = tapax.capture(fn)(X)
     assert set(taps.values) == {"primal"}
     assert_close(taps.values["primal"], 2 * X)
@@ -52,14 +52,14 @@ def test_rules_run_under_a_gradient():
 def test_the_custom_rule_governs_the_derivative_of_the_captured_program(fn, wrap):
     inner = lambda x: jnp.sum(fn(x) ** 2)
     captured = wrap(lambda x: tapax.capture(inner)(x)[0])
-    # d/dx (2x)^2 with the rule's 3 in the place of 2.
+    # d/dx (2x)^2 with the 3 of the rule instead of the inner derivative 2.
     assert_close(jax.grad(captured)(X), 2 * 2 * X * 3)
-    # What was captured has its own derivative.
+    # JAX differentiates the captured value without the custom rule.
     inside = wrap(lambda x: jnp.sum(tapax.capture(inner)(x)[1].values["primal"]))
     assert_close(jax.grad(inside)(X), jnp.full(3, 2.0))
 
 
-def test_gradients_around_a_custom_rule():
+def test_gradients_around_a_custom_rule_are_captured():
     def loss(x):
         h = tapax.sow(jnp.sin(x), "before")
         return jnp.sum(tapax.sow(tripled(h), "after") ** 2)
@@ -69,7 +69,7 @@ def test_gradients_around_a_custom_rule():
     assert_close(taps.grads["before"], 12 * jnp.sin(X))
 
 
-def test_custom_rules_in_a_scan_with_remat():
+def test_custom_rules_are_captured_in_a_scan_with_remat():
     def loss(x):
         body = lambda c, _: (jax.checkpoint(tripled)(c), None)
         return jnp.sum(lax.scan(body, x, None, length=2)[0])
@@ -79,7 +79,7 @@ def test_custom_rules_in_a_scan_with_remat():
     assert_close(taps.values["backward"], [[9.0] * 3, [3.0] * 3])
 
 
-def test_values_in_a_linear_solve():
+def test_values_in_a_linear_solve_are_captured():
     matrix = jnp.diag(jnp.arange(1.0, 4.0))
 
     def solve(b):
@@ -96,13 +96,13 @@ def test_values_in_a_linear_solve():
     step = jax.grad(lambda b: jnp.sum(solve(b) ** 2))
     out, taps = tapax.capture(step)(X)
     assert_close(out, step(X))
-    # The backward pass solves once more.
+    # The backward pass solves a second time.
     assert set(taps.values) == {"solution", "solution@1"}
     captured = lambda b: jnp.sum(tapax.capture(solve)(b)[0] ** 2)
     assert_close(jax.grad(captured)(X), step(X))
 
 
-def test_values_in_conjugate_gradients():
+def test_values_in_conjugate_gradients_are_captured():
     matrix = jnp.diag(jnp.arange(1.0, 4.0))
 
     def solve(b):
@@ -142,7 +142,7 @@ def test_callbacks_are_opaque():
     out, taps = tapax.capture(f)(X)
     assert_close(out, 2 * X)
     assert set(taps.values) == {"outside"}
-    with pytest.raises(tapax.SiteError, match="values='inside' was asked for, but no site"):
+    with pytest.raises(tapax.SiteError, match="values='inside' picks nothing"):
         tapax.capture(f, values="inside")(X)
     _, taps = tapax.capture(f, values=tapax.ops("pure_callback"))(X)
     assert_close(taps.values["pure_callback"], 2 * X)
@@ -198,7 +198,7 @@ def test_custom_rules_in_a_mapped_branch_have_a_mask(fn, power):
         assert_close(taps.valid[name], p)
 
 
-def test_a_site_in_a_root_finder_is_lost_in_words():
+def test_a_site_in_a_root_finder_is_lost_with_a_warning():
     def f(x):
         solve = lambda fn, x0: tapax.sow(x0 + 0 * fn(x0), "inside")
         return lax.custom_root(
@@ -206,7 +206,7 @@ def test_a_site_in_a_root_finder_is_lost_in_words():
         )
 
     if "inside" in _names_without_warning(f):
-        return  # an ordinary body, up to jax 0.10
+        return  # up to jax 0.10 the body is an ordinary one
     with pytest.raises(tapax.SiteError, match="'inside' cannot be captured"):
         tapax.capture(f, values="inside")(X)
 
@@ -220,7 +220,7 @@ def _names_without_warning(f):
 
 
 @pytest.mark.parametrize("flag", ["jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"])
-def test_flags_of_the_next_jax(flag):
+def test_custom_rules_under_the_flags_of_the_next_jax(flag):
     if not hasattr(jax.config, flag):
         return
     block = jax.checkpoint(lambda x: tapax.sow(jnp.sin(x), "h"))
@@ -239,7 +239,7 @@ def test_flags_of_the_next_jax(flag):
     assert_close(forward.values["h"], jnp.sin(X))
 
 
-def test_differentiating_by_an_array_that_a_custom_vjp_closes_over():
+def test_derivative_with_respect_to_an_array_that_a_custom_vjp_closes_over():
     w = np.array([1.0, 2.0, 3.0], np.float32)
 
     @jax.custom_vjp
@@ -271,7 +271,7 @@ def _forward(x):
 
 squared_by_pullback.defvjp(_forward, lambda h, ct: (2 * h * ct,))
 
-REFUSED = "The site 'h' is edited inside a function with a derivative rule of its own"
+REFUSED = "The site 'h' is edited inside a function with a custom derivative rule"
 
 
 @pytest.mark.parametrize("fn", [squared_by_rule, squared_by_pullback])
@@ -303,7 +303,7 @@ def test_the_derivative_of_a_perturbed_custom_rule_is_refused(fn):
         jax.grad(perturbed)(X)
 
 
-def test_a_derivative_that_passes_by_an_edited_custom_rule_is_taken():
+def test_a_derivative_that_bypasses_an_edited_custom_rule_is_taken():
     loss = lambda x, y: jnp.sum(squared_by_pullback(x)) * y
     tripled = tapax.edit(loss, values={"h": lambda h: 3 * h})
     assert_close(jax.grad(tripled, argnums=1)(X, 2.0), jnp.sum(9 * X**2))

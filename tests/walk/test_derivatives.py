@@ -1,4 +1,4 @@
-"""Gradients that the program takes: every way to take them, and which call they belong to."""
+"""Gradients that the program takes, in every way that JAX offers, and the calls they belong to."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def loss(x):
     return jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2)
 
 
-def test_program_without_a_gradient_has_none():
+def test_program_that_takes_no_gradient_returns_none():
     _, taps = tapax.capture(loss)(X)
     assert taps.grads == {}
     assert_close(taps.values["h"], jnp.sin(X))
@@ -31,7 +31,7 @@ def test_program_without_a_gradient_has_none():
         lambda x: jax.linear_transpose(jax.linearize(loss, x)[1], x)(1.0),
     ],
 )
-def test_gradients_of_every_reverse_mode(step):
+def test_every_reverse_mode_yields_gradients(step):
     _, taps = tapax.capture(step)(X)
     assert set(taps.values) == set(taps.grads) == {"h"}
     assert_close(taps.grads["h"], 2 * jnp.sin(X))
@@ -51,7 +51,7 @@ def test_values_and_gradients_under_hessian():
     out, taps = tapax.capture(jax.hessian(loss))(X)
     assert_close(out, jax.hessian(loss)(X))
     assert_close(taps.values["h"], jnp.sin(X))
-    # jacrev maps over the one output of the loss: an axis of length one.
+    # jacrev maps over the single output of the loss, which adds an axis of length one.
     assert_close(taps.grads["h"], 2 * jnp.sin(X)[None])
 
 
@@ -61,14 +61,14 @@ def test_jacrev_maps_over_the_outputs():
 
 
 def test_reverse_over_reverse_gives_both_gradients():
-    # L = sum(h^2), h = sin x: dL/dx = 2 sin x cos x. M = sum(dL/dx). h is in M through h^2 alone,
-    # as cos x does not go through h: dM/dh = 2 cos x.
+    # L = sum(h^2), h = sin x: dL/dx = 2 sin x cos x. M = sum(dL/dx). M depends on h through h^2
+    # alone, because cos x is not computed from h: dM/dh = 2 cos x.
     _, taps = tapax.capture(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))))(X)
     assert_close(taps.grads["h"], 2 * jnp.sin(X))
     assert_close(taps.grads["h~1"], 2 * jnp.cos(X))
 
 
-def test_two_pullbacks_of_one_call():
+def test_two_pullbacks_of_one_call_are_numbered():
     def step(x):
         _, pull = jax.vjp(loss, x)
         return pull(1.0), pull(5.0)
@@ -81,7 +81,7 @@ def test_two_pullbacks_of_one_call():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (2, 1), (0, 1, 2)])
 def test_a_gradient_belongs_to_its_call(wrap, used):
-    # One traced body, called three times, of which some never influence the loss.
+    # One traced body is called three times, and the loss does not depend on some of the calls.
     scale = wrap(lambda x, c: tapax.sow(x * c, "h"))
 
     def total(x):
@@ -117,7 +117,7 @@ def test_a_gradient_belongs_to_its_call_in_scans_that_share_a_body():
     assert_close(taps.grads["h@1"], jnp.stack([jnp.full(3, 30.0), jnp.ones(3)]))
 
 
-def test_gradient_in_a_scan_of_train_steps():
+def test_gradients_in_a_scan_of_train_steps_are_stacked():
     def step(w, x):
         g = jax.grad(lambda w: jnp.sum(tapax.sow(w * x, "h") ** 2))(w)
         return w - 0.1 * g, None
@@ -133,8 +133,8 @@ def test_gradient_in_a_scan_of_train_steps():
     assert_close(taps.grads["h"], [2 * v for v in h])
 
 
-def test_inner_loop_and_outer_gradient():
-    # One step of MAML: the mark is reached twice, and its first call has two gradients.
+def test_inner_step_and_outer_gradient_are_told_apart():
+    # One step of MAML: the mark is called twice, and its first call has two gradients.
     def inner(w):
         return jnp.sum(tapax.sow(w * X, "h") ** 2)
 
@@ -151,7 +151,7 @@ def test_inner_loop_and_outer_gradient():
     assert_close(taps.grads["h~1"], 2 * w1 * s * (-0.2 * X))
 
 
-def test_low_precision_stays_low():
+def test_low_precision_values_keep_their_dtype():
     def step(x):
         return jax.grad(lambda x: jnp.sum(tapax.sow(jnp.sin(x), "h")).astype(jnp.float32))(x)
 
@@ -159,18 +159,18 @@ def test_low_precision_stays_low():
     assert out.dtype == taps.values["h"].dtype == taps.grads["h"].dtype == jnp.bfloat16
 
 
-def test_stop_gradient_cuts():
+def test_stop_gradient_leaves_no_gradient():
     def step(x):
         return jax.grad(lambda x: jnp.sum(x * jax.lax.stop_gradient(tapax.sow(jnp.sin(x), "h"))))(x)
 
     _, taps = tapax.capture(step)(X)
     assert taps.grads == {}
-    with pytest.raises(tapax.SiteError, match="takes no gradient, or none that reaches"):
+    with pytest.raises(tapax.SiteError, match="takes no gradient, or its gradients reach"):
         tapax.capture(step, grads="h")(X)
 
 
 def second_derivative(block):
-    """d/dh of sum((dL/dx)^2), L = sum(block(x)^2), where h is what `block` marks."""
+    """Compute d/dh of sum((dL/dx)^2), L = sum(block(x)^2), where `block` marks h."""
 
     def loss(x):
         return jnp.sum(block(x) ** 2)
@@ -178,11 +178,11 @@ def second_derivative(block):
     return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))
 
 
-def test_second_derivatives_through_remat_add_the_copys_part():
+def test_second_derivatives_through_remat_add_the_part_of_the_recomputed_value():
     marked = lambda x: jnp.sin(tapax.sow(jnp.sin(x), "h"))
     _, plain = tapax.capture(second_derivative(marked))(X)
     _, remat = tapax.capture(second_derivative(jax.checkpoint(marked)))(X)
-    # The oracle: a perturbation that both derivatives see.
+    # The oracle adds a perturbation that both derivatives see.
     perturbed = lambda e: lambda x: jnp.sin(jnp.sin(x) + e)
     total = lambda e: jnp.sum(jax.grad(lambda x: jnp.sum(perturbed(e)(x) ** 2))(X) ** 2)
     expected = jax.grad(total)(jnp.zeros(3))
@@ -191,7 +191,7 @@ def test_second_derivatives_through_remat_add_the_copys_part():
     assert_close(remat.grads["h"], plain.grads["h"])
 
 
-def test_exactly_named_calls_of_gradients():
+def test_exactly_named_gradients_of_calls_are_returned():
     f = lambda x: jnp.sum(tapax.sow(x, "h")) * 0 + jnp.sum(tapax.sow(tapax.sow(x, "k"), "k") ** 2)
     dropped = lambda x: (tapax.sow(x, "h"), jnp.sum(tapax.sow(x, "h") ** 2))[1]
     with pytest.raises(tapax.SiteError, match=r"'h', marked at .* has no gradient: no cotangent"):
@@ -221,7 +221,7 @@ def test_residuals_may_be_put_on_a_device_together():
 
 
 def test_calls_in_branches_are_numbered_alike_in_every_capture():
-    """A jitted function that was traced before keeps its marks, which are older than the others."""
+    """A jitted function that was traced before has marks that are older than the others."""
     layer = jax.jit(lambda x: tapax.sow(jnp.cos(x), "a"))
 
     def loss(x, flag):

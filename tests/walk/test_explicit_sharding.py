@@ -1,4 +1,4 @@
-"""Every public function on an explicit mesh, where an array's sharding is a part of its type."""
+"""Every public function on an explicit mesh, where the type of an array includes its sharding."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def loss(w, x, mark=tapax.sow):
 
 
 def by_hand(edits=None, taps=None):
-    """The same in NumPy, with some values replaced; puts what a capture returns into `taps`."""
+    """Compute the program in NumPy, with some values replaced, and put its sites into `taps`."""
 
     def mark(value, name, number=None):
         edit = (edits or {}).get(name)
@@ -83,7 +83,7 @@ def test_captured_values_keep_their_shardings(wrap):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("site", SITES)
-def test_edits_by_numbers_arrays_and_functions(wrap, site):
+def test_edits_with_numbers_arrays_and_functions(wrap, site):
     edited = lambda what: wrap(tapax.edit(loss, values={site: what}))(*arguments())
     constant = lambda x, _: np.full_like(x, 0.5)
     assert_close(edited(0.5), by_hand({site: constant}), 1e-5)
@@ -96,7 +96,7 @@ def test_edits_by_numbers_arrays_and_functions(wrap, site):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_edits_of_one_iteration(wrap):
+def test_edits_of_one_iteration_keep_the_others(wrap):
     edited = wrap(tapax.edit(loss, values={tapax.at("s", step=1): 0.5}))
     second = lambda x, number: np.full_like(x, 0.5) if number == 1 else x
     assert_close(edited(*arguments()), by_hand({"s": second}), 1e-5)
@@ -142,7 +142,7 @@ def test_gradients_that_the_function_takes_are_captured_and_edited(wrap):
     assert_close(halves, np.einsum("bi,bj->ij", last, np.full((8, 4), 0.5)), 1e-5)
 
 
-def test_cuts_jacobians_and_the_first_nan():
+def test_cuts_jacobians_and_the_nan_search_accept_explicit_meshes():
     w, x = arguments()
     y = tapax.prefix(loss, "y")(w, x)
     assert_close(y, captured_by_hand()["y"], 1e-5)
@@ -172,7 +172,7 @@ def test_statistics_agree_with_those_of_unsharded_arrays(reducer):
     _, taps = tapax.capture(loss, values={"**": reducer}, grads=None)(*arguments())
     plain = {name: jnp.asarray(value) for name, value in captured_by_hand().items()}
     alone = lambda x: tapax.sow(x, "h")
-    del plain["s"]  # in a loop there is one for each iteration
+    del plain["s"]  # the loop stacks one value per iteration
     for name, value in plain.items():
         _, one = tapax.capture(alone, values={"**": reducer}, grads=None)(value)
         for key, expected in one.values.items():

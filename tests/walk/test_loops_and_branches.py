@@ -1,4 +1,4 @@
-"""Scans, while loops and conditionals: what they do to the values inside."""
+"""Values inside scans, while loops and conditionals."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.oracles.closeness import assert_close
 X = jnp.array([1.0, 2.0])
 
 
-def test_scan_is_stacked_in_the_order_of_its_inputs():
+def test_scan_stacks_values_in_the_order_of_its_inputs():
     def f(x, reverse):
         body = lambda c, t: (tapax.sow(c + t, "h"), None)
         return lax.scan(body, x, jnp.arange(1.0, 4.0), reverse=reverse)[0]
@@ -50,7 +50,7 @@ def test_scan_of_the_next_jax_is_captured_and_edited(wrap):
     assert_close(edited, 1.0)
 
 
-def test_scan_of_no_length():
+def test_scan_without_iterations_returns_empty_arrays():
     _, taps = tapax.capture(
         lambda x: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), x, jnp.zeros((0,)))
     )(X)
@@ -71,7 +71,7 @@ def loop(n):
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
-def test_while_gives_the_last_value_and_the_count(n):
+def test_while_loop_returns_the_last_value_and_the_count(n):
     out, taps = tapax.capture(loop(n))(X)
     assert_close(out, X * 2**n)
     assert_close(taps.values["h"], X * 2**n if n else 0 * X)
@@ -81,14 +81,14 @@ def test_while_gives_the_last_value_and_the_count(n):
 
 
 @pytest.mark.parametrize("n", [0, 2, 3, 5])
-def test_while_gives_the_first_steps(n):
+def test_while_loop_returns_the_first_steps(n):
     _, taps = tapax.capture(loop(n), steps=3)(X)
     ran = np.arange(3) < n
     assert_close(taps.valid["h"], ran)
     assert_close(taps.values["h"], np.where(ran[:, None], X * 2.0 ** np.arange(1, 4)[:, None], 0))
 
 
-def test_while_in_scan_and_scan_in_while():
+def test_while_in_scan_and_scan_in_while_are_captured():
     def f(x):
         outer = lambda c, n: (loop(n)(c), None)
         return lax.scan(outer, x, jnp.arange(3))[0]
@@ -107,7 +107,7 @@ def test_while_in_scan_and_scan_in_while():
     assert taps.sites["h"].loops == ("while", "scan[2]")
 
 
-def test_while_in_while():
+def test_while_loop_in_a_while_loop_counts_all_iterations():
     def f(x):
         return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, loop(c[0])(c[1])), (0, x))
 
@@ -116,7 +116,7 @@ def test_while_in_while():
     assert_close(taps.values["h"], 8 * X)
 
 
-def test_values_in_the_predicate_of_a_while_loop():
+def test_values_in_the_predicate_of_a_while_loop_are_captured():
     def f(x):
         return lax.while_loop(lambda c: tapax.sow(jnp.sum(c), "total") < 20, lambda c: 2 * c, x)
 
@@ -128,7 +128,7 @@ def test_values_in_the_predicate_of_a_while_loop():
         tapax.capture(f, steps=3)(X)
 
 
-def test_fori_loop_with_traced_bounds():
+def test_fori_loop_with_traced_bounds_is_a_while_loop():
     f = lambda n, x: lax.fori_loop(0, n, lambda i, c: tapax.sow(c + i, "h"), x)
     _, taps = tapax.capture(jax.jit(f))(4, X)
     assert_close(taps.values["h"], X + 6)
@@ -163,7 +163,7 @@ def test_one_name_in_two_branches_is_two_sites():
     step = jax.jit(jax.grad(lambda p, x: jnp.sum(f(p, x) ** 2), argnums=1))
     for p in (True, False):
         _, taps = tapax.capture(step)(p, X)
-        # Numbered as written: the branch for true first.
+        # Calls are numbered as written: the branch for true comes first.
         assert_close(taps.valid["h"], p)
         assert_close(taps.valid["h@1"], not p)
         assert_close(taps.grads["h"], 2 * X if p else 0 * X)
@@ -182,7 +182,7 @@ def test_one_function_in_two_branches_keeps_its_gradients_apart():
     assert_close(taps.grads["h@1"], 6 * X)
 
 
-def test_branches_in_a_scan():
+def test_branches_in_a_scan_have_stacked_masks():
     def f(x):
         body = lambda c, i: (
             lax.cond(i % 2 == 0, lambda c: tapax.sow(2 * c, "e"), lambda c: c, c),
@@ -196,7 +196,7 @@ def test_branches_in_a_scan():
     assert_close(taps.grads["e"], [2 + 0 * X, 0 * X, 1 + 0 * X, 0 * X])
 
 
-def test_branches_in_a_while():
+def test_branches_in_a_while_loop_have_counts():
     def f(x):
         grow = lambda c: lax.cond(c[0] % 2 == 0, lambda y: tapax.sow(2 * y, "e"), lambda y: y, c[1])
         return lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, grow(c)), (0, x))[1]
@@ -209,7 +209,7 @@ def test_branches_in_a_while():
     assert_close(taps.values["e"], [2 * X, 0 * X, 4 * X, 0 * X, 0 * X])
 
 
-def test_iterations_of_a_scan():
+def test_at_selects_iterations_of_a_scan():
     f = lambda x: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), x, jnp.arange(6.0))[0]
     whole = tapax.capture(f)(X)[1].values["h"]
     for step in (slice(1, 3), slice(None, None, 2), slice(-2, None), 4, -1):
@@ -219,7 +219,7 @@ def test_iterations_of_a_scan():
     assert_close(taps.grads["h"], 2 * (X + 15))
 
 
-def test_iterations_of_a_while_loop():
+def test_at_selects_iterations_of_a_while_loop():
     _, taps = tapax.capture(loop(4), values=tapax.at("h", step=slice(1, 6, 2)))(X)
     assert_close(taps.valid["h"], [True, True, False])
     assert_close(taps.values["h"], [4 * X, 16 * X, 0 * X])
@@ -228,7 +228,7 @@ def test_iterations_of_a_while_loop():
     assert bool(taps.valid["h"])
 
 
-def test_iterations_are_of_the_innermost_loop():
+def test_at_counts_iterations_of_the_innermost_loop():
     def f(x):
         inner = lambda c: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), c, jnp.ones(3))[0]
         return lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
@@ -240,7 +240,7 @@ def test_iterations_are_of_the_innermost_loop():
 ANGLES = jnp.array([0.3, -0.7, 1.2])
 
 
-def test_what_does_not_change_in_a_loop_is_there_at_every_iteration():
+def test_invariant_values_are_stacked_for_every_iteration():
     w = jnp.array([2.0, 3.0, 4.0])
 
     def loss(w, x):
@@ -259,7 +259,7 @@ def test_what_does_not_change_in_a_loop_is_there_at_every_iteration():
     assert_close(taps.grads["h@1"], [4 * ANGLES * s, 4 * ANGLES * s])
 
 
-def test_loops_that_are_evaluated_have_one_body():
+def test_loops_that_run_eagerly_have_one_body():
     f = lambda x: jnp.sum(
         lax.scan(lambda c, _: (tapax.sow(2 * c, "h"), None), x, None, length=3)[0]
     )
@@ -272,7 +272,7 @@ def test_loops_that_are_evaluated_have_one_body():
     assert_close(eager.grads["h"], traced.grads["h"])
 
 
-def test_a_gradient_that_was_not_computed_makes_no_value_invalid():
+def test_a_gradient_that_was_not_computed_leaves_its_value_valid():
     def loss(p, x):
         h = tapax.sow(2 * x, "h")
         return lax.cond(p, lambda h: jnp.sum(h), lambda h: 0.0, h)
@@ -296,7 +296,7 @@ def test_a_while_loop_in_remat_keeps_no_residuals():
     assert int(taps.valid["w"]) == 3
 
 
-def test_a_while_loop_that_is_linearized_is_there_once():
+def test_a_linearized_while_loop_is_captured_once():
     def loop(x):
         body = lambda c: (c[0] + 1, tapax.sow(jnp.sin(c[1]), "w"))
         return lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
@@ -308,7 +308,7 @@ def test_a_while_loop_that_is_linearized_is_there_once():
     assert_close(taps.values["w"], jnp.sin(jnp.sin(ANGLES)))
 
 
-def test_a_while_loop_in_a_map_that_is_linearized_is_there():
+def test_a_linearized_while_loop_in_a_map_is_captured():
     def loop(x):
         body = lambda c: (c[0] + 1, tapax.sow(jnp.sin(c[1]), "w"))
         return lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]

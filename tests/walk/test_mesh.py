@@ -1,4 +1,4 @@
-"""shard_map on several devices: one leading axis for each mesh axis a value varies over."""
+"""`shard_map` on several devices adds a leading axis per mesh axis over which a value varies."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ X = jnp.arange(16.0).reshape(4, 4)
 
 
 def blocks(x):
-    """`x` of shape (4, 4) as the parts of a 2 x 2 mesh: (2, 2, 2, 2)."""
+    """Split `x` of shape (4, 4) into the shards of a 2 x 2 mesh: (2, 2, 2, 2)."""
     return np.asarray(x).reshape(2, 2, 2, 2).transpose(0, 2, 1, 3)
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_values_and_gradients_of_each_device(mesh, checked):
+def test_values_and_gradients_of_each_device_are_stacked(mesh, checked):
     def local(x):
         return lax.psum(jnp.sum(tapax.sow(jnp.sin(x), "h") ** 2), ("a", "b"))
 
@@ -35,7 +35,7 @@ def test_values_and_gradients_of_each_device(mesh, checked):
         assert_close(taps.grads["h"], blocks(2 * jnp.sin(X)))
 
 
-def test_what_is_the_same_everywhere_has_no_axis(mesh):
+def test_replicated_values_have_no_mesh_axis(mesh):
     def local(x):
         partial = tapax.sow(jnp.sum(x), "partial")
         over_a = tapax.sow(lax.psum(partial, "a"), "over_a")
@@ -51,7 +51,7 @@ def test_what_is_the_same_everywhere_has_no_axis(mesh):
     assert taps.sites["over_a"].loops == ("b[2]",)
 
 
-def test_captured_parts_stay_where_they_are(mesh):
+def test_captured_shards_stay_on_their_devices(mesh):
     f = jax.shard_map(
         lambda x: tapax.sow(2 * x, "h") + 1, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b")
     )
@@ -64,7 +64,7 @@ def test_captured_parts_stay_where_they_are(mesh):
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_loops_and_branches_inside(mesh, checked):
+def test_loops_and_branches_inside_a_mesh_are_captured(mesh, checked):
     def local(x):
         def body(c, t):
             bigger = lambda c: tapax.sow(c * 2, "big")
@@ -92,7 +92,7 @@ def test_loops_and_branches_inside(mesh, checked):
             assert int(np.asarray(taps.valid["root"]).reshape(-1)[0]) == 2
 
 
-def test_some_axes_manual(mesh):
+def test_only_manual_axes_are_added(mesh):
     f = jax.shard_map(
         lambda x: tapax.sow(2 * x, "h"),
         mesh=mesh,
@@ -104,7 +104,7 @@ def test_some_axes_manual(mesh):
     assert_close(taps.values["h"], 2 * X.reshape(2, 2, 4))
 
 
-def test_shard_map_in_a_scan_with_remat(mesh):
+def test_shard_map_is_captured_in_a_scan_with_remat(mesh):
     def layer(x):
         local = lambda x: tapax.sow(jnp.sin(x), "h")
         return jax.shard_map(local, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))(x)
@@ -144,7 +144,7 @@ def test_shardings_of_jit_are_kept(mesh):
     assert_close(out, 4 * X + 2)
 
 
-def test_values_with_explicit_sharding():
+def test_values_with_explicit_sharding_are_captured():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(mesh, P("d", None)))
@@ -160,7 +160,7 @@ def test_values_with_explicit_sharding():
         assert_close(taps.grads["h"], np.stack([np.full((4, 2), 2.0), np.ones((4, 2))]))
 
 
-def test_results_of_a_shard_map_by_its_operation(mesh):
+def test_rules_select_the_results_of_a_shard_map(mesh):
     def f(x):
         specs = {"in_specs": P("a"), "out_specs": (P("a"), P("a"))}
         return jax.shard_map(lambda x: (jnp.sin(x), 2 * x), mesh=mesh, **specs)(x)
@@ -172,15 +172,15 @@ def test_results_of_a_shard_map_by_its_operation(mesh):
     np.testing.assert_array_equal(out[1], 2 * x)
 
 
-def test_what_cannot_be_masked_is_refused(mesh):
+def test_sites_that_cannot_be_masked_are_refused(mesh):
     local = lambda x: tapax.sow(2 * x, "h")
     inner = jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     f = jax.vmap(lambda p, x: lax.cond(p, inner, lambda x: x, x))
-    with pytest.raises(tapax.SiteError, match="for which examples it ran cannot be told"):
+    with pytest.raises(tapax.SiteError, match="cannot tell for which examples it ran"):
         tapax.capture(f)(jnp.array([True, False]), jnp.ones((2, 4)))
 
 
-def test_iterations_with_a_mesh_in_the_loop(mesh):
+def test_at_selects_iterations_with_a_mesh_in_the_loop(mesh):
     layer = jax.shard_map(
         lambda x: tapax.sow(x + 1, "h"), mesh=mesh, in_specs=P("a"), out_specs=P("a")
     )
@@ -191,7 +191,7 @@ def test_iterations_with_a_mesh_in_the_loop(mesh):
         tapax.capture(layer, values=tapax.at("h", step=1))(jnp.zeros(4))
 
 
-def test_a_value_that_devices_share_in_branches_of_a_while_loop_that_they_do_not(mesh):
+def test_replicated_value_in_a_branch_that_only_some_devices_take(mesh):
     def local(x, n):
         def step(state):
             i, x = state
@@ -202,7 +202,7 @@ def test_a_value_that_devices_share_in_branches_of_a_while_loop_that_they_do_not
 
     specs = {"in_specs": (P("a"), P()), "out_specs": P("a")}
     f = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
-    # The first device takes the branch in every iteration, the second in none.
+    # The first device takes the branch in every iteration, the second never does.
     args = jnp.array([0.5, 0.5, -9.0, -9.0]), jnp.float32(10.0)
     out, taps = tapax.capture(f)(*args)
     np.testing.assert_array_equal(out, f(*args))
@@ -221,7 +221,7 @@ def test_operations_in_a_mesh_are_marked(mesh):
     assert_close(taps.values["sin"], jnp.sin(jnp.arange(4.0)).reshape(2, 2))
 
 
-def test_folds_in_a_mesh(mesh):
+def test_each_device_of_a_mesh_folds_separately(mesh):
     fold = {"reduce": lambda a, b: a + jnp.sum(b), "init": lambda: 0.0}
     layer = jax.shard_map(
         lambda x: tapax.sow(x, "s", **fold), mesh=mesh, in_specs=P("a"), out_specs=P("a")
@@ -230,7 +230,7 @@ def test_folds_in_a_mesh(mesh):
         _, taps = tapax.capture(wrap(layer))(jnp.arange(4.0))
         assert_close(taps.values["s"], [1.0, 5.0])
     looped = lambda x: lax.scan(lambda c, _: (layer(c), None), x, None, length=2)[0]
-    with pytest.raises(tapax.SiteError, match="folded inside a shard_map that is in a loop"):
+    with pytest.raises(tapax.SiteError, match="folded separately on each device of a shard_map"):
         tapax.capture(looped)(jnp.arange(4.0))
     with pytest.raises(tapax.SiteError, match="has more than one fold"):
         tapax.capture(lambda x: layer(layer(x)))(jnp.arange(4.0))
@@ -238,7 +238,7 @@ def test_folds_in_a_mesh(mesh):
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("loop", ["scan", "while"])
-def test_folds_in_a_loop_in_a_mesh(mesh, loop, checked):
+def test_loops_inside_a_mesh_carry_folds(mesh, loop, checked):
     sow = lambda x: tapax.sow(x, "h", reduce=lambda total, x: total + x, init=float)
 
     def local(x):

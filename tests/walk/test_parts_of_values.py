@@ -1,4 +1,4 @@
-"""A part of a value, and functions of a value: what is kept, edited and reduced is that alone."""
+"""Parts and functions of a value: only these are kept, edited and reduced."""
 
 import functools
 
@@ -61,7 +61,7 @@ def training(program):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("index", INDICES, ids=map(str, INDICES))
-def test_a_part_is_that_of_the_whole(program, index):
+def test_a_captured_part_equals_the_part_of_the_whole(program, index):
     fn = program if program is looped else training(program)
     part = tapax.at("h", index=index)
     grads = None if program is looped else "**"
@@ -82,7 +82,7 @@ def test_only_the_part_is_stacked():
 
 
 @pytest.mark.parametrize("index", INDICES, ids=map(str, INDICES))
-def test_an_edit_changes_that_part_alone(index):
+def test_an_edit_changes_only_the_part(index):
     def by_hand(x):
         def step(c, t):
             h = jnp.sin(x * t)
@@ -96,7 +96,7 @@ def test_an_edit_changes_that_part_alone(index):
     np.testing.assert_allclose(loss(edited)(X), loss(by_hand)(X), rtol=1e-4, atol=1e-5)
 
 
-def test_an_array_comes_in_the_place_of_a_part():
+def test_an_array_replaces_a_part():
     part = tapax.at("h", index=np.s_[:, -1])
     for array in (0.0, jnp.ones((4, 3), X.dtype), jnp.ones((5, 4, 3), X.dtype)):
         edited = tapax.edit(scanned, values={part: array})(X)
@@ -107,7 +107,7 @@ def test_an_array_comes_in_the_place_of_a_part():
         tapax.edit(scanned, values={part: jnp.ones((6, 3), X.dtype)})(X)
 
 
-def test_a_part_of_one_iteration():
+def test_a_part_of_one_iteration_is_edited():
     part = tapax.at("h", step=3, index=np.s_[1])
     _, taps = tapax.capture(scanned, values=part)(X)
     np.testing.assert_allclose(taps.values["h"], np.sin(np.asarray(X[1]) * 3), rtol=1e-5)
@@ -133,10 +133,10 @@ def test_positions_are_swept_in_one_program():
     for row, i in zip(swept, range(-1, 6), strict=True):
         one = tapax.edit(scanned, values={tapax.at("h", index=np.s_[:, i]): 0.0})(X)
         np.testing.assert_allclose(row, one, rtol=1e-6, atol=1e-6)
-    assert np.isnan(jax.jit(ablate)(6)).all()  # out of range, which cannot be known beforehand
+    assert np.isnan(jax.jit(ablate)(6)).all()  # a traced index cannot be checked beforehand
 
 
-def test_parts_are_reduced():
+def test_parts_are_reduced_alone():
     part = tapax.at("h", index=np.s_[:, -1])
     _, taps = tapax.capture(scanned, values={part: [tapax.reduce.rms, tapax.reduce.minmax]})(X)
     for t in range(5):
@@ -145,7 +145,7 @@ def test_parts_are_reduced():
         np.testing.assert_allclose(taps.values["h:minmax"][t], [h.min(), h.max()], rtol=1e-5)
 
 
-def test_parts_of_gradients_by_values_inside():
+def test_tapax_grad_returns_parts_of_gradients():
     loss = lambda x: jnp.sum(scanned(x) ** 2)
     whole = tapax.grad(loss)(X)["h"]
     part = tapax.grad(loss, at=tapax.at("h", index=np.s_[..., 0]))(X)["h"]
@@ -154,7 +154,7 @@ def test_parts_of_gradients_by_values_inside():
     np.testing.assert_array_equal(one, whole[2, 1])
 
 
-def test_parts_on_a_mesh():
+def test_parts_on_a_mesh_are_captured():
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     spread = jax.shard_map(straight, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     _, taps = tapax.capture(jax.jit(spread), values=tapax.at("h", index=np.s_[0]))(X)
@@ -163,7 +163,7 @@ def test_parts_on_a_mesh():
     np.testing.assert_array_equal(edited, jnp.sin(X).at[::2].set(0))
 
 
-def test_what_a_function_returns_is_kept():
+def test_the_result_of_a_function_replaces_the_value():
     top = lambda h: jnp.sort(h.ravel())[-2:]
     for program in PROGRAMS:
         _, whole = tapax.capture(program)(X)
@@ -176,7 +176,7 @@ def test_what_a_function_returns_is_kept():
     assert taps.values["h"].shape == (5,) and taps.grads["h"].shape == (5, *X.shape)
 
 
-def test_several_functions_and_reducers_of_one_value():
+def test_one_value_takes_several_functions_and_reducers():
     def half(h):
         return h / 2
 
@@ -206,7 +206,7 @@ def message(call, kind=tapax.SiteError):
     return str(caught.value)
 
 
-def test_bad_parts_are_refused_in_words():
+def test_bad_parts_raise_clear_errors():
     line = straight.__code__.co_firstlineno + 1
     for index, why in [
         (np.s_[4], "index 4 is out of bounds for axis 0 with size 4"),
@@ -225,7 +225,8 @@ def test_bad_parts_are_refused_in_words():
             assert f"does not fit the site 'h', marked at {__file__}:{line}, whose" in text
             assert why in text
     for index in ("a", 1.0, True, jnp.ones(3), {}):
-        assert "`at` takes an index of an array as `index`" in message(lambda: tapax.at("h", index=index), TypeError)  # noqa: B023
+        text = message(lambda: tapax.at("h", index=index), TypeError)  # noqa: B023
+        assert "`at` takes an index of an array as `index`" in text
     assert "was given neither" in message(lambda: tapax.at("h"), TypeError)
     traced = lambda i: tapax.capture(straight, values=tapax.at("h", index=i))(X)[1].values["h"]
     assert "`index` is traced in tapax.at('h', index=np.s_[a traced integer])" in message(

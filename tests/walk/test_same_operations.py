@@ -1,4 +1,4 @@
-"""With its taps taken out, the captured program is the plain program, equation for equation."""
+"""Without its taps, the captured program is the plain program, equation for equation."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ STEPS = dict(steps())
 
 
 def operations(jaxpr):
-    """What a program computes, as nested lists of operations with their types, taps left out."""
+    """List the operations of a program with their types, nested as its bodies, without taps."""
     found = []
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "tap":
@@ -44,7 +44,7 @@ def operations(jaxpr):
 
 
 def used_alone(jaxpr, count):
-    """The part of a program that its first `count` results need."""
+    """Keep the equations that the first `count` results of a program need."""
     inner = _jax.open_jaxpr(jaxpr)
     used = [i < count for i in range(len(inner.outvars))]
     return pe.dce_jaxpr(inner, used)[0]
@@ -57,7 +57,7 @@ def flat(found):
             yield from flat(part)
 
 
-# What only a dropped mark uses, JAX itself leaves out of the plain program.
+# JAX itself drops from the plain program the values that only an unused mark reads.
 @pytest.mark.parametrize("name", [name for name in STEPS if "dropped" not in name])
 def test_taps_are_all_that_marks_add(name):
     x = jnp.asarray(X)
@@ -78,7 +78,7 @@ def flat_all(jaxpr):
 
 
 @pytest.mark.parametrize("name", list(STEPS))
-def test_captured_program_computes_what_the_plain_one_does(name):
+def test_captured_program_has_the_operations_of_the_plain_one(name):
     x = jnp.asarray(X)
     step = STEPS[name](oracle.plain)
     plain = jax.make_jaxpr(step)(x)
@@ -87,7 +87,7 @@ def test_captured_program_computes_what_the_plain_one_does(name):
     count = len(jax.tree.leaves(jax.eval_shape(step, x)))
     ours, theirs = (list(flat(operations(used_alone(j, count)))) for j in (captured, plain))
     if "while" in theirs:
-        # The counters of a while loop are carried: JAX does not always see that nothing needs them.
+        # JAX does not always see that nothing needs the counter that a while loop carries.
         rest = iter(ours)
         assert all(name in rest for name in theirs)
         assert sorted(set(ours) - set(theirs)) in ([], ["broadcast_in_dim"])
@@ -96,7 +96,7 @@ def test_captured_program_computes_what_the_plain_one_does(name):
 
 
 @pytest.mark.parametrize("name", list(STEPS))
-def test_outside_a_capture_marks_are_not_there(name):
+def test_marks_add_nothing_outside_a_capture(name):
     x = jnp.asarray(X)
     marked_, plain = (str(jax.make_jaxpr(STEPS[name](sow))(x)) for sow in (tapax.sow, oracle.plain))
     assert marked_ == plain
@@ -117,7 +117,7 @@ def test_outputs_are_equal_bit_for_bit_op_by_op(name):
 
 
 @pytest.mark.once
-def test_under_jit_the_last_bit_is_all_that_moves(record_property):
+def test_under_jit_outputs_differ_at_most_in_the_last_bit(record_property):
     largest = 0.0
     for program in STEPS.values():
         step = program(tapax.sow)

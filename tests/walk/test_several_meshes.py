@@ -51,7 +51,7 @@ def test_gradients_in_the_second_of_two_meshes_are_captured(wrap):
     assert_close(wrap(tapax.grad(loss))(X)["h"], 1 / H)
 
 
-def test_edits_and_perturbations_in_the_second_of_two_meshes():
+def test_values_in_the_second_of_two_meshes_are_edited_and_perturbed():
     assert_close(tapax.edit(loss, values={"h": lambda h: h + 1})(X), by_hand(X, 1.0))
     zeros = tapax.perturbations(loss)(X)
     assert_close(jax.jit(jax.grad(tapax.perturbed(loss)))(zeros, X)["h"], 1 / H)
@@ -63,7 +63,7 @@ def test_the_first_nan_in_the_second_of_two_meshes_is_found():
     assert found.device == {"a": 1, "b": 0}
 
 
-def test_an_argument_on_another_mesh_than_the_program():
+def test_an_argument_may_be_on_another_mesh_than_the_program():
     row, grid = meshes()
     fn = lambda x: jnp.sin(tapax.sow(x, "h"))
     fn = jax.shard_map(fn, mesh=grid, in_specs=P("a"), out_specs=P("a"))

@@ -1,4 +1,4 @@
-"""Right values, right gradients, the same operations: every program of the table."""
+"""Values and gradients of every program in the table, compared with the oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ HOW = [
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", list(CASES))
-def test_values_of_every_program(name, how):
+def test_values_of_every_program_agree_with_the_oracle(name, how):
     case = CASES[name]
     steps = 6 if name == "while_loop" else None
     expected_out, expected = oracle.values(case.program, x())
@@ -55,7 +55,7 @@ def test_values_of_every_program(name, how):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.differentiable])
-def test_gradients_of_every_program(name, how):
+def test_gradients_of_every_program_agree_with_the_oracle(name, how):
     case = CASES[name]
     expected = oracle.grads(case.program, x())
     step = jax.value_and_grad(case.program(tapax.sow))

@@ -1,4 +1,4 @@
-"""Mapped axes come first, outermost first; what does not depend on them has none."""
+"""Batch axes lead, outermost first; a value that does not depend on one lacks it."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import tapax
 from tests.oracles.closeness import assert_close
 
 
-def test_any_in_axes():
+def test_any_in_axes_are_moved_to_the_front():
     m = jnp.arange(15.0).reshape(3, 5)
     _, taps = tapax.capture(jax.vmap(lambda c: tapax.sow(2 * c, "h"), in_axes=1, out_axes=1))(m)
     assert_close(taps.values["h"], 2 * m.T)
@@ -33,7 +33,7 @@ def test_a_value_that_does_not_depend_on_the_axis_has_none():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
-def test_per_example_gradients(wrap):
+def test_per_example_gradients_are_captured(wrap):
     def loss(x):
         return jnp.sum(wrap(lambda x: tapax.sow(jnp.sin(x), "h"))(x) ** 2)
 
@@ -66,7 +66,7 @@ def masked(x, mask):
     return np.where(np.asarray(mask)[:, None], x, 0)
 
 
-def test_mapped_predicate_says_for_whom_the_branch_ran():
+def test_mapped_predicate_masks_the_examples_of_the_branch():
     _, taps = tapax.capture(jax.vmap(branch))(I, M)
     for name, number, factor in (("a", 0, 2), ("b", 2, 3)):
         assert_close(taps.valid[name], number == I)
@@ -74,7 +74,7 @@ def test_mapped_predicate_says_for_whom_the_branch_ran():
 
 
 @pytest.mark.parametrize("order", ["vmap of grad", "grad of vmap"])
-def test_gradients_under_a_mapped_predicate(order):
+def test_gradients_under_a_mapped_predicate_are_masked(order):
     one = lambda i, x: jnp.sum(branch(i, x) ** 2)
     step = {
         "vmap of grad": jax.vmap(jax.grad(one, argnums=1)),
@@ -87,7 +87,7 @@ def test_gradients_under_a_mapped_predicate(order):
         assert_close(taps.valid[name], number == I)
 
 
-def test_nested_mapped_predicates():
+def test_nested_mapped_predicates_combine_their_masks():
     def f(p, q, x):
         inner = lambda x: lax.cond(q, lambda x: tapax.sow(x, "h"), lambda x: x, x)
         return lax.cond(p, jax.jit(inner), lambda x: x, x)
@@ -98,7 +98,7 @@ def test_nested_mapped_predicates():
     assert_close(taps.values["h"], masked(M, p & q))
 
 
-def test_mapped_predicate_around_a_scan():
+def test_mapped_predicate_around_a_scan_masks_examples():
     def f(p, x):
         run = lambda x: lax.scan(
             lambda c, t: (tapax.sow(c * t, "h"), None), x, jnp.arange(1.0, 4.0)
@@ -126,7 +126,7 @@ def test_while_with_a_mapped_predicate_stops_with_each_example():
     assert_close(taps.values["h"], masked(M + N[:, None], N > 0))
 
 
-def test_first_steps_of_a_while_with_a_mapped_predicate():
+def test_first_steps_of_a_while_loop_with_a_mapped_predicate():
     _, taps = tapax.capture(jax.vmap(count_up), steps=2)(N, M)
     mask = jnp.arange(2)[:, None] < N
     assert_close(taps.valid["h"], mask)
@@ -134,7 +134,7 @@ def test_first_steps_of_a_while_with_a_mapped_predicate():
     assert_close(taps.values["h"], np.where(mask[..., None], expected, 0))
 
 
-def test_scan_in_a_while_with_a_mapped_predicate():
+def test_scan_in_a_while_loop_with_a_mapped_predicate():
     def f(n, x):
         inner = lambda x: lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), x, jnp.ones(2))[0]
         return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, inner(c[1])), (0, x))[1]
@@ -152,8 +152,8 @@ def test_capture_itself_can_be_mapped():
     assert_close(out, 2 * jnp.sin(M))
 
 
-def test_a_vmap_in_a_mapped_while_loop_is_not_taken_for_the_loops():
-    # As many inner examples as outer ones: sizes tell nothing.
+def test_a_vmap_inside_a_mapped_while_loop_is_told_from_the_outer_vmap():
+    # There are as many inner examples as outer ones, so sizes do not tell them apart.
     def f(n, x):
         def body(c):
             jax.vmap(lambda v: tapax.sow(v * 10, "h"))(jnp.arange(1.0, 4.0))
@@ -184,7 +184,7 @@ def test_gradients_in_mapped_branches_that_share_a_function():
     f = lambda p, x: lax.cond(p, lambda x: shared(x, 2.0), lambda x: shared(x, 3.0) ** 2, x)
     p, x = jnp.array([True, False]), jnp.array([0.2, 0.4])
     _, taps = tapax.capture(jax.vmap(jax.grad(f, argnums=1)))(p, x)
-    # One trace for both branches: which was written first cannot be told, which ran can.
+    # Both branches share one trace, which tells the branch that ran but not the one written first.
     yes, no = sorted(taps.values, key=lambda name: not bool(taps.valid[name][0]))
     assert_close(taps.valid[yes], p)
     assert_close(taps.grads[yes], [1, 0])

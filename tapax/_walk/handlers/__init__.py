@@ -1,9 +1,9 @@
-"""Handlers of the equations that have bodies: how each is re-staged so that its taps come out.
+"""Handlers, which restage equations with bodies so that the values of their taps come out.
 
-A handler takes the walk, the equation and its operands, and returns the equation's results. It
-drops the operands that are tokens, has the body walked, binds the equation again with the new body,
-and says how leaving that body changes the entries recorded inside. Adding a primitive is adding a
-function, a row of this table, and a test.
+A handler takes the walk, the equation and its operands, and returns the results of the equation. It
+drops the operands that are tokens, has the walk enter the body, binds the equation with the new
+body, and changes the entries recorded inside as they leave that body. To add a primitive, add a
+function, a row to this table, and a test.
 """
 
 from collections.abc import Mapping

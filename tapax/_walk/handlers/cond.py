@@ -1,4 +1,4 @@
-"""The handler of `lax.cond` and `lax.switch`: what a branch records has a mask."""
+"""The handler of `lax.cond` and `lax.switch`: the entries of a branch get a mask."""
 
 from tapax import _jax
 from tapax._jax import Equation, Value, typed
@@ -12,29 +12,29 @@ def walk_cond(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     index, *values = args
     branches = eqn.params["branches"]
     threads = walk.enter(*branches)
-    # Calls are numbered as they were written.
+    # Number the calls in the order in which the branches were written.
     order = (1, 0) if walk.of_two else range(len(branches))
     made = {i: walk.stage(branches[i], values, threads, branch=i) for i in order}
     parts = [made[i] for i in range(len(branches))]
-    operands = [*parts[0].ins.arrays(values), *walk.handed(threads)]
+    operands = [*parts[0].ins.arrays(values), *walk.thread_arrays(threads)]
     nfolds = len(walk.folds.arrays(threads.folds))
-    # Residuals of one place may be a token in one branch and an empty filling in another.
+    # A residual may be a token in one branch and an empty placeholder in another.
     merged = Slots(tuple(map(_merged, *(part.outs.tokens for part in parts))))
 
     def branch_of(part: StagedBody) -> Branch:
         def branch(*flat: Value) -> tuple[list[Value], list[Value]]:
             results = iter(_jax.as_function(part.jaxpr)(*flat))
-            own = part.outs.fill(results)
+            outs = part.outs.fill(results)
             rest = list(results)
             recorded = len(rest) - nfolds
-            return [*merged.arrays(own), *rest[recorded:]], rest[:recorded]
+            return [*merged.arrays(outs), *rest[recorded:]], rest[:recorded]
 
         return branch
 
     types = [part.types[: len(part.types) - nfolds] for part in parts]
     common, recorded = bind_cond(eqn, index, operands, [branch_of(p) for p in parts], types)
     flat = iter(common)
-    own = merged.fill(flat)
+    outs = merged.fill(flat)
     entries = [
         [e.with_arrays(arrays) for e in part.entries]
         for part, arrays in zip(parts, map(iter, recorded), strict=True)
@@ -47,11 +47,11 @@ def walk_cond(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
             walk.entries.append(entry._replace(valid=valid))
     certain = [all(seen) for seen in zip(*(part.certain for part in parts), strict=True)]
     walk.folds.restore(threads.folds, list(flat), certain)
-    return own
+    return outs
 
 
 def _merged(*tokens: Token | None) -> Token | None:
-    """What a result of several branches stands for, if it is a token in any of them."""
+    """Merge the tokens that a result is in several branches; None if it is not a token in any."""
     some = [t for t in tokens if t is not None]
     if not some:
         return None

@@ -1,4 +1,4 @@
-"""The handlers of functions with a derivative rule of their own."""
+"""The handlers of functions with custom derivative rules."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from tapax._walk.changes import Key, PartKey
 from tapax._walk.entries import StagedBody, Threads
 from tapax._walk.interpreter import Interpreter
 
-_RULE = "a function with a derivative rule of its own (jax.custom_jvp or jax.custom_vjp)"
+_RULE = "a function with a custom derivative rule (jax.custom_jvp or jax.custom_vjp)"
 
 
 def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
-    """The values come from the body; the derivative of its results is that of the custom rule.
+    """Walk the body of a `custom_jvp`; its custom rule differentiates the results.
 
-    Where a derivative is taken, the values of the results are the rule's too, which may have code
-    of its own for them; but not if the body is edited.
+    In a derivative the values of the results come from the rule too, as it may compute them by
+    other code; but not if the body is edited.
     """
     staged, inner, edited = _staged(walk, eqn, args)
     threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
@@ -39,8 +39,9 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
             walk.hooks.differentiate_edited(walk, edited)
         moved = list(itertools.compress(range(len(primals)), moves))
         moving = [tangents[i] for i in moved]
-        own = [i for i in moved if i < n]
-        values, out = derivatives.jvp(_plain(eqn), primals[:n], own, moving[: len(own)])
+        moved_operands = [i for i in moved if i < n]
+        directions = moving[: len(moved_operands)]
+        values, out = derivatives.jvp(_plain(eqn), primals[:n], moved_operands, directions)
         results, inside = derivatives.jvp(inner, primals, moved, moving)
         chosen = results[:count] if edited else values
         return [*chosen, *results[count:]], [*out, *inside[count:]]
@@ -50,10 +51,10 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 
 
 def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
-    """As for `custom_jvp`: what is recorded has its own derivative, the results the custom one."""
+    """Walk the body of a `custom_vjp`: JAX differentiates entries, the custom rule results."""
     staged, inner, edited = _staged(walk, eqn, args)
     threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
-    # By what the function closed over, which JAX puts first, it has no derivative.
+    # JAX puts the closed-over values first; the rule has no derivative with respect to them.
     fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
 
     @typed.custom_vjp
@@ -67,25 +68,25 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
             walk.hooks.differentiate_edited(walk, edited)
         flat = [x.value for x in given]
         moved = list(itertools.compress(range(len(flat)), moves))
-        own = [i for i in moved if fixed <= i < n]
-        out, back = derivatives.vjp(_plain(eqn), flat[:n], own)
+        moved_operands = [i for i in moved if fixed <= i < n]
+        out, back = derivatives.vjp(_plain(eqn), flat[:n], moved_operands)
 
         def split(*flat: Value) -> Any:
             results = inner(*flat)
             return results[count:], results[:count]
 
         inside, back_inside, results = derivatives.vjp(split, flat, moved, has_aux=True)
-        residuals = back, back_inside, Static((own, moved))
+        residuals = back, back_inside, Static((moved_operands, moved))
         return [*(results if edited else out), *inside], residuals
 
     def backward(residuals: PyTree, cts: PyTree) -> Any:
-        back, back_inside, places = residuals
-        own, moved = places.value
+        back, back_inside, numbers = residuals
+        moved_operands, moved = numbers.value
         cts = [derivatives.instantiate(ct) for ct in cts]
         summed: list[Any] = [None] * len(staged.jaxpr.in_avals)
         for i, ct in zip(moved, back_inside(list(cts[count:])), strict=True):
             summed[i] = ct
-        for i, ct in zip(own, back(list(cts[:count])), strict=True):
+        for i, ct in zip(moved_operands, back(list(cts[:count])), strict=True):
             summed[i] = ct + summed[i]
         return tuple(summed)
 
@@ -96,14 +97,14 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 def _staged(
     walk: Interpreter, eqn: Equation, args: list[Any]
 ) -> tuple[StagedBody, Callable[..., Any], Sequence[Key]]:
-    """The body of a call, staged, as a function too; and what is edited in it."""
+    """Stage the body of a call; return it, a function that evaluates it, and the edits inside."""
     body = _jax.call_body(eqn)
     staged = walk.stage(body, args, shield=_RULE)
     return staged, _jax.as_function(staged.jaxpr), walk.changes.within(body)
 
 
 def _plain(eqn: Equation) -> Callable[..., Any]:
-    """A call as it stands, with its own rule and without marks."""
+    """Return a function that binds a call unchanged, with its rule and without marks."""
 
     def call(*flat: Value) -> Any:
         with without_marks():
@@ -113,11 +114,11 @@ def _plain(eqn: Equation) -> Callable[..., Any]:
 
 
 def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
-    """The derivative of a call is its own rule's, which knows nothing of what an edit is given."""
+    """Raise for a derivative with respect to a part of a change, which the custom rule ignores."""
     count = len(threads.parts)
     for key, moved in zip(threads.parts, moves[len(moves) - count :], strict=True):
         if moved and isinstance(key, PartKey):
             raise SiteError(
-                f"The site {key.change.name!r} is inside {_RULE}, so there is no derivative by "
-                "what it is perturbed or replaced with. Mark a value outside of that function."
+                f"The site {key.change.name!r} is inside {_RULE}, so there is no derivative with "
+                "respect to its perturbation or replacement. Mark a value outside of that function."
             )

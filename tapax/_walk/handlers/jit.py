@@ -22,7 +22,7 @@ def walk_jit(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]
 
 def walk_call(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
     body = _jax.call_body(eqn)
-    # What a primitive of another library does with its other parameters, nobody knows.
+    # The other parameters of another library's primitive might depend on its body: inline it.
     if is_eager() or not hasattr(body, "consts") or not kind_of_primitive(eqn.primitive):
         return walk.run(body, args)
     staged = walk.stage(body, args)

@@ -11,7 +11,7 @@ from tapax._walk.interpreter import Interpreter
 
 
 def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
-    """What the solver marks comes out as the auxiliary result that solvers may have."""
+    """Return the marked values of the solver through its auxiliary result."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     args = walk.materialize(eqn.invars, args)
     consts, at = {}, 0
@@ -21,19 +21,20 @@ def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list
     threads = walk.enter(jaxprs.solve)
     if threads.parts or walk.changes.within(jaxprs.solve):
         raise SiteError(
-            "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed: the "
-            "derivative of a solve is that of the equation it solves. Mark what goes into it."
+            "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed, because "
+            "JAX differentiates the equation and not the solver. Mark an operand of the solve "
+            "instead."
         )
     shield = "jax.lax.custom_linear_solve, whose derivative is that of the equation it solves"
     staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads, shield=shield)
-    handed = walk.handed(threads)
+    extra = walk.thread_arrays(threads)
 
     def apply(name: str) -> Callable[[Sequence[Value]], list[Value]]:
         jaxpr = getattr(jaxprs, name)
         return lambda x: _jax.as_function(strip(jaxpr))(*consts[name], *x)
 
     def solve(_: Any, b: Value) -> Any:
-        results = _jax.as_function(staged.jaxpr)(*consts["solve"], *b, *handed)
+        results = _jax.as_function(staged.jaxpr)(*consts["solve"], *b, *extra)
         return results[: len(b)], results[len(b) :]
 
     def transposed(_: Any, b: Value) -> Any:

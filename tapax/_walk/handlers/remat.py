@@ -7,7 +7,7 @@ from tapax._walk.interpreter import Interpreter
 
 
 def walk_remat(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
-    """Bound again as the remat it is, else the backward half would keep what it should drop."""
+    """Restage a remat as a remat, or its backward half would keep what it should recompute."""
     body = _jax.call_body(eqn)
     if is_eager():
         return walk.run(body, args)

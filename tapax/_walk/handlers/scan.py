@@ -1,4 +1,4 @@
-"""The handler of `lax.scan`: it stacks what its body records."""
+"""The handler of `lax.scan`, which stacks the entries of its body."""
 
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ from tapax._walk.packed_states import Packing, pack
 
 
 class _Recorded(NamedTuple):
-    """What the body of a scan gives besides its carry; `places` says where arrays are stacked."""
+    """The static description of the stacked results; `positions` has the position of each array."""
 
     ys: Slots
     entries: tuple[Entry, ...]
     totals: tuple[Entry, ...]
-    places: list[int]
+    positions: list[int]
     packing: Packing
     certain: tuple[bool, ...]
 
@@ -36,7 +36,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     threads = walk.enter(loop.body)
     slots = Slots.of(loop.xs)
     around = Around(Kind.SCAN, "scan", loop.length, scopes=walk.scopes)
-    # What a change needs for each iteration goes in with what is scanned over.
+    # The parts of changes with one array per iteration become inputs of the scan.
     depth = len(walk.around)
     each = walk.changes.at_depth(threads.parts, depth, loop.length)
     counted = walk.changes.counts(loop.body, depth)
@@ -46,7 +46,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
         (state, folds), (x, parts, number) = carry, x
         with walk.inside(around=[around]):
             walk.folds.restore(threads.folds, folds)
-            walk.changes.hand_down(each, parts, below=depth + 1)
+            walk.changes.set_arrays(each, parts, below=depth + 1)
             if number is not None:
                 walk.changes.count(number, depth)
             outs = walk.run(loop.body, [*loop.consts, *state, *slots.fill(iter(x))])
@@ -55,7 +55,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
             totals = [e for e in walk.entries if e.is_total]
             entries = [e for e in walk.entries if not e.is_total]
             arrays = [*ys.arrays(outs[ncarry:]), *(a for e in entries for a in e.arrays)]
-            # A value that the backward pass keeps anyway is stacked once.
+            # Stack a value only once if the backward pass keeps it as well.
             stacked = {id(y): y for y in arrays}
             order = {key: i for i, key in enumerate(stacked)}
             states = {id(a) for e in entries if e.reduction is not None for a in e.arrays}
@@ -89,7 +89,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     recorded: _Recorded = found.value
     walk.folds.restore(threads.folds, folds, recorded.certain)
     unpacked = recorded.packing.unpack(stacked)
-    flat = (unpacked[i] for i in recorded.places)
+    flat = (unpacked[i] for i in recorded.positions)
     ys = recorded.ys.fill(flat)
     for entry in recorded.entries:
         walk.entries.append(_stacked(entry.with_arrays(flat), f"scan[{loop.length}]"))
@@ -97,7 +97,7 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
 
 
 def _stacked(entry: Entry, loop: str) -> Entry:
-    """An entry that a loop has stacked; the iterations asked for of it, where some were."""
+    """Return the entry outside of the scan that stacked it, with the requested iterations."""
     refuse_folded(entry)
     step = entry.step
     if step is None:
@@ -106,11 +106,11 @@ def _stacked(entry: Entry, loop: str) -> Entry:
     length = entry.state[0].shape[0]
     if isinstance(index, int) and not -length <= index < length:
         raise SiteError(
-            f"step={index} was asked for of the {entry.site.described}, but its loop has "
-            f"{length} iterations."
+            f"step={index} was given for the {entry.site.described}, but its loop has {length} "
+            "iterations."
         )
-    met = entry.with_arrays(a[index] for a in entry.arrays)
+    picked = entry.with_arrays(a[index] for a in entry.arrays)
     if isinstance(index, int):
-        return met.left_loop(loop)
-    met = met.left_loop(loop, 1)
-    return selected(met) if met.is_over_loops else met
+        return picked.left_loop(loop)
+    picked = picked.left_loop(loop, 1)
+    return selected(picked) if picked.is_over_loops else picked

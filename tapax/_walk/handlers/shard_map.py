@@ -1,4 +1,4 @@
-"""The handler of `jax.shard_map`: what a device records gets an axis of the mesh."""
+"""The handler of `jax.shard_map`, which adds mesh axes to the entries of its body."""
 
 from typing import Any
 
@@ -16,24 +16,24 @@ from tapax._walk.reductions import along_one_axis
 
 
 def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
-    """Each device's part comes along a new leading axis for each mesh axis that it varies over."""
+    """Stack the entries of all devices along leading axes, one per mesh axis they vary over."""
     params = eqn.params
     body, mesh = params["jaxpr"], params["mesh"]
     order = mesh_axes(eqn)
     ins = Slots.of(args)
     keys = walk.changes.needed([body])
     depth, unchecked = len(walk.around), not params["check_vma"]
-    # The axes of the mesh for which each part of a change has an axis of its own.
+    # The mesh axes for which each part of a change has an axis.
     deep = [walk.changes.parts[key].depths for key in keys]
-    own_axes = [[a for i, a in enumerate(order) if depth + i in depths] for depths in deep]
+    part_axes = [[a for i, a in enumerate(order) if depth + i in depths] for depths in deep]
 
     def local(*flat: Value) -> tuple[list[Value], list[Value], Any]:
         axes = [Around(Kind.SHARD_MAP, a, mesh.shape[a], unchecked) for a in order]
         with walk.inside(around=axes):
             walk.folds.items, walk.mesh = {}, mesh
             given = flat[len(flat) - len(keys) :]
-            parts = [x.reshape(x.shape[len(a) :]) for x, a in zip(given, own_axes, strict=True)]
-            walk.changes.hand_down(keys, parts, below=depth + len(order))
+            parts = [x.reshape(x.shape[len(a) :]) for x, a in zip(given, part_axes, strict=True)]
+            walk.changes.set_arrays(keys, parts, below=depth + len(order))
             outs = walk.run(body, ins.fill(iter(flat)))
             found = [*walk.entries, *walk.fold_entries()]
             entries = [e if e.reduction is None else e.even for e in found]
@@ -43,9 +43,9 @@ def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[
 
     in_specs = [
         *(params["in_specs"][i] for i in ins.kept),
-        *(PartitionSpec(*axes) for axes in own_axes),
+        *(PartitionSpec(*axes) for axes in part_axes),
     ]
-    parts = zip(walk.changes.arrays(keys), own_axes, strict=True)
+    parts = zip(walk.changes.arrays(keys), part_axes, strict=True)
     given, other = [_jax.with_spec(x, a) for x, a in parts], _other_mesh(walk, mesh)
     if other is not None:
         given = replicate(given, other)
@@ -69,14 +69,14 @@ def walk_shard_map(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[
 
 
 def _other_mesh(walk: Interpreter, mesh: Any) -> Mesh | None:
-    """The mesh by which JAX names the shardings of what the program returns, if it is another."""
+    """Return the mesh in which JAX expresses the shardings of the results, unless it is `mesh`."""
     inside = any(a.kind is Kind.SHARD_MAP for a in walk.around)
     first = None if inside or not isinstance(mesh, Mesh) else walk.first_mesh
     return None if first == mesh else first
 
 
 def _combined(entry: Entry, axes: int) -> Entry:
-    """The entry of all devices, whose states lie along the first few axes."""
+    """Merge the states of all devices, which are along the first `axes` axes of the entry."""
     if not axes:
         return entry
     assert entry.reduction is not None

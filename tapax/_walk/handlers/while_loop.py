@@ -1,8 +1,8 @@
-"""The handler of while loops, and the buffers in which their bodies leave what is recorded.
+"""The handler of while loops, and the buffers that they carry for the entries of their bodies.
 
-How often a while loop runs is not known beforehand, so what its body records cannot be stacked.
-Instead the loop carries, for each entry, its last value and how often there was one; or, where the
-first few iterations are asked for, those and a mask.
+The number of iterations of a while loop is not known beforehand, so the loop cannot stack the
+entries of its body. Instead it carries, for each entry, the last value and a count; or, if the plan
+asks for certain iterations, their values and a mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.calls import Call, Token
-from tapax._walk.carried_states import joined, nothing_yet, selected
+from tapax._walk.carried_states import combine_iteration, initial_states, selected
 from tapax._walk.changes import Around, CounterKey
 from tapax._walk.entries import Entry, refuse_folded
 from tapax._walk.interpreter import Interpreter
@@ -56,9 +56,9 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         for e in staged.entries
     ]
     tested = tap_effect in _jax.open_jaxpr(test).effects
-    # If the loop ends on one device before it does on another, so does what is recorded in it.
+    # If the number of iterations varies over devices, so do the entries.
     over = _jax.varying_axes(_jax.open_jaxpr(test).outvars[0].aval)
-    # Whoever asks for nothing in the loop finds it as it was, without a count.
+    # Count iterations only if something in the loop needs the count.
     counts = [typed.zeros((), jnp.int32)] if buffers or counter in threads.parts or tested else []
 
     def step(carry: _Carry) -> _Carry:
@@ -70,7 +70,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         results = iter(_jax.as_function(staged.jaxpr)(*inputs))
         new = loop.keep_finished([next(results) for _ in loop.init], carry.state)
         entries = [e.with_arrays(results) for e in staged.entries]
-        kept = iter(carry.held)
+        kept = iter(carry.buffered)
         updated = [
             x
             for buffer, entry in zip(buffers, entries, strict=True)
@@ -80,11 +80,11 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         return _Carry(new, list(results), counted, [_jax.with_varying(x, over) for x in updated])
 
     start = [x for buffer in buffers for x in buffer.start()]
-    counts, held = ([_jax.with_varying(x, over) for x in part] for part in (counts, start))
-    carry = _Carry(loop.init, [typed.asarray(x) for x in folds], counts, held)
+    counts, buffered = ([_jax.with_varying(x, over) for x in part] for part in (counts, start))
+    carry = _Carry(loop.init, [typed.asarray(x) for x in folds], counts, buffered)
     end = jax.lax.while_loop(lambda carry: loop.any_goes_on(carry.state), step, carry)
     walk.folds.restore(threads.folds, end.folds)
-    arrays = iter(end.held)
+    arrays = iter(end.buffered)
     for buffer in buffers:
         walk.entries.append(buffer.finish([next(arrays) for _ in range(buffer.count)]))
     if tested:
@@ -98,19 +98,19 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
 
 
 def _replayed(eqn: Equation, args: list[Value], replay: ReplayedLoop) -> frozenset[Call]:
-    """The calls that a backward loop computes once more; none where that cannot be told."""
+    """Return the calls that a backward loop recomputes; an empty set if no token tells."""
     skipped = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     left = args[skipped + replay.left]
     return left.calls if type(left) is Token else frozenset()
 
 
 class _Carry(NamedTuple):
-    """What a loop carries: its own state, folds, the number of the iteration, and buffers."""
+    """The carry of a restaged loop: its state, folds, the number of iterations, and buffers."""
 
     state: list[Value]
     folds: list[Value]
     counts: list[Value]
-    held: list[Value]
+    buffered: list[Value]
 
 
 def _refuse_changes(walk: Interpreter, test: Jaxpr) -> None:
@@ -124,8 +124,8 @@ def _refuse_changes(walk: Interpreter, test: Jaxpr) -> None:
 
 
 def _last_test(walk: Interpreter, test: Jaxpr, args: list[Any], count: Any) -> None:
-    """Records what the predicate of a loop marks: it ran last on what the loop ended with."""
-    nested, walk.nested = walk.nested, False  # the tap in the loop is there for the other capture
+    """Record the marks in the predicate of a loop, which ran last on the final state."""
+    nested, walk.nested = walk.nested, False  # the outer capture sees the tap in the loop
     with walk.inside(around=[_AROUND]):
         before = walk.folds.items
         walk.run(test, args)
@@ -155,7 +155,7 @@ def _last_test(walk: Interpreter, test: Jaxpr, args: list[Any], count: Any) -> N
 
 @dataclasses.dataclass(frozen=True)
 class _Buffer:
-    """What a while loop carries for an entry: its last value and their count, or the first few."""
+    """The carry for an entry: its last value and a count, or the iterations in a window."""
 
     entry: Entry
     types: list[Any]
@@ -175,63 +175,64 @@ class _Buffer:
 
     @property
     def count(self) -> int:
-        """How many arrays it has: those of a value, and one that says when there was one."""
+        """The number of arrays: those of the value, and a count or a mask."""
         return len(self.entry.state) + 1
 
     def _ran(self, valid: Value) -> Any:
-        """How often an entry was recorded in one iteration."""
+        """Return the number of recordings of an entry in one iteration."""
         return typed.ones((), jnp.int32) if valid is None else valid.astype(jnp.int32)
 
     def start(self) -> list[Any]:
         if self.window is None and self.entry.reduction is not None:
-            return nothing_yet(self.entry, self.types)
+            return initial_states(self.entry, self.types)
         valid = None if self.entry.valid is None else _jax.zeros(self.types[-1])
         ran = self._ran(valid)
         last = jax.typeof(ran if self.window is None else ran > 0)
         types = [*self.types[: self.count - 1], last]
         if self.window is not None:
             types = [_jax.stacked(t, self.window[1]) for t in types]
-        # Devices that take other branches keep other values, even of what is the same on all.
+        # Devices that take different branches keep different values, even of replicated arrays.
         over = _jax.varying_axes(last)
         return [_jax.with_varying(_jax.zeros(t), over) for t in types]
 
-    def update(self, held: list[Any], entry: Entry, iteration: Value) -> list[Any]:
+    def update(self, arrays: list[Any], entry: Entry, iteration: Value) -> list[Any]:
         if self.window is None and entry.reduction is not None:
-            return joined(self.entry, held, entry, backwards=self.backwards)
-        *values, counted = held
+            return combine_iteration(self.entry, arrays, entry, backwards=self.backwards)
+        *values, counted = arrays
         ran = self._ran(entry.valid)
         if self.window is None:
             new: list[Value] = entry.state
-            # The last iteration is the first that a loop takes that runs backwards.
+            # A loop that runs backwards meets the last iteration first.
             kept = ran * (counted == 0) if self.backwards else ran
             if entry.valid is not None or self.backwards:
                 new = [where(kept, x, y) for x, y in zip(new, values, strict=True)]
             return [*new, counted + ran]
         start, length, stride = self.window
         offset = iteration - start
-        place = jnp.where((offset >= 0) & (offset % stride == 0), offset // stride, length)
+        position = jnp.where((offset >= 0) & (offset % stride == 0), offset // stride, length)
         new = [*entry.state, ran > 0]
         if self.backwards:
-            # It gets to an iteration several times, and takes it once.
-            old = [x.at[place].get(mode="fill", fill_value=0) for x in held]
+            # The loop runs an iteration several times, but records it once.
+            old = [x.at[position].get(mode="fill", fill_value=0) for x in arrays]
             new = [where(ran, x, y) for x, y in zip(new, old, strict=True)]
         elif entry.valid is not None:
             new = [where(ran, x, _jax.zeros(jax.typeof(x))) for x in new]
-        both = zip(held, new, strict=True)
-        return [old.at[place].set(x, mode="drop") for old, x in both]
+        both = zip(arrays, new, strict=True)
+        return [old.at[position].set(x, mode="drop") for old, x in both]
 
-    def finish(self, held: list[Any]) -> Entry:
+    def finish(self, arrays: list[Any]) -> Entry:
         stacked = self.window is not None and not self.single
         if self.single:
-            held = [x[0] for x in held]
-        entry = self.entry._replace(valid=True).with_arrays(iter(held)).left_loop("while", stacked)
+            arrays = [x[0] for x in arrays]
+        entry = self.entry._replace(valid=True).with_arrays(iter(arrays))
+        entry = entry.left_loop("while", stacked)
         if not entry.is_over_loops or self.single:
             return entry
         return selected(entry) if self.window else entry._replace(loops=self.entry.loops)
 
 
 def _window(entry: Entry) -> tuple[int, int, int]:
-    """The first iteration, how many, and how far apart, that were asked for of a while loop."""
+    """Return the first requested iteration of a while loop, the number of them and the stride."""
     step = entry.step
     if isinstance(step, int):
         first, count, stride = step, 1, 1
@@ -240,8 +241,8 @@ def _window(entry: Entry) -> tuple[int, int, int]:
         count = 0 if step.stop is None else len(range(first, step.stop, stride))
     if first < 0 or stride < 1 or count < 1:
         raise SiteError(
-            f"step={step} was asked for of the {entry.site.described}, which is in a while loop: "
-            "how often that runs is not known beforehand, so `step` must count from the start and "
-            "have an end."
+            f"step={step} was given for the {entry.site.described}, which is in a while loop. The "
+            "number of its iterations is not known beforehand, so `step` must count from the start "
+            "and have an end."
         )
     return first, count, stride
