@@ -144,7 +144,7 @@ def trace(fn: Function, call: FunctionCall, plan: Plan, signature: Signature) ->
         trace_flat = typed.make_jaxpr(flat, return_shape=True)
         jaxpr, (_, structure) = registry.trace_program(lambda: trace_flat(*arrays))
     if is_anchored(jaxpr):
-        paths = argument_paths(fn, arguments, registry.is_module, call.own_keys)
+        paths = argument_paths(fn, arguments, registry.is_module, call.user_keys)
         jaxpr = resolve(jaxpr, signature.traced(paths))
     keys = signature.traced([path for path, _ in keyed])
     return Program(jaxpr, structure.value, tuple(keys))

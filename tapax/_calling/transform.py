@@ -177,7 +177,7 @@ class TransformedFunction:
                 signature, arrays = split(self.fn, call.arguments, needed)
             program = trace(self.fn, call, self._transform.plan, signature)
             if self._transform.stateless and not call.found_more():
-                program = program.only(call.own)
+                program = program.only(call.user_result)
             return program, signature, arrays
 
         if self._jitted:
@@ -236,7 +236,7 @@ class TransformedFunction:
 
 def _traced_call(call: FunctionCall, traced: tuple[Program, Signature, list[Value]]) -> TracedCall:
     program, _, arrays = traced
-    return TracedCall(program, arrays, returned=program.numbered(call.own))
+    return TracedCall(program, arrays, returned=program.numbered(call.user_result))
 
 
 def static_numbers(call: FunctionCall) -> frozenset[int]:

@@ -1,1 +1,1 @@
-"""Frameworks: the adapters, and how the modules of a framework get their paths and become sites."""
+"""Adapters of frameworks, and the paths and sites of their modules."""

@@ -1,15 +1,15 @@
-"""Anchors: which of several equal modules a copy of one is, told by where its arrays come from.
+"""Anchors: equations that tell which of several equal modules a twin is, by its arrays.
 
-A transformation that takes a module as an argument puts a twin of it together inside. In a loop
-over equal blocks nothing in the program's source says which block the twin is a copy of; and JAX
-may trace the loop's body once for all of them. But every call is given the arrays of one block. So
-one of the twin's arrays is *anchored*: an equation that has no result, with the modules that the
-twin may be a copy of. `resolve` follows the arguments of the program to the anchors, through
-every body they are handed to, and puts the right names into the scopes.
+A transformation that takes a module as an argument builds a copy of it inside, a *twin*. In a loop
+over equal blocks, nothing in the source says which block the twin copies, and JAX may trace the
+body of the loop once for all blocks. But every call takes the arrays of one block. So tapax binds
+an *anchor* to an array of the twin: an equation without results, whose parameter lists the modules
+that the twin may copy. `resolve` follows the arguments of the program to the anchors, through all
+bodies on the way, and puts the right names into the scopes.
 
-A body that several calls share becomes a body for each.
+`resolve` duplicates a body that several calls share, one copy for each call.
 
-The arrays of a root are anchored too, since its name depends on what other roots there are: see
+The arrays of a root get anchors too, since its name depends on the other roots of the program: see
 `_frameworks.roots`.
 """
 
@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
-from tapax._frameworks.roots import RootPlace, Roots, name_arguments
+from tapax._frameworks.roots import Root, Roots, name_arguments
 from tapax._jax import Args, Atom, Equation, Function, Jaxpr, PyTree, Value, Var
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of
@@ -36,10 +36,10 @@ from tapax._sites import join, segment
 
 @dataclasses.dataclass(frozen=True)
 class Anchor:
-    """The paths that a module may have, and that of the anchored array from there.
+    """The possible paths of a module, and the path `leaf` of the anchored array in the module.
 
-    `arrays` are the arrays of those modules where they are at hand: those of a model that the
-    function closes over.
+    `arrays` has the array of each choice if it is a constant: that of a model that the function
+    closes over.
     """
 
     choices: tuple[str, ...]
@@ -48,9 +48,10 @@ class Anchor:
     uid: int = dataclasses.field(default_factory=itertools.count(1).__next__)
 
     def choose(self, origin: Any) -> str | None:
-        """The choice that an array of this origin belongs to; None if it cannot be told.
+        """Return the choice to which an array of this origin belongs; None if there is no match.
 
-        An origin is a path, an array that is a constant of the program, or None if it is computed.
+        An origin is the path of an argument, a constant array of the program, or None for an array
+        that the program computes.
         """
         if isinstance(origin, str):
             ends = [c for c in self.choices if f"/{origin}".endswith(f"/{c}/{self.leaf}")]
@@ -61,12 +62,14 @@ class Anchor:
 
 @dataclasses.dataclass(frozen=True)
 class RootAnchor:
-    """A model that no module calls: what it may be called, and by what its arrays are known.
+    """The anchor of a root, a model that no module calls.
 
-    `leaves` are the paths of the anchored arrays from the model, of the class `name`; all of them
-    may be in a `collection`. `part` has the places that the model may have in another, of the class
-    `whole`. `holder` is the variable that holds the model, and `constants` are the models of its
-    kind whose arrays are constants, each with the first of the anchored ones.
+    - `name`: the name of the class of the model.
+    - `leaves`: the paths of the anchored arrays in the model, perhaps inside a `collection`.
+    - `holder`: the path of the variable that refers to the model.
+    - `constants`: models of its kind with constant arrays; for each, the path of its variable and
+      a reference to the first of its anchored arrays.
+    - `part`: the possible paths of the model inside another, of the class `whole`.
     """
 
     name: str
@@ -78,10 +81,10 @@ class RootAnchor:
     collection: str = ""
     uid: int = dataclasses.field(default_factory=itertools.count(-1, -1).__next__)
 
-    def place(self, origins: Sequence[Any]) -> RootPlace:
-        """The root that arrays of these origins belong to."""
+    def find_root(self, origins: Sequence[Any]) -> Root:
+        """Find the root to which arrays of these origins belong."""
         if not origins:
-            return RootPlace(self.name, self.holder, (self.holder,) if self.holder else ())
+            return Root(self.name, self.holder, (self.holder,) if self.holder else ())
         choice = self.part.choose(origins[0]) if self.part is not None else None
         name, path = (self.name, "") if choice is None else (self.whole, choice)
         models = [
@@ -90,16 +93,16 @@ class RootAnchor:
         ]
         key = tuple(key for key, _ in models)
         named = next((named for _, named in models if named is not None), None)
-        held = self.holder if choice is None else ""
-        held = next((path for path, x in self.constants if x() is origins[0]), held)
-        # The argument that holds a model names it better than a variable that holds a copy.
-        order = [held] if named is None else [held, named.named]
+        variable = self.holder if choice is None else ""
+        variable = next((path for path, x in self.constants if x() is origins[0]), variable)
+        # An argument that is a model names it better than a variable with a copy of the model.
+        order = [variable] if named is None else [variable, named.named]
         holders = order[::-1] if named is not None and named.is_module else order
-        return RootPlace(name, key, tuple(dict.fromkeys(filter(None, holders))), path)
+        return Root(name, key, tuple(dict.fromkeys(filter(None, holders))), path)
 
 
 def _model_of(origin: Any, *leaves: str) -> tuple[Any, ArgumentPath | None]:
-    """What tells the model that an array is of from others, and where it is among arguments."""
+    """Return a key for the model that an array belongs to, and its path among the arguments."""
     for leaf in leaves if isinstance(origin, ArgumentPath) else ():
         if f"/{origin}".endswith(f"/{leaf}"):
             path, named = str(origin)[: -len(leaf) - 1], origin.named[: -len(leaf) - 1]
@@ -108,7 +111,7 @@ def _model_of(origin: Any, *leaves: str) -> tuple[Any, ArgumentPath | None]:
 
 
 class AnchorEffect(_jax.Effect):
-    """Keeps anchors alive."""
+    """The effect of anchors, which keeps them from being eliminated as dead code."""
 
 
 anchor_effect = AnchorEffect()
@@ -117,28 +120,28 @@ anchor_p.multiple_results = True
 
 
 def anchor(x: Value, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -> int:
-    """Anchors an array; returns what a `ModuleScope` refers to it by."""
+    """Bind an anchor to an array; return its number, for a `ModuleScope`."""
     made = Anchor(choices, leaf, constant_arrays(arrays))
     anchor_p.bind(x, anchor=made)
     return made.uid
 
 
 def constant_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The arrays that are not traced; a traced one, for which None comes, may not be kept."""
+    """Replace traced arrays by None, as they must not outlive their trace."""
     return tuple(None if isinstance(x, Tracer) else x for x in arrays)
 
 
 def anchor_root(made: RootAnchor, xs: Sequence[Value]) -> int:
-    """Anchors arrays of a root; returns what a `ModuleScope` refers to it by."""
+    """Bind an anchor to arrays of a root; return its number, for a `ModuleScope`."""
     anchor_p.bind(*xs, anchor=made)
     return made.uid
 
 
 class ArgumentPath(str):
-    """Where an array is among the arguments of a program.
+    """The path of an array among the arguments of a program.
 
-    `named` is the same path with the names that the user gave the arguments; `is_module` if the
-    array is in a module there.
+    `named` is that path with the user's names of the arguments. `is_module` is true if the array is
+    inside a module.
     """
 
     __slots__ = ("is_module", "named")
@@ -155,11 +158,12 @@ def argument_paths(
     fn: Function,
     arguments: PyTree,
     is_module: Callable[[Any], bool],
-    own_keys: tuple[int, ...] = (),
+    user_keys: tuple[int, ...] = (),
 ) -> list[ArgumentPath]:
-    """Where each array among the arguments of a call of `fn` is: positional ones, then keywords.
+    """List the paths of the arrays among the arguments of a call of `fn`.
 
-    Both are at `own_keys`, if more was added to the arguments.
+    `user_keys` lead to the positional and keyword arguments of the user's call, if an adapter added
+    others.
     """
     flatten = jax.tree_util.tree_flatten_with_path
     modules = {keys for keys, leaf in flatten(arguments, is_leaf=is_module)[0] if is_module(leaf)}
@@ -168,14 +172,14 @@ def argument_paths(
     def path(keys: tuple[Any, ...]) -> ArgumentPath:
         inside = any(keys[:i] in modules for i in range(len(keys) + 1))
         for i, key in enumerate(keys):
-            held = getattr(key, "key", None)
-            if isinstance(held, PathKey):
-                named = join(held.named, leaf_path(keys[i + 1 :]))
+            inner = getattr(key, "key", None)
+            if isinstance(inner, PathKey):
+                named = join(inner.named, leaf_path(keys[i + 1 :]))
                 return ArgumentPath(leaf_path(keys), named, True)
-        around = tuple(getattr(key, "idx", None) for key in keys[: len(own_keys)])
-        own = keys[len(own_keys) :] if around == own_keys else ()
-        first = [] if not own or getattr(own[0], "idx", 2) == 2 else name(own)
-        rest = own[2 if first else 1 :] if own else keys
+        around = tuple(getattr(key, "idx", None) for key in keys[: len(user_keys)])
+        given = keys[len(user_keys) :] if around == user_keys else ()
+        first = [] if not given or getattr(given[0], "idx", 2) == 2 else name(given)
+        rest = given[2 if first else 1 :] if given else keys
         named = "/".join([*first, *map(_key_path, rest)])
         return ArgumentPath(leaf_path(keys), named, inside)
 
@@ -183,7 +187,7 @@ def argument_paths(
 
 
 class PathKey(str):
-    """A key of a dict that is a path itself; `named` is that path in the names of the user."""
+    """A key of a dict that is a path; `named` is that path with the user's names."""
 
     __slots__ = ("named",)
     named: str
@@ -195,7 +199,7 @@ class PathKey(str):
 
 
 def leaf_path(keys: Sequence[Any]) -> str:
-    """The keys of a leaf as a path."""
+    """Join the keys of a leaf to a path."""
     return "/".join(map(_key_path, keys))
 
 
@@ -207,10 +211,10 @@ def _key_path(key: Value) -> str:
 
 
 def resolve(jaxpr: Jaxpr, origins: Sequence[Any]) -> Jaxpr:
-    """The program without anchors, and with the names that they tell."""
+    """Remove the anchors from a program, and set the scopes that they determine."""
     roots = Roots()
     resolved = _resolve(jaxpr, origins, roots)
-    # What a root is called depends on all others.
+    # The name of a root depends on all other roots.
     return _resolve(jaxpr, origins, roots) if roots.settle() else resolved
 
 
@@ -218,14 +222,14 @@ def _resolve(jaxpr: Jaxpr, origins: Sequence[Any], roots: Roots) -> Jaxpr:
     if not is_anchored(jaxpr):
         return jaxpr
     inner = _jax.open_jaxpr(jaxpr)
-    # The constants of a body may be elsewhere, as they are in a primitive of another library.
+    # A body may lack some of its constants, as in a primitive of another library.
     known: dict[Any, Any] = dict(zip(inner.constvars, _jax.jaxpr_consts(jaxpr), strict=False))
     known.update(zip(inner.invars, origins, strict=True))
     chosen: dict[int, Callable[[ModuleScope], ModuleScope]] = {}
 
     def origin(v: Any) -> Any:
         found = v.val if isinstance(v, _jax.Literal) else known.get(v)
-        return v if found is None else found  # what is computed is its own origin
+        return v if found is None else found  # a computed array is identified by its variable
 
     def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
         del names
@@ -235,20 +239,20 @@ def _resolve(jaxpr: Jaxpr, origins: Sequence[Any], roots: Roots) -> Jaxpr:
             if move is not None:
                 chosen[eqn.params["anchor"].uid] = move
             return
-        known.update(_passed_on(eqn, from_where))
+        known.update(_forward_origins(eqn, from_where))
 
         def resolve_body(body: Jaxpr) -> Jaxpr:
             return _resolve(body, _body_origins(eqn, body, from_where), roots)
 
-        # What holds an anchor holds a mark as well, and so has an effect.
+        # A body with an anchor has a mark as well, so its equation has an effect.
         new = map_equation_bodies(eqn, resolve_body, _ANCHORS) if eqn.effects else eqn
         yield _renamed(new, chosen)
 
     return rewrite(jaxpr, visit, _ANCHORS)
 
 
-def _passed_on(eqn: Equation, origins: Sequence[Any]) -> dict[Var, Any]:
-    """The origins of results that are operands; a call of an identity returns some, too."""
+def _forward_origins(eqn: Equation, origins: Sequence[Any]) -> dict[Var, Any]:
+    """Return the origins of the results that are operands, also of operands returned by a call."""
     kind = kind_of(eqn)
     if kind & _PASSING or eqn.primitive.name in _KEEPING:
         return {eqn.outvars[0]: origins[0]}
@@ -258,10 +262,10 @@ def _passed_on(eqn: Equation, origins: Sequence[Any]) -> dict[Var, Any]:
     if len(inner.invars) != len(origins):
         return {}
     known = dict(zip(inner.invars, origins, strict=True))
-    # A long one returns what it was given as it is, if it does: a residual.
+    # A long body returns operands only directly, as residuals, so skip its equations.
     for each in inner.eqns if len(inner.eqns) <= _FEW else ():
         found = (None if isinstance(v, _jax.Literal) else known.get(v) for v in each.invars)
-        known.update(_passed_on(each, [*found]))
+        known.update(_forward_origins(each, [*found]))
     pairs = zip(eqn.outvars, inner.outvars, strict=True)
     found = {out: known.get(v) for out, v in pairs if not isinstance(v, _jax.Literal)}
     return {out: origin for out, origin in found.items() if origin is not None}
@@ -273,27 +277,27 @@ _FEW = 16
 def _decide(
     made: Anchor | RootAnchor, origins: Sequence[Any], roots: Roots
 ) -> Callable[[ModuleScope], ModuleScope] | None:
-    """How the scopes of an anchor are named; None if they stay as they are."""
+    """Return a function that renames the scopes of an anchor; None if they keep their names."""
     if isinstance(made, Anchor):
         choice = made.choose(origins[0])
         return None if choice is None else lambda scope: scope.moved(choice)
-    place = made.place(origins)
-    roots.add(place)
-    name = roots.name(place)
-    if name == made.name and not place.path:
+    root = made.find_root(origins)
+    roots.add(root)
+    name = roots.name(root)
+    if name == made.name and not root.path:
         return None
-    return lambda scope: scope.rooted(name, place.path)
+    return lambda scope: scope.rooted(name, root.path)
 
 
 _ANCHORS: frozenset[Any] = frozenset({anchor_effect})
 _PASSING = Kind.COPY | Kind.REARRANGEMENT | Kind.SELECTION
-"""What an array may go through on its way and still be that array."""
+"""The kinds of primitives whose first result counts as the first operand."""
 _KEEPING = frozenset({"convert_element_type", "stop_gradient"})
-"""The same, of primitives that are like others in all else."""
+"""Further such primitives, of kinds in which others change their operand."""
 
 
 def is_anchored(jaxpr: Jaxpr) -> bool:
-    """Whether there are anchors in a program; some equations keep effects to themselves."""
+    """Return whether a program has anchors; some equations do not declare their effects."""
     inner = _jax.open_jaxpr(jaxpr)
     return anchor_effect in inner.effects or any(
         is_anchored(body) for eqn in inner.eqns if eqn.effects for body in bodies(eqn)
@@ -301,12 +305,12 @@ def is_anchored(jaxpr: Jaxpr) -> bool:
 
 
 def _body_origins(eqn: Equation, body: Jaxpr, origins: list[Any]) -> list[Any]:
-    """The origins of the inputs of a body of an equation, of which some may not be known."""
+    """Return the origins of the inputs of a body of an equation, or None for unknown ones."""
     count = len(_jax.open_jaxpr(body).invars)
     if kind_of(eqn) is Kind.WHILE:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        own = origins[:first] if body is eqn.params["cond_jaxpr"] else origins[first:][:second]
-        return [*own, *(None for _ in range(count - len(own)))]
+        consts = origins[:first] if body is eqn.params["cond_jaxpr"] else origins[first:][:second]
+        return [*consts, *(None for _ in range(count - len(consts)))]
     if len(origins) == count:
         return origins
     # The first operand of a conditional is its index.
@@ -322,8 +326,8 @@ def _renamed(eqn: Equation, chosen: dict[int, Callable[[ModuleScope], ModuleScop
     return _jax.rename_scopes(eqn, rename) if chosen else eqn
 
 
-def _bind_again(args: Args, tangents_or_dims: PyTree, **params: Any) -> Any:
-    del tangents_or_dims  # there is no result that could have any
+def _rebind(args: Args, tangents_or_dims: PyTree, **params: Any) -> Any:
+    del tangents_or_dims  # an anchor has no results, and so no tangents or axes
     return anchor_p.bind(*args, **params), []
 
 
@@ -333,7 +337,7 @@ _jax.cache_weakly(RootAnchor)
 anchor_p.def_impl(lambda *args, **params: [])
 anchor_p.def_effectful_abstract_eval(lambda *args, **params: ([], {anchor_effect}))
 mlir.register_lowering(anchor_p, lambda ctx, *args, **params: [])
-ad.primitive_jvps[anchor_p] = _bind_again
-batching.primitive_batchers[anchor_p] = _bind_again
-# An anchor stays in the loop that it is in, with the names that it is for.
+ad.primitive_jvps[anchor_p] = _rebind
+batching.primitive_batchers[anchor_p] = _rebind
+# JAX must not hoist an anchor out of its loop, where the scopes are that refer to it.
 _jax.register_partial_eval(anchor_p, lambda stage, tracers, params: stage())

@@ -1,10 +1,11 @@
 """The weights of attention, as sites `.../attn:weights` of the module that computes them.
 
-They exist where a selection asks for them. Attention layers that compute them as an array have them
-marked where they are computed: before dropout, as Flax sows them. `jax.nn.dot_product_attention`
-may be a fused kernel, in which they never exist. There they are computed once more from the
-queries, keys and masks, beside the kernel. A change of them, or their gradient, means something
-only where the result is computed from them: then so it is, in the place of the kernel.
+These sites exist only if a selection asks for them. If an attention layer computes its weights as
+an array, tapax marks that array: before dropout, as Flax sows it. `jax.nn.dot_product_attention`
+may be a fused kernel, in which the weights never exist. There tapax computes them from the queries,
+keys and masks, in addition to the kernel. A change of the weights, or their gradient, has a meaning
+only if the result depends on them, so tapax then computes the result from them instead of calling
+the kernel.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from tapax._marks.context import active_policy
 
 
 class _Softmax(threading.local):
-    """Whether what `jax.nn.softmax` returns on this thread are weights of attention."""
+    """A thread-local flag: whether `jax.nn.softmax` returns attention weights."""
 
     marked = False
 
@@ -34,13 +35,13 @@ _softmax = _Softmax()
 
 
 def observe_attention() -> contextlib.AbstractContextManager[Any]:
-    """Within, weights of attention are marked, if a selection asks for them."""
+    """Mark attention weights within the context, if a selection asks for them."""
     return _patch()
 
 
 @contextlib.contextmanager
 def mark_softmax() -> Generator[None]:
-    """Within, what `jax.nn.softmax` returns are weights of attention."""
+    """Take the results of `jax.nn.softmax` within the context for attention weights."""
     before, _softmax.marked = _softmax.marked, True
     try:
         yield
@@ -49,7 +50,7 @@ def mark_softmax() -> Generator[None]:
 
 
 def marks_softmax(original: Function) -> Any:
-    """A function in which the result of `jax.nn.softmax` are the weights of attention."""
+    """Wrap a function that computes attention weights by `jax.nn.softmax`."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +61,7 @@ def marks_softmax(original: Function) -> Any:
 
 
 def marks_result(original: Function) -> Any:
-    """A function that returns weights of attention."""
+    """Wrap a function that returns attention weights."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +105,7 @@ def _weights(
     scale: float | None = None,
     **masks: Any,
 ) -> Any:
-    """The weights of `jax.nn.dot_product_attention`: [batch, heads, queries, keys]."""
+    """Compute the weights of `jax.nn.dot_product_attention`: [batch, heads, queries, keys]."""
     query, key = jnp.asarray(query), jnp.asarray(key)
     groups = query.shape[-2] // key.shape[-2]
     key = jnp.repeat(key, groups, axis=-2)
@@ -120,7 +121,7 @@ def _weights(
     lengths = masks.get("query_seq_lengths")
     if lengths is None:
         return weights
-    # The results of queries that are padding are zero.
+    # The results for padding queries are zero.
     here = jnp.arange(logits.shape[-2]) < jnp.asarray(lengths)[:, None]
     return weights * here[:, None, :, None].astype(weights.dtype)
 
@@ -135,7 +136,7 @@ def _allowed(
     local_window_size: Any = None,
     **rest: Any,
 ) -> Any:
-    """Which keys each query sees; None if it sees all of them."""
+    """Make the mask of the keys that each query sees; None if it sees all of them."""
     del rest
     query, key = jnp.arange(queries)[:, None], jnp.arange(keys)
     found = [] if mask is None else [jnp.asarray(mask)]
@@ -152,7 +153,7 @@ def _allowed(
 
 
 def _weighted(weights: Value, query: Value, value: Value, **rest: Any) -> Any:
-    """The result of attention with these weights."""
+    """Compute the result of attention from its weights."""
     del rest
     value = jnp.asarray(value)
     value = jnp.repeat(value, jnp.asarray(query).shape[-2] // value.shape[-2], axis=-2)

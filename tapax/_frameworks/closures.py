@@ -1,4 +1,4 @@
-"""The variables that a function has besides its arguments, and the models that they hold."""
+"""The free variables of a function, and the models among their values."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tapax._frameworks.held_models import is_users_code, modules_in
 from tapax._frameworks.interface import Adapter
+from tapax._frameworks.model_variables import is_users_code, modules_in
 from tapax._frameworks.module_tree import descendants
 
 
 def closure_values(fn: types.FunctionType) -> list[Any]:
-    """The values that a function closes over; None for a variable without a value yet."""
+    """Return the values that a function closes over; None for a variable without a value yet."""
     cells = fn.__closure__ or ()
-    # Empty cells are equal, and to no other.
+    # An empty cell equals other empty cells only.
     return [None if cell == types.CellType() else cell.cell_contents for cell in cells]
 
 
 def closed_over(fn: Any) -> Iterator[tuple[str, Any]]:
-    """A function and the variables that it has besides its arguments, by name.
+    """Yield a function, under an empty name, and its free variables, by name.
 
-    They are what it closes over, the globals that it uses, the object that it is a method of, and
-    what is bound in a partial; of a wrapped function, those of the function too.
+    These are the variables that it closes over, the globals that it uses, the object whose method
+    it is, and the arguments of a partial; for a wrapped function, also those of the inner one.
     """
     while fn is not None:
         yield "", fn
@@ -43,10 +43,10 @@ def closed_over(fn: Any) -> Iterator[tuple[str, Any]]:
             fn = getattr(fn, "__wrapped__", None)
 
 
-def held_modules(fn: Any, adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:
-    """The models that a function holds by its variables, and by those of functions among these.
+def closed_over_modules(fn: Any, adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:
+    """Yield the models among the free variables of a function, and of functions among these.
 
-    A module is left out if it is a part of another.
+    A module that is part of another is left out.
     """
     pending, seen, found = [fn], set[int](), dict[int, tuple[str, Any]]()
     inside: set[int] = set()
@@ -61,4 +61,4 @@ def held_modules(fn: Any, adapters: Sequence[Adapter]) -> Iterator[tuple[str, An
             is_function = inspect.isfunction(value) or inspect.ismethod(value)
             if is_function and id(value) not in seen and is_users_code(value.__module__):
                 pending.append(value)
-    yield from (held for key, held in found.items() if key not in inside)
+    yield from (named for key, named in found.items() if key not in inside)

@@ -1,15 +1,16 @@
-"""Equinox: modules are frozen pytrees, taken apart and put together by every transformation.
+"""Equinox: modules are frozen pytrees, which every transformation flattens and rebuilds.
 
-Calls are seen by replacing the methods of all classes while a capture traces. A method that was
-taken from a module before that, `jax.vmap(model.encode)`, is seen where it is called.
+The adapter observes calls by replacing the methods of all classes while a capture traces. It also
+observes the call of a method that was bound before, such as `jax.vmap(model.encode)`.
 
-What `filter_jit`, `filter_vmap`, `Partial` and the like return is an `eqx.Module` too, but no
-module of the user's: it has no site, and adds nothing to a path. It holds a copy of what it wraps,
-and hands another copy to the function that it wraps. So the place of a module that goes through
-one is entered outside, where it is known: the copy inside is then that of the running module.
+`filter_jit`, `filter_vmap`, `Partial` and others return an `eqx.Module` too, but it is a wrapper
+and not a module of the user: it has no site and adds nothing to a path. A wrapper contains a copy
+of the wrapped module, and passes another copy to the wrapped function. So the adapter enters the
+scope of that module around the call of the wrapper, where its path is known; the copy inside is
+then taken for the running module.
 
-The modules of diffrax, optimistix and the like run the user's model. They are no scopes: a module
-that one of their attributes holds is named from the root of the user's own model.
+The modules of diffrax, optimistix and others run the user's model. They are not scopes: a module in
+one of their attributes is named from the root of the user's model.
 
 Python numbers in a module are static, as they are for `filter_jit`.
 """
@@ -48,13 +49,13 @@ from tapax._marks.context import active_policy
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import is_machinery, join, segment
 
-# Its result is run elsewhere, where the place is another.
+# The result of `filter_make_jaxpr` runs elsewhere, in another scope.
 _MAKE_JAXPR = type(eqx.filter_make_jaxpr(lambda: None))
 _JIT: Any = type(eqx.filter_jit(lambda: None))
 _BOUND: Any = type(eqx.nn.Sequential([]).is_stateful)
 _ATTENTION = sys.modules[eqx.nn.MultiheadAttention.__module__]
 
-# What Equinox's loops pass values through that `vmap` or a gradient may not touch.
+# Equinox's loops pass values that must not be mapped or differentiated through these primitives.
 _CHECKS: tuple[Any, ...] = (nonbatchable_p, nondifferentiable_backward_p)
 for _check in _CHECKS:
     register_primitive(_check, Kind.COPY)
@@ -77,7 +78,7 @@ class Equinox(PatchedAdapter):
         return ((segment(key) if named else "", part) for key, part in vars(module).items())
 
     def is_opaque(self, value: PyTree) -> bool:
-        # A module that cannot be called may well be a record of results.
+        # A module that cannot be called may be a record of results.
         if isinstance(value, (eqx.nn.State, eqx.nn.StateIndex)):
             return True
         return isinstance(value, eqx.Module) and callable(value)
@@ -94,14 +95,14 @@ class Equinox(PatchedAdapter):
         return lambda value: isinstance(value, eqx.Module)
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
-        # `model.__call__` is Python's own bound method, and not Equinox's as others are.
+        # `model.__call__` is a bound method of Python; for other methods Equinox has a class.
         if inspect.ismethod(call.fn) and isinstance(call.fn.__self__, eqx.Module):
             bound = _BOUND(call.fn.__func__, call.fn.__self__)
             call = dataclasses.replace(call, fn=bound)
         return contextlib.nullcontext(call)
 
     def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
-        """Describes a module; a cell of Equinox takes its state last and starts from zeros."""
+        """Describe a module; a cell of Equinox takes its state last and starts from zeros."""
         check_inputs(module, inputs)
         params, rest = eqx.partition(module, eqx.is_array)
         is_lstm = isinstance(module, eqx.nn.LSTMCell)
@@ -122,7 +123,7 @@ class Equinox(PatchedAdapter):
     def _replacements(self) -> Replacements:
         wrappers = [cls for cls in subclasses(eqx.Module) if not _is_users(cls)]
         for cls, name, wrap in methods(self, eqx.Module, skip=wrappers):
-            # The default of a field is an attribute of the class, and may be a function.
+            # The default of a field is an attribute of the class, which may be a function.
             if name not in cls.__dataclass_fields__ and cls is not eqx.nn.Shared:
                 yield cls, name, functools.partial(_around, wrap)
         yield _ATTENTION, "dot_product_attention_weights", marks_result
@@ -140,7 +141,7 @@ class Equinox(PatchedAdapter):
 
 @functools.cache
 def _is_users(cls: type) -> bool:
-    """Whether a class is that of a layer or a model, and not a part of Equinox's machinery."""
+    """Return whether a class is a layer or a model, and not part of Equinox's machinery."""
     if cls is eqx.Module or _is_wrapper(cls) or is_machinery(cls):
         return False
     package, _, rest = cls.__module__.partition(".")
@@ -149,33 +150,34 @@ def _is_users(cls: type) -> bool:
 
 @functools.cache
 def _is_wrapper(cls: type) -> bool:
-    """Whether a class is that of a function around another, or around a module."""
+    """Return whether the instances of a class wrap a function or a module."""
     if isinstance(getattr(cls, "__wrapped__", None), property):
-        return True  # as `eqx.module_update_wrapper` asks for
+        return True  # `eqx.module_update_wrapper` requires such a property
     package, _, rest = cls.__module__.partition(".")
     return package == "equinox" and not rest.startswith("nn.") and _has_call(cls)
 
 
 def _run_machinery(call: MethodCall) -> Any:
-    """Runs a method of a library that runs the user's model: it is no scope for what is inside."""
+    """Run a method of a library that runs the user's model; it is not a scope for calls inside."""
     adapter, module = call.adapter, call.module
     if not is_machinery(type(module)):
-        return call.run(*call.args, **call.kwargs)  # a subclass of the user's
+        return call.run(*call.args, **call.kwargs)  # a user's subclass
     name = adapter.name(module)
-    place = ModuleScope(name, name)
+    scope = ModuleScope(name, name)
     args, kwargs = call.args, call.kwargs
     if asks_for_inputs():
-        with within(adapter, module, place):
+        with within(adapter, module, scope):
             args, kwargs = mark_inputs(call)
     out = call.run(*args, **kwargs)
-    with within(adapter, module, place):
+    with within(adapter, module, scope):
         return mark_result(adapter, module, call.method, out)
 
 
 def _around(wrap: Function, original: Function) -> Any:
-    """What `wrap` makes of a method. Equinox warns of one that is made from numbers.
+    """Wrap a method, and set `__wrapped__` to the innermost function.
 
-    There are some in the wrappers that `filter_checkpoint` and `filter_vmap` make.
+    Equinox warns about a method that wraps an object with numbers, such as the wrappers that
+    `filter_checkpoint` and `filter_vmap` make.
     """
     method = wrap(original)
     method.__wrapped__ = _innermost(original)
@@ -187,7 +189,7 @@ def _has_call(cls: type) -> bool:
 
 
 def _wrapped(fn: Function) -> Any:
-    """What a function is made from; None if it is not made from another."""
+    """Return the function or object that `fn` wraps; None if it wraps nothing."""
     for name in ("__self__", "func", "fun", "__wrapped__"):
         inner = getattr(fn, name, None)
         if inner is not None and not isinstance(inner, types.ModuleType):
@@ -196,7 +198,7 @@ def _wrapped(fn: Function) -> Any:
 
 
 def _transformed(adapter: Equinox, original: Function) -> Any:
-    """The call of a transformed function, within the place of the module that goes through it."""
+    """Wrap the call of a transformed function, to enter the scope of its module."""
 
     @functools.wraps(original)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -216,30 +218,30 @@ def _entered(adapter: Equinox, wrapper: Any, args: Args, kwargs: Kwargs) -> Any:
         return within(adapter, module, find(adapter, wrapper))
     if is_machinery(_innermost(wrapper)):
         return contextlib.nullcontext()
-    # A function that is given one part of a model runs that part.
+    # A function with one part of a model as an argument runs that part.
     leaves = jax.tree.leaves((args, kwargs), is_leaf=adapter.is_module)
     modules = {id(leaf): leaf for leaf in leaves if adapter.is_module(leaf)}
-    places = [(module, find(adapter, module)) for module in modules.values()]
-    parts = [(module, place) for module, place in places if place is not None]
+    scopes = [(module, find(adapter, module)) for module in modules.values()]
+    parts = [(module, scope) for module, scope in scopes if scope is not None]
     return within(adapter, *parts[0]) if len(parts) == 1 else contextlib.nullcontext()
 
 
 def _shared(adapter: Equinox, original: Function) -> Any:
-    """The call of `Shared`, which returns copies of the modules in it, their arrays tied."""
+    """Wrap the call of `Shared`, which returns copies of its modules with tied arrays."""
 
     @functools.wraps(original)
     def call(self: Any, /) -> Any:
         out = original(self)
-        place = find(adapter, self) if active_policy() is not None and running_modules() else None
-        if place is not None:
-            running_modules()[-1 - place.up].adopt(out, join(place, "pytree"))
+        scope = find(adapter, self) if active_policy() is not None and running_modules() else None
+        if scope is not None:
+            running_modules()[-1 - scope.up].adopt(out, join(scope, "pytree"))
         return out
 
     return call
 
 
 def _bound(original: Function) -> Any:
-    """The call of a bound method, which may have been bound before its class was patched."""
+    """Wrap the call of a bound method, which may have been bound before its class was patched."""
 
     @functools.wraps(original)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +253,7 @@ def _bound(original: Function) -> Any:
 
 
 def _partial(original: Function) -> Any:
-    """The call of a partial function, which a method under `filter_jit` is."""
+    """Wrap the call of a `Partial`; a method under `filter_jit` is one."""
 
     @functools.wraps(original)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +266,7 @@ def _partial(original: Function) -> Any:
 
 
 def _current(method: Any, module: Module) -> Any:
-    """The method of a module as it is now, if `method` is what it was before."""
+    """Return the patched method of a module if `method` is the unpatched one."""
     name = getattr(method, "__name__", "")
     if isinstance(module, eqx.Module) and _is_users(type(module)):
         now = inspect.getattr_static(type(module), name, None)
@@ -275,10 +277,10 @@ def _current(method: Any, module: Module) -> Any:
 
 
 def _guarded_loop(original: Function) -> Any:
-    """What Equinox makes of the test and the body of a loop, with marks that know what is live.
+    """Wrap Equinox's rewriting of a loop, so that marks in the body count for active examples only.
 
-    Mapped, its loops go on until the last example is done. Each example carries whether it is, but
-    the body runs for all of them.
+    Under `vmap` such a loop runs until the last example is done. Each example carries a flag that
+    says whether it is active, but the body runs for all of them.
     """
 
     @functools.wraps(original)
@@ -286,8 +288,8 @@ def _guarded_loop(original: Function) -> Any:
         test, body, init, buffers = original(*args, **kwargs)
 
         def guarded(carry: tuple[Any, ...]) -> Any:
-            _, live, *_ = carry
-            with marks_count_where(live) if active_policy() is not None else _NOTHING:
+            _, active, *_ = carry
+            with marks_count_where(active) if active_policy() is not None else _NOTHING:
                 return body(carry)
 
         return test, guarded, init, buffers

@@ -1,4 +1,4 @@
-"""How Linen and NNX use the reducers that are given to `sow`."""
+"""Recognition of reducers of Flax's `sow` that keep every call."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ _TRIED = 32
 
 
 def find_container(reduce: Any, init: Any) -> type | None:
-    """The container in which a reducer keeps every call, if that is what it does.
+    """Return the container in which a reducer keeps every call; None if it does something else.
 
-    It is tried on some calls, one after the other, and on more than anyone has a window of.
+    The function tries the reducer on some calls, one after the other, and once on a container with
+    more calls than any realistic window keeps.
     """
     try:
         state = init()

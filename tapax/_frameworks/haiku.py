@@ -1,11 +1,12 @@
-"""Haiku: modules are made and called within a transformed function, and know their names.
+"""Haiku: a transformed function makes and calls its modules, which know their names.
 
-Calls are seen by Haiku's own `hk.intercept_methods`. A module is named as Haiku names it, and so as
-its parameters are, without the segments that say in which method it was made: `mlp/~/linear_0` is
-`mlp/linear_0`. The path is taken from the module that is running.
+The adapter observes calls through `hk.intercept_methods`. A module has its name in Haiku, which its
+parameters have too, without the segments that name the method in which it was made:
+`mlp/~/linear_0` becomes `mlp/linear_0`. Its scope is relative to the running module.
 
-A function that is transformed within another, as the body of `hk.layer_stack` is, has names that
-start anew. A module in it is named as part of the module that was running when it was made.
+In a function that is transformed within another, such as the body of `hk.layer_stack`, Haiku's
+names start from an empty path. The adapter names a module there as part of the module that was
+running when it was made.
 """
 
 import contextlib
@@ -20,20 +21,20 @@ import jax.numpy as jnp
 from tapax._frameworks.attention import marks_softmax
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_calls import MethodCall, called
-from tapax._frameworks.module_paths import place_of_named
+from tapax._frameworks.module_paths import scope_of_named
 from tapax._frameworks.patches import is_first
 from tapax._frameworks.recurrent_cells import RecurrentCell, call_with_inputs, check_inputs
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._marks.context import active_policy
 from tapax._sites import join
 
-# Where modules that are no layers are from: name scopes, and what `hk.lift` makes.
+# Files with modules that are not layers: name scopes, and the results of `hk.lift`.
 _MACHINERY = frozenset({hk.Module.__module__, hk.lift.__module__})
 _FORCED = hk.experimental.force_name("")  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _HaikuCalls(threading.local):
-    """The modules whose methods are running on this thread, and where each module was made."""
+    """The modules whose methods are running on this thread, and the maker of each module."""
 
     def __init__(self) -> None:
         self.captures = 0
@@ -77,13 +78,13 @@ class Haiku(Adapter):
                 calls.made.clear()
 
     def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
-        """Describes a core. Its parameters are the transformed function's, so it has none here."""
+        """Describe a core; the transformed function has its parameters, so there are none here."""
         check_inputs(module, inputs)
         ndim = len(getattr(module, "input_shape", ())) + 1
         batch = jnp.shape(inputs[0])[0] if jnp.ndim(inputs[0]) > ndim else None
         core: Any = module
         initial = core.initial_state(batch)
-        # The first call makes the parameters, which must not happen under a trace.
+        # The first call creates the parameters, which must not happen under a trace.
         call_with_inputs(core, *inputs, initial)
 
         def step(params: PyTree, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
@@ -107,13 +108,13 @@ class Haiku(Adapter):
                 return run(*args, **kwargs)
             if isinstance(module, hk.MultiHeadAttention) and method == "__call__":
                 run = marks_softmax(run)
-            place = place_of_named(self, module)
-            return called(MethodCall(self, module, method, run, args, kwargs), place)
+            scope = scope_of_named(self, module)
+            return called(MethodCall(self, module, method, run, args, kwargs), scope)
         finally:
             stack.pop()
 
     def _path(self, module: Module) -> str:
-        """The name of a module, from the outermost transformed function."""
+        """Return the name of a module, from the outermost transformed function."""
         name = _without_methods(module.module_name)
         _, maker = self._calls.made.get(id(module), (module, None))
         if maker is None:
@@ -126,12 +127,12 @@ def _is_seen(context: hk.MethodContext) -> bool:
     method, owner = context.method_name, context.orig_class
     if owner.__module__ in _MACHINERY or (method.startswith("__") and method != "__call__"):
         return False
-    # What a subclass calls by `super()` is a part of its own method.
+    # A method that a subclass calls by `super()` is part of the method of the subclass.
     return is_first(owner, method, type(context.module))
 
 
 def _without_methods(name: str) -> str:
-    """The name of a module without the methods that modules were made in, as `~` or `~encode`."""
+    """Remove the segments that name methods, such as `~` or `~encode`, from a module's name."""
     return "/".join(part for part in name.split("/") if not part.startswith("~"))
 
 

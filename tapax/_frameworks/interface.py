@@ -1,6 +1,6 @@
-"""What an adapter is: all that tapax knows of a framework.
+"""The interface of adapters, which contain all that tapax knows about frameworks.
 
-There is one for each framework. Nothing outside of `_frameworks` knows a framework.
+Each framework has one adapter. No code outside of `_frameworks` knows a framework.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Module: TypeAlias = Any
 
 
 def key_path(keys: Iterable[Any]) -> str:
-    """The keys of a leaf as a path; a key of Haiku's, `mlp/~/linear_0`, is one itself."""
+    """Join the keys of a leaf to a path; a key of Haiku, `mlp/~/linear_0`, is a path itself."""
     texts = (jax.tree_util.keystr((key,), simple=True) for key in keys)
     parts = (part for text in texts for part in re.sub(r"/~[^/]*", "", text).split("/"))
     return "/".join(map(segment, parts))
 
 
 class Adapter:
-    """What tapax knows of a framework: what a module is, where it is, how its calls are seen."""
+    """The knowledge about a framework: what its modules are, and how to observe their calls."""
 
     package = ""
     """The top-level package of the framework, whose files are not the user's."""
@@ -37,115 +37,115 @@ class Adapter:
     """The class of modules that may be recurrent."""
 
     def is_module(self, value: PyTree) -> bool:
-        """Whether a value is a module of this framework."""
+        """Return whether a value is a module of this framework."""
         raise NotImplementedError
 
     def children(self, module: Module) -> Iterator[tuple[str, Any]]:
-        """The attributes of a module that may be modules, or containers of some, by name.
+        """Yield the attributes of a module that may be modules or containers of modules, by name.
 
-        A name that is empty adds nothing to the path: it is that of something wrapped.
+        An empty name adds nothing to the path: a wrapper has it for its wrapped module.
         """
         raise NotImplementedError
 
     def name(self, module: Module) -> str:
-        """What to call a module that is in no other."""
+        """Return the name of a module that is not part of another."""
         return type(module).__name__
 
     def path(self, model: Module, part: Module, path: str) -> str:
-        """The path of a module from the root of a model, in which it is found at `path`."""
+        """Return the module path of `part`, which the attributes of `model` have at `path`."""
         return join(self.name(model), path)
 
     def state(self, module: Module) -> Any:
-        """The arrays of a module, in a structure with the names of its attributes as keys."""
+        """Return the arrays of a module in a structure with the names of its attributes as keys."""
         return module
 
     def named_arrays(self, value: PyTree) -> Iterator[tuple[str, Any]]:
-        """The arrays of a module, or of another object of the framework's, by path."""
+        """Yield the arrays of a module, or of another object of the framework, by path."""
         for keys, x in jax.tree_util.tree_leaves_with_path(self.state(value)):
             yield key_path(keys), x
 
     def wraps(self, value: PyTree) -> bool:
-        """Whether a value is no module, but something of the framework's around one."""
+        """Return whether a value is a wrapper of the framework around a module."""
         return False
 
     def maker(self, model: Module) -> Callable[..., Any] | None:
-        """The function by whose call the modules of a model come to be, if they do so by one."""
+        """Return the function whose call creates the modules of a model; None if they exist."""
         return None
 
     def has_site(self, module: Module) -> bool:
-        """Whether what a module returns is a site: a container of modules returns nothing."""
+        """Return whether the result of a module is a site; a container of modules has none."""
         return callable(module)
 
     def is_opaque(self, value: PyTree) -> bool:
-        """Whether a part of a result is an object of its own, whose arrays are not results."""
+        """Return whether a part of a result is an object whose arrays are not results."""
         return self.is_module(value)
 
     def observe_calls(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, calls of modules are seen; afterwards the framework is as it was before."""
+        """Observe calls of modules within the context; restore the framework afterwards."""
         raise NotImplementedError
 
     def trace_program(self, trace: Callable[[], Any]) -> Any:
-        """Traces a program, and once more in another way if the first fails and may have to."""
+        """Trace a program; an adapter may retry in another way if the first attempt fails."""
         return trace()
 
     def context(self) -> Hashable:
-        """Everything of the framework's, besides arguments, that decides what is traced."""
+        """Return a value of all settings of the framework that a trace depends on."""
         return None
 
     def has_repeatable_calls(self, fn: Function) -> bool:
-        """Whether equal arguments, and equal state, mean equal calls of a function.
+        """Return whether equal arguments and equal state mean equal calls of a function.
 
-        They do if it is a module; or if it is jitted by the framework, and so keeps what it closes
-        over.
+        They do if the function is a module, or if the framework jitted it, so that it keeps the
+        values that it closes over.
         """
         return False
 
     def static_parts(self, call: FunctionCall) -> Callable[[Any], bool] | None:
-        """Tells the parts of a call's arguments in which Python numbers are static."""
+        """Return a predicate for the parts of the arguments in which Python numbers are static."""
         return None
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
-        """The call of a captured function with its stateful objects taken apart into arrays."""
+        """Split the stateful objects in the call of a captured function into arrays."""
         return contextlib.nullcontext(call)
 
     def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
-        """Describes a module of `recurrent_type` as a pure step.
+        """Describe a module of `recurrent_type` as a pure step.
 
-        `inputs` are an example of the inputs; `state` replaces the initial state unless it is None.
+        `inputs` are example inputs; `state` replaces the initial state unless it is None.
         """
         raise NotImplementedError
 
     def stateful_program(
         self, module: Module, inputs: Sequence[Any], state: PyTree
     ) -> StatefulProgram | None:
-        """Traces a module of `recurrent_type` that writes its states in place; None for others."""
+        """Trace a module of `recurrent_type` that writes its states in place; None for others."""
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCall:
-    """A function, its arguments, and what makes the result that the user sees of its own."""
+    """A function, its arguments, and a function `close` from its result to the user's result."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     close: Callable[[Any], Any] = lambda out: out
     memory: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    """What adapters have learned of the function, from one call to the next."""
-    own: Callable[[Any], Any] = lambda out: out
-    """What of the result is the function's own, and no state."""
+    """What adapters remember about the function from one call to the next."""
+    user_result: Callable[[Any], Any] = lambda out: out
+    """Extracts the result of the user's function from the result of `fn`, without state."""
     found_more: Callable[[], bool] = lambda: False
-    """Whether the trace met state that was not taken apart; its program is of no use then."""
-    own_keys: tuple[int, ...] = ()
-    """Where in `arguments` those of the user's own call are: positional, keywords, function."""
+    """Returns whether the trace met state that was not split, so that its program is useless."""
+    user_keys: tuple[int, ...] = ()
+    """The indices in `arguments` of those of the user's call: positional, keywords, function."""
 
     @property
     def arguments(self) -> Any:
-        """What of the call may hold arrays: the arguments, and a function that is a structure."""
+        """The parts of the call that may contain arrays: arguments, and a function with leaves."""
         whole = jax.tree_util.all_leaves([self.fn])
         return self.args, self.kwargs, None if whole else self.fn
 
     def run(self, arguments: PyTree) -> Any:
-        """Makes the call, on other arguments of the same structure."""
+        """Run the call on other arguments of the same structure."""
         args, kwargs, fn = arguments
         return (self.fn if fn is None else fn)(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""The calls of modules, seen while a program is traced: their results become sites.
+"""Calls of modules: while a program is traced, their results become sites.
 
-An adapter calls `called` for every method of a module that runs. The result is named by where the
-module is in the model: `GPT/blocks/3/attn`, `GPT/encoder.encode`. If a selection asks for them, so
-are the arrays that it is called on: `GPT/blocks/3/attn.input`, or, where there are several,
-`attn.input:0` and `attn.input:mask`.
+An adapter calls `called` for every method of a module that runs. The name of the result is the
+module path: `GPT/blocks/3/attn`, or `GPT/encoder.encode` for another method. If a selection asks
+for them, the arrays among the arguments become sites too: `GPT/blocks/3/attn.input`, or
+`attn.input:0` and `attn.input:mask` if there are several.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from tapax._sites import ASKED
 
 @dataclasses.dataclass(frozen=True)
 class MethodCall:
-    """The call of a method of a module: `run(*args, **kwargs)` makes it."""
+    """The call `run(*args, **kwargs)` of a method of a module."""
 
     adapter: Adapter
     module: Module
@@ -44,48 +44,48 @@ class MethodCall:
     kwargs: Kwargs
 
     def run_marked(self) -> Any:
-        """Makes the call on what is marked of its arguments."""
+        """Mark the arguments of the call, if a selection asks for them, and run it."""
         args, kwargs = mark_inputs(self)
         return self.run(*args, **kwargs)
 
 
-def called(call: MethodCall, place: ModuleScope | None = None) -> Any:
-    """Runs a method of a module, within the module's scope; its result becomes a site.
+def called(call: MethodCall, scope: ModuleScope | None = None) -> Any:
+    """Run a method of a module within the scope of the module, and make its result a site.
 
-    `place` is where the module is, if the framework knows.
+    `scope` is that scope if the framework knows it.
     """
-    with within(call.adapter, call.module, place):
+    with within(call.adapter, call.module, scope):
         return mark_result(call.adapter, call.module, call.method, call.run_marked())
 
 
 @contextlib.contextmanager
-def within(adapter: Adapter, module: Module, place: ModuleScope | None = None) -> Iterator[None]:
-    """The scope of a module; entering the one that is running already changes nothing."""
-    place = rooted(locate(adapter, module) if place is None else place)
-    if not place and not place.up:
+def within(adapter: Adapter, module: Module, scope: ModuleScope | None = None) -> Iterator[None]:
+    """Enter the scope of a module; entering that of the running module changes nothing."""
+    scope = rooted(locate(adapter, module) if scope is None else scope)
+    if not scope and not scope.up:
         yield
         return
-    # The frame of whoever enters this: two of contextlib's are between.
+    # The frame that enters this context; two frames of contextlib are in between.
     frame = sys._getframe(2)
-    new = RunningModule(adapter, module, frame, place.root) if place else None
-    with enter_module(new, place.up), jax.named_scope(place):
+    new = RunningModule(adapter, module, frame, scope.root) if scope else None
+    with enter_module(new, scope.up), jax.named_scope(scope):
         yield
 
 
 def mark_result(adapter: Adapter, module: Module, method: str, out: PyTree) -> Any:
-    """Makes what a method of a module returned a site, if a capture admits it; returns it."""
+    """Mark the result of a method of a module as a site, if a capture admits it; return it."""
     mark = _marker(adapter, module, method, "module")
     return out if mark is None else map_with_path(mark, out, adapter.is_opaque)
 
 
 def asks_for_inputs() -> bool:
-    """Whether a selection asks for the inputs of modules."""
+    """Return whether a selection asks for the inputs of modules."""
     here = active_policy()
     return here is not None and "input" in here.asked
 
 
 def mark_inputs(call: MethodCall) -> tuple[Args, Kwargs]:
-    """Makes the arrays among the arguments of a call sites, if a selection asks for them."""
+    """Mark the arrays among the arguments of a call as sites, if a selection asks for them."""
     if not asks_for_inputs():
         return call.args, call.kwargs
     mark = _marker(call.adapter, call.module, call.method, "input")
@@ -95,7 +95,7 @@ def mark_inputs(call: MethodCall) -> tuple[Args, Kwargs]:
     arrays = [name for name, x in given.items() if _holds_array(call.adapter, x)]
 
     def marked(name: str) -> Any:
-        # The only argument needs no name.
+        # A single argument needs no name.
         key = () if len(arrays) == 1 else (jax.tree_util.DictKey(name),)
         leaf = lambda keys, x: mark((*key, *keys), x)  # noqa: E731
         return map_with_path(leaf, given[name], call.adapter.is_opaque)
@@ -105,9 +105,9 @@ def mark_inputs(call: MethodCall) -> tuple[Args, Kwargs]:
 
 
 def mark_weights(weights: Value) -> Any:
-    """Makes the weights of attention a site of the module that is running, if one is asked for.
+    """Mark attention weights as a site of the running module, if a selection asks for them.
 
-    Where none is, they are named by the scopes around.
+    If no module is running, the scopes around name the site.
     """
     here, running = active_policy(), running_modules()
     if here is None or "weights" not in here.asked:
@@ -127,9 +127,9 @@ def _holds_array(adapter: Adapter, value: PyTree) -> bool:
 def _marker(
     adapter: Adapter, module: Module, method: str, kind: str
 ) -> Callable[[tuple[Any, ...], Value], Any] | None:
-    """A function that marks an array that a method takes or returns; None if no capture admits it.
+    """Make a function of keys and an array that marks an input or a result of a method.
 
-    It is given the keys of the array, too.
+    Return None if no capture admits the site.
     """
     here = active_policy()
     admitted = here.admits(module, method) if here is not None else frozenset()
@@ -150,7 +150,7 @@ def _marker(
 
 
 def _user_line(package: str) -> str:
-    """`file:line` of the user's code that called a module of a package."""
+    """Return `file:line` of the user's code that called a module of a package."""
     ours = ("tapax", "jax", package)
     frame = sys._getframe(2)
     while frame is not None:

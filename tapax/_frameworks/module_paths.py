@@ -1,12 +1,12 @@
-"""Where a module is, which is what it is called.
+"""Module paths, found on the call stack.
 
-It comes from the call stack: a module is looked for in the attributes of the module that called it.
-Transformations make that less simple than it sounds. `nnx.jit`, `filter_checkpoint` and the like
-take a module apart and put a *twin* together inside, which is another object. So a module that is
-not among the attributes of its caller by identity may be a part of a twin: twins are found among
-the variables of the functions that are running, and recognised by the classes in them. If one may
-be a copy of several modules, its arrays tell which: see `_frameworks.anchors`. A module that cannot
-be found anywhere is named by its class.
+tapax searches for a module in the attributes of the module that called it. Transformations such as
+`nnx.jit` and `filter_checkpoint` complicate this search: they flatten a module and build a *twin*
+inside, which is another object. So a module that is not among the attributes of its caller by
+identity may be part of a twin. tapax searches for twins among the variables of the running
+functions, and recognises them by the classes in them. If a twin may be a copy of several modules,
+its arrays tell which: see `_frameworks.anchors`. A module that is found nowhere is named by its
+class.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from typing import Any
 from jax.core import Tracer
 
 from tapax._frameworks.anchors import Anchor, RootAnchor, anchor, anchor_root, constant_arrays
-from tapax._frameworks.held_models import HeldModels
 from tapax._frameworks.interface import Adapter, Module
+from tapax._frameworks.model_variables import ModelVariables
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, is_slice, kind
 from tapax._jax import PyTree
 from tapax._marks.scopes import ModuleScope
@@ -31,7 +31,7 @@ from tapax._sites import join
 
 @dataclasses.dataclass(eq=False)
 class RunningModule:
-    """A module whose method is running, and the objects known to be twins of it."""
+    """A module whose method is running, and its known twins."""
 
     adapter: Adapter
     module: Any
@@ -40,15 +40,15 @@ class RunningModule:
 
     @functools.cached_property
     def _indexes(self) -> list[tuple[Any, str, dict[int, str]]]:
-        # Most modules call no other, so that nothing is ever looked for in them.
+        # Build the index lazily: most modules call no other, so nobody searches in them.
         return [(self.module, "", index(self.adapter, self.module))]
 
     def adopt(self, twin: Module, path: str) -> None:
-        """Makes the modules in `twin` known, as those at `path`."""
+        """Register the modules in `twin`, a twin of the module at `path`."""
         self._indexes.append((twin, path, index(self.adapter, twin)))
 
     def find(self, module: Module) -> str | None:
-        """The path to a module from this one; None if it is not in it."""
+        """Return the path of a module in this one; None if it is not part of it."""
         if module is self.module:
             return ""
         for _, prefix, found in self._indexes:
@@ -59,12 +59,12 @@ class RunningModule:
 
 
 class _CallStack(threading.local):
-    """The modules that are running on this thread, outermost first, in one capture."""
+    """The modules that are running on this thread in one capture, outermost first."""
 
     def __init__(self) -> None:
         self.running: list[RunningModule] = []
         self.frame: Any = None
-        self.outer: list[RunningModule] = []  # in the captures around this one
+        self.outer: list[RunningModule] = []  # those of the captures around this one
 
 
 _stack = _CallStack()
@@ -72,7 +72,7 @@ _stack = _CallStack()
 
 @contextlib.contextmanager
 def new_call_stack() -> Iterator[None]:
-    """Within, no module is running yet: a capture begins."""
+    """Begin a capture, in which no module is running yet."""
     before = _stack.running, _stack.frame, _stack.outer
     around = [*_stack.outer, *_stack.running]
     _stack.running, _stack.frame, _stack.outer = [], sys._getframe(2), around
@@ -83,13 +83,13 @@ def new_call_stack() -> Iterator[None]:
 
 
 def running_modules() -> list[RunningModule]:
-    """The modules that are running on this thread, outermost first."""
+    """Return the modules that are running on this thread, outermost first."""
     return _stack.running
 
 
 @contextlib.contextmanager
 def enter_module(module: RunningModule | None, up: int) -> Iterator[None]:
-    """Within, a module is running that another calls, or one `up` from that."""
+    """Enter a module that the running module, or the one `up` levels above, calls."""
     before = _stack.running
     around = before[: len(before) - up]
     _stack.running = around if module is None else [*around, module]
@@ -99,22 +99,22 @@ def enter_module(module: RunningModule | None, up: int) -> Iterator[None]:
         _stack.running = before
 
 
-def rooted(place: ModuleScope) -> ModuleScope:
-    """The place of the first module in a capture within another, of the same model.
+def rooted(scope: ModuleScope) -> ModuleScope:
+    """Adjust the scope of the first module in a capture inside another capture of one model.
 
-    It is named from the root of the model. So the modules that the outer capture sees around it are
-    left, lest it has the root in its name twice.
+    The module is named from the root of the model, so its scope leaves the modules that the outer
+    capture sees around it. Otherwise its name would contain the root twice.
     """
     outer = [] if _stack.running else _stack.outer
-    if not outer or place.up:
-        return place
-    model = place.root.partition("/")[0]
+    if not outer or scope.up:
+        return scope
+    model = scope.root.partition("/")[0]
     same = outer[0].root.partition("/")[0] == model
-    return place.out_of(len(outer)) if same else place
+    return scope.out_of(len(outer)) if same else scope
 
 
-def place_of_named(adapter: Adapter, module: Module) -> ModuleScope:
-    """The place of a module whose name is its whole path, from the module that is running."""
+def scope_of_named(adapter: Adapter, module: Module) -> ModuleScope:
+    """Return the scope, relative to the running module, of a module whose name is its full path."""
     path, up = adapter.name(module), 0
     for around in reversed(_stack.running):
         if around.adapter is not adapter:
@@ -127,7 +127,7 @@ def place_of_named(adapter: Adapter, module: Module) -> ModuleScope:
 
 
 def locate(adapter: Adapter, module: Module) -> ModuleScope:
-    """The place of a module, from the module that is running; empty if it is that one."""
+    """Return the scope of a module relative to the running module; empty if it is that module."""
     if not _stack.running:
         return _root(adapter, module)
     found = _known(adapter, module)
@@ -147,7 +147,7 @@ def locate(adapter: Adapter, module: Module) -> ModuleScope:
 
 
 def find(adapter: Adapter, part: Any) -> ModuleScope | None:
-    """The place of a part of a model, be it a module or what is around one; None if of none."""
+    """Return the scope of a module or wrapper in a model; None if no model contains it."""
     if not _stack.running:
         owner, path = _owner(adapter, part, _stack.frame)
         return _in_root(adapter, owner, path) if path else None
@@ -171,12 +171,12 @@ def _known(adapter: Adapter, part: Any) -> ModuleScope | None:
 
 
 def _root(adapter: Adapter, module: Module) -> ModuleScope:
-    """The place of a module that no module calls, in the model that it is a part of."""
+    """Return the scope of a module that no module calls, in the model that contains it."""
     return _in_root(adapter, *_owner(adapter, module, _stack.frame))
 
 
 def _in_root(adapter: Adapter, owner: Module, path: str) -> ModuleScope:
-    """The place of a module in its model, whose arrays will tell which of several models it is."""
+    """Return the scope of a module in `owner`, with an anchor that tells several models apart."""
     found = [*arrays(adapter, owner)]
     whole = ("", None) if path or not found else _whole(adapter, owner, found[0][0])
     return anchored_root(adapter, owner, join(adapter.name(owner), path), found, *whole)
@@ -191,21 +191,22 @@ def anchored_root(
     part: Anchor | None = None,
     collection: str = "",
 ) -> ModuleScope:
-    """The place of a module in a model that no module calls, by its path from the model's class.
+    """Return the scope of a module in a root, by its `path` from the class of the model.
 
-    `found` are the arrays of the model, perhaps in a `collection`; `part` says of which modules in
-    a model of the name `whole` it may be a copy.
+    `found` are the arrays of the model, perhaps in a `collection`. `part` has the modules, in a
+    model named `whole`, of which the root may be a copy.
     """
-    ends = [found[0], found[-1]] if found else []  # two models may well share some
+    ends = [found[0], found[-1]] if found else []  # two models may share some arrays
     leaves, xs = tuple(leaf for leaf, _ in ends), [x for _, x in ends]
-    held = HeldModels.of(adapter, model, _stack.frame, leaves[0] if leaves else None)
+    variables = ModelVariables.of(adapter, model, _stack.frame, leaves[0] if leaves else None)
     name, _, tail = path.partition("/")
-    made = RootAnchor(name, leaves, held.holder, held.constants, whole, part, collection)
+    known = variables.holder, variables.constants
+    made = RootAnchor(name, leaves, *known, whole, part, collection)
     return ModuleScope(path, path, anchor=anchor_root(made, xs), tail=tail)
 
 
 def _whole(adapter: Adapter, module: Module, leaf: str) -> tuple[str, Anchor | None]:
-    """The name of the model of which a module may be a copy of a part, and the places of those."""
+    """Find a model with parts of which a module may be a copy; return its name and an anchor."""
     found = itertools.chain.from_iterable(_models_running(adapter, _stack.frame))
     models = {id(model): model for model in found}
     copies = [(model, _copied(adapter, module, model)) for model in models.values()]
@@ -220,7 +221,7 @@ def _whole(adapter: Adapter, module: Module, leaf: str) -> tuple[str, Anchor | N
 def _undecided(
     adapter: Adapter, owner: Any, paths: dict[str, Any], model: str, tail: str, above: int
 ) -> ModuleScope:
-    """The place of a module in a copy of another, whose arrays will tell which that is."""
+    """Return the scope of a module in a twin, by the arrays of the twin or by an anchor."""
     name = join(adapter.name(owner), tail)
     for leaf, x in arrays(adapter, owner):
         same = [p for p, part in paths.items() if dict(arrays(adapter, part)).get(leaf) is x]
@@ -240,8 +241,8 @@ def _undecided(
 
 
 def _owner(adapter: Adapter, module: Module, until: Any) -> tuple[Any, str]:
-    """The largest model that holds `module`, in the functions running since `until`; its path."""
-    # One model is in the variables of many functions.
+    """Find the largest model with `module` in the functions running since `until`; return both."""
+    # Many functions have variables for one model.
     indexes: dict[int, tuple[Any, dict[int, str]]] = {}
     for models in _models_running(adapter, until):
         owners = []
@@ -259,10 +260,10 @@ def _owner(adapter: Adapter, module: Module, until: Any) -> tuple[Any, str]:
 
 
 def _models_running(adapter: Adapter, until: Any) -> Iterator[list[Any]]:
-    """The modules in the variables of each function running since `until`, innermost first.
+    """Yield the modules in the variables of each function running since `until`, innermost first.
 
     Variables are local, closed over, and global. Functions of JAX are left out: before Python 3.13,
-    a frame keeps the values of variables that were looked at, and so JAX's own tracers.
+    reading the variables of a frame keeps their values alive, and so the tracers of JAX.
     """
     frame = sys._getframe(3)
     while frame is not None and frame is not until:
@@ -274,7 +275,7 @@ def _models_running(adapter: Adapter, until: Any) -> Iterator[list[Any]]:
 
 
 def _models(adapter: Adapter, value: PyTree) -> Iterator[Any]:
-    """The modules that a variable holds."""
+    """Yield the modules in the value of a variable."""
     if adapter.is_module(value):
         yield value
     elif adapter.wraps(value):
@@ -288,7 +289,7 @@ def _models(adapter: Adapter, value: PyTree) -> Iterator[Any]:
 
 
 def _copied(adapter: Adapter, twin: Module, model: Module) -> dict[str, Any]:
-    """The modules in a model that `twin` may be a copy of, by their paths."""
+    """Return the modules in a model of which `twin` may be a copy, by path."""
     wanted = kind(adapter, twin)
     if wanted == kind(adapter, model):
         return {"": model}

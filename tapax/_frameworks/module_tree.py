@@ -1,4 +1,4 @@
-"""What is in a model: its modules, their paths, their arrays."""
+"""The contents of a model: its modules, their paths and their arrays."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +14,13 @@ CONTAINERS = (list, tuple, dict)
 
 
 def kind(adapter: Adapter, module: Module) -> Any:
-    """What two modules have in common if one is a copy of the other: the classes in them."""
+    """Return the classes in a module, which are equal for a module and its copy."""
     parts = ((path, type(part)) for path, part in descendants(adapter, module))
     return type(module), frozenset(parts)
 
 
 def index(adapter: Adapter, module: Module) -> dict[int, str]:
-    """The paths of a module and of all that are in it, wrapped or not, by identity."""
+    """Return the paths of a module and of all modules and wrappers in it, by id."""
     found = {id(module): ""}
     for path, part in _nodes(adapter, module):
         found.setdefault(id(part), path)
@@ -28,12 +28,12 @@ def index(adapter: Adapter, module: Module) -> dict[int, str]:
 
 
 def descendants(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:
-    """The modules in a module with their paths, those nearest to it first, each once."""
+    """Yield the modules in a module with their paths, the nearest first, each once."""
     return (found for found in _nodes(adapter, module) if adapter.is_module(found[1]))
 
 
 def _nodes(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:
-    """The same with what is around some of them."""
+    """Yield the modules and wrappers in a module with their paths, the nearest first."""
     seen = {id(module)}
     level = [("", module)]
     while level:
@@ -51,7 +51,7 @@ def _nodes(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:
 
 
 def in_order(adapter: Adapter, model: Module) -> Iterator[tuple[str, Any]]:
-    """A module and all that are in it, each once, in the order of their attributes."""
+    """Yield a module and all modules in it, each once, in the order of their attributes."""
     paths = index(adapter, model)
 
     def below(path: str, value: PyTree) -> Iterator[tuple[str, Any]]:
@@ -78,22 +78,22 @@ def _parts(adapter: Adapter, value: PyTree) -> Iterator[tuple[str, Any]]:
 
 
 def arrays(adapter: Adapter, module: Module) -> Iterator[tuple[str, Any]]:
-    """The arrays in a module, and their paths."""
+    """Yield the arrays in a module, and their paths."""
     for keys, x in jax.tree_util.tree_leaves_with_path(adapter.state(module)):
         if isinstance(x, jax.Array):
             yield leaf_path(keys), x
 
 
 def is_slice(adapter: Adapter, module: Module, stack: Module) -> bool:
-    """Whether the arrays of a module are those of another without their first axis.
+    """Return whether the arrays of a module have the shapes of `stack` without the first axis.
 
-    So they are in the body of a loop over modules that are stacked in one.
+    That is so in the body of a loop over modules that are stacked in one.
     """
-    own, stacked = (
+    shapes, stacked = (
         {path: x.shape for path, x in arrays(adapter, part)} for part in (module, stack)
     )
     return (
-        bool(own)
-        and own == {path: shape[1:] for path, shape in stacked.items()}
+        bool(shapes)
+        and shapes == {path: shape[1:] for path, shape in stacked.items()}
         and all(stacked.values())
     )

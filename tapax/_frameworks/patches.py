@@ -1,7 +1,7 @@
-"""Patches: attributes of classes that are replaced while captures run, and put back afterwards.
+"""Patches: attributes of classes, replaced while captures run and restored afterwards.
 
-Captures may nest, and run on several threads: the first to come puts a patch in, the last to leave
-takes it out, whatever happened in between. What is put in must tell by itself whether a capture is
+Captures may nest and run on several threads: the first to enter installs a patch, and the last to
+leave removes it, whatever happened in between. The replacement must check whether a capture is
 tracing on its thread.
 """
 
@@ -24,11 +24,11 @@ Replacements = Iterable[tuple[Any, str, Callable[[Any], Any]]]
 
 
 class Patch:
-    """Replaces attributes of classes; `find` gives the class, the name and what wraps the old one.
+    """A patch of attributes of classes or Python modules.
 
-    It is asked again whenever a capture begins, for there may be new classes; and when the first
-    object of a class made from `base` comes to be, for the class may be defined inside of what is
-    captured. A Python module may stand for a class.
+    `find` returns for each the class, the name of the attribute, and a function that wraps it. The
+    patch calls `find` whenever a capture begins, as there may be new classes; and when the first
+    instance of a subclass of `base` is made, as the captured function may define classes.
     """
 
     def __init__(self, find: Callable[[], Replacements], base: type | None = None):
@@ -63,7 +63,7 @@ class Patch:
                     _set(cls, name, wrap(original))
 
     def _makers(self) -> Replacements:
-        """What makes the objects of a class: its metaclass, called."""
+        """Yield the replacement of the metaclass's `__call__`, which makes the instances."""
         if self._base is not None:
             self._classes.update(subclasses(self._base))
             maker = next(
@@ -82,7 +82,7 @@ class Patch:
 
 
 class PatchedAdapter(Adapter):
-    """An adapter that sees calls by replacing the methods of classes made from `base`."""
+    """An adapter that observes calls by replacing the methods of the subclasses of `base`."""
 
     base: type
 
@@ -103,12 +103,12 @@ class PatchedAdapter(Adapter):
 
 
 def _set(owner: Any, name: str, value: PyTree) -> None:
-    # A metaclass may forbid what is plainly possible.
+    # A metaclass may forbid assignments to attributes.
     (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, value)
 
 
 def subclasses(base: type) -> Iterator[type]:
-    """A class and all classes made from it."""
+    """Yield a class and all its subclasses."""
     seen = {base}
     waiting = [base]
     while waiting:
@@ -122,7 +122,7 @@ def subclasses(base: type) -> Iterator[type]:
 def methods(
     adapter: Adapter, base: type, skip: Iterable[type], call: Callable[..., Any] = called
 ) -> Replacements:
-    """Every method of every class made from `base`, to be run by `call` as that of a module."""
+    """Yield replacements for the methods of all subclasses of `base`, which `call` then runs."""
     skipped = frozenset(skip)
     for cls in subclasses(base):
         if cls in skipped:
@@ -133,7 +133,7 @@ def methods(
 
 
 def is_method(name: str, value: PyTree) -> bool:
-    """Whether an attribute of a class is a method that may return what a module computes."""
+    """Return whether an attribute of a class is a method that may return the result of a module."""
     if name.startswith("__") and name != "__call__":
         return False
     if isinstance(value, (type, staticmethod, classmethod, property)) or not callable(value):
@@ -144,12 +144,12 @@ def is_method(name: str, value: PyTree) -> bool:
 def _method(
     adapter: Adapter, owner: type, name: str, call: Callable[..., Any], original: Function
 ) -> Any:
-    # What a framework puts around a function takes the module as its first argument, too.
+    # A framework's wrapper of a function takes the module as its first argument, too.
     plain = inspect.isfunction(original) or adapter.wraps(original)
 
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(original, self) if plain else original.__get__(self, type(self))
-        # What a subclass calls by `super()` is a part of its own method.
+        # A method that a subclass calls by `super()` is part of the method of the subclass.
         if active_policy() is None or not is_first(owner, name, type(self)):
             return bound(*args, **kwargs)
         return call(MethodCall(adapter, self, name, bound, args, kwargs))
@@ -158,7 +158,7 @@ def _method(
 
 
 def current(fn: Function) -> Any:
-    """A method that was taken earlier, as it would be taken now: its class may be patched."""
+    """Return a bound method as it would be bound now, since its class may have been patched."""
     if isinstance(fn, functools.partial):
         func = current(fn.func)
         return fn if func is fn.func else functools.partial(func, *fn.args, **fn.keywords)
@@ -170,5 +170,5 @@ def current(fn: Function) -> Any:
 
 
 def is_first(owner: type, name: str, cls: type) -> bool:
-    """Whether the method of a class is that of `owner`, and not that of a class made from it."""
+    """Return whether `cls` has its method `name` from `owner`, and no subclass overrides it."""
     return next(c for c in cls.__mro__ if name in c.__dict__) is owner

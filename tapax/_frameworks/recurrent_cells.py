@@ -1,8 +1,8 @@
-"""Recurrent modules as adapters describe them to `tapax.hidden`.
+"""Descriptions of recurrent modules, from adapters for `tapax.hidden`.
 
 An adapter describes a module as a `RecurrentCell`, a pure step with its parameters and its state.
-Where modules write their hidden states in place, it also traces one to a `StatefulProgram`, in
-which every write is an equation that names the state.
+If a module writes its hidden states in place, the adapter also traces it to a `StatefulProgram`, in
+which every write is an equation with the name of the state.
 """
 
 import dataclasses
@@ -18,30 +18,30 @@ from tapax._jax import Equation, Function, Jaxpr, PyTree
 from tapax._sites import SiteError, nearest, segment
 
 StatePath = tuple[str | int, ...]
-"""The keys that lead to a hidden state: names, and numbers where a list holds it."""
+"""The keys of a hidden state: names, and numbers for items of lists."""
 
 _WRITE = "tapax.hidden: "
 
 
 class HiddenError(SiteError, AssertionError):
-    """A step, a state or a perturbation does not fit: the message says what was expected."""
+    """An error about a step, a state or a perturbation that does not fit."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeywordInputs:
-    """The inputs of a step that are given by keyword, as one of its inputs."""
+    """The keyword arguments of a step, as one of its inputs."""
 
     values: dict[str, Any]
 
 
 def join_inputs(inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """Makes one sequence of the inputs by position and by keyword."""
+    """Join the positional and keyword inputs to one sequence."""
     return (*inputs, KeywordInputs(keywords)) if keywords else tuple(inputs)
 
 
 def split_inputs(inputs: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Undoes `join_inputs`; the state may be among the inputs."""
+    """Undo `join_inputs`; the state may be among the inputs."""
     args, keywords = [], {}
     for one in inputs:
         if isinstance(one, KeywordInputs):
@@ -52,13 +52,13 @@ def split_inputs(inputs: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def call_with_inputs(fn: Function, *inputs: PyTree) -> Any:
-    """Calls a function with inputs of `join_inputs`."""
+    """Call a function with inputs from `join_inputs`."""
     args, keywords = split_inputs(inputs)
     return fn(*args, **keywords)
 
 
 def name_state(path: StatePath) -> str:
-    """The name of the hidden state at a path."""
+    """Return the name of the hidden state at a path."""
     return "/".join(map(segment, path))
 
 
@@ -66,9 +66,9 @@ def name_state(path: StatePath) -> str:
 class RecurrentCell:
     """A recurrent module as `step(params, state, *inputs, **keywords) -> (state, out)`.
 
-    `state` is None if the module does not define an initial one. `paths` are the paths of the
-    leaves of `state` where its keys do not name them. `objects` are the framework's own objects for
-    the hidden states, by path, in the order in which the module reads them.
+    `state` is None if the module does not define an initial state. `paths` are the paths of the
+    leaves of `state` if its keys do not name them. `objects` are the framework's objects for the
+    hidden states, by path, in the order in which the module reads them.
     """
 
     step: Callable[..., tuple[Any, Any]]
@@ -80,9 +80,9 @@ class RecurrentCell:
 
 @dataclasses.dataclass(frozen=True)
 class StateObject:
-    """A state of a module whose value is the next `num_leaves` operands of its program.
+    """A state of a module; its value is the next `num_leaves` operands of the program.
 
-    `hidden_type` is the shape and dtype of a hidden state; it is None for any other state.
+    `hidden_type` is the shape and dtype of a hidden state, and None for any other state.
     """
 
     path: StatePath
@@ -99,9 +99,9 @@ class StateObject:
 class StatefulProgram:
     """A traced module that writes its hidden states in place.
 
-    `jaxpr` takes the leaves of the inputs and then those of `states`; it returns the leaves of the
-    output and then those of `states`. `mark_write` named each write of a hidden state in it.
-    `flatten(state, inputs)` makes its operands, `join(results)` makes `(state, out)`.
+    `jaxpr` takes the leaves of the inputs and then of `states`; it returns the leaves of the output
+    and then of `states`. `mark_write` has named each write of a hidden state in it.
+    `flatten(state, inputs)` makes its operands, and `join(results)` makes `(state, out)`.
     """
 
     jaxpr: Any
@@ -111,33 +111,33 @@ class StatefulProgram:
 
 
 def cast_operands(name: str, jaxpr: Jaxpr, leaves: Sequence[Any]) -> list[Any]:
-    """Casts the operands of a traced step to the types it was traced for.
+    """Cast the operands of a traced step to the types in its trace.
 
-    It raises if an operand has another shape; `name` names the step in the error.
+    Raise if an operand has another shape; `name` names the step in the error.
     """
     given = list(zip(_jax.open_jaxpr(jaxpr).invars, leaves, strict=True))
     for variable, leaf in given:
         if variable.aval.shape != jnp.shape(leaf):
             raise HiddenError(
                 f"{name} was traced for an argument of shape {list(variable.aval.shape)}, but was "
-                f"given one of shape {list(jnp.shape(leaf))}. Trace it for this."
+                f"given one of shape {list(jnp.shape(leaf))}. Trace it for that shape."
             )
     return [jnp.asarray(leaf, variable.aval.dtype) for variable, leaf in given]
 
 
 def mark_write(value: PyTree, name: str) -> Any:
-    """Names a value in the traced program as one that is written to the hidden state `name`."""
+    """Name a value in the traced program as a write to the hidden state `name`."""
     return jax.tree.map(lambda x: checkpoint_name(x, _WRITE + name), value)
 
 
 def find_written_name(eqn: Equation) -> str | None:
-    """The name of the hidden state that an equation of `mark_write` names; None for any other."""
+    """Return the name of the hidden state in an equation of `mark_write`; None for any other."""
     label = _jax.operation(eqn.primitive, eqn.params)[1]
     return label.removeprefix(_WRITE) if label is not None and label.startswith(_WRITE) else None
 
 
 def check_names(names: Iterable[str], known: Sequence[str]) -> None:
-    """Refuses names that no hidden state has."""
+    """Raise for a name that no hidden state has."""
     for name in names:
         if name not in known:
             near = nearest(name, known).replace("The sites are", "The hidden states are")
@@ -145,30 +145,30 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
 
 
 def check_inputs(module: object, inputs: Sequence[Any]) -> None:
-    """Refuses to trace a module without an example of its input."""
+    """Raise if there is no example input with which to trace a module."""
     if not inputs:
         raise HiddenError(
-            f"`inputs` is empty, but {type(module).__name__} is traced for what it is called on: "
-            "give an example of its input."
+            f"`inputs` is empty, but tapax traces {type(module).__name__} with an example input: "
+            "give one."
         )
 
 
 def refuse_loop(module: object, cell: str) -> NoReturn:
-    """Refuses a module that runs a whole sequence; `cell` is what to give in its place."""
+    """Raise for a module that runs over a whole sequence; `cell` says what to give instead."""
     raise HiddenError(
-        f"`model` is of type {type(module).__name__}, which runs over a whole sequence and has no "
-        f"hidden state of its own. Give its cell: {cell}."
+        f"`model` is of type {type(module).__name__}, which runs its cell over a whole sequence; "
+        f"the cell has the hidden state. Give the cell: {cell}."
     )
 
 
 def refuse_other(value: PyTree, fix: str) -> NoReturn:
-    """Refuses what is not a recurrent module of any framework; `fix` is what to do about it."""
+    """Raise for a value that is not a recurrent module of any framework; `fix` says what to do."""
     raise HiddenError(
-        f"`model` is of type {type(value).__name__}, but expected is a recurrent module: one of "
-        f"brainstate, an RNN cell of Flax, a cell of Equinox, a core of Haiku. {fix}"
+        f"`model` is of type {type(value).__name__}, but must be a recurrent module: a module of "
+        f"brainstate, an RNN cell of Flax, a cell of Equinox, or a core of Haiku. {fix}"
     )
 
 
 def pair_paths(state: PyTree, *names: str) -> Sequence[StatePath] | None:
-    """The paths of a state that is a pair without names; None for any other state."""
+    """Return the paths of a state that is a pair without names; None for any other state."""
     return [(name,) for name in names] if type(state) is tuple and len(state) == 2 else None

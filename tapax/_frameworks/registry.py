@@ -1,7 +1,7 @@
-"""The adapters of the frameworks that the user has imported, and what is done with all of them.
+"""The adapters of the frameworks that the user has imported, and functions that apply them all.
 
-An adapter is imported once its framework has been imported by the user, and not before. Adding a
-framework is adding a module with an `ADAPTER`, and a row to the table.
+tapax imports an adapter only after the user has imported its framework. To add a framework, add a
+module with an `ADAPTER`, and a row to the table.
 """
 
 import contextlib
@@ -26,24 +26,24 @@ ADAPTERS = {
     "brainstate": "tapax._frameworks.brainstate.adapter",
     "keras.src.backend.jax.trainer": "tapax._frameworks.keras.adapter",
 }
-"""The module of each adapter, by the module whose import makes it needed."""
+"""The module of each adapter, by the module of the framework that requires it."""
 
 
 def loaded_adapters() -> list[Adapter]:
-    """The adapters of the frameworks that have been imported."""
+    """Return the adapters of the frameworks that have been imported."""
     needed = [module for package, module in ADAPTERS.items() if package in sys.modules]
     adapters = (importlib.import_module(module).ADAPTER for module in needed)
     return [adapter for adapter in adapters if adapter is not None]
 
 
 def is_module(value: PyTree) -> bool:
-    """Whether a value is a module of any of the frameworks."""
+    """Return whether a value is a module of any framework."""
     return any(adapter.is_module(value) for adapter in loaded_adapters())
 
 
 @contextlib.contextmanager
 def observe_calls() -> Iterator[None]:
-    """Within, the calls of the modules of every framework become sites."""
+    """Observe the calls of the modules of every framework within the context."""
     with contextlib.ExitStack() as stack:
         for adapter in loaded_adapters():
             stack.enter_context(adapter.observe_calls())
@@ -51,31 +51,31 @@ def observe_calls() -> Iterator[None]:
 
 
 def trace_program(trace: Callable[[], T]) -> T:
-    """Traces a program, in the way of every framework."""
+    """Trace a program through the `trace_program` of every adapter."""
     for adapter in loaded_adapters():
         trace = functools.partial(adapter.trace_program, trace)
     return trace()
 
 
 def context() -> Hashable:
-    """Everything of the frameworks', besides arguments, that decides what is traced."""
+    """Return a value of all settings of the frameworks that a trace depends on."""
     return tuple(adapter.context() for adapter in loaded_adapters())
 
 
 def has_repeatable_calls(fn: Function) -> bool:
-    """Whether equal arguments mean equal calls of a function, in any of the frameworks."""
+    """Return whether equal arguments mean equal calls of a function, in any framework."""
     return any(adapter.has_repeatable_calls(fn) for adapter in loaded_adapters())
 
 
 def static_parts(call: FunctionCall) -> list[Callable[[Any], bool]]:
-    """Predicates on the parts of a call's arguments in which numbers are static."""
+    """Return predicates for the parts of a call's arguments in which numbers are static."""
     kept = (adapter.static_parts(call) for adapter in loaded_adapters())
     return [parts for parts in kept if parts is not None]
 
 
 @contextlib.contextmanager
 def open_call(call: FunctionCall) -> Iterator[FunctionCall]:
-    """The call of a function with the stateful objects of every framework taken apart."""
+    """Split the stateful objects of every framework in a call into arrays."""
     with contextlib.ExitStack() as stack:
         for adapter in loaded_adapters():
             call = stack.enter_context(adapter.open_call(call))
@@ -85,9 +85,9 @@ def open_call(call: FunctionCall) -> Iterator[FunctionCall]:
 def run_opened(
     call: FunctionCall, find: Callable[[FunctionCall], T], run: Callable[[FunctionCall, T], R]
 ) -> R:
-    """Runs the call taken apart: `find` gives its program, from which `run` makes the result.
+    """Run a call with its stateful objects split: `find` returns its program, `run` the result.
 
-    To trace a function may show that there is more to take apart: then it is done anew.
+    Tracing a function may reveal more state to split; then the call is opened anew.
     """
     while True:
         with open_call(call) as opened:
@@ -97,7 +97,7 @@ def run_opened(
 
 
 def recurrent_cell(module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell | None:
-    """Describes a recurrent module of any framework as a pure step; None for anything else."""
+    """Describe a recurrent module of any framework as a pure step; None for anything else."""
     adapter = _find_recurrent(module)
     return adapter and adapter.recurrent_cell(module, inputs, state)
 
@@ -105,7 +105,7 @@ def recurrent_cell(module: Module, inputs: Sequence[Any], state: PyTree) -> Recu
 def stateful_program(
     module: Module, inputs: Sequence[Any], state: PyTree
 ) -> StatefulProgram | None:
-    """Traces a recurrent module that writes its hidden states in place; None for others."""
+    """Trace a recurrent module that writes its hidden states in place; None for others."""
     adapter = _find_recurrent(module)
     return adapter and adapter.stateful_program(module, inputs, state)
 

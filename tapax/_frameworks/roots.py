@@ -1,11 +1,11 @@
-"""What the roots of a program are called: by their class, or by what holds them if there are more.
+"""Names of the roots of a program: their classes, or their variables if several share a class.
 
-A root is a module that no other module calls. Whether a program has several roots of one class is
-known when it has been traced. So each root is anchored (see `_frameworks.anchors`): `Roots`
-collects the model that every anchor belongs to, told by where its arrays come from, and the names
-of the arguments or variables that hold it. A model that is the only one of its class is called by
-that. Others are called by what holds them, `policy` and `value`; where no holder can be told, by
-the class.
+A root is a module that no other module calls. The number of roots of one class is known only after
+the program is traced. So each root has an anchor (see `_frameworks.anchors`). `Roots` collects the
+model of every anchor, which the origins of its arrays identify, and the names of the arguments or
+variables that refer to it. A model that is the only one of its class has the name of the class.
+Other models have the names of their variables, such as `policy` and `value`, or that of the class
+if no variable is known.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from tapax._sites import segment
 
 
 @dataclasses.dataclass(frozen=True)
-class RootPlace:
-    """A root that an anchor was resolved to.
+class Root:
+    """A root that an anchor belongs to.
 
-    `name` is that of its class, `key` tells it from others, `holders` are the paths of what holds
-    it, the most telling first. `path` is that of the module from there.
+    `name` is the name of its class, and `key` identifies it. `holders` are the paths of the
+    variables that refer to it, the most telling first. `path` is the path of the anchored module in
+    the root.
     """
 
     name: str
@@ -35,44 +36,44 @@ class RootPlace:
 
 
 class Roots:
-    """The roots of a program, and what they are called."""
+    """The roots of a program, and their names."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[Hashable, tuple[str, ...]]] = {}
         self._names: dict[tuple[str, Hashable], str] = {}
 
-    def add(self, root: RootPlace) -> None:
-        """Adds a root; the same one may come several times."""
+    def add(self, root: Root) -> None:
+        """Add a root, which may have been added before."""
         self._found.setdefault(root.name, {}).setdefault(root.key, root.holders)
 
     def settle(self) -> bool:
-        """Decides on the names when all roots are known; false if all are those of classes."""
+        """Choose the names once all roots are known; return False if all are names of classes."""
         for name, holders in self._found.items():
-            for key, held in _chosen_holders(holders).items():
-                self._names[name, key] = held
+            for key, holder in _chosen_holders(holders).items():
+                self._names[name, key] = holder
         return bool(self._names)
 
-    def name(self, root: RootPlace) -> str:
-        """Returns the name of a root."""
+    def name(self, root: Root) -> str:
+        """Return the name of a root."""
         return self._names.get((root.name, root.key), root.name)
 
 
 def _chosen_holders(found: dict[Hashable, tuple[str, ...]]) -> dict[Hashable, str]:
-    """The short path of what holds each of several roots of one class; none if there is one."""
+    """Return a short path of a variable for each of several roots of one class, if these differ."""
     known = {key: holders for key, holders in found.items() if holders}
     first = {key: holders[0] for key, holders in known.items()}
     if len(set(first.values())) < 2:
-        # A function that is called with several models has one variable for all of them.
+        # A function that is called with several models refers to all of them by one variable.
         second = {key: holders[-1] for key, holders in known.items()}
         if len(set(second.values())) < max(2, len(second)):
             return {}
         first = second
     short = _short_names(set(first.values()))
-    return {key: short[held] for key, held in first.items()}
+    return {key: short[holder] for key, holder in first.items()}
 
 
 def _short_names(paths: set[str]) -> dict[str, str]:
-    """Shortens paths to what tells them apart: a name, and the indices behind it.
+    """Shorten paths as long as they differ: to a name and the indices after it.
 
     >>> sorted(_short_names({"agent/policy", "agent/value", "nets/0"}).values())
     ['nets/0', 'policy', 'value']
@@ -93,7 +94,7 @@ def _short_names(paths: set[str]) -> dict[str, str]:
 
 
 def name_arguments(fn: Function) -> Callable[[Sequence[Any]], list[str]]:
-    """Returns a function that names the first two keys of an argument in `(args, kwargs)`."""
+    """Return a function that names the first two keys of an argument in `(args, kwargs)`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):

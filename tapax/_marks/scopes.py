@@ -76,13 +76,13 @@ class ModuleScope(ScopeName):
 
 
 class GroundScope(ScopeName):
-    """A nameless scope whose outermost occurrence a `GroundedScope` falls back to."""
+    """A nameless scope to which a `GroundedScope` inside of it returns."""
 
     __slots__ = ()
 
 
 class GroundedScope(ScopeName):
-    """A nameless scope that leaves all scopes entered since the last `GroundScope`."""
+    """A nameless scope that leaves all scopes entered since the innermost `GroundScope`."""
 
     __slots__ = ()
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from tapax._frameworks import registry
-from tapax._frameworks.closures import held_modules
+from tapax._frameworks.closures import closed_over_modules
 from tapax._frameworks.interface import Adapter, key_path
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._sites import join
@@ -55,7 +55,7 @@ def list_arguments(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> list
     given = list(_bound(step, args, kwargs))
     objects = [(name, leaf) for name, value in given for leaf in _objects_in(value)]
     names = _name_objects(objects)
-    held = held_modules(step, registry.loaded_adapters())
+    held = closed_over_modules(step, registry.loaded_adapters())
     held = [(name, module) for name, module in held if id(module) not in names]
     # Whatever the step holds, the names of its arguments stay what they are.
     names = _name_objects([*objects, *held]) | names

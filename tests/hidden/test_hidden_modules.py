@@ -218,15 +218,17 @@ def refusal(model, *inputs, **kwargs):
 
 def test_what_is_refused():
     assert refusal(nn.GRUCell(4), X) == (
-        "`model` is a GRUCell without parameters, for modules of Linen have none until they are "
-        "bound. Give model.bind(variables)."
+        "`model` is a GRUCell without parameters, because it is not bound to variables. Give "
+        "model.bind(variables)."
     )
-    assert "runs over a whole sequence" in refusal(nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), X)
+    assert "runs its cell over a whole sequence" in refusal(
+        nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), X
+    )
     assert "says nothing of its hidden state" in refusal(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), X)
-    assert "but expected is a recurrent module" in refusal(lambda s, x: (s, x), X)
+    assert "but must be a recurrent module" in refusal(lambda s, x: (s, x), X)
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
     assert "has to be of a floating-point type" in refusal(cell, X, state=jnp.arange(4))
-    assert refusal(cell).startswith("`inputs` is empty, but GRUCell is traced for what it is")
+    assert refusal(cell).startswith("`inputs` is empty, but tapax traces GRUCell with an example")
     (group,) = hidden_groups(cell, X)
     with pytest.raises(HiddenError, match=r"^GRUCell was traced for an argument of shape \[4\]"):
         group.transition(jnp.zeros(5), X)

@@ -1,1 +1,1 @@
-"""The adapter of brainstate, and the parts it is made of."""
+"""The adapter of brainstate."""

@@ -1,13 +1,13 @@
-"""brainstate: modules are objects, and what they remember is in `State`s, changed in place.
+"""brainstate: modules are objects with `State`s, which they change in place.
 
-Calls are seen by replacing the methods of all classes while a capture traces. `update` is what a
-module computes and `__call__` calls it, so that both are one site, `Net/lin`, with `__call__` as
-its method; an `update` that is called directly is that site too. The site of a quantity with a
-unit is its mantissa.
+The adapter observes calls by replacing the methods of all classes while a capture traces. `update`
+computes the result of a module and `__call__` calls it, so both are one site, `Net/lin`, with the
+method `__call__`, even if the user calls `update` directly. The site of a quantity with a unit is
+its mantissa.
 
-brainstate's transforms keep what they traced by the types of the arguments alone. While a capture
-traces they keep it apart, so that a function that was jitted and called before is seen, and what a
-capture traced is not run without one.
+brainstate's transforms cache their traces by the types of the arguments alone. While a capture
+traces, the adapter adds the marking policy to the key of that cache. So brainstate retraces a
+function that was jitted and called before, and does not run the trace of a capture without one.
 
 The `State`s that a captured function reads and writes become arguments and results: see
 `_frameworks.brainstate.states`.
@@ -43,7 +43,7 @@ from tapax._jaxpr.kinds import Kind, register_primitive
 from tapax._marks.context import active_policy, without_marks
 from tapax._sites import join, segment
 
-# brainevent multiplies states by sparse matrices, in kernels that cannot be looked into.
+# brainevent multiplies states by sparse matrices, in opaque kernels.
 for _kernel in getattr(brainevent, "get_registry", dict)().values():
     register_primitive(_kernel.primitive, Kind.MATRIX_PRODUCT)
 
@@ -66,7 +66,7 @@ class Brainstate(PatchedAdapter):
                 yield join(place, key_path(keys)), x
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
-        return contextlib.nullcontext(states.taken_apart(call))
+        return contextlib.nullcontext(states.split_states(call))
 
     def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> Any:
         return cells.recurrent_cell(module, inputs, state)
@@ -75,16 +75,16 @@ class Brainstate(PatchedAdapter):
         return cells.stateful_program(module, inputs, state)
 
     def _replacements(self) -> Replacements:
-        yield transform.StatefulFunction, "get_arg_cache_key", _kept_apart
-        yield transform.StatefulFunction, "make_jaxpr", _of_the_current
-        yield _mapping_core, "_build_plan", _rehearsed
+        yield transform.StatefulFunction, "get_arg_cache_key", _separate_traces
+        yield transform.StatefulFunction, "make_jaxpr", _use_patched_method
+        yield _mapping_core, "_build_plan", _unmark_plan
         for module in (_mapping1, _mapping2):
-            yield module, "_new_state_probe", _rehearsal
+            yield module, "_new_state_probe", _unmark_probe
         yield from methods(self, nn.Module, [nn.Module], _call)
 
 
-def _kept_apart(original: Function) -> Any:
-    """The key by which a transform keeps what it traced, with what was marked meanwhile."""
+def _separate_traces(original: Function) -> Any:
+    """Wrap the key of a transform's cache of traces, to add the marking policy."""
 
     @functools.wraps(original)
     def get_arg_cache_key(self: Any, *args: Any, compile_if_miss: bool = False, **kwargs: Any):
@@ -92,17 +92,17 @@ def _kept_apart(original: Function) -> Any:
         if here is None:
             return original(self, *args, compile_if_miss=compile_if_miss, **kwargs)
         if compile_if_miss:
-            self.make_jaxpr(*args, **kwargs)  # which does nothing if there is no need
+            self.make_jaxpr(*args, **kwargs)  # does nothing if the trace is cached
         key = original(self, *args, **kwargs)
         return key._replace(static_args=(here, key.static_args))
 
     return get_arg_cache_key
 
 
-def _rehearsed(original: Function) -> Any:
-    """What `vmap` runs its function for, to find out which states it touches: there are no marks.
+def _unmark_plan(original: Function) -> Any:
+    """Wrap the trial run by which `vmap` finds the states of its function, to switch marks off.
 
-    Nothing public tells such a run from the one that counts.
+    Nothing public tells a trial run from the real one.
     """
 
     @functools.wraps(original)
@@ -113,7 +113,7 @@ def _rehearsed(original: Function) -> Any:
     return build_plan
 
 
-def _rehearsal(original: Function) -> Any:
+def _unmark_probe(original: Function) -> Any:
     @contextlib.contextmanager
     def probe() -> Iterator[None]:
         with without_marks(), original():
@@ -122,8 +122,8 @@ def _rehearsal(original: Function) -> Any:
     return probe
 
 
-def _of_the_current(original: Function) -> Any:
-    """Tracing by a transform, whose function may be a method from before classes were patched."""
+def _use_patched_method(original: Function) -> Any:
+    """Wrap the tracing of a transform, whose function may be a method bound before the patch."""
 
     @functools.wraps(original)
     def make_jaxpr(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _of_the_current(original: Function) -> Any:
 
 
 class _BrainstateCalls(threading.local):
-    """The modules that are being called on this thread."""
+    """The modules whose forward methods are running on this thread."""
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
@@ -156,12 +156,12 @@ def _is_being_called(module: Module) -> bool:
 
 
 def _call(call: MethodCall) -> Any:
-    """Runs a method of a module, as `module_calls.called` does; both of `_FORWARD` are one call."""
+    """Run a method of a module, as `module_calls.called` does; both of `_FORWARD` are one call."""
     adapter, module = call.adapter, call.module
     is_forward = call.method in _FORWARD
     if is_forward and _is_being_called(module):
         return call.run(*call.args, **call.kwargs)
-    states.ran(module)
+    states.note_module(module)
     method = "__call__" if is_forward else call.method
 
     def mark_arguments(given: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
@@ -182,7 +182,7 @@ def _call(call: MethodCall) -> Any:
 
 
 def _mark_bare(adapter: Adapter, value: PyTree, mark: Callable[[Any], Any]) -> Any:
-    """Marks a value; the name of a quantity's mantissa is that of the quantity."""
+    """Mark a value; the mantissa of a quantity has the name of the quantity."""
 
     def is_whole(x: Value) -> bool:
         return isinstance(x, Quantity) or adapter.is_opaque(x)

@@ -1,6 +1,6 @@
-"""Recurrent modules of brainstate: their hidden states are objects, which they write in place.
+"""Recurrent modules of brainstate, whose hidden states are objects that they write in place.
 
-A hook of the state sees each write as it happens and names the value in the traced program.
+A hook of each state names the written values in the traced program.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tapax._sites import segment
 
 
 def recurrent_cell(module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
-    """Describes a module: its parameters are its other states, its state is nested dicts."""
+    """Describe a module: its parameters are its other states, its state is nested dicts."""
     traced = _TracedModule(module, inputs, state, name_writes=False)
     hidden, params = traced.split(traced.values)
 
@@ -52,7 +52,7 @@ def recurrent_cell(module: Module, inputs: Sequence[Any], state: PyTree) -> Recu
 
 
 def stateful_program(module: Module, inputs: Sequence[Any], state: PyTree) -> StatefulProgram:
-    """Traces a module with a name for every write of a hidden state."""
+    """Trace a module, and name every write of a hidden state."""
     traced = _TracedModule(module, inputs, state, name_writes=True)
     treedef = jax.tree.structure(tuple(inputs))
 
@@ -61,7 +61,7 @@ def stateful_program(module: Module, inputs: Sequence[Any], state: PyTree) -> St
         if given != treedef:
             raise HiddenError(
                 f"{type(module).__name__} was traced for inputs of the structure {treedef}, but "
-                f"was given {given}. Trace it for these."
+                f"was given inputs of the structure {given}. Trace it for that structure."
             )
         leaves += jax.tree.leaves(traced.replace(state))
         return cast_operands(type(module).__name__, traced.jaxpr, leaves)
@@ -81,7 +81,7 @@ class _TracedModule:
         hidden = {path: s for path, s in found.items() if isinstance(s, HiddenState)}
         if not hidden:
             raise HiddenError(
-                f"`model`, a {type(module).__name__}, has no hidden states: they come to be with "
+                f"`model`, a {type(module).__name__}, has no hidden states yet: create them with "
                 "brainstate.nn.init_all_states(model)."
             )
         with contextlib.ExitStack() as stack:
@@ -101,13 +101,13 @@ class _TracedModule:
         self.values = self.replace(state or {})
 
     def replace(self, state: Mapping[str, Any]) -> list[Any]:
-        """The values of all states, with the values in `state` for the hidden states it has."""
+        """Return the values of all states, with those of hidden states replaced from `state`."""
         given = {"/".join(map(str, path)): value for path, value in _flatten(state)}
         check_names(given, [s.name for s in self.states if s.hidden_type])
         return [given.get(s.name, v) for s, v in zip(self.states, self.values, strict=True)]
 
     def split(self, values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values of the hidden states, and those of the others, in nested dicts."""
+        """Return the values of the hidden states and of the other states in nested dicts."""
         hidden: dict[str, Any] = {}
         others: dict[str, Any] = {}
         for state, value in zip(self.states, values, strict=True):
@@ -120,7 +120,7 @@ class _TracedModule:
 
 
 def _flatten(values: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any]]:
-    """The values in nested dicts, by path."""
+    """Yield the values in nested dicts, by path."""
     if not isinstance(values, dict):
         yield path, values
         return
@@ -136,7 +136,7 @@ def _describe(state: PyTree, path: StatePath) -> StateObject:
     if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
         raise HiddenError(
             f"The hidden state {name_state(path)!r} is of type {leaf.dtype}, but a hidden state "
-            "has to be of a floating-point type, for there is no derivative by another."
+            "has to be of a floating-point type, because tapax differentiates with respect to it."
         )
     return StateObject(path, state, count, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 

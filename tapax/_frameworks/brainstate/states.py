@@ -1,20 +1,20 @@
-"""The `State`s that a captured function of brainstate's reads and writes, as arrays in and out.
+"""The `State`s that a captured function of brainstate reads and writes, as arguments and results.
 
-`taken_apart` makes the call of a function one whose arguments are the values of `State`s too, and
-whose results are their new values, written when all is done. So a `State` never holds a traced
-value, its value is never fixed in what was compiled, and an exception halfway leaves it as it was.
+`split_states` adds the values of `State`s to the arguments of a call, and their new values to its
+results, which are written at the end. So a `State` never has a traced value, no compiled program
+contains its value as a constant, and an exception on the way leaves it unchanged.
 
-Which `State`s there are is found in the modules among the arguments, and in those that the
-function closes over. Others show when the function is traced: brainstate tells a `StateTraceStack`
-of every `State` that is touched. If that is a new one, it is remembered with the modules that ran,
-and the call is taken apart anew. From the second call on nothing is traced.
+The adapter finds `State`s in the modules among the arguments and among the values that the function
+closes over. Tracing the function reveals others: brainstate reports every accessed `State` to a
+`StateTraceStack`. If one of them is new, the adapter remembers it together with the modules that
+ran, and splits the call anew. From the second call on nothing is traced.
 
-A program is good for a call with equal *settings*: the attributes of the modules, and brainstate's
-environment, where `t` and `i` are arguments, for they change with every step. `State`s are known
-by where they are: one that is put in the place of another is its successor.
+A program fits every call with equal *settings*: the attributes of the modules and brainstate's
+environment, except `t` and `i`, which change with every step and are arguments. The adapter
+identifies `State`s by their positions: a `State` that replaces another is its successor.
 
-A `State` that the function makes, as `init_state` does, gets its value in the end, too; when the
-program runs again, a copy of it is put in its place, as the function would make another.
+A `State` that the function makes, as `init_state` does, also gets its value at the end. When the
+program runs a second time, a copy replaces the `State`, as the function would make a new one.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from tapax._jax import PyTree
 from tapax._jax.pytrees import map_in_order
 from tapax._marks.sow import is_array
 
-# While one thread traces, the states hold its traced values: others wait.
+# While one thread traces, the states have its traced values, so other threads wait.
 _lock = threading.RLock()
 _CLOCK = (environ.I, environ.T)
 
 
 class _RanModules(threading.local):
-    """The modules whose methods ran since a function began to be traced on this thread."""
+    """The modules whose methods have run since the current trace on this thread began."""
 
     def __init__(self) -> None:
         self.modules: dict[int, Any] = {}
@@ -61,8 +61,8 @@ class _RanModules(threading.local):
 _running = _RanModules()
 
 
-def ran(module: Module) -> None:
-    """Tells that a method of a module runs."""
+def note_module(module: Module) -> None:
+    """Record that a method of a module runs."""
     _running.modules.setdefault(id(module), module)
 
 
@@ -76,7 +76,7 @@ def _modules_that_run() -> Iterator[dict[int, Any]]:
 
 
 class _Identity:
-    """An object, equal to nothing but itself."""
+    """A reference that compares its object by identity."""
 
     def __init__(self, value: PyTree):
         self.value = value
@@ -91,7 +91,7 @@ class _Identity:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _StaticLeaf:
-    """Something that is a part of a structure without being an argument or a result."""
+    """A part of a pytree structure that is neither an argument nor a result."""
 
     value: Any
 
@@ -101,9 +101,9 @@ _NO_ARGUMENT = _StaticLeaf(None)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _StateEffects:
-    """What a function does to `State`s: those that it writes, by number, and those it makes.
+    """The `State`s that a function writes, by number, and those that it makes.
 
-    `owners` are the attributes of modules that hold made ones: the module, the name, the value.
+    `owners` lists the attributes of modules with new `State`s: the module, the name, the value.
     """
 
     written: tuple[int, ...]
@@ -117,7 +117,7 @@ def _is_node(value: PyTree) -> bool:
 
 @functools.cache
 def _kind(cls: type) -> Any:
-    """What the settings of values of a class are made from; None if JAX may know."""
+    """Return the base class that determines the settings of values; None to ask JAX."""
     if issubclass(cls, (bool, int, str, bytes, np.generic, type(None))):
         return object
     if cls in (list, tuple):
@@ -129,8 +129,8 @@ def _kind(cls: type) -> Any:
 class _StateInventory:
     """The states in some objects, numbered; the nodes; and the settings of all of them.
 
-    Settings are compared on every call, so they are plain tuples, with the `id` of what is equal
-    to nothing but itself: `alive` keeps that from being another's.
+    Every call compares settings, so they are plain tuples. Objects that compare by identity appear
+    in them by `id`; `alive` keeps these objects alive, so that no other gets the `id`.
     """
 
     def __init__(self) -> None:
@@ -144,11 +144,11 @@ class _StateInventory:
         return id(value) in self._seen
 
     def add(self, value: PyTree) -> None:
-        """Walks through a value."""
+        """Add the states, nodes and settings in a value."""
         self.fixed.append(self._settings(value))
 
     def _settings(self, value: PyTree) -> Any:
-        """What is fixed in a value, as something to compare."""
+        """Return the fixed parts of a value in a comparable form."""
         cls = type(value)
         kind = _kind(cls)
         if kind is object:
@@ -180,10 +180,10 @@ class _StateInventory:
         return id(value)
 
     def value(self, state: State) -> Any:
-        """The value of a state as an argument."""
+        """Return the value of a state as an argument."""
         try:
             value = state.value
-        except TraceContextError:  # it was made within a transform, and has none
+        except TraceContextError:  # a transform made the state, which has no value outside
             return _NO_ARGUMENT
         if all(map(is_array, jax.tree.leaves(value))):
             return value
@@ -193,7 +193,7 @@ class _StateInventory:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Settings:
-    """Equal settings of a function are the same object."""
+    """The settings of a function; equal settings are one object."""
 
     alive: list[Any]
 
@@ -201,34 +201,34 @@ class _Settings:
 _plain: dict[Any, _Settings] = {}
 
 
-def taken_apart(call: FunctionCall) -> FunctionCall:
-    """The call, with the values of the states among its arguments and its results."""
+def split_states(call: FunctionCall) -> FunctionCall:
+    """Add the values of states to the arguments and results of a call."""
     given = [leaf for leaf in jax.tree.leaves(call.arguments) if _is_node(leaf)]
     environment = environ.all()
     clock = {name: environment.pop(name) for name in _CLOCK if name in environment}
     with _lock:
         learned = call.memory.setdefault((__name__, *map(_Identity, given)), [])
         inventory = _StateInventory()
-        for part in (environment, given, _held(call.fn), learned):
+        for part in (environment, given, _closed_over_nodes(call.fn), learned):
             inventory.add(part)
         if inventory.states:
             inventory.add(random.DEFAULT)
         values = tuple(map(inventory.value, inventory.states))
-        # What a function without states or modules is traced to is good for any other such.
+        # Functions without states or modules share their settings.
         memory = call.memory if inventory.states or inventory.nodes else _plain
         settings = memory.setdefault(tuple(inventory.fixed), _Settings(inventory.alive))
     taken = _OpenedCall(call, inventory, learned)
     added = values, clock, _StaticLeaf(settings)
     same = call.fn, call.args, call.kwargs, taken.close, call.memory
-    own = lambda result: call.own(result[0])  # noqa: E731
+    user_result = lambda result: call.user_result(result[0])  # noqa: E731
     found_more = lambda: taken.found_more or call.found_more()  # noqa: E731
-    keys = 1, *call.own_keys
-    return _ExtendedCall(*same, own, found_more, keys, taken=taken, added=added)
+    keys = 1, *call.user_keys
+    return _ExtendedCall(*same, user_result, found_more, keys, taken=taken, added=added)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ExtendedCall(FunctionCall):
-    """A call with more arguments than those of the function."""
+    """A call with more arguments than the function takes."""
 
     taken: _OpenedCall
     added: Any
@@ -242,7 +242,7 @@ class _ExtendedCall(FunctionCall):
 
 
 class _OpenedCall:
-    """A call that was taken apart: how to run it, and how to put its results together."""
+    """A call with split states, which knows how to run it and how to write its results."""
 
     def __init__(self, call: FunctionCall, inventory: _StateInventory, learned: list[Any]):
         self.call = call
@@ -252,7 +252,7 @@ class _OpenedCall:
         self._effects: list[_StateEffects] = []
 
     def run(self, added: Any, arguments: PyTree) -> Any:
-        """Runs the call; returns what it returns, and what `State`s it writes and makes hold."""
+        """Run the call; return its result, and the values of the `State`s it writes and makes."""
         values, clock, _ = added
         given = {id(s): v for s, v in zip(self._inventory.states, values, strict=True)}
         unknown: list[State] = []
@@ -265,7 +265,7 @@ class _OpenedCall:
             return before if value is _NO_ARGUMENT else value
 
         stack = StateTraceStack(new_arg=enter)
-        with self._alone(), catch_new_states() as made, _modules_that_run() as modules:
+        with self._exclusive(), catch_new_states() as made, _modules_that_run() as modules:
             try:
                 with stack, environ.context(**clock):
                     call = dataclasses.replace(self.call, fn=current(self.call.fn))
@@ -275,19 +275,19 @@ class _OpenedCall:
                     return self._learn(unknown, modules)
                 return self._results(out, stack, made.get_states(), modules)
             finally:
-                # As it is, and not by `restore_value`: a value may change its structure.
+                # Bypass `restore_value`, which refuses a value with another structure.
                 for state, value in zip(stack.states, stack.original_state_values, strict=True):
                     vars(state)["_value"] = value
                 for state in made.get_states():
                     if any(isinstance(x, Tracer) for x in jax.tree.leaves(vars(state)["_value"])):
                         state._invalidate_trace_value()
 
-    def _alone(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, no other thread uses the states; a function that is known to use none may run."""
+    def _exclusive(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep other threads from using the states, unless the function is known to use none."""
         return _lock if self._inventory.states else contextlib.nullcontext()
 
     def _learn(self, unknown: list[State], modules: dict[int, Any]) -> None:
-        """Remembers states, and the modules that they are in: those may replace them."""
+        """Remember states, and the modules with these states, which may replace them."""
         for module in modules.values():
             inside = _StateInventory()
             inside.add(module)
@@ -318,7 +318,7 @@ class _OpenedCall:
         return out, [s.value for s in written], [s.value for s in made], _StaticLeaf(effects)
 
     def close(self, result: PyTree) -> Any:
-        """Writes the states; returns what the function returned."""
+        """Write the states, and return the result of the function."""
         out, written, made, fixed = result
         effects: _StateEffects = fixed.value
         traced = effects in self._effects
@@ -329,7 +329,7 @@ class _OpenedCall:
             for state, value in zip(new.values(), made, strict=True):
                 state.value = value
                 if traced:
-                    state.decrease_stack_level()  # that of the stack within which it was made
+                    state.decrease_stack_level()  # the state was made inside a trace stack
             for node, name, part in effects.owners:
                 vars(node)[name] = _replaced(part, new)
         is_fixed = lambda x: isinstance(x, _StaticLeaf)  # noqa: E731
@@ -338,7 +338,7 @@ class _OpenedCall:
 
 
 def _replaced(value: PyTree, new: dict[int, Any]) -> Any:
-    """The value of an attribute with other states in the place of some; itself if it has none."""
+    """Replace some states in the value of an attribute; return `value` itself if it has none."""
     if isinstance(value, State):
         return new.get(id(value), value)
     if type(value) in (list, tuple):
@@ -351,12 +351,12 @@ def _replaced(value: PyTree, new: dict[int, Any]) -> Any:
     return value
 
 
-def _held(fn: Any) -> list[Any]:
-    """The modules and states that a function closes over, or is a method of."""
-    return [value for _, value in closed_over(fn) if _holds_nodes(value)]
+def _closed_over_nodes(fn: Any) -> list[Any]:
+    """Return the modules and states that a function closes over or is a method of."""
+    return [value for _, value in closed_over(fn) if _has_nodes(value)]
 
 
-def _holds_nodes(value: PyTree) -> bool:
+def _has_nodes(value: PyTree) -> bool:
     if type(value) is dict:
         value = list(value.values())
     return _is_node(value) or (type(value) in (list, tuple) and any(map(_is_node, value)))

@@ -1,1 +1,1 @@
-"""Keras 3, on its JAX backend."""
+"""The adapter of Keras 3 on its JAX backend."""

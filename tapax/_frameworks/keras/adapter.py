@@ -1,8 +1,8 @@
-"""Keras 3 on its JAX backend: layers know their paths; `Variable`s hold their state.
+"""Keras 3 on its JAX backend: layers know their paths, and have their state in `Variable`s.
 
-Calls are seen by replacing the method `call` of all classes while a capture traces. A layer is
-named by its path in Keras, which its weights have too: `net/block_1/dense`. Keras gives no path to
-a layer without weights: it gets the one that Keras would give it.
+The adapter observes calls by replacing the method `call` of all classes while a capture traces. The
+name of a layer is its path in Keras, which its weights have too: `net/block_1/dense`. Keras gives
+no path to a layer without weights; the adapter uses the path that Keras would give it.
 
 The `Variable`s that a captured function reads and writes become arguments and results: see
 `_frameworks.keras.variables`.
@@ -28,7 +28,7 @@ from tapax._frameworks.module_calls import (
     mark_result,
     within,
 )
-from tapax._frameworks.module_paths import place_of_named, running_modules
+from tapax._frameworks.module_paths import running_modules, scope_of_named
 from tapax._frameworks.patches import Patch, Replacements, methods
 from tapax._jax import PyTree
 from tapax._sites import join
@@ -69,7 +69,7 @@ class Keras(Adapter):
         return self._patch()
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
-        return variables.taken_apart(call)
+        return variables.split_variables(call)
 
     def _replacements(self) -> Replacements:
         yield from variables.replacements()
@@ -77,18 +77,18 @@ class Keras(Adapter):
             yield cls, "_masked_softmax", marks_result
         yield keras.layers.Attention, "_apply_scores", marks_softmax
         for cls, name, wrap in methods(self, keras.Layer, skip=[], call=_call):
-            own = cls.__module__.partition(".")[0] == self.package
-            if name in _FORWARD or not (own or name in _BASE_METHODS):
+            is_keras = cls.__module__.partition(".")[0] == self.package
+            if name in _FORWARD or not (is_keras or name in _BASE_METHODS):
                 yield cls, name, wrap
 
 
 def _call(call: MethodCall) -> Any:
-    """Runs a method of a layer, as `module_calls.called` does."""
+    """Run a method of a layer, as `module_calls.called` does."""
     adapter, module = call.adapter, call.module
     if _is_graph(module):
         return call.run(*call.args, **call.kwargs)
     call = dataclasses.replace(call, method=_site_method(call.method))
-    with within(adapter, module, place_of_named(adapter, module)):
+    with within(adapter, module, scope_of_named(adapter, module)):
         given = call.args, call.kwargs
         args, kwargs = _masked(given, mark_inputs(call)) if asks_for_inputs() else given
         out = call.run(*args, **kwargs)
@@ -100,13 +100,13 @@ def _site_method(method: str) -> str:
 
 
 def _is_graph(module: Module) -> bool:
-    """Whether the `Sequential` that is running wraps this functional model."""
+    """Return whether the running `Sequential` wraps this functional model."""
     around = running_modules()
     return bool(around) and getattr(around[-1].module, "_functional", None) is module
 
 
 def _masked(out: PyTree, marked: PyTree) -> Any:
-    """Marked arrays, with the masks that Keras attached to the unmarked ones."""
+    """Copy the masks that Keras attached to unmarked arrays to the marked ones."""
     for before, after in zip(jax.tree.leaves(out), jax.tree.leaves(marked), strict=True):
         mask = None if after is before else backend.get_keras_mask(before)
         if mask is not None:
@@ -114,5 +114,5 @@ def _masked(out: PyTree, marked: PyTree) -> Any:
     return marked
 
 
-# With NNX enabled in Keras, layers are modules of NNX.
+# If NNX is enabled in Keras, layers are modules of NNX.
 ADAPTER = None if is_nnx_enabled() else Keras()

@@ -1,12 +1,12 @@
-"""The `Variable`s that a captured function of Keras reads and writes, as arrays in and out.
+"""The `Variable`s that a captured function of Keras reads and writes, as arguments and results.
 
-`taken_apart` makes the values of `Variable`s arguments of the function's call, and their new values
-results, which are assigned when all is done. So a `Variable` never holds a traced value, its value
-is never fixed in what was compiled, and an exception halfway leaves it as it was.
+`split_variables` adds the values of `Variable`s to the arguments of a call, and their new values to
+its results, which are assigned at the end. So a `Variable` never has a traced value, no compiled
+program contains its value as a constant, and an exception on the way leaves it unchanged.
 
-The trace shows which `Variable`s there are: one that the function touches for the first time is
-remembered, and the call is taken apart anew. A function that is given the values of variables, as
-`stateless_call` is, touches none: its call stays as it is.
+The trace reveals the `Variable`s: the adapter remembers those that the function accesses for the
+first time, and splits the call anew. A function that takes the values of variables as arguments,
+such as `stateless_call`, accesses none, and its call stays unchanged.
 
 A layer that is built during the trace gets the weights that it would get outside. The losses that
 layers add to themselves in a call are results as well.
@@ -34,9 +34,9 @@ from tapax._marks.context import ContextVariable, without_marks
 
 @dataclasses.dataclass
 class _KnownState:
-    """The variables that calls of a function touched so far, and the layers that added losses.
+    """The variables that calls of a function have accessed so far, and the layers with losses.
 
-    `has_built` if variables came to be in a call, as they do if a layer is not built yet.
+    `has_built` is true if a call created variables, as it does if a layer is not built yet.
     """
 
     variables: list[Any] = dataclasses.field(default_factory=list)
@@ -45,7 +45,7 @@ class _KnownState:
 
 
 class _TraceRecord:
-    """Records how a traced function changes variables and the losses of layers."""
+    """A record of how a traced function changes variables and the losses of layers."""
 
     def __init__(self, variables: Sequence[Any]):
         self._numbers = {id(variable): i for i, variable in enumerate(variables)}
@@ -57,38 +57,38 @@ class _TraceRecord:
         self._has_learned = False
 
     def start(self, values: Sequence[Any]) -> None:
-        """Gives the variables their values in this trace."""
+        """Set the values of the variables in this trace."""
         pairs = zip(self._numbers, values, strict=True)
         self._values = {key: value for key, value in pairs if value is not None}
         self._written.clear()
 
     def read(self, variable: Any) -> Any:
-        """The value of a variable in this trace; None if that is the one it holds."""
+        """Return the value of a variable in this trace; None if it is the stored value."""
         self._touched[id(variable)] = variable
         return self._values.get(id(variable))
 
     def write(self, variable: Any, value: Value) -> None:
-        """Gives a variable a value, unless it is not known yet: then the trace is of no use."""
+        """Set the value of a variable; ignore an unknown variable, since its trace is useless."""
         self._touched[id(variable)] = variable
         if id(variable) in self._numbers or id(variable) in self._made:
             self._written.add(id(variable))
             self._values[id(variable)] = value
 
     def make(self, variable: Any) -> None:
-        """Tells that a variable comes to be."""
+        """Record that a variable is being created."""
         self._made[id(variable)] = variable
 
     def change_losses(self, layer: Module) -> None:
-        """Tells that the losses of a layer are about to change."""
+        """Record that the losses of a layer are about to change."""
         self._losses.setdefault(id(layer), (layer, list(layer._losses)))
 
     def written(self) -> dict[int, Any]:
-        """The new values of variables, by number."""
+        """Return the new values of variables, by number."""
         known = self._written & self._numbers.keys()
         return {self._numbers[key]: self._values[key] for key in known}
 
     def take_losses(self, layers: list[Any]) -> dict[int, list[Any]]:
-        """The losses of layers, by number, where they changed; the layers get the old ones back."""
+        """Return the changed losses of layers, by number, and restore the old losses."""
         changed = self._layers_with_new_losses()
         layers += [layer for layer in changed if not _is_in(layer, layers)]
         found = {_index(layers, layer): list(layer._losses) for layer in changed}
@@ -101,9 +101,9 @@ class _TraceRecord:
         self._losses.clear()
 
     def learn(self, known: _KnownState) -> bool:
-        """Adds state that the call did not take apart to what is known; whether there was any."""
+        """Add state that the call did not split to `known`; return whether there was any."""
         new = [v for key, v in self._touched.items() if key not in self._numbers]
-        if known.has_built:  # a function may make variables whenever it is traced
+        if known.has_built:  # a function may create variables in every trace
             new = [variable for variable in new if id(variable) not in self._made]
         new = [variable for variable in new if not _is_in(variable, known.variables)]
         layers = [x for x in self._layers_with_new_losses() if not _is_in(x, known.layers)]
@@ -137,13 +137,13 @@ class _ActiveRecord(threading.local):
 
 
 _active = _ActiveRecord()
-# A jitted function that closes over a model is traced again in every trace, whose values it reads.
+# JAX must retrace a jitted function that closes over a model, as it reads the current values.
 _trace = ContextVariable[object](None)
 
 
 @contextlib.contextmanager
 def _active_state(record: _TraceRecord | None, scope: Any) -> Iterator[None]:
-    """Within, variables are those of a record, and of a stateless scope of Keras."""
+    """Use the variables of a record and of a stateless scope of Keras within the context."""
     before = _active.record, get_stateless_scope()
     _active.record = record
     global_state.set_global_attribute("stateless_scope", scope)
@@ -155,8 +155,8 @@ def _active_state(record: _TraceRecord | None, scope: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def taken_apart(call: FunctionCall) -> Iterator[FunctionCall]:
-    """The call of a function, with the values of its variables among its arguments and results."""
+def split_variables(call: FunctionCall) -> Iterator[FunctionCall]:
+    """Add the values of variables to the arguments and results of a call."""
     known: _KnownState = call.memory.setdefault(__name__, _KnownState())
     variables, outer = tuple(known.variables), (_active.record, get_stateless_scope())
     values = [_value_now(variable) for variable in variables]
@@ -179,10 +179,10 @@ def taken_apart(call: FunctionCall) -> Iterator[FunctionCall]:
 
     found_more = lambda: record.learn(known) or call.found_more()  # noqa: E731
     if variables or known.layers:
-        own = lambda result: call.own(result[0])  # noqa: E731
+        user_result = lambda result: call.user_result(result[0])  # noqa: E731
         taken = call.arguments, values
-        keys = 0, 0, *call.own_keys
-        opened = FunctionCall(pure, taken, {}, close, call.memory, own, found_more, keys)
+        keys = 0, 0, *call.user_keys
+        opened = FunctionCall(pure, taken, {}, close, call.memory, user_result, found_more, keys)
     else:
         opened = dataclasses.replace(call, found_more=found_more)
     with _active_state(record, None):
@@ -193,7 +193,7 @@ def taken_apart(call: FunctionCall) -> Iterator[FunctionCall]:
 
 
 def replacements() -> Replacements:
-    """Lists what is replaced in Keras while a function is traced, besides the methods of layers."""
+    """Yield the replacements in Keras during a trace, except for the methods of layers."""
     wrappers = {"value": _tracked_value, "_direct_assign": _tracked_assignment}
     wrappers |= dict.fromkeys(("__init__", "_deferred_initialize"), _eager_initialization)
     for name, wrap in wrappers.items():
@@ -202,17 +202,17 @@ def replacements() -> Replacements:
         yield Layer, name, _tracked_losses
 
 
-def _held(variable: Any) -> Any:
-    """The array that a variable holds; None before it has one, and while `fit` holds it instead."""
+def _stored_value(variable: Any) -> Any:
+    """Return the array stored in a variable; None before it has one, and while `fit` has it."""
     return getattr(variable, "_value", None)
 
 
 def _value_now(variable: Any) -> Any:
-    """The value of a variable here: that of a stateless scope, of a record, or its own."""
+    """Return the current value of a variable: in a stateless scope, in a record, or stored."""
     found = _scoped(variable)
     if found is None and _active.record is not None:
         found = _active.record.read(variable)
-    return _held(variable) if found is None else found
+    return _stored_value(variable) if found is None else found
 
 
 def _scoped(variable: Any) -> Any:
@@ -221,11 +221,11 @@ def _scoped(variable: Any) -> Any:
 
 
 def _tracked_value(original: Any) -> Any:
-    """The value of a variable in the trace, cast to the precision of the layer that reads it."""
+    """Wrap the property `value`, to return the value in the trace in the layer's precision."""
 
     def value(self: Any) -> Any:
         found = None
-        if _active.record is not None and _held(self) is not None and _scoped(self) is None:
+        if _active.record is not None and _stored_value(self) is not None and _scoped(self) is None:
             found = _active.record.read(self)
         return original.__get__(self) if found is None else self._maybe_autocast(found)
 
@@ -233,11 +233,11 @@ def _tracked_value(original: Any) -> Any:
 
 
 def _tracked_assignment(original: Function) -> Any:
-    """The assignment of a value to a variable in the trace, unless it is its first value."""
+    """Wrap an assignment, to record it in the trace unless it is the first value."""
 
     @functools.wraps(original)
     def direct_assign(self: Any, value: Value) -> None:
-        if _active.record is None or _held(self) is None:
+        if _active.record is None or _stored_value(self) is None:
             original(self, value)
         else:
             _active.record.write(self, value)
@@ -246,7 +246,7 @@ def _tracked_assignment(original: Function) -> Any:
 
 
 def _eager_initialization(original: Function) -> Any:
-    """What gives a variable its first value, computed outside of the traced program."""
+    """Wrap an initialization, to compute the first value outside of the traced program."""
 
     @functools.wraps(original)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -254,7 +254,7 @@ def _eager_initialization(original: Function) -> Any:
             original(self, *args, **kwargs)
             return
         _active.record.make(self)
-        # It may draw from a generator of seeds, whose state is another from then on.
+        # The initializer may advance the state of a seed generator, which must be kept.
         eager = _active_state(None, get_stateless_scope())
         with eager, without_marks(), jax.ensure_compile_time_eval():
             original(self, *args, **kwargs)
@@ -263,7 +263,7 @@ def _eager_initialization(original: Function) -> Any:
 
 
 def _tracked_losses(original: Function) -> Any:
-    """Wraps a method that adds or removes losses of a layer."""
+    """Wrap a method that adds or removes losses of a layer."""
 
     @functools.wraps(original)
     def change(self: Any, *args: Any, **kwargs: Any) -> None:

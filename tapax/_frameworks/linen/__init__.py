@@ -1,1 +1,1 @@
-"""The adapter of Flax Linen, and the parts it is made of."""
+"""The adapter of Flax Linen."""

@@ -1,11 +1,11 @@
 """Flax Linen: modules are descriptions, bound to variables while `apply` or `init` runs them.
 
-Calls are seen by Linen's own `nn.intercept_methods`. A bound module knows its path, so it is named
-as its variables are: `CNN/Conv_0`, `Net/layers_0/attn`. The path is taken from the module that is
-running, so that a function that JAX traces once is named right wherever it is called.
+The adapter observes calls through `nn.intercept_methods`. A bound module knows its path, so its
+name is that of its variables: `CNN/Conv_0`, `Net/layers_0/attn`. Its scope is relative to the
+running module, so that a function that JAX traces once has the right names wherever it is called.
 
-A lifted transformation runs a method on a clone of the module, inside: in `nn.scan` what a method
-returns in every iteration is the site, and not what comes out of the loop.
+A lifted transformation runs a method on a clone of the module inside. So in `nn.scan` the site is
+the result of the method in every iteration, and not the result of the loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tapax._sites import join, segment
 
 
 class _RunningFunction(NamedTuple):
-    """A function that is running, with a module as its first argument."""
+    """A running function whose first argument is a module."""
 
     module: Any
     method: str
@@ -59,15 +59,15 @@ class _RunningFunction(NamedTuple):
 
     @property
     def is_method(self) -> bool:
-        """Whether it is a method of the module: `nn.scan` and others lift functions as well."""
+        """Whether it is a method of the module; `nn.scan` and others also lift functions."""
         dunder = self.method.startswith("__") and self.method != "__call__"
         owners = (cls.__dict__.get(self.method) for cls in type(self.module).__mro__)
         return not dunder and any(inspect.unwrap(f) is self.function for f in owners if callable(f))
 
     def is_part_of(self, outer: _RunningFunction) -> bool:
-        """Whether it is what `outer`, of a subclass, calls by `super()`.
+        """Return whether `outer`, a method of a subclass, calls it by `super()`.
 
-        Where the method is a transformed one, a clone of the module runs it.
+        If the method is transformed, a clone of the module runs it.
         """
         return (
             self.method == outer.method
@@ -78,7 +78,7 @@ class _RunningFunction(NamedTuple):
 
 
 class _LinenCalls(threading.local):
-    """The methods that are running on this thread, and whether calls are seen on it."""
+    """The methods that are running on this thread, and whether the adapter observes its calls."""
 
     def __init__(self) -> None:
         self.stack: list[_RunningFunction] = []
@@ -117,7 +117,7 @@ class Linen(Adapter):
     def observe_calls(self) -> Iterator[None]:
         calls = self._calls
         with self._patch():
-            if calls.seen:  # by a capture around this one
+            if calls.seen:  # a capture around this one observes the calls
                 yield
                 return
             calls.seen = True
@@ -134,14 +134,14 @@ class Linen(Adapter):
         )
 
     def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
-        """Describes a bound module of Linen; a cell starts from its own initial carry."""
+        """Describe a bound module of Linen; a cell starts from its initial carry."""
         check_inputs(module, inputs)
         if isinstance(module, nn.RNN):
             refuse_loop(module, "model.cell, bound to its variables")
         if module.scope is None:
             raise HiddenError(
-                f"`model` is a {type(module).__name__} without parameters, for modules of Linen "
-                "have none until they are bound. Give model.bind(variables)."
+                f"`model` is a {type(module).__name__} without parameters, because it is not bound "
+                "to variables. Give model.bind(variables)."
             )
         unbound, variables = module.unbind()
 
@@ -171,7 +171,7 @@ class Linen(Adapter):
         marks = call.is_method and not (stack and call.is_part_of(stack[-1]))
         stack.append(call)
         try:
-            with within(self, module, self.place(module)):
+            with within(self, module, self.scope_of(module)):
                 if not marks:
                     return run(*args, **kwargs)
                 out = MethodCall(self, module, method, run, args, kwargs).run_marked()
@@ -180,13 +180,13 @@ class Linen(Adapter):
         finally:
             stack.pop()
 
-    def place(self, module: Module) -> ModuleScope:
-        """Where a module is, from the module that is running."""
+    def scope_of(self, module: Module) -> ModuleScope:
+        """Return the scope of a module relative to the running module."""
         if module.scope is None:
             return locate(self, module)
         path, root = module.path, self._whole(module)
         for up, around in enumerate(reversed(running_modules())):
-            if around.adapter is self and _holds(around.module, module):
+            if around.adapter is self and _contains(around.module, module):
                 return ModuleScope(_text(path[len(around.module.path) :]), root, up)
         if running_modules():
             return ModuleScope(root, root)
@@ -196,11 +196,11 @@ class Linen(Adapter):
         return anchored_root(self, _applied(module), root, found, collection="params")
 
     def _whole(self, module: Module) -> str:
-        """The path of a module from the class of the model, by which that is called."""
+        """Return the path of a module that starts with the class of the model."""
         model = module
         while isinstance(model.parent, nn.Module):
             model = model.parent
-        # Modules do not keep their parents alive: that of `model.bind(variables).part` is gone.
+        # A module does not keep its parent alive: in `model.bind(variables).part` it is gone.
         name = self._models.get(module.scope.root) if model.path else None
         if name is not None:
             return join(name, _text(module.path))
@@ -208,7 +208,7 @@ class Linen(Adapter):
 
 
 def _applied(module: Module) -> Any:
-    """The module that the user applies, of which Linen runs a clone."""
+    """Return the module that the user applies; Linen runs a clone of it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _APPLYING:
@@ -223,16 +223,16 @@ _APPLYING = frozenset(
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """What an object was made from: of a module, without what `apply` binds it to."""
-    held = vars(value)
+    """Return the attributes of an object; for a module, without those that `apply` binds."""
+    found = vars(value)
     if not isinstance(value, nn.Module):
-        return held
-    return {k: v for k, v in held.items() if k not in ("parent", "scope") and k[0] != "_"}
+        return found
+    return {k: v for k, v in found.items() if k not in ("parent", "scope") and k[0] != "_"}
 
 
 @contextlib.contextmanager
 def _intercept_first(interceptor: Any) -> Iterator[None]:
-    """As `nn.intercept_methods`, around those that intercept already: it sees what they return."""
+    """Install an interceptor outside of all others, where it sees the results that they return."""
     stack = _module._global_interceptor_stack
 
     def replace(change: Callable[[list[Any]], list[Any]]) -> None:
@@ -248,22 +248,22 @@ def _intercept_first(interceptor: Any) -> Iterator[None]:
 
 
 def _is_clone(module: Module, of: Any) -> bool:
-    """Whether a transformation made a module to run in the place of another."""
+    """Return whether a transformation made a module to run instead of another."""
     bound = module.scope is not None and of.scope is not None
-    return bound and module.path == of.path and _holds(of, module)
+    return bound and module.path == of.path and _contains(of, module)
 
 
-def _holds(around: Any, module: Module) -> bool:
-    """Whether a module is in a module that is running: in the same `apply`, and below it."""
+def _contains(around: Any, module: Module) -> bool:
+    """Return whether a module is below the running module `around`, in the same `apply`."""
     if around.scope is None or module.path[: len(around.path)] != around.path:
         return False
     root = module.scope.root
-    # A transformation makes a new root for the variables that it lifts, with a path of its own.
+    # A transformation makes a new root, with a debug path, for the variables that it lifts.
     return bool(root.debug_path) or root == around.scope.root
 
 
 def _users_class(module: Module) -> type:
-    """The class of a module, before transformations made another from it."""
+    """Return the class of a module from before transformations derived another from it."""
     return next(c for c in type(module).__mro__ if c.__module__ != _transforms.__name__)
 
 
@@ -272,25 +272,25 @@ def _text(path: Sequence[str]) -> str:
 
 
 def _from_module(adapter: Linen, original: Function) -> Any:
-    """What `nn.jit` tells modules apart by: where they are as well.
+    """Wrap the key by which `nn.jit` identifies modules, to add their paths.
 
-    It would trace once for modules that are alike, but for their paths and for the modules that
-    they were given: their names would be those of the first.
+    Otherwise `nn.jit` would trace once for modules that differ only in their paths, or in the
+    modules that they take as attributes, and all of them would have the names of the first.
     """
 
     def from_module(cls: type, module: Module) -> Any:
         proxy = original.__get__(None, cls)(module)
         if active_policy() is None or module.scope is None:
             return proxy
-        place = adapter.place(module)
-        where = module.path, str(place), place.up
+        scope = adapter.scope_of(module)
+        where = module.path, str(scope), scope.up
         return dataclasses.replace(proxy, hash_key=hash((proxy.hash_key, where)))
 
     return classmethod(from_module)
 
 
 def _scan(original: Function) -> Any:
-    """`nn.scan` traces its body once more, first, to see what is constant: without marks."""
+    """Wrap `nn.scan`, which first traces its body to find constants, to switch marks off there."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -1,8 +1,8 @@
-"""The marks of Linen, `self.sow` and `self.perturb`, as tapax sees them.
+"""The marks of Linen, `self.sow` and `self.perturb`.
 
-They are sites, whether or not their collection is mutable; what Linen does with them is left as it
-is. `recording` is what `tapax.compat.linen` looks through: within, marks say what they were made
-from, methods that are asked for sow what they return, and Linen stores nothing itself.
+They are sites, whether or not their collection is mutable, and Linen stores their values as usual.
+Within `recording`, which `tapax.compat.linen` uses, marks carry the facts about their values,
+selected methods sow their results, and Linen stores nothing itself.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from tapax._marks.context import ContextVariable, active_policy
 from tapax._marks.sow import SownValue, mark
 from tapax._sites import segment
 
-# Part of the key of every `jit` cache, as what is traced depends on it.
+# The trace depends on this variable, so it is part of the key of every `jit` cache.
 _recording = ContextVariable[Any](None)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinenSownValue(SownValue):
-    """The sown or perturbed value that a site is a leaf of, in a module at some `depth`.
+    """The sown or perturbed value of a module at some `depth`, of which a site is a leaf.
 
-    `calls` is the container in which every call is kept; None if they are folded into one.
+    `calls` is the type of the container of all calls; None if the calls are folded into one.
     """
 
     collection: str
@@ -43,10 +43,10 @@ class LinenSownValue(SownValue):
 
 @dataclasses.dataclass(frozen=True)
 class LinenRecordOptions:
-    """Options of a recording of one `apply`: which collections, which method results.
+    """The options of a recording of one `apply`: the collections and method results to record.
 
-    `perturbed` are the collections that hold perturbations. Equal options record the same: `key`
-    says what they do.
+    `perturbed` are the collections of perturbations. Options with equal `key`s record the same
+    values.
     """
 
     is_mutable: Callable[[str], bool] = dataclasses.field(compare=False)
@@ -56,7 +56,7 @@ class LinenRecordOptions:
 
 
 class _Roots(threading.local):
-    """The scope of the `apply` that is recorded on this thread."""
+    """The root scope of the `apply` that is recorded on this thread."""
 
     recorded: Any = None
 
@@ -66,7 +66,7 @@ _roots = _Roots()
 
 @contextlib.contextmanager
 def recording(what: LinenRecordOptions, root: Any) -> Iterator[None]:
-    """Within, the marks of modules in the `apply` of a root scope are `LinenSownValue`s."""
+    """Record the marks in the `apply` of a root scope as `LinenSownValue`s within the context."""
     before, _roots.recorded = _roots.recorded, root
     try:
         with _recording(what):
@@ -76,13 +76,13 @@ def recording(what: LinenRecordOptions, root: Any) -> Iterator[None]:
 
 
 def _recorded(module: Module) -> LinenRecordOptions | None:
-    """What is recorded of a module: nothing if it runs in an `apply` within that one."""
+    """Return the recording options for a module; None if it runs in an `apply` inside that one."""
     root = module.scope.root
     return _recording.value if root.debug_path or root == _roots.recorded else None
 
 
 def record_result(module: Module, method: str, out: PyTree) -> None:
-    """Sows what a method returned, where that is recorded."""
+    """Sow the result of a method, if it is to be recorded."""
     what = _recorded(module) if module.scope is not None else None
     if what is not None and what.outputs is not None and what.outputs(module, method):
         mark(out, method, "sow", collection=_sown(module, "intermediates", method))
@@ -93,12 +93,12 @@ def _sown(module: Module, collection: str, name: str, calls: Any = tuple) -> Lin
 
 
 def sow(adapter: Any, original: Function) -> Any:
-    """`Module.sow`, with marks."""
+    """Wrap `Module.sow`, to mark the value."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def sow(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # `capture_intermediates` sows what methods return, which are sites already.
+        # `capture_intermediates` sows the results of methods, which are sites already.
         itself = sys._getframe(1).f_globals is vars(_module)
         if active_policy() is None or itself or self.scope is None:
             return original(self, *args, **kwargs)
@@ -115,11 +115,11 @@ def sow(adapter: Any, original: Function) -> Any:
         elif not what.is_mutable(collection):
             return False
         elif calls is None and self.scope.has_variable(collection, name):
-            # It goes on with what was given to `apply`.
+            # The fold continues from the state that the user passed to `apply`.
             return original(self, *args, **kwargs)
         else:
             fields["collection"] = _sown(self, collection, name, calls)
-        with within(adapter, self, adapter.place(self)):
+        with within(adapter, self, adapter.scope_of(self)):
             mark(value, segment(name), "sow", **fields)
         return original(self, *args, **kwargs) if what is None else True
 
@@ -127,7 +127,7 @@ def sow(adapter: Any, original: Function) -> Any:
 
 
 def perturb(adapter: Any, original: Function) -> Any:
-    """`Module.perturb`, with marks."""
+    """Wrap `Module.perturb`, to mark the value."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -144,7 +144,7 @@ def perturb(adapter: Any, original: Function) -> Any:
         elif not (what.is_mutable(collection) or collection in what.perturbed):
             return value
         kind = collection if what is None else _sown(self, collection, name)
-        with within(adapter, self, adapter.place(self)):
+        with within(adapter, self, adapter.scope_of(self)):
             return mark(value, segment(name), "perturb", collection=kind)
 
     return perturb

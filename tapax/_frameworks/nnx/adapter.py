@@ -153,9 +153,9 @@ class NNX(PatchedAdapter):
                 graphdef, state = context.split(named)
             order = AttributeOrder.of(objects.taken)
             taken = (graphdef, state, order), args, kwargs, None if inline else objects.values
-            own = lambda result: call.own(result[0])  # noqa: E731
+            user_result = lambda result: call.user_result(result[0])  # noqa: E731
             found_more = lambda: missed or call.found_more()  # noqa: E731
-            yield FunctionCall(pure, taken, {}, close, call.memory, own, found_more)
+            yield FunctionCall(pure, taken, {}, close, call.memory, user_result, found_more)
 
 
 def _forget_inner() -> None:

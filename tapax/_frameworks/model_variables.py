@@ -1,4 +1,4 @@
-"""The variables of running functions that hold a model, or models of its kind."""
+"""The variables of running functions that refer to a model, or to models of its kind."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from tapax._sites import is_machinery, join, segment
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldModels:
-    """What the variables of running functions say of a module.
+class ModelVariables:
+    """The variables of running functions that refer to a module, or to models of its kind.
 
-    `holder` is the path of the variable that holds it; empty if there is none, or if it may be one
-    of several. `constants` are the models of its kind whose arrays are constants, with the array of
-    each that the module has at `leaf`, weakly.
+    `holder` is the path of the variable that refers to the module; empty if there is none, or if it
+    may be one of several. `constants` are the models of its kind with constant arrays: the path of
+    the variable, and a weak reference to the array at `leaf`.
     """
 
     holder: str
     constants: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, adapter: Adapter, module: Module, until: Any, leaf: str | None) -> HeldModels:
+    def of(cls, adapter: Adapter, module: Module, until: Any, leaf: str | None) -> ModelVariables:
         is_of_kind: dict[int, bool] = {id(module): True}
         constants: dict[int, tuple[str, Any]] = {}
         holder = None
         for frame in reversed(list(_user_frames(until))):
-            held = [
+            found = [
                 (path, model)
                 for name, value in _variables(frame)
                 for path, model in modules_in(adapter, name, value)
                 if type(model) is type(module)
             ]
-            for _, model in held:
+            for _, model in found:
                 if id(model) not in is_of_kind:
                     is_of_kind[id(model)] = kind(adapter, model) == kind(adapter, module)
-            held = [(path, model) for path, model in held if is_of_kind[id(model)]]
-            if held and holder is None:
-                own = [path for path, model in held if model is module]
-                several = len({id(model) for _, model in held}) > 1
-                holder = own[0] if own else "" if several else held[0][0]
-            for path, model in held:
+            found = [(path, model) for path, model in found if is_of_kind[id(model)]]
+            if found and holder is None:
+                exact = [path for path, model in found if model is module]
+                several = len({id(model) for _, model in found}) > 1
+                holder = exact[0] if exact else "" if several else found[0][0]
+            for path, model in found:
                 if id(model) not in constants:
                     x = dict(arrays(adapter, model)).get(leaf or "")
                     is_constant = x is not None and not isinstance(x, Tracer)
@@ -58,7 +58,7 @@ class HeldModels:
 
 
 def _user_frames(until: Any) -> Iterator[Any]:
-    """The functions of users that have been running since `until`, innermost first."""
+    """Yield the frames of users' functions that were entered after `until`, innermost first."""
     frame = sys._getframe(2)
     while frame is not None and frame is not until:
         if is_users_code(frame.f_globals.get("__name__")):
@@ -67,7 +67,7 @@ def _user_frames(until: Any) -> Iterator[Any]:
 
 
 def is_users_code(module: str | None) -> bool:
-    """Whether the code of a Python module is the user's, as that without a module is."""
+    """Return whether a Python module is the user's; code without a module is too."""
     return module is None or module.partition(".")[0] not in _NOT_USERS
 
 
@@ -88,7 +88,7 @@ _NOT_USERS = frozenset(
 
 
 def _variables(frame: Any) -> Iterator[tuple[str, Any]]:
-    """The variables of a running function: local, closed over, and the globals that it uses."""
+    """Yield the variables of a running function: local, closed over, and the globals it uses."""
     yield from list(frame.f_locals.items())
     for name in frame.f_code.co_names:
         if name in frame.f_globals:
@@ -98,7 +98,7 @@ def _variables(frame: Any) -> Iterator[tuple[str, Any]]:
 def modules_in(
     adapter: Adapter, path: str, value: PyTree, depth: int = 2
 ) -> Iterator[tuple[str, Any]]:
-    """The modules that a variable holds, by itself or in containers and attributes."""
+    """Yield the modules in the value of a variable: itself, or in containers and attributes."""
     if adapter.is_module(value):
         yield path, value
     elif adapter.wraps(value):
@@ -109,7 +109,7 @@ def modules_in(
 
 
 def _parts(value: PyTree) -> Iterable[tuple[str, Any]]:
-    """What a container holds, or an object of a class of the user's."""
+    """List the items of a container, or the attributes of an object of a user's class."""
     if isinstance(value, CONTAINERS):
         if len(value) > _MANY:
             return ()
