@@ -1,4 +1,4 @@
-"""Fixtures that check that an adapter left its framework as it was."""
+"""Fixtures that check that an adapter restored its framework."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tapax._frameworks.patches import subclasses
 
 
 def attributes():
-    """The attributes of all classes of Equinox, except what `pickle` keeps in them."""
+    """Return the attributes of all classes of Equinox, except those that `pickle` adds."""
     import equinox as eqx
 
     return {
@@ -17,7 +17,7 @@ def attributes():
 
 @pytest.fixture
 def equinox_as_before():
-    """A test leaves the classes of Equinox as they were."""
+    """Check that a test leaves the classes of Equinox unchanged."""
     before = attributes()
     yield
     after = attributes()
@@ -27,7 +27,7 @@ def equinox_as_before():
 
 @pytest.fixture
 def keras_as_before():
-    """Names and weights do not depend on other tests, and a test leaves the classes of Keras."""
+    """Reset names and seeds of Keras, and check that a test leaves its classes unchanged."""
     import keras
 
     keras.backend.clear_session()

@@ -1,4 +1,4 @@
-"""Weights of attention as sites, of layers that compute them and of fused kernels that do not."""
+"""Attention weights as sites, of layers that compute them and of fused kernels that do not."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -18,14 +18,14 @@ CAUSAL = jnp.tril(jnp.ones((5, 5), bool))
 
 
 def softmax(logits):
-    """The softmax along the last axis, by NumPy in float64."""
+    """Compute the softmax along the last axis by NumPy in float64."""
     logits = np.asarray(logits, np.float64)
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
 
 def weights_by_hand(query, key, mask=None):
-    """Weights of queries and keys [batch, length, heads, depth]."""
+    """Compute the weights of queries and keys [batch, length, heads, depth]."""
     logits = np.einsum("bthd,bshd->bhts", np.asarray(query), np.asarray(key))
     logits = logits / np.sqrt(query.shape[-1])
     return softmax(logits if mask is None else np.where(mask, logits, -1e30))
@@ -45,7 +45,7 @@ class Net(nnx.Module):
 def test_weights_of_nnx_are_those_of_its_queries_and_keys(dropout):
     model = Net(nnx.Rngs(0), dropout)
     step = nnx.jit(nnx.grad(lambda model, x: jnp.sum(model(x) ** 2)))
-    step(model, X)  # compiled before
+    step(model, X)  # compiles the step before the capture
     wanted = ["Net/attn:weights", "Net/attn/query", "Net/attn/key"]
     _, taps = tapax.capture(step, values=wanted, grads="Net/attn:weights")(model, X)
     want = weights_by_hand(taps.values["Net/attn/query"], taps.values["Net/attn/key"], CAUSAL)
@@ -94,7 +94,7 @@ def test_weights_of_equinox_have_an_axis_of_heads():
     close(taps.values["MultiheadAttention:weights"], want)
 
 
-def test_weights_of_haiku():
+def test_weights_of_haiku_are_those_of_its_queries_and_keys():
     def net(x):
         init = hk.initializers.VarianceScaling(1.0)
         return hk.MultiHeadAttention(2, 4, w_init=init, name="attn")(x, x, x)
@@ -156,7 +156,7 @@ def test_fused_attention_stays_fused_unless_its_weights_are_used():
     close(edited(query), model(query))
 
 
-def test_gradients_of_fused_attention_by_its_weights():
+def test_weights_of_fused_attention_have_gradients():
     query, value = normal(2, 7, 4, 3), normal(2, 7, 4, 3)
     loss = lambda v: jnp.sum(_scoped(jax.nn.dot_product_attention, query, query, v) ** 2)
     _, taps = tapax.capture(jax.grad(loss), values="attn:weights")(value)
@@ -165,7 +165,7 @@ def test_gradients_of_fused_attention_by_its_weights():
     close(tapax.grad(loss, at="attn:weights")(value)["attn:weights"], want, 1e-4)
 
 
-def test_weights_in_scanned_and_recomputed_layers():
+def test_weights_in_scanned_and_recomputed_layers_are_captured():
     model = Net(nnx.Rngs(0))
     graph, state = nnx.split(model)
 
@@ -182,14 +182,14 @@ def test_weights_in_scanned_and_recomputed_layers():
         close(taps.values["Net/attn:weights"][i], weights_by_hand(query, key, CAUSAL))
 
 
-def test_weights_are_no_sites_unless_asked_for():
+def test_weights_are_sites_only_on_request():
     names = tapax.sites(Net(nnx.Rngs(0)))(X).names
     assert not any("weights" in name for name in names)
     _, taps = tapax.capture(Net(nnx.Rngs(0)), values=["**", "**:weights"])(X)
     assert [name for name in taps.values if name != "Net/attn:weights"] == names
 
 
-def test_weights_that_cannot_be_had():
+def test_weights_that_do_not_exist_are_refused():
     class Other(nnx.Module):
         def __call__(self, x):
             return jax.nn.softmax(x @ x.mT) @ x

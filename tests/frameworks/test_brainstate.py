@@ -57,14 +57,14 @@ def test_every_module_is_a_site():
         lambda model, x: functools.partial(model.update)(x),
     ],
 )
-def test_update_is_the_call(run):
+def test_update_and_call_are_one_site(run):
     model, x = make(), data()[0]
     _, taps = tapax.capture(functools.partial(run, model))(x)
     assert [n for n in taps.values if n.startswith("Net") and "/" not in n] == ["Net"]
     assert "Net/cell" in taps.values and "Net/cell.update" not in taps.values
 
 
-def test_a_bound_method_and_other_methods():
+def test_bound_and_other_methods_are_sites():
     model, x = make(), data()[0]
     assert set(tapax.capture(model.encode)(x)[1].values) == {"Net/layers/0", "Net.encode"}
     for fn in (model.update, functools.partial(model.update), tf.jit(model.update)):
@@ -73,7 +73,7 @@ def test_a_bound_method_and_other_methods():
     assert "Net/layers/0" in tapax.capture(lambda x: model.layers[0](x))(x)[1].values
 
 
-def test_a_class_with_a_call_of_its_own_and_super():
+def test_a_class_that_overrides_call_and_uses_super():
     class Base(nn.Module):
         def update(self, x):
             return x + 1
@@ -101,7 +101,7 @@ def test_a_class_with_a_call_of_its_own_and_super():
     assert found == {**inner, "Own": 5, "Own@1": 14, "Own.twice": 14} and out == 14
 
 
-def test_a_dynamics_with_updates_before_and_after():
+def test_dynamics_with_updates_before_and_after_are_sites():
     class Cell(nn.Dynamics):
         def __init__(self):
             super().__init__(2)
@@ -134,7 +134,7 @@ def test_modules_argument_narrows_brainstate_sites(modules, names):
     assert all(any(n in path for path in taps.values) for n in names)
 
 
-def test_selected_by_name():
+def test_modules_are_selected_by_name():
     model, xs = make(), data()
     _, taps = tapax.capture(train_step, "Net/head", "**/cell")(model, xs)
     assert list(taps.values) == ["Net/head"] and list(taps.grads) == ["Net/cell"]
@@ -142,7 +142,7 @@ def test_selected_by_name():
         tapax.capture(train_step, "Net/tail")(model, xs)
 
 
-def test_sow_in_a_module():
+def test_sow_in_a_module_has_its_path():
     class Sower(nn.Module):
         def __init__(self):
             super().__init__()
@@ -157,7 +157,7 @@ def test_sow_in_a_module():
     assert_close(taps.values["Sower/h"] * 2, taps.values["Sower"])
 
 
-def test_shared_modules_and_calls():
+def test_calls_of_shared_modules_are_numbered():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -281,7 +281,7 @@ def classes():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.jit])
-def test_an_exception_halfway(wrap):
+def test_an_exception_on_the_way_leaves_states_unchanged(wrap):
     model, xs = make(), data()
     before, methods = values_of(model), classes()
 
@@ -302,7 +302,7 @@ def test_an_exception_halfway(wrap):
     assert classes() == methods
 
 
-def test_an_exception_after_states_are_made():
+def test_an_exception_after_states_are_made_leaves_no_tracer():
     model, xs = make(), data()
 
     def broken(xs):
@@ -311,13 +311,13 @@ def test_an_exception_after_states_are_made():
 
     with pytest.raises(RuntimeError, match="halfway"):
         tapax.capture(broken)(xs)
-    with pytest.raises(bs.TraceContextError):  # as brainstate has it: no tracer is left
+    with pytest.raises(bs.TraceContextError):  # brainstate's error for a state without a value
         _ = model.cell.h.value
     nn.init_all_states(model, 2)
     assert "Net/cell" in tapax.capture(rollout)(model, xs)[1].values
 
 
-def test_what_was_captured_is_not_run_without():
+def test_the_trace_of_a_capture_does_not_run_without_it():
     model, xs = make(), data()
     step = tf.jit(functools.partial(train_step, model))
     tapax.capture(step)(xs)
@@ -327,7 +327,7 @@ def test_what_was_captured_is_not_run_without():
     assert "Net/cell" in tapax.capture(step)(xs)[1].grads
 
 
-def test_capture_in_a_transform_of_brainstates():
+def test_capture_inside_a_transform_of_brainstate():
     model, twin, xs = make(), make(), data()
 
     @tf.jit
@@ -383,6 +383,6 @@ def test_threads_capture_brainstate_models_at_once():
         thread.join()
     assert not failed, failed
     assert classes() == methods
-    values_of(shared)  # no tracer is left: they would not be arrays
+    values_of(shared)  # fails if a tracer is left
     for model in models:
         same(values_of(model), values_of(models[0]))

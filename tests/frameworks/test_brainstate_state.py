@@ -1,4 +1,4 @@
-"""Every `State` of brainstate is, after a captured call, as it would be without capture."""
+"""A captured call leaves every `State` of brainstate with the value of the plain call."""
 
 import functools
 
@@ -42,7 +42,7 @@ def indirectly(xs):
 
 
 def ways(model):
-    """The train step as people write it."""
+    """Make a train step as users write it."""
     hidden["model"] = model
     step = functools.partial(train_step, model)
     jitted = tf.jit(step)
@@ -63,7 +63,7 @@ def ways(model):
 
 @functools.cache
 def trajectory():
-    """A few steps without capture: results, gradients by hand, states."""
+    """Run a few steps without capture; return results, gradients by hand, and states."""
     model = make()
     plain = tf.jit(functools.partial(train_step, model))
     steps = []
@@ -80,7 +80,7 @@ JITTED = ["jit", "jit in a function", "static argument"]
 @pytest.mark.parametrize(
     ("way", "cached"), [(w, False) for w in ways(None)] + [(w, True) for w in JITTED]
 )
-def test_training_is_the_same(way, cached):
+def test_training_under_capture_equals_the_plain_training(way, cached):
     steps = trajectory()
     model = make()
     fn, args = ways(model)[way]()
@@ -97,7 +97,7 @@ def test_training_is_the_same(way, cached):
         same(values_of(model), left, 1e-5)
 
 
-def test_bit_for_bit_one_operation_at_a_time():
+def test_training_is_equal_bit_for_bit_op_by_op():
     model, twin = make(), make()
 
     def step(model, xs):
@@ -128,7 +128,7 @@ def test_states_of_recurrent_cells_after_capture(cell):
     same(values_of(model), values_of(twin), 1e-5)
 
 
-def test_values_are_read_anew_and_traced_once():
+def test_states_are_read_at_every_call_and_traced_once():
     traces = []
     scale, count = bs.State(jnp.float32(1)), bs.ShortTermState(jnp.int32(0))
 
@@ -146,7 +146,7 @@ def test_values_are_read_anew_and_traced_once():
     assert len(traces) == first == 1 and count.value == 4
 
 
-def test_hidden_states_cost_one_more_trace():
+def test_states_in_nested_containers_cost_one_more_trace():
     traces = []
     box = [[bs.State(jnp.float32(1))]]
 
@@ -160,7 +160,7 @@ def test_hidden_states_cost_one_more_trace():
     assert len(traces) == 2 and box[0][0].value == 4
 
 
-def test_states_of_another_branch():
+def test_states_of_another_branch_are_found():
     a, b = [bs.State(jnp.float32(0))], [bs.State(jnp.float32(0))]
     box = {"a": [a], "b": [b]}
 
@@ -177,7 +177,7 @@ def test_states_of_another_branch():
 
 
 @pytest.mark.parametrize("start", [0, 1.5, None, {"a": 1.0}])
-def test_any_value_of_a_state(start):
+def test_a_state_may_have_any_value(start):
     state = bs.State(start)
 
     def f(x):
@@ -194,7 +194,7 @@ def test_any_value_of_a_state(start):
     same(jax.tree.map(jnp.asarray, got), jax.tree.map(jnp.asarray, state.value))
 
 
-def test_a_number_in_a_state_that_decides():
+def test_a_number_in_a_state_may_decide_the_control_flow():
     state = bs.State(3)
     f = lambda x: sum(x for _ in range(state.value))
     captured = tapax.capture(f)
@@ -203,7 +203,7 @@ def test_a_number_in_a_state_that_decides():
     assert captured(2.0)[0] == 8
 
 
-def test_a_string_in_a_state():
+def test_a_string_in_a_state_may_change():
     state, x = bs.State("sin"), jnp.float32(1)
     captured = tapax.capture(lambda x: getattr(jnp, state.value)(x))
     assert np.isclose(captured(x)[0], np.sin(1))
@@ -211,13 +211,13 @@ def test_a_string_in_a_state():
     assert np.isclose(captured(x)[0], np.cos(1))
 
 
-def test_states_and_modules_as_results():
+def test_states_and_modules_may_be_results():
     model, state = make(), bs.State(jnp.float32(1))
     out, _ = tapax.capture(lambda x: (x, {"m": model, "s": state}))(1.0)
     assert out[1]["m"] is model and out[1]["s"] is state
 
 
-def test_states_as_arguments():
+def test_states_may_be_arguments():
     def f(state, x):
         state.value = state.value + x
         return state.value * 2
@@ -229,7 +229,7 @@ def test_states_as_arguments():
             assert captured(state, 1.0)[0] == 2 * (start + i) and state.value == start + i
 
 
-def test_hooks_see_the_value():
+def test_hooks_of_states_see_the_value():
     state, seen = bs.State(jnp.float32(1)), []
     state.register_hook("write_after", lambda ctx: seen.append(ctx.value))
     captured = tapax.capture(lambda x: setattr(state, "value", state.value + x))
@@ -238,7 +238,7 @@ def test_hooks_see_the_value():
     assert [float(v) for v in seen if not isinstance(v, jax.core.Tracer)] == [2, 3]
 
 
-def test_sites_leaves_everything_as_it_was():
+def test_sites_leaves_all_states_unchanged():
     model, xs = make(), data()
     before = values_of(model)
     names = tapax.sites(train_step)(model, xs).names
@@ -250,7 +250,7 @@ def test_sites_leaves_everything_as_it_was():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_states_made_by_the_function(jit):
+def test_states_made_by_the_function_get_their_values(jit):
     model, twin = make(), make()
     captured = tapax.capture(from_the_start)
     for batch in (2, 3, 2, 3, 2):
@@ -261,14 +261,14 @@ def test_states_made_by_the_function(jit):
         assert_close(out, from_the_start(twin, xs))
         assert_close(taps.values["Net/cell"][-1], model.cell.h.value)
         same(values_of(model), values_of(twin), 1e-5)
-        if jit:  # what was made is a state like any other
+        if jit:  # the made state is a state like any other
             step = tf.jit(functools.partial(rollout, model))
             expected = rollout(twin, xs)
             assert_close(step(xs), expected)
             same(values_of(model), values_of(twin), 1e-5)
 
 
-def test_states_made_in_a_jit_that_takes_gradients():
+def test_states_made_in_a_jit_that_takes_gradients_get_their_values():
     model, twin = make(), make()
 
     def step(model, xs):
@@ -284,7 +284,7 @@ def test_states_made_in_a_jit_that_takes_gradients():
     same({k: s.value for k, s in a.items()}, {k: s.value for k, s in b.items()}, 1e-5)
 
 
-def test_states_made_between_calls():
+def test_states_made_between_calls_replace_the_old_ones():
     model, twin, traces = make(), make(), []
 
     def run(model, xs):
@@ -301,7 +301,7 @@ def test_states_made_between_calls():
     assert len(traces) == 1
 
 
-def test_states_made_between_calls_of_a_hidden_model():
+def test_states_made_between_calls_of_a_model_in_a_global_dict():
     model, twin = make(), make()
     hidden["model"] = model
     run = lambda xs: (lambda xs: rollout(hidden["model"], xs))(xs)
@@ -314,7 +314,7 @@ def test_states_made_between_calls_of_a_hidden_model():
         same(values_of(model), values_of(twin), 1e-5)
 
 
-def test_states_made_under_vmap():
+def test_states_made_under_vmap_get_their_values():
     def run(model, x):
         nn.vmap_init_all_states(model, axis_size=x.shape[0])
         states = {0: model.states(bs.HiddenState)}
@@ -329,7 +329,7 @@ def test_states_made_under_vmap():
     same(values_of(model)["cell", "h"], values_of(twin)["cell", "h"], 1e-5)
 
 
-def test_a_model_made_by_the_function():
+def test_a_model_made_by_the_function_is_captured():
     def f(x):
         bs.random.seed(3)
         return nn.Linear(3, 2)(x)
@@ -340,7 +340,7 @@ def test_a_model_made_by_the_function():
     assert list(taps.values) == ["Linear"]
 
 
-def test_dropout_and_the_random_state():
+def test_dropout_advances_the_random_state():
     class Noisy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -369,7 +369,7 @@ def test_dropout_and_the_random_state():
     assert not np.allclose(got[0], got[1])
 
 
-def test_the_random_state_in_a_loop_of_a_hidden_function():
+def test_the_random_state_advances_in_a_for_loop():
     def noise(x):
         return tf.for_loop(lambda x: x + bs.random.normal(), x)
 
@@ -421,7 +421,7 @@ def test_the_clock_is_an_argument_and_other_settings_are_not():
     assert len(traces) == 3
 
 
-def test_attributes_that_change():
+def test_attributes_may_change_between_calls():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

@@ -23,7 +23,7 @@ KEY = jax.random.key(0)
 
 @pytest.fixture(autouse=True)
 def of_32_bits():
-    """So are the layers, which given 64 fail by themselves."""
+    """Disable 64 bits, with which some of the layers fail by themselves."""
     with jax.enable_x64(False):
         yield
 
@@ -35,8 +35,8 @@ def close(a, b, tol=2e-5):
         assert_close(np.asarray(x), np.asarray(y), tol)
 
 
-# One model, six times: two layers, a normalisation with statistics between them, and a `hook`,
-# the identity, by which the same change is made by hand.
+# One model in six frameworks: two layers, a normalisation with statistics between them, and a
+# `hook`, the identity, which the tests replace to make a change by hand.
 
 
 def same(h):
@@ -124,8 +124,8 @@ class OfKeras(keras.Model):
         return self.second(jnp.tanh(h))
 
 
-# For each, `loss()` and `step()` return a function and its arguments. After a call, `held` is
-# all that was learned, statistics included, and `value` the loss.
+# In each class, `loss()` and `step()` return a function and its arguments. After a call, `held`
+# returns all that was learned, statistics included, and `value` the loss.
 
 
 class NNX:
@@ -338,7 +338,7 @@ clipped.defvjp(lambda h: (h, None), lambda _, g: (CLIP(g),))
 
 
 def ran(framework, change, hook=same, of="step"):
-    """The result of two calls, and what is held after them."""
+    """Call a changed function twice; return the last loss and the learned arrays."""
     one = framework()
     f, args = getattr(one, of)(hook)
     f, out = change(one, f), None
@@ -355,7 +355,7 @@ def test_edited_values_in_models_of_frameworks(framework, of):
 
 
 @every
-def test_an_edit_of_nothing(framework):
+def test_an_edit_by_the_identity_changes_nothing(framework):
     got = ran(framework, lambda one, f: tapax.edit(f, {one.site: lambda h: h}))
     close(got, ran(framework, lambda one, f: f), 1e-6)
 
@@ -367,8 +367,8 @@ def test_clipped_gradients_in_an_unmodified_train_step(framework):
 
 
 @every
-def test_edited_for_one_example(framework):
-    # `first` of the Equinox model is called under vmap: there an edit sees one example.
+def test_edits_under_vmap_see_one_example(framework):
+    # The Equinox model calls `first` under vmap, so the edit sees one example there.
     new = jnp.sin(jnp.arange(20.0) ** 2).reshape(4, 5)
     row = lambda h: new if h.shape == (4, 5) else new[0]
     if framework is Equinox:
@@ -378,14 +378,14 @@ def test_edited_for_one_example(framework):
 
 
 def added(framework, eps):
-    """A hook that adds; under a vmap, to each example what is at its place in the batch."""
+    """Make a hook that adds `eps`; under a vmap, to each example its row of `eps`."""
     if framework is Equinox:
         return lambda h: h + eps[jax.lax.axis_index("batch")]
     return lambda h: h + eps
 
 
 @every
-def test_gradients_and_perturbations(framework):
+def test_gradients_and_perturbations_agree_with_hooks(framework):
     one = framework()
     f, args = one.loss()
     plain = one.held(f(*args), args)
@@ -415,7 +415,7 @@ def test_gradients_and_perturbations(framework):
 
 
 @every
-def test_cuts_leave_state_as_it_is(framework):
+def test_cuts_leave_state_unchanged(framework):
     one = framework()
     f, args = one.loss()
     before = held(one, args)
@@ -431,7 +431,7 @@ def test_cuts_leave_state_as_it_is(framework):
 
 
 def held(one, args):
-    """What the objects among the arguments hold."""
+    """Return copies of the arrays in the objects among the arguments."""
     if isinstance(one, (Brainstate, Keras)):
         return one.held(None, args)
     arrays = nnx.state(args[0]) if isinstance(one, NNX) else args
@@ -439,7 +439,7 @@ def held(one, args):
 
 
 @every
-def test_jacobians_by_intermediates_of_models(framework):
+def test_jacobians_with_respect_to_intermediates_of_models(framework):
     one = framework()
     f, args = one.loss()
     before = held(one, args)
@@ -458,7 +458,7 @@ def test_jacobians_by_intermediates_of_models(framework):
     close(jnp.einsum("abcd,cd->ab", made, direction), slope)
 
 
-def test_a_scanned_model_and_one_of_its_layers():
+def test_one_layer_of_a_scanned_model_is_changed():
     class Layer(linen.Module):
         @linen.compact
         def __call__(self, x, _):
@@ -489,7 +489,7 @@ def test_a_scanned_model_and_one_of_its_layers():
     close(tapax.suffix(f, at)(jnp.zeros((4, 3)), variables, X), hand(2, X))
 
 
-def test_calls_of_one_nnx_layer():
+def test_single_calls_of_one_nnx_layer_are_changed():
     class Tied(nnx.Module):
         def __init__(self):
             self.lin = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
@@ -504,7 +504,7 @@ def test_calls_of_one_nnx_layer():
     close(tapax.prefix(lambda m, x: m(x), "Tied/lin@0")(model, X), model.lin(X))
 
 
-def test_dropout_draws_as_the_plain_call_does():
+def test_dropout_under_an_edit_draws_the_plain_mask():
     class Net(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)

@@ -95,7 +95,7 @@ class Net(eqx.Module):
 
 
 def by_hand(net, x, eps):
-    """The network in plain JAX: what it returns, and every value, to each of which eps is added."""
+    """Run the network in plain JAX, with `eps` added to every value; return result and values."""
     seen = {}
 
     def tap(name, value):
@@ -111,7 +111,7 @@ def by_hand(net, x, eps):
 
 
 def expected(net, x):
-    """Values, and the gradients of `mean_square`, by plain JAX."""
+    """Compute values, and the gradients of `mean_square`, in plain JAX."""
     _, values = by_hand(net, x, {})
     zeros = jax.tree.map(jnp.zeros_like, values)
     return values, jax.grad(lambda eps: jnp.mean(by_hand(net, x, eps)[0] ** 2))(zeros)
@@ -124,7 +124,7 @@ def mean_square(net, x):
 def close(found, wanted):
     assert set(found) == set(wanted)
     for name, value in wanted.items():
-        # Some map over an axis of one.
+        # Some transformations map over an axis of length one.
         got = np.asarray(found[name])
         assert [n for n in got.shape if n > 1] == [n for n in value.shape if n > 1]
         got = got.reshape(value.shape)
@@ -165,7 +165,7 @@ def test_train_step_of_an_equinox_model(how, jit):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_model_closed_over(how):
+def test_a_closed_over_model_is_captured(how):
     model = Net(how)
     _, taps = tapax.capture(lambda x: jax.vmap(model)(x))(X)
     close(taps.values, expected(model, X)[0])
@@ -182,14 +182,14 @@ def test_model_closed_over(how):
         lambda net: jax.jit(lambda x: net(x)),
     ],
 )
-def test_module_as_function(fn):
+def test_a_module_may_be_the_captured_function(fn):
     model = Net()
     out, taps = tapax.capture(fn(model))(X[0])
     close(taps.values, expected(model, X[0])[0])
     assert_close(out, model(X[0]))
 
 
-def test_arrays_of_the_captured_module_are_no_constants():
+def test_arrays_of_the_captured_module_are_arguments():
     model = Net()
     traces = []
     HOW["counted"] = lambda block, x: traces.append(0) or block(x)
@@ -199,8 +199,8 @@ def test_arrays_of_the_captured_module_are_no_constants():
     changed = eqx.tree_at(lambda m: m.ends["head"].bias, model, jnp.ones(D))
     _, taps = captured(changed, X[0])
     close(taps.values, expected(changed, X[0])[0])
-    assert len(traces) == 3  # blocks, in one trace
-    # Another module is another function, and never that of the first one's weights.
+    assert len(traces) == 3  # one trace, with three blocks
+    # Another module is another function, which must not use the weights of the first.
     _, taps = tapax.capture(changed)(X[0])
     close(taps.values, expected(changed, X[0])[0])
 
@@ -226,15 +226,15 @@ def test_methods_of_a_module_are_sites(fn, method):
     assert site.module is Net
 
 
-def test_method_under_vmap():
+def test_a_bound_method_under_vmap_is_a_site():
     net = Net()
-    bound = net.encode  # before anything is captured
+    bound = net.encode  # bound before the capture
     for fn in (jax.vmap(bound), eqx.filter_vmap(bound), lambda x: jax.vmap(net.encode)(x)):
         _, taps = tapax.capture(fn)(X)
         assert taps.values["Net.encode"].shape == (B, D)
 
 
-def test_method_of_blocks():
+def test_methods_of_blocks_are_sites():
     class Encoders(eqx.Module):
         blocks: tuple
 
@@ -250,7 +250,7 @@ def test_method_of_blocks():
     }
 
 
-def test_sow_in_a_module():
+def test_sow_in_a_module_has_its_path():
     class Sowing(eqx.Module):
         linear: eqx.nn.Linear
 
@@ -271,14 +271,14 @@ def test_sow_in_a_module():
     assert_close(taps.values["Outer/parts/1/h"], linear(1)(2 * first))
 
 
-def test_calls_and_roots_of_one_class():
+def test_calls_and_roots_of_one_class_are_told_apart():
     _, taps = tapax.capture(lambda a, b, x: a(b(a(x))))(linear(0), linear(1), X[0])
     assert list(taps.values) == ["a", "b", "a@1"]
     first = linear(0)(X[0])
     assert_close(taps.values["b"], linear(1)(first))
 
 
-def test_a_part_of_a_model_called_alone():
+def test_a_part_of_a_model_called_alone_keeps_its_path():
     net = Net()
     _, taps = tapax.capture(lambda net, x: net.blocks[1].linear(x))(net, X[0])
     close(taps.values, {"Net/blocks/1/linear": net.blocks[1].linear(X[0])})
@@ -320,7 +320,7 @@ def test_numbers_in_modules_are_static():
     assert traces == [(float, int)]
 
 
-def test_cached_before_and_after():
+def test_a_capture_leaves_cached_traces_alone():
     train = eqx.filter_jit(eqx.filter_value_and_grad(mean_square))
     model = Net("jitted function")
     before = train(model, X)
@@ -354,7 +354,7 @@ class Failing(eqx.Module):
         raise RuntimeError("halfway")
 
 
-def test_exception_halfway_restores_equinox():
+def test_an_exception_restores_equinox():
     before = attributes()[eqx.nn.Linear]
     model = Failing(linear())
     for fn in (model, eqx.filter_jit(model), eqx.filter_checkpoint(model), jax.grad(model)):
@@ -404,7 +404,7 @@ def test_threads_capture_equinox_models_at_once():
         close(values, expected(net, X[0])[0])
 
 
-def test_copies_under_capture():
+def test_modules_are_copied_under_capture():
     net = Net()
 
     def run(x):

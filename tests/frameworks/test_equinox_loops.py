@@ -1,4 +1,4 @@
-"""Equinox's own while loops and scans, on which diffrax and optimistix are built."""
+"""The while loops and scans of Equinox, which diffrax and optimistix use."""
 
 import equinox.internal as eqxi
 import jax
@@ -15,7 +15,7 @@ KINDS = ["lax", "checkpointed", "bounded"]
 
 
 def loop(kind, mark=lambda h, name: h):
-    """Three times `x -> sin(2x)`, in one of Equinox's loops."""
+    """Apply `x -> sin(2x)` three times in a loop of Equinox."""
 
     def run(x):
         body = lambda c: (c[0] + 1, jnp.sin(mark(2 * c[1], "h")))
@@ -61,7 +61,7 @@ BATCH = jnp.stack([X, X + 0.5, 2 * X])
 
 
 def by_hand(x, steps=STEPS, edit=lambda i, h: h):
-    """What is marked in every iteration, and the gradients by it: the loop, written out."""
+    """Compute the marked values of all iterations and their gradients without a loop."""
 
     def run(zeros):
         values = []
@@ -76,7 +76,7 @@ def by_hand(x, steps=STEPS, edit=lambda i, h: h):
 
 
 def counted(x, steps=STEPS, checkpoints=None):
-    """The loop with as many checkpoints; all but those iterations are computed once more."""
+    """Run the loop with some checkpoints; the backward pass recomputes the other iterations."""
     body = lambda c: (c[0] + 1, jnp.sin(tapax.sow(2 * c[1], "h")))
     bound = {"max_steps": 6, "checkpoints": checkpoints}
     test = lambda c: c[0] < steps
@@ -95,14 +95,14 @@ def test_gradients_of_a_checkpointed_loop_come_in_the_order_of_its_iterations(ch
     assert taps.valid["h"].tolist() == [True] * STEPS + [False] * 2
     assert not taps.grads["h"][STEPS:].any()
     assert_close(grad, 2 * grads[0])
-    # Without `steps`, the last iteration, as of every while loop.
+    # Without `steps` a while loop returns the last iteration.
     _, taps = tapax.capture(step)(X)
     assert_close(taps.values["h"], values[-1])
     assert_close(taps.grads["h"], grads[-1])
     assert int(taps.valid["h"]) == STEPS
 
 
-def test_gradients_alone_and_their_statistics():
+def test_gradients_are_captured_without_values_and_reduced():
     step = jax.grad(lambda x: counted(x, checkpoints=1))
     _, grads = by_hand(X)
     _, taps = tapax.capture(step, values=None, grads="h")(X)
@@ -148,7 +148,7 @@ def test_examples_that_are_done_keep_their_last_value_and_gradient():
 
 
 @pytest.mark.parametrize("kind", ["lax", "bounded"])
-def test_values_of_examples_that_are_done_in_other_loops(kind):
+def test_examples_that_are_done_keep_their_last_value_in_other_loops(kind):
     def run(x, steps):
         body = lambda c: (c[0] + 1, jnp.sin(tapax.sow(2 * c[1], "h")))
         bound = {} if kind == "lax" else {"max_steps": 4}
@@ -176,7 +176,7 @@ def test_two_runs_of_one_traced_loop_keep_their_gradients_apart():
     assert_close(taps.grads["h@1"], 3 * second[1])
 
 
-def test_a_loop_within_a_loop_and_within_a_scan():
+def test_nested_loops_are_captured_within_a_scan():
     def once(x):
         body = lambda c: (c[0] + 1, jnp.sin(tapax.sow(2 * c[1], "h")))
         bound = {"kind": "checkpointed", "max_steps": 2, "checkpoints": 1}
@@ -196,7 +196,7 @@ def test_a_loop_within_a_loop_and_within_a_scan():
     assert_close(taps.grads["h"], grads.reshape(2, 2, 3))
 
 
-def test_an_edit_of_one_iteration_is_differentiated_there_alone():
+def test_the_derivative_of_an_edited_iteration_is_changed_there_alone():
     edit = lambda i, h: 3 * h if i == 1 else h
     where = tapax.at("h", step=1)
     step = tapax.edit(

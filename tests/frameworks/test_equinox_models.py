@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("equinox_as_before")
 
 
 class Wrapped(eqx.Module):
-    """Its parts are wrapped, each in another way."""
+    """A model whose parts are wrapped, each in another way."""
 
     parts: list
     fixed: object = eqx.field(static=True)
@@ -66,7 +66,7 @@ class Stacked(eqx.Module):
         return self.head(x)
 
 
-def test_scan_over_stacked_layers():
+def test_scan_over_stacked_layers_stacks_values():
     _, taps = tapax.capture(eqx.filter_jit(eqx.filter_value_and_grad(mean_square)))(Stacked(), X)
     values, grads = expected(Net(), X)
     assert set(taps.values) == {"Stacked", "Stacked/head"} | {
@@ -96,7 +96,7 @@ def over_batch(model, state, x):
     return mapped(x, state)
 
 
-def test_state_is_no_result():
+def test_state_is_not_part_of_the_result():
     model, state = eqx.nn.make_with_state(Normed)()
     out, new = over_batch(model, state, X)
     _, state = eqx.nn.make_with_state(Normed)()
@@ -107,7 +107,7 @@ def test_state_is_no_result():
         assert_close(a, b)
 
 
-def test_stateful_sequential_of_batch_norm_and_dropout():
+def test_stateful_sequential_of_batch_norm_and_dropout_is_captured():
     layers = lambda: [
         linear(),
         eqx.nn.BatchNorm(D, "batch", mode="batch"),
@@ -182,7 +182,7 @@ class Recurrent(eqx.Module):
         return jax.lax.scan(lambda h, x: (self.cell(x, h), None), jnp.zeros(D), xs)[0]
 
 
-def test_recurrent_cell_in_a_scan():
+def test_recurrent_cell_in_a_scan_is_captured():
     model = Recurrent(eqx.nn.GRUCell(D, D, key=jax.random.key(0)))
     loss = eqx.filter_jit(eqx.filter_grad(lambda m, x: jnp.sum(m(x) ** 2)))
     _, taps = tapax.capture(loss)(model, X)
@@ -208,13 +208,13 @@ def test_recurrent_cell_in_a_scan():
         lambda m, x: eqx.filter_eval_shape(m, x) and m(x),
     ],
 )
-def test_modules_under_other_transformations(fn):
+def test_modules_are_captured_under_other_transformations(fn):
     net = Net()
     _, taps = tapax.capture(fn)(net, X[0])
     close(taps.values, expected(net, X[0])[0])
 
 
-def test_ensemble_of_blocks_under_filter_vmap():
+def test_ensemble_of_blocks_is_captured_under_filter_vmap():
     models = eqx.filter_vmap(Block)(jnp.arange(3))
     run = eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))
     _, taps = tapax.capture(run)(models, X[0])
@@ -222,7 +222,7 @@ def test_ensemble_of_blocks_under_filter_vmap():
     assert_close(taps.values["Block/linear"], each)
 
 
-def test_a_module_that_is_a_record_of_results():
+def test_a_module_may_be_a_record_of_results():
     class Output(eqx.Module):
         logits: jax.Array
         count: int
@@ -237,7 +237,7 @@ def test_a_module_that_is_a_record_of_results():
     assert set(taps.values) == {"Head:logits", "Head/linear"} and out.count == 3
 
 
-def test_an_ancestor_and_a_part_of_it_called_from_within():
+def test_a_module_may_call_an_ancestor_and_its_parts():
     class Inner(eqx.Module):
         linear: eqx.nn.Linear
 
@@ -261,7 +261,7 @@ def test_an_ancestor_and_a_part_of_it_called_from_within():
     close(taps.values, {"Outer/last": last, **dict.fromkeys(names, out)})
 
 
-def test_super_is_a_part_of_the_method():
+def test_super_is_part_of_the_method():
     class Twice(Block):
         def __call__(self, x):
             return 2 * super().__call__(x)
@@ -305,8 +305,8 @@ def test_the_call_as_a_bound_method_is_a_site(jit):
 
 
 @pytest.mark.parametrize("method", ["checkpointed", "mapped"])
-def test_methods_whose_wrapper_holds_numbers_do_not_warn(method):
-    # Warnings are errors.
+def test_methods_whose_wrapper_has_numbers_do_not_warn(method):
+    # Warnings are errors in the tests.
     x = ROWS if method == "mapped" else ROWS[0]
     run = lambda model, x: getattr(model, method)(x)
     expected = np.asarray(run(small(), x))

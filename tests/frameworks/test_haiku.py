@@ -70,7 +70,7 @@ class Net(hk.Module):
 
 
 def by_hand(params, x, eps):
-    """The network in plain JAX: what it returns, and every value, to each of which eps is added."""
+    """Run the network in plain JAX, with `eps` added to every value; return result and values."""
     seen = {}
 
     def tap(name, value):
@@ -89,7 +89,7 @@ def by_hand(params, x, eps):
 
 
 def expected(params, x):
-    """Values, and the gradients of the mean square, by plain JAX."""
+    """Compute values, and the gradients of the mean square, in plain JAX."""
     _, values = by_hand(params, x, {})
     zeros = jax.tree.map(jnp.zeros_like, values)
     return values, jax.grad(lambda eps: jnp.mean(by_hand(params, x, eps)[0] ** 2))(zeros)
@@ -98,7 +98,7 @@ def expected(params, x):
 def close(found, wanted):
     assert set(found) == set(wanted)
     for name, value in wanted.items():
-        # Some run in a loop of one iteration.
+        # Some transformations run a loop of one iteration.
         got = np.asarray(found[name])
         assert got.size == value.size, name
         got = got.reshape(value.shape)
@@ -153,14 +153,14 @@ def test_apply_of_a_haiku_model(how, jit):
     close(taps.values, expected(params, X)[0])
 
 
-def test_init_is_a_program_too():
+def test_init_is_captured_like_apply():
     net, params = ready()
     out, taps = tapax.capture(net.init)(KEY, X)
     assert jax.tree.structure(out) == jax.tree.structure(params)
     close(taps.values, expected(params, X)[0])
 
 
-def test_vmap_over_examples():
+def test_vmap_over_examples_puts_the_batch_axis_first():
     net, params = ready()
     _, taps = tapax.capture(jax.vmap(net.apply, in_axes=(None, 0)))(params, X)
     close(taps.values, expected(params, X)[0])
@@ -193,7 +193,7 @@ def test_layer_stack_stacks_its_values():
 
 @pytest.mark.parametrize("make", [hk.LSTM, hk.GRU, hk.VanillaRNN])
 @pytest.mark.parametrize("unroll", [hk.dynamic_unroll, hk.static_unroll])
-def test_recurrent_cores_in_unrolled_loops(make, unroll):
+def test_recurrent_cores_are_captured_in_unrolled_loops(make, unroll):
     def run(xs):
         core = make(D)
         return unroll(core, xs, core.initial_state(None))[0]
@@ -222,7 +222,7 @@ def test_recurrent_cores_in_unrolled_loops(make, unroll):
         assert_close(got, wanted)
 
 
-def test_batch_norm_and_dropout():
+def test_batch_norm_and_dropout_are_captured():
     def run(x):
         x = hk.BatchNorm(True, True, 0.9)(hk.Linear(D)(x), is_training=True)
         return hk.dropout(hk.next_rng_key(), 0.5, hk.Linear(D)(x))
@@ -286,7 +286,7 @@ def test_methods_of_a_module_are_sites():
     assert site.module is Coder and site.method == "decode"
 
 
-def test_super_and_inherited_methods():
+def test_super_and_inherited_methods_are_sites_once():
     class Base(hk.Module):
         def __call__(self, x):
             return hk.Linear(D)(x)
@@ -307,7 +307,7 @@ def test_super_and_inherited_methods():
     close(taps.values, wanted)
 
 
-def test_an_ancestor_and_a_sibling_called_from_within():
+def test_a_module_may_call_an_ancestor_and_a_sibling():
     class Inner(hk.Module):
         def __init__(self, outer):
             super().__init__()
@@ -339,7 +339,7 @@ def test_an_ancestor_and_a_sibling_called_from_within():
     )
 
 
-def test_sow_name_scope_and_forced_names():
+def test_sow_follows_name_scopes_and_forced_names():
     class Sowing(hk.Module):
         def __call__(self, x):
             with hk.name_scope("part"):
@@ -368,7 +368,7 @@ def test_a_module_called_twice_has_two_sites():
     close(taps.grads, {"linear": jnp.ones((B, D)) @ w.T, "linear@1": jnp.ones((B, D))})
 
 
-def test_convolutional_blocks_with_batch_norm():
+def test_convolutional_blocks_with_batch_norm_are_captured():
     def run(x):
         norm = {"create_scale": True, "create_offset": True, "decay_rate": 0.9}
         options = {"resnet_v2": False, "bottleneck": False, "use_projection": True}
@@ -387,7 +387,7 @@ def test_convolutional_blocks_with_batch_norm():
     assert_close(taps.values[first], x @ kernel[0, 0], 1e-4)
 
 
-def test_resnet18_as_published():
+def test_resnet18_as_published_is_captured():
     net = hk.transform_with_state(lambda x: hk.nets.ResNet18(3)(x, is_training=True))
     x = jnp.zeros((1, 32, 32, 3))
     params, state = jax.eval_shape(net.init, KEY, x)
@@ -396,7 +396,7 @@ def test_resnet18_as_published():
     assert layers <= set(names) and "res_net18" in names
 
 
-def test_cached_before_and_after():
+def test_a_capture_leaves_cached_traces_alone():
     net, params = ready("remat")
     step = jax.jit(jax.grad(lambda p, x: jnp.mean(net.apply(p, x) ** 2)))
     before = step(params, X)
@@ -429,7 +429,7 @@ def test_selections_of_haiku_modules():
         tapax.capture(run, "net/tail")(params, X)
 
 
-# --- Haiku is left as it was found -------------------------------------------------------------
+# --- Haiku is restored --------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -440,7 +440,7 @@ def haiku_as_before():
     assert not interceptor_stack
 
 
-def test_exception_halfway_restores_haiku():
+def test_an_exception_restores_haiku():
     class Failing(hk.Module):
         def __call__(self, x):
             hk.Linear(D)(x)
@@ -472,7 +472,7 @@ def test_captures_of_haiku_models_nest():
     close(calls, values)
 
 
-def test_the_users_own_interceptor_still_works():
+def test_an_interceptor_of_the_user_still_works():
     net, params = ready()
 
     def double(run, args, kwargs, context):

@@ -64,7 +64,7 @@ def test_layers_are_named_by_their_paths_in_keras():
     assert "keras_models.py" in site.source
 
 
-def test_sequential_model_with_and_without_an_input_shape():
+def test_sequential_models_are_captured_with_and_without_an_input_shape():
     for first in ([], [keras.Input((4,))]):
         keras.backend.clear_session()
         model = keras.Sequential([*first, layers.Dense(3), layers.ReLU(), layers.Dense(2)])
@@ -107,7 +107,7 @@ def test_selections_of_keras_layers():
         tapax.capture(net, "net/tail")(X)
 
 
-def test_a_sow_in_a_layer_is_named_by_it():
+def test_a_sow_in_a_layer_has_the_path_of_the_layer():
     class Sowing(layers.Layer):
         def call(self, x):
             return tapax.sow(2 * x, "doubled")
@@ -128,7 +128,7 @@ def test_modules_lists_layers_before_and_after_they_are_built():
     assert dict(tapax.modules(branched()))["head"] is layers.Dense
 
 
-def test_sites_of_a_scope_around_two_models():
+def test_a_scope_around_two_models_prefixes_their_sites():
     teacher, student = make_sequential(), make_sequential()
 
     def both(x):
@@ -144,7 +144,7 @@ def test_sites_of_a_scope_around_two_models():
 
 
 def make_step(model, optimizer):
-    """A train step as Keras' guide for JAX writes it."""
+    """Make a train step as in Keras' guide for JAX."""
 
     def loss_of(trainable, fixed, x, y):
         out, fixed = model.stateless_call(trainable, fixed, x, training=True)
@@ -162,7 +162,7 @@ def make_step(model, optimizer):
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_unmodified_stateless_train_step(jit):
+def test_an_unmodified_stateless_train_step_is_captured(jit):
     model = make_sequential()
     model(X)
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -186,7 +186,7 @@ def test_unmodified_stateless_train_step(jit):
         assert_close(taps.values[names[i]], h, 1e-4)
 
     def tail(h, start):
-        # The mask of the dropout was drawn above, and its seed is another by now.
+        # The dropout has drawn its mask above, which advanced its seed.
         for i, layer in enumerate(model.layers[start:], start):
             kept = taps.values[names[2]] != 0
             h = h * kept / 0.7 if i == 2 else layer(h, training=True) if i == 1 else layer(h)
@@ -198,7 +198,7 @@ def test_unmodified_stateless_train_step(jit):
         assert_close(taps.grads[name], wanted, err_msg=name)
 
 
-def test_grad_of_every_layer_against_added_zeros():
+def test_gradients_of_every_layer_agree_with_added_zeros():
     net = Net()
     net(X)
     loss = lambda x: jnp.mean((net(x) - Y) ** 2)
@@ -223,7 +223,7 @@ def test_gradients_of_a_shared_layer_belong_to_its_calls():
     assert_close(taps.grads["shared"], jax.grad(both)(once))
 
 
-def test_vmap_and_scan_over_a_stateless_model():
+def test_a_stateless_model_is_captured_under_vmap_and_scan():
     model = make_sequential()
     model(X)
     state = (
@@ -298,7 +298,7 @@ def test_cells_of_recurrent_layers_are_stacked(make):
     assert_close(taps.grads[site], wanted)
 
 
-def test_wrapped_layers_have_sites_of_their_own():
+def test_wrapped_layers_have_separate_sites():
     model = keras.Sequential(
         [
             keras.Input((5, 4)),
@@ -341,7 +341,7 @@ def test_attention_layers_return_their_projections():
 
 
 @pytest.mark.once
-def test_mobilenet_as_published():
+def test_mobilenet_as_published_is_captured():
     model = keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=3)
     table = tapax.sites(model)(np.zeros((1, 32, 32, 3), "float32"))
     assert [site.name for site in table] == [*(x.name for x in model.layers[1:]), model.name]
@@ -351,7 +351,7 @@ def test_mobilenet_as_published():
 # --- Inputs and weights of attention ------------------------------------------------------------
 
 
-def test_inputs_of_layers_are_sites_where_they_are_asked_for():
+def test_inputs_of_layers_are_sites_on_request():
     model = make_sequential()
     first, second = (layer for layer in model.layers[:2])
     _, taps = tapax.capture(model, values=f"**/{second.name}.input")(X)

@@ -1,4 +1,4 @@
-"""Variables, losses and training of Keras models that are captured, edited and watched."""
+"""Variables, losses and training of Keras models that are captured, edited and monitored."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ COMPILED = {"optimizer": "sgd", "loss": "mse", "metrics": ["mae"]}
 
 
 def state_of(model):
-    """The arguments of Keras' own `train_step`."""
+    """Make the arguments of Keras' `train_step`."""
     groups = (
         model.trainable_variables,
         model.non_trainable_variables,
@@ -35,7 +35,7 @@ def state_of(model):
 
 
 @pytest.mark.parametrize("make", [make_sequential, pytest.param(Net, marks=pytest.mark.many)])
-def test_a_captured_call_changes_variables_as_the_plain_one(make):
+def test_a_captured_call_changes_variables_like_the_plain_call(make):
     plain, model = make_twins(make)
     captured = tapax.capture(model)
     for _ in range(3):
@@ -46,7 +46,7 @@ def test_a_captured_call_changes_variables_as_the_plain_one(make):
     assert not all(map(np.array_equal, numbers(model), numbers(make_twins(make)[0])))
 
 
-def test_a_captured_model_uses_the_weights_of_the_moment():
+def test_a_captured_model_uses_its_current_weights():
     model = make_sequential()
     model(X)
     captured = tapax.capture(model)
@@ -73,7 +73,7 @@ def test_a_captured_function_is_traced_once_more_for_its_variables():
     assert len(traces) == 2
 
 
-def test_a_jitted_function_that_closes_over_a_model():
+def test_a_jitted_function_that_closes_over_a_model_reads_current_weights():
     model = layers.Dense(2)
     model(X)
     forward = jax.jit(lambda x: model(x))
@@ -120,7 +120,7 @@ def test_layers_built_in_a_capture_draw_different_weights():
 
 
 @pytest.mark.many
-def test_a_number_that_the_function_needs_and_variables():
+def test_a_number_that_the_function_needs_is_static_beside_variables():
     plain, model = make_twins(make_sequential)
 
     @tapax.capture
@@ -149,7 +149,7 @@ def test_recurrent_dropout_draws_as_in_the_plain_call():
     assert not np.allclose(wanted, plain(series))
 
 
-def test_a_model_made_in_the_captured_function():
+def test_a_model_made_in_the_captured_function_is_captured():
     @tapax.capture
     def forward(x):
         return layers.Dense(2, kernel_initializer="ones", name="inside")(x)
@@ -160,7 +160,7 @@ def test_a_model_made_in_the_captured_function():
         assert_close(taps.values["inside"], out)
 
 
-def test_an_exception_halfway_leaves_variables_as_they_were():
+def test_an_exception_leaves_variables_unchanged():
     class Failing(layers.Layer):
         def call(self, x):
             raise RuntimeError("halfway")
@@ -276,10 +276,10 @@ def test_train_on_batch_is_a_step_of_training(options):
         assert_close(taps.grads["sequential"], 2 * (out - Y) / Y.size)
 
 
-def test_the_train_step_of_a_compiled_model():
+def test_the_train_step_of_a_compiled_model_is_captured():
     plain, model = make_twins(make_sequential, **COMPILED)
     plain.train_on_batch(X, Y)
-    model.evaluate(X, Y, verbose=0)  # which makes the variables of the metrics
+    model.evaluate(X, Y, verbose=0)  # creates the variables of the metrics
     model.optimizer.build(model.trainable_variables)
     state = state_of(model)
     (logs, state), taps = tapax.capture(jax.jit(model.train_step))(state, (X, Y))
@@ -313,12 +313,12 @@ def test_fit_with_an_edited_train_step():
     plain.fit(X, Y, verbose=0)
     after = [np.asarray(v.value) for v in model.trainable_variables]
     for i, (a, b) in enumerate(zip(before, after, strict=True)):
-        assert np.array_equal(a, b) == (i < 4)  # the last layer alone learns
+        assert np.array_equal(a, b) == (i < 4)  # only the last layer learns
     assert_close(after[4:], [np.asarray(v.value) for v in plain.trainable_variables[4:]])
 
 
 @pytest.mark.many
-def test_monitor_of_train_on_batch():
+def test_a_monitor_watches_train_on_batch():
     plain, model = make_twins(make_sequential, **COMPILED)
     log = tapax.Log()
     with tapax.monitor(model.train_on_batch, every=2, to=log) as step:
@@ -331,7 +331,7 @@ def test_monitor_of_train_on_batch():
 # --- Edits and searches -------------------------------------------------------------------------
 
 
-def test_edits_of_values_inside_of_a_model():
+def test_values_inside_of_a_model_are_edited():
     model = make_sequential()
     model(X)
     h = model.layers[0](X)
@@ -380,5 +380,5 @@ assert "tapax._frameworks.keras.adapter" not in sys.modules
 """
 
 
-def test_keras_on_another_backend_is_left_alone():
+def test_keras_on_another_backend_is_not_patched():
     subprocess.run([sys.executable, "-c", OTHER_BACKEND], check=True, capture_output=True)

@@ -35,20 +35,20 @@ from tests.oracles.closeness import assert_close
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_module_of_an_unmodified_model(name):
+def test_every_module_of_an_unmodified_model_is_a_site(name):
     model = MODELS[name]
     variables = model.init(KEY, X)
     loss = loss_of(model)
 
     step = jax.jit(jax.grad(loss))
-    before = step(variables, X)  # what was compiled before is seen all the same
+    before = step(variables, X)  # compiles the step before the capture
     out, taps = tapax.capture(step)(variables, X)
     assert_close(out, before)
 
     run, plain = lambda: loss(variables, X), name not in LOOPS
     expected = oracle.values(run, root_of(model), plain=plain)
     oracle.agree(taps.values, taps.sites, expected)
-    # Of a result that nothing uses, or that the loss does not depend on, there is no gradient.
+    # A result that the loss does not depend on has no gradient.
     grads = oracle.grads(run, root_of(model), expected, plain=plain)
     used = {k: v for k, v in grads.items() if any(np.any(g) for g in v)}
     oracle.agree(taps.grads, taps.sites, used)
@@ -96,7 +96,7 @@ NAMES = [
 def test_names_of_linen_modules(model, names):
     found = tapax.sites(model.apply)(model.init(KEY, X), X).names
     assert sorted(found) == sorted(names)
-    # tapax.modules lists the same, without calls, leaves and other methods.
+    # tapax.modules lists these names without calls, leaves and other methods.
     listed = {re.split("[.:@]", name)[0] for name in names}
     assert {path for path, _ in tapax.modules(model, X)} == listed
 
@@ -116,7 +116,7 @@ TAIL = ["Methods/encoder/Dense_0", "Methods/encoder/Dense_1", "Methods/encoder"]
     ],
     ids=["string", "function", "lambda", "twice"],
 )
-def test_apply_with_a_method(method, names):
+def test_apply_with_a_method_names_the_method(method, names):
     model = Methods()
     variables = model.init(KEY, X)
     apply = lambda v, x: model.apply(v, x, method=method)
@@ -125,7 +125,7 @@ def test_apply_with_a_method(method, names):
     assert [name.split("@")[0] for name in taps.sites.names] == names
 
 
-def test_apply_with_the_name_of_a_submodule():
+def test_apply_with_the_name_of_a_submodule_as_method():
     class Holder(nn.Module):
         inner: nn.Module
 
@@ -137,7 +137,7 @@ def test_apply_with_the_name_of_a_submodule():
     assert tapax.sites(apply)(model.init(KEY, X), X).names == ["Holder/inner"]
 
 
-def test_method_and_class_of_a_site():
+def test_a_site_knows_its_method_and_class():
     model = Methods()
     sites = tapax.sites(model.apply)(model.init(KEY, X), X)
     encode, decoder = sites["Methods.encode"], sites["Methods/decoder"]
@@ -157,7 +157,7 @@ class DoubledRemat(nn.remat(MLP)):
 
 
 @pytest.mark.parametrize("cls", [Doubled, DoubledRemat])
-def test_what_super_returns_is_no_site(cls):
+def test_the_result_of_super_is_not_a_site(cls):
     model = cls()
     variables = model.init(KEY, X)
     out, taps = tapax.capture(model.apply)(variables, X)
@@ -166,7 +166,7 @@ def test_what_super_returns_is_no_site(cls):
     np.testing.assert_array_equal(taps.values[name], out)
 
 
-def test_bind_and_nn_apply_and_init():
+def test_bind_and_nn_apply_and_init_are_captured():
     model = Setup()
     variables = model.init(KEY, X)
     bound = lambda v, x: model.bind(v).heads["a"](model.bind(v).encode(x))
@@ -181,7 +181,7 @@ def test_bind_and_nn_apply_and_init():
     assert_close(taps.values["Setup"], model.apply(variables, X))
 
 
-def test_two_models_and_a_model_in_a_model():
+def test_two_models_and_a_model_in_a_model_have_separate_names():
     class Student(nn.Module):
         teacher: dict
 
@@ -220,7 +220,7 @@ def test_share_scope_joins_two_paths():
     assert names == ["Net/dense", "Net/dense/low", "Net/dense@1", "Net"]
 
 
-def test_compact_name_scope():
+def test_compact_name_scope_adds_a_segment():
     class Net(nn.Module):
         @nn.compact_name_scope
         def up(self, x):
@@ -253,7 +253,7 @@ class Stateful(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(x)
 
 
-def test_a_train_step_with_optax():
+def test_a_train_step_with_optax_is_captured():
     model = Stateful()
     variables = model.init(KEY, X, train=False)
     tx = optax.adam(1e-2)
@@ -285,7 +285,7 @@ def test_a_train_step_with_optax():
     assert_close(taps.grads["Stateful"], 2 * dropped / dropped.size)
 
 
-def test_a_train_state():
+def test_a_step_of_a_train_state_is_captured():
     model = MLP()
     params = model.init(KEY, X)["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
@@ -306,7 +306,7 @@ def test_a_train_state():
     [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: m.clone()],
     ids=["argument", "deepcopy", "pickle", "clone"],
 )
-def test_a_model_that_is_an_argument_or_made_anew_inside(made):
+def test_a_model_may_be_an_argument_or_made_inside(made):
     variables = MLP().init(KEY, X)
     apply = lambda model, v, x: made(model).apply(v, x)
     for fn in (apply, jax.jit(apply, static_argnums=0)):
@@ -314,7 +314,7 @@ def test_a_model_that_is_an_argument_or_made_anew_inside(made):
         assert names == ["MLP/Dense_0", "MLP/Dense_1", "MLP"]
 
 
-def test_bfloat16_stays_bfloat16():
+def test_values_and_gradients_stay_in_bfloat16():
     model = nn.Dense(4, dtype=jnp.bfloat16)
     variables = model.init(KEY, X)
     loss = lambda v, x: model.apply(v, x).astype(jnp.float32).sum()
@@ -366,7 +366,7 @@ def linen_is_left_as_it_was():
     assert patched() == before
 
 
-def test_an_exception_halfway_through_a_layer():
+def test_an_exception_in_a_layer_restores_linen():
     class Broken(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -378,7 +378,7 @@ def test_an_exception_halfway_through_a_layer():
     test_names_of_linen_modules(MLP(), ["MLP/Dense_0", "MLP/Dense_1", "MLP"])
 
 
-def test_a_capture_in_a_capture():
+def test_captures_of_linen_models_nest():
     variables = MLP().init(KEY, X)
 
     def outer(v, x):
@@ -411,7 +411,7 @@ def test_threads_see_their_own_modules_alone():
     thread = threading.Thread(target=work)
     thread.start()
     assert inside.wait(60)
-    jaxpr = jax.make_jaxpr(MLP().apply)(variables, X)  # this thread captures nothing
+    jaxpr = jax.make_jaxpr(MLP().apply)(variables, X)  # no capture on this thread
     assert "tap" not in str(jaxpr)
     _, taps = tapax.capture(MLP().apply)(variables, X)
     done.set()
@@ -427,7 +427,7 @@ def test_outside_of_a_capture_nothing_is_marked():
     assert "tap" not in str(jax.make_jaxpr(Setup().apply)(variables, X))
 
 
-def test_taken_out_of_the_program_the_taps_leave_the_plain_one():
+def test_without_its_taps_the_captured_program_is_the_plain_one():
     model, variables = Scan("remat"), Scan("remat").init(KEY, X)
     step = jax.grad(loss_of(model))
     with jax.disable_jit():

@@ -1,4 +1,4 @@
-"""`self.sow` and `self.perturb` of Linen are sites, and do what they do without a capture."""
+"""`self.sow` and `self.perturb` of Linen are sites, and store their values as without a capture."""
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,14 @@ class Marked(nn.Module):
 
 
 @pytest.mark.parametrize("mutable", COLLECTIONS)
-def test_sow_and_perturb_are_sites_and_linen_is_left_alone(mutable):
+def test_sow_and_perturb_are_sites_and_linen_stores_their_values(mutable):
     model = Marked()
     params = {"params": model.init(KEY, X)["params"]}
     apply = lambda v, x: model.apply(v, x, mutable=mutable)
     out, taps = tapax.capture(apply)(params, X)
     plain = apply(params, X)
     assert jax.tree.structure(out) == jax.tree.structure(plain)
-    assert_close(out, plain, 1e-5)  # the layers are of 32 bits, whatever sums them
+    assert_close(out, plain, 1e-5)  # the layers compute in 32 bits in any case
 
     dense = lambda x: nn.tanh(
         nn.Dense(4).apply({"params": params["params"]["inner"]["Dense_0"]}, x)
@@ -59,7 +59,7 @@ def test_sow_and_perturb_are_sites_and_linen_is_left_alone(mutable):
     }
 
 
-def test_gradients_of_perturb_one_for_each_call():
+def test_perturb_has_one_gradient_for_each_call():
     model = Marked()
     params = {"params": model.init(KEY, X)["params"]}
     _, taps = tapax.capture(jax.grad(loss_of(model)))(params, X)
@@ -78,7 +78,7 @@ def test_gradients_of_perturb_one_for_each_call():
 
 
 @pytest.mark.parametrize("kind", ["class", "remat"])
-def test_sow_and_perturb_in_a_scan_with_no_collection_declared(kind):
+def test_sow_and_perturb_work_in_a_scan_without_a_declared_collection(kind):
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
@@ -112,7 +112,7 @@ def test_sow_and_perturb_in_a_scan_with_no_collection_declared(kind):
     assert_close(taps.grads["Net/layers/h"], grads, 1e-4)
 
 
-def test_capture_intermediates_of_linen_is_not_marked_again():
+def test_capture_intermediates_of_linen_adds_no_second_mark():
     model = MLP()
     variables = model.init(KEY, X)
     apply = lambda v, x: model.apply(v, x, capture_intermediates=True)
@@ -123,7 +123,7 @@ def test_capture_intermediates_of_linen_is_not_marked_again():
     )
 
 
-def test_attention_weights_that_flax_sows():
+def test_attention_weights_that_flax_sows_are_sites():
     model = nn.MultiHeadDotProductAttention(num_heads=2)
     x = jax.random.normal(KEY, (1, 3, 4))
     variables = model.init(KEY, x)
@@ -133,7 +133,7 @@ def test_attention_weights_that_flax_sows():
     np.testing.assert_array_equal(taps.values[name], state["intermediates"]["attention_weights"][0])
 
 
-def test_names_with_characters_that_mean_something():
+def test_names_with_special_characters_are_escaped():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):

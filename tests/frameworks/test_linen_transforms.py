@@ -1,4 +1,4 @@
-"""Linen's own transformations, and JAX's: what is named, and what comes back."""
+"""Names and values of modules under the transformations of Linen and JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.oracles.closeness import assert_close
 
 
 class Blocks(nn.Module):
-    """Equal blocks in a row, one of them called twice, with a transformation around each."""
+    """A model of equal blocks, one of them called twice, with a transformation around each."""
 
     lift: str
 
@@ -115,7 +115,7 @@ def test_vmap_of_a_module_puts_the_mapped_axis_first():
     assert_close(taps.grads["Ensemble/members"], expected)
 
 
-def test_cond_and_switch():
+def test_cond_and_switch_have_masks():
     model = Branches()
     variables = model.init(KEY, X)
     out, taps = tapax.capture(model.apply)(variables, X)
@@ -141,7 +141,7 @@ def test_while_loop_keeps_first_steps():
     np.testing.assert_array_equal(taps.valid["Loop/inner"], [True, True, True, False])
 
 
-def test_a_scan_whose_body_holds_what_does_not_change():
+def test_a_scan_whose_body_has_invariant_modules():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
@@ -163,7 +163,7 @@ def test_a_scan_whose_body_holds_what_does_not_change():
     oracle.agree(taps.grads, taps.sites, expected)
 
 
-def test_a_jitted_function_that_several_modules_share():
+def test_a_jitted_function_that_several_modules_share_is_named_by_each():
     shared = nn.jit(lambda mdl, x: nn.Dense(4, name="dense")(x))
 
     class Block(nn.Module):
@@ -186,7 +186,7 @@ def test_a_jitted_function_that_several_modules_share():
     oracle.agree(taps.grads, taps.sites, oracle.grads(lambda: loss_of(model)(variables, X), "Net"))
 
 
-def test_jitted_modules_that_are_given_others_or_called_from_elsewhere():
+def test_jitted_modules_that_take_modules_or_are_called_elsewhere():
     class User(nn.Module):
         inner: nn.Module
 
@@ -214,7 +214,7 @@ def test_jitted_modules_that_are_given_others_or_called_from_elsewhere():
     oracle.agree(taps.values, taps.sites, oracle.values(lambda: model.apply(variables, X), "Net"))
 
 
-def test_transformations_of_jax_in_a_module():
+def test_transformations_of_jax_in_a_module_are_captured():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -243,7 +243,7 @@ def test_transformations_of_jax_in_a_module():
         assert_close(taps.grads[name], grads[i], 1e-4)
 
 
-def test_derivatives_that_a_module_takes():
+def test_derivatives_that_a_module_takes_are_captured():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -260,7 +260,7 @@ def test_derivatives_that_a_module_takes():
     np.testing.assert_array_equal(taps.grads["Net/b"], jnp.ones_like(X))
 
 
-def test_a_rule_that_a_module_makes_of_its_own():
+def test_a_custom_derivative_rule_that_a_module_defines():
     def forward(mdl, x):
         return nn.vjp(plain, mdl, x)
 
@@ -284,7 +284,7 @@ def test_a_rule_that_a_module_makes_of_its_own():
     assert_close(taps.grads["Net/dense"], taps.grads["Net"])
 
 
-def test_wrappers_and_other_methods_of_flax():
+def test_wrappers_and_other_methods_of_flax_are_captured():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):

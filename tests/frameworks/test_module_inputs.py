@@ -1,4 +1,4 @@
-"""The inputs of modules as sites: there where a selection asks for them, and nowhere else."""
+"""The inputs of modules are sites only if a selection asks for them."""
 
 import brainstate
 import equinox as eqx
@@ -20,7 +20,7 @@ UP, DOWN = (RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(2))
 
 
 def by_hand(x, zero=0.0, change=lambda h: h):
-    """Two matrices with a tanh between; what the second is given, with zeros added, is changed."""
+    """Run two matrices with a tanh between; change the input of the second, with zeros added."""
     h = change(jnp.tanh(x @ UP) + zero)
     return h @ DOWN
 
@@ -138,7 +138,7 @@ def test_inputs_are_values_with_gradients(make):
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_inputs_are_edited(make):
+def test_inputs_of_modules_are_edited(make):
     model, path = make()
     edited = tapax.edit(model, values={f"{path}.input": lambda h: h**2})
     close(edited(X), by_hand(X, change=lambda h: h**2))
@@ -150,7 +150,7 @@ def test_inputs_are_edited(make):
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_inputs_are_no_sites_unless_asked_for(make):
+def test_inputs_are_sites_only_on_request(make):
     model, _ = make()
     names = tapax.sites(model)(X).names
     assert names and not any(".input" in name for name in names)
@@ -162,7 +162,7 @@ def test_inputs_are_no_sites_unless_asked_for(make):
     assert [name for name in taps.values if ".input" not in name] == names
 
 
-def test_globs_and_combinations_of_inputs():
+def test_globs_and_combinations_select_inputs():
     model = NNXNet()
     pick = lambda values: list(tapax.capture(model, values=values)(X)[1].values)
     assert pick("**.input") == ["NNXNet.input", "NNXNet/up.input", "NNXNet/down.input"]
@@ -223,14 +223,14 @@ def test_structured_arguments_have_their_names():
     np.testing.assert_array_equal(edited, jnp.zeros_like(X))
 
 
-def test_inputs_that_there_are_not():
+def test_inputs_that_do_not_exist_are_refused():
     with pytest.raises(tapax.SiteError, match="no site with that name"):
         tapax.capture(NNXNet(), values="NNXNet/nowhere.input")(X)
     with pytest.raises(tapax.SiteError, match="no site with that name"):
         tapax.capture(Caller(), values="Caller/masked.input:key")(X)
 
 
-def test_inputs_under_scan_vmap_and_remat():
+def test_inputs_are_captured_under_scan_vmap_and_remat():
     model = NNXNet()
     graph, state = nnx.split(model)
 

@@ -1,7 +1,7 @@
-"""Where a module is: names in spite of copies, shared traces, and modules that are nobody's part.
+"""Module paths in spite of copies, shared traces, and modules that are not part of any model.
 
-The oracle runs the blocks by hand. Each has weights of its own, so that the value of a site tells
-which block it is of.
+The oracle runs the blocks by hand. The blocks have different weights, so that the value of a site
+identifies its block.
 """
 
 import jax
@@ -39,7 +39,7 @@ def model(call, count=3):
 
 
 def by_hand(net, x=X):
-    """What every block and layer returns, and the gradients of a sum of squares by them."""
+    """Return the values of all blocks and layers, and the gradients of a sum of squares."""
 
     def run(zeros):
         h, values = x, {}
@@ -95,8 +95,8 @@ THROUGH = {
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
 @pytest.mark.parametrize("through", THROUGH)
-def test_equal_blocks_that_go_through_one_function(through, wrap):
-    """The blocks are equal but for their arrays, and most of these trace the function once."""
+def test_equal_blocks_passed_through_one_function_keep_their_names(through, wrap):
+    """The blocks differ only in their arrays, and most cases trace the function once."""
 
     def call(self, x):
         for block in self.blocks:
@@ -110,7 +110,7 @@ def test_equal_blocks_that_go_through_one_function(through, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, jax.jit])
-def test_blocks_of_a_model_that_is_not_called_itself(wrap):
+def test_blocks_of_a_model_that_is_not_called_keep_its_name(wrap):
     def loss(net, x):
         for block in net.blocks:
             x = THROUGH["jax.checkpoint"](block, x)
@@ -123,7 +123,7 @@ def test_blocks_of_a_model_that_is_not_called_itself(wrap):
     assert list(taps.values) == ["Net/blocks/1/fc1"]
 
 
-def test_what_one_model_traced_does_not_name_the_blocks_of_another():
+def test_the_trace_of_one_model_does_not_name_the_blocks_of_another():
     def call(self, x):
         for block in self.blocks:
             x = THROUGH["jax.checkpoint"](block, x)
@@ -135,7 +135,7 @@ def test_what_one_model_traced_does_not_name_the_blocks_of_another():
         check(taps, net, grads=False)
 
 
-def test_a_model_that_is_closed_over():
+def test_blocks_of_a_closed_over_model_have_paths():
     def call(self, x):
         for block in self.blocks:
             x = THROUGH["jax.checkpoint"](block, x)
@@ -147,7 +147,7 @@ def test_a_model_that_is_closed_over():
         check(taps, net, grads=False)
 
 
-def test_a_loop_over_time_around_a_loop_over_blocks():
+def test_blocks_have_paths_in_a_loop_over_time_around_a_loop_over_blocks():
     def call(self, x):
         def body(x, _):
             for block in self.blocks:
@@ -165,7 +165,7 @@ def test_a_loop_over_time_around_a_loop_over_blocks():
         assert_close(taps.grads[name][0], grads[name], 1e-4)
 
 
-def test_two_stacks_of_one_class():
+def test_two_stacks_of_one_class_are_told_apart():
     class Two(nnx.Module):
         def __init__(self, rngs):
             make = nnx.vmap(lambda r: Block(0, r))
@@ -182,7 +182,7 @@ def test_two_stacks_of_one_class():
     assert not np.array_equal(taps.values["Two/encoder"][-1], out)
 
 
-def test_a_module_that_is_nobodys_part_has_its_class_for_a_name():
+def test_a_module_outside_of_all_models_has_the_name_of_its_class():
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.head = nnx.Linear(4, 4, rngs=rngs)
@@ -196,7 +196,7 @@ def test_a_module_that_is_nobodys_part_has_its_class_for_a_name():
         assert set(taps.values) == {"Net", "Net/head", "Net/Linear", "Linear"}
 
 
-def test_a_module_that_an_ancestor_owns():
+def test_a_module_of_an_ancestor_keeps_its_path():
     class Decoder(nnx.Module):
         def __init__(self, rngs):
             self.inner = nnx.Linear(4, 4, rngs=rngs)
@@ -223,7 +223,7 @@ def test_a_module_that_an_ancestor_owns():
         np.testing.assert_array_equal(taps.values[f"{name}/shared@1"], out)
 
 
-def test_a_key_with_a_meaning_of_its_own_is_escaped():
+def test_a_key_with_special_characters_is_escaped():
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.parts = nnx.data({"a/b": nnx.Linear(4, 4, rngs=rngs)})
@@ -245,7 +245,7 @@ def test_modules_lists_paths_and_classes():
         tapax.modules(lambda x: x)
 
 
-def test_a_class_that_is_defined_inside_is_seen():
+def test_a_class_defined_in_the_captured_function_is_a_site():
     def fn(x):
         class Net(nnx.Module):
             def __init__(self):
@@ -261,7 +261,7 @@ def test_a_class_that_is_defined_inside_is_seen():
     assert set(taps.values) == {"Net", "Net/linear"}
 
 
-def test_a_function_of_a_state():
+def test_modules_merged_from_a_state_have_paths():
     class Deep(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.vmap(lambda r: Block(0, r))(rngs.split(3))

@@ -1,4 +1,4 @@
-"""What a module returns goes on as it was returned: keys in order, objects with all they hold."""
+"""Capture passes the result of a module on unchanged: keys in order, objects complete."""
 
 from typing import Any, NamedTuple
 
@@ -24,13 +24,13 @@ class Heads(NamedTuple):
 
 
 def heads(x, nested):
-    """Two values by name, whose names are not in the order of the alphabet."""
+    """Return two values by name, whose names are not in alphabetical order."""
     out = {"second": jnp.sin(x), "first": x**2}
     return Heads({"inner": [out]}) if nested else out
 
 
 def weigh(out):
-    """The result of a caller who goes through the values in their order."""
+    """Combine the values in the order of the keys."""
     out = out.named["inner"][0] if isinstance(out, Heads) else out
     assert list(out) == ["second", "first"]
     return sum((i + 1) * value for i, value in enumerate(out.values()))
@@ -120,7 +120,7 @@ def test_keys_of_quantities_stay_in_the_order_of_the_module():
 
 @jax.tree_util.register_pytree_node_class
 class Distribution:
-    """A node that does not tell JAX what it holds, as some classes of other packages are."""
+    """A pytree node that declares no leaves, like some classes of other packages."""
 
     def __init__(self, mean):
         self.mean = mean
@@ -141,7 +141,7 @@ class Predictor(eqx.Module):
         return Distribution(jnp.sin(x))
 
 
-def test_nodes_without_leaves_are_returned_as_they_are():
+def test_nodes_without_leaves_are_returned_unchanged():
     method = lambda x: Predictor().distribution(x).mean
     assert_close(tapax.capture(lambda x: tapax.sow(method(x), "mean"))(X)[0], jnp.sin(X))
     beside = lambda x: Predictor()(x)[0].mean

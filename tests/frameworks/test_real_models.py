@@ -1,7 +1,7 @@
-"""Models as published on PyPI, with random weights, unmodified.
+"""Unmodified models from PyPI, with random weights.
 
-Every module that runs is found under its name, the outputs are those of the plain step, and values
-and gradients agree with hooks that share no code with tapax: see `hooks`.
+Every module that runs has a site under its path, the outputs equal those of the plain step, and
+values and gradients agree with hooks that share no code with tapax: see `hooks`.
 """
 
 import warnings
@@ -23,14 +23,14 @@ TOKENS = jnp.arange(12).reshape(2, 6) % 11
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """What the packages warn of, or the libraries under them, is their own affair."""
+    """Ignore the warnings of the packages and of their dependencies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def check(step, args, values, grads):
-    """A step that takes a gradient, captured, beside what hooks saw of it."""
+    """Compare a captured step that takes a gradient with the records of hooks."""
     plain = jax.jit(step)(*args)
     out, taps = tapax.capture(jax.jit(step))(*args)
     assert_close(out, plain, 1e-4)
@@ -71,7 +71,7 @@ def vae():
 
 
 @pytest.mark.parametrize("make", [attnax, pytest.param(vae, marks=pytest.mark.many)])
-def test_published_models_of_nnx(make):
+def test_published_models_of_nnx_agree_with_hooks(make):
     from flax import nnx
 
     model, run = make()
@@ -116,7 +116,7 @@ def resnet():
 
 
 @pytest.mark.parametrize("make", [moe, pytest.param(resnet, marks=pytest.mark.many)])
-def test_published_models_of_linen(make):
+def test_published_models_of_linen_agree_with_hooks(make):
     model, variables, run = make()
     loss = lambda params: jnp.mean(run({**variables, "params": params}) ** 2)
     params = variables["params"]
@@ -131,7 +131,7 @@ def test_published_models_of_linen(make):
 def vit():
     try:
         from equimo.vision.models import VisionTransformer
-    except ImportError:  # before 2.0, which is for Python 3.12
+    except ImportError:  # version 2.0 needs Python 3.12
         from equimo.models import VisionTransformer
 
     sizes = {"img_size": 8, "patch_size": 4, "dim": 16, "num_heads": [2], "depths": [2]}
@@ -148,11 +148,11 @@ def unet():
 
 
 @pytest.mark.parametrize("make", [vit, pytest.param(unet, marks=pytest.mark.many)])
-def test_published_models_of_equinox(make):
+def test_published_models_of_equinox_agree_with_hooks(make):
     import equinox as eqx
 
     model, run = make()
-    # Taken apart and put together, as every transformation does: no two attributes are one object.
+    # Flatten and rebuild, like every transformation, so that no two attributes are one object.
     params, static = eqx.partition(model, eqx.is_inexact_array)
     model = eqx.combine(params, static)
     loss = lambda model: jnp.mean(run(model) ** 2)
@@ -181,8 +181,8 @@ def test_published_models_of_equinox(make):
 
 
 @pytest.mark.many
-def test_published_equinox_model_with_scanned_layers():
-    """ESM2 keeps its layers stacked, and scans over them."""
+def test_published_equinox_model_with_scanned_layers_agrees_with_a_loop():
+    """ESM2 stacks its layers and scans over them."""
     import equinox as eqx
     import esm2quinox
 
@@ -229,7 +229,7 @@ def alphazero():
 
 
 @pytest.mark.parametrize("make", [tracr, pytest.param(alphazero, marks=pytest.mark.many)])
-def test_published_models_of_haiku(make):
+def test_published_models_of_haiku_agree_with_hooks(make):
     import haiku as hk
 
     forward, args = make()
@@ -245,8 +245,8 @@ def test_published_models_of_haiku(make):
 # --- brainstate ---------------------------------------------------------------------------------
 
 
-def test_published_models_of_brainstate():
-    """No transformer and no convolutional network in brainstate is on PyPI: a dense one."""
+def test_published_models_of_brainstate_agree_with_hooks():
+    """PyPI has no transformer or convolutional network in brainstate, so test a dense one."""
     import brainstate
     import pinnx
 

@@ -1,6 +1,6 @@
-"""What models of the frameworks keep for their backward pass, by module.
+"""Residuals of models of the frameworks, by module.
 
-The oracle is JAX's own list for the model as a function of its arrays, written by hand.
+The oracle is JAX's list of residuals for the model as a hand-written function of its arrays.
 """
 
 import brainstate as bs
@@ -56,12 +56,12 @@ def test_nnx_step_keeps_what_its_gradient_needs(jit):
     assert policy_types(table)[0] == rematted
     kernels = {r.site for r in table.arguments if r.kept}
     assert any("blocks/1/lin/kernel" in site for site in kernels)
-    # A step that is listed changes nothing.
+    # Listing the residuals of a step does not run it.
     after = nnx.state((model, optimizer))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
 
 
-def test_nnx_dropout_keeps_its_mask_and_no_count_moves():
+def test_nnx_dropout_keeps_its_mask_without_advancing_counts():
     class Dropped(nnx.Module):
         def __init__(self, rngs):
             self.lin = nnx.Linear(3, 8, rngs=rngs)

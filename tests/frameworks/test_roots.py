@@ -70,7 +70,7 @@ def loss(policy, value, x):
 
 
 def check(fn, *args, names=("policy", "value"), scales=(2.0, 3.0), **kwargs):
-    """Each name has the values of the model with its scale, whichever is called first."""
+    """Check that each name has the values of the model with its scale, in any order of calls."""
     _, taps = tapax.capture(fn)(*args, **kwargs)
     assert set(taps.values) == {*names, *(f"{name}/up" for name in names)}
     for name, scale in zip(names, scales, strict=True):
@@ -95,7 +95,7 @@ def test_two_roots_are_named_by_the_arguments_that_hold_them(framework):
 
 
 def test_gradients_of_two_roots_have_their_names(framework):
-    """The gradient of a product by one factor is the other, through the derivative of tanh."""
+    """The gradient of a product with respect to one factor is the other, times that of tanh."""
     net, jit, grad = framework
 
     @jit
@@ -107,7 +107,7 @@ def test_gradients_of_two_roots_have_their_names(framework):
         return grad(inner)((policy, value))
 
     captured = tapax.capture(step)
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second call uses the cache
         _, taps = captured(net(2.0), net(3.0), X)
         p, v = jnp.tanh(2 * X), jnp.tanh(3 * X)
         assert_close(taps.grads["policy"], v)
@@ -115,7 +115,7 @@ def test_gradients_of_two_roots_have_their_names(framework):
     assert set(taps.grads) == {"policy", "policy/up", "value", "value/up"}
 
 
-def test_a_jitted_function_that_is_traced_once_for_two_models(framework):
+def test_two_models_in_one_traced_jitted_function_have_separate_names(framework):
     net, jit, grad = framework
     apply = jit(lambda model, x: jnp.sum(model(x)))
     check(lambda policy, value, x: apply(policy, x) + apply(value, x), net(2.0), net(3.0), X)
@@ -125,7 +125,7 @@ def test_a_jitted_function_that_is_traced_once_for_two_models(framework):
     assert_close(taps.grads["value/up"], 1 - jnp.tanh(3 * X) ** 2)
 
 
-def test_attributes_and_keys_of_what_holds_the_models_name_them(framework):
+def test_attributes_and_keys_name_the_models_in_them(framework):
     net, _, _ = framework
     policy, value = net(2.0), net(3.0)
     nets = {"policy": policy, "value": value}
@@ -139,7 +139,7 @@ def test_attributes_and_keys_of_what_holds_the_models_name_them(framework):
     check(lambda both, x: [both[k].policy(x) for k in "ab"], both, X, names=names)
 
 
-def test_models_that_are_closed_over_are_named_by_their_variables(framework):
+def test_closed_over_models_are_named_by_their_variables(framework):
     net, jit, _ = framework
     policy, value = net(2.0), net(3.0)
     check(lambda x: policy(x) + value(x), X)
@@ -150,7 +150,7 @@ def test_models_that_are_closed_over_are_named_by_their_variables(framework):
     assert_close(taps.grads["value/up"], 1 - jnp.tanh(3 * X) ** 2)
 
 
-def test_one_root_keeps_its_class_for_a_name(framework):
+def test_a_single_root_has_the_name_of_its_class(framework):
     net, _, grad = framework
     name = net.__name__
     _, taps = tapax.capture(lambda m, x: m(m(x)))(net(2.0), X)
@@ -163,14 +163,14 @@ def test_one_root_keeps_its_class_for_a_name(framework):
     assert {path.partition("@")[0] for path in taps.values} == {name, f"{name}/up"}
 
 
-def test_roots_of_other_classes_keep_theirs():
+def test_roots_of_different_classes_have_the_names_of_their_classes():
     linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
     nets = EqxNet(2.0), EqxNet(3.0), linear
     _, taps = tapax.capture(lambda a, b, c, x: a(x) + b(x) + c(x))(*nets, X)
     assert set(taps.values) == {"a", "a/up", "b", "b/up", "Linear"}
 
 
-def test_a_model_that_is_made_from_another_is_a_root_of_its_own():
+def test_a_model_that_is_made_from_another_is_a_separate_root():
     def step(policy, x):
         target = jax.tree.map(lambda w: 1.5 * w, policy)
         return policy(x) + target(x)
@@ -178,7 +178,7 @@ def test_a_model_that_is_made_from_another_is_a_root_of_its_own():
     check(step, EqxNet(2.0), X, names=["policy", "target"])
 
 
-def test_a_part_of_each_of_two_models_that_goes_through_a_jit():
+def test_parts_of_two_models_passed_through_a_jit_have_separate_names():
     apply = eqx.filter_jit(lambda layer, x: layer(x))
     fn = lambda policy, value, x: apply(policy.up, x) + apply(value.up, x)
     _, taps = tapax.capture(fn)(EqxNet(2.0), EqxNet(3.0), X)

@@ -1,4 +1,4 @@
-"""Single layers of a model that scans over its layers: by number, as if they were written out."""
+"""Single layers of a model that scans over its layers, selected by number."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class EqxStack(eqx.Module):
 
 
 class Case(NamedTuple):
-    """A model as a function of its parameters and rows, the path of its layers, and its weights."""
+    """A model as a function of parameters and rows, with the path and weights of its layers."""
 
     apply: Callable[..., Any]
     params: Any
@@ -132,7 +132,7 @@ def of_plain_jax():
 
 
 def unrolled(weights, x, zeros):
-    """The stack written out, with zeros added to what each `mlp` returns; and what they return."""
+    """Run the stack without a loop, with zeros added to the result of each `mlp`; return both."""
     seen = []
     for kernel, bias, zero in zip(*weights, zeros, strict=True):
         seen.append(x @ kernel + bias + zero)
@@ -145,7 +145,7 @@ ZEROS = jnp.zeros((LAYERS, *X.shape), X.dtype)
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_one_layer_is_the_one_that_is_written_out(make):
+def test_one_layer_equals_that_of_the_unrolled_model(make):
     case = make()
     loss = lambda zeros: jnp.sum(unrolled(case.weights, X, zeros)[0] ** 2)
     values, grads = unrolled(case.weights, X, ZEROS)[1], jax.grad(loss)(ZEROS)
@@ -161,7 +161,7 @@ def test_one_layer_is_the_one_that_is_written_out(make):
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_one_layer_is_edited(make):
+def test_one_scanned_layer_is_edited(make):
     case = make()
     name = f"{case.layers}/3/mlp"
 
@@ -221,7 +221,7 @@ def test_an_edit_of_a_part_of_an_input_of_a_scanned_layer():
     close(taps.grads[one], whole.grads[all_layers][3, :, -1], 1e-6)
 
 
-def test_layers_of_haiku_have_the_name_of_the_stack():
+def test_layers_of_haiku_have_the_name_of_their_stack():
     case = of_haiku()
     (site,) = [s for s in tapax.sites(case.apply)(case.params, X) if s.path.endswith("mlp")]
     assert [layers.length for layers in site.layers] == [LAYERS]
@@ -232,7 +232,7 @@ def test_layers_of_haiku_have_the_name_of_the_stack():
 
 
 def nested(x):
-    """Layers of two steps each, in a loop over three layers."""
+    """Run a loop over three layers, each of which runs a loop of two steps."""
 
     def layer(x, t):
         with tapax.scope("outer"):
@@ -246,7 +246,7 @@ def nested(x):
     return lax.scan(layer, x, jnp.arange(3, dtype=x.dtype))[0]
 
 
-def test_layers_inside_of_layers():
+def test_layers_inside_of_layers_are_numbered():
     _, whole = tapax.capture(nested)(X)
     h = whole.values["outer/inner/h"]
     for name, want in {
@@ -268,7 +268,7 @@ def test_layers_inside_of_layers():
     np.testing.assert_allclose(edited, want, rtol=1e-4)
 
 
-def test_layers_in_a_loop_over_batches_are_those_of_the_inner_loop():
+def test_layers_in_a_loop_over_batches_belong_to_the_inner_loop():
     ts = jnp.arange(1.0, 4.0)
 
     def layer(x, t):
@@ -285,7 +285,7 @@ def test_layers_in_a_loop_over_batches_are_those_of_the_inner_loop():
             x = hs[-1]
         return hs
 
-    xs = X[:2]  # fewer than layers: the number of a layer may or may not be one of a batch
+    xs = X[:2]  # fewer batches than layers, so some layer numbers are not batch numbers
     for i in range(3):
         name = f"layers/{i}/h"
         _, taps = tapax.capture(batches, values=[name, "layers/h"])(xs)
@@ -298,7 +298,7 @@ def test_layers_in_a_loop_over_batches_are_those_of_the_inner_loop():
         close(second, by_hand(xs[1])[i])
 
 
-def test_totals_of_one_layer():
+def test_totals_of_one_layer_are_reduced():
     reduced = {"outer/1/inner/h": tapax.reduce.minmax.total}
     _, taps = tapax.capture(nested, values=reduced)(X)
     h = tapax.capture(nested)(X)[1].values["outer/inner/h"][1]
@@ -321,7 +321,7 @@ def test_a_layer_that_does_not_exist_is_refused():
         )
 
 
-def test_numbers_of_unrolled_layers_stay_what_they_are():
+def test_numbers_of_unrolled_layers_select_unrolled_layers():
     def step(x, _):
         for i in range(2):
             with tapax.scope(f"blocks/{i}"):

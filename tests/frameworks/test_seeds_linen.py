@@ -157,7 +157,7 @@ def test_store_intermediate_values_in_a_new_variable_collection():
     assert taps.sites["SowCNN2/SowCNN/features"].collection == "intermediates"
     for name, value in zip(("features", "features@1"), feats, strict=True):
         close(taps.values[f"SowCNN2/SowCNN/{name}"], value)
-    # The function that asks Linen for them is left as it is, under capture as well.
+    # A function that uses Linen's collections works under capture as well.
     (preds_, feats_), taps = tapax.capture(predict)(variables, batch)
     close(preds_, preds)
     close(feats_[1], taps.values["SowCNN2/SowCNN/features@1"])
@@ -298,7 +298,7 @@ def test_sequential_gives_every_intermediate():
     _, taps = tapax.capture(features)(params, batch)
     close(taps.values["Sequential"], expected)
     assert taps.sites.names == ["Sequential/layers_0", "Sequential/layers_3", "Sequential"]
-    # Of the whole model: the features are what is flattened, and go into the layer after that.
+    # In the whole model, the features are the flattened array that the next layer takes.
     whole = tapax.capture(SeqCNN().apply, values=["**", tapax.ops("reshape")])
     _, taps = whole({"params": params}, batch)
     close(taps.values["Sequential/reshape"], expected)
@@ -307,7 +307,7 @@ def test_sequential_gives_every_intermediate():
 
 
 def test_extracting_gradients_of_intermediate_values():
-    # The guide has jnp.empty here: random data.
+    # The guide has jnp.empty here; this test uses random data.
     x = jax.random.normal(jax.random.PRNGKey(2), (1, 4))
     y = jax.random.normal(jax.random.PRNGKey(3), (1, 2))
     model = Model()
@@ -327,7 +327,7 @@ def test_extracting_gradients_of_intermediate_values():
     for name, expected in intermediate_grads.items():
         close(taps.grads[f"Model/{name}"], expected)
         assert taps.sites[f"Model/{name}"].collection == "perturbations"
-    # With perturbations in the variables, too; and with the call of Linen's replaced.
+    # Perturbations in the variables, and `compat.apply`, have these gradients too.
     _, taps = tapax.capture(jax.grad(loss_fn, argnums=1))(params, perturbations, x, y)
     close(taps.grads["Model/hidden"], intermediate_grads["hidden"])
 

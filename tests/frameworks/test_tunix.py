@@ -1,4 +1,4 @@
-"""Trainers of Tunix, unmodified: the features that its own wrapper sows, and their gradients."""
+"""Unmodified trainers of Tunix: the features that its wrapper sows, and their gradients."""
 
 import warnings
 
@@ -28,7 +28,7 @@ BATCH = peft_trainer.TrainingInput(input_tokens=TOKENS, input_mask=jnp.ones_like
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """What Tunix warns of, or the libraries under it, is their own affair."""
+    """Ignore the warnings of Tunix and of its dependencies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -43,7 +43,7 @@ def tiny_model(seed, remat="NONE"):
     model = qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
     rng = np.random.default_rng(seed)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.3, x.dtype)
-    nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.Param)))  # some are made as zeros
+    nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.Param)))  # some start as zeros
     return model
 
 
@@ -70,7 +70,7 @@ def loss(model, input_tokens, positions, attention_mask):
 
 
 def sown_features(model, layer):
-    """What Tunix's wrapper sows of the layers of a class, in order."""
+    """Return the values that Tunix's wrapper sows for the layers of a class, in order."""
     sowed_module.wrap_model_with_sowed_modules(model, [layer])
     forward(model, **model_inputs(BATCH))
     found = jax.tree.leaves(sowed_module.pop_sowed_intermediate_outputs(model))
@@ -79,7 +79,7 @@ def sown_features(model, layer):
 
 
 class AddedModule(nnx.Module):
-    """A layer whose result has a parameter added to it, by which a gradient can be taken."""
+    """A layer that adds a parameter to its result, to take a gradient with respect to it."""
 
     def __init__(self, layer, shape):
         self.layer, self.added = layer, nnx.Param(jnp.zeros(shape))
@@ -93,7 +93,7 @@ CONFIG = {"eval_every_n_steps": 10, "max_steps": 3}
 
 
 @pytest.mark.parametrize("remat", ["NONE", "BLOCK"])
-def test_features_and_gradients_of_a_fine_tuning_step(remat):
+def test_features_and_gradients_of_a_fine_tuning_step_are_captured(remat):
     config = peft_trainer.TrainingConfig(**CONFIG)
     make = lambda model: peft_trainer.PeftTrainer(model, optax.sgd(0.1), config)
     trainers = [make(tiny_model(0, remat)) for _ in range(2)]
@@ -121,8 +121,8 @@ def test_features_and_gradients_of_a_fine_tuning_step(remat):
 
 
 @pytest.mark.parametrize("remat", ["NONE", "BLOCK"])
-def test_features_of_student_and_teacher_in_a_distillation_step(remat):
-    """The step that holds Tunix's own wrappers, whose features the trainer uses."""
+def test_student_and_teacher_in_a_distillation_step_are_captured(remat):
+    """The step contains wrappers of Tunix, whose features the trainer uses."""
     config = distillation_trainer.TrainingConfig(**CONFIG)
 
     def make():
@@ -152,5 +152,5 @@ def test_features_of_student_and_teacher_in_a_distillation_step(remat):
     grads = nnx.grad(lambda m: one.strategy.get_train_loss(m, *given))(model)
     for i, name in enumerate(MLPS):
         wanted = grads["layers"][i]["mlp"]["wrapped_model"]["added"][...]
-        # The wrapper sows what this layer returns, so the loss depends on it in two ways.
+        # The wrapper sows the result of this layer, so the loss depends on it in two ways.
         assert_close(student.grads[f"{name}/wrapped_model"], wanted)
