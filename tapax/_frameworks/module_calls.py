@@ -92,7 +92,7 @@ def mark_inputs(call: MethodCall) -> tuple[Args, Kwargs]:
     if mark is None:
         return call.args, call.kwargs
     given = {**{str(i): x for i, x in enumerate(call.args)}, **call.kwargs}
-    arrays = [name for name, x in given.items() if _holds_array(call.adapter, x)]
+    arrays = [name for name, x in given.items() if _has_array(call.adapter, x)]
 
     def marked(name: str) -> Any:
         # A single argument needs no name.
@@ -119,7 +119,7 @@ def mark_weights(weights: Value) -> Any:
     return weights if mark is None else mark((), weights)
 
 
-def _holds_array(adapter: Adapter, value: PyTree) -> bool:
+def _has_array(adapter: Adapter, value: PyTree) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=adapter.is_opaque)
     return any(isinstance(x, (jax.Array, np.ndarray)) for x in leaves)
 

@@ -40,7 +40,7 @@ class RunningModule:
 
     @functools.cached_property
     def _indexes(self) -> list[tuple[Any, str, dict[int, str]]]:
-        # Build the index lazily: most modules call no other, so nobody searches in them.
+        # Build the index lazily: most modules call no other, so no search visits them.
         return [(self.module, "", index(self.adapter, self.module))]
 
     def adopt(self, twin: Module, path: str) -> None:
@@ -64,7 +64,7 @@ class _CallStack(threading.local):
     def __init__(self) -> None:
         self.running: list[RunningModule] = []
         self.frame: Any = None
-        self.outer: list[RunningModule] = []  # those of the captures around this one
+        self.outer: list[RunningModule] = []  # running in the captures around this one
 
 
 _stack = _CallStack()

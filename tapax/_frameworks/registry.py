@@ -87,7 +87,7 @@ def run_opened(
 ) -> R:
     """Run a call with its stateful objects split: `find` returns its program, `run` the result.
 
-    Tracing a function may reveal more state to split; then the call is opened anew.
+    Tracing a function may reveal more state to split; then `open_call` runs a second time.
     """
     while True:
         with open_call(call) as opened:

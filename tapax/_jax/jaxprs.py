@@ -44,7 +44,7 @@ def closed(jaxpr: Jaxpr) -> tuple[OpenJaxpr, Sequence[Any]]:
 
 
 def dce(jaxpr: Jaxpr, results: Sequence[int] | None = None) -> Jaxpr:
-    """Drop all results but those numbered `results`, and the equations that nothing then reads.
+    """Keep the results numbered `results`, and the equations that compute them.
 
     With None, keep all results. `jaxpr` is closed.
     """

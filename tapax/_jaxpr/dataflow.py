@@ -13,7 +13,7 @@ Fact = TypeVar("Fact")
 
 
 class ForwardAnalysis(Generic[Fact]):
-    """An analysis that computes a fact for every result of a program from those for its inputs.
+    """An analysis that computes a fact for each result of a program from facts for the inputs.
 
     Facts only grow, so the analysis iterates a loop until the facts for its carry stop changing.
     """

@@ -1,7 +1,7 @@
 """The active examples in loops that a library runs until all examples are done.
 
 `vmap` turns JAX's loops into such loops, and tapax passes the condition to the taps inside (see
-`_walk.mapped_predicates`). A library may do the same by hand: its loop has one predicate for all
+`_walk.mapped_predicates`). A library may write such a loop by hand: it has one predicate for all
 examples, and every example carries a flag that says whether it is done. An adapter then calls
 `marks_count_where` while JAX traces the body of the loop.
 """

@@ -106,19 +106,19 @@ def _jvp(primals: PyTree, tangents: PyTree, *, order: int, **params: Any) -> Any
 def _transpose(
     ct: Value, token: Value, x: Value, *ts: Value, transposed: bool, **params: Any
 ) -> Any:
-    (place,) = (i for i, t in enumerate(ts) if type(t) is ad.UndefinedPrimal)
+    (position,) = (i for i, t in enumerate(ts) if type(t) is ad.UndefinedPrimal)
     outs: list[Any] = [None] * (len(ts) + 2)
     if type(ct) is ad.Zero:
-        outs[place + 2] = ad.Zero(ts[place].aval)
+        outs[position + 2] = ad.Zero(ts[position].aval)
         return outs
-    others = [t for i, t in enumerate(ts) if i != place]
+    others = [t for i, t in enumerate(ts) if i != position]
     if not transposed:
         new, turned = [*others, ct], True
-    elif place == len(ts) - 1:
+    elif position == len(ts) - 1:
         new, turned = [*others, ct], False
     else:
         new, turned = [*others[:-1], ct, others[-1]], True
-    outs[place + 2] = change_p.bind(token, x, *new, transposed=turned, **params)
+    outs[position + 2] = change_p.bind(token, x, *new, transposed=turned, **params)
     return outs
 
 

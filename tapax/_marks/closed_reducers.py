@@ -25,11 +25,10 @@ _NOTHING = object()
 class ClosedReducer:
     """A traced reducer: a program for the first value, and one for a state and the next value.
 
-    The first inputs of both programs are the closed-over values. In the marked value, the closed-
-    over values of `first` and then of `following` come after the `count` arrays of the sown value;
-    `starts` is the number of those for `first`. `following` is None if the structure or types of
-    the state change from call to call. `code` is a fingerprint of the reducer's source, regardless
-    of the closed-over values.
+    The first inputs of both programs are the values that the reducer closes over. The marked value
+    has the `count` arrays of the sown value, then the `starts` inputs of this kind of `first`, then
+    the inputs of `following`. `following` is None if the structure or types of the state change
+    from call to call. `code` is a fingerprint of the reducer without the values it closes over.
     """
 
     first: Jaxpr

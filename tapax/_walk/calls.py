@@ -79,7 +79,7 @@ class Calls:
     def possible_calls(
         self, token: Value, eqn: Equation, branches: tuple[int, ...] | None = None
     ) -> list[Call]:
-        """Return the calls that a token may belong to; with `branches`, those in these branches."""
+        """Return the calls to which a token may belong; with `branches`, only calls in these."""
         mark = eqn.params["mark"]
         calls = list(token.calls) if type(token) is Token else self.of(mark)
         calls = [c for c in calls if c.mark.uid == mark.uid]

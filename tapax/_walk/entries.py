@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     """A recorded value or gradient, with the axes that loops and meshes have added.
 
     - `value`: the array, or the state of the `reduction`, a tuple of arrays.
-    - `valid`: a mask or a count of the recordings; None if there is one in any case.
+    - `valid`: a mask, or a count of the recorded values; None if one is recorded for certain.
     - `lead`: the number of leading axes of loops and meshes; `loops` describes them.
     - `steps`: the requested iterations of the loops that are still around it, innermost first.
     - `layer`: the numbers of its scanned layers, outermost first.

@@ -46,10 +46,7 @@ from tapax._walk.recorder import MetTap, Recorder
 
 
 class WalkHooks:
-    """The points at which a subclass may change what the walk does.
-
-    The methods here do what the walk does by default.
-    """
+    """The methods by which a subclass may change a walk; these are the defaults."""
 
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
         """Evaluate an equation."""
@@ -136,7 +133,7 @@ class Interpreter(Recorder):
         tokens = [a for a in args if type(a) is Token]
         tapped = tap_effect in eqn.effects
         if not tokens and not tapped:
-            tapped = any(self._holds_taps(body) for body in bodies(eqn))
+            tapped = any(self._must_walk(body) for body in bodies(eqn))
             if not tapped:
                 return _jax.bind_equation(eqn, args)
         handler = self.handlers.get(kind_of(eqn))
@@ -157,7 +154,7 @@ class Interpreter(Recorder):
         outs = _jax.bind_equation(eqn, self.materialize(eqn.invars, args))
         return [Token(calls, x) for x in outs]
 
-    def _holds_taps(self, jaxpr: Jaxpr) -> bool:
+    def _must_walk(self, jaxpr: Jaxpr) -> bool:
         """Return whether the walk must enter a body; a recomputed value may be edited too."""
         return self._tapped.has_taps(jaxpr) or bool(self.changes.within(jaxpr))
 
@@ -186,8 +183,8 @@ class Interpreter(Recorder):
             here, layers = mark.within(scopes), layers_of(self.around, scopes)
             calls = [self._calls.new(here, eqn, self._branches, layers)]
         elif grad:
-            owner = self._owner(eqn, rest[0])
-            calls = [] if owner is None else [owner]
+            call_of_gradient = self._gradient_call(eqn, rest[0])
+            calls = [] if call_of_gradient is None else [call_of_gradient]
         else:
             calls = self._calls.possible_calls(rest[0] if rest else None, eqn)
             calls = [c for c in calls if c in self._replaying] if self._replaying else calls
@@ -240,7 +237,7 @@ class Interpreter(Recorder):
         in_value = params["in_value"]
         return self.changes.apply(change, operands, params["axes"], in_value, then, **which)
 
-    def _owner(self, eqn: Equation, token: Value) -> Call | None:
+    def _gradient_call(self, eqn: Equation, token: Value) -> Call | None:
         """Return the call of a gradient; None if it may belong to several that the plan ignores."""
         mark, calls = eqn.params["mark"], self._calls.possible_calls(token, eqn, self._branches)
         if len(calls) == 1:
@@ -301,10 +298,7 @@ class Interpreter(Recorder):
             self.changes.parts = parts
 
     def calls_since(self, before: int) -> frozenset[Call]:
-        """Return the calls that the walk has met since there were `before` of them.
-
-        A body that is recomputed has the calls of its first run.
-        """
+        """Return all calls but the first `before`, or the calls that a recomputed body replays."""
         return frozenset(self._calls.all[before:]) or self._replaying
 
     @property

@@ -80,10 +80,10 @@ class _Guard(WalkHooks):
 
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
         kind = kind_of(eqn)
-        holds_taps = any(tap_effect in _jax.open_jaxpr(body).effects for body in bodies(eqn))
-        if eqn.primitive is tap_p or (holds_taps and kind & _THREADED):
+        has_taps = any(tap_effect in _jax.open_jaxpr(body).effects for body in bodies(eqn))
+        if eqn.primitive is tap_p or (has_taps and kind & _THREADED):
             return walk.evaluate_equation(eqn, args)
-        if not holds_taps:
+        if not has_taps:
             return _jax.bind_equation(eqn, args)
         if kind in _CUSTOM:
             return _CUSTOM[kind](self, walk.folds.items, eqn, args)

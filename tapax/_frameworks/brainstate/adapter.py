@@ -61,9 +61,9 @@ class Brainstate(PatchedAdapter):
     def named_arrays(self, value: PyTree) -> Iterator[tuple[str, Any]]:
         found: Any = {(): value} if isinstance(value, State) else graph.states(value)
         for path, state in found.items():
-            place = "/".join(map(segment, path))
+            prefix = "/".join(map(segment, path))
             for keys, x in jax.tree_util.tree_leaves_with_path(state.value):
-                yield join(place, key_path(keys)), x
+                yield join(prefix, key_path(keys)), x
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
         return contextlib.nullcontext(states.split_states(call))
@@ -149,7 +149,7 @@ _calls = _BrainstateCalls()
 
 
 def _is_being_called(module: Module) -> bool:
-    """Whether the module that is running is this one, in its call."""
+    """Return whether a forward method of `module` is the innermost running method."""
     around = running_modules()
     innermost = around[-1].module if around else None
     return innermost is module and any(m is module for m in _calls.modules)

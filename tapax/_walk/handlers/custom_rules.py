@@ -51,7 +51,7 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 
 
 def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[Any]:
-    """Walk the body of a `custom_vjp`: JAX differentiates entries, the custom rule results."""
+    """Walk the body of a `custom_vjp`: its rule differentiates the results, and JAX the entries."""
     staged, inner, edited = _staged(walk, eqn, args)
     threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
     # JAX puts the closed-over values first; the rule has no derivative with respect to them.
