@@ -23,15 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._api.change_builder import (
-    ChangeBuilder,
-    Counters,
-    EditOperands,
-    EditRule,
-    Target,
-    make_rule,
-)
+from tapax._api.change_builder import ChangeBuilder
 from tapax._api.cut import prefix, suffix
+from tapax._api.edit_rules import Counters, EditOperands, EditRule, Target, make_rule
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction

@@ -278,7 +278,7 @@ def test_every_pullback_of_a_call():
     close(tapax.edit(two, grads={"h": lambda g: jnp.clip(g, 0, 1)})(X), jnp.diag(c))
     for name in ("h~0", "h~1"):
         with pytest.raises(
-            tapax.SiteError, match=f"grads='{name}' was given, but which gradient of a"
+            tapax.SiteError, match=f"grads='{name}' selects one of several gradients of a"
         ):
             tapax.edit(step, grads={name: lambda g: g + 1})(X)
 

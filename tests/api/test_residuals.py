@@ -220,9 +220,9 @@ def test_a_function_without_loss_and_gradient_is_refused():
     with pytest.raises(TypeError) as error:
         tapax.residuals(forward)(*arrays(W, X))
     assert str(error.value).removeprefix(f"{forward.__qualname__} ") == (
-        "returns no loss (a real number, alone or first in a tuple) and takes no gradient "
-        "itself, so it has no backward pass that anything could be kept for: give `residuals` the "
-        "loss, or the step that takes its gradient."
+        "does not return a loss (a real number, alone or first in a tuple) and does not take a "
+        "gradient itself, so it has no backward pass and keeps no values for one. Pass `residuals` "
+        "the loss, or the step that takes its gradient."
     )
 
 
@@ -233,23 +233,23 @@ def test_integers_alone_are_refused():
     with pytest.raises(TypeError) as error:
         tapax.residuals(loss)(jnp.arange(3))
     assert str(error.value).replace(loss.__qualname__, "loss") == (
-        "No array in the arguments of loss holds real or complex numbers, so there is nothing to "
-        "differentiate the loss by: pass the parameters as arguments."
+        "No argument of loss contains real or complex numbers, so there is nothing with respect to "
+        "which to differentiate the loss. Pass the parameters as arguments."
     )
 
 
 def test_a_captured_tracer_is_refused():
-    held = []
-    jax.make_jaxpr(held.append)(1.0)
+    leaked = []
+    jax.make_jaxpr(leaked.append)(1.0)
 
     def loss(w):
-        return jnp.sum(w * held[0])
+        return jnp.sum(w * leaked[0])
 
     with pytest.raises(TypeError) as error:
         tapax.residuals(loss)(*arrays(W))
     assert str(error.value).replace(loss.__qualname__, "loss") == (
-        "loss captured a traced value of a function that JAX has finished tracing: pass the value "
-        "as an argument, or return it from the function that computed it."
+        "loss captured a traced value of a function that JAX has finished tracing. Pass the value "
+        "as an argument, or return it from the function that computes it."
     )
 
 
@@ -263,7 +263,7 @@ def test_a_while_loop_is_refused_as_jax_does():
 
 @pytest.mark.parametrize("policy", ["dots_saveable", 3])
 def test_a_policy_that_is_no_function_is_refused(policy):
-    with pytest.raises(TypeError, match="`policy` must be a policy"):
+    with pytest.raises(TypeError, match="`policy` must be a function, such as"):
         tapax.residuals(losses.shared, policy=policy)
 
 

@@ -199,7 +199,7 @@ dropped = nn.dropout(net, at="branch", rate=0.1)
         (lambda: nn.subensemble(dropped, at="trink").sample(KEY, 2, W, X), tapax.SiteError,
          "site='trink' was asked for, but no site has that name"),
         (lambda: nn.subensemble(dropped, at="*").sample(KEY, 2, W, X), tapax.SiteError,
-         "A cut is at one site, but '*' picks 2"),
+         "A cut needs one site, but '*' picks 2"),
     ],
 )  # fmt: skip
 def test_bad_input_of_subensembles(call, error, message):
