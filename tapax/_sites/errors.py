@@ -9,7 +9,19 @@ from tapax._jax import Function, PyTree, Value, typed
 
 
 class SiteError(ValueError):
-    """A site was asked for that cannot be given. The message names it, the cause and the fix."""
+    """The error for a site that cannot be returned or changed, and for a bad selection.
+
+    The message names the site, says what is wrong, and how to fix it.
+
+    Example:
+        >>> import tapax
+        >>> f = lambda x: tapax.sow(2 * x, "hidden")
+        >>> try:
+        ...     tapax.capture(f, values="hiden")(1.5)
+        ... except tapax.SiteError as error:
+        ...     print("The nearest names are 'hidden'." in str(error))
+        True
+    """
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
