@@ -203,9 +203,7 @@ def test_a_path_that_cannot_be_written_raises(tmp_path):
     _, taps = tapax.capture(net)(X)
     (tmp_path / "file").write_text("")
     for bad in (tmp_path, tmp_path / "file" / "x.safetensors"):
-        with pytest.raises(
-            OSError, match=r"The taps cannot be written to .*: .*Choose a path that"
-        ):
+        with pytest.raises(OSError, match=r"taps cannot be written to .*: .*Choose a path that"):
             taps.save(bad)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -229,9 +227,7 @@ def test_traced_and_foreign_arrays_cannot_be_saved(path):
         jax.jit(lambda x: tapax.capture(net)(x)[1].save(path))(X)
     _, taps = tapax.capture(net)(X)
     words = jax.tree.map(lambda x: np.array(["a", "b"]), taps)
-    with pytest.raises(
-        TypeError, match=r"taps.values\['block0/attn'\] must be an array of numbers"
-    ):
+    with pytest.raises(TypeError, match=r"values\['block0/attn'\] must be an array of numbers"):
         words.save(path)
     assert not path.exists()
 
