@@ -467,23 +467,23 @@ def _nothing(x):
     [
         (lambda: plot.taps(tapax.capture(_nothing, None, None)(X)[1]), ValueError,
          "There is nothing to plot: the capture returned no values and no gradients. "
-         "tapax.sites(fn)(...) says which sites a function has."),
+         "tapax.sites(fn)(*args) lists the sites of a function."),
         (lambda: plot.taps(tapax.capture(layers)(X)[1], at="**/haed"), tapax.SiteError,
          "`at` is '**/haed', which matches nothing in the capture. "
          "The nearest names are 'net/head'."),
         (lambda: plot.taps(tapax.capture(layers)(X)[1], at=""), tapax.SiteError,
          "`at` is an empty string, which can match no site."),
         (lambda: plot.taps(tapax.capture(lambda x: tapax.sow(x > 0, "h"))(X)[1]), ValueError,
-         "There is nothing to plot: what was captured holds no numbers, or did not run. "
-         "It is of type bool."),
+         "There is nothing to plot: the selected sites did not run, or are not arrays of "
+         "numbers. Their dtypes are bool."),
         (lambda: plot.taps(tapax.capture(layers)(X)[1], stats="norm"), ValueError,
-         "`stats` has 'norm', which is not there. There is 'rms'."),
+         "`stats` contains 'norm', which was not captured. The statistics are 'rms'."),
         (lambda: plot.taps({"h": X}), TypeError,
-         "tapax.plot.taps takes the taps that a capture returned, but was given"),
+         "tapax.plot.taps takes the taps of a capture, but was given"),
         (lambda: jax.jit(lambda x: plot.taps(tapax.capture(layers)(x)[1]))(X), TypeError,
          "A plot needs numbers, but 'net/embed' is traced"),
         (lambda: plot.history(Log()), ValueError,
-         "There is nothing to plot: the log holds no records. A monitor fills one: "
+         "There is nothing to plot: the log is empty. A monitor fills a log: "
          "tapax.monitor(step, every=100, to=log)."),
         (lambda: plot.history(filled(), at="Net/0/mpl"), tapax.SiteError,
          "`at` is 'Net/0/mpl', which matches nothing in the log. "
@@ -502,7 +502,7 @@ def test_bad_input_of_plot_functions(call, error, message):
 def test_a_log_without_numbers():
     log = Log()
     log(0, {"h/value_rms": np.zeros(0)})
-    with pytest.raises(ValueError, match="nothing that the log holds is a number"):
+    with pytest.raises(ValueError, match="the log contains no numbers"):
         plot.history(log)
 
 

@@ -73,7 +73,7 @@ def test_arrays_that_cannot_be_compared_are_at_the_edge():
 
 
 def test_a_plot_of_something_else_raises():
-    with pytest.raises(TypeError, match=r"takes what tapax\.diff returned, but was given 3"):
+    with pytest.raises(TypeError, match=r"takes the result of tapax\.diff, but was given 3"):
         plot.difference(3)
 
 
