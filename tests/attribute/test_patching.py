@@ -362,7 +362,7 @@ WRONG = {
         r"argument 1 has the shape \[1, 4\] in one and \[1, 3\] in the other",
     ),
     "another structure": (
-        (marked, (P, CLEAN), (CORRUPT,)), {"sites": ["0/mlp"]}, ValueError, "differ in structure"
+        (marked, (P, CLEAN), (CORRUPT,)), {"sites": ["0/mlp"]}, ValueError, "the same structure"
     ),
     "a metric that is no array": (
         (lambda p, t: {"loss": marked(p, t)}, (P, CLEAN), (P, CORRUPT)), {"sites": ["0/mlp"]},
@@ -377,7 +377,7 @@ WRONG = {
     ),
     "a value that is not used": (
         (lambda x: (tapax.sow(x, "h"), x.sum())[1], P["embed"], P["embed"]), {"sites": ["h"]},
-        tapax.SiteError, "Use what tapax.sow returned",
+        tapax.SiteError, "Use the value that tapax.sow returns",
     ),
 }  # fmt: skip
 
@@ -398,5 +398,5 @@ def test_a_sender_that_receives():
 def test_parts_of_values_are_refused():
     part = tapax.at("h", index=0)
     f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
-    with pytest.raises(tapax.SiteError, match="but takes whole values: leave `index` out"):
+    with pytest.raises(tapax.SiteError, match=r"needs whole values\. Leave `index` out"):
         tapax.attribute.saliency(f, part)(jnp.ones(3))
