@@ -258,7 +258,7 @@ def test_taps_without_members():
     assert nn.members(taps, 4).shared == ("h",)
     with pytest.raises(ValueError, match="`num_members` must be 1 or more, but is 0"):
         nn.members(taps, 0)
-    with pytest.raises(TypeError, match="must be what a capture returned, but is 3 of type int"):
+    with pytest.raises(TypeError, match="must be the taps of a capture, but is 3 of type int"):
         nn.members(3)
 
 

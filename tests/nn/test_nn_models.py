@@ -412,7 +412,7 @@ WRONG = {
     "no model": (lambda: nn.batch_ensemble(len, 2, rngs=0), TypeError, "must be an nnx.Module"),
     "no layers": (
         lambda: nn.batch_ensemble(nnx.LayerNorm(3, rngs=nnx.Rngs(0)), 2, rngs=0), ValueError,
-        "`model`, of type LayerNorm, has no layer that can be converted.",
+        "`model`, of type LayerNorm, has no layer that can be converted",
     ),
     "a glob of nothing": (
         lambda: nn.batch_ensemble(NET, 2, rngs=0, where="Net/*"), ValueError,

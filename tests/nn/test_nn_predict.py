@@ -54,7 +54,7 @@ WRONG = {
     "no members": (lambda: nn.unfold(jnp.ones(4), 0), "`num_members` must be 1 or more, but is 0."),
     "tiles of no members": (lambda: nn.tile(jnp.ones(4), -1), "must be 1 or more, but is -1."),
     "a number": (lambda: nn.tile(1.0, 4), r"must have an axis of rows, but has the shape \[\]"),
-    "no axis of rows": (lambda: nn.fold(jnp.ones(4)), r"one of rows, but has the shape \[4\]"),
+    "no axis of rows": (lambda: nn.fold(jnp.ones(4)), r"an axis of rows, but has the shape \[4\]"),
     "another kind": (
         lambda: nn.predict(net(), jnp.ones((B, 3)), kind="ranking"),
         "`kind` must be 'classification' or 'regression', but is 'ranking'.",
@@ -282,7 +282,7 @@ def test_layers_with_explicit_sharding(kind, spread):
     [
         (lambda: (net(members=3), over_devices(2), "members"), ValueError,
          "has 2 devices, which do not divide the 3 members of `model`."),
-        (lambda: (net(), over_devices(2), "rows"), ValueError, "must be one of the mesh's"),
+        (lambda: (net(), over_devices(2), "rows"), ValueError, "must be an axis of the mesh"),
         (lambda: (net(), 2, "members"), TypeError, "`mesh` must be a jax.sharding.Mesh, but is 2"),
         (lambda: (nnx.Linear(3, 2, rngs=nnx.Rngs(0)), over_devices(2), "members"), ValueError,
          "no BatchEnsemble layer"),

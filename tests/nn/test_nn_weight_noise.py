@@ -267,19 +267,19 @@ read_data = lambda x: x
     ("call", "error", "message"),
     [
         (lambda: nn.weight_noise(read_data, 0.1)(KEY, X), TypeError,
-         "<lambda> is a function, and its first argument an array, which may be data. Give it the "
-         "model as an argument, and say which one that is: tapax.nn.weight_noise(fn, ..., "
+         "The first argument of the function <lambda> is an array, which may be data. Pass the "
+         "model as an argument, and say which one it is: tapax.nn.weight_noise(fn, ..., "
          "params=0)."),
         (lambda: nn.weight_noise(lambda p, x: x, 0.1)(KEY, {"n": jnp.arange(3)}, X), ValueError,
-         "There are no weights in the dict that "),
+         "The dict that "),
         (lambda: nn.weight_noise(lambda p, x: x, 0.1, at="**/b")(KEY, WEIGHTS, X), tapax.SiteError,
          "`at` is '**/b', which matches no weight. The weights are 'w'."),
         (lambda: nn.weight_noise(lambda p: p, 0.1, params=1)(KEY, WEIGHTS), TypeError,
-         "The weights are argument 1 of "),
+         "`params` says that argument 1 of "),
         (lambda: nn.weight_noise(lambda p: p, -0.1), ValueError,
          "`std` is a standard deviation and cannot be negative, but is -0.1."),
         (lambda: nn.weight_noise(bound, 0.1)(KEY, X), TypeError,
-         "LinenNet is a function, and its first argument an array, which may be data."),
+         "The first argument of the function LinenNet is an array, which may be data."),
     ],
 )  # fmt: skip
 def test_bad_input_of_weight_noise(call, error, message):
