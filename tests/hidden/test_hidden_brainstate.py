@@ -49,9 +49,7 @@ def test_a_perturbation_made_of_its_documented_fields():
     program = jax.make_jaxpr(lambda x, *added: [x.sum() + y for y in added])(X, *data)
     other = braintrace.HiddenPerturbation(built[0], built[1], built[2], program)
     jax.tree.map(close, other.eval_jaxpr([X], data), [X.sum() + y for y in data])
-    with pytest.raises(
-        HiddenError, match=r"`perturb_jaxpr` .* is not from add_hidden_perturbation"
-    ):
+    with pytest.raises(HiddenError, match=r"`perturb_jaxpr` .* does not come from add_hidden_pert"):
         other({}, {}, X)
 
 

@@ -222,10 +222,10 @@ def test_what_is_refused():
         "bound. Give model.bind(variables)."
     )
     assert "runs over a whole sequence" in refusal(nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), X)
-    assert "says nothing of its hidden state" in refusal(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), X)
+    assert "does not define its hidden state" in refusal(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), X)
     assert "but expected is a recurrent module" in refusal(lambda s, x: (s, x), X)
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
-    assert "has to be of a floating-point type" in refusal(cell, X, state=jnp.arange(4))
+    assert "must have a floating-point type" in refusal(cell, X, state=jnp.arange(4))
     assert refusal(cell).startswith("`inputs` is empty, but GRUCell is traced for what it is")
     (group,) = hidden_groups(cell, X)
     with pytest.raises(HiddenError, match=r"^GRUCell was traced for an argument of shape \[4\]"):

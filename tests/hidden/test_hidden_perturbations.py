@@ -235,7 +235,9 @@ def test_what_a_derivative_cannot_reach_is_said():
         _, h, out = lax.while_loop(lambda c: c[0] < 3, body, (0, h, h))
         return h, out
 
-    with pytest.warns(UserWarning, match=r"'h' leaves a [cC]ustom\w+ together with other results"):
+    with pytest.warns(
+        UserWarning, match=r"'h' is a result of a [cC]ustom\w+, which computes other"
+    ):
         add_hidden_perturbation(lambda h, x: both(h + x), X, X)
 
     def reading(h, x):
@@ -246,14 +248,14 @@ def test_what_a_derivative_cannot_reach_is_said():
         _, h, out = lax.while_loop(lambda c: c[0] < 3, body, (0, h, h))
         return h, out
 
-    with pytest.warns(UserWarning, match="'h' leaves a while together with other results"):
+    with pytest.warns(UserWarning, match="'h' is a result of a while, which computes other"):
         add_hidden_perturbation(reading, X, X)
 
     def rounding(h, x):
         v = jnp.tanh(h.astype(jnp.float64) + x)
         return v.astype(jnp.float32), v
 
-    with pytest.warns(UserWarning, match="'h' is rounded from float64 to float32, and something"):
+    with pytest.warns(UserWarning, match="'h' is rounded from float64 to float32, and other"):
         add_hidden_perturbation(rounding, X.astype(np.float32), X)
     # Computed from the state before, not from the new one.
     add_hidden_perturbation(waiting, X, X)
@@ -400,16 +402,16 @@ def refusal(fn, error=HiddenError):
 
 def test_steps_that_change_the_state_are_refused():
     shape = refusal(lambda: add_hidden_perturbation(lambda h, x: (h[:2], x), X, X))
-    assert "The hidden state 'h' goes into " in shape
-    assert "with shape [3] and comes out with shape [2]: a step returns a state like" in shape
+    assert "The hidden state 'h' enters " in shape
+    assert "with shape [3] and leaves it with shape [2]. A step must return a state like" in shape
     rounding = lambda h, x: (h.astype(jnp.float32), x)
     kind = refusal(lambda: add_hidden_perturbation(rounding, X, X))
-    assert "with type float64 and comes out with type float32" in kind
+    assert "with type float64 and leaves it with type float32" in kind
     tree = refusal(lambda: add_hidden_perturbation(lambda h, x: ({"h": h}, x), X, X))
-    assert "was given a state of the structure PyTreeDef(*), but returns one of the" in tree
+    assert "takes a state of the structure PyTreeDef(*), but returns one of the" in tree
     assert "structure PyTreeDef({'h': *})" in tree
     one = refusal(lambda: add_hidden_perturbation(lambda h, x: h, X, X))
-    assert "but a step returns two things: the new state, and what it puts out." in one
+    assert "but a step must return a pair: the new state and the output." in one
 
 
 @pytest.mark.parametrize(
@@ -419,11 +421,11 @@ def test_states_that_are_no_floats_are_refused(value, kind):
     state = {"h": X, "t": value}
     for fn in (add_hidden_perturbation, tapax.hidden.hidden_groups):
         assert refusal(lambda fn=fn: fn(lambda s, x: (s, x), state, X)) == (
-            f"The hidden state 't' is of type {kind}, but a hidden state has to be of a "
-            "floating-point type, for there is no derivative by another. Close over it, or hand it "
+            f"The hidden state 't' is of type {kind}, but a hidden state must have a "
+            "floating-point type, because it is differentiated. Close over the value, or pass it "
             "to the step as an input."
         )
-    assert "has no arrays in it" in refusal(
+    assert "contains no arrays" in refusal(
         lambda: add_hidden_perturbation(lambda s, x: (s, x), {}, X)
     )
 
@@ -465,6 +467,6 @@ def test_perturbations_that_do_not_fit_are_refused():
     (group,) = tapax.hidden.hidden_groups(lambda h, x: (0.5 * h + x, x), X, X)
     other = add_hidden_perturbation(lambda s, x: ({"k": s["k"] + x}, x), {"k": X}, X)
     assert refusal(lambda: other.by_group({}, [group])) == (
-        "`hidden_groups` has a group with the hidden state 'h', at the path ('h',), which is not "
-        "perturbed: 'k' are."
+        "`hidden_groups` contains the hidden state 'h', at the path ('h',), which has no "
+        "perturbation: the perturbed states are 'k'."
     )

@@ -230,7 +230,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="`mark_states` takes a function"):
         mark_states(3)
     step = mark_states(lambda h, x: (h[:1], x))
-    with pytest.raises(HiddenError, match=r"goes into .* with shape \[4\] and comes out with"):
+    with pytest.raises(HiddenError, match=r"enters .* with shape \[4\] and leaves it with"):
         tapax.capture(lambda x: step(jnp.zeros(H), x))(1.0)
 
 
