@@ -386,9 +386,9 @@ def test_one_perturbation_for_several_calls():
     with pytest.raises(tapax.SiteError) as error:
         apply(Loop("twice"), given, X)
     assert str(error.value) == (
-        "perturb('p') is called 2 times in the module at 'Loop/layers', so there must be a tuple "
-        "of 2 perturbations: one for all of them would have the sum of their gradients. Make the "
-        "perturbations with apply(..., mutable='perturbations')."
+        "perturb('p') is called 2 times in the module at 'Loop/layers', so it needs a tuple of 2 "
+        "perturbations: a single one would have the sum of their gradients. Make the perturbations "
+        "with apply(..., mutable='perturbations')."
     )
 
 

@@ -114,7 +114,7 @@ def test_a_second_harvest_of_the_tag_finds_nothing():
     same(harvest_var(harvest_var(f))({}, {}, 1.0), ((3.0, {"y": 2.0}), {}))
     same(reap_var(reap_var(f))(1.0), {})
     same(reap_var(reap_var(f, blocklist=["y"]))(1.0), {})
-    with pytest.warns(UserWarning, match="nothing is sown"):
+    with pytest.warns(UserWarning, match="sows no such name"):
         same(harvest_var(harvest_var(f))({"y": 1.0}, {}, 1.0), ((3.0, {"y": 2.0}), {}))
     with pytest.warns(UserWarning, match="The function has no sites"):
         _, taps = tapax.capture(reap_var(f))(1.0)
@@ -219,7 +219,7 @@ def twice(mode):
 
 
 def test_strict_raises_for_a_name_sown_twice():
-    again = r": x. It is sown at .*:\d+, and again at .*:\d+, in mode 'strict'. Give one of them"
+    again = r": x. It is sown at .*:\d+, and again at .*:\d+, in mode 'strict'. Rename one of them"
     with pytest.raises(ValueError, match=f"Variable has already been reaped{again}"):
         reap_var(twice("strict"))(1.0)
     with pytest.raises(ValueError, match=f"Variable has already been planted{again}"):
@@ -303,7 +303,10 @@ BAD = {
     "scope": (lambda: nest(f, scope=1), "`scope` must be a string, but is 1 of type int."),
     "no function": (lambda: reap_var(3), "takes a function, but was given 3"),
     "list": (lambda: reap_var(f, allowlist="y"), r"is the string 'y'. Write \['y'\]."),
-    "plants": (lambda: plant_var(f)(1.0), "is a dict of values by name, but it is of type float."),
+    "plants": (
+        lambda: plant_var(f)(1.0),
+        "must be a dict of values by name, but is of type float.",
+    ),
     "shape": (
         lambda: plant_var(f)({"y": jnp.ones(2)}, 1.0),
         r"The plant for 'y', sown at .*:\d+, has shape \[2\], but the value has shape \[\].",
@@ -319,7 +322,7 @@ BAD = {
     ),
     "scope and name": (
         lambda: reap_var(collide)(1.0),
-        "'y/y', .* is in a scope of the name of 'y'",
+        "'y/y', .* is in a scope with the name of the value 'y'",
     ),
     "two structures": (lambda: reap_var(of_two_structures)(1.0), "'t' .* with the structure"),
     "predicate": (lambda: reap_var(in_predicate)(0.0), "is in the predicate of a while loop"),
