@@ -167,8 +167,8 @@ class _GradientTransform(Transform):
         spots = survey(call, self.plan, [0])
         if not spots:
             raise SiteError(
-                f"at={self.plan.values!r} picks no site to differentiate with respect to. Mark a "
-                "value with tapax.sow(value, name), or select operations with tapax.ops."
+                f"at={self.plan.values!r} picks no site, so there is no gradient to compute. Mark "
+                "a value with tapax.sow(value, name), or select operations with tapax.ops."
             )
         return differentiable(spots, self.plan, reaching=True, some=True)
 

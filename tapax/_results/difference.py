@@ -125,7 +125,7 @@ class Difference(Tabular):
 
     @property
     def equal(self) -> bool:
-        """Whether all values and gradients that both captures contain agree in the tolerance."""
+        """Whether all values and gradients in both captures are equal within the tolerance."""
         return self.first is None and self.first_grad is None
 
     def __bool__(self) -> bool:

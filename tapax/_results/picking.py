@@ -10,7 +10,7 @@ from tapax._sites import At, Selection, Site, SiteError, check, flatten, matches
 def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: str) -> list[Site]:
     """Return the sites that a selection picks, in their order; every part of it must pick one.
 
-    Errors name the `method` that the user called, and `where` the sites come from.
+    Errors name the `method` that the user called, and `where`, the source of the sites.
     """
     selection = check(selection, "selection")
     picked: set[str] = set()

@@ -85,7 +85,7 @@ def ablate(
         sites: Selects the sites to ablate.
         how: The values to put in their place: `"zero"`; `"mean"`, the mean over the examples; or
             `"resample"`, the values of other examples.
-        reference: The examples to average or to draw from: an argument of `fn`, or a tuple of its
+        reference: The examples to average or to draw: an argument of `fn`, or a tuple of its
             arguments. By default these are the examples of the call itself, before the ablation.
         key: The random key with which `"resample"` draws examples, the same for all sites. Without
             a key it takes the examples of `reference` in order.

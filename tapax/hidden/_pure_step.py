@@ -96,7 +96,7 @@ def trace_step_or_module(step: Any, inputs: Sequence[Any], state: PyTree) -> Ste
     def bound(state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
         return cell.step(cell.params, state, *inputs, **keywords)
 
-    bound.__qualname__ = type(step).__name__  # what error messages call it
+    bound.__qualname__ = type(step).__name__  # the name in error messages
     traced = trace_step(bound, _get_state(step, cell), inputs, paths=cell.paths)
     if cell.objects is None:
         return traced

@@ -114,7 +114,7 @@ def test_an_array_of_another_type():
 
 
 @pytest.mark.parametrize("new", ["text", None, {"a": 1}, object()])
-def test_an_edit_that_is_none(new):
+def test_an_edit_of_a_wrong_type(new):
     assert message(tapax.edit, loss, {"h": new}, kind=TypeError) == (
         "values['h'] must be an array, a number, or a function of the value, but is "
         f"{new!r} of type {type(new).__name__}."
@@ -122,7 +122,7 @@ def test_an_edit_that_is_none(new):
 
 
 @pytest.mark.parametrize("edits", ["h", ["h"], [("h",)], [("h", 0.0, 1)], 3.0])
-def test_edits_that_are_no_pairs(edits):
+def test_edits_must_be_pairs(edits):
     with pytest.raises(TypeError, match="`values` must map selections of sites to edits"):
         tapax.edit(loss, edits)
 
@@ -227,7 +227,7 @@ def test_a_traced_iteration_that_there_is_not(edit):
     assert np.isnan(jax.jit(sweep)(3)).all() and not np.isnan(jax.jit(sweep)(2)).any()
 
 
-def test_iterations_where_there_are_none():
+def test_iterations_out_of_range_or_without_a_loop():
     expected = f"`step` was given for the site 'h', {AT[loss]} which is in no loop. Leave it out."
     for step in (0, jnp.array(0), slice(0, 1)):
         assert message(tapax.edit(loss, {tapax.at("h", step=step): 0.0}), X) == expected
@@ -263,7 +263,7 @@ def test_perturbations_of_another_type():
             f"{begin} is of type {dtype}, but its values are of type float32: adding it could "
             "change the type of the value. Cast the perturbation."
         )
-    # A batch of another size than the perturbations were made with.
+    # A batch of another size than that of the perturbations.
     batch = lambda xs: jnp.sum(jax.vmap(loss)(xs))
     zeros = tapax.perturbations(batch)(jnp.ones((4, 3)))
     text = message(tapax.perturbed(batch), zeros, jnp.ones((2, 3)))
@@ -333,7 +333,7 @@ def test_gradients_that_no_site_has_are_refused():
 
 def test_gradients_of_nothing_are_refused():
     for at in ((), None, "**"):
-        assert "picks no site to differentiate" in message(tapax.grad(jnp.sum, at), X)
+        assert "picks no site, so there is no gradient" in message(tapax.grad(jnp.sum, at), X)
     assert "it picks none of the 0 sites" in message(tapax.grad(jnp.sum, lambda site: False), X)
 
 
@@ -414,7 +414,7 @@ def test_predicates_of_while_loops():
         lambda f: tapax.suffix(f, "h"),
     ],
 )
-def test_what_is_no_function(make):
+def test_only_functions_are_accepted(make):
     text = message(make, 3, kind=TypeError)
     assert "takes a function, but was given 3 of type int" in text
     text = message(make, jax.jit(loss).lower(X).compile(), kind=TypeError)

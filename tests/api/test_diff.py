@@ -309,7 +309,7 @@ def test_captures_without_a_common_site_raise():
         (({}, {"h": [[1], [1, 2]]}), "The gradient of 'h' in `a` must be an array, but is"),
     ],
 )
-def test_captures_that_are_none_raise(a, message):
+def test_captures_of_a_wrong_type_raise(a, message):
     b = ({"h": np.ones(1)}, {"h": np.ones(1)})
     with pytest.raises(TypeError, match=message):
         tapax.diff(a, b)

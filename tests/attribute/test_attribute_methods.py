@@ -140,7 +140,7 @@ def test_logit_lens_unembeds_every_layer():
 
 
 def test_direct_logit_attribution():
-    """The norm's scale held, the shares are linear in what is added, and sum up to the logits."""
+    """With a frozen scale of the norm, the shares are linear, and sum to the logits."""
     here = values_of(P, CLEAN)
     parts = ["embed", *(f"{i}/{p}" for i in range(LAYERS) for p in ("attn", "mlp"))]
     last = here[RESIDS[-1]]

@@ -204,7 +204,7 @@ def test_a_sweep_is_compiled_once(caplog):
     assert not compilations(caplog, lambda: whole(*both[::-1], jnp.arange(2)))
 
 
-def test_what_lies_before_is_computed_once():
+def test_operations_before_a_site_run_once():
     """The work is that of the layers after each patch, for each position."""
     both = (P, CLEAN), (P, CORRUPT)
     sites = [f"{i}/resid" for i in range(LAYERS)]
@@ -305,7 +305,7 @@ def test_path_patching_from_sender_to_receiver(frozen):
 
 
 def test_receivers_are_each_reached_directly():
-    """What one receiver passes on to another is not part of the path to that other."""
+    """The effect of one receiver on another is not a part of the path to the other."""
 
     def f(x, hook=sow):
         a = hook("a", x)
@@ -334,7 +334,7 @@ def test_paths_in_a_scan():
     close(got, want)
 
 
-def test_no_path_is_no_effect():
+def test_without_a_path_there_is_no_effect():
     got = attribute.path_patching(marked, (P, CLEAN), (P, CORRUPT), "2/mlp", "0/attn")
     close(got, [difference(logits(P, CORRUPT))])
 
@@ -353,7 +353,7 @@ WRONG = {
         SWEEP, {"sites": ["0/mlp"], "positions": [0], "axis": 3}, tapax.SiteError,
         "have no such axis",
     ),
-    "positions that are no integers": (
+    "positions that are not integers": (
         SWEEP, {"sites": ["0/mlp"], "positions": [0.5]}, TypeError, "one or more integers"
     ),
     "no positions": (SWEEP, {"sites": "0/mlp", "positions": []}, TypeError, "one or more integers"),
@@ -364,7 +364,7 @@ WRONG = {
     "another structure": (
         (marked, (P, CLEAN), (CORRUPT,)), {"sites": ["0/mlp"]}, ValueError, "the same structure"
     ),
-    "a metric that is no array": (
+    "a metric that is not an array": (
         (lambda p, t: {"loss": marked(p, t)}, (P, CLEAN), (P, CORRUPT)), {"sites": ["0/mlp"]},
         TypeError, "one array, but returns dict",
     ),

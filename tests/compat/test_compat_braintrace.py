@@ -23,7 +23,7 @@ ONES = np.ones(3, np.float32)
 
 
 class Recurrent(nn.Module):
-    """Hidden states `a`, `b` that a function takes on; it returns their sum."""
+    """Hidden states `a`, `b` that a function updates; it returns their sum."""
 
     def __init__(self, step, b=True):
         super().__init__()
@@ -81,7 +81,7 @@ def test_states_are_perturbed_in_the_order_in_which_they_are_read():
     assert perturb(Recurrent(step), X).perturb_hidden_paths == [("b",), ("a",)]
 
 
-def test_a_state_that_is_only_read_has_a_perturbation_of_its_own():
+def test_a_state_that_is_only_read_has_a_perturbation():
     def step(m, x):
         m.a.value = m.b.value * x
         return m.a.value

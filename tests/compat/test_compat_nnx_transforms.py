@@ -166,7 +166,7 @@ def test_a_perturbation_shared_by_calls_is_refused():
 
 
 def test_perturbations_of_stacked_layers():
-    """They go through `nnx.scan` with the layers, so that each has its own."""
+    """They pass through `nnx.scan` with the layers, so that each layer has one."""
 
     class Net(nnx.Module):
         def __init__(self):

@@ -44,7 +44,7 @@ def scanned(mode, **options):
     return lambda init: lax.scan(body, init, jnp.arange(5.0), **options)
 
 
-# --- what the documentation says ----------------------------------------------------------------
+# --- the examples of the documentation ----------------------------------------------------------
 
 
 def test_outside_of_a_harvest_sow_is_the_identity_and_binds_nothing():
@@ -66,7 +66,7 @@ def test_the_documented_example(x):
     same(call_var(f)(x), (x + 2, {"y": x + 1}))
 
 
-def test_what_is_not_returned_and_what_is_constant_is_reaped_and_planted():
+def test_unused_and_constant_values_are_reaped_and_planted():
     def g(x):
         var(x * 2, name="side")
         return x + var(10.0, name="c")
@@ -106,7 +106,7 @@ def test_the_lists_are_of_names():
     same(reap_var(g, allowlist=["x"], blocklist=["x"])(1.0), {})
     same(plant_var(g, blocklist=["x"])({"x": 2.0, "y": 3.0}, 1.0), 31.0)
     same(plant_var(g, allowlist=["x"])({"x": 2.0, "y": 3.0}, 1.0), 12.0)
-    # What is not planted can still be reaped.
+    # A harvest can reap values that are not planted.
     same(reap_var(plant_var(g, allowlist=["x"]))({"x": 2.0}, 1.0), {"y": 1.0})
 
 
@@ -345,7 +345,7 @@ def test_an_error_leaves_nothing_behind():
     same(reap_var(f)(1.0), {"y": 2.0})
 
 
-def test_what_is_opaque_raises_unless_it_is_left_out():
+def test_opaque_calls_raise_unless_they_are_left_out():
     g = lambda x: lax.reduce(x, 0.0, lambda a, b: var(a, name="a") + b, (0,))
     with pytest.raises(
         tapax.SiteError, match=r"'a', sown at .*:\d+, is in a call of 'reduce', which"

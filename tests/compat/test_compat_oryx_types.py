@@ -15,7 +15,7 @@ HALF = jnp.ones((), jnp.bfloat16)
 
 
 def is_weak(x):
-    """Whether a value gives way to the type of an array, as a Python number does."""
+    """Return whether a value adapts to the type of an array, as a Python number does."""
     return (x * HALF).dtype == jnp.bfloat16 and jax.typeof(x).weak_type
 
 

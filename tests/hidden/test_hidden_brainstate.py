@@ -417,7 +417,7 @@ def test_the_order_of_the_program():
         close(got, wanted)
 
 
-def test_what_is_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(HiddenError, match="has no hidden states: they come to be with"):
         add_hidden_perturbation(nn.GRUCell(3, 4), X)
 

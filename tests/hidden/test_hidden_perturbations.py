@@ -191,7 +191,7 @@ def test_states_that_are_kept_in_another_shape(there, back, wrap):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 40])
-def test_a_state_that_a_scan_puts_out_with_what_is_read_from_it(length, reverse):
+def test_a_state_that_a_scan_returns_with_values_computed_from_it(length, reverse):
     """The state is that of the last iteration, and what is read from it in there sees it."""
     ws = np.linspace(0.5, 1.5, length)
 
@@ -222,7 +222,7 @@ def test_a_state_that_a_scan_puts_out_with_what_is_read_from_it(length, reverse)
     jax.tree.map(close, jax.grad(total(lambda q: p(q, STATE, X)))(q), jax.grad(total(by_hand))(q))
 
 
-def test_what_a_derivative_cannot_reach_is_said():
+def test_a_warning_tells_of_paths_that_a_derivative_misses():
     @jax.custom_vjp
     def both(h):
         v = jnp.tanh(h)
@@ -320,13 +320,13 @@ def test_states_with_equal_values_have_one_perturbation_each():
         return sum((i + 2) * jnp.sum(v) for i, v in enumerate(new.values())) + 10 * jnp.sum(out)
 
     grads = jax.grad(total)(p.zeros())
-    # What is computed from the value is computed from the first of them.
+    # Later operations read the first state of that value.
     np.testing.assert_allclose(grads["a"], np.full(N, 2.0 + 20.0))
     np.testing.assert_allclose(grads["b"], np.full(N, 3.0))
     np.testing.assert_allclose(grads["late"], np.full(N, 4.0))
 
 
-def test_a_state_that_is_handed_on_or_constant():
+def test_a_state_that_is_passed_on_or_constant():
     def step(state, x):
         return {"kept": state["kept"], "old": state["kept"], "zero": jnp.zeros(N)}, x
 
@@ -417,7 +417,7 @@ def test_steps_that_change_the_state_are_refused():
 @pytest.mark.parametrize(
     ("value", "kind"), [(np.arange(3), "int64"), (np.ones(2, bool), "bool"), (3, "int64")]
 )
-def test_states_that_are_no_floats_are_refused(value, kind):
+def test_states_that_are_not_floats_are_refused(value, kind):
     state = {"h": X, "t": value}
     for fn in (add_hidden_perturbation, tapax.hidden.hidden_groups):
         assert refusal(lambda fn=fn: fn(lambda s, x: (s, x), state, X)) == (

@@ -1,4 +1,4 @@
-"""What BatchEnsemble layers are made from: seeds and keys; and what they refuse, in words."""
+"""The seeds and keys of BatchEnsemble layers, and the errors for bad arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +84,10 @@ ARGUMENTS = {
         "`r_std` is a standard deviation and cannot be negative, but is -1.",
     ),
     "a negative deviation of s": ({"s_std": -0.5}, ValueError, "`s_std` is .* but is -0.5"),
-    "a mean that is no number": (
+    "a mean that is not a number": (
         {"r_mean": "1"}, TypeError, "`r_mean` must be a finite number, but is '1' of type str.",
     ),
-    "a deviation that is no number": ({"s_std": np.nan}, TypeError, "`s_std` must be a finite"),
+    "a deviation that is not a number": ({"s_std": np.nan}, TypeError, "`s_std` must be a finite"),
     "an unknown init": (
         {"init": "uniform"}, ValueError,
         "`init` must be 'normal' or 'random_sign', but is 'uniform'.",
@@ -163,7 +163,7 @@ def test_bad_tokens_of_an_embedding():
         layer.attend(jnp.ones((E, 3)))
 
 
-def test_positions_are_no_rows():
+def test_positions_are_not_rows():
     """An embedding of positions would give every member other positions, if they were divided."""
     with pytest.raises(ValueError, match="positions that all rows share"):
         embed()(jnp.arange(2 * E))

@@ -25,7 +25,7 @@ def net(w, x):
 
 
 def count(fn, *args):
-    """How often each operation is in a program, and on how many axes."""
+    """Count the operations of a program, by their number of axes."""
     found = {}
 
     def visit(jaxpr):
@@ -69,7 +69,7 @@ def test_the_trunk_is_computed_once_for_all_members(jitted):
     assert found["dot_general", 2] == 1 and found["dot_general", 3] == 2
 
 
-def test_what_no_perturbation_reaches_is_computed_once():
+def test_operations_without_perturbations_run_once():
     """Also without a subensemble: members are one map, over the keys."""
     noisy = nn.noise(net, at="branch", std=0.3)
     found = count(lambda key, w, x: noisy.sample(key, 8, w, x), KEY, W, X)
@@ -154,7 +154,7 @@ def test_predictions_of_means_and_variances():
 
 
 def test_functions_of_a_key_are_drawn_as_they_are():
-    """Such as a model whose own dropout layers take the key."""
+    """Such as a model whose dropout layers take the key."""
 
     def own(key, x):
         return net(W, x) * jax.random.bernoulli(key, 0.5, (4, 1))

@@ -140,7 +140,7 @@ def run_by_hand(case, w, epsilon):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weight_noise_is_what_is_drawn_by_hand(case):
+def test_weight_noise_equals_draws_by_hand(case):
     fn, before, names, arrays, epsilon = dict(cases())[case]
     noisy = nn.weight_noise(fn, STD)
     for _ in range(2):  # also from the cache
@@ -175,7 +175,7 @@ DROPS = {
 
 @pytest.mark.parametrize("case", DROPS)
 def test_dropout_layers_in_evaluation_mode_are_sites(case):
-    """A model's own dropout layer drops where it is selected, and its batch norm does not train."""
+    """A dropout layer in the model drops if selected, and its batch norm does not train."""
     fn, before, _, w, epsilon = dict(cases())[case]
     got = nn.dropout(fn, at=DROPS[case], rate=0.5)(KEY, *before, X)
     own = jax.random.fold_in(KEY, 0)
@@ -188,7 +188,7 @@ def test_dropout_layers_in_evaluation_mode_are_sites(case):
     h = jnp.tanh(X @ w["up/kernel"] + w["up/bias"])
     if "norm/scale" in w:
         h = h / np.sqrt(1 + epsilon) * w["norm/scale"] + w["norm/bias"]
-    after = case == "haiku"  # whose functions for dropout are no modules, and no sites
+    after = case == "haiku"  # whose functions for dropout are neither modules nor sites
     want = 2 * mask * (h @ w["out/kernel"]) if after else (2 * mask * h) @ w["out/kernel"]
     assert_close(got, want)
 

@@ -38,7 +38,7 @@ ROWS = [
 
 
 def by_hand():
-    """What the sites of `layers` are, and their gradients, row by row."""
+    """Compute the sites of `layers` and their gradients, row by row."""
 
     def run(x, add):
         x = 0.1 * x + add[0]
@@ -59,7 +59,7 @@ def rms(x):
 
 
 def save(figure):
-    """Draws it, as a warning would come from that; and hands it on."""
+    """Draw the figure, which may warn, and return it."""
     FigureCanvasAgg(figure).draw()
     return figure
 
@@ -180,7 +180,7 @@ def test_nan_inf_and_zero_are_marked():
     np.testing.assert_allclose(seen, [1.0, np.nan, np.nan, np.nan, 2.0])
 
 
-def test_what_did_not_run_is_left_out():
+def test_sites_that_did_not_run_are_left_out():
     def f(x):
         def body(c, i):
             even = lambda c: tapax.sow(c * 2, "even")

@@ -149,7 +149,7 @@ def test_reducers_come_back_without_their_functions(path):
         tapax.capture(net, values={"**": found.sites[0].reducer})(X)
 
 
-def test_plots_of_what_was_read_are_the_same(path):
+def test_plots_of_saved_taps_are_the_same(path):
     _, taps = tapax.capture(jax.grad(net), values={"**": tapax.reduce.minmax})(X)
     found = saved(taps, path)
     one, other = (
@@ -159,7 +159,7 @@ def test_plots_of_what_was_read_are_the_same(path):
     assert one == other
 
 
-def test_what_was_read_can_be_used_like_a_capture(path):
+def test_saved_taps_can_be_used_like_a_capture(path):
     _, taps = tapax.capture(jax.grad(net))(X)
     found = saved(taps, path)
     again = path.with_name("again.safetensors")

@@ -96,7 +96,9 @@ def test_e_prop_of_spiking_neurons_by_hand(feedback, kappa):
     memory = learner.init(PARAMS, STATE, xs[0])
     matrix = PARAMS["out"].T if key is None else None
     if matrix is None:
-        ((matrix,),) = memory.feedback.values()  # for the spikes; the read-out has its own error
+        ((matrix,),) = (
+            memory.feedback.values()
+        )  # for the spikes; the read-out has its true gradient
     found, want = learned(learner, memory, xs, ys), eligibility(xs, ys, matrix, kappa)
     assert np.abs(want["rec"]).max() > 0.1
     for k in want:
