@@ -407,7 +407,7 @@ def test_a_perturbation_in_a_while_loop():
             body = lambda c: (c[0] + 1, self.perturb("h", jnp.sin(c[1])))
             return lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
 
-    with pytest.raises(tapax.SiteError, match="is in a while loop, which may reach it any number"):
+    with pytest.raises(tapax.SiteError, match="is in a while loop, whose number of iterations is"):
         apply(Net(), {"perturbations": {"h": X}}, X)
 
 

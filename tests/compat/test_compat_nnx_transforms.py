@@ -135,7 +135,7 @@ def test_init_of_another_batch_size():
     ("init", "message"),
     [
         ({"nowhere": {"p": X}}, "no module at 'nowhere'"),
-        ({"layers": {0: {"p": X}, 1: {"p": X, "q": X}}}, "at 'layers/1/q', but no `perturb`"),
+        ({"layers": {0: {"p": X}, 1: {"p": X, "q": X}}}, "'layers/1/q', but the program did not"),
         ({"layers": {0: {"p": X}}}, r"no perturbation for perturb\('p'\) of a Foo"),
         ({}, r"no perturbation for perturb\('p'\) of a Foo"),
     ],
