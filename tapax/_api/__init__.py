@@ -1,1 +1,1 @@
-"""The functions of the package that trace a function and walk it."""
+"""The public functions that trace a user's function and walk its program."""

@@ -1,18 +1,4 @@
-"""`capture` and `sites`: trace a function with its marks, walk the program, return what it holds.
-
->>> import jax, jax.numpy as jnp, tapax
->>> @jax.jit
-... def step(w, x):
-...     def loss(w):
-...         h = tapax.sow(jnp.tanh(x @ w), "h")
-...         return jnp.sum(h**2)
-...
-...     return w - 0.1 * jax.grad(loss)(w)
->>> w, taps = tapax.capture(step)(jnp.ones((3, 2)), jnp.ones(3))
->>> taps.values["h"].shape, taps.grads["h"].shape
-((2,), (2,))
->>> tapax.sites(step)(jnp.ones((3, 2)), jnp.ones(3)).names
-['h']
+"""`capture` and `sites`: trace a function with its marks, and walk its program.
 
 See `_calling.transform` for when a captured function is compiled.
 """
@@ -46,23 +32,55 @@ def capture(
     modules: Any = True,
     steps: int | None = None,
 ) -> Callable[P, tuple[R, Taps]]:
-    """A function that returns what `fn` does, and the `Taps`: what happened inside.
+    """Make a function that runs `fn` and also returns the values and gradients of its sites.
 
-    `values` and `grads` select the sites whose values and whose gradients to return; gradients are
-    those that `fn` itself takes. A site that is named exactly is returned, or the call raises
-    `SiteError`. A mapping such as `{"**/mlp": tapax.reduce.rms}` returns statistics instead, taken
-    inside the program, or what a function makes of each value; a reducer alone is for every site.
-    `steps` keeps the first iterations of while loops instead of the last.
+    The sites are the values that `fn` marks with `tapax.sow` and `tapax.perturb`, and the results
+    of the modules of Flax, Equinox, Haiku, brainstate and Keras that it calls. The input of a
+    module, `GPT/attn.input`, and the weights of an attention layer, `GPT/attn:weights`, are sites
+    only if a selection names them.
 
-    The inputs of modules, `GPT/attn.input`, and the weights of attention, `GPT/attn:weights`, are
-    sites where a selection asks for them.
+    Args:
+        fn: The function to capture: a train step, a loss, a model. It may be jitted.
+        values: Selects the sites whose values to return: a glob such as `"**/attn"`, a predicate on
+            `Site`, a rule such as `tapax.ops("dot_general")`, or a sequence of these; None selects
+            nothing. A mapping such as `{"**/mlp": tapax.reduce.rms}` returns statistics that the
+            program computes itself, or the results of a function of each value. A reducer alone
+            applies to every site.
+        grads: Selects the sites whose gradients to return, as `values` does. `fn` must take these
+            gradients itself; see `tapax.grad` for a loss that does not.
+        modules: The modules whose results are sites: True for all, False for none, a selection, a
+            filter `(module, method_name) -> bool`, a depth (0 for root modules alone, 1 for the
+            modules in their attributes too), or `tapax.without("flowjax")` to leave packages out.
+            The modules of libraries that run a model, such as diffrax's solvers, are sites only if
+            a selection names them, as in `values="**/Tsit5.step"`, or a filter admits them.
+        steps: How many of the first iterations of while loops to return. By default a capture
+            returns the last iteration.
 
-    Every result of a module of Flax, Equinox, Haiku, brainstate or Keras is a site. `modules`
-    narrows that: False, a selection, a filter `(module, method_name) -> bool`, a depth (0 for roots
-    alone, 1 for the modules in their attributes too), or packages to leave out,
-    `tapax.without("flowjax")`. The modules of libraries that run a model, such as diffrax's
-    solvers, are sites only where a selection names them, as in `values="**/Tsit5.step"`, or a
-    filter admits them.
+    Returns:
+        A function of the arguments of `fn` that returns `(out, taps)`: the result of `fn`, and the
+        `Taps`. It is jitted if `fn` is, with the same options.
+
+    Raises:
+        TypeError: If `fn` is not a function or was compiled ahead of time, or if `values` or
+            `grads` is not a selection.
+        SiteError: When the returned function is called, if a selection names a site exactly but its
+            value or gradient cannot be returned. The message says why, and lists the nearest names.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, tapax
+        >>> @jax.jit
+        ... def step(w, x):
+        ...     def loss(w):
+        ...         h = tapax.sow(jnp.tanh(x @ w), "h")
+        ...         return jnp.sum(h**2)
+        ...
+        ...     return w - 0.1 * jax.grad(loss)(w)
+        >>> w = jax.random.normal(jax.random.key(0), (3, 2))
+        >>> new, taps = tapax.capture(step)(w, jnp.array([0.5, -1.0, 2.0]))
+        >>> print(np.asarray(taps.values["h"]).round(2))
+        [ 0.92 -0.69]
+        >>> print(np.asarray(taps.grads["h"]).round(2))  # 2 h: the loss is the sum of h**2
+        [ 1.84 -1.39]
     """
     check_function(fn, "capture")
     plan = Plan.make(values, grads, steps, modules, reducing=True)
@@ -75,7 +93,29 @@ def capture(
 
 
 def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
-    """A function that lists every site of `fn` for some arguments. It traces, computes nothing."""
+    """Make a function that lists every site of `fn`. It traces `fn` and computes nothing.
+
+    Args:
+        fn: The function to list the sites of, jitted or not.
+
+    Returns:
+        A function of the arguments of `fn`, which may be `jax.ShapeDtypeStruct`s. It returns a
+        `SiteTable` with the shape, dtype, size and source line of every site.
+
+    Raises:
+        TypeError: If `fn` is not a function or was compiled ahead of time.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def layers(x):
+        ...     def layer(x, w):
+        ...         return tapax.sow(jnp.tanh(x @ w), "h"), None
+        ...
+        ...     return jax.lax.scan(layer, x, jnp.ones((12, 4, 4)))[0]
+        >>> (site,) = tapax.sites(layers)(jnp.ones(4))
+        >>> site.name, site.shape, site.loops
+        ('h', (12, 4), ('scan[12]',))
+    """
     check_function(fn, "sites")
     captured = capture(fn)
 
@@ -90,10 +130,10 @@ def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
 
 @functools.lru_cache(maxsize=64)
 def _jitted(fn: Any, plan: Plan) -> Any:
-    """A jitted function, captured: a jitted function, with the same options.
+    """Capture a jitted function as a jitted function with the same options.
 
-    So its static, donated and sharded arguments stay so, and calls take JAX's fast path. The same
-    capture of the same function is the same function: it may well be written in a loop.
+    Static, donated and sharded arguments keep their meaning, and calls take JAX's fast path. The
+    result is cached, because users write `tapax.capture(step)(...)` inside a loop.
     """
     inner, options = fn.__wrapped__, _jax.jit_options(fn) or {}
     if "out_shardings" in options:
@@ -101,7 +141,7 @@ def _jitted(fn: Any, plan: Plan) -> Any:
 
     @functools.wraps(inner)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # A framework has another function in the place of this one while it is captured.
+        # A framework's adapter replaces this function during a capture.
         return current(inner)(*args, **kwargs)
 
     call = TransformedFunction(run, _CaptureTransform(plan), jitted=True)
@@ -115,7 +155,7 @@ def _jitted(fn: Any, plan: Plan) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _CaptureTransform(Transform):
-    """Returns what the plan selects besides the results."""
+    """Returns the results of a call, and the taps that the plan selects."""
 
     plan: Plan
 
@@ -127,7 +167,7 @@ class _CaptureTransform(Transform):
 
 
 class _CapturedFunction(Generic[P, R]):
-    """A captured function."""
+    """A function that returns its result and the taps; it also works as a method of a class."""
 
     def __init__(self, fn: Callable[P, R], plan: Plan):
         functools.update_wrapper(self, fn, updated=())
@@ -144,7 +184,7 @@ class _CapturedFunction(Generic[P, R]):
         return self._call((), args, kwargs)
 
     def survey(self, args: Args, kwargs: Kwargs) -> SiteTable:
-        """The sites of the function, for these arguments."""
+        """List the sites of the function for these arguments."""
         call = self._call.traced_call(args, kwargs)
 
         def abstract(*arrays: Value) -> Taps:

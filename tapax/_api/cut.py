@@ -1,20 +1,7 @@
-"""Cuts: a function up to one of its sites, and the function from there on.
+"""Cuts: `prefix` runs a function up to one of its sites, `suffix` from that site on.
 
->>> import jax.numpy as jnp, tapax
->>> def f(x):
-...     h = tapax.sow(jnp.sin(x), "h")
-...     return jnp.exp(h)
->>> h = tapax.prefix(f, "h")(1.0)
->>> bool(tapax.suffix(f, "h")(h, 1.0) == f(1.0))
-True
-
-What lies on the other side of the cut is not computed. Values that go around the site, such as a
-residual stream around one layer, are computed from the arguments, which is why `suffix` takes them.
-
-A site in a loop is passed once for every iteration: `tapax.at("h", step=3)` cuts there. The scan is
-taken apart into the iterations before, that one, and those after it.
-
-Objects that the function changes, such as the statistics of a model, stay as they are.
+A cut at one iteration of a scan splits the scan into the iterations before it, that iteration, and
+the iterations after it.
 """
 
 import dataclasses
@@ -45,34 +32,94 @@ P = ParamSpec("P")
 
 
 def prefix(fn: Callable[P, Any], site: Selection, *, modules: Any = True) -> Callable[P, Any]:
-    """A function that returns the value of a site of `fn`, and computes nothing after it."""
+    """Make a function that returns the value of a site of `fn`, and computes nothing after it.
+
+    Objects that `fn` changes, such as the statistics of a model, stay as they are.
+
+    Args:
+        fn: The function to cut, jitted or not.
+        site: Selects the site. It must be one call, outside of branches and loops;
+            `tapax.at("h", step=3)` selects one iteration of a scan.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+
+    Returns:
+        A function of the arguments of `fn` that returns the value of the site.
+
+    Raises:
+        TypeError: If `fn` is not a function.
+        SiteError: If `site` selects a part of a value, or a traced iteration. When the returned
+            function is called: if `site` does not pick exactly one site, or if the site is in a
+            branch, in a while loop, or in a scan without a `step`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     h = tapax.sow(jnp.sin(x), "h")
+        ...     return jnp.exp(h)
+        >>> float(tapax.prefix(f, "h")(jnp.pi / 2))
+        1.0
+        >>> def powers(x):
+        ...     double = lambda x, _: (2 * tapax.sow(x, "x"), None)
+        ...     return jax.lax.scan(double, x, length=10)[0]
+        >>> float(tapax.prefix(powers, tapax.at("x", step=3))(1.5))
+        12.0
+    """
     check_function(fn, "prefix")
     return transformed(fn, _PrefixTransform(_cut(site, modules)))
 
 
 def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> Callable[..., Any]:
-    """A function of the value of a site of `fn`, and of its arguments, that returns what `fn` does.
+    """Make a function that starts from the value of a site of `fn` and returns the result of `fn`.
 
-    It computes nothing that only leads to the site.
+    It skips every operation that only leads to the site. It takes the arguments of `fn` too,
+    because values that bypass the site, such as a residual stream around one layer, are computed
+    from them. Objects that `fn` changes, such as the statistics of a model, stay as they are.
+
+    Args:
+        fn: The function to cut, jitted or not.
+        site: Selects the site, as in `tapax.prefix`.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+
+    Returns:
+        A function of the value of the site, followed by the arguments of `fn`.
+
+    Raises:
+        TypeError: If `fn` is not a function, or, when the returned function is called, if the value
+            is not an array.
+        SiteError: As for `tapax.prefix`; and when the returned function is called, if the value has
+            another shape or dtype than the site, or if the site never reaches a result of `fn`.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     h = tapax.sow(jnp.sin(x), "h")
+        ...     return jnp.exp(h) + x
+        >>> rest = tapax.suffix(f, "h")
+        >>> float(rest(0.0, 2.0))  # exp(0) + 2
+        3.0
+        >>> h = tapax.prefix(f, "h")(2.0)
+        >>> bool(rest(h, 2.0) == f(2.0))
+        True
     """
     check_function(fn, "suffix")
     call = TransformedFunction(fn, _SuffixTransform(_cut(site, modules)))
 
     @functools.wraps(fn, updated=())
     def after(value: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return call(as_array(value, f"What {site!r} is to start with"), args, kwargs)
+        return call(as_array(value, f"The value of {site!r}"), args, kwargs)
 
     return after
 
 
 def _cut(site: Any, modules: Any) -> Plan:
-    """Plan a cut: it should pick one site, and perhaps one iteration."""
+    """Plan a cut at the site, or at one iteration of it; refuse a part of a value."""
     for part in flatten(check(site, "site")):
         if isinstance(part, At) and (part.index is not None or not isinstance(part.step, int)):
             what = f"index={part.index}" if part.index is not None else f"step={part.step}"
             raise SiteError(
-                f"A cut is at one iteration, whose number is known when the function is traced, "
-                f"and at a whole value, but tapax.{part} has {what}."
+                f"tapax.{part} has {what}, but a cut needs a whole value, in one iteration whose "
+                "number is known when the function is traced. Give `step` as an integer, and leave "
+                "`index` out."
             )
     return Plan.make(site, None, modules=modules, replacing=True, names=("site", ""))
 
@@ -90,7 +137,7 @@ class _CutTransform(Transform):
         if len(steps) > len(spot.loops):
             spot.check_step(0, None)
         plan = dataclasses.replace(self.plan, values=OneSite(spot.site.name))
-        # Peeling a loop leaves the depths of those around it as they are.
+        # Peeling a loop does not change the depths of the loops around it.
         for depth, step in zip(spot.loops, steps, strict=False):
             if step is not None:
                 call = _split(call, spot, depth, step)
@@ -114,15 +161,16 @@ class _CutTransform(Transform):
             return spots[0]
         asked = show(self.plan.values)
         if not spots:
-            raise SiteError(f"A cut was asked for at {asked}, but it picks no site.")
+            raise SiteError(
+                f"A cut needs one site, but {asked} picks none. tapax.sites(fn)(*args) lists them."
+            )
         found = [(spot.site, reading.path) for spot in spots for reading in spot.readings]
         names = ", ".join(repr(dataclasses.replace(s, path=path).name) for s, path in found[:5])
         site = spots[0].site
         more = " and more" if len(found) > 5 else ""
         raise SiteError(
-            f"A cut is at one site, but {asked} picks {len(found)}, so the program "
-            f"crosses it more than once: {names}{more}. Name one of them: the first, marked at "
-            f"{site.source}, is {f'{site.path}@{site.call}'!r}."
+            f"A cut needs one site, but {asked} picks {len(found)}: {names}{more}. Name one of "
+            f"them: the first, marked at {site.source}, is {f'{site.path}@{site.call}'!r}."
         )
 
 
@@ -135,7 +183,7 @@ class _PrefixTransform(_CutTransform):
         def before(*arrays: Value) -> Any:
             return program.walk(plan, arrays)[1].values[name]
 
-        return None, _needed(before, call.arrays)
+        return None, _evaluate_needed(before, call.arrays)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra
@@ -146,15 +194,16 @@ class _SuffixTransform(_CutTransform):
         program, spot = super().prepare(call)
         if not spot.reaches:
             raise SiteError(
-                f"The {spot.site.described}, is where the function is to start, but its value "
-                "never reaches a result. Use what tapax.sow returned in the place of the value "
-                "that it was given."
+                f"The function cannot start at the {spot.site.described}, because its value never "
+                "reaches a result. Use the value that tapax.sow returns, instead of the value "
+                "passed to it."
             )
         shape, dtype = jnp.shape(call.operands), jnp.result_type(call.operands)
         if shape != spot.site.shape or dtype != spot.own.dtype:
             raise SiteError(
-                f"The {spot.site.described}, was given a value of type {dtype}{list(shape)}, but "
-                f"its values are of type {spot.own.dtype}{list(spot.site.shape)}."
+                f"The first argument is {dtype}{list(shape)}, but the values of the "
+                f"{spot.site.described}, are {spot.own.dtype}{list(spot.site.shape)}. Pass a value "
+                "of that shape and dtype."
             )
         return program, spot
 
@@ -167,11 +216,11 @@ class _SuffixTransform(_CutTransform):
             builder.change(spot, lambda x, counters, part: part, [part])
             return TracedCall(program, arrays).run_changed(builder.changes())
 
-        return _needed(after, [call.operands, *call.arrays]), ()
+        return _evaluate_needed(after, [call.operands, *call.arrays]), ()
 
 
-def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
-    """Evaluates a function without the operations that its results do not need."""
+def _evaluate_needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+    """Evaluate a function without the operations that its results do not need."""
     made, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
     with internal_operations():
         outs = _jax.as_function(_jax.dce(made))(*arrays)
@@ -179,11 +228,11 @@ def _needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
 
 
 def _split(call: TracedCall, spot: Spot, depth: int, step: int) -> TracedCall:
-    """The call with one iteration of the loop at a depth around a site written out."""
+    """Write one iteration of the scan at `depth` around a site out of the loop."""
     if spot.around[depth].kind is not Kind.SCAN:
         raise SiteError(
-            f"The {spot.site.described}, is in a while loop: how often that runs is not known "
-            "beforehand, so the function cannot be cut at one of its iterations."
+            f"The {spot.site.described}, is in a while loop, and the number of its iterations is "
+            "not known in advance, so the function cannot be cut at one of them. Use a scan."
         )
     spot.check_step(step, depth)
     walk = Walk(Plan(None, None), hooks=_PeelHooks(spot.uid, depth, step))
@@ -193,7 +242,7 @@ def _split(call: TracedCall, spot: Spot, depth: int, step: int) -> TracedCall:
 
 
 class _PeelHooks(WalkHooks):
-    """Leaves taps where they are, and takes one iteration out of the scan around a site."""
+    """Takes one iteration out of the scan around a site, and leaves all taps in the program."""
 
     def __init__(self, uid: int, depth: int, step: int):
         self._uid, self._depth, self._step = uid, depth, step

@@ -1,17 +1,4 @@
-"""`diff`: where two captures differ, forward and backward.
-
->>> import jax, jax.numpy as jnp, tapax
->>> def loss(weights, x):
-...     for i, w in enumerate(weights):
-...         x = tapax.sow(jnp.tanh(x * w), f"net/layers/{i}")
-...     return jnp.sum(x)
->>> step = tapax.capture(jax.jit(jax.grad(loss)))
->>> _, a = step(jnp.ones(6), jnp.ones(3))
->>> _, b = step(jnp.ones(6).at[3].set(1.5), jnp.ones(3))
->>> difference = tapax.diff(a, b)
->>> difference.first.name, difference.first_grad.name
-('net/layers/3', 'net/layers/4')
-"""
+"""`diff`: find where two captures differ, forward and backward."""
 
 from __future__ import annotations
 
@@ -52,45 +39,61 @@ def diff(
     """Compare two captures, site by site: of two models, two versions, two dtypes, two frameworks.
 
     Two numbers are equal if they differ by at most `atol + rtol * scale + ulps * unit`. The *scale*
-    is the larger magnitude of the two, or the mean magnitude of the arrays where that is larger:
-    the rounding error of a sum is proportional to its terms, also where they cancel. The *unit* is
-    the unit in the last place at that scale, in the coarser of the two dtypes: for bfloat16 and
-    float32 it is that of bfloat16, 2**-7 between 1 and 2. The tolerance is 4 such units unless
-    `rtol`, `atol` or `ulps` is given; those that are not given are then zero. Integers and booleans
-    have to be equal. NaN equals NaN at the same place.
+    is the larger magnitude of the two, or the mean magnitude of the arrays if that is larger: the
+    rounding error of a sum is proportional to its terms, even if they cancel. The *unit* is the
+    unit in the last place at that scale, in the coarser of the two dtypes: for bfloat16 and float32
+    it is the unit of bfloat16, 2**-7 between 1 and 2. The default tolerance is 4 units; if you pass
+    `rtol`, `atol` or `ulps`, the others are zero. Integers and booleans must be equal. NaN equals
+    NaN at the same index.
 
     Args:
-        a: the taps of a capture, or a dict of arrays by name: NumPy arrays, JAX arrays, PyTorch
-            tensors. A pair of such dicts has values and gradients.
-        b: the capture to compare with it.
-        rename: the names in `a` of the sites of `b`: a dict `{name in b: name in a}`, a function
-            from one to the other, or pairs of globs, where each `*` of the second stands for what
-            the one in the same place of the first matches, as in
-            `[("model.layers.*.mlp", "GPT/blocks/*/mlp")]`. The dict may have globs, too. Names
-            that are not matched stay as they are. The segments of a glob without a slash end at
-            dots, as in PyTorch.
-        rtol: the tolerance relative to the scale.
-        atol: the absolute tolerance.
-        ulps: the tolerance in units in the last place of the coarser dtype.
+        a: The taps of a capture, or a dict of arrays by name: NumPy arrays, JAX arrays, PyTorch
+            tensors. A pair of such dicts holds values and gradients.
+        b: The capture to compare with `a`.
+        rename: Gives the sites of `b` their names in `a`: a dict `{name in b: name in a}`, a
+            function from one to the other, or pairs of globs such as
+            `[("model.layers.*.mlp", "GPT/blocks/*/mlp")]`, in which each wildcard of the second
+            takes the text that the corresponding wildcard of the first matches. The dict may
+            contain globs, too. Names that `rename` does not match stay as they are. In a glob
+            without slashes, dots separate the segments, as in PyTorch.
+        rtol: The tolerance relative to the scale.
+        atol: The absolute tolerance.
+        ulps: The tolerance in units in the last place of the coarser dtype.
 
     Returns:
-        A `Difference`: `first` and `first_grad` are the first sites that differ, in the order in
-        which the program and its backward pass run; it prints as a table of all sites, and `plot`
-        draws it. Arrays whose shapes differ are a difference; so is a gradient that one of two
-        captures lacks. Sites next to each other in loops of one length count as sites of one loop:
-        all of them run in an iteration before the first runs in the next.
+        A `Difference`. `first` and `first_grad` are the first sites that differ, in the order in
+        which the program and its backward pass run. It prints as a table of all sites, and `plot`
+        draws it. Arrays with different shapes differ; a gradient that only one of two captures has
+        is a difference, too. Neighbouring sites in loops of the same length count as sites of one
+        loop: all of them run in one iteration before any of them runs in the next.
 
     Raises:
-        SiteError: if the captures have no site in common, or no array of one.
-        TypeError: if `a` or `b` holds something that is not an array.
-        ValueError: if an array spans several processes.
+        SiteError: If the captures have no site in common, or only the value of a site in one and
+            its gradient in the other.
+        TypeError: If `a` or `b` contains something that is not an array.
+        ValueError: If an array spans several processes, or a tolerance is negative.
 
-    >>> import numpy as np, tapax
-    >>> port = {"layers.0": np.float32([1, 2]), "layers.1": np.float32([3, 5])}
-    >>> ours = {"Net/layers/0": np.float32([1, 2]), "Net/layers/1": np.float32([3, 4])}
-    >>> difference = tapax.diff(ours, port, rename={"layers.*": "Net/layers/*"}, rtol=1e-3)
-    >>> difference.first.name, difference.first.index, difference.first.relative
-    ('Net/layers/1', (1,), 0.2)
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, tapax
+        >>> def loss(weights, x):
+        ...     for i, w in enumerate(weights):
+        ...         x = tapax.sow(jnp.tanh(x * w), f"net/layers/{i}")
+        ...     return jnp.sum(x)
+        >>> step = tapax.capture(jax.jit(jax.grad(loss)))
+        >>> weights, x = jnp.linspace(0.5, 1.5, 6), jnp.array([0.5, -1.0, 2.0])
+        >>> _, a = step(weights, x)
+        >>> _, b = step(weights.at[3].set(2.0), x)
+        >>> difference = tapax.diff(a, b)
+        >>> difference.first.name, difference.first_grad.name
+        ('net/layers/3', 'net/layers/4')
+
+        Compare a port with the original:
+
+        >>> port = {"layers.0": np.float32([1, 2]), "layers.1": np.float32([3, 5])}
+        >>> ours = {"Net/layers/0": np.float32([1, 2]), "Net/layers/1": np.float32([3, 4])}
+        >>> difference = tapax.diff(ours, port, rename={"layers.*": "Net/layers/*"}, rtol=1e-3)
+        >>> difference.first.name, difference.first.index, difference.first.relative
+        ('Net/layers/1', (1,), 0.2)
     """
     tolerance = _tolerance(rtol, atol, ulps)
     one, other = _Side.of(a, "a"), _Side.of(b, "b")
@@ -100,17 +103,17 @@ def diff(
     if not common:
         raise SiteError(
             f"The captures have no site in common: `a` has {_listed(one.names)}, and `b` has "
-            f"{_listed(other.names)}{' after `rename`' if rename is not None else ''}; pass "
-            "`rename`, which gives sites of `b` their names in `a`."
+            f"{_listed(other.names)}{' after `rename`' if rename is not None else ''}. Pass "
+            "`rename`, which gives the sites of `b` their names in `a`."
         )
     before = {new: old for old, new in names.items()}
     values = _compare_all("value", common, one, other, before, tolerance)
     grads = _compare_all("grad", common, one, other, before, tolerance)
     if not values and not grads:
         raise SiteError(
-            f"The captures have {_listed(sorted(common))} in common, but one has the value and the "
-            "other the gradient alone, so there is nothing to compare: capture both with the same "
-            "`values` and `grads`."
+            f"The captures have {_listed(sorted(common))} in common, but one contains only values "
+            "and the other only gradients, so there is nothing to compare. Capture both with the "
+            "same `values` and `grads`."
         )
     return Difference(
         SiteDict({name: found.item for name, found in values.items()}),
@@ -195,12 +198,12 @@ def _compare_all(
     tolerance: Tolerance,
 ) -> dict[str, Occurrence]:
     """Compare all arrays of a kind; return how each differs, with the loops around its site."""
-    if not a.arrays(kind) or not b.arrays(kind):  # one capture was not asked for any
+    if not a.arrays(kind) or not b.arrays(kind):  # one capture did not select any
         return {}
     # A dict of arrays may be in any order; taps are in the order of the program.
     sides = (a, b) if a.sites or not b.sites else (b, a)
     order = dict.fromkeys(name for side in sides for name in side.arrays(kind) if name in common)
-    # A gradient that one capture lacks was cut off. Other arrays may not have been asked for.
+    # A missing gradient was cut off. Other missing arrays may simply not have been selected.
     if kind == "value" or not (a.sites and b.sites):
         order = [name for name in order if name in a.arrays(kind) and name in b.arrays(kind)]
     return {name: _compare_site(kind, name, a, b, before[name], tolerance) for name in order}
@@ -246,12 +249,12 @@ def _compare_site(
 def _reason(
     kind: str, name: str, a: _Side, b: _Side, arrays: tuple[np.ndarray | None, np.ndarray | None]
 ) -> str:
-    """Say why two arrays cannot be compared; return an empty string if they can."""
+    """Return the reason why two arrays cannot be compared; an empty string if they can."""
     x, y = arrays
     if x is None or y is None:
         return f"`{(a if x is None else b).argument}` has no gradient"
     if is_key(a.arrays(kind)[name]) != is_key(b.arrays(kind)[name]):
-        return "only one of them holds random keys"
+        return "only one of them contains random keys"
     if x.shape != y.shape:
         return "the shapes differ"
     ran = [
@@ -260,14 +263,14 @@ def _reason(
     if kind == "value" and len(ran) == 2 and not np.array_equal(ran[0], ran[1]):
         if ran[0].dtype != bool and ran[0].ndim == ran[1].ndim == 0:
             return f"it ran {ran[0]} times in `a` and {ran[1]} times in `b`"
-        return "it did not run at the same places"
+        return "it ran in different iterations or branches"
     return ""
 
 
 def _first_iteration(
     axes: Sequence[int | None], differs: np.ndarray, backward: bool
 ) -> tuple[int | None, ...] | None:
-    """Find the iteration of each loop that differs first; None if none does."""
+    """Find the first iteration of each loop that differs; return None if all are equal."""
     if not differs.any():
         return None
     first = iter(np.argwhere(differs)[-1 if backward else 0])
@@ -279,7 +282,7 @@ def _type_of(given: Any, x: np.ndarray | None) -> str:
 
 
 def _on_host(given: Value, what: str) -> np.ndarray:
-    """Convert an array of JAX, of PyTorch, or anything that NumPy takes, to a NumPy array."""
+    """Convert a JAX array, a PyTorch tensor, or anything else that NumPy accepts."""
     check_readable(given, what, "compared")
     if is_key(given):
         return np.asarray(jax.random.key_data(given))
@@ -295,7 +298,7 @@ def _on_host(given: Value, what: str) -> np.ndarray:
 
 
 def _from_torch(tensor: Any) -> Any:
-    """Convert a tensor of PyTorch, also of a type that NumPy does not have."""
+    """Convert a PyTorch tensor, even if NumPy does not have its dtype."""
     tensor = tensor.detach().cpu()
     name = str(getattr(tensor, "dtype", "")).rpartition(".")[2]
     if name == "bfloat16" or name.startswith("float8"):

@@ -1,46 +1,4 @@
-"""`edit`: a function with other values, or other gradients, at some of its sites.
-
->>> import jax, jax.numpy as jnp, tapax
->>> def f(x):
-...     h = tapax.sow(jnp.sin(x), "h")
-...     return jnp.sum(h * 2)
->>> float(tapax.edit(f, values={"h": 0.0})(1.0))
-0.0
->>> float(tapax.edit(f, values={"h": lambda h: h + 1})(0.0))
-2.0
->>> @jax.jit
-... def step(w, x):
-...     return w - jax.grad(lambda w: f(w * x))(w)
->>> clipped = tapax.edit(step, grads={"h": lambda g: jnp.clip(g, -1.0, 1.0)})
->>> float(step(0.0, 1.0)), float(clipped(0.0, 1.0))
-(-2.0, -1.0)
-
-An edit is a function `f(x)` or `f(x, site)` of the value as it was marked: of one call, one
-iteration, one example of a `vmap`; or it is an array in its place. An array may have the shape of
-that value, or of everything that a capture of the site returns, with an axis for each loop and map,
-or anything between: missing axes are the outermost. A number fills the value.
-
-Of a call that has several gradients, one around the other, the innermost is edited: the one around
-is that of the edited function. A value that the backward pass of a `jax.custom_vjp` marks is edited
-where `fn` itself takes the gradient.
-
-Where several edits pick one site, they are done in the order that they are given in. What a capture
-shows of an edited site, value and gradient, is what goes on from there.
-
-`tapax.at(selection, step=i)` edits one iteration of the innermost loop. What an edit is given may
-be traced: `i`, an array, whatever a function closes over. So a sweep over layers, positions and
-strengths is one program, under `jax.vmap`:
-
->>> def deep(x):
-...     layer = lambda x, w: (tapax.sow(jnp.tanh(w * x), "h"), None)
-...     return jax.lax.scan(layer, x, jnp.ones(3))[0]
->>> ablate = lambda i: tapax.edit(deep, values={tapax.at("h", step=i): 0.0})(1.0)
->>> jax.vmap(ablate)(jnp.arange(3)).tolist()
-[0.0, 0.0, 0.0]
-
-A step that is out of range raises, where its value is known; where it is traced, the values of the
-site are not a number (or, if they are integers, unchanged).
-"""
+"""`edit`: change the values or the gradients of the sites of a function."""
 
 import dataclasses
 import types
@@ -51,7 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from tapax._api.change_builder import ChangeBuilder, EditOperands, EditRule, make_rule
+from tapax._api.change_builder import ChangeBuilder
+from tapax._api.edit_rules import EditOperands, EditRule, make_rule
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, check_function, transformed
@@ -71,16 +30,73 @@ def edit(
     *,
     modules: Any = True,
 ) -> Callable[P, R]:
-    """A function like `fn`, with the values and the gradients of some of its sites changed.
+    """Make a function like `fn` that changes the values or the gradients of some of its sites.
 
-    Both map selections to edits, or are pairs of these. Gradients are those that `fn` itself takes;
-    a changed one goes on to what lies before the site.
+    An edit is a function `f(x)` or `f(x, site)`, an array, or a number. A function is called on the
+    value as `fn` marks it: the value of one call, one iteration, one example of a `vmap`. An array
+    replaces that value. It has the shape of the value, or of everything that a capture of the site
+    returns, with an axis for each loop and map, or anything in between: the axes that it lacks are
+    the outermost. A number fills the value. An edit keeps the shape and the dtype of the value.
+
+    If several edits select one site, they apply in the order in which `values` and `grads` list
+    them. A capture of the edited function returns the edited values and gradients.
+
+    `tapax.at(selection, step=i)` edits one iteration of the innermost loop. `i`, an array, and
+    everything that a function closes over may be traced, so that a sweep over layers, positions and
+    strengths is one program under `jax.vmap`. If a traced `i` is out of range, the values of the
+    site become NaN, or stay as they are if they are integers.
+
+    If a call of a site has several gradients, because `fn` differentiates a gradient, the edit
+    changes the innermost; the outer ones are derivatives of the edited function. A value that the
+    backward pass of a `jax.custom_vjp` marks is edited if `fn` itself takes the gradient.
+
+    Args:
+        fn: The function to edit, jitted or not: a step, a loss, a model.
+        values: Maps selections of sites to the edits of their values; or pairs of these.
+        grads: Maps selections of sites to the edits of their gradients; or pairs of these. `fn`
+            must take the gradients itself. An edited gradient flows back to the values from which
+            `fn` computes the site.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+
+    Returns:
+        A function with the arguments and the results of `fn`. It warns if there is nothing to edit.
+
+    Raises:
+        TypeError: If `fn` is not a function, or an edit is not a function, an array or a number.
+        SiteError: If `~` in a selection asks for one of several gradients. When the returned
+            function is called: if a selection picks no site, an edit changes the shape or the
+            dtype, an edited value never reaches a result, or a step is out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     h = tapax.sow(jnp.sin(x), "h")
+        ...     return jnp.sum(h * 2)
+        >>> x = jnp.array([0.5, 1.5])
+        >>> float(tapax.edit(f, values={"h": 0.25})(x))
+        1.0
+        >>> float(tapax.edit(f, values={"h": lambda h: h + 1})(x) - f(x))
+        4.0
+        >>> step = jax.jit(jax.grad(f))
+        >>> clipped = tapax.edit(step, grads={"h": lambda g: jnp.clip(g, -1.0, 1.0)})
+        >>> (clipped(x) / step(x)).tolist()
+        [0.5, 0.5]
+
+        Ablate each of three layers in a scan, all in one program:
+
+        >>> def deep(x):
+        ...     layer = lambda x, w: (x + tapax.sow(w * x, "h"), None)
+        ...     return jax.lax.scan(layer, x, jnp.array([1.0, 2.0, 3.0]))[0]
+        >>> ablate = lambda i: tapax.edit(deep, values={tapax.at("h", step=i): 0.0})(1.0)
+        >>> float(deep(1.0)), jax.vmap(ablate)(jnp.arange(3)).tolist()
+        (24.0, [12.0, 8.0, 6.0])
     """
     check_function(fn, "edit")
     given = [*_rules(values, "values"), *_rules(grads, "grads")]
     if not given:
         warnings.warn(
-            f"tapax.edit was given nothing to edit in {name_of(fn)}, which stays as it is.",
+            f"tapax.edit has no edit for {name_of(fn)}, so the function stays as it is. Pass "
+            "`values` or `grads`.",
             stacklevel=2,
         )
     return edited(fn, given, modules)
@@ -89,7 +105,7 @@ def edit(
 def edited(
     fn: Callable[P, R], given: Sequence[tuple[EditRule, EditOperands]] = (), modules: Any = True
 ) -> Callable[P, R]:
-    """A function like `fn` with some edits, each a rule and what it is given."""
+    """Make a function like `fn` with some edits, each a rule and its operands."""
     rules, operands = [rule for rule, _ in given], [operand for _, operand in given]
     picked = [tuple(r.selection for r in rules if r.of == of) for of in ("value", "grad")]
     plan = Plan.make(*picked, modules=modules, changing=True)
@@ -97,19 +113,19 @@ def edited(
 
 
 def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, EditOperands]]:
-    """Each edit as a rule, and what it is given: an array, the number of an iteration."""
+    """Convert each edit to a rule and its operands: an array, the number of an iteration."""
     pairs = edits.items() if isinstance(edits, Mapping) else () if edits is None else edits
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise TypeError(
-                f"`{argument}` maps selections of sites to edits, or is a sequence of pairs of "
-                f"these. There is {pair!r} in it, of type {type(pair).__name__}."
+                f"`{argument}` must map selections of sites to edits, or be a sequence of pairs of "
+                f"a selection and an edit, but it contains {pair!r} of type {type(pair).__name__}."
             )
         selection, what = pair
         if isinstance(what, Reducer):
             raise TypeError(
-                f"{argument}[{selection!r}] is the reducer {what}, which is no edit: an edit is an "
-                "array, a number, or a function of the value. Reducers are for tapax.capture and "
+                f"{argument}[{selection!r}] is the reducer {what}, but an edit must be an array, a "
+                "number, or a function of the value. Pass reducers to tapax.capture or "
                 "tapax.monitor."
             )
         fn = what if callable(what) else None
@@ -118,9 +134,9 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, EditOperands]]
             of = "value" if argument == "values" else "grad"
             if isinstance(part, str) and "~" in part:
                 raise SiteError(
-                    f"{argument}={part!r} was given, but which gradient of a call is edited is not "
-                    "to be chosen: it is the innermost, and those around are derivatives of what "
-                    f"is edited. Leave {part[part.index('~') :]!r} out."
+                    f"{argument}={part!r} selects one of several gradients of a call, but an edit "
+                    "always changes the innermost one; the outer ones are derivatives of the "
+                    f"edited function. Leave {part[part.index('~') :]!r} out."
                 )
             yield make_rule(of, part, fn, array)
 
@@ -137,7 +153,7 @@ def _as_array(what: Any, argument: str, selection: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _EditTransform(Transform):
-    """Does some edits."""
+    """Applies the edits of some rules."""
 
     plan: Plan
     rules: tuple[EditRule, ...]
@@ -169,15 +185,17 @@ class _EditTransform(Transform):
 
 
 def _check_reached(rule: EditRule, spots: Sequence[Spot]) -> None:
-    """Raises for an edit that would do nothing."""
+    """Raise if an edit would do nothing."""
     picked = [spot for spot in spots if rule.picks(spot)]
     if not picked:
-        raise SiteError(f"{rule} is edited, but it matches no site.")
+        raise SiteError(
+            f"`edit` was given {rule}, which matches no site. tapax.sites(fn)(*args) lists them."
+        )
     if picked and not any(spot.reaches for spot in picked):
         site = picked[0].site
         what = "value" if rule.of == "value" else "gradient"
         raise SiteError(
-            f"The {what} of the {site.described}, is edited, but never reaches a result of the "
-            "function, so the edit would do nothing. Use what tapax.sow returned in the place of "
-            "the value that it was given."
+            f"The edit of the {what} of the {site.described}, would do nothing, because the {what} "
+            "never reaches a result of the function. Use the value that tapax.sow returns, instead "
+            "of the value passed to it."
         )

@@ -1,19 +1,8 @@
-"""Gradients of functions by values inside them.
+"""Gradients of functions with respect to values inside them.
 
-`grad` and `value_and_grad` give the gradients of a loss that takes none itself. Nothing that lies
-before the sites is differentiated, and no parameter's gradient is computed.
-
->>> import jax.numpy as jnp, tapax
->>> def loss(w, x):
-...     h = tapax.sow(w * x, "h")
-...     return jnp.sum(h**2)
->>> tapax.grad(loss)(2.0, jnp.array([1.0, 3.0]))
-{'h': Array([ 4., 12.], dtype=float32)}
-
-`jacobian` is the derivative of one value by another, or of the results:
-
->>> tapax.jacobian(loss, of=None, wrt="h")(2.0, jnp.array([1.0, 3.0])).tolist()
-[4.0, 12.0]
+`grad` and `value_and_grad` differentiate a loss that takes no gradient itself. They differentiate
+nothing before the sites, and compute no gradients of parameters. `jacobian` differentiates one site
+with respect to another.
 """
 
 import dataclasses
@@ -27,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tapax import _jax
-from tapax._api.change_builder import whole
+from tapax._api.edit_rules import whole
 from tapax._api.perturbations import AT, adding, differentiable, zeros_at
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
@@ -44,11 +33,35 @@ P = ParamSpec("P")
 def grad(
     loss: Callable[P, Any], at: Selection = "**", has_aux: bool = False, *, modules: Any = True
 ) -> Callable[P, Any]:
-    """A function that returns the gradients of `loss` by the values of its sites, by name.
+    """Make a function that returns the gradients of `loss` with respect to its sites, by name.
 
-    A site has none if the loss does not depend on it, or if it is in a while loop or inside of a
-    function with a derivative rule of its own; one that is named exactly then raises. With
-    `has_aux`, `loss` returns `(loss, aux)`, and the function `(gradients, aux)`.
+    A site has no gradient if the loss does not depend on it, or if it is in a while loop or inside
+    a function with a custom derivative rule. A glob skips such a site.
+
+    Args:
+        loss: A function that returns one real number, or `(loss, aux)` with `has_aux`. It takes no
+            gradient itself; see `tapax.capture` for a step that does.
+        at: Selects the sites, as in `tapax.capture`.
+        has_aux: Whether `loss` returns `(loss, aux)`.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+
+    Returns:
+        A function of the arguments of `loss` that returns a dict of gradients by the names of the
+        sites, or `(gradients, aux)` with `has_aux`.
+
+    Raises:
+        TypeError: If `loss` is not a function, or, when the returned function is called, if `loss`
+            does not return one real number first.
+        SiteError: When the returned function is called, if `at` picks no site, names a site exactly
+            that has no gradient, or is a glob of which no site has one.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def loss(w, x):
+        ...     h = tapax.sow(w * x, "h")
+        ...     return jnp.sum(h**2)
+        >>> tapax.grad(loss)(2.0, jnp.array([1.0, 3.0]))["h"].tolist()
+        [4.0, 12.0]
     """
     both = value_and_grad(loss, at, has_aux, modules=modules)
 
@@ -63,7 +76,32 @@ def grad(
 def value_and_grad(
     loss: Callable[P, Any], at: Selection = "**", has_aux: bool = False, *, modules: Any = True
 ) -> Callable[P, Any]:
-    """A function that returns what `loss` does, and its gradients by the values of its sites."""
+    """Make a function that returns the result of `loss` and its gradients by site, as `grad` does.
+
+    Args:
+        loss: A function that returns one real number, or `(loss, aux)` with `has_aux`.
+        at: Selects the sites, as in `tapax.capture`.
+        has_aux: Whether `loss` returns `(loss, aux)`.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+
+    Returns:
+        A function of the arguments of `loss` that returns `(value, gradients)`. `value` is the
+        result of `loss`, including `aux`; `gradients` is a dict by the names of the sites.
+
+    Raises:
+        TypeError: As for `tapax.grad`.
+        SiteError: As for `tapax.grad`.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def loss(w, x):
+        ...     h = tapax.sow(w * x, "h")
+        ...     return jnp.sum(h**2), {"mean": h.mean()}
+        >>> compute = tapax.value_and_grad(loss, has_aux=True)
+        >>> (value, aux), grads = compute(2.0, jnp.array([1.0, 3.0]))
+        >>> float(value), float(aux["mean"]), grads["h"].tolist()
+        (40.0, 4.0, [4.0, 12.0])
+    """
     check_function(loss, "value_and_grad")
     plan = Plan.make(at, None, modules=modules, replacing=True, names=AT)
     return transformed(loss, _GradientTransform(plan, has_aux))
@@ -72,10 +110,34 @@ def value_and_grad(
 def jacobian(
     fn: Callable[P, Any], of: Selection, wrt: Selection, *, modules: Any = True
 ) -> Callable[P, Any]:
-    """A function that returns the derivative of one site by another, or of what `fn` returns.
+    """Make a function that returns the derivative of one site with respect to another.
 
-    The axes of `of` come first, then those of `wrt`. It goes forward or backward, whichever takes
-    fewer passes.
+    It differentiates forward or backward, whichever takes fewer passes.
+
+    Args:
+        fn: The function that contains the sites, jitted or not.
+        of: Selects the site to differentiate; None differentiates the result of `fn` instead.
+        wrt: Selects the site with respect to which to differentiate.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+
+    Returns:
+        A function of the arguments of `fn` that returns an array with the axes of `of` followed by
+        the axes of `wrt`. If `of` is None, it returns such an array for each result of `fn`.
+
+    Raises:
+        TypeError: If `fn` is not a function.
+        SiteError: When the returned function is called, if `of` or `wrt` does not pick one site
+            with all of its iterations, or if `wrt` cannot be differentiated.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     h = tapax.sow(x**2, "h")
+        ...     return tapax.sow(h[::-1] * 3, "reversed").sum()
+        >>> tapax.jacobian(f, of="reversed", wrt="h")(jnp.array([1.0, 2.0])).tolist()
+        [[0.0, 3.0], [3.0, 0.0]]
+        >>> tapax.jacobian(f, of=None, wrt="h")(jnp.array([1.0, 2.0])).tolist()
+        [3.0, 3.0]
     """
     check_function(fn, "jacobian")
     both = [
@@ -88,7 +150,7 @@ def jacobian(
 
 @dataclasses.dataclass(frozen=True)
 class _GradientTransform(Transform):
-    """Takes the gradient of the first result."""
+    """Differentiates the first result of a program with respect to sites."""
 
     plan: Plan
     has_aux: bool
@@ -99,14 +161,14 @@ class _GradientTransform(Transform):
         if kind is None or kind.shape or not jnp.issubdtype(kind.dtype, jnp.floating):
             what = "no array" if kind is None else f"{kind.dtype}{list(kind.shape)}"
             raise TypeError(
-                f"A gradient is that of a loss, one real number, but the function returns {what} "
-                "first. Return (loss, aux), and give has_aux=True, to return more."
+                f"A gradient needs a loss, one real number, but the function returns {what} "
+                "first. To return more than the loss, return (loss, aux) and pass has_aux=True."
             )
         spots = survey(call, self.plan, [0])
         if not spots:
             raise SiteError(
-                f"A gradient was asked for at {self.plan.values!r}, but that picks no site. Mark a "
-                "value with tapax.sow(value, name), or select operations with tapax.ops."
+                f"at={self.plan.values!r} picks no site, so there is no gradient to compute. Mark "
+                "a value with tapax.sow(value, name), or select operations with tapax.ops."
             )
         return differentiable(spots, self.plan, reaching=True, some=True)
 
@@ -125,7 +187,7 @@ class _GradientTransform(Transform):
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         pair = isinstance(out, tuple) and len(out) == 2
         if pair != self.has_aux or not (pair or isinstance(out, jax.Array)):
-            expected = "(loss, aux), as has_aux=True says" if self.has_aux else "the loss alone"
+            expected = "(loss, aux), because has_aux=True" if self.has_aux else "the loss alone"
             raise TypeError(
                 f"The function must return {expected}, but returns {type(out).__name__}. With "
                 "has_aux=True it returns (loss, aux)."
@@ -135,7 +197,7 @@ class _GradientTransform(Transform):
 
 @jax.custom_jvp
 def _inject(x: Value, zeros: PyTree) -> Any:
-    """`x + zeros` without the addition, and so without the zeros."""
+    """Return `x`, with the derivative of `x + zeros`: the program needs neither sum nor zeros."""
     del zeros
     return x
 
@@ -147,7 +209,7 @@ def _(primals: PyTree, tangents: PyTree) -> Any:
 
 
 def _readings(spot: Spot, grad: Any) -> Iterator[tuple[str, Any]]:
-    """Of a gradient with all iterations and entries, those that are asked for, by name."""
+    """Select the requested iterations and entries from a whole gradient, by name."""
     for reading in spot.readings:
         steps = dict(itertools.zip_longest(spot.loops, reading.steps))
         index: list[Any] = []
@@ -167,7 +229,7 @@ def _readings(spot: Spot, grad: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class _JacobianTransform(Transform):
-    """Takes the derivative of one site, or of the results if there is none, by another."""
+    """Differentiates one site, or the results of the program, with respect to another site."""
 
     plan: Plan
     wrt: Plan
@@ -206,6 +268,6 @@ def _only(spots: Sequence[Spot], plan: Plan) -> Spot:
     name = f"{plan.names[0]}={plan.values!r}"
     names = ", ".join(repr(f"{s.site.path}@{s.site.call}") for s in spots)
     raise SiteError(
-        f"{name} picks {len(spots)} sites, but a Jacobian is that of one, with all of its "
-        f"iterations: {names or 'there are none'}."
+        f"{name} picks {len(spots)} sites, but a Jacobian needs one site with all of its "
+        f"iterations. The sites are {names or 'none'}."
     )

@@ -1,8 +1,8 @@
 """The values that a traced function keeps for its backward pass.
 
-A function that takes gradients itself has the backward pass in its program: the values kept are
-those of the forward pass that the backward pass reads. Any other function is a loss: it is
-differentiated, and JAX says what it keeps.
+The program of a function that takes gradients itself contains the backward pass: the kept values
+are the values of the forward pass that the backward pass reads. Any other function is a loss:
+tapax differentiates it, and JAX reports the values that it keeps.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tapax._marks.operations import internal_operations
 from tapax._marks.tap import tap_p
 
 RematPolicy: TypeAlias = Callable[..., Any]
-"""A policy of `jax.checkpoint`: which results of operations may be kept."""
+"""A policy of `jax.checkpoint`: it decides which results of operations are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptValue:
-    """A value that is kept, and the type of the array that holds it.
+    """A value that a function keeps for its backward pass, and the type of the kept array.
 
-    It is `given` if it is an argument of the differentiated function, or a constant.
+    `given` is true for an argument of the differentiated function, and for a constant.
     """
 
     value: Value
@@ -42,10 +42,10 @@ class KeptValue:
 
 
 def find_kept(call: TracedCall, name: str, policy: RematPolicy | None) -> list[KeptValue]:
-    """Finds what a traced function keeps for its backward pass, each array once.
+    """Find the values that a traced function keeps for its backward pass, each array once.
 
-    If it is a loss, it is differentiated under `policy`; if it takes its own gradient, it has been
-    traced under the policy already. `name` is that of the function, for errors.
+    A loss is differentiated under `policy`. A function that takes its gradient itself has been
+    traced under the policy already. Errors call the function `name`.
     """
     jaxpr = call.program.jaxpr
     loss = _find_loss(call)
@@ -53,16 +53,16 @@ def find_kept(call: TracedCall, name: str, policy: RematPolicy | None) -> list[K
         return _distinct(backward_reads(Body(jaxpr)))
     if loss is None:
         raise TypeError(
-            f"{name} returns no loss (a real number, alone or first in a tuple) and takes no "
-            "gradient itself, so it has no backward pass that anything could be kept for: give "
-            "`residuals` the loss, or the step that takes its gradient."
+            f"{name} does not return a loss (a real number, alone or first in a tuple) and does "
+            "not take a gradient itself, so it has no backward pass and keeps no values for one. "
+            "Pass `residuals` the loss, or the step that takes its gradient."
         )
     root = Body(_linearize(jaxpr, loss, name, policy))
     return _distinct(BackwardRead(root, atom, given=False) for atom in root.jaxpr.outvars)
 
 
 def _find_loss(call: TracedCall) -> int | None:
-    """The number of the result that is the loss: a real number, alone or first in a tuple."""
+    """Return the number of the loss among the results: a real number, alone or first in a tuple."""
     first = call.returned
     if isinstance(first, tuple) and first:
         first = first[0]
@@ -73,17 +73,17 @@ def _find_loss(call: TracedCall) -> int | None:
 
 
 def _needs_backward_pass(jaxpr: Jaxpr, result: int) -> bool:
-    """Whether a result is computed from a gradient, as that of a loss with a penalty on one."""
+    """Return whether a result depends on a gradient, as a loss with a gradient penalty does."""
     return takes_gradient(_jax.dce(quieted(jaxpr, grads=True), [result]))
 
 
 def _linearize(jaxpr: Jaxpr, loss: int, name: str, policy: RematPolicy | None) -> Jaxpr:
-    """Traces the forward pass of a loss; the results are what it keeps for the backward pass."""
+    """Trace the forward pass of a loss; its results are the values kept for the backward pass."""
     types = [v.aval for v in _jax.open_jaxpr(jaxpr).invars]
     if not any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in types):
         raise TypeError(
-            f"No array in the arguments of {name} holds real or complex numbers, so there is "
-            "nothing to differentiate the loss by: pass the parameters as arguments."
+            f"No argument of {name} contains real or complex numbers, so there is nothing with "
+            "respect to which to differentiate the loss. Pass the parameters as arguments."
         )
 
     def run(*arrays: Any) -> Any:
@@ -92,7 +92,7 @@ def _linearize(jaxpr: Jaxpr, loss: int, name: str, policy: RematPolicy | None) -
     def forward(*arrays: Any) -> Any:
         differentiated = run if policy is None else typed.checkpoint(run, policy=policy)
         value, pullback = typed.vjp(differentiated, *arrays)
-        # JAX refuses what has no backward pass, a while loop for one, only when it is to run.
+        # JAX rejects operations without a backward pass, such as a while loop, only in this call.
         pullback(typed.ones(value.shape, value.dtype))
         return jax.tree.leaves(pullback)
 
@@ -101,9 +101,9 @@ def _linearize(jaxpr: Jaxpr, loss: int, name: str, policy: RematPolicy | None) -
 
 
 def _distinct(reads: Iterable[BackwardRead]) -> list[KeptValue]:
-    """Follows what is read to the values that it is.
+    """Trace reads back to the distinct values that they read.
 
-    Numbers that are written into the program, and arrays without elements, take no memory.
+    Literals in the program, and arrays without elements, take no memory and are left out.
     """
     found: dict[Value, KeptValue] = {}
     for read in reads:
@@ -114,13 +114,13 @@ def _distinct(reads: Iterable[BackwardRead]) -> list[KeptValue]:
         is_fixed = value.equation is None and not value.body.entered
         kept = KeptValue(value, aval, given=read.given or is_fixed)
         before = found.get(value)
-        # What one gradient is given, another may compute.
+        # An argument of one gradient may be a value that another gradient computes.
         if getattr(aval, "size", 1) and (before is None or before.given):
             found[value] = kept
     return list(found.values())
 
 
 def look_through(eqn: Equation, number: int) -> Atom | None:
-    """The operand that a result merely is: of a tap, and of the rounding of what remat keeps."""
+    """Return the operand that a result copies: in a tap, and in the rounding of a remat value."""
     is_operand = eqn.primitive is reduce_precision_p or (eqn.primitive is tap_p and number == 0)
     return eqn.invars[0] if is_operand else None

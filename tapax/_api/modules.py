@@ -1,13 +1,4 @@
-"""`modules`: the path and the class of every module of a model.
-
->>> import tapax
->>> from flax import nnx
->>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
->>> for path, cls in tapax.modules(model):
-...     print(path, cls.__name__)
-Sequential Sequential
-Sequential/layers/0 Linear
-"""
+"""`modules`: list the path and the class of every module of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +17,24 @@ if TYPE_CHECKING:
 
 
 class ModuleTable(Tabular, tuple[tuple[str, type], ...]):
-    """Paths and classes, in the order of the model; prints as a table."""
+    """A tuple of the paths and classes of modules, in the order of the model.
+
+    It prints as a table, and `dict(table)` makes a dict. `tapax.modules` returns it.
+
+    Example:
+        >>> import tapax
+        >>> from flax import nnx
+        >>> table = tapax.modules(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        >>> dict(table)["Linear"].__name__
+        'Linear'
+        >>> print(table)
+               1 modules
+        ┏━━━━━━━━┳━━━━━━━━━━━━━┓
+        ┃ module ┃ class       ┃
+        ┡━━━━━━━━╇━━━━━━━━━━━━━┩
+        │ Linear │ flax.Linear │
+        └────────┴─────────────┘
+    """
 
     __slots__ = ()
 
@@ -37,23 +45,43 @@ class ModuleTable(Tabular, tuple[tuple[str, type], ...]):
 
 
 def modules(model: Module, *args: Any, **kwargs: Any) -> ModuleTable:
-    """The path and the class of every module of `model`: pairs, of which `dict` makes a dict.
+    """List the path and the class of every module of a model. It computes nothing.
 
-    The paths are those of the sites that `capture` finds. Modules of NNX, Equinox and brainstate
-    are objects with attributes, and are listed as they are. The modules in one of Linen come to be
-    when it is called, and those of a transformed Haiku function as well: give the arguments that
-    you would give to `init`, without the random key. Nothing is computed. A Keras model has paths
-    once it is built: give the arguments of a call, which builds it, if it is not.
+    The paths are the names of the sites that `tapax.capture` finds. The modules of NNX, Equinox and
+    brainstate are objects with attributes, and need no arguments. A Linen module and a transformed
+    Haiku function create their modules when they are called: pass the arguments of `init`, without
+    the random key. A Keras model has paths once it is built: pass the arguments of a call to build
+    it.
+
+    Args:
+        model: A model of Flax, Equinox, Haiku, brainstate or Keras.
+        *args: The arguments of a call, for a model that creates its modules in a call.
+        **kwargs: The keyword arguments of that call.
+
+    Returns:
+        A `ModuleTable`: pairs of a path and a class.
+
+    Raises:
+        TypeError: If `model` is not a model of a supported framework, or if it needs arguments.
+
+    Example:
+        >>> import tapax
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+        >>> for path, cls in tapax.modules(model):
+        ...     print(path, cls.__name__)
+        Sequential Sequential
+        Sequential/layers/0 Linear
     """
     for adapter in loaded_adapters():
         maker = adapter.maker(model)
         if maker is not None:
             if not (args or kwargs):
                 raise TypeError(
-                    f"The modules of a {type(model).__name__} come to be when it is called: give "
-                    "`modules` what you would call it with, tapax.modules(model, x)."
+                    f"A {type(model).__name__} creates its modules when it is called, so `modules` "
+                    "needs the arguments of a call: tapax.modules(model, x)."
                 )
-            return _made(sites(maker)(*args, **kwargs))
+            return _list_called(sites(maker)(*args, **kwargs))
         if adapter.is_module(model):
             return ModuleTable(
                 (adapter.path(model, part, path), type(part))
@@ -62,13 +90,13 @@ def modules(model: Module, *args: Any, **kwargs: Any) -> ModuleTable:
             )
     raise TypeError(
         f"`modules` takes a model of Flax, Equinox, Haiku, brainstate or Keras, but was given "
-        f"{model!r} of type {type(model).__name__}. A plain function has sites: "
-        "tapax.sites(fn)(*args) lists them."
+        f"{model!r} of type {type(model).__name__}. To list the sites of a plain function, use "
+        "tapax.sites(fn)(*args)."
     )
 
 
-def _made(table: SiteTable) -> ModuleTable:
-    """The modules whose results are sites, each before those in it."""
+def _list_called(table: SiteTable) -> ModuleTable:
+    """List the modules whose results are sites, each before the modules inside it."""
     found: dict[str, type] = {}
     for site in table:
         if isinstance(site.module, type):

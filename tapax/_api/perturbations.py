@@ -1,17 +1,8 @@
 """Perturbations: arrays that are added to the values of sites.
 
-`perturbations` gives zeros, one for every call, iteration and example of a site; `perturbed` is the
-function to whose sites they are added. So derivatives of any kind by values inside are those of an
-ordinary function:
-
->>> import jax, jax.numpy as jnp, tapax
->>> def loss(w, x):
-...     h = tapax.sow(w * x, "h")
-...     return jnp.sum(h**2)
->>> x = jnp.array([1.0, 3.0])
->>> zeros = tapax.perturbations(loss)(2.0, x)
->>> jax.hessian(tapax.perturbed(loss))(zeros, 2.0, x)["h"]["h"].tolist()
-[[2.0, 0.0], [0.0, 2.0]]
+`perturbations` returns zeros for every call, iteration and example of a site. `perturbed` makes a
+function that adds them to its sites, so that any derivative with respect to values inside a
+function is the derivative of an ordinary function.
 """
 
 import dataclasses
@@ -25,7 +16,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tapax import _jax
-from tapax._api.change_builder import ChangeBuilder, Target, targets_of, whole
+from tapax._api.change_builder import ChangeBuilder
+from tapax._api.edit_rules import Target, targets_of, whole
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
@@ -43,11 +35,37 @@ AT = ("at", "")
 def perturbations(
     fn: Callable[P, Any], at: Selection = "**", *, modules: Any = True
 ) -> Callable[P, dict[str, Any]]:
-    """A function that returns zeros to be added to the sites of `fn`, by name.
+    """Make a function that returns zero perturbations for the sites of `fn`, by name.
 
-    Each has the shape of what a capture returns: one for every iteration, example and device. Sites
-    that are no floating-point numbers, in a while loop, inside a function with a derivative rule of
-    its own, or dropped by `fn`, have none.
+    Each perturbation has the shape of the captured array: it has an entry for every iteration,
+    example and device. A site has no perturbation if its values are not floating-point numbers, if
+    it is in a while loop or inside a function with a custom derivative rule, or if `fn` does not
+    use it. A glob skips such a site.
+
+    Args:
+        fn: The function to perturb, jitted or not.
+        at: Selects the sites, as in `tapax.capture`, without `tapax.at`.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+
+    Returns:
+        A function of the arguments of `fn` that returns a dict of zeros by the names of the sites.
+
+    Raises:
+        TypeError: If `fn` is not a function.
+        SiteError: If `at` contains a `tapax.at`. When the returned function is called: if `at` is
+            a name or a glob for which there is no perturbation.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def loss(w, x):
+        ...     h = tapax.sow(w * x, "h")
+        ...     return jnp.sum(h**2)
+        >>> x = jnp.array([1.0, 3.0])
+        >>> zeros = tapax.perturbations(loss)(2.0, x)
+        >>> zeros["h"].shape
+        (2,)
+        >>> jax.hessian(tapax.perturbed(loss))(zeros, 2.0, x)["h"]["h"].tolist()
+        [[2.0, 0.0], [0.0, 2.0]]
     """
     check_function(fn, "perturbations")
     _refuse_steps(at)
@@ -67,10 +85,32 @@ def perturbations(
 def perturbed(
     fn: Callable[..., Any], at: Selection = "**", *, modules: Any = True
 ) -> Callable[..., Any]:
-    """A function like `fn` that takes perturbations first, and adds them to the values of sites.
+    """Make a function like `fn` that takes perturbations first, and adds them to its sites.
 
-    They are given by the names of the sites, not all of which must have one. Sites that a rule such
-    as `tapax.ops` makes have to be selected here too.
+    Args:
+        fn: The function to perturb, jitted or not.
+        at: Selects the sites that can be perturbed. It is needed only for sites that a rule such as
+            `tapax.ops` makes.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+
+    Returns:
+        A function of a dict of perturbations by the names of sites, followed by the arguments of
+        `fn`. A site without a perturbation stays as it is.
+
+    Raises:
+        TypeError: If `fn` is not a function, or, when the returned function is called, if its first
+            argument is not a dict of arrays.
+        SiteError: If `at` contains a `tapax.at`. When the returned function is called: if there is
+            no site of that name, or if a perturbation has the wrong shape, dtype or sharding.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def loss(w, x):
+        ...     h = tapax.sow(w * x, "h")
+        ...     return jnp.sum(h**2)
+        >>> x = jnp.array([1.0, 3.0])
+        >>> float(tapax.perturbed(loss)({"h": jnp.array([0.5, 0.0])}, 2.0, x) - loss(2.0, x))
+        2.25
     """
     check_function(fn, "perturbed")
     _refuse_steps(at)
@@ -82,8 +122,8 @@ def perturbed(
     def added(perturbations: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not isinstance(perturbations, Mapping):
             raise TypeError(
-                "The first argument of a perturbed function is a dict of perturbations by the "
-                f"names of sites, but it is of type {type(perturbations).__name__}."
+                "The first argument of a perturbed function must be a dict of perturbations by the "
+                f"names of sites, but is of type {type(perturbations).__name__}."
             )
         given = {
             name: as_array(x, f"The perturbation of the site {name!r}")
@@ -112,7 +152,7 @@ class _PerturbationTransform(Transform):
                 raise SiteError(
                     f"The perturbation of the {target.site.described}, has the sharding "
                     f"{array.sharding}, but its values have {wanted}. Make perturbations with "
-                    "tapax.perturbations, or put them there with jax.device_put."
+                    "tapax.perturbations, or give them that sharding with jax.device_put."
                 )
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
@@ -122,7 +162,7 @@ class _PerturbationTransform(Transform):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdditionTransform(Transform):
-    """Adds to the values of sites what `choose` gives, once it is known which there are."""
+    """Adds arrays to the values of sites; `choose` makes the arrays from the table of sites."""
 
     plan: Plan
     choose: Callable[[SiteTable], Mapping[str, Any]]
@@ -137,7 +177,7 @@ class AdditionTransform(Transform):
 
 
 def adding(targets: Iterable[Target], arrays: Sequence[Any], add: Callable[..., Any]) -> Changes:
-    """The changes that add an array, by a function, to the values of each target."""
+    """Make the changes that add an array to the values of each target, with the function `add`."""
     builder = ChangeBuilder()
     for target, array in zip(targets, arrays, strict=True):
         part = Part(array, target.depths, len(target.spot.mapped))
@@ -148,10 +188,10 @@ def adding(targets: Iterable[Target], arrays: Sequence[Any], add: Callable[..., 
 def differentiable(
     spots: Sequence[Spot], plan: Plan, *, reaching: bool = False, some: bool = False
 ) -> list[Spot]:
-    """Those sites by which a derivative can be taken.
+    """List the sites with respect to which a derivative exists.
 
-    Raises for one that is named exactly and has none, and for a glob if none of its sites has one;
-    for `"**"` too, if there have to be `some`.
+    Raise for a site that is named exactly and has no derivative, and for a glob none of whose sites
+    has one; for `"**"` only with `some`.
     """
     kept, left = [], list[tuple[Spot, str]]()
     for spot in spots:
@@ -160,7 +200,9 @@ def differentiable(
         if why is None:
             kept.append(spot)
         elif plan.names_value(spot.site):
-            raise SiteError(f"There is no derivative by the {spot.site.described}: {why}.")
+            raise SiteError(
+                f"There is no derivative with respect to the {spot.site.described}: {why}."
+            )
         else:
             left.append((spot, why))
     for part in flatten(plan.values):
@@ -169,30 +211,31 @@ def differentiable(
         if asked and out and not any(matches(part, spot.site) for spot in kept):
             spot, why = out[0]
             raise SiteError(
-                f"There is no derivative by any site that {plan.names[0]}={part!r} picks. Of the "
-                f"{spot.site.described}, this is why: {why}."
+                f"There is no derivative with respect to any site that {plan.names[0]}={part!r} "
+                f"picks. For the {spot.site.described}, the reason is: {why}."
             )
     return kept
 
 
 def _why_not(spot: Spot, reaching: bool) -> str | None:
+    """Return the reason why a site has no derivative; None if it has one."""
     if not jnp.issubdtype(spot.own.dtype, jnp.inexact):
         return f"its values are of type {spot.own.dtype}, which cannot be differentiated"
     if any(a.kind is Kind.WHILE for a in spot.around):
         return (
-            "it is in a while loop, which may reach it any number of times. A loop with a known "
-            "number of iterations, a scan or a fori_loop, has one for each"
+            "it is in a while loop, whose number of iterations is not known in advance. Use a loop "
+            "with a known number of iterations: a scan or a fori_loop"
         )
     if reaching and not spot.reaches:
         return (
-            "what is returned does not depend on it. Use what tapax.sow returned in the place of "
-            "the value that it was given"
+            "the result of the function does not depend on it. Use the value that tapax.sow "
+            "returns, instead of the value passed to it"
         )
     return None
 
 
 def zeros_at(target: Target) -> Any:
-    """Zeros of the type of what a capture of a target returns."""
+    """Make zeros of the type of the array that a capture of a target returns."""
     return _jax.with_spec(jnp.zeros(target.shape, target.spot.own.dtype), target.spec)
 
 
@@ -202,7 +245,7 @@ def _zeros(target: Target) -> Any:
 
 
 def _sharding(target: Target) -> Any:
-    """Where the parts of a perturbation lie that devices of a mesh have each their own of."""
+    """Return the sharding of a perturbation whose values differ between devices; None otherwise."""
     around = [target.spot.around[depth] for depth in target.depths]
     names = [None if a.is_loop else a.name for a in around]
     if not isinstance(target.spot.mesh, Mesh) or not any(names):
@@ -214,16 +257,16 @@ def _refuse_steps(at: Selection) -> None:
     for part in flatten(check(at, "at")):
         if isinstance(part, At):
             raise SiteError(
-                f"tapax.{part} was given, but a perturbation has a part for every iteration of a "
-                "loop and every entry of a value. Give the selection itself, and leave the other "
-                "parts zero."
+                f"tapax.{part} selects a part of a value, but a perturbation has an entry for "
+                "every iteration of a loop and every element of a value. Select the whole site, "
+                "and leave the other entries zero."
             )
 
 
 def _perturbed_targets(
     spots: Sequence[Spot], perturbations: Mapping[str, Any], *, reaching: bool = False
 ) -> list[Target]:
-    """The values that perturbations are for; raises for one that does not fit."""
+    """List the targets of perturbations; raise for a perturbation that does not fit its target."""
     known = {spot.site.name: whole(spot) for spot in spots}
     found: list[Target] = []
     for name, array in perturbations.items():
@@ -231,8 +274,8 @@ def _perturbed_targets(
         target = known.get(name) or next(layers, None)
         if target is None:
             raise SiteError(
-                f"There is a perturbation of {name!r}, but no such site was reached when the "
-                f"function was traced. {nearest(name, known)}"
+                f"There is a perturbation of {name!r}, but the function did not reach such a site. "
+                f"{nearest(name, known)}"
             )
         _check_perturbation(target, array, reaching)
         found.append(target)
@@ -248,10 +291,10 @@ def _check_perturbation(target: Target, array: Value, reaching: bool) -> None:
     if array.shape != target.shape:
         raise SiteError(
             f"{where} has shape {list(array.shape)}, but its values have shape "
-            f"{list(target.shape)}. Make perturbations with the arguments that they are for."
+            f"{list(target.shape)}. Make perturbations with the arguments of this call."
         )
     if array.dtype != spot.own.dtype:
         raise SiteError(
-            f"{where} is of type {array.dtype}, but its values are of type {spot.own.dtype}: the "
-            "sum would be of another type than the value. Cast the perturbation."
+            f"{where} is of type {array.dtype}, but its values are of type {spot.own.dtype}: "
+            "adding it could change the type of the value. Cast the perturbation."
         )

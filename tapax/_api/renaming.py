@@ -18,7 +18,7 @@ _WILDCARDS = r"(\*\*/|/\*\*|\*\*|\*|\?)"
 
 
 def rename_names(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    """Map each of `names` to its new name; one that `rename` does not match stays as it is."""
+    """Map each of `names` to its new name; names that `rename` does not match stay as they are."""
     names = list(names)
     if rename is None:
         return {name: name for name in names}
@@ -37,13 +37,13 @@ def rename_names(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
     for name in names:
         new = function(name)
         if new is not None and not isinstance(new, str):
-            raise wrong_type(f"`rename` must give a name for {name!r}, but gave", new)
+            raise wrong_type(f"`rename` must return a name for {name!r}, but returned", new)
         renamed[name] = name if new is None else new
         first = sources.setdefault(renamed[name], name)
         if first != name:
             raise SiteError(
                 f"`rename` gives two sites of `b` the name {renamed[name]!r}: {first!r} and "
-                f"{name!r}. Give each a name of its own."
+                f"{name!r}. Give each a different name."
             )
     if names and not callable(rename) and all(function(name) is None for name in names):
         patterns = [*rename] if isinstance(rename, Mapping) else [pair[0] for pair in rename]
@@ -70,19 +70,19 @@ def _rule(pair: Any) -> Callable[[str], str | None]:
     if not (
         isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
     ):
-        raise wrong_type("`rename` must have pairs of strings, from `b` to `a`, but has", pair)
+        raise wrong_type("`rename` must contain pairs of strings, from `b` to `a`, but has", pair)
     source, target = pair
     parts = re.split(_WILDCARDS, target)
     pattern, count = _pattern(source)
     if len(parts) // 2 != count:
         raise ValueError(
             f"`rename` has the pair {source!r}, {target!r}, with {count} wildcards in the first "
-            f"and {len(parts) // 2} in the second: each one of the second stands for what the one "
-            "in the same place of the first matches."
+            f"and {len(parts) // 2} in the second, but each wildcard of the second takes the text "
+            "that one of the first matches. Give both the same number of wildcards."
         )
 
     def rename(name: str) -> str | None:
-        # A pattern without a call or a leaf is for all of them, as in selections.
+        # A pattern without a call or a leaf matches all of them, as in selections.
         path = name if re.search(r"[:@~]", source) else re.split(r"[:@~]", name)[0]
         found = pattern.fullmatch(path)
         if found is None:
@@ -96,9 +96,10 @@ def _rule(pair: Any) -> Callable[[str], str | None]:
 
 
 def _pattern(glob: str) -> tuple[re.Pattern[str], int]:
-    """Convert a glob to a regular expression with a group for each wildcard; count these.
+    """Convert a glob to a regular expression with a group for each wildcard; count the wildcards.
 
-    `*` stays inside one segment. Names of PyTorch, which have no slash, have dots between segments.
+    `*` stays inside one segment. Dots separate the segments of PyTorch's names, which have no
+    slashes.
     """
     between = "/" if "/" in glob or "." not in glob else "."
     one = f"[^{re.escape(between)}]"

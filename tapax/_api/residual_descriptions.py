@@ -1,4 +1,4 @@
-"""A kept value in the user's words: its site, operation, source line and size."""
+"""Descriptions of kept values in the user's terms: site, operation, source line and size."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class ResidualDescriber:
         self._taps: dict[Body, dict[Atom, Equation]] = {}
 
     def describe(self, kept: KeptValue) -> Residual:
-        """Describes a kept value."""
+        """Describe a kept value."""
         value, aval = kept.value, kept.aval
         source = find_value(value.body, value.atom, _look_through_copies)
         source = (find_initial if kept.given else find_source)(source, _look_through_copies)
@@ -50,7 +50,7 @@ class ResidualDescriber:
         )
 
     def _site_of(self, value: Value) -> str:
-        """The first site that a value is, or else the innermost scope in which it is computed."""
+        """Return the first site of a value, or the innermost scope in which it is computed."""
         scopes: Scopes = ()
         for caller in value.body.callers:
             scopes = scopes_of(caller, scopes)
@@ -62,7 +62,7 @@ class ResidualDescriber:
         return "" if value.equation is None else path_in(scopes_of(value.equation, scopes), "")
 
     def _taps_in(self, body: Body) -> dict[Atom, Equation]:
-        """The first tap on each variable of a body."""
+        """Find the first tap on each variable of a body."""
         if body not in self._taps:
             found: dict[Atom, Equation] = {}
             for eqn in body.jaxpr.eqns:
@@ -76,12 +76,12 @@ class ResidualDescriber:
 
 
 def _look_through_copies(eqn: Equation, number: int) -> Atom | None:
-    """Looks through copies too, which compute nothing."""
+    """Look through copies, too, because they compute nothing."""
     return eqn.invars[number] if kind_of(eqn) & Kind.COPY else look_through(eqn, number)
 
 
 def _find_name(value: Value) -> str:
-    """The name that `checkpoint_name` gives a value, or the value that it is a copy of."""
+    """Find the name that `checkpoint_name` gives to a value, or to the value that it copies."""
     while value.made is not None:
         eqn, number = value.made
         name = _jax.operation(eqn.primitive, eqn.params)[1]

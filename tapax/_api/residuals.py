@@ -1,17 +1,4 @@
-"""`residuals`: what a function keeps for its backward pass, by site, operation and source line.
-
->>> import jax, jax.numpy as jnp, tapax
->>> def loss(w, x):
-...     h = tapax.sow(jnp.exp(x @ w), "h")
-...     return jnp.sum(jnp.sin(h))
->>> table = tapax.residuals(loss)(jnp.ones((3, 2)), jnp.ones((8, 3)))
->>> for residual in table:
-...     print(residual.site, residual.operation, residual.shape, residual.nbytes)
-h exp (8, 2) 64
- cos (8, 2) 64
-
-Nothing is computed: the function is traced, and arrays may be `jax.ShapeDtypeStruct`s.
-"""
+"""`residuals`: list the values that a function keeps for its backward pass."""
 
 from __future__ import annotations
 
@@ -42,39 +29,51 @@ P = ParamSpec("P")
 def residuals(
     fn: Callable[P, Any], *, policy: RematPolicy | None = None
 ) -> Callable[P, ResidualTable]:
-    """A function that lists what `fn` keeps from its forward pass for its backward pass.
+    """Make a function that lists the values that `fn` keeps for its backward pass.
 
     Args:
-        fn: A loss, which returns a real number or `(loss, aux)`: the table has what is kept if it
-            is differentiated with respect to all arguments of real or complex numbers. Or a step
-            that takes gradients itself: the table has what is kept for those. A number that is
-            computed from a gradient, such as a penalty on one, is a loss.
+        fn: A loss, which returns a real number or `(loss, aux)`: the table lists the values that
+            JAX keeps to differentiate it with respect to all arguments with real or complex
+            numbers. Or a step that takes gradients itself: the table lists the values that it keeps
+            for these. A number computed from a gradient, such as a gradient penalty, is a loss.
         policy: A policy of `jax.checkpoint`, such as `jax.checkpoint_policies.dots_saveable`. The
-            table then shows what it changes if the differentiated function is wrapped in
-            `jax.checkpoint`: which values are kept, and which are computed again instead.
+            table then shows the effect of wrapping the differentiated function in `jax.checkpoint`
+            with this policy: which values it keeps, and which it recomputes instead.
 
     Returns:
-        A function of the arguments of `fn`. It returns a `ResidualTable` of the values that are
-        computed and kept, largest first; `table.arguments` are the arguments and constants that the
-        backward pass reads besides. It traces `fn`, and computes and changes nothing.
+        A function of the arguments of `fn`, which may be `jax.ShapeDtypeStruct`s. It returns a
+        `ResidualTable` of the values that `fn` computes and keeps, largest first;
+        `table.arguments` lists the arguments and constants that the backward pass reads as well. It
+        traces `fn`, and computes and changes nothing.
 
     Raises:
-        TypeError: If `fn` returns no loss and takes no gradient, if it has no argument to be
-            differentiated by, or if it captured a value of a trace that has ended.
+        TypeError: If `fn` is not a function or `policy` not a policy. When the returned function is
+            called: if `fn` neither returns a loss nor takes a gradient, if it has no argument with
+            real or complex numbers, or if it captured a value of a trace that has ended.
 
-    >>> import jax, jax.numpy as jnp, tapax
-    >>> def loss(w, x):
-    ...     return jnp.sum(jnp.sin(x @ w) ** 2)
-    >>> dots = jax.checkpoint_policies.dots_saveable
-    >>> table = tapax.residuals(loss, policy=dots)(jnp.ones((3, 2)), jnp.ones((8, 3)))
-    >>> table.nbytes, table.policy_nbytes
-    (128, 64)
-    >>> [(residual.operation, residual.change) for residual in table]
-    [('cos', 'recomputed'), ('mul', 'recomputed'), ('dot_general', 'kept instead')]
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def loss(w, x):
+        ...     h = tapax.sow(jnp.exp(x @ w), "h")
+        ...     return jnp.sum(jnp.sin(h))
+        >>> w, x = jax.ShapeDtypeStruct((3, 2), "float32"), jax.ShapeDtypeStruct((8, 3), "float32")
+        >>> for residual in tapax.residuals(loss)(w, x):
+        ...     print(residual.site, residual.operation, residual.shape, residual.nbytes)
+        h exp (8, 2) 64
+         cos (8, 2) 64
+        >>> dots = jax.checkpoint_policies.dots_saveable
+        >>> table = tapax.residuals(loss, policy=dots)(w, x)
+        >>> table.nbytes, table.policy_nbytes
+        (128, 64)
+        >>> [(residual.operation, residual.change) for residual in table]
+        [('exp', 'recomputed'), ('cos', 'recomputed'), ('dot_general', 'kept instead')]
     """
     check_function(fn, "residuals")
     if policy is not None and not callable(policy):
-        raise wrong_type("`policy` must be a policy of jax.checkpoint, a function, but is", policy)
+        raise wrong_type(
+            "`policy` must be a function, such as jax.checkpoint_policies.dots_saveable, but is",
+            policy,
+        )
 
     @functools.wraps(fn, updated=())
     def listed(*args: P.args, **kwargs: P.kwargs) -> ResidualTable:
@@ -88,13 +87,13 @@ def residuals(
 
 @dataclasses.dataclass(frozen=True)
 class _ResidualsTransform(Transform):
-    """Marks every site, and runs nothing."""
+    """Marks every site, so that a trace shows the sites; it never runs."""
 
     plan: Plan
 
 
 _policy = ContextVariable[RematPolicy | None](None)
-"""The policy under which gradients are taken on this thread."""
+"""The policy under which this thread takes gradients."""
 
 
 def _remat(fn: Function) -> Function:
@@ -103,7 +102,7 @@ def _remat(fn: Function) -> Function:
 
 @contextlib.contextmanager
 def _rematted_gradients(policy: RematPolicy | None) -> Iterator[None]:
-    """Within, functions that are differentiated on this thread are wrapped in `jax.checkpoint`."""
+    """Wrap every function that this thread differentiates in `jax.checkpoint`."""
     if policy is None:
         yield
         return
@@ -136,13 +135,13 @@ def _list_residuals(
 
 def _captured_tracer(name: str) -> TypeError:
     return TypeError(
-        f"{name} captured a traced value of a function that JAX has finished tracing: pass the "
-        "value as an argument, or return it from the function that computed it."
+        f"{name} captured a traced value of a function that JAX has finished tracing. Pass the "
+        "value as an argument, or return it from the function that computes it."
     )
 
 
 def _compare(plain: Sequence[Residual], rematted: Sequence[Residual]) -> list[Residual]:
-    """Marks what both functions keep, and adds what only the second one, with a policy, keeps."""
+    """Mark the residuals that the policy keeps, and add those that it alone keeps."""
     left = Counter(rematted)
     found: list[Residual] = []
     for residual in plain:
@@ -162,7 +161,7 @@ def _table(found: Sequence[Residual], policy: RematPolicy | None) -> ResidualTab
 
 
 def _policy_name(policy: RematPolicy) -> str:
-    """The name of a policy, or of the function or class that made it."""
+    """Return the name of a policy, or of the function or class that made it."""
     known = (name for name, p in vars(jax.checkpoint_policies).items() if p is policy)
     name = next(known, None) or getattr(policy, "__qualname__", type(policy).__name__)
     *outer, last = name.split(".<locals>.")

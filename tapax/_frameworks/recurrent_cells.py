@@ -24,7 +24,20 @@ _WRITE = "tapax.hidden: "
 
 
 class HiddenError(SiteError, AssertionError):
-    """An error about a step, a state or a perturbation that does not fit."""
+    """The error for a step, a state or a perturbation that does not fit.
+
+    The message says what `tapax.hidden` expects. It is a `SiteError`, and an `AssertionError`, as
+    in braintrace.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> step = lambda state, x: (state + x, state)
+        >>> try:
+        ...     tapax.hidden.add_hidden_perturbation(step, jnp.array([1, 2]), 1)
+        ... except tapax.hidden.HiddenError as error:
+        ...     print(str(error).partition(",")[0])
+        The hidden state 'h' is of type int32
+    """
 
 
 @jax.tree_util.register_dataclass

@@ -1,15 +1,7 @@
-"""`sow`, `perturb` and `scope`: the marks that users write.
+"""`sow`, `perturb` and `scope`: the marks that a user writes.
 
-A mark binds nothing unless a capture is tracing: outside of a capture, a program with marks has the
+A mark binds a tap only while a capture traces the program. Otherwise a program with marks has the
 same jaxpr as the program without them.
-
->>> import jax.numpy as jnp, tapax
->>> def f(x):
-...     with tapax.scope("net"):
-...         return tapax.sow(jnp.sin(x), "h") * 2
->>> out, taps = tapax.capture(f)(1.0)
->>> list(taps.values)
-['net/h']
 """
 
 import contextlib
@@ -40,46 +32,105 @@ def sow(
     reduce: Callable[[Any, Any], Any] | None = None,
     init: Callable[[], Any] | None = None,
 ) -> T:
-    """Mark `value`, an array or a pytree of arrays, as the site `name`, and return it.
+    """Mark `value` as the site `name`, and return it.
 
-    A capture keeps every call: the second is `name@1`. With `reduce` and `init` it folds the calls
-    instead, `reduce(reduce(init(), first), second)`, over the iterations of loops too, so a sum in
-    a scan is the total. To get the gradient of the site, continue with the value that `sow`
-    returns: the gradient is that of the returned value.
+    Outside a capture, `sow` does nothing. A capture returns every call of a site: the first is
+    `name`, the second `name@1`. With `reduce` and `init` it returns one value for all calls and all
+    iterations of loops, `reduce(reduce(init(), first), second)`, so that a sum in a scan is the
+    total.
 
-    >>> import jax, jax.numpy as jnp, tapax
-    >>> @jax.jit
-    ... def step(w, x):
-    ...     loss = lambda w: jnp.sum(tapax.sow(w * x, "h") ** 2)
-    ...     return w - 0.1 * jax.grad(loss)(w)
-    >>> out, taps = tapax.capture(step)(2.0, 3.0)
-    >>> float(taps.values["h"]), float(taps.grads["h"])
-    (6.0, 12.0)
+    Args:
+        value: An array, or a pytree of arrays; the leaf `w` of `h` is the site `h:w`.
+        name: The name of the site, in segments separated by slashes. The scopes and modules around
+            the call come before it: `GPT/blocks/0/h`.
+        reduce: A function `reduce(previous, new)` that folds the calls into one value.
+        init: A function `init()` that returns the first `previous`.
+
+    Returns:
+        `value`. Compute with this value, not with the argument, if you want the gradient of the
+        site: the gradient is the one that reaches the returned value.
+
+    Raises:
+        TypeError: If `name` is not a string or contains a traced value, or if `reduce` is given
+            without `init` or the other way round.
+        SiteError: If `name` is empty or contains one of the characters `* ? @ ~ :`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> @jax.jit
+        ... def step(w, x):
+        ...     loss = lambda w: jnp.sum(tapax.sow(w * x, "h") ** 2)
+        ...     return w - 0.1 * jax.grad(loss)(w)
+        >>> out, taps = tapax.capture(step)(2.0, 3.0)
+        >>> float(taps.values["h"]), float(taps.grads["h"])
+        (6.0, 12.0)
+        >>> def total(xs):
+        ...     def body(_, x):
+        ...         return None, tapax.sow(x, "sum", reduce=jnp.add, init=lambda: 0.0)
+        ...
+        ...     return jax.lax.scan(body, None, xs)
+        >>> float(tapax.capture(total)(jnp.array([1.5, 2.0, 4.0]))[1].values["sum"])
+        7.5
     """
     if (reduce is None) != (init is None):
         raise TypeError(
-            f"sow(..., {name!r}) was given {'`init`' if reduce is None else '`reduce`'} alone. "
-            "Give both `reduce(previous, new)` and `init()`, or neither to keep every call."
+            f"sow(..., {name!r}) was given {'`init`' if reduce is None else '`reduce`'} alone, but "
+            "`reduce(previous, new)` and `init()` go together. Give both, or neither to return "
+            "every call."
         )
     return mark(value, name, "sow", reduce=reduce, init=init)
 
 
 def perturb(value: T, name: str) -> T:
-    """Mark `value` as a site for gradients and explicit perturbations, and return it."""
+    """Mark `value` as the site `name`, meant for gradients and perturbations, and return it.
+
+    It is `tapax.sow` under a name that says why the value is marked: `tapax.grad` and
+    `tapax.perturbations` take the site, and `tapax.sites` lists it with the kind `perturb`.
+
+    Args:
+        value: An array, or a pytree of arrays.
+        name: The name of the site, as in `tapax.sow`.
+
+    Returns:
+        `value`. Compute with this value, not with the argument.
+
+    Raises:
+        TypeError: If `name` is not a string or contains a traced value.
+        SiteError: If `name` is empty or contains one of the characters `* ? @ ~ :`.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def loss(x):
+        ...     h = tapax.perturb(jnp.sin(x), "h")
+        ...     return jnp.sum(h**3)
+        >>> tapax.grad(loss)(jnp.array([0.0, jnp.pi / 2]))["h"].tolist()
+        [0.0, 3.0]
+    """
     return mark(value, name, "perturb")
 
 
 def scope(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Prefix the names of the sites within the context with `name/`; also a `jax.named_scope`.
+    """Put `name/` before the names of the sites inside a `with` block.
 
-    >>> import jax.numpy as jnp, tapax
-    >>> def f(x):
-    ...     for i in range(2):
-    ...         with tapax.scope(f"block{i}"):
-    ...             x = tapax.sow(jnp.sin(x), "h")
-    ...     return x
-    >>> tapax.sites(f)(1.0).names
-    ['block0/h', 'block1/h']
+    Args:
+        name: The name of the scope, in segments separated by slashes.
+
+    Returns:
+        A context manager, which is also a `jax.named_scope(name)`.
+
+    Raises:
+        TypeError: If `name` is not a string or contains a traced value.
+        SiteError: If `name` is empty or contains one of the characters `* ? @ ~ :`.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     for i in range(2):
+        ...         with tapax.scope(f"block{i}"):
+        ...             x = tapax.sow(jnp.sin(x), "h")
+        ...     return x
+        >>> tapax.sites(f)(1.0).names
+        ['block0/h', 'block1/h']
     """
     _check_name(name, "scope")
     return jax.named_scope(ScopeName(name))
@@ -90,28 +141,28 @@ def _check_name(name: Any, function: str) -> None:
         raise wrong_type(f"`{function}` takes a string as its name, but was given", name)
     if "Tracer" in name:
         raise TypeError(
-            f"`{function}` was given the name {name!r}, which contains a traced value. Format the "
-            "name with a Python number, or make that argument static."
+            f"`{function}` was given the name {name!r}, which contains a traced value. Make the "
+            "value in the name a static argument."
         )
     if not name or re.search(r"[*?@~:]|^/|/$|//", name):
         raise SiteError(
-            f"{name!r} cannot be the name of a site: a name consists of segments separated by "
-            "'/', and the characters * ? @ ~ : have a special meaning in selections."
+            f"{name!r} cannot be the name of a site. A name consists of segments separated by '/', "
+            "and must not contain * ? @ ~ :, which have a meaning in selections."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class SownValue:
-    """Facts from the mark of a framework, with which `compat` rebuilds the value.
+    """The data of a framework's mark from which its adapter rebuilds the sown value.
 
-    `structure` is the structure of the value, or of the state of the mark's reducer.
+    `structure` is the pytree structure of the value, or of the result of the mark's reducer.
     """
 
     structure: ValueStructure | None = dataclasses.field(default=None, kw_only=True)
 
 
 def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
-    """Mark the arrays in `value` and return it; the source line is that of the caller's caller."""
+    """Mark the arrays in `value`, and return it; the source line is that of the caller's caller."""
     _check_name(name, kind)
     here = active_policy()
     if here is None:
@@ -141,22 +192,22 @@ def mark(value: PyTree, name: str, kind: str, **fields: Any) -> Any:
         said: dict[str, Any] = {**here.on_marks, **fields, "structure": whole, "leaf": leaf}
         is_closed = closed and leaf >= closed[0].count
         out = tap(x, Mark(path, "closed" if is_closed else kind, source, **said))
-        # Python numbers stay Python numbers, because the program may need their values.
+        # A Python number is returned as it is: the program may need its value.
         tapped.append(out if has_dtype(x) else x)
     return structure.join(tapped) if structure.count else value
 
 
 def is_array(x: Value) -> bool:
-    """Return whether `x` is a leaf that `mark` marks: an array or a Python number."""
+    """Return whether `mark` marks a leaf: an array, or a number."""
     return has_dtype(x) or isinstance(x, (bool, int, float, complex))
 
 
 def has_dtype(x: Value) -> bool:
-    """Return whether a leaf is an array or a NumPy scalar, and not a Python number."""
+    """Return whether a leaf is an array, and not a Python number."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def leaf_name(keys: tuple[Any, ...]) -> str:
-    """Return the name of a leaf in its structure; escape characters with a meaning in paths."""
+    """Make the name of a leaf from its keys; escape the characters that selections use."""
     name = pytrees.keystr(keys, simple=True, separator=".")
     return re.sub(r"[*?@~:]", lambda found: f"%{ord(found.group()):02X}", name)

@@ -1,4 +1,4 @@
-"""Results: what a capture returns, and the tables that results print as."""
+"""Results: the values that public functions return, and the tables that they print as."""
 
 from tapax._results.difference import Difference, SiteDifference
 from tapax._results.residual import Residual

@@ -1,9 +1,8 @@
 """Comparison of two arrays: how far apart they are, and where.
 
 The *scale* of two numbers is the largest of their magnitudes and of the mean magnitude of the two
-arrays. Errors are measured relative to it: the rounding error of a sum is proportional to its
-terms, not to what is left of them where they cancel. The arrays of a loop have a mean for each
-iteration.
+arrays. Errors are relative to the scale: the rounding error of a sum is proportional to its terms,
+not to the sum, which is small if they cancel. The arrays of a loop have a mean for each iteration.
 
 A *unit in the last place* is the distance between neighbouring numbers of a type, at the scale, in
 the coarser of the two types: 2**-7 between 1 and 2 in bfloat16. For integers it is one.
@@ -25,14 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 _TILE = 1 << 20
-"""How many elements are compared at a time, as float64."""
+"""The number of elements to compare at a time, as float64."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
     """The largest error: `atol`, plus `rtol` times the scale, plus `ulps` units in the last place.
 
-    Integers and booleans have to be equal.
+    Integers and booleans must be equal.
     """
 
     rtol: float = 0.0
@@ -51,9 +50,9 @@ class Tolerance:
 class ArrayComparison:
     """The largest errors of two arrays, over all elements.
 
-    `index` is where the absolute error is largest, None if there is none. `differs` and
-    `ulps_by_iteration` have the axes of the loops, and no others. Where one number alone is NaN or
-    infinite, the errors are infinite.
+    `index` is the element with the largest absolute error; None if the arrays are equal. `differs`
+    and `ulps_by_iteration` have the axes of the loops, and no others. If only one of two numbers is
+    NaN or infinite, their errors are infinite.
     """
 
     absolute: float
@@ -77,7 +76,7 @@ class _Tile:
 def compare_arrays(
     a: np.ndarray, b: np.ndarray, tolerance: Tolerance, loop_axes: Sequence[int] = ()
 ) -> ArrayComparison:
-    """Compare two arrays of one shape. NaN equals NaN, and an infinity itself."""
+    """Compare two arrays of one shape. NaN equals NaN, and an infinity equals itself."""
     order = [*loop_axes, *(axis for axis in range(a.ndim) if axis not in loop_axes)]
     shape = [a.shape[axis] for axis in order]
     loops = shape[: len(loop_axes)]
@@ -118,7 +117,7 @@ def compare_arrays(
 
 
 def coarser_type(a: Any, b: Any) -> Any:
-    """Return the type whose numbers are further apart; integers are finer than all others."""
+    """Return the type whose numbers are further apart; integers are finer than any float."""
     inexact = [dtype for dtype in (a, b) if jnp.issubdtype(dtype, np.inexact)]
     return min(inexact or [a], key=lambda dtype: _finfo(dtype).nmant if inexact else 0)
 
@@ -128,7 +127,7 @@ def _finfo(dtype: Any) -> Any:
 
 
 def _precision_of(a: Any, b: Any) -> tuple[int, int] | None:
-    """Return the digits of the coarser type and its least exponent; None for exact numbers."""
+    """Return the mantissa bits and the least exponent of the coarser type; None for integers."""
     coarser = coarser_type(a, b)
     if not jnp.issubdtype(coarser, np.inexact):
         return None
@@ -136,7 +135,7 @@ def _precision_of(a: Any, b: Any) -> tuple[int, int] | None:
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
-    """Convert integers of fewer than eight bits to integers that NumPy has."""
+    """Convert integers of fewer than eight bits, which NumPy lacks, to int64."""
     if jnp.issubdtype(x.dtype, np.integer) and x.dtype.kind not in "iu":
         return x.astype(np.int64)
     return x
@@ -168,7 +167,8 @@ def _compare(
         scale = np.maximum(np.maximum(np.abs(x), np.abs(y)), mean)
         if precision is None:
             equal = a == b
-            error = np.where(equal, 0.0, np.maximum(error, 1.0))  # float64 may round it to zero
+            # The difference of two large integers may round to zero in float64.
+            error = np.where(equal, 0.0, np.maximum(error, 1.0))
             return _Tile(error, _divide(error, scale), error, ~equal)
         equal = (x == y) | (np.isnan(x) & np.isnan(y))
         one_is_finite = ~equal & ~(np.isfinite(x) & np.isfinite(y))
@@ -181,6 +181,6 @@ def _compare(
 
 
 def _divide(error: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Divide an error; the result is zero where it is zero, and infinite where it is infinite."""
+    """Divide an error, so that a zero error gives zero and an infinite error gives infinity."""
     with np.errstate(all="ignore"):
         return np.where(error > 0, np.where(np.isinf(error), np.inf, error / by), 0.0)

@@ -19,15 +19,32 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SiteDifference:
-    """How the value, or the gradient, of one site differs between two captures `a` and `b`.
+    """The difference of the value, or the gradient, of one site in two captures `a` and `b`.
 
-    `name` is its name in `a`, `other_name` in `b`; `kind` is `value` or `grad`. `differs` if the
-    error is beyond the tolerance, or if the arrays cannot be compared: `reason` then says why.
-    `absolute`, `relative` and `ulps` are the largest errors of an element: the difference itself,
-    relative to the scale, and in units in the last place of the coarser type (`dtype`);
-    `tapax.diff` says what these are. `index` is the element with the largest absolute error.
-    `iteration` is the first one that differs, for a site in a loop; `ulps_by_iteration` and
-    `differs_by_iteration` have an element for each.
+    `tapax.diff` defines the scale and the unit in the last place.
+
+    Attributes:
+        name: The name of the site in `a`.
+        other_name: The name of the site in `b`.
+        kind: `value` or `grad`.
+        types: The types of the arrays in `a` and in `b`.
+        differs: Whether the error exceeds the tolerance, or the arrays cannot be compared.
+        reason: The reason why the arrays cannot be compared; empty if they can.
+        dtype: The coarser of the two dtypes.
+        absolute: The largest error of an element.
+        relative: The largest error of an element, relative to the scale.
+        ulps: The largest error of an element, in units in the last place of `dtype`.
+        index: The element with the largest absolute error.
+        iteration: The first iteration that differs, for a site in a loop.
+        ulps_by_iteration: The largest error in each iteration, in units in the last place.
+        differs_by_iteration: Whether each iteration differs.
+
+    Example:
+        >>> import numpy as np, tapax
+        >>> a, b = {"h": np.float32([1, 2])}, {"h": np.float32([1, 2.5])}
+        >>> difference = tapax.diff(a, b).values["h"]
+        >>> difference.is_identical, difference.index, difference.absolute
+        (False, (1,), 0.5)
     """
 
     name: str
@@ -47,7 +64,7 @@ class SiteDifference:
 
     @property
     def is_identical(self) -> bool:
-        """Whether the arrays are equal, NaN at the same places included."""
+        """Whether the arrays are equal bit for bit, with NaN at the same indices."""
         return not self.reason and not self.absolute
 
     def __str__(self) -> str:
@@ -69,13 +86,30 @@ class SiteDifference:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Difference(Tabular):
-    """How two captures `a` and `b` differ. It is true if they do: `if tapax.diff(a, b): ...`.
+    """The differences of two captures `a` and `b`, site by site; `tapax.diff` returns it.
 
-    `values` and `grads` have a `SiteDifference` for each site that both captures have, by its name
-    in `a`, in the order of the program. `first` is the one whose value differs first when the
-    program runs, `first_grad` the one whose gradient differs first when its backward pass runs,
-    from the last site to the first; None if none does. `only_a` and `only_b` are the names of sites
-    that one capture alone has; they do not count as a difference. It prints as a table.
+    It is true if the captures differ, as in `if tapax.diff(a, b): ...`, and prints as a table.
+
+    Attributes:
+        values: A `SiteDifference` for each value that both captures contain, by its name in `a`, in
+            the order of the program.
+        grads: The same for each gradient.
+        first: The site whose value differs first when the program runs; None if all are equal.
+        first_grad: The site whose gradient differs first when the backward pass runs, from the last
+            site to the first; None if all are equal.
+        only_a: The names of the sites that only `a` contains. They do not count as a difference.
+        only_b: The names of the sites that only `b` contains. They do not count as a difference.
+        tolerance: The tolerance of the comparison.
+
+    Example:
+        >>> import numpy as np, tapax
+        >>> a = {"up": np.float32([1, 2]), "down": np.float32([0.5])}
+        >>> b = {"up": np.float32([1, 2]), "down": np.float32([0.25])}
+        >>> difference = tapax.diff(a, b)
+        >>> bool(difference), difference.equal, difference.first.name
+        (True, False, 'down')
+        >>> [name for name, each in difference.values.items() if each.differs]
+        ['down']
     """
 
     values: SiteDict
@@ -87,18 +121,32 @@ class Difference(Tabular):
     tolerance: Tolerance
 
     plotter: ClassVar[Callable[..., Any]]
-    """Draws a difference. The package sets it, so that results need not import plots."""
+    """Draws a difference. The package sets it, so that this module need not import plots."""
 
     @property
     def equal(self) -> bool:
-        """Whether every value and gradient that both have is equal within the tolerance."""
+        """Whether all values and gradients in both captures are equal within the tolerance."""
         return self.first is None and self.first_grad is None
 
     def __bool__(self) -> bool:
         return not self.equal
 
     def plot(self) -> Any:
-        """Draw the errors of values and gradients by depth: see `tapax.plot.difference`."""
+        """Draw the errors of values and gradients by depth, as `tapax.plot.difference` does.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed.
+
+        Example:
+            >>> import numpy as np, tapax
+            >>> a, b = {"h": np.float32([1, 2])}, {"h": np.float32([1, 2.5])}
+            >>> figure = tapax.diff(a, b).plot()
+            >>> len(figure.axes)
+            1
+        """
         return type(self).plotter(self)
 
     def _table(self) -> Table:
@@ -142,7 +190,7 @@ class Difference(Tabular):
 
 
 _NAMED = 5
-"""How many of the sites that only one capture has are named."""
+"""The number of sites to name among those that only one capture contains."""
 
 
 def _label(found: SiteDifference) -> str:

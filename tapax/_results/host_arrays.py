@@ -1,4 +1,4 @@
-"""Arrays on the host: everything that a capture returned, as NumPy arrays."""
+"""Copies of captured arrays on the host, as NumPy arrays."""
 
 from typing import Any
 
@@ -26,18 +26,18 @@ def check_readable(x: Value, name: str, action: str) -> None:
     """Raise if this process cannot read all elements of an array now."""
     if isinstance(x, Tracer):
         raise TypeError(
-            f"{name} is traced, so it cannot be {action}: return the taps from the function that "
-            "is under jax.jit, grad, vmap or scan, and use them there."
+            f"{name} is traced, so it cannot be {action}. Return the taps from the function that "
+            "is under jax.jit, grad, vmap or scan, and use them outside of it."
         )
     if spans_processes(x):
         raise ValueError(
             f"{name} cannot be {action}: it is divided over several processes, and process "
-            f"{jax.process_index()} holds only a part of it. Capture a statistic, which every "
-            "process holds whole, or gather the array on all processes with "
+            f"{jax.process_index()} has only a part of it. Capture a statistic, which every "
+            "process has in full, or gather the array on all processes with "
             "jax.experimental.multihost_utils.process_allgather(array, tiled=True)."
         )
 
 
 def is_key(x: Value) -> bool:
-    """Return whether an array holds random keys."""
+    """Return whether an array contains random keys."""
     return isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)

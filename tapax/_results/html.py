@@ -1,7 +1,7 @@
-"""HTML of a table for notebooks: its names as a tree of modules that folds, its numbers aligned.
+"""HTML of a table for notebooks: a foldable tree of modules with aligned numbers.
 
-The HTML needs nothing else: no script, no file. It takes the colours of text and background from
-the notebook, light or dark, and adds translucent ones.
+The HTML needs no scripts and no other files. It takes the colours of text and background from the
+notebook, light or dark, and adds translucent ones.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from rich.table import Column, Table
 
 ROWS = 2000
-"""The most rows that are shown."""
+"""The largest number of rows in a table."""
 _OPEN_ROWS = 40
-"""Folders are open as long as no more rows are seen."""
+"""The largest number of rows that open folders show at first."""
 
 _STYLE = """
 .tapax{font:13px/1.5 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace}
@@ -54,7 +54,7 @@ class _Folder:
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """A row as it is shown: how deep it is, its label, its cells, and the lines that it folds."""
+    """One line of the table: its depth, its label, its cells, and the lines that it folds."""
 
     depth: int
     label: str
@@ -66,8 +66,8 @@ class _Line:
 def to_html(table: Table) -> str:
     """Convert a table to HTML.
 
-    Slashes in its first column are the levels of a tree. A column with a style gets a colour by the
-    magnitude of its numbers, on a logarithmic scale; a cell with a style is a fault.
+    Slashes in the first column separate the levels of a tree. The numbers of a column with a style
+    are coloured by magnitude, on a logarithmic scale; a cell with a style marks a fault.
     """
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     tree = _Folder()
@@ -98,7 +98,7 @@ def to_html(table: Table) -> str:
 
 def _lines(folder: _Folder, depth: int) -> Iterator[_Line]:
     for label, part in folder.parts.items():
-        while not part.rows and len(part.parts) == 1:  # a folder with one thing in it
+        while not part.rows and len(part.parts) == 1:  # a folder with one folder in it
             [(below, part)] = part.parts.items()
             label = f"{label}/{below}"
         first, *others = part.rows or [()]
@@ -115,7 +115,7 @@ def _all(lines: Sequence[_Line]) -> Iterator[_Line]:
 
 
 def _open_depth(lines: Sequence[_Line]) -> int:
-    """The depth above which folders are open."""
+    """Return the depth above which folders are open."""
     counts = collections.Counter(line.depth for line in _all(lines))
     seen = depth = 0
     while counts[depth] and (depth <= 1 or seen + counts[depth] <= _OPEN_ROWS):
@@ -125,7 +125,7 @@ def _open_depth(lines: Sequence[_Line]) -> int:
 
 
 class _Column:
-    """How the cells of one column are shown."""
+    """Formats the cells of one column."""
 
     def __init__(self, column: Column):
         self.header = str(column.header)
@@ -135,7 +135,7 @@ class _Column:
         numbers = [abs(x) for x in map(_number, cells) if x is not None]
         sizes = [math.log(x) for x in numbers if x and math.isfinite(x)] if column.style else []
         self._low, high = min(sizes, default=0.0), max(sizes, default=0.0)
-        # Numbers of about one magnitude differ little in colour.
+        # Numbers of similar magnitude get similar colours.
         self._range = max(high - self._low, math.log(100)) if high > self._low else 0.0
 
     def to_html(self, cell: Any) -> str:

@@ -1,4 +1,4 @@
-"""Loops around sites: along which axes their iterations are, and what runs before what."""
+"""Loops around sites: the axes of their iterations, and the order in which sites run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def loop_axes(
 ) -> tuple[int | None, ...]:
     """Find the axis of the iterations of each loop of a site; None if the array has no such axis.
 
-    `lead` axes come first, which a transformation of the capture added. The axes of a mesh are not
-    iterations. Where an axis has not the length of its loop, only some iterations were captured,
-    and it is not known which: that loop and those inside it have no axis.
+    The first `lead` axes come from a transformation of the capture. The axes of a mesh are not
+    iterations. If the length of an axis differs from that of its loop, the capture selected some
+    iterations, and the array does not say which: that loop and the loops inside it have no axis.
     """
     axes: list[int | None] = [None] * len(site.loops)
     axis = lead
@@ -38,9 +38,10 @@ def loop_axes(
 
 
 class Occurrence(NamedTuple):
-    """An event at a site: the loops around it, and in which iteration of each it happened first.
+    """An event at a site: the loops around it, and the first iteration of each with the event.
 
-    `iterations` is None if it did not happen, and has None for a loop whose iteration is not known.
+    `iterations` is None if the event did not happen, and contains None for a loop whose iteration
+    is not known.
     """
 
     item: Any
@@ -51,8 +52,8 @@ class Occurrence(NamedTuple):
 def find_first(found: Sequence[Occurrence], backward: bool = False, depth: int = 0) -> Any:
     """Return the item of the occurrence that comes first when the program runs, or None.
 
-    `found` has every site in the order in which the program runs, or its backward pass. Sites next
-    to each other in a loop of the same kind and length are taken to be in the same loop, all of
+    `found` lists every site in the order in which the program, or its backward pass, runs. It
+    assumes that neighbouring sites in loops of the same kind and length are in one loop, all of
     whose sites run in one iteration before any runs in the next.
     """
     pick: Callable[[list[int]], int] = max if backward else min

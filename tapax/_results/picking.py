@@ -1,4 +1,4 @@
-"""Which of the captured sites a selection picks."""
+"""The captured sites that a selection picks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from tapax._sites import At, Selection, Site, SiteError, check, flatten, matches
 def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: str) -> list[Site]:
     """Return the sites that a selection picks, in their order; every part of it must pick one.
 
-    Messages name the method that the user called, and where the sites are.
+    Errors name the `method` that the user called, and `where`, the source of the sites.
     """
     selection = check(selection, "selection")
     picked: set[str] = set()
     for part in flatten(selection):
         if isinstance(part, At):
             raise SiteError(
-                f"`{method}` takes sites whole, but {show(part)} picks a part of their values. "
+                f"`{method}` takes whole sites, but {show(part)} picks a part of their values. "
                 "Capture that part, or index the arrays."
             )
         found = {site.name for site in sites if _is_picked(part, site)}
@@ -28,8 +28,8 @@ def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: 
 
 
 def _is_picked(part: Any, site: Site) -> bool:
-    # A glob in a capture leaves operations to the rules. What was captured is there to be picked,
-    # and is picked whole, not by layers.
+    # In a capture, globs do not pick operations. Here they do, because the user captured them; and
+    # they pick whole arrays, not single layers.
     site = dataclasses.replace(site, layers=())
     return matches(part, dataclasses.replace(site, kind="sow") if isinstance(part, str) else site)
 
@@ -39,6 +39,6 @@ def _no_match(part: Any, sites: Sequence[Site], method: str, where: str) -> Site
     is_glob = isinstance(part, str)
     what = f"the predicate {show(part)}" if callable(part) else show(part)
     if not names:
-        return SiteError(f"`{method}` was given {what}, but {where} holds nothing.")
+        return SiteError(f"`{method}` was given {what}, but {where} is empty.")
     near = nearest(part if is_glob else "", names)
     return SiteError(f"`{method}` was given {what}, which matches no site in {where}. {near}")

@@ -1,4 +1,4 @@
-"""`Residual`: a value that is kept from the forward pass for the backward pass."""
+"""`Residual`: a value that the forward pass keeps for the backward pass."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -7,20 +7,33 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A value that is kept from the forward pass for the backward pass.
+    """A value that the forward pass keeps for the backward pass.
 
-    `site` is the site that the value is, or else the module or scope that computes it; of an
-    argument it is the name. `operation` is the primitive that computes the value, and `source` the
-    line of the user's code. `shape` has a leading axis for each scan in `loops`. `nbytes` is the
-    size on one device, where the program says how it divides the value. `name` is the one that
-    `checkpoint_name` gives the value. A policy that offloads values puts them `on_host`.
+    Attributes:
+        site: The site of the value, or else the module or scope that computes it; the name of an
+            argument.
+        operation: The primitive that computes the value.
+        source: The line of the user's code that computes the value, `file:line`.
+        shape: The shape, with a leading axis for each scan in `loops`.
+        dtype: The dtype.
+        nbytes: The size in bytes; on one device, if the program says how it divides the value.
+        loops: The scans around the value.
+        name: The name that `checkpoint_name` gives the value.
+        on_host: Whether a policy offloads the value to the host.
+        kind: `computed` for a value that the differentiated function computes, so that
+            `jax.checkpoint` could recompute it. An `argument` of that function and a `constant` are
+            in memory anyway.
+        kept: Whether the function keeps the value without a policy.
+        kept_by_policy: Whether the function keeps the value under the policy of `jax.checkpoint`
+            given to `tapax.residuals`; None without a policy.
 
-    `kind` is `computed` if the differentiated function computes the value, so that `jax.checkpoint`
-    can compute it again instead of keeping it. An `argument` of that function, and a `constant`,
-    are in memory anyway.
-
-    The function keeps the value as it is, if it is `kept`, and under the policy of `jax.checkpoint`
-    that `residuals` was given, if it is `kept_by_policy`, which is None without a policy.
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> loss = lambda w: jnp.sum(jnp.sin(w))
+        >>> policy = jax.checkpoint_policies.nothing_saveable
+        >>> (residual,) = tapax.residuals(loss, policy=policy)(jnp.ones((8, 2)))
+        >>> residual.operation, residual.nbytes, residual.change
+        ('cos', 64, 'recomputed')
     """
 
     site: str
@@ -38,9 +51,10 @@ class Residual:
 
     @property
     def change(self) -> str:
-        """What the policy does: `kept`, `recomputed`, `offloaded`, or `kept instead` of others.
+        """The effect of the policy: `kept`, `recomputed`, `offloaded`, or `kept instead` of others.
 
-        An argument or constant that the backward pass no longer reads is `not read`.
+        An argument or constant that the backward pass no longer reads is `not read`. Without a
+        policy the effect is an empty string.
         """
         if self.kept_by_policy is None:
             return ""
@@ -52,10 +66,10 @@ class Residual:
 
 
 def kept_nbytes(residuals: Iterable[Residual]) -> int:
-    """The size of all that the function keeps as it is, on a device."""
+    """Sum the sizes of the values that a function keeps on a device without a policy."""
     return sum(r.nbytes for r in residuals if r.kept and not r.on_host)
 
 
 def policy_nbytes(residuals: Iterable[Residual]) -> int:
-    """The size of all that the function keeps under the policy, on a device."""
+    """Sum the sizes of the values that a function keeps on a device under the policy."""
     return sum(r.nbytes for r in residuals if r.kept_by_policy and not r.on_host)

@@ -15,8 +15,25 @@ if TYPE_CHECKING:
 class ResidualTable(Tabular, Sequence[Residual]):
     """The values that a function computes and keeps for its backward pass, largest first.
 
-    `table.arguments` are the arguments and constants that it keeps besides. `policy` is the name of
-    the policy whose effect the table shows.
+    `tapax.residuals` returns it. It is a sequence of `Residual`s, and prints as a table.
+
+    Args:
+        residuals: The values that the function computes.
+        arguments: The arguments and constants that the backward pass reads.
+        policy: The name of the policy whose effect the table shows; None without a policy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def loss(w, x):
+        ...     return jnp.sum(tapax.sow(jnp.exp(x @ w), "h") ** 3)
+        >>> dots = jax.checkpoint_policies.dots_saveable
+        >>> table = tapax.residuals(loss, policy=dots)(jnp.ones((3, 2)), jnp.ones((8, 3)))
+        >>> [residual.operation for residual in table]
+        ['exp', 'mul', 'dot_general']
+        >>> table.nbytes, table.policy_nbytes, table.policy
+        (128, 64, 'dots_saveable')
+        >>> [residual.site for residual in table.arguments]
+        ['x', 'w']
     """
 
     def __init__(
@@ -31,29 +48,63 @@ class ResidualTable(Tabular, Sequence[Residual]):
 
     @property
     def arguments(self) -> ResidualTable:
-        """The arguments and constants that the backward pass reads: they are in memory anyway."""
+        """The arguments and constants that the backward pass reads, which are in memory anyway."""
         return ResidualTable(self._arguments, (), self.policy)
 
     @property
     def nbytes(self) -> int:
-        """The size of all that the function keeps as it is, on a device."""
+        """The size in bytes of all values that the function keeps on a device without a policy."""
         return kept_nbytes(self._residuals)
 
     @property
     def policy_nbytes(self) -> int | None:
-        """The size of all that it keeps on a device under the policy; None without a policy."""
+        """The size in bytes of all values kept on a device under the policy; None without one."""
         return None if self.policy is None else policy_nbytes(self._residuals)
 
     def by_site(self) -> ResidualGroups:
-        """The table of each site, module or scope, largest first."""
+        """Group the residuals by site, module or scope.
+
+        Returns:
+            A mapping from names to tables, largest first. It prints as a table.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, tapax
+            >>> def loss(x):
+            ...     return jnp.sum(jnp.cos(tapax.sow(jnp.exp(x), "h")))
+            >>> groups = tapax.residuals(loss)(jnp.ones(16)).by_site()
+            >>> {name: table.nbytes for name, table in groups.items()}
+            {'h': 64, '': 64}
+        """
         return self._group("site", lambda residual: residual.site)
 
     def by_operation(self) -> ResidualGroups:
-        """The table of each operation, largest first."""
+        """Group the residuals by operation.
+
+        Returns:
+            A mapping from names of primitives to tables, largest first. It prints as a table.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, tapax
+            >>> loss = lambda x: jnp.sum(jnp.sin(jnp.sin(x)))
+            >>> groups = tapax.residuals(loss)(jnp.ones(16)).by_operation()
+            >>> {name: len(table) for name, table in groups.items()}
+            {'cos': 2}
+        """
         return self._group("operation", lambda residual: residual.operation)
 
     def by_line(self) -> ResidualGroups:
-        """The table of each line of the source, `file:line`, largest first."""
+        """Group the residuals by the source line that computes them.
+
+        Returns:
+            A mapping from lines, `file:line`, to tables, largest first. It prints as a table.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, tapax
+            >>> loss = lambda x: jnp.sum(jnp.sin(jnp.sin(x)))
+            >>> groups = tapax.residuals(loss)(jnp.ones(16)).by_line()
+            >>> [(len(table), table.nbytes) for table in groups.values()]
+            [(2, 128)]
+        """
         return self._group("source", lambda residual: residual.source)
 
     def _group(self, by: str, key: Callable[[Residual], str]) -> ResidualGroups:
@@ -91,12 +142,15 @@ class ResidualTable(Tabular, Sequence[Residual]):
 
 
 class ResidualGroups(Tabular, Mapping[str, ResidualTable]):
-    """Tables of residuals by site, operation or source line, largest first."""
+    """Tables of residuals by site, operation or source line, largest first.
+
+    The methods of `ResidualTable` return it. It is a mapping, and prints as a table.
+    """
 
     def __init__(self, by: str, tables: Mapping[str, ResidualTable], policy: str | None = None):
         self.by = by
         self.policy = policy
-        # What the policy alone keeps comes last.
+        # Values that only the policy keeps come last.
         order = sorted(
             tables, key=lambda name: (-tables[name].nbytes, -(tables[name].policy_nbytes or 0))
         )

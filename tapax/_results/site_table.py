@@ -13,7 +13,23 @@ if TYPE_CHECKING:
 
 
 class SiteTable(Tabular, Sequence[Site]):
-    """Sites in the order of the program; `table["net/h"]` finds one by name."""
+    """The sites of a program, in its order; `tapax.sites` and `Taps.sites` are such tables.
+
+    It is a sequence of `Site`s, and prints as a table. `table["net/h"]` finds a site by name, and
+    raises `KeyError` with the nearest names if there is no such site.
+
+    Args:
+        sites: The sites.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(jnp.tanh(tapax.sow(2 * x, "up")), "down")
+        >>> table = tapax.sites(f)(jnp.ones((4, 8)))
+        >>> table.names, table.nbytes
+        (['up', 'down'], 256)
+        >>> table["up"].shape
+        (4, 8)
+    """
 
     def __init__(self, sites: Sequence[Site] = ()):
         self._sites = tuple(sites)
@@ -26,7 +42,7 @@ class SiteTable(Tabular, Sequence[Site]):
 
     @property
     def nbytes(self) -> int:
-        """The size of everything that a capture of these sites returns."""
+        """The size in bytes of all arrays that a capture of these sites returns."""
         return sum(s.nbytes for s in self._sites)
 
     @overload

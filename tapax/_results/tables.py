@@ -1,4 +1,4 @@
-"""Tables for people: sites, and what was captured of them."""
+"""Tables to print: of sites, modules, residuals and taps."""
 
 import io
 import math
@@ -18,7 +18,7 @@ from tapax._sites import Site
 
 
 def render(table: Table) -> str:
-    """Render a table as text, in a notebook as well, where rich would display it instead."""
+    """Render a table as text, even in a notebook, in which rich would display it instead."""
     console = Console(
         file=io.StringIO(),
         width=140,
@@ -32,7 +32,7 @@ def render(table: Table) -> str:
 
 
 def number_column(header: str, style: str = "") -> Column:
-    """A column of numbers; one with a style is coloured by their magnitude in HTML."""
+    """Make a column of numbers; in HTML, a style colours them by magnitude."""
     return Column(header, justify="right", style=style)
 
 
@@ -48,7 +48,7 @@ def type_of(x: Value) -> str:
 
 
 def sites_table(sites: Sequence[Site]) -> Table:
-    """Every site with its type, size, loops and place in the source."""
+    """Make a table of sites: their types, sizes, loops and source lines."""
     title = f"{len(sites)} sites, {_bytes(sum(site.nbytes for site in sites))}"
     table = Table("site", "kind", "type", number_column("bytes"), "loops", "source", title=title)
     for site in sites:
@@ -64,7 +64,7 @@ def sites_table(sites: Sequence[Site]) -> Table:
 
 
 def modules_table(modules: Sequence[tuple[str, type]]) -> Table:
-    """Every module with its class."""
+    """Make a table of modules: their paths and classes."""
     table = Table("module", "class", title=f"{len(modules)} modules")
     for path, cls in modules:
         table.add_row(path, f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
@@ -74,7 +74,7 @@ def modules_table(modules: Sequence[tuple[str, type]]) -> Table:
 def residuals_table(
     residuals: Sequence[Residual], arguments: Sequence[Residual], policy: str | None
 ) -> Table:
-    """Every residual with its operation, type, size and place in the source."""
+    """Make a table of residuals: their operations, types, sizes and source lines."""
     noun = "values" if not residuals or residuals[0].kind == "computed" else "arguments"
     title = f"{len(residuals)} kept {noun}, {_bytes(kept_nbytes(residuals))}"
     if policy is not None:
@@ -105,7 +105,7 @@ def residuals_table(
 def residual_groups_table(
     by: str, groups: Mapping[str, Sequence[Residual]], policy: str | None
 ) -> Table:
-    """The number and the size of the residuals of each group."""
+    """Make a table of the number and the size of the residuals in each group."""
     columns = [by, *map(number_column, ("residuals", "bytes"))]
     if policy is not None:
         columns.append(number_column(f"with {policy}"))
@@ -119,12 +119,12 @@ def residual_groups_table(
 
 
 def _read(x: Value) -> tuple[np.ndarray, str]:
-    """An array, and no mark; or the elements that this process holds, and a star."""
+    """Return an array and an empty string, or the elements of this process and a star."""
     return (local_elements(x), "*") if spans_processes(x) else (np.asarray(x), "")
 
 
 def _number(x: Value, reducer: Any) -> str:
-    """The root mean square of what was captured; what it was reduced to, if it was."""
+    """Format the root mean square of a captured array, or the range of a reduced one."""
     if isinstance(x, Tracer):
         return "traced"
     if reducer is not None:
@@ -144,9 +144,9 @@ def taps_table(
     grads: Mapping[str, Any],
     valid: Mapping[str, Any],
 ) -> Table:
-    """Every captured site with its type, and the root mean square of its value and gradient.
+    """Make a table of captured sites: types, and root mean squares of values and gradients.
 
-    Nothing is communicated: of an array that spans processes, the table has the part of this one.
+    It communicates nothing: for an array that spans processes, it uses the part of this process.
     """
     by_name = {site.name: site for site in sites}
     title = f"{len(values)} values, {len(grads)} gradients"
@@ -166,8 +166,8 @@ def taps_table(
         )
     if any(map(spans_processes, (*values.values(), *grads.values(), *valid.values()))):
         table.caption = (
-            f"* computed from the elements that process {jax.process_index()} of "
-            f"{jax.process_count()} holds"
+            f"* computed from the elements of process {jax.process_index()} of "
+            f"{jax.process_count()}"
         )
     return table
 

@@ -1,4 +1,4 @@
-"""`Tabular`: a result that is shown as a table, as text or in a notebook."""
+"""`Tabular`: a result that prints as a table, as text or in a notebook."""
 
 from __future__ import annotations
 

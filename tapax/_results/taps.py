@@ -1,8 +1,4 @@
-"""`Taps`: the values and gradients that a capture returns.
-
-It prints as a table, shows in a notebook as a tree, and passes through `jit`, `vmap` and `scan` as
-any pytree does: its arrays are leaves, its sites are static.
-"""
+"""`Taps`: the values and gradients that a capture returns."""
 
 from __future__ import annotations
 
@@ -27,14 +23,14 @@ if TYPE_CHECKING:
 class SiteDict(dict[str, Any]):
     """Arrays by the names of their sites, in the order of the program.
 
-    JAX sorts the keys of a dict that passes through `jit`; it leaves these as they are.
+    JAX sorts the keys of a plain dict that passes through `jit`; it keeps the order of these.
     """
 
     __slots__ = ()
 
     def __missing__(self, name: Any) -> Any:
-        near = f". {nearest(str(name), self)}" if self else ": nothing was captured."
-        raise KeyError(f"There is no {name!r} here{near}")
+        near = f". {nearest(str(name), self)}" if self else ", because the capture is empty."
+        raise KeyError(f"There is no site {name!r} here{near}")
 
 
 def _flatten(sites: SiteDict) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -53,18 +49,36 @@ jax.tree_util.register_pytree_with_keys(SiteDict, _flatten_with_keys, _unflatten
 
 
 class Taps(Tabular):
-    """The values and gradients that a capture returned, by name.
+    """The values and gradients that a capture returns, by name.
 
-    `valid[name]` is there for a site that may not have run: a mask for one in a branch or for the
-    first iterations of a while loop (`steps=n`), a count of iterations for one in a while loop.
-    `sites` says where each comes from.
+    It prints as a table, and a notebook shows it as a tree. It is a pytree whose arrays are leaves
+    and whose sites are static, so that it passes through `jit`, `vmap` and `scan`.
+
+    Args:
+        values: The captured values, by name, in the order of the program.
+        grads: The captured gradients, by name.
+        valid: Masks and counts for sites that may not have run: a mask for a site in a branch, or
+            for the first iterations of a while loop (`steps=n`); the count of iterations for other
+            sites in a while loop.
+        sites: A `SiteTable` with the shape, the loops and the source line of each site.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     positive = lambda x: tapax.sow(jnp.sqrt(x), "root")
+        ...     return jax.lax.cond(x > 0, positive, lambda x: x, x)
+        >>> out, taps = tapax.capture(f)(2.25)
+        >>> float(taps.values["root"]), bool(taps.valid["root"])
+        (1.5, True)
+        >>> bool(tapax.capture(f)(-1.0)[1].valid["root"])
+        False
     """
 
-    # No frozen dataclass: this is made on every call, and its constructor must be fast.
+    # Not a frozen dataclass, because every call makes one, and its constructor must be fast.
     __slots__ = ("grads", "sites", "valid", "values")
 
     plotter: ClassVar[Callable[..., Any]]
-    """Draws taps. The package sets it, so that results need not import plots."""
+    """Draws taps. The package sets it, so that this module need not import plots."""
 
     def __init__(self, values: SiteDict, grads: SiteDict, valid: SiteDict, sites: SiteTable):
         self.values = values
@@ -81,20 +95,21 @@ class Taps(Tabular):
         """Keep the sites that `selection` picks, and drop all others.
 
         Args:
-            selection: a glob such as `"**/mlp"`, a sequence of globs, a predicate on `Site`, or a
+            selection: A glob such as `"**/mlp"`, a sequence of globs, a predicate on `Site`, or a
                 rule such as `tapax.ops("dot_general")`. A glob picks captured operations too.
 
         Returns:
-            Taps with the same arrays, in the same order.
+            Taps with the selected arrays, in the order of the program.
 
         Raises:
-            SiteError: if a part of `selection` matches none of the captured sites.
+            SiteError: If a part of `selection` matches none of the captured sites.
 
-        >>> import jax.numpy as jnp, tapax
-        >>> f = lambda x: tapax.sow(jnp.tanh(tapax.sow(2 * x, "net/up")), "net/down")
-        >>> _, taps = tapax.capture(f)(jnp.ones(3))
-        >>> list(taps.select("**/up").values)
-        ['net/up']
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> f = lambda x: tapax.sow(jnp.tanh(tapax.sow(2 * x, "net/up")), "net/down")
+            >>> _, taps = tapax.capture(f)(jnp.array([0.5, -1.0]))
+            >>> {name: x.tolist() for name, x in taps.select("**/up").values.items()}
+            {'net/up': [1.0, -2.0]}
         """
         captured = self._sites_of(self.values, self.grads, self.valid)
         names = {site.name for site in pick_sites(selection, captured, "select", "this capture")}
@@ -109,24 +124,26 @@ class Taps(Tabular):
         """Stack the arrays of the sites that `selection` picks along a new first axis.
 
         Args:
-            selection: picks sites, as in `select`.
-            of: `"values"`, `"grads"` or `"valid"`: which arrays to stack.
+            selection: Selects sites, as in `select`.
+            of: `"values"`, `"grads"` or `"valid"`: the arrays to stack.
 
         Returns:
-            One array, with the sites in the order of the program: a NumPy array if all of them are,
-            else a JAX array. Different dtypes are promoted as by `jnp.stack`.
+            One array, with the sites in the order of the program: a NumPy array if all of them are
+            NumPy arrays, else a JAX array. Different dtypes are promoted as `jnp.stack` does.
 
         Raises:
-            SiteError: if `selection` matches nothing, or if the shapes differ.
+            SiteError: If `selection` matches nothing, or if the shapes differ.
+            ValueError: If `of` is something else.
 
-        >>> import jax.numpy as jnp, tapax
-        >>> def f(x):
-        ...     for i in range(4):
-        ...         x = tapax.sow(jnp.tanh(x), f"net/layers/{i}")
-        ...     return x
-        >>> _, taps = tapax.capture(f)(jnp.ones(3))
-        >>> taps.stack("net/layers/*").shape
-        (4, 3)
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> def f(x):
+            ...     for i in range(4):
+            ...         x = tapax.sow(2 * x, f"net/layers/{i}")
+            ...     return x
+            >>> _, taps = tapax.capture(f)(jnp.array([1.0, 0.5]))
+            >>> taps.stack("net/layers/*").tolist()
+            [[2.0, 1.0], [4.0, 2.0], [8.0, 4.0], [16.0, 8.0]]
         """
         if of not in ("values", "grads", "valid"):
             raise ValueError(f"`of` must be 'values', 'grads' or 'valid', but is {of!r}.")
@@ -134,7 +151,10 @@ class Taps(Tabular):
         found = pick_sites(selection, self._sites_of(arrays), "stack", f"taps.{of}")
         picked = [site.name for site in found]
         if not picked:
-            raise SiteError(f"`stack` was given {selection!r}, which picks nothing in taps.{of}.")
+            raise SiteError(
+                f"`stack` was given {selection!r}, which picks no site in taps.{of}. Print the "
+                "taps to see their sites."
+            )
         shapes = {name: arrays[name].shape for name in picked}
         first = picked[0]
         other = next((name for name in picked if shapes[name] != shapes[first]), None)
@@ -155,43 +175,45 @@ class Taps(Tabular):
     def to_host(self) -> Taps:
         """Copy all arrays to the host, as NumPy arrays, in one transfer.
 
-        Random keys stay JAX arrays: NumPy has no such type.
+        Random keys remain JAX arrays, because NumPy has no such type.
 
         Returns:
             Taps with the same names and sites.
 
         Raises:
-            ValueError: if an array spans several processes, so that this one cannot read it all.
-            TypeError: if an array is traced.
+            ValueError: If an array spans several processes, so that this one cannot read it all.
+            TypeError: If an array is traced.
 
-        >>> import jax.numpy as jnp, tapax
-        >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
-        >>> type(taps.to_host().values["h"]).__name__
-        'ndarray'
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.array([0.5, 1.5]))
+            >>> taps.to_host().values["h"]
+            array([1., 3.], dtype=float32)
         """
         return fetch_arrays(self, "copied to the host")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the taps to one safetensors file, which `tapax.open` reads.
 
-        The file holds every array, whatever its type or sharding, and the sites. The class of a
-        module is stored as its name, and a reducer without its functions. The file is written under
-        another name and then renamed, so that `path` never holds half of it.
+        The file contains every array, of any type and sharding, and the sites. It stores the class
+        of a module as its name, and a reducer without its functions. `save` writes the file under
+        another name and then renames it, so that `path` never contains half a file.
 
         Args:
-            path: the file, such as `"step100.safetensors"`; one that exists is replaced.
+            path: The file, such as `"step100.safetensors"`. `save` replaces an existing file.
 
         Raises:
-            OSError: if `path` cannot be written.
-            ValueError: if an array spans several processes, so that this one cannot read it all.
-            TypeError: if an array is traced.
+            OSError: If `path` cannot be written.
+            ValueError: If an array spans several processes, so that this one cannot read it all.
+            TypeError: If an array is traced.
 
-        >>> import os, tempfile, jax.numpy as jnp, tapax
-        >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
-        >>> path = os.path.join(tempfile.mkdtemp(), "taps.safetensors")
-        >>> taps.save(path)
-        >>> tapax.open(path).values["h"].tolist()
-        [2.0, 2.0, 2.0]
+        Example:
+            >>> import os, tempfile, jax.numpy as jnp, tapax
+            >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.array([0.5, 1.5]))
+            >>> path = os.path.join(tempfile.mkdtemp(), "taps.safetensors")
+            >>> taps.save(path)
+            >>> tapax.open(path).values["h"].tolist()
+            [1.0, 3.0]
         """
         from tapax._results.taps_file import write_taps
 
@@ -200,7 +222,30 @@ class Taps(Tabular):
         write_taps(path, arrays, self.sites)
 
     def plot(self, at: Selection = "**", stats: str | Sequence[str] | None = None) -> Any:
-        """The scale of values and gradients by depth, as a figure: see `tapax.plot.taps`."""
+        """Draw the scale of values and gradients by depth, as `tapax.plot.taps` does.
+
+        Args:
+            at: Selects the sites to draw, as in `select`.
+            stats: The statistics to draw, as in `tapax.plot.taps`.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed.
+            SiteError: If `at` selects no captured site.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> def f(x):
+            ...     for i in range(4):
+            ...         x = tapax.sow(2 * x, f"net/layers/{i}")
+            ...     return x
+            >>> _, taps = tapax.capture(f)(jnp.array([1.0, 0.5]))
+            >>> figure = taps.plot()
+            >>> len(figure.axes)
+            1
+        """
         return type(self).plotter(self, at, stats)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -221,7 +266,7 @@ jax.tree_util.register_dataclass(
 
 
 def load_taps(path: str | os.PathLike[str]) -> Taps:
-    """Read what `Taps.save` wrote, as NumPy arrays."""
+    """Read a file that `Taps.save` wrote, as NumPy arrays."""
     from tapax._results.taps_file import read_taps
 
     arrays, sites = read_taps(path)

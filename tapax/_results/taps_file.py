@@ -1,11 +1,11 @@
 """Taps on disk: one safetensors file with an array for each value, gradient and mask.
 
 The keys are `values/NAME`, `grads/NAME` and `valid/NAME`, so that every reader of safetensors finds
-them. The metadata of the file holds as JSON the types of the arrays, in the order of the program,
-and the sites. Complex numbers are stored as pairs along a new last axis, other types that
-safetensors does not have as bytes along it, random keys as their data.
+the arrays. The metadata of the file contains, as JSON, the types of the arrays, in the order of the
+program, and the sites. A new last axis holds the pairs of a complex number, and the bytes of other
+types that safetensors lacks. A random key is stored as its data.
 
-A file is written under another name, and renamed when it is whole.
+`write_taps` writes a file under another name, and renames it when it is complete.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ _STORED = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
 }  # fmt: skip
-"""Types that every version of safetensors has."""
+"""Types that every version of safetensors supports."""
 _PAIRS = {"complex64": "float32", "complex128": "float64"}
-"""Types that are stored as pairs of another."""
+"""Types that are stored as pairs of another type."""
 _LONGEST_HEADER = 100_000_000
-"""The limit of safetensors' own reader, in bytes."""
+"""The limit in the reader of safetensors itself, in bytes."""
 
 Arrays = Mapping[str, Mapping[str, Any]]
 """Arrays on the host, by `values`, `grads` or `valid`, and then by name."""
 
 
 def write_taps(path: str | os.PathLike[str], arrays: Arrays, sites: Iterable[Site]) -> None:
-    """Write arrays and sites to a file, whole or not at all."""
+    """Write arrays and sites to a file, completely or not at all."""
     path = Path(path)
     types: dict[str, dict[str, str]] = {}
     stored: dict[str, np.ndarray] = {}
@@ -62,21 +62,22 @@ def write_taps(path: str | os.PathLike[str], arrays: Arrays, sites: Iterable[Sit
         "arrays": json.dumps(types),
         "sites": json.dumps([_site_to_json(site) for site in sites]),
     }
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(stored, beside, about)
-        with open(beside, "rb+") as file:
+        save_file(stored, temporary, about)
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise OSError(
-            f"The taps cannot be written to {str(path)!r}: {why}. Give a path that can be written."
+            f"The taps cannot be written to {str(path)!r}: {why}. Choose a path that you can "
+            "write to."
         ) from error
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
 
 
 class TapsContent(NamedTuple):
@@ -87,7 +88,7 @@ class TapsContent(NamedTuple):
 
 
 def holds_taps(path: str | os.PathLike[str]) -> bool:
-    """Return whether `Taps.save` wrote the file, or at least its beginning."""
+    """Return whether `Taps.save` wrote the file; it may be incomplete."""
     if not Path(path).is_file():
         return False
     with open(path, "rb") as file:
@@ -96,20 +97,19 @@ def holds_taps(path: str | os.PathLike[str]) -> bool:
 
 def read_taps(path: str | os.PathLike[str]) -> TapsContent:
     """Read a file that `write_taps` wrote, as NumPy arrays."""
-    # A file that is replaced meanwhile stays what it was for whoever has opened it.
+    # Replacing the file meanwhile does not affect a reader that has opened it.
     with open(path, "rb") as file:
         header = _read_header(file)
         if header is None:
             raise _not_readable(path, "`Taps.save` did not write it")
         if header.about[_MARK] != VERSION:
             raise RuntimeError(
-                f"{os.fspath(path)!r} was written in version {header.about[_MARK]} of the format "
-                f"of taps, but this tapax knows version {VERSION}. Use the version of tapax that "
-                "wrote it."
+                f"{os.fspath(path)!r} is in version {header.about[_MARK]} of the format of taps, "
+                f"but this tapax reads version {VERSION}. Use the version of tapax that wrote it."
             )
         size = os.fstat(file.fileno()).st_size
         if size < header.end:
-            raise _not_readable(path, f"it is not whole: of {header.end} bytes it has {size}")
+            raise _not_readable(path, f"it is not whole, but has {size} of {header.end} bytes")
         try:
             types = json.loads(header.about["arrays"])
             arrays = {
@@ -143,7 +143,7 @@ class _Header:
 
 
 def _read_header(file: BinaryIO) -> _Header | None:
-    """Read the header of a file that holds taps; return None for another file."""
+    """Read the header of a file of taps; return None for any other file."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(_LONGEST_HEADER, os.fstat(file.fileno()).st_size):
         return None
@@ -168,7 +168,7 @@ def _encode(x: Value, what: str) -> tuple[str, np.ndarray]:
         return f"{_KEY}{key_generator(x.dtype)}", np.asarray(jax.random.key_data(x), order="C")
     x = np.asarray(x, order="C")
     if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-        raise TypeError(f"{what} is not an array of numbers, but of type {x.dtype}: leave it out.")
+        raise TypeError(f"{what} must be an array of numbers, but is of type {x.dtype}.")
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder())
     name = x.dtype.name
@@ -176,7 +176,7 @@ def _encode(x: Value, what: str) -> tuple[str, np.ndarray]:
 
 
 def _as_parts(x: np.ndarray) -> np.ndarray:
-    """Put the parts of complex numbers, or the bytes of others, along a new last axis."""
+    """Put the parts of complex numbers, or the bytes of other types, along a new last axis."""
     part = np.dtype(_PAIRS.get(x.dtype.name, "uint8"))
     return np.frombuffer(x.tobytes(), part).reshape(*x.shape, x.dtype.itemsize // part.itemsize)
 
@@ -246,12 +246,12 @@ _REDUCER_FIELDS = ("name", "needs", "paired", "over_maps", "over_loops", "axis",
 
 
 def _forgotten(name: str) -> Callable[..., Any]:
-    """Make a function that replaces those of a reducer, which no file can hold."""
+    """Make a function that takes the place of a reducer's functions, which no file can store."""
 
     def raise_error(*args: Any) -> Any:
         raise TypeError(
-            f"The reducer {name!r} was read from a file, which holds its name but not its "
-            "functions: it cannot reduce anything."
+            f"The reducer {name!r} was read from a file, which stores its name but not its "
+            "functions, so it cannot reduce anything. Make a new one with tapax.reduce."
         )
 
     return raise_error

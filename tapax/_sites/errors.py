@@ -9,9 +9,18 @@ from tapax._jax import Function, PyTree, Value, typed
 
 
 class SiteError(ValueError):
-    """An error about a site that cannot be returned or changed as requested.
+    """The error for a site that cannot be returned or changed, and for a bad selection.
 
-    The message names the site, the cause and the fix.
+    The message names the site, says what is wrong, and how to fix it.
+
+    Example:
+        >>> import tapax
+        >>> f = lambda x: tapax.sow(2 * x, "hidden")
+        >>> try:
+        ...     tapax.capture(f, values="hiden")(1.5)
+        ... except tapax.SiteError as error:
+        ...     print("The nearest names are 'hidden'." in str(error))
+        True
     """
 
 

@@ -119,17 +119,30 @@ class Glob(str, Selector):
 def glob(pattern: str) -> Glob:
     """Make a glob that combines with other selections by `&`, `|` and `~`.
 
-    One side of `&` or `|` may be a plain string if the other is a rule or a `glob`.
+    Everywhere else, a plain string is enough; also on one side of `&` or `|`, if the other side is
+    a rule or a `glob`.
 
-    >>> import jax.numpy as jnp, tapax
-    >>> def f(x):
-    ...     for i in range(3):
-    ...         with tapax.scope(f"block{i}"):
-    ...             x = tapax.sow(jnp.sin(x), "mlp")
-    ...     return x
-    >>> others = tapax.glob("**/mlp") & ~tapax.glob("block0/**")
-    >>> list(tapax.capture(f, values=others)(1.0)[1].values)
-    ['block1/mlp', 'block2/mlp']
+    Args:
+        pattern: The pattern. `*` stays inside one segment, `**` spans any number of segments, `?`
+            matches one character. A pattern without `@` matches every call, a pattern without `:`
+            every leaf of a structured value.
+
+    Returns:
+        A selection, which is also a string.
+
+    Raises:
+        TypeError: If `pattern` is not a string.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     for i in range(3):
+        ...         with tapax.scope(f"block{i}"):
+        ...             x = tapax.sow(jnp.sin(x), "mlp")
+        ...     return x
+        >>> others = tapax.glob("**/mlp") & ~tapax.glob("block0/**")
+        >>> list(tapax.capture(f, values=others)(1.0)[1].values)
+        ['block1/mlp', 'block2/mlp']
     """
     given: Any = pattern
     if not isinstance(given, str):

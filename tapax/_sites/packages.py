@@ -49,27 +49,36 @@ class ModulesWithout:
 def without(*packages: str) -> ModulesWithout:
     """Select every module except those of some packages, for the argument `modules`.
 
-    `packages` are import names: `tapax.without("flowjax")`. A module belongs to the package that
-    defines its class. Modules of diffrax, optimistix, lineax and paramax are sites only if a
-    selection names them, with or without this function. Raises `TypeError` if an argument is not
-    such a name.
+    The modules of diffrax, optimistix, lineax and paramax are never sites, unless a selection names
+    them.
 
-    >>> import jax, jax.numpy as jnp, equinox as eqx, tapax
-    >>> class Net(eqx.Module):
-    ...     linear: eqx.nn.Linear
-    ...
-    ...     def __call__(self, x):
-    ...         return jnp.tanh(self.linear(x))
-    >>> net = Net(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
-    >>> _, taps = tapax.capture(net, modules=tapax.without("equinox"))(jnp.ones(2))
-    >>> list(taps.values)
-    ['Net']
+    Args:
+        *packages: Names of packages as one imports them, such as `"flowjax"`. A module belongs to
+            the package that defines its class.
+
+    Returns:
+        A filter for the argument `modules` of `tapax.capture` and other functions.
+
+    Raises:
+        TypeError: If there are no names, or one is not the name of a package.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, equinox as eqx, tapax
+        >>> class Net(eqx.Module):
+        ...     linear: eqx.nn.Linear
+        ...
+        ...     def __call__(self, x):
+        ...         return jnp.tanh(self.linear(x))
+        >>> net = Net(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+        >>> _, taps = tapax.capture(net, modules=tapax.without("equinox"))(jnp.ones(2))
+        >>> list(taps.values)
+        ['Net']
     """
     names: tuple[Any, ...] = packages
     if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise TypeError(
-            "`without` takes the import names of packages, such as 'flowjax', but was given "
-            f"{', '.join(map(repr, packages)) or 'none'}."
+            "`without` takes names of packages as one imports them, such as 'flowjax', but was "
+            f"given {', '.join(map(repr, packages)) or 'no names'}."
         )
     return ModulesWithout(packages)
 

@@ -56,30 +56,39 @@ class At(Selector):
 
 
 def at(selection: Any, *, step: slice | ArrayLike | None = None, index: Any = None) -> At:
-    """Select some iterations, or some entries, of the values that `selection` picks.
+    """Select some iterations, or some entries, of the values that a selection picks.
 
-    `step` selects iterations of the innermost loop around a site: an integer gives the value of one
-    iteration, a slice gives stacked values. In an edit, `step` may be an integer array without
-    axes, which may be traced.
+    A capture returns, or reduces, only the selected part; an edit changes only that part.
 
-    `index` selects entries of the value as it was marked, without the axes of loops and maps:
-    `np.s_[:, -1]` for the last position, `np.s_[..., 3, :]` for a head. It takes whatever indexes a
-    NumPy array. A capture returns or reduces only that part of the value; an edit changes only that
-    part, and the integers in `index` may be traced.
+    Args:
+        selection: Selects the sites: a glob, a predicate, a rule, or a sequence of these.
+        step: Iterations of the innermost loop around a site: an integer selects the value of one
+            iteration, a slice selects a stack of them. In an edit, `step` may be a traced integer.
+        index: Entries of the value as the program marks it, without the axes of loops and maps:
+            `np.s_[:, -1]` for the last position, `np.s_[..., 3, :]` for a head. Any index of a
+            NumPy array will do; in an edit, its integers may be traced.
 
-    >>> import jax.numpy as jnp, numpy as np, tapax
-    >>> f = lambda x: tapax.sow(x**2, "h").sum()
-    >>> last = tapax.at("h", index=np.s_[-1])
-    >>> x = jnp.array([1.0, 2.0, 3.0])
-    >>> float(tapax.capture(f, values=last)(x)[1].values["h"])
-    9.0
-    >>> float(tapax.edit(f, values={last: 0.0})(x))
-    5.0
+    Returns:
+        A selection. It is hashable, so that it can be a key of the `values` of `tapax.edit`.
+
+    Raises:
+        TypeError: If neither `step` nor `index` is given, or one is not an index.
+        SiteError: If `step` is an array with several elements.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, tapax
+        >>> f = lambda x: tapax.sow(x**2, "h").sum()
+        >>> last = tapax.at("h", index=np.s_[-1])
+        >>> x = jnp.array([1.0, 2.0, 3.0])
+        >>> float(tapax.capture(f, values=last)(x)[1].values["h"])
+        9.0
+        >>> float(tapax.edit(f, values={last: 0.0})(x))
+        5.0
     """
     if step is None and index is None:
         raise TypeError(
-            "`at` needs `step`, some iterations of a loop, or `index`, a part of a value, but was "
-            "given neither."
+            "`at` was given neither `step` nor `index`. Give `step` to select iterations of a "
+            "loop, or `index` to select entries of a value."
         )
     part = None if index is None else Index.of(index)
     return At(_hashable(selection), _checked_step(step), part)

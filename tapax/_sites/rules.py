@@ -1,4 +1,4 @@
-"""Rules: selections of unmarked values by the operations that compute them."""
+"""Rules: selections that mark values themselves, by the operation that computes a value."""
 
 import dataclasses
 import os
@@ -13,7 +13,8 @@ from tapax._sites.site import Site
 class Operation(NamedTuple):
     """An operation in the user's code: its name, its line, and the label of a `checkpoint_name`.
 
-    `is_call` is true if the operation calls a function, whose operations compute its results.
+    `is_call` is true for an operation that runs a function: the operations inside compute its
+    results.
     """
 
     name: str
@@ -24,7 +25,7 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule(Selector):
-    """A selection that marks the results of operations. Its class is named like its function."""
+    """A selection that marks values. Its class has the name of the function that makes it."""
 
     names: tuple[str, ...]
 
@@ -69,26 +70,78 @@ class Named(Rule):
 
 
 def ops(*names: str) -> Ops:
-    """Select every result of some operations by their names in JAX: `ops("dot_general", "sin")`.
+    """Select every result of some operations, by the names that JAX gives them.
 
-    Each result becomes a site `scope/operation` with a value and a gradient.
+    Each result becomes a site `scope/operation`, with its gradient.
+
+    Args:
+        *names: Names of primitives, as a jaxpr shows them: `"dot_general"`, `"sin"`.
+
+    Returns:
+        A selection, which combines with others by `&`, `|` and `~`: see `tapax.glob`.
+
+    Raises:
+        TypeError: If there are no names, or one is not a string.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: jnp.exp(jnp.sin(x))
+        >>> _, taps = tapax.capture(f, values=tapax.ops("sin"))(jnp.pi / 2)
+        >>> {name: float(x) for name, x in taps.values.items()}
+        {'sin': 1.0}
     """
     return Ops(_strings("ops", names))
 
 
 def lines(*places: str) -> Lines:
-    """Select every result computed on some lines of source: `lines("model.py:120")`."""
+    """Select every result that some lines of source compute.
+
+    Args:
+        *places: Files and line numbers, such as `"model.py:120"`. The file is a path, or the end of
+            one.
+
+    Returns:
+        A selection, which combines with others by `&`, `|` and `~`: see `tapax.glob`.
+
+    Raises:
+        TypeError: If there are no places, or one is not a string.
+        SiteError: If a place does not end in a colon and a line number.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> selection = tapax.lines("model.py:120", "model.py:121")
+        >>> selection.picks(tapax.Site("net/sin", kind="op", source="/home/me/model.py:121"))
+        True
+    """
     for place in _strings("lines", places):
         if not re.fullmatch(r".+:\d+", place):
             raise SiteError(
-                f"`lines` takes a file and a line number, such as 'model.py:120', but was given "
+                "`lines` takes a file and a line number, such as 'model.py:120', but was given "
                 f"{place!r}."
             )
     return Lines(places)
 
 
 def named(*names: str) -> Named:
-    """Select every value that `jax.ad_checkpoint.checkpoint_name` gives one of these names."""
+    """Select every value that `jax.ad_checkpoint.checkpoint_name` gives one of some names.
+
+    Args:
+        *names: The names, such as `"ffn1"`.
+
+    Returns:
+        A selection, which combines with others by `&`, `|` and `~`: see `tapax.glob`.
+
+    Raises:
+        TypeError: If there are no names, or one is not a string.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> f = lambda x: checkpoint_name(x**2, "square") + 1
+        >>> _, taps = tapax.capture(f, values=tapax.named("square"))(3.0)
+        >>> {name: float(x) for name, x in taps.values.items()}
+        {'square': 9.0}
+    """
     return Named(_strings("named", names))
 
 

@@ -29,21 +29,39 @@ class ScannedLayers(NamedTuple):
 class Site:
     """A named value in a program.
 
-    - `shape` and `dtype` describe the captured array, including the axes of loops and maps.
-    - `loops` lists the loops around the site, outermost first, such as `("scan[12]", "while")`.
-    - `rank` is the number of axes of the value itself, after the axes of loops, maps and meshes.
-    - `kind` says what made the site: `sow`, `perturb`, `module`, `input`, `weights`, `hidden`, `op`
-      or `name`.
-    - `source` is the file and line of the mark, and `op` the name of a marked operation.
-    - `call` numbers the calls of the path, and `pullback` the gradients of one call.
-    - `module` is the class whose `method` returned the value, or the name of that class if the taps
-      were read from a file.
-    - `members` is the number of ensemble members that share the batch of the module: see
-      `tapax.nn`.
-    - `collection` comes from the mark of a framework: a Variable type of NNX, or the name of a
-      collection of Linen.
-    - `reducer` and `grad_reducer` are the reducers of the value and of the gradient, if any.
-    - `layers` are the scanned layers around the site.
+    `tapax.sites` and `Taps.sites` list sites; predicates in selections and functions in edits
+    receive one.
+
+    Attributes:
+        path: The name that the user gave the value, with the scopes and modules around it.
+        kind: The origin of the site: `sow`, `perturb`, `module`, `input`, `weights`, `hidden`, `op`
+            or `name`.
+        shape: The shape of the captured array, including the axes of loops and maps.
+        dtype: The dtype of the captured array.
+        source: The source line that marks the value, `file:line`.
+        loops: The loops around the site, outermost first, such as `("scan[12]", "while")`.
+        rank: The number of axes of the value itself, which come after those of loops, maps and
+            meshes.
+        call: The number of the call of `path`; the first is 0.
+        pullback: The number of the gradient, if a call has several; the innermost is 0.
+        op: The operation that computes the value, if a rule such as `tapax.ops` marks it.
+        module: The class of the module whose `method` returned the value; its name, if the taps
+            were read from a file.
+        method: The method of `module` that returned the value.
+        members: How many members of an ensemble share the batch of that module: see `tapax.nn`.
+        collection: The data of a framework's mark: a Variable type of NNX, the name of a collection
+            of Linen.
+        reducer: The reducer of the captured value, if there is one.
+        grad_reducer: The reducer of the captured gradient, if there is one.
+        layers: The scanned layers that contain the site.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> (site,) = tapax.sites(lambda x: tapax.sow(x**2, "h"))(jnp.ones((4, 3)))
+        >>> site.name, site.kind, site.shape, site.nbytes
+        ('h', 'sow', (4, 3), 48)
+        >>> site.described == f"site 'h', marked at {site.source}"
+        True
     """
 
     path: str
@@ -66,18 +84,18 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The key of this site in the results: `path`, `path@call`, `path~pullback`."""
+        """The name of the site in results: `path`, `path@call`, `path~pullback`."""
         call = f"@{self.call}" if self.call else ""
         return f"{self.path}{call}" + (f"~{self.pullback}" if self.pullback else "")
 
     @property
     def described(self) -> str:
-        """The site and its source line, as messages name it."""
+        """The description of the site in error messages."""
         return f"site {self.name!r}, marked at {self.source}"
 
     @property
     def nbytes(self) -> int:
-        """The size of the captured array in bytes."""
+        """The size of the captured array, in bytes."""
         if self.dtype is None:
             return 0
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize

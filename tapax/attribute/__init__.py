@@ -1,39 +1,41 @@
-"""Attribution, patching, steering and probing: the methods of interpretability, each a few lines.
+"""Attribution, patching, steering and probing: the methods of interpretability.
 
-Every one is a composition of `tapax.capture`, `tapax.grad`, `tapax.edit`, `tapax.prefix` and
-`tapax.suffix`, so it works for plain functions and for models of every framework,
-under `jit`, `vmap` and `grad`.
+Each method is a composition of `tapax.capture`, `tapax.grad`, `tapax.edit`, `tapax.prefix` and
+`tapax.suffix`, so it works for plain functions and for models of every framework, under `jit`,
+`vmap` and `grad`.
 
->>> import jax.numpy as jnp, tapax
+>>> import jax.numpy as jnp, numpy as np, tapax
 >>> from tapax import attribute
 >>> def metric(x):  # [position, width] -> a number
 ...     h = tapax.sow(jnp.tanh(x), "h")
 ...     return h[-1].sum() - h[0].sum()
 >>> clean, corrupt = jnp.ones((3, 2)), jnp.zeros((3, 2))
->>> attribute.activation_patching(metric, clean, corrupt, ["h"], range(3)).round(2).tolist()
-[[-1.5199999809265137, 0.0, 1.5199999809265137]]
+>>> patched = attribute.activation_patching(metric, clean, corrupt, ["h"], range(3))
+>>> print(np.asarray(patched).round(2))
+[[-1.52  0.    1.52]]
 
-Which function to use:
+Choose a function by your question:
 
 - What does the output depend on? `saliency`, `integrated_gradients`, `grad_cam`.
-- Which values carry what differs between two inputs? `activation_patching`, its linear estimate
-  `attribution_patching`, and `path_patching` for the way from one component to another.
-- What does the residual stream say, and who wrote it? `logit_lens`, `direct_logit_attribution`.
-- What if it were otherwise? `steer`, `ablate`.
-- What can be read from a value? `linear_probe`.
+- Which values carry the difference between two inputs? `activation_patching`, its linear estimate
+  `attribution_patching`, and `path_patching` for the path from one component to another.
+- What does the residual stream predict, and which components wrote it? `logit_lens`,
+  `direct_logit_attribution`.
+- How does the output change with another value? `steer`, `ablate`.
+- What information does a value contain? `linear_probe`.
 
-`sites` are selections as everywhere: a name, a glob, a predicate, a sequence of these. Where a
-result has an axis of sites, there is a row for every site, in the order given and for a glob in the
-order of the program; a site in a scan has one for every iteration, and `tapax.at("h", step=3)` is
-one of these. `positions` are indices along `axis` of the value of a site (with no axis for the
-loop); the default, the last but one, is that of `[batch, position, width]` and `[position, width]`,
-or of the head in `[batch, position, head, width]`.
+`sites` are selections: a name, a glob, a predicate, or a sequence of these. A result with an axis
+of sites has a row for every site, in the order of the sequence, and for a glob in the order of the
+program. A site in a scan has a row for every iteration; `tapax.at("h", step=3)` selects one of
+them. `positions` are indices along `axis` of the value of a site, which does not count the axes of
+loops. The default, the last axis but one, is the position in `[batch, position, width]` and
+`[position, width]`, and the head in `[batch, position, head, width]`.
 
-Models should be in evaluation mode: state that a call changes may change with every run, and
-functions with `positions` refuse such a model in the framework's own words.
+Put models in evaluation mode. A call that changes the state of a model would change it with every
+run; the framework raises an error for such a model in functions with `positions`.
 
-Functions that return a result at once (`activation_patching`, `linear_probe` ...) compile once per
-call. To use one many times, give it a jitted `fn`, or put it into a jitted function.
+Functions that return a result at once, such as `activation_patching` and `linear_probe`, compile
+once per call. To call one many times, pass a jitted `fn`, or call it in a jitted function.
 """
 
 from tapax.attribute._interventions import ablate, steer

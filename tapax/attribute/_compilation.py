@@ -1,4 +1,4 @@
-"""The calls that the methods make: their arguments, their metrics, and when they are compiled."""
+"""The calls that the methods make: arguments, metrics, compilation."""
 
 import contextlib
 import functools
@@ -15,41 +15,41 @@ from tapax._jax import Function, PyTree
 
 
 def arguments(given: Any) -> tuple[Any, ...]:
-    """The arguments of a call, given as a tuple, or as the only one."""
+    """Return the arguments of a call, given as a tuple or as a single argument."""
     alone = not isinstance(given, tuple) or hasattr(given, "_fields")
     return (given,) if alone else given
 
 
 def check_alike(clean: PyTree, corrupt: PyTree) -> None:
-    """Raises unless one program does for both calls."""
+    """Raise unless one program can run both calls."""
     leaves, trees = zip(*map(jax.tree.flatten_with_path, (clean, corrupt)), strict=True)
     if trees[0] != trees[1]:
         raise ValueError(
-            "`clean` and `corrupt` must be the same arguments with other values, but differ in "
-            f"structure: {trees[0]} and {trees[1]}."
+            "`clean` and `corrupt` must have the same structure, but have the structures "
+            f"{trees[0]} and {trees[1]}."
         )
     for (path, a), (_, b) in zip(*leaves, strict=True):
         shapes = [list(np.shape(x)) if hasattr(x, "shape") else None for x in (a, b)]
         if shapes[0] != shapes[1]:
             place = f"argument {path[0].idx}" + jax.tree_util.keystr(path[1:])
             raise ValueError(
-                f"`clean` and `corrupt` must be alike, but {place} has the shape {shapes[0]} in "
-                f"one and {shapes[1]} in the other. Pad the shorter one."
+                f"`clean` and `corrupt` must have the same shapes, but {place} has the shape "
+                f"{shapes[0]} in one and {shapes[1]} in the other. Pad the shorter one."
             )
 
 
 def check_array(out: PyTree) -> None:
-    """Raises for a metric that is no array."""
+    """Raise if a metric is not an array."""
     if not isinstance(out, (jax.Array, np.ndarray, np.generic, int, float)):
         raise TypeError(
             "The function must return a metric, a number or one array, but returns "
-            f"{type(out).__name__}. Reduce it to what is to be compared, such as a difference of "
+            f"{type(out).__name__}. Return the quantity to compare, such as a difference of "
             "logits."
         )
 
 
 def is_broadcastable(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
-    """Whether an array can be broadcast to a shape."""
+    """Return whether an array of one shape can be broadcast to another shape."""
     try:
         return np.broadcast_shapes(shape, into) == tuple(into)
     except ValueError:
@@ -59,7 +59,7 @@ def is_broadcastable(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
 def compile_method(body: Callable[..., Any], fn: Function, *options: Any) -> Callable[..., Any]:
     """Compile `body(fn, *options, ...)`, once for all calls if `fn` itself is compiled.
 
-    A plain function may close over values that change before the next call.
+    A plain function is compiled in every call, because it may close over values that change.
     """
     if _jax.jit_options(fn) is not None or registry.has_repeatable_calls(fn):
         with contextlib.suppress(TypeError):  # a predicate that cannot be hashed

@@ -1,4 +1,4 @@
-"""Interventions: functions with values inside pushed in a direction, or taken away."""
+"""Interventions: push values inside a function in a direction, or remove their information."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,21 +18,37 @@ from tapax.attribute._visits import drop_steps
 def steer(
     fn: Callable[..., Any], vectors: Mapping[Any, Any], strength: Any = 1.0
 ) -> Callable[..., Any]:
-    """A function like `fn`, with `strength` times a vector added to the values of each site.
-
-    A vector of the width of the stream is added at every position of every example. Both may be
-    traced, so that a sweep over strengths is a `jax.vmap`.
+    """Make a function like `fn` that adds `strength` times a vector to the values of each site.
 
     Turner et al., Activation Addition, 2023 (arXiv:2308.10248).
 
-    >>> import tapax
-    >>> f = lambda x: tapax.sow(x, "h").sum(-1)
-    >>> steered = lambda s: steer(f, {"h": jnp.array([1.0, 0.0])}, s)(jnp.zeros((3, 2)))
-    >>> jax.vmap(steered)(jnp.array([0.0, 2.0])).tolist()
-    [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0]]
+    Args:
+        fn: A function or a model of any framework.
+        vectors: Maps selections of sites to vectors. A vector is broadcast: one of the width of the
+            stream is added at every position of every example. Vectors may be traced.
+        strength: The factor of all vectors. It may be traced, so that a sweep over strengths is a
+            `jax.vmap`.
+
+    Returns:
+        A function with the arguments and the results of `fn`.
+
+    Raises:
+        TypeError: If `vectors` is not a mapping, or is empty.
+        SiteError: When the returned function is called, if a selection picks no site, or if a
+            vector cannot be broadcast to the values of a site.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(x, "h").sum(-1)
+        >>> x = jnp.array([[0.5, -1.0], [2.0, 1.0]])
+        >>> steered = lambda s: tapax.attribute.steer(f, {"h": jnp.array([1.0, 0.5])}, s)(x)
+        >>> jax.vmap(steered)(jnp.array([0.0, 2.0])).tolist()
+        [[-0.5, 3.0], [2.5, 6.0]]
     """
     if not isinstance(vectors, Mapping) or not vectors:
-        raise TypeError(f"`vectors` maps sites to vectors, but is {vectors!r}.")
+        raise TypeError(
+            f"`vectors` must map one or more selections of sites to vectors, but is {vectors!r}."
+        )
 
     def adding(vector: Any) -> Callable[[Any, Site], Any]:
         push = strength * jnp.asarray(vector)
@@ -40,9 +56,8 @@ def steer(
         def add(x: Value, site: Site) -> Any:
             if not is_broadcastable(push.shape, x.shape):
                 raise SiteError(
-                    f"A vector of shape {list(push.shape)} cannot be added to the site "
-                    f"{site.name!r}, marked at {site.source}, whose values have the shape "
-                    f"{list(x.shape)}."
+                    f"A vector of shape {list(push.shape)} cannot be broadcast to the values of "
+                    f"the {site.described}, which have the shape {list(x.shape)}."
                 )
             return x + push.astype(x.dtype)
 
@@ -60,32 +75,48 @@ def ablate(
     key: Value = None,
     axis: int = 0,
 ) -> Callable[..., Any]:
-    """A function like `fn`, with nothing said by the values of some sites.
-
-    They are zero; or their `mean` over the examples; or, with `resample`, those of other examples.
-    Examples are those of `reference`, an argument of `fn` or a tuple of its arguments, or else
-    those that the function is called with, as they are before anything is taken away. They lie
-    along `axis` of a value (with no axis for a loop). `resample` draws them by a random `key`, the
-    same for all sites; without one, those of the reference are taken as they come.
+    """Make a function like `fn` that removes the information in the values of some sites.
 
     Wang et al., Interpretability in the Wild, 2022 (arXiv:2211.00593) for the mean; Chan et al.,
     Causal Scrubbing, 2022, for resampling.
 
-    >>> import tapax
-    >>> f = lambda x: tapax.sow(x, "h")
-    >>> ablate(f, "h", "mean")(jnp.array([1.0, 3.0])).tolist()
-    [2.0, 2.0]
-    >>> ablate(f, "h", "resample", key=jax.random.key(0))(jnp.array([1.0, 3.0])).tolist()
-    [3.0, 1.0]
+    Args:
+        fn: A function or a model of any framework.
+        sites: Selects the sites to ablate.
+        how: The values to put in their place: `"zero"`; `"mean"`, the mean over the examples; or
+            `"resample"`, the values of other examples.
+        reference: The examples to average or to draw: an argument of `fn`, or a tuple of its
+            arguments. By default these are the examples of the call itself, before the ablation.
+        key: The random key with which `"resample"` draws examples, the same for all sites. Without
+            a key it takes the examples of `reference` in order.
+        axis: The axis of the examples in a value, without the axes of loops.
+
+    Returns:
+        A function with the arguments and the results of `fn`.
+
+    Raises:
+        ValueError: If `how` is something else, or if `"resample"` has neither `key` nor
+            `reference`.
+        SiteError: When the returned function is called, if a selection picks no site, if a value
+            has no such axis, or if the values of the reference have another shape.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(x, "h")
+        >>> x = jnp.array([1.0, 3.0])
+        >>> tapax.attribute.ablate(f, "h", "mean")(x).tolist()
+        [2.0, 2.0]
+        >>> tapax.attribute.ablate(f, "h", "resample", key=jax.random.key(0))(x).tolist()
+        [3.0, 1.0]
     """
     if how not in ("zero", "mean", "resample"):
-        raise ValueError(f"`how` is 'zero', 'mean' or 'resample', but is {how!r}.")
+        raise ValueError(f"`how` must be 'zero', 'mean' or 'resample', but is {how!r}.")
     if how == "zero":
         return edit(fn, [(check(sites, "sites"), jnp.zeros_like)])
     if how == "resample" and key is None and reference is None:
         raise ValueError(
-            "how='resample' needs a random key, to draw other examples with: "
-            "key=jax.random.key(0); or examples to take: reference=."
+            "how='resample' needs a random key with which to draw other examples, "
+            "key=jax.random.key(0), or the examples themselves, reference=x."
         )
     run = compile_method(_replace_values, fn, drop_steps(sites), how, axis)
     given = None if reference is None else arguments(reference)
@@ -113,15 +144,21 @@ def _replace_values(
     edits = []
     for site in taps.sites:
         if site.kind in ("op", "name"):
-            raise SiteError(f"Mark {site.name!r}, at {site.source}, with tapax.sow to ablate it.")
+            raise SiteError(
+                f"{site.name!r}, at {site.source}, is the result of an operation, and cannot be "
+                "ablated by its mean or by other examples. Mark the value with tapax.sow."
+            )
         if any(not loop.startswith("scan[") for loop in site.loops):
             raise SiteError(
-                f"The site {site.name!r}, marked at {site.source}, is in the loops "
-                f"{', '.join(site.loops)}, so its examples are not known. Use how='zero'."
+                f"The {site.described}, is in the loops {', '.join(site.loops)}, so the axis of "
+                "its examples is not known. Use how='zero'."
             )
         value, others = taps.values[site.name], source.values.get(site.name)
         if others is None:
-            raise SiteError(f"The site {site.name!r} is not reached with the reference.")
+            raise SiteError(
+                f"`fn` does not reach the {site.described}, with `reference`. Pass examples with "
+                "which it does."
+            )
         at = _batch_axis(site, value, axis)
         if how == "mean":
             new = jnp.mean(others, at, keepdims=True)
@@ -129,8 +166,8 @@ def _replace_values(
             new = _draw_examples(others, value, at, site, key, reference)
         if not is_broadcastable(new.shape, value.shape):
             raise SiteError(
-                f"The values of the site {site.name!r}, marked at {site.source}, have the shape "
-                f"{list(others.shape)} with the reference, but {list(value.shape)} here."
+                f"The values of the {site.described}, have the shape {list(others.shape)} with "
+                f"`reference`, but {list(value.shape)} in this call. Pass examples of one shape."
             )
         new = jnp.broadcast_to(new, value.shape).astype(value.dtype)
         edits.append((f"{site.path}@{site.call}", new))
@@ -138,13 +175,13 @@ def _replace_values(
 
 
 def _batch_axis(site: Site, value: PyTree, axis: int) -> int:
-    own = value.ndim - len(site.loops)
-    if not -own <= axis < own:
+    rank = value.ndim - len(site.loops)
+    if not -rank <= axis < rank:
         raise SiteError(
-            f"`axis` is {axis}, but the site {site.name!r}, marked at {site.source}, has values of "
-            f"shape {list(value.shape[len(site.loops) :])}."
+            f"`axis` is {axis}, but the {site.described}, has values of shape "
+            f"{list(value.shape[len(site.loops) :])}, which have no such axis."
         )
-    return axis % own + len(site.loops)
+    return axis % rank + len(site.loops)
 
 
 def _draw_examples(
@@ -157,9 +194,10 @@ def _draw_examples(
         return jnp.take(others, jax.random.randint(key, (wanted,), 0, count), at)
     if count < 2:
         raise SiteError(
-            f"There is no other example to draw for the site {site.name!r}, marked at "
-            f"{site.source}: its values have the shape {list(value.shape)}, one along the batch."
+            f"There is no other example to draw for the {site.described}: its values have the "
+            f"shape {list(value.shape)}, with one example. Pass several, or `reference`."
         )
-    # Each example gets that of the next one on a random circle, so none gets its own.
+    # Each example takes the value of the next one on a random circle, so that no example keeps its
+    # value.
     circle = jax.random.permutation(key, count)
     return jnp.take(others, jnp.zeros(count, int).at[circle].set(jnp.roll(circle, 1)), at)

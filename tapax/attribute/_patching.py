@@ -1,9 +1,4 @@
-"""Patching: which values inside carry what differs between a clean and a corrupt input.
-
-`clean` and `corrupt` are the argument of `fn`, or tuples of its arguments; `fn` returns a metric, a
-number or any array. The results are plain arrays `[sites, positions, *metric]`, or `[sites,
-*metric]` where `positions` is None.
-"""
+"""Patching: find the values that carry the difference between a clean and a corrupt input."""
 
 from __future__ import annotations
 
@@ -38,30 +33,50 @@ def activation_patching(
     axis: int = -2,
     batch_size: int | None = None,
 ) -> jax.Array:
-    """The metric of the corrupt run with one value in it replaced by that of the clean run.
+    """Replace one value of the corrupt run by its clean value, and return the metric for each.
 
-    For every site and every position, one at a time; whole values where `positions` is None. The
-    sweep is one program: both runs are made once, and from each site on only the rest of `fn`, for
-    all positions together, or `batch_size` of them at a time if memory is short.
+    It replaces one site and one position at a time. The sweep is one program: it makes both runs
+    once, and then runs only the rest of `fn` from each site on.
 
     Meng et al., Locating and Editing Factual Associations in GPT, 2022 (arXiv:2202.05262);
     Heimersheim and Nanda, How to use and interpret activation patching, 2024 (arXiv:2404.15255).
 
-    >>> import tapax
-    >>> f = lambda x: tapax.sow(x * 2, "h").sum()
-    >>> activation_patching(f, jnp.ones((2, 1)), jnp.zeros((2, 1)), ["h"], [0, 1]).tolist()
-    [[2.0, 2.0]]
+    Args:
+        fn: A function or a model that returns a metric, a number or any array.
+        clean: The argument of `fn` in the clean run, or a tuple of its arguments.
+        corrupt: The argument of `fn` in the corrupt run, or a tuple of its arguments.
+        sites: Selects the sites to patch.
+        positions: Indices along `axis` to patch one at a time; None patches whole values. They may
+            be traced: a position that is out of range then gives NaN.
+        axis: The axis of the positions in a value, without the axes of loops.
+        batch_size: How many positions to run at a time, if memory is short; all of them by default.
+
+    Returns:
+        An array `[sites, positions, *metric]`, or `[sites, *metric]` if `positions` is None.
+
+    Raises:
+        TypeError: If `fn` does not return one array, or `positions` are not integers.
+        ValueError: If `clean` and `corrupt` differ in structure or shape.
+        SiteError: If `sites` picks no site, or a position is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: (jnp.array([1.0, 3.0]) * tapax.sow(x * 2, "h")).sum()
+        >>> clean, corrupt = jnp.array([0.5, 1.0]), jnp.array([0.0, 0.0])
+        >>> patch = tapax.attribute.activation_patching
+        >>> patch(f, clean, corrupt, ["h"], [0, 1], axis=-1).tolist()
+        [[1.0, 6.0]]
     """
     runs = _Runs.make(clean, corrupt, positions, axis, batch_size)
     return compile_method(_patch_activations, fn, check(sites, "sites"))(runs)
 
 
 def _patch_activations(fn: Function, sites: Any, runs: _Runs) -> jax.Array:
-    _, there, here = runs.capture(fn, drop_steps(sites))
+    _, clean_taps, corrupt_taps = runs.capture(fn, drop_steps(sites))
     made = []
-    for visit in find_visits(sites, here):
+    for visit in find_visits(sites, corrupt_taps):
         rest = suffix(fn, visit.at)
-        patches = _Patches(runs, visit, there, here)
+        patches = _Patches(runs, visit, clean_taps, corrupt_taps)
         made.append(patches.sweep(lambda value, rest=rest: rest(value, *runs.corrupt)))
     return jnp.stack(made)
 
@@ -75,25 +90,44 @@ def attribution_patching(
     *,
     axis: int = -2,
 ) -> jax.Array:
-    """The linear estimate of `activation_patching`, from two runs and one backward pass.
+    """Estimate `activation_patching` linearly, from two runs and one backward pass.
 
-    It is the metric of the corrupt run, plus its gradient there times the difference of the values.
-    Where the metric is an array, there is a backward pass for each of its numbers.
+    The estimate is the metric of the corrupt run, plus the gradient of that run times the
+    difference of the values. If the metric is an array, it takes a backward pass for each element.
 
     Nanda, Attribution Patching: Activation Patching At Industrial Scale, 2023; Syed et al.,
     Attribution Patching Outperforms Automated Circuit Discovery, 2023 (arXiv:2310.10348).
 
-    >>> import tapax
-    >>> f = lambda x: (tapax.sow(x * 2, "h") ** 2).sum()
-    >>> attribution_patching(f, jnp.zeros((2, 1)), jnp.ones((2, 1)), ["h"], [0, 1]).tolist()
-    [[0.0, 0.0]]
+    Args:
+        fn: A function or a model that returns a metric, a number or any array.
+        clean: The argument of `fn` in the clean run, or a tuple of its arguments.
+        corrupt: The argument of `fn` in the corrupt run, or a tuple of its arguments.
+        sites: Selects the sites to patch.
+        positions: Indices along `axis`; None patches whole values.
+        axis: The axis of the positions in a value, without the axes of loops.
+
+    Returns:
+        An array `[sites, positions, *metric]`, or `[sites, *metric]` if `positions` is None.
+
+    Raises:
+        TypeError: If `fn` does not return one array, or `positions` are not integers.
+        ValueError: If `clean` and `corrupt` differ in structure or shape.
+        SiteError: If `sites` picks no site, a site has no gradient, or a position is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: (tapax.sow(x * 2, "h") ** 2).sum()
+        >>> clean, corrupt = jnp.array([0.5, 1.0]), jnp.array([0.25, 1.0])
+        >>> estimate = tapax.attribute.attribution_patching
+        >>> estimate(f, clean, corrupt, ["h"], [0, 1], axis=-1).tolist()  # exact: 5.0, 4.25
+        [[4.75, 4.25]]
     """
     runs = _Runs.make(clean, corrupt, positions, axis)
     return compile_method(_estimate_patches, fn, check(sites, "sites"))(runs)
 
 
 def _estimate_patches(fn: Function, sites: Any, runs: _Runs) -> jax.Array:
-    metric, there, here = runs.capture(fn, drop_steps(sites))
+    metric, clean_taps, corrupt_taps = runs.capture(fn, drop_steps(sites))
     loss = grad(lambda weights, *args: jnp.sum(weights * fn(*args)), at=drop_steps(sites))
     if metric.ndim == 0:
         grads = jax.tree.map(lambda g: g[None], loss(jnp.ones_like(metric), *runs.corrupt))
@@ -101,13 +135,13 @@ def _estimate_patches(fn: Function, sites: Any, runs: _Runs) -> jax.Array:
         units = jnp.eye(metric.size, dtype=metric.dtype).reshape(-1, *metric.shape)
         grads = jax.vmap(lambda weights: loss(weights, *runs.corrupt))(units)
     made = []
-    for visit in find_visits(sites, here):
+    for visit in find_visits(sites, corrupt_taps):
         if visit.site.name not in grads:
             raise SiteError(
-                f"There is no gradient by {visit.where}: it cannot be differentiated, or the "
-                "metric does not depend on it."
+                f"There is no gradient with respect to {visit.where}: it cannot be differentiated, "
+                "or the metric does not depend on it. Use activation_patching."
             )
-        patches = _Patches(runs, visit, there, here)
+        patches = _Patches(runs, visit, clean_taps, corrupt_taps)
         slope = grads[visit.site.name]
         slope = slope if visit.step is None else slope[:, visit.step]
         effect = slope * (patches.clean - patches.corrupt)
@@ -132,28 +166,49 @@ def path_patching(
     axis: int = -2,
     batch_size: int | None = None,
 ) -> jax.Array:
-    """The metric of the corrupt run, with the sender's clean value seen by the receivers alone.
+    """Let only the receivers see the clean value of a sender, and return the metric.
 
-    Each receiver is computed with the sender's value replaced by that of the clean run, at each of
-    the positions, and with the `frozen` sites and the other receivers as in the corrupt run. Then
-    the metric is that of the corrupt run with the receivers so. `frozen` are the components that
-    the path must not lead through: for direct paths between attention heads all other heads, for a
-    path through the residual stream alone all heads and MLPs. Several senders are done one by one;
-    one that comes after the receivers changes nothing.
+    First it computes each receiver with the clean value of the sender, and with the corrupt values
+    of the `frozen` sites and of the other receivers. Then it returns the metric of the corrupt run
+    with these values of the receivers. It takes one sender and one position at a time.
 
     Wang et al., Interpretability in the Wild, 2022 (arXiv:2211.00593); Goldowsky-Dill et al.,
     Localizing Model Behavior with Path Patching, 2023 (arXiv:2304.05969).
 
-    >>> import tapax
-    >>> def f(x):
-    ...     a = tapax.sow(x, "a")
-    ...     b = tapax.sow(2 * a, "b")
-    ...     return (tapax.sow(a + b, "c") + a).sum()
-    >>> one, zero = jnp.ones((1, 1)), jnp.zeros((1, 1))
-    >>> path_patching(f, one, zero, "a", "c").tolist()
-    [3.0]
-    >>> path_patching(f, one, zero, "a", "c", frozen="b").tolist()
-    [1.0]
+    Args:
+        fn: A function or a model that returns a metric, a number or any array.
+        clean: The argument of `fn` in the clean run, or a tuple of its arguments.
+        corrupt: The argument of `fn` in the corrupt run, or a tuple of its arguments.
+        sender: Selects the sites at which paths start. A sender that runs after the receivers
+            changes nothing.
+        receivers: Selects the sites at which paths end.
+        positions: Indices along `axis` of the sender to patch one at a time; None patches whole
+            values.
+        frozen: Selects the components that a path must not cross: all other heads for direct paths
+            between attention heads, all heads and MLPs for a path through the residual stream.
+        axis: The axis of the positions in a value, without the axes of loops.
+        batch_size: How many positions to run at a time, if memory is short; all of them by default.
+
+    Returns:
+        An array `[senders, positions, *metric]`, or `[senders, *metric]` if `positions` is None.
+
+    Raises:
+        TypeError: If `fn` does not return one array, or `positions` are not integers.
+        ValueError: If `clean` and `corrupt` differ in structure or shape.
+        SiteError: If a selection picks no site, a site is both sender and receiver, or a position
+            is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     a = tapax.sow(x, "a")
+        ...     b = tapax.sow(2 * a, "b")
+        ...     return (tapax.sow(a + b, "c") + a).sum()
+        >>> clean, corrupt = jnp.array([0.5]), jnp.array([0.0])
+        >>> tapax.attribute.path_patching(f, clean, corrupt, "a", "c").tolist()
+        [1.5]
+        >>> tapax.attribute.path_patching(f, clean, corrupt, "a", "c", frozen="b").tolist()
+        [0.5]
     """
     runs = _Runs.make(clean, corrupt, positions, axis, batch_size)
     given = {"sender": sender, "receivers": receivers, "frozen": frozen}
@@ -166,25 +221,28 @@ def _patch_paths(
 ) -> jax.Array:
     corrupt_alone = drop_steps(receivers, "receivers")
     corrupt_alone += () if frozen is None else drop_steps(frozen, "frozen")
-    _, there, here = runs.capture(fn, drop_steps(sender, "sender"), corrupt_alone)
-    ends = find_visits(receivers, here, "receivers")
-    others = [] if frozen is None else find_visits(frozen, here, "frozen")
+    _, clean_taps, corrupt_taps = runs.capture(fn, drop_steps(sender, "sender"), corrupt_alone)
+    ends = find_visits(receivers, corrupt_taps, "receivers")
+    others = [] if frozen is None else find_visits(frozen, corrupt_taps, "frozen")
     others += [visit for visit in ends if not any(visit.is_same(other) for other in others)]
 
     def effect(start: Visit, value: PyTree) -> Any:
         seen = []
         for end in ends:
-            held = [visit for visit in others if not (visit.is_same(start) or visit.is_same(end))]
-            edits = [(visit.at, visit.value_in(here)) for visit in held]
+            fixed = [visit for visit in others if not (visit.is_same(start) or visit.is_same(end))]
+            edits = [(visit.at, visit.value_in(corrupt_taps)) for visit in fixed]
             edited = edit(fn, [*edits, (start.at, value)])
             seen.append((end.at, prefix(edited, end.at)(*runs.corrupt)))
         return edit(fn, seen)(*runs.corrupt)
 
     made = []
-    for start in find_visits(sender, here, "sender"):
+    for start in find_visits(sender, corrupt_taps, "sender"):
         if any(start.is_same(end) for end in ends):
-            raise SiteError(f"There is no path: {start.where}, is both a sender and a receiver.")
-        patches = _Patches(runs, start, there, here)
+            raise SiteError(
+                f"There is no path, because {start.where}, is both a sender and a receiver. Leave "
+                "it out of one."
+            )
+        patches = _Patches(runs, start, clean_taps, corrupt_taps)
         made.append(patches.sweep(lambda value, start=start: effect(start, value)))
     return jnp.stack(made)
 
@@ -196,7 +254,10 @@ def _patch_paths(
 )
 @dataclasses.dataclass(frozen=True)
 class _Runs:
-    """The arguments of a clean and a corrupt run, and the positions to patch, known or traced."""
+    """The arguments of a clean and a corrupt run, and the positions to patch.
+
+    The positions are `known` or `traced`; both are None to patch whole values.
+    """
 
     clean: tuple[Any, ...]
     corrupt: tuple[Any, ...]
@@ -233,18 +294,20 @@ class _Runs:
     def capture(
         self, fn: Function, sites: tuple[Any, ...], corrupt_alone: tuple[Any, ...] = ()
     ) -> tuple[jax.Array, Taps, Taps]:
-        """The metric of the corrupt run, and what the clean and the corrupt run have at sites."""
-        _, there = capture(fn, values=sites, grads=None)(*self.clean)
-        metric, here = capture(fn, values=(*sites, *corrupt_alone), grads=None)(*self.corrupt)
+        """Capture both runs; return the corrupt metric, the clean taps and the corrupt taps."""
+        _, clean_taps = capture(fn, values=sites, grads=None)(*self.clean)
+        metric, corrupt_taps = capture(fn, values=(*sites, *corrupt_alone), grads=None)(
+            *self.corrupt
+        )
         check_array(metric)
-        return jnp.asarray(metric), there, here
+        return jnp.asarray(metric), clean_taps, corrupt_taps
 
 
 class _Patches:
     """The corrupt value of a visit, replaced by the clean one, at each of some positions."""
 
-    def __init__(self, runs: _Runs, visit: Visit, there: Taps, here: Taps):
-        self.clean, self.corrupt = visit.value_in(there), visit.value_in(here)
+    def __init__(self, runs: _Runs, visit: Visit, clean_taps: Taps, corrupt_taps: Taps):
+        self.clean, self.corrupt = visit.value_in(clean_taps), visit.value_in(corrupt_taps)
         self._batch_size = runs.batch_size
         self.at: Any = None
         self._valid: Any = None
@@ -266,7 +329,7 @@ class _Patches:
         self.at = np.asarray(known) % size
 
     def sweep(self, rest: Callable[[Any], Any]) -> Any:
-        """What `rest` makes of each patched value."""
+        """Run `rest` on each patched value."""
         if self.at is None:
             return rest(self.clean)
         shape = [-1 if i == self.axis else 1 for i in range(self.clean.ndim)]
@@ -280,7 +343,7 @@ class _Patches:
         return self.mask_invalid(out)
 
     def mask_invalid(self, out: PyTree) -> Any:
-        """Makes what comes of a traced position that is out of range no number."""
+        """Set the results of traced positions that are out of range to NaN."""
         if self._valid is None or not jnp.issubdtype(out.dtype, jnp.inexact):
             return out
         valid: Any = self._valid.reshape(-1, *[1] * (out.ndim - 1))

@@ -1,4 +1,4 @@
-"""The residual stream: what it would say at each layer, and what each component wrote into it."""
+"""The residual stream: the prediction at each layer, and the share of each component."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,20 +18,31 @@ from tapax.attribute._visits import drop_steps, find_one_visit, find_visits
 def logit_lens(
     fn: Callable[..., Any], sites: Any, unembed: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
-    """A function that returns what `fn` would, were each of the sites the last: `[sites, ...]`.
-
-    `unembed` makes logits of the stream. Without it, that is what `fn` itself does after the last
-    of the sites, its final norm included.
+    """Make a function that returns the output of `fn` as if it ended after each of some sites.
 
     nostalgebraist, interpreting GPT: the logit lens, 2020.
 
-    >>> import tapax
-    >>> def f(x):
-    ...     for i in range(2):
-    ...         x = tapax.sow(x + 1, f"resid/{i}")
-    ...     return 10 * x
-    >>> logit_lens(f, "resid/*")(0.0).tolist()
-    [10.0, 20.0]
+    Args:
+        fn: A function or a model that returns logits, or any array.
+        sites: Selects the sites: the residual stream after each layer.
+        unembed: A function from the stream to logits. By default it is the rest of `fn` after the
+            last of the sites, with the final norm.
+
+    Returns:
+        A function of the arguments of `fn` that returns an array `[sites, *output]`.
+
+    Raises:
+        SiteError: If `sites` is empty. When the returned function is called: if `sites` picks no
+            site, or if the values of the sites differ in shape.
+
+    Example:
+        >>> import tapax
+        >>> def f(x):
+        ...     for i in range(2):
+        ...         x = tapax.sow(x + 1.5, f"resid/{i}")
+        ...     return 10 * x
+        >>> tapax.attribute.logit_lens(f, "resid/*")(0.5).tolist()
+        [20.0, 35.0]
     """
     return compile_method(_read_logits, fn, check(sites, "sites"), unembed)
 
@@ -44,8 +55,8 @@ def _read_logits(fn: Function, sites: Any, unembed: Any, *args: Any) -> Any:
     for visit, value in zip(found, values, strict=True):
         if value.shape != shape:
             raise SiteError(
-                f"The lens reads values of one shape, but that of {visit.where}, is "
-                f"{list(value.shape)}, and that of {last.where}, is {list(shape)}."
+                f"The logit lens needs values of one shape, but {visit.where}, has the shape "
+                f"{list(value.shape)}, and {last.where}, has the shape {list(shape)}."
             )
     if unembed is None:
         unembed = lambda value: suffix(fn, last.at)(value, *args)  # noqa: E731
@@ -55,25 +66,39 @@ def _read_logits(fn: Function, sites: Any, unembed: Any, *args: Any) -> Any:
 def direct_logit_attribution(
     fn: Callable[..., Any], sites: Any, final: Any, *, frozen: Value = None
 ) -> Callable[..., Any]:
-    """A function that returns what each component adds to the output directly: `[sites, ...]`.
+    """Make a function that returns the direct share of each component in the output of `fn`.
 
-    The sites are what is added to the residual stream, `final` is the stream in the end, and `fn`
-    returns logits, or differences of them. A share is what the rest of `fn` makes of the component,
-    which is linear but for its norm, whose scale is to be `frozen`: a selection of values that are
-    held, such as `tapax.ops("rsqrt")`. Then the shares of all that is added sum up to the
-    output, less the part that does not depend on the stream (biases). Without `frozen`, the rest is
-    linearised.
+    The share of a component is the change of the output that the rest of `fn`, after the residual
+    stream, computes from it. That rest is linear, except for the scale of the final norm, which
+    `frozen` holds constant. Then the shares of all components sum to the output, without the part
+    that does not depend on the stream (biases). Without `frozen`, the rest is linearised.
 
     Elhage et al., A Mathematical Framework for Transformer Circuits, 2021; Wang et al., 2022
     (arXiv:2211.00593).
 
-    >>> import tapax
-    >>> def f(x):
-    ...     x = tapax.sow(3 * x, "embed")
-    ...     x = tapax.sow(x + tapax.sow(x**2, "mlp"), "resid")
-    ...     return 10 * x
-    >>> direct_logit_attribution(f, ["embed", "mlp"], "resid")(1.0).tolist()
-    [30.0, 90.0]
+    Args:
+        fn: A function or a model that returns logits, or differences of logits.
+        sites: Selects the components: the values that `fn` adds to the residual stream.
+        final: Selects one site, the residual stream after the last component.
+        frozen: Selects the values to hold constant, such as `tapax.ops("rsqrt")`.
+
+    Returns:
+        A function of the arguments of `fn` that returns an array `[sites, *output]`.
+
+    Raises:
+        SiteError: If a selection is empty. When the returned function is called: if a selection
+            picks no site, `final` picks several, or a component does not have the shape of the
+            stream.
+
+    Example:
+        >>> import tapax
+        >>> def f(x):
+        ...     x = tapax.sow(3 * x, "embed")
+        ...     x = tapax.sow(x + tapax.sow(x**2, "mlp"), "resid")
+        ...     return 10 * x
+        >>> share = tapax.attribute.direct_logit_attribution(f, ["embed", "mlp"], "resid")
+        >>> share(1.5).tolist()
+        [45.0, 202.5]
     """
     return compile_method(
         _attribute_logits, fn, check(sites, "sites"), check(final, "final"), frozen
@@ -90,10 +115,10 @@ def _attribute_logits(fn: Function, sites: Any, final: Any, frozen: Value, *args
         value = visit.value_in(taps)
         if not is_broadcastable(value.shape, stream.shape):
             raise SiteError(
-                f"What is added to the stream has its shape, {list(stream.shape)}, but "
+                f"A component must have the shape of the stream, {list(stream.shape)}, but "
                 f"{visit.where}, has values of shape {list(value.shape)}."
             )
         parts.append(jnp.broadcast_to(value, stream.shape))
-    held = fn if frozen is None else edit(fn, [(frozen, jax.lax.stop_gradient)])
-    _, linear = jax.linearize(lambda x: suffix(held, end.at)(x, *args), stream)
+    constant = fn if frozen is None else edit(fn, [(frozen, jax.lax.stop_gradient)])
+    _, linear = jax.linearize(lambda x: suffix(constant, end.at)(x, *args), stream)
     return jax.vmap(linear)(jnp.stack(parts))

@@ -1,4 +1,4 @@
-"""Attribution by gradients: of an argument, or of any value inside."""
+"""Attribution by gradients, to an argument of a function or to any value inside it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,18 +19,35 @@ from tapax.attribute._visits import axis_of, drop_steps, find_one_visit, find_vi
 def saliency(
     fn: Callable[..., Any], site: Any = None, *, times_value: bool = False, argnum: int = 0
 ) -> Callable[..., Any]:
-    """A function that returns the gradient of what `fn` returns, a number, by the value of a site.
-
-    Without a site it is by the argument `argnum`. With `times_value` it is the gradient times the
-    value. A selection of several sites (a glob, a sequence) gives a dict by their names.
+    """Make a function that returns the gradient of `fn` with respect to the value of a site.
 
     Simonyan et al., Deep Inside Convolutional Networks, 2013 (arXiv:1312.6034); Shrikumar et al.,
     Not Just a Black Box, 2016 (arXiv:1605.01713).
 
-    >>> import tapax
-    >>> f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
-    >>> saliency(f)(jnp.array([1.0])).tolist(), saliency(f, "h")(jnp.array([1.0])).tolist()
-    ([18.0], [6.0])
+    Args:
+        fn: A function or a model that returns one real number.
+        site: Selects the site, or several; None differentiates with respect to an argument.
+        times_value: Whether to multiply the gradient by the value.
+        argnum: The position of the argument to differentiate with respect to, if `site` is None.
+
+    Returns:
+        A function of the arguments of `fn` that returns an array for a name, and a dict by name for
+        a glob or a sequence.
+
+    Raises:
+        ValueError: When the returned function is called, if there is no argument `argnum`.
+        TypeError: When the returned function is called, if `fn` does not return one real number.
+        SiteError: When the returned function is called, if `site` picks no site, or has no
+            gradient.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
+        >>> x = jnp.array([1.0, -0.5])
+        >>> tapax.attribute.saliency(f)(x).tolist()
+        [18.0, -9.0]
+        >>> tapax.attribute.saliency(f, "h", times_value=True)(x).tolist()
+        [18.0, 4.5]
     """
     return compile_method(_compute_saliency, fn, check(site, "site"), times_value, argnum)
 
@@ -44,9 +61,11 @@ def _compute_saliency(fn: Function, site: Any, times_value: bool, argnum: int, *
     alone, step = (site.selection, site.step) if isinstance(site, At) else (site, None)
     step = step.slice if isinstance(step, StepSlice) else step
     if step is None and any(isinstance(part, At) for part in flatten(site)):
-        raise SiteError(f"`site` is one tapax.at, or a selection without any, but is {site!r}.")
+        raise SiteError(
+            f"`site` must be one tapax.at, or a selection without tapax.at, but is {site!r}."
+        )
     _, taps = capture(fn, values=picked, grads=None)(*args)
-    find_visits(site, taps, "site")  # raises for an iteration that there is not
+    find_visits(site, taps, "site")  # raises for an iteration that is out of range
     grads = grad(fn, at=picked)(*args)
     made = {n: g * taps.values[n] if times_value else g for n, g in grads.items()}
     made = made if step is None else {n: g[step] for n, g in made.items()}
@@ -66,22 +85,39 @@ def integrated_gradients(
     argnum: int = 0,
     batch_size: int | None = None,
 ) -> Callable[..., Any]:
-    """A function that returns the part that each entry of a value has in what `fn` returns.
+    """Make a function that returns the share of each entry of a value in the result of `fn`.
 
-    It is the gradient, averaged over the straight line from the baseline to the value (by a
-    Gauss-Legendre rule with `steps` points), times their difference. So the sum is the difference
-    of `fn` between the two. The value is that of a site, or without one of the argument `argnum`.
-    `batch_size` points are computed at a time; all of them by default.
+    The share is the gradient, averaged over the straight line from the baseline to the value, times
+    the difference of the two. So the shares sum to the difference of `fn` between the two.
 
     Sundararajan et al., Axiomatic Attribution for Deep Networks, 2017 (arXiv:1703.01365).
 
-    >>> import tapax
-    >>> f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
-    >>> integrated_gradients(f, "h")(jnp.array([1.0, 2.0])).round(3).tolist()
-    [9.0, 36.0]
+    Args:
+        fn: A function or a model that returns one real number.
+        site: Selects one site; None takes the value of an argument.
+        baseline: The value at the start of the line; it is broadcast to the shape of the value.
+        steps: The number of points of the Gauss-Legendre rule that averages the gradient.
+        argnum: The position of the argument, if `site` is None.
+        batch_size: How many points to compute at a time; all of them by default.
+
+    Returns:
+        A function of the arguments of `fn` that returns an array with the shape of the value.
+
+    Raises:
+        ValueError: If `steps` is not a positive integer. When the returned function is called: if
+            `baseline` cannot be broadcast to the value, or there is no argument `argnum`.
+        SiteError: When the returned function is called, if `site` does not pick one value, or if
+            `fn` cannot be cut there.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, tapax
+        >>> f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
+        >>> shares = tapax.attribute.integrated_gradients(f, "h")(jnp.array([1.0, -2.0]))
+        >>> print(np.asarray(shares).round(3))
+        [ 9. 36.]
     """
     if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"`steps` is the number of points, at least 1, but is {steps!r}.")
+        raise ValueError(f"`steps` must be a positive number of points, but is {steps!r}.")
     run = compile_method(_integrate_gradients, fn, check(site, "site"), steps, argnum, batch_size)
     return lambda *args: run(baseline, *args)
 
@@ -98,8 +134,8 @@ def _integrate_gradients(
     value = jnp.asarray(value)
     if not is_broadcastable(np.shape(baseline), value.shape):
         raise ValueError(
-            f"`baseline` has the shape {list(np.shape(baseline))}, but the value that it stands in "
-            f"for has {list(value.shape)}."
+            f"`baseline` has the shape {list(np.shape(baseline))}, which cannot be broadcast to "
+            f"the shape of the value, {list(value.shape)}."
         )
     start = jnp.broadcast_to(jnp.asarray(baseline, value.dtype), value.shape)
     points, weights = np.polynomial.legendre.leggauss(steps)
@@ -120,21 +156,34 @@ def grad_cam(
     axis: tuple[int, ...] = (-3, -2),
     channel: int = -1,
 ) -> Callable[..., Any]:
-    """A function that returns a map of where a convolution's output speaks for a class.
-
-    `fn` returns logits, and `target` is the class: an integer, or one for each example; or `target`
-    is a function of what `fn` returns; or `fn` returns the score itself. Scores of several examples
-    are each of its own example. The map has the axes of the site's value but for the channels, and
-    the size of that value: `jax.image.resize` makes it that of the image. `axis` are the spatial
-    axes, `(-2, -1)` with `channel=-3` where channels come first.
+    """Make a function that maps where the output of a convolution supports a class.
 
     Selvaraju et al., Grad-CAM, 2016 (arXiv:1610.02391).
 
-    >>> import tapax
-    >>> f = lambda x: tapax.sow(x, "h").sum((0, 1))
-    >>> image = jnp.arange(8.0).reshape(2, 2, 2)
-    >>> grad_cam(f, "h", target=1)(image).tolist()
-    [[1.0, 3.0], [5.0, 7.0]]
+    Args:
+        fn: A function or a model that returns logits, or scores. The score of an example must
+            depend on that example alone.
+        site: Selects one site, the output of a convolution.
+        target: The class, an integer or one for each example; or a function from the result of `fn`
+            to a score. None if `fn` returns the score itself.
+        axis: The spatial axes of the value: `(-2, -1)` if the channels come first.
+        channel: The axis of the channels: -3 if the channels come first.
+
+    Returns:
+        A function of the arguments of `fn` that returns an array with the axes of the value without
+        the channels. `jax.image.resize` scales it to the size of the image.
+
+    Raises:
+        ValueError: When the returned function is called, if `channel` is one of the spatial axes.
+        SiteError: When the returned function is called, if `site` does not pick one value, has no
+            gradient, or has no such axis.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(x, "h").sum((0, 1))
+        >>> image = jnp.arange(8.0).reshape(2, 2, 2)
+        >>> tapax.attribute.grad_cam(f, "h", target=1)(image).tolist()
+        [[1.0, 3.0], [5.0, 7.0]]
     """
     chosen = target if callable(target) else None
     run = compile_method(_compute_cam, fn, check(site, "site"), chosen, tuple(axis), channel)
@@ -156,7 +205,7 @@ def _compute_cam(
             out = chosen(out)
         elif target is not None:
             index = jnp.broadcast_to(jnp.asarray(target), out.shape[:-1])[..., None]
-            # A class that there is not gives no number, rather than the map of another one.
+            # A class that is out of range gives NaN, rather than the map of another class.
             known = (index >= 0) & (index < out.shape[-1])
             out = jnp.take_along_axis(out, index, -1, mode="clip") * jnp.where(known, 1, jnp.nan)
         return jnp.sum(out)
@@ -168,7 +217,9 @@ def _compute_cam(
     spatial = tuple(axis_of(visit, value, a) for a in axis)
     channel = axis_of(visit, value, channel)
     if channel in spatial:
-        raise ValueError(f"`channel` is {channel}, which is one of the spatial axes {axis}.")
+        raise ValueError(
+            f"`channel` must differ from the spatial axes, `axis`, but is {channel}, one of {axis}."
+        )
     weights = slope.mean(spatial, keepdims=True)
     return jax.nn.relu(jnp.sum(weights * value, channel))
 
@@ -176,7 +227,9 @@ def _compute_cam(
 def _of_argument(
     fn: Function, argnum: int, args: tuple[Any, ...]
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """An argument, and `fn` as a function of it."""
+    """Return an argument, and `fn` as a function of it."""
     if not 0 <= argnum < len(args):
-        raise ValueError(f"`argnum` is {argnum}, but the function was given {len(args)} arguments.")
+        raise ValueError(
+            f"`argnum` is {argnum}, but the function was called with {len(args)} arguments."
+        )
     return args[argnum], lambda x: fn(*args[:argnum], x, *args[argnum + 1 :])

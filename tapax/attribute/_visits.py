@@ -1,6 +1,6 @@
-"""Visits: the computations of values that a selection picks, one row of a result for each.
+"""Visits: the computations of the values that a selection picks. A result has a row for each.
 
-A site outside loops is visited once, a site in a scan once in every iteration.
+A program visits a site outside loops once, and a site in a scan once in every iteration.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Visit(NamedTuple):
         return f"the site {self.site.name!r}{step}, marked at {self.site.source}"
 
     def value_in(self, taps: Taps) -> Any:
-        """The value of this visit."""
+        """Return the value of this visit."""
         value = taps.values[self.site.name]
         return value if self.step is None else value[self.step]
 
@@ -40,13 +40,13 @@ class Visit(NamedTuple):
 
 
 def drop_steps(sites: Any, argument: str = "sites") -> Any:
-    """A selection without its steps, which captures the values of all visits."""
+    """Drop the steps of a selection, so that it captures the values of all visits."""
     parts = tuple(flatten(check(sites, argument)))
     for part in parts:
         if isinstance(part, At) and part.index is not None:
             raise SiteError(
-                f"`{argument}` holds tapax.{part}, but takes whole values: leave `index` out, and "
-                "take that part of what is returned."
+                f"`{argument}` contains tapax.{part}, but this function needs whole values. Leave "
+                "`index` out, and index the result."
             )
     if not parts:
         raise SiteError(f"`{argument}` is {sites!r}, which picks no site.")
@@ -54,22 +54,22 @@ def drop_steps(sites: Any, argument: str = "sites") -> Any:
 
 
 def find_visits(sites: Any, taps: Taps, argument: str = "sites") -> list[Visit]:
-    """The visits that a selection picks; `taps` holds their values."""
+    """List the visits that a selection picks; `taps` contains their values."""
     found = []
     distinct = {site.name: site for site in taps.sites if site.pullback == 0}
-    drop_steps(sites, argument)  # raises for what picks no whole values
+    drop_steps(sites, argument)  # raises for a selection of parts of values
     for part in flatten(check(sites, argument)):
         inner = part.selection if isinstance(part, At) else part
         picked = [s for s in distinct.values() if matches(inner, s)]
         if not picked:
-            raise SiteError(f"`{argument}` holds {part!r}, which picks no site.")
+            raise SiteError(f"`{argument}` contains {part!r}, which picks no site.")
         for site in picked:
-            # No name picks what a rule such as `tapax.ops` has marked: there the rule itself does.
+            # Names do not pick values that a rule such as `tapax.ops` marks; the rule itself does.
             ruled = site.kind in ("op", "name")
             if ruled and len(picked) > 1:
                 raise SiteError(
-                    f"`{argument}` holds {part}, which picks {len(picked)} values. Mark the one "
-                    "that is meant with tapax.sow."
+                    f"`{argument}` contains {part}, which picks {len(picked)} values. Mark the "
+                    "value that you need with tapax.sow."
                 )
             selection = inner if ruled else f"{site.path}@{site.call}"
             found += [Visit(site, selection, step) for step in _steps(part, site, taps)]
@@ -83,10 +83,9 @@ def _steps(part: Any, site: Site, taps: Taps) -> Sequence[int | None]:
         return range(length) if looped else [None]
     if not looped:
         raise SiteError(
-            f"`step` was given in tapax.{part} for the site {site.name!r}, marked at "
-            f"{site.source}, which is in "
-            f"{'the loops ' + ', '.join(site.loops) if site.loops else 'no loop'}, but must be in "
-            "one scan."
+            f"tapax.{part} has a `step`, so the site must be in one scan, but the "
+            f"{site.described}, is in "
+            f"{'the loops ' + ', '.join(site.loops) if site.loops else 'no loop'}."
         )
     if isinstance(part.step, StepSlice):
         return range(length)[part.step.slice]
@@ -96,14 +95,14 @@ def _steps(part: Any, site: Site, taps: Taps) -> Sequence[int | None]:
         )
     if not -length <= part.step < length:
         raise SiteError(
-            f"tapax.{part} is out of range: the site {site.name!r}, marked at {site.source}, is in "
-            f"a loop of {length} iterations."
+            f"tapax.{part} is out of range: the {site.described}, is in a loop of {length} "
+            "iterations."
         )
     return [part.step % length]
 
 
 def find_one_visit(sites: Any, taps: Taps, argument: str) -> Visit:
-    """The only visit that a selection picks."""
+    """Return the only visit that a selection picks; raise if it picks several."""
     found = find_visits(sites, taps, argument)
     if len(found) == 1:
         return found[0]

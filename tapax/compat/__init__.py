@@ -1,15 +1,15 @@
-"""Drop-ins: other libraries' names, argument orders and results, on top of tapax.
+"""Drop-in replacements: the names, argument orders and results of other libraries, with tapax.
 
 ==================  ============================================================================
-module              stands in for
+module              replaces
 ==================  ============================================================================
-`compat.nnx`        `flax.nnx`: `capture` is ours, all other names are Flax's
-`compat.linen`      `flax.linen`: `apply` is ours, with its intermediates and perturbations
+`compat.nnx`        `flax.nnx`: tapax implements `capture`; all other names are those of Flax
+`compat.linen`      `flax.linen`: tapax implements `apply`, with intermediates and perturbations
 `compat.oryx`       `oryx.core.interpreters.harvest`: sow, reap, plant, harvest, nest
-`compat.braintrace` `braintrace.HiddenPerturbation`, and the functions and cells it is used with
+`compat.braintrace` `braintrace.HiddenPerturbation`, with the functions and cells that it needs
 ==================  ============================================================================
 
-Each is imported when it is first used, and its framework with it.
+The first use of a module imports it, and its framework.
 """
 
 from typing import TYPE_CHECKING

@@ -2,8 +2,8 @@
 
 Two hidden states are in one group if the step computes one from the other without a product with a
 matrix in between, their units have the same shape, and no item of a list separates their paths. The
-transition of a group holds the equations that compute something from its old states in that way;
-all other values that they read are inputs of it, `transition_jaxpr_constvars`.
+transition of a group contains the equations that depend on its old states in that way; all other
+values that they read are its inputs, `transition_jaxpr_constvars`.
 """
 
 import dataclasses
@@ -33,10 +33,30 @@ from tapax.hidden._groups import find_blocks
 
 
 class HiddenGroup(NamedTuple):
-    """Hidden states of the same units, and how a step takes them on.
+    """Hidden states of the same units, and the transition that updates them.
 
-    `transition_jaxpr` takes values for its `transition_jaxpr_constvars` and then the old states,
-    the `hidden_invars`; it returns the new ones, the `hidden_outvars`.
+    `find_hidden_groups_from_module` returns it.
+
+    Attributes:
+        index: The number of the group.
+        hidden_paths: The path of each state.
+        hidden_states: The state objects of brainstate.
+        hidden_invars: The variables of the old states in `transition_jaxpr`.
+        hidden_outvars: The variables of the new states in `transition_jaxpr`.
+        transition_jaxpr: The program from its inputs and the old states to the new states.
+        transition_jaxpr_constvars: The variables of its inputs, which come first.
+        is_diagonal_recurrence: Whether products with matrices are inputs of the transition, and not
+            a part of it.
+
+    Example:
+        >>> import brainstate
+        >>> from tapax.compat import braintrace
+        >>> lstm = braintrace.nn.LSTMCell(3, 4)
+        >>> _ = brainstate.nn.init_all_states(lstm)
+        >>> inputs = brainstate.random.randn(3)
+        >>> (group,), _ = braintrace.find_hidden_groups_from_module(lstm, inputs)
+        >>> group.hidden_paths, group.varshape, group.num_state
+        ([('h',), ('c',)], (4,), 2)
     """
 
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -59,7 +79,20 @@ class HiddenGroup(NamedTuple):
         return sum(state.num_state for state in self.hidden_states)
 
     def check_consistent_varshape(self) -> None:
-        """Raises if the hidden states are of units of different shapes."""
+        """Check that the units of all hidden states have the same shape.
+
+        Raises:
+            HiddenError: If they have different shapes.
+
+        Example:
+            >>> import brainstate
+            >>> from tapax.compat import braintrace
+            >>> gru = braintrace.nn.GRUCell(3, 4)
+            >>> _ = brainstate.nn.init_all_states(gru)
+            >>> inputs = brainstate.random.randn(3)
+            >>> (group,), _ = braintrace.find_hidden_groups_from_module(gru, inputs)
+            >>> group.check_consistent_varshape()
+        """
         shapes = {tuple(state.varshape): None for state in self.hidden_states}
         if len(shapes) > 1:
             raise HiddenError(
@@ -68,11 +101,56 @@ class HiddenGroup(NamedTuple):
             )
 
     def transition(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> list[Any]:
-        """Computes the new states from the old ones and the `transition_jaxpr_constvars`."""
+        """Compute the new states from the old states and the inputs of the transition.
+
+        Args:
+            hidden_vals: An array for each of `hidden_invars`.
+            input_vals: An array for each of `transition_jaxpr_constvars`.
+
+        Returns:
+            A list with the new value of each state.
+
+        Raises:
+            ValueError: If the number of arrays is wrong.
+
+        Example:
+            >>> import brainstate, jax.numpy as jnp
+            >>> from tapax.compat import braintrace
+            >>> gru = braintrace.nn.GRUCell(3, 4)
+            >>> _ = brainstate.nn.init_all_states(gru)
+            >>> inputs = brainstate.random.randn(3)
+            >>> (group,), _ = braintrace.find_hidden_groups_from_module(gru, inputs)
+            >>> given = [jnp.ones(v.aval.shape) for v in group.transition_jaxpr_constvars]
+            >>> [x.shape for x in group.transition([jnp.ones(4)], given)]
+            [(4,)]
+        """
         return evaluate(self.transition_jaxpr, [*input_vals, *hidden_vals])
 
     def diagonal_jacobian(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> jax.Array:
-        """Derives the new states of every unit by its own old ones: `[*varshape, n, n]`."""
+        """Differentiate the new states of every unit with respect to its old states.
+
+        Args:
+            hidden_vals: An array for each of `hidden_invars`.
+            input_vals: An array for each of `transition_jaxpr_constvars`.
+
+        Returns:
+            An array `[*varshape, n, n]`, whose entry `[u, a, b]` is the derivative of the new state
+            `a` of unit `u` with respect to its old state `b`.
+
+        Raises:
+            HiddenError: If the number of `hidden_vals` is wrong.
+
+        Example:
+            >>> import brainstate, jax.numpy as jnp
+            >>> from tapax.compat import braintrace
+            >>> gru = braintrace.nn.GRUCell(3, 4)
+            >>> _ = brainstate.nn.init_all_states(gru)
+            >>> inputs = brainstate.random.randn(3)
+            >>> (group,), _ = braintrace.find_hidden_groups_from_module(gru, inputs)
+            >>> given = [jnp.ones(v.aval.shape) for v in group.transition_jaxpr_constvars]
+            >>> group.diagonal_jacobian([jnp.ones(4)], given).shape
+            (4, 1, 1)
+        """
 
         def run(joined: jax.Array) -> Any:
             return self.concat_hidden(self.transition(self.split_hidden(joined), input_vals))
@@ -85,19 +163,60 @@ class HiddenGroup(NamedTuple):
         return find_blocks(run, self.concat_hidden(hidden_vals), units_alone, backward)
 
     def concat_hidden(self, splitted_hid_vals: Iterable[Any]) -> Any:
-        """Joins the values of the states into one array, `[*varshape, num_state]`."""
+        """Join the values of the states into one array.
+
+        Args:
+            splitted_hid_vals: An array for each state of the group.
+
+        Returns:
+            An array `[*varshape, num_state]`.
+
+        Raises:
+            HiddenError: If the number of arrays is wrong.
+
+        Example:
+            >>> import brainstate, jax.numpy as jnp
+            >>> from tapax.compat import braintrace
+            >>> lstm = braintrace.nn.LSTMCell(3, 2)
+            >>> _ = brainstate.nn.init_all_states(lstm)
+            >>> inputs = brainstate.random.randn(3)
+            >>> (group,), _ = braintrace.find_hidden_groups_from_module(lstm, inputs)
+            >>> group.concat_hidden([jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])]).tolist()
+            [[1.0, 3.0], [2.0, 4.0]]
+        """
         values = list(splitted_hid_vals)
         if len(values) != len(self.hidden_states):
             raise HiddenError(
                 f"Hidden group {self.index} has {len(self.hidden_states)} hidden states, "
-                f"{self.hidden_paths}, but `concat_hidden` was given {len(values)} values."
+                f"{self.hidden_paths}, but `concat_hidden` was given {len(values)} values. Pass "
+                "one for each state."
             )
         pairs = zip(self.hidden_states, values, strict=True)
         parts = [x if _is_stacked(s) else brainunit.math.expand_dims(x, axis=-1) for s, x in pairs]
         return brainunit.math.concatenate(parts, axis=-1)
 
     def split_hidden(self, concat_hid_vals: Any) -> list[Any]:
-        """Splits an array of `concat_hidden` into the values of the states."""
+        """Split an array into the values of the states; the inverse of `concat_hidden`.
+
+        Args:
+            concat_hid_vals: An array `[*varshape, num_state]`.
+
+        Returns:
+            A list with an array for each state of the group.
+
+        Raises:
+            HiddenError: If the last axis does not have the size `num_state`.
+
+        Example:
+            >>> import brainstate, jax.numpy as jnp
+            >>> from tapax.compat import braintrace
+            >>> lstm = braintrace.nn.LSTMCell(3, 2)
+            >>> _ = brainstate.nn.init_all_states(lstm)
+            >>> inputs = brainstate.random.randn(3)
+            >>> (group,), _ = braintrace.find_hidden_groups_from_module(lstm, inputs)
+            >>> [x.tolist() for x in group.split_hidden(jnp.array([[1.0, 3.0], [2.0, 4.0]]))]
+            [[1.0, 2.0], [3.0, 4.0]]
+        """
         shape = brainunit.math.shape(concat_hid_vals)
         if not shape or shape[-1] != self.num_state:
             raise HiddenError(
@@ -112,7 +231,21 @@ class HiddenGroup(NamedTuple):
         return parts
 
     def dict(self) -> dict[str, Any]:
-        """Returns the fields by name."""
+        """Return the attributes by name.
+
+        Returns:
+            A dict of all attributes.
+
+        Example:
+            >>> import brainstate
+            >>> from tapax.compat import braintrace
+            >>> gru = braintrace.nn.GRUCell(3, 4)
+            >>> _ = brainstate.nn.init_all_states(gru)
+            >>> inputs = brainstate.random.randn(3)
+            >>> (group,), _ = braintrace.find_hidden_groups_from_module(gru, inputs)
+            >>> group.dict()["hidden_paths"]
+            [('h',)]
+        """
         return self._asdict()
 
     def __repr__(self) -> str:
@@ -121,7 +254,7 @@ class HiddenGroup(NamedTuple):
 
 
 def _is_stacked(state: Any) -> bool:
-    """Whether the last axis of a state holds several states of every unit."""
+    """Return whether the last axis of a state contains several states of every unit."""
     return isinstance(state, brainstate.HiddenGroupState)
 
 
@@ -134,7 +267,7 @@ class _ProgramState:
     new: Atom
 
     def may_join(self, other: "_ProgramState") -> bool:
-        """Whether both have units of one shape, and paths that no item of a list separates."""
+        """Return whether both have units of one shape, and no item of a list separates paths."""
         same = tuple(self.state.object.varshape) == tuple(other.state.object.varshape)
         parting = next(
             (p for p in zip(self.state.path, other.state.path, strict=False) if p[0] != p[1]), ()
@@ -143,7 +276,7 @@ class _ProgramState:
 
 
 def find_groups(program: StatefulProgram, include_recurrent_mixing: bool) -> list[HiddenGroup]:
-    """Finds the groups: those with a transition first, each in the order of the states."""
+    """Find the groups: those with a transition first, each in the order of the states."""
     jaxpr = rewrite(inline(program.jaxpr, Kind.JIT), _drop_name)
     inner = _jax.open_jaxpr(jaxpr)
     states = _list_states(program, inner)
@@ -167,7 +300,7 @@ def find_groups(program: StatefulProgram, include_recurrent_mixing: bool) -> lis
 
 
 def _drop_name(eqn: Equation, names: dict[Var, Atom]) -> Iterable[Equation]:
-    """Takes out the equations that name writes."""
+    """Remove the equations that name writes."""
     if find_written_name(eqn) is None:
         return [eqn]
     names[eqn.outvars[0]] = eqn.invars[0]
@@ -188,7 +321,7 @@ def _list_states(program: StatefulProgram, inner: OpenJaxpr) -> list[_ProgramSta
 def _find_followed(
     inner: OpenJaxpr, states: Iterable[_ProgramState], through_mixing: bool
 ) -> list[Equation]:
-    """Finds the equations that compute something from hidden states without mixing their units."""
+    """Find the equations that depend on hidden states without mixing their units."""
     reached = {state.old for state in states}
     followed = []
     for eqn in inner.eqns:
@@ -209,7 +342,7 @@ def _make_group(
 ) -> HiddenGroup:
     olds = [state.old for state in states]
     reached = computed_from(followed, olds)
-    # Backwards, the equations that the new states need.
+    # Go backwards, and collect the equations that the new states need.
     needed = {s.new for s in states if not isinstance(s.new, _jax.Literal)}
     eqns: list[Equation] = []
     for eqn in reversed(followed):

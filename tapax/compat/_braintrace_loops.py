@@ -1,8 +1,8 @@
-"""`stop_gradient` before the while loops that hidden states come from, as in braintrace.
+"""`stop_gradient` on the inputs of while loops whose results reach hidden states, as in braintrace.
 
-JAX cannot differentiate a while loop in reverse. braintrace stops the gradients by the inputs of
-every loop whose results reach a hidden state, so that a step always has a gradient. Gradients by
-the perturbation of that state stay exact; the loop passes none on to whatever comes before it.
+JAX cannot differentiate a while loop in reverse. braintrace stops the gradients at the inputs of
+every loop whose results reach a hidden state, so that a step always has a gradient. Gradients with
+respect to the perturbation of that state remain exact; the loop passes none to anything upstream.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tapax._jaxpr.rewrite import rewrite
 
 
 def detach_loops(program: StatefulProgram) -> StatefulProgram:
-    """Stops the gradients by the inputs of while loops that hidden states come from; warns."""
+    """Stop the gradients at the inputs of while loops that reach hidden states, with a warning."""
     if not any(kind_of(eqn) is Kind.WHILE for eqn in list_equations(program.jaxpr)):
         return program
     jaxpr = inline(program.jaxpr, Kind.JIT)
@@ -48,8 +48,8 @@ def detach_loops(program: StatefulProgram) -> StatefulProgram:
     states = ", ".join(dict.fromkeys(repr(name) for names in found.values() for name in names))
     warnings.warn(
         f"A while loop reaches the hidden states {states}, and JAX cannot differentiate it in "
-        "reverse. As in braintrace, stop_gradient cuts off its inputs: the gradients of "
-        "parameters, inputs and other hidden states are zero along the way through the loop. "
+        "reverse. As in braintrace, stop_gradient detaches its inputs: the gradients of "
+        "parameters, inputs and other hidden states are zero on the path through the loop. "
         "tapax.hidden.add_hidden_perturbation leaves the loop as it is.",
         stacklevel=3,
     )
@@ -57,7 +57,7 @@ def detach_loops(program: StatefulProgram) -> StatefulProgram:
 
 
 def _find_hidden_results(program: StatefulProgram, jaxpr: Jaxpr) -> dict[Var, list[str]]:
-    """Finds the results that are hidden states, with the names of those."""
+    """Find the results that are hidden states, with the names of these states."""
     outvars = _jax.open_jaxpr(jaxpr).outvars
     index = len(outvars) - sum(state.num_leaves for state in program.states)
     found: dict[Var, list[str]] = {}
@@ -69,7 +69,7 @@ def _find_hidden_results(program: StatefulProgram, jaxpr: Jaxpr) -> dict[Var, li
 
 
 def _find_loops(inner: OpenJaxpr, results: Mapping[Var, Iterable[str]]) -> dict[Var, set[str]]:
-    """Finds the results of while loops that reach hidden states, with the names of those."""
+    """Find the results of while loops that reach hidden states, with the names of these states."""
     reaches = {variable: set(names) for variable, names in results.items()}
     found: dict[Var, set[str]] = {}
     for eqn in reversed(inner.eqns):
@@ -85,8 +85,8 @@ def _find_loops(inner: OpenJaxpr, results: Mapping[Var, Iterable[str]]) -> dict[
 
 
 def _stop_gradient(variable: Var) -> Equation:
-    """Makes an equation that stops the gradient by a variable."""
-    # A function of its own: what JAX traced for another would have the other's variables.
+    """Make an equation that stops the gradient of a variable."""
+    # A new function each time: JAX caches traces, and a cached one would share its variables.
     made = jax.make_jaxpr(functools.partial(jax.lax.stop_gradient))(variable.aval)
     (eqn,) = _jax.open_jaxpr(made).eqns
     return eqn.replace(invars=[variable])

@@ -1,4 +1,4 @@
-"""`apply` with the results of Flax Linen's `Module.apply`: see `compat.linen`."""
+"""`apply` with the results of `Module.apply` of Flax Linen: see `compat.linen`."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -31,13 +31,47 @@ def apply(
     rngs: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """What the module returns, and if any collection is mutable the collections that it changed.
+    """Apply a Linen module, as `module.apply` does, without its restrictions.
 
-    With `capture_intermediates`, the collection 'intermediates' has what the `__call__` methods
-    return, or those methods for which `capture_intermediates(module, method_name)` is true.
+    `apply(function, module)`, as in Flax, returns a function of the variables and the arguments
+    that calls `function` on the bound module.
 
-    `apply(function, module)`, as in Flax, is a function of the variables and the arguments, which
-    calls `function` on the bound module.
+    Args:
+        module: A Linen module, or a function of a bound module.
+        variables: The variables of the module; or the module, if `module` is a function.
+        *args: The arguments of the call.
+        capture_intermediates: Whether the collection 'intermediates' contains the results of the
+            `__call__` methods; or a filter `(module, method_name) -> bool` of methods.
+        mutable: The collections that the call may change, as in Flax.
+        method: The method to call: a name or a function; by default `__call__`.
+        rngs: The random keys, as in Flax.
+        **kwargs: The keyword arguments of the call.
+
+    Returns:
+        The result of the call; or, if a collection is mutable or intermediates are captured, the
+        pair of the result and the changed collections.
+
+    Raises:
+        ValueError: If a collection of perturbations lacks one that the module needs.
+        SiteError: If a perturbation does not fit the values to which it is added.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from tapax.compat import linen as nn
+        >>> class Layer(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x, _):
+        ...         return nn.tanh(nn.Dense(3, name="dense")(x)), None
+        >>> class Net(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         lift = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        ...         return nn.scan(Layer, length=4, **lift)(name="layers")(x, None)[0]
+        >>> x = jax.random.normal(jax.random.key(1), (2, 3))
+        >>> variables = Net().init(jax.random.key(0), x)
+        >>> out, state = nn.apply(Net(), variables, x, capture_intermediates=True)
+        >>> jax.tree.map(jnp.shape, state["intermediates"]["layers"]["dense"])
+        {'__call__': ((4, 2, 3),)}
     """
     if isinstance(variables, nn.Module) and not isinstance(module, nn.Module):
         options = {"mutable": mutable, "capture_intermediates": capture_intermediates}
@@ -58,7 +92,7 @@ def apply(
     state = unfreeze(state)
     for sown, path, calls in _list_sown(taps.sites, ADAPTER.name(module)):
         if not in_filter(mutable, sown.collection):
-            continue  # perturbations that were given, and are only added
+            continue  # `variables` contains these perturbations, and the call does not change them
         inner = state.setdefault(sown.collection, {})
         for part in path:
             inner = inner.setdefault(part, {})
@@ -98,10 +132,10 @@ _captures: dict[Any, tuple[_ApplyOptions, Any]] = {}
 
 
 def _find_capture(options: _ApplyOptions) -> Any:
-    """The captured call of a module; calls that do the same share one, so that it compiles once."""
+    """Find the captured call of a module; equal calls share one, so that it compiles once."""
     key = fingerprint(options, attributes)
     known, captured = _captures.get(key, (None, None))
-    # What was captured then may have been changed since.
+    # The options of the cached capture may have changed since.
     if captured is None or fingerprint(known, attributes) != key:
         captured = _make_capture(key, options)
         _captures.pop(key, None)
@@ -157,7 +191,7 @@ def _get_method(bound: Any, method: Any) -> Any:
 def _list_sown(
     sites: Any, root: str
 ) -> Iterator[tuple[LinenSownValue, tuple[str, ...], list[list[Site]]]]:
-    """Lists the sown values: value, path of the module, and the leaves of each call."""
+    """List the sown values: the mark, the path of the module, and the leaves of each call."""
     found: dict[Any, dict[int, list[Site]]] = {}
     for site in sites:
         if not isinstance(site.collection, LinenSownValue):
@@ -172,12 +206,12 @@ def _list_sown(
 
 
 def _join(taps: Any, sites: list[Site]) -> Any:
-    """The value of one call, or what a reducer made of all, from its arrays."""
+    """Join the arrays of one call, or of a reducer's result, to the sown value."""
     return sites[0].collection.structure.join(taps.values[site.name] for site in sites)
 
 
 def _find_given(variables: Any, sown: LinenSownValue, path: tuple[str, ...]) -> Any:
-    """Finds what `apply` was given for a sown value; None if nothing."""
+    """Find the value in `variables` for a sown value; None if there is none."""
     tree = variables.get(sown.collection, {})
     for part in (*path, sown.name):
         if not isinstance(tree, Mapping) or part not in tree:
@@ -189,7 +223,7 @@ def _find_given(variables: Any, sown: LinenSownValue, path: tuple[str, ...]) -> 
 def _list_perturbations(
     variables: Any, sites: Any, root: str, is_mutable: Callable[[str], bool]
 ) -> Iterator[tuple[str, Any]]:
-    """Lists the perturbations that were given, by the names of their sites."""
+    """List the perturbations in `variables`, by the names of their sites."""
     for sown, path, calls in _list_sown(sites, root):
         if calls[0][0].kind != "perturb" or sown.collection not in variables:
             continue
@@ -206,15 +240,16 @@ def _list_perturbations(
         if not isinstance(several, tuple) or len(several) != len(calls):
             raise SiteError(
                 f"perturb({sown.name!r}) is called {len(calls)} times in the module at "
-                f"{'/'.join((root, *path))!r}, so there must be a tuple of {len(calls)} "
-                "perturbations: one for all of them would have the sum of their gradients. Make "
-                f"the perturbations with apply(..., mutable={sown.collection!r})."
+                f"{'/'.join((root, *path))!r}, so it needs a tuple of {len(calls)} perturbations: "
+                "a single one would have the sum of their gradients. Make the perturbations with "
+                f"apply(..., mutable={sown.collection!r})."
             )
         for leaves, perturbation in zip(calls, several, strict=True):
             arrays = jax.tree.leaves(perturbation)
             if len(arrays) != len(leaves):
                 raise SiteError(
                     f"The perturbation of the site {leaves[0].name!r} has {len(arrays)} arrays, "
-                    f"but its value has {len(leaves)}."
+                    f"but its value has {len(leaves)}. Make the perturbations with "
+                    f"apply(..., mutable={sown.collection!r})."
                 )
             yield from zip((leaf.name for leaf in leaves), arrays, strict=True)

@@ -20,12 +20,43 @@ from tapax._sites import IfAny, Site, SiteError, segment
 def capture(
     fn: Function, *var_types: Any, init: Any = None, method_outputs: Any = None
 ) -> Callable[..., Any]:
-    """A function that returns what `fn` does, and a `State` of what is sown for each type.
+    """Make a function that returns the result of `fn`, and a `State` of sown values for each type.
 
-    `fn` is a function, a module or a method of one. Without types the result is returned alone.
-    `init` has the perturbations that `perturb` adds. With `method_outputs`, a variable type, every
-    method's results are sown under its name. With a variable type in the place of `fn`, it is a
-    decorator.
+    Args:
+        fn: A function, a module or a method of a module. With a variable type instead, `capture`
+            is a decorator.
+        *var_types: The variable types of the sown values to return.
+        init: A `State` with the perturbations that `perturb` adds.
+        method_outputs: A variable type, under which to sow the results of every method.
+
+    Returns:
+        A function of the arguments of `fn` that returns `(out, *states)`, or `out` alone without
+        `var_types`.
+
+    Raises:
+        SiteError: When the returned function is called, if a perturbation in `init` does not fit
+            the program, or if a value and a module have the same name.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from tapax.compat import nnx
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.a = nnx.Linear(2, 3, rngs=rngs)
+        ...
+        ...     def __call__(self, x):
+        ...         h = self.perturb("grad_of_h", self.a(x))
+        ...         self.sow(nnx.Intermediate, "h", h)
+        ...         return jnp.sum(h**2)
+        >>> model, x = Net(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (4, 2))
+        >>> _, zeros = nnx.capture(model, nnx.Perturbation)(x)
+        >>> @nnx.jit
+        ... def step(model, zeros, x):
+        ...     loss = lambda model, zeros, x: nnx.capture(model, nnx.Intermediate, init=zeros)(x)
+        ...     return nnx.grad(loss, argnums=1, has_aux=True)(model, zeros, x)
+        >>> grads, values = step(model, zeros, x)
+        >>> bool(jnp.allclose(grads["grad_of_h"][...], 2 * values["h"][0]))
+        True
     """
     if isinstance(fn, type) and issubclass(fn, nnx.Variable):
         types = (fn, *var_types)
@@ -61,7 +92,7 @@ def capture(
 
 
 def _find_roots(fn: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Finds the modules of a call: the first has no name, others those of their arguments."""
+    """Find the modules of a call: the first has no name, the others the names of arguments."""
     found: list[tuple[str, Any]] = []
     if isinstance(fn, nnx.Module):
         found.append(("", fn))
@@ -80,7 +111,7 @@ def _find_roots(fn: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
 
 
 def _name_roots(roots: dict[str, Any]) -> dict[str, str]:
-    """Names the roots as their sites do: by class, or by argument if the class is taken."""
+    """Name the roots like their sites: by class, or by argument if the name is taken."""
     names: dict[str, str] = {}
     for name, root in roots.items():
         cls = type(root).__name__
@@ -107,11 +138,11 @@ class _ModulePaths:
             self._paths[name] = {path: paths[i] for i, path in known if i in paths}
 
     def find(self, site: Site, name: str) -> tuple[Any, ...]:
-        """The path of what is called `name` in a module, from the site that it is."""
+        """Find the path in NNX of the value `name` of a module, from its site."""
         shown, _, rest = site.path.partition(":")[0].partition("/")
         inner = rest[: -len(segment(name))].rstrip("/")
         if not self._names:
-            self._names[shown] = ""  # it is closed over
+            self._names[shown] = ""  # the function closes over the module
         root = self._names.get(shown, shown)
         parts = tuple(int(p) if p.isdigit() else p for p in inner.split("/") if p)
         path = self._paths.get(root, {}).get(inner, parts)
@@ -121,7 +152,7 @@ class _ModulePaths:
 def _list_sown(
     taps: Any, paths: _ModulePaths
 ) -> Iterator[tuple[tuple[Any, ...], marks.NNXSownValue, list[Any], Any]]:
-    """Lists the sown values: path, mark, the value of each call, and the sites of each."""
+    """List the sown values: the path, the mark, the value of each call, and its sites."""
     calls: dict[Any, dict[int, list[Any]]] = {}
     sown: dict[Any, marks.NNXSownValue] = {}
     for site in taps.sites:
@@ -164,15 +195,16 @@ def _nest(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
                 raise SiteError(
-                    f"{'/'.join(map(str, path))!r} cannot be put into a State, as another value is "
-                    f"sown under {part!r}, which is the name of a module too."
+                    f"{'/'.join(map(str, path))!r} does not fit into a State, because another "
+                    f"value is sown under {part!r}, which is also the name of a module. Sow that "
+                    "value under another name."
                 )
         inner[path[-1]] = value
     return tree
 
 
 def _flatten(init: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Lists the variables in `init` with their paths; none if it is None."""
+    """List the variables in `init` with their paths; nothing if it is None."""
     for key, value in () if init is None else init.items():
         if isinstance(value, nnx.Variable):
             yield (*path, key), value
@@ -181,7 +213,7 @@ def _flatten(init: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 
 def _give(roots: dict[str, Any], init: Any) -> Iterator[Any]:
-    """Has the modules carry their perturbations; those that do."""
+    """Attach the perturbations to their modules; yield these modules."""
     modules: dict[tuple[Any, ...], Any] = {}
     for name, root in roots.items():
         start = (name,) if name else ()
@@ -199,14 +231,14 @@ def _give(roots: dict[str, Any], init: Any) -> Iterator[Any]:
 
 
 def _check(init: Any, sown: Any) -> None:
-    """Raises if a perturbation was not added, or not to the value that it is for."""
+    """Raise if a perturbation was not added, or added to several values."""
     found = {path: (mark, sites) for path, mark, _, sites in sown}
     for path, variable in _flatten(init):
         if path not in found:
             near = ", ".join(_show(p) for p, (mark, _) in found.items() if mark.index is not None)
             raise SiteError(
-                f"`init` has a perturbation at {_show(path)}, but no `perturb` of that name was "
-                f"reached. Those that were are {near or 'none'}."
+                f"`init` has a perturbation at {_show(path)}, but the program did not reach a "
+                f"`perturb` of that name. It reached {near or 'none'}."
             )
         sites = found[path][1]
         if sites[0][0].kind != "perturb":
@@ -221,9 +253,9 @@ def _check(init: Any, sown: Any) -> None:
                 continue
             raise SiteError(
                 f"The perturbation at {_show(path)} was added to more than one value: `perturb` "
-                "runs in a loop or a vmap through which the module goes whole, or in a function "
-                "that is traced once and called several times. Its gradient would be a sum. Take "
-                "the gradients from tapax.capture instead: it has one for each."
+                "runs in a loop or a vmap that does not divide the module, or in a function that "
+                "is traced once and called several times. Its gradient would be a sum. Take the "
+                "gradients from tapax.capture instead, which returns one for each value."
             )
 
 

@@ -1,6 +1,6 @@
-"""Checks of what a program sows: names, modes, and the branches of conditionals.
+"""Checks of the `sow`s of a program: names, modes, and the branches of conditionals.
 
-Each message starts with the words of the error that oryx raises for the same program.
+Each message starts like the error that oryx raises for the same program.
 """
 
 import itertools
@@ -17,7 +17,7 @@ _Branch: TypeAlias = dict[tuple[Name, int], tuple[Call, SowPlace]]
 
 
 def check_places(hooks: SowHooks, is_harvested: Callable[[SownLeaf], bool]) -> None:
-    """Raises for a name whose mode does not allow a loop around it, and for unequal branches."""
+    """Raise for a name whose mode does not allow the loop around it, and for unequal branches."""
     branches: dict[Any, list[_Branch]] = {}
     for call, place in hooks.placed.items():
         sown = call.mark.collection
@@ -83,15 +83,15 @@ def _list_names(names: Iterable[Name]) -> str:
 
 
 def group_by_name(placed: Mapping[Call, SowPlace], what: str) -> dict[Name, list[Call]]:
-    """Groups calls by their names; raises where one cannot be `what`, reaped or planted."""
+    """Group calls by their names; raise for a name that cannot be `what`, reaped or planted."""
     found: dict[Name, list[Call]] = {}
     for call in placed:
         found.setdefault(call.mark.collection.local_name, []).append(call)
     for name, (call, *_) in found.items():
         for scope in (name[:n] for n in range(1, len(name)) if name[:n] in found):
             raise SiteError(
-                f"{show(name)}, sown at {call.mark.source}, is in a scope of the name of "
-                f"{show(scope)}, sown at {found[scope][0].mark.source}. Give one another name."
+                f"{show(name)}, sown at {call.mark.source}, is in a scope with the name of the "
+                f"value {show(scope)}, sown at {found[scope][0].mark.source}. Rename one of them."
             )
     for name, calls in found.items():
         _check_calls(name, {call: placed[call].frames for call in calls}, what)
@@ -99,7 +99,7 @@ def group_by_name(placed: Mapping[Call, SowPlace], what: str) -> dict[Name, list
 
 
 def _check_calls(name: Name, calls: Mapping[Call, Sequence[SowFrame]], what: str) -> None:
-    """Raises if a name is sown several times in a way that its mode does not allow."""
+    """Raise if a name is sown several times in a way that its mode does not allow."""
     first = next(iter(calls))
     mode, treedef = first.mark.collection.mode, first.mark.collection.treedef
     again = f"Variable has already been {what}: {'/'.join(name)}."
@@ -109,12 +109,12 @@ def _check_calls(name: Name, calls: Mapping[Call, Sequence[SowFrame]], what: str
         if other.mode != mode and not ("clobber" in mode and "clobber" in other.mode):
             raise SiteError(
                 f"{again} {where} in mode {mode!r}, and at {call.mark.source} in mode "
-                f"{other.mode!r}. Give one of them another name."
+                f"{other.mode!r}. Rename one of them."
             )
         if other.treedef != treedef:
             raise SiteError(
                 f"{show(name)} has two structures. {where} with the structure {treedef}, and at "
-                f"{call.mark.source} with {other.treedef}. Give one of them another name."
+                f"{call.mark.source} with {other.treedef}. Rename one of them."
             )
     if mode == "strict" or (mode == "append" and what == "planted"):
         for a, b in itertools.combinations(calls, 2):
@@ -122,13 +122,13 @@ def _check_calls(name: Name, calls: Mapping[Call, Sequence[SowFrame]], what: str
             if leaves == (0, 0) and not _is_exclusive(calls[a], calls[b]):
                 raise SiteError(
                     f"{again} It is sown at {a.mark.source}, and again at {b.mark.source}, in "
-                    f"mode {mode!r}. Give one of them another name or, with `nest`, a scope; or "
-                    "sow both in another mode."
+                    f"mode {mode!r}. Rename one of them, put one into a scope with `nest`, or sow "
+                    "both in another mode."
                 )
 
 
 def _is_exclusive(a: Sequence[SowFrame], b: Sequence[SowFrame]) -> bool:
-    """Whether two places are in different branches of one conditional."""
+    """Return whether two places are in different branches of one conditional."""
     for one, two in zip(a, b, strict=False):
         if one != two:
             return one.kind is Kind.COND and one[:2] == two[:2]

@@ -1,4 +1,4 @@
-"""The harvest of `compat.oryx`: plants values in a program, and reaps what it sows."""
+"""The harvest of `compat.oryx`: plant values in a program, and reap its sown values."""
 
 import contextlib
 import dataclasses
@@ -54,21 +54,21 @@ class OryxHarvest(Transform):
     exclusive: bool
 
     def prepare(self, call: TracedCall) -> tuple[list[Spot], set[Name]]:
-        """The sites that are planted, and all names that are sown."""
+        """Find the sites to plant, and all sown names."""
         if not self.plants:
             return [], set()
         hooks = SowSurveyHooks()
         walk = Walk(Plan(lambda site: self._has(site.collection), None), hooks=hooks)
         jax.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
         plants = call.operands
-        own = {sow: at for sow, at in hooks.placed.items() if self._has(sow.mark.collection)}
+        tagged = {sow: at for sow, at in hooks.placed.items() if self._has(sow.mark.collection)}
         check_places(hooks, self._harvests)
 
         def is_planted(sown: SownLeaf) -> bool:
             found = _find(plants, sown.local_name) is not _MISSING
             return found and sown.only != "reap" and self._allows(sown)
 
-        planted = {sow: at for sow, at in own.items() if is_planted(sow.mark.collection)}
+        planted = {sow: at for sow, at in tagged.items() if is_planted(sow.mark.collection)}
         group_by_name(planted, "planted")
         spots = [spot for spot in hooks.spots.values() if is_planted(spot.site.collection)]
         for spot in spots:
@@ -77,9 +77,9 @@ class OryxHarvest(Transform):
             if found != expected:
                 raise SiteError(
                     f"The plant for {_describe(spot)} has the structure {found}, but the value has "
-                    f"{expected}."
+                    f"{expected}. Plant a value of that structure."
                 )
-        return spots, {sow.mark.collection.local_name for sow in own}
+        return spots, {sow.mark.collection.local_name for sow in tagged}
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         spots, names = prepared
@@ -113,7 +113,7 @@ class OryxHarvest(Transform):
             return outs, _collect_reaps(walk, hooks)
 
     def _make_rule_plants(self, call: TracedCall) -> dict[Name, RulePlant]:
-        """Makes plants for derivative rules, which have no derivative by them."""
+        """Make plants for derivative rules, without derivatives with respect to the plants."""
         equations = list_equations(call.program.jaxpr)
         if not any(kind_of(eqn) & CUSTOM_RULES for eqn in equations):
             return {}
@@ -127,14 +127,14 @@ class OryxHarvest(Transform):
         return {"plant": out, "reap": extra}.get(self.function, (out, extra))
 
     def set_weak_plants(self, plants: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-        """Within, values of this tag are sown with the types of those plants that are weak."""
+        """Make a context in which values of this tag take the types of their weak plants."""
         others = [pair for pair in weak_plants.value if pair[0][0] != self.tag]
-        own = [
+        planted = [
             ((self.tag, (*nesting.value, *name), i), dtype)
             for name, i, dtype in _list_weak(plants)
             if self._allows_name(name)
         ]
-        return weak_plants((*others, *own))
+        return weak_plants((*others, *planted))
 
     def _harvests(self, sown: Any) -> bool:
         return self._has(sown) and self._allows(sown)
@@ -162,9 +162,9 @@ def _find(plants: PyTree, name: Name) -> Any:
 
 
 def _list_plants(plants: Mapping[str, Any], scope: Name = ()) -> Iterator[tuple[Name, Any]]:
-    """Lists the plants by name.
+    """List the plants by name.
 
-    A dict may hold the names of a scope, or be a value itself: it is listed as both.
+    A dict may contain the names of a scope, or be a value itself: it is listed as both.
     """
     for key, value in plants.items():
         yield (*scope, key), value
@@ -173,7 +173,7 @@ def _list_plants(plants: Mapping[str, Any], scope: Name = ()) -> Iterator[tuple[
 
 
 def _list_weak(plants: Mapping[str, Any]) -> Iterator[tuple[Name, int, Any]]:
-    """Lists the leaves of plants that have a weak type: name, number of the leaf, dtype."""
+    """List the leaves of plants that have a weak type: name, number of the leaf, dtype."""
     for name, value in _list_plants(plants):
         for i, leaf in enumerate(jax.tree.leaves(value)):
             if getattr(jax.typeof(leaf), "weak_type", False):
@@ -181,7 +181,7 @@ def _list_weak(plants: Mapping[str, Any]) -> Iterator[tuple[Name, int, Any]]:
 
 
 def _warn_unknown(plants: PyTree, names: set[Name], tag: Hashable, scope: Name = ()) -> None:
-    """Warns of a plant that does nothing."""
+    """Warn of a plant that has no effect."""
     for key, value in plants.items():
         name = (*scope, key)
         if name in names:
@@ -191,30 +191,30 @@ def _warn_unknown(plants: PyTree, names: set[Name], tag: Hashable, scope: Name =
             continue
         known = ", ".join(map(show, sorted(names))) or "none"
         warnings.warn(
-            f"`plants` has a value for {show(name)}, which is ignored: nothing is sown under that "
-            f"name with the tag {tag!r}. The names that are: {known}.",
+            f"`plants` has a value for {show(name)}, which is ignored, because the function sows "
+            f"no such name with the tag {tag!r}. It sows {known}.",
             stacklevel=2,
         )
 
 
 def _make_part(spot: Spot, array: Value) -> Part:
-    """What is planted at a site: for each iteration its own if they are appended."""
-    own, each = spot.own, spot.site.collection.mode == "append"
-    dtype = jnp.result_type(own.dtype, array) if array.weak_type else array.dtype
-    if dtype != own.dtype:
+    """Make the part of a change that plants an array, with an entry per iteration if appended."""
+    marked, each = spot.own, spot.site.collection.mode == "append"
+    dtype = jnp.result_type(marked.dtype, array) if array.weak_type else array.dtype
+    if dtype != marked.dtype:
         raise SiteError(
-            f"The plant for {_describe(spot)} is of type {dtype}, but the value is {own.dtype}. "
+            f"The plant for {_describe(spot)} is of type {dtype}, but the value is {marked.dtype}. "
             "Cast the plant."
         )
     depths = tuple(d for d in spot.depths if each or not spot.around[d].is_loop)
     loops = tuple(spot.around[d].size for d in depths)
-    if array.shape == (*loops, *spot.mapped, *own.shape):
+    if array.shape == (*loops, *spot.mapped, *marked.shape):
         return Part(array, depths, len(spot.mapped))
-    if array.shape == (*loops, *own.shape):
+    if array.shape == (*loops, *marked.shape):
         return Part(array, depths)
     raise SiteError(
         f"The plant for {_describe(spot)} has shape {list(array.shape)}, but the value has shape "
-        f"{[*loops, *spot.mapped, *own.shape]}."
+        f"{[*loops, *spot.mapped, *marked.shape]}. Plant an array of that shape."
     )
 
 
@@ -231,7 +231,7 @@ def _describe(spot: Spot) -> str:
 
 
 class _ReapedValue(NamedTuple):
-    """A reaped value of one sow. `single` if it has no axis of appended values yet."""
+    """A reaped value of one sow; `single` is true before it has an axis of appended values."""
 
     frames: tuple[SowFrame, ...]
     value: Any
@@ -262,13 +262,13 @@ def _collect_reaps(walk: Walk, hooks: ReapHooks) -> dict[str, Any]:
 
 
 def _join_entries(name: Name, entries: Sequence[Entry], placed: Mapping[Call, SowPlace]) -> Any:
-    """The value of a name, of what was sown under it."""
+    """Join the entries of one name to its reaped value."""
     first, *others = entries
     if first.folded:
         if others:
             raise SiteError(
-                f"{show(name)}, sown at {first.site.source}, is clobbered inside a shard_map, "
-                "where every device has its own, and elsewhere. Give one of them another name."
+                f"{show(name)}, sown at {first.site.source}, is clobbered inside a shard_map, in "
+                "which every device has a value, and elsewhere. Rename one of them."
             )
         return first.value
     items = []
@@ -285,7 +285,7 @@ def _join_entries(name: Name, entries: Sequence[Entry], placed: Mapping[Call, So
     except _TypeMismatch as mismatch:
         raise SiteError(
             f"{show(name)}, sown at {first.site.source} and at {others[-1].site.source}, has "
-            f"values of different types: {mismatch}. Give one of them another name."
+            f"values of different types: {mismatch}. Rename one of them."
         ) from None
 
 
@@ -294,7 +294,7 @@ class _TypeMismatch(Exception):
 
 
 def _join(items: Sequence[_ReapedValue], axis: int) -> _ReapedValue:
-    """One value of several, along an axis if they do not exclude each other."""
+    """Join several values, along an axis if they do not exclude each other."""
     groups: dict[Any, list[_ReapedValue]] = {}
     for number, item in enumerate(items):
         groups.setdefault(item.frames[0][:2] if item.frames else number, []).append(item)
@@ -313,7 +313,7 @@ def _join(items: Sequence[_ReapedValue], axis: int) -> _ReapedValue:
 
 
 def _join_group(group: Sequence[_ReapedValue], axis: int) -> _ReapedValue:
-    """One value of those in one loop, mesh or conditional."""
+    """Join the values in one loop, mesh or conditional."""
     if not group[0].frames:
         return group[0]
     kind, key, _ = group[0].frames[0]
@@ -335,21 +335,21 @@ def _join_group(group: Sequence[_ReapedValue], axis: int) -> _ReapedValue:
         ran, runs = _make_mask(merged, shape), _make_mask(part, shape)
         value = where(runs, part.value, merged.value)
         if key == "vmap" and jnp.issubdtype(value.dtype, jnp.inexact):
-            # They may be branches of two conditionals; if both ran, the name was sown twice.
+            # The branches may belong to two conditionals; if both ran, the name was sown twice.
             value = where(ran & runs, jnp.full_like(value, jnp.nan), value)
         merged = merged._replace(value=value, valid=ran | runs)
     return merged
 
 
 def _make_mask(item: _ReapedValue, shape: tuple[int, ...]) -> Any:
-    """Where an item is valid, with all the axes of a shape."""
+    """Make the mask of an item, with all the axes of a shape."""
     if item.valid is None:
         return jnp.ones(shape, bool)
     return jnp.broadcast_to(align(item.valid, len(shape)), shape)
 
 
 def _check_same(types: Iterable[Any]) -> None:
-    """Raises unless they are all the same."""
+    """Raise unless all types are equal."""
     shown = (t if isinstance(t, str) else f"{t[0]}{list(t[1])}" for t in types)
     first, *others = dict.fromkeys(shown)
     if others:

@@ -1,4 +1,4 @@
-"""The marks of `compat.oryx`, and the walks that find where in a program they are."""
+"""The marks of `compat.oryx`, and the hooks of walks that find them in a program."""
 
 import contextlib
 import dataclasses
@@ -36,11 +36,11 @@ LeafKey: TypeAlias = tuple[Hashable, Name, int]
 
 nesting = ContextVariable[Name](())
 weak_plants = ContextVariable[tuple[tuple[LeafKey, Any], ...]](())
-"""The leaves for which a value of a weak type is planted, and its dtype."""
+"""The leaves whose plants have a weak type, with the dtype of the plant."""
 
 
 class RulePlant:
-    """A value to plant in the derivative rules of a program; `is_used` once a rule has sown it."""
+    """A value to plant in the derivative rules of a program; `is_used` after a rule has sown it."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -69,7 +69,7 @@ _HERE = os.path.dirname(__file__)
 
 @dataclasses.dataclass(frozen=True)
 class SownLeaf:
-    """A leaf of a sown value. `only` is set if it can only be reaped, or only be planted."""
+    """A leaf of a sown value; `only` is `reap` or `plant` if it can only be reaped or planted."""
 
     tag: Hashable
     name: Name
@@ -84,14 +84,14 @@ class SownLeaf:
 
     @property
     def local_name(self) -> Name:
-        """The name in a harvested function: without the scopes that all of it is in."""
+        """The name in a harvested function, without the scopes around the function."""
         return self.name[len(nesting.value) :]
 
     @property
     def path(self) -> str:
         tag = self.tag if isinstance(self.tag, str) else f"{type(self.tag).__name__}({self.tag!r})"
         path = "/".join(map(segment, (tag, *self.name)))
-        # What is folded has a path of its own, also where the name is sown in another mode.
+        # A folded leaf has a different path, even if the name is also sown in another mode.
         index = "" if jax.tree_util.treedef_is_leaf(self.treedef) else str(self.index)
         kind = "last" if self.folds else "plant" if self.only else ""
         leaf = ".".join(filter(None, (index, kind)))
@@ -99,7 +99,7 @@ class SownLeaf:
 
 
 class _UnscopedMark(Mark):
-    """A mark that has the same name in every `tapax.scope` and every module."""
+    """A mark whose name does not depend on the `tapax.scope`s and modules around it."""
 
     def within(self, scopes: Any) -> Mark:
         return self
@@ -116,7 +116,7 @@ def mark_sow(value: PyTree, sown: SownLeaf, source: str = "") -> Any:
         planted.is_used = True
         return planted.value
     leaves, treedef = jax.tree.flatten(value)
-    # A value without leaves is reaped all the same: an array without elements stands for it.
+    # A value without leaves can be reaped, too: an array without elements represents it.
     arrays = list(map(jnp.asarray, leaves)) or [jnp.zeros((0,), bool)]
     name = (*nesting.value, *sown.name)
     fold = {"reduce": _keep_last, "init": _make_nothing} if sown.folds else {}
@@ -130,9 +130,9 @@ def mark_sow(value: PyTree, sown: SownLeaf, source: str = "") -> Any:
 
 
 def _follow_plant(x: Value, leaf: SownLeaf) -> Value:
-    """Casts a value that cannot hold its plant, as an integer cannot hold a float.
+    """Cast a value that cannot represent its plant, as an integer cannot represent a float.
 
-    What follows is then traced for the type of the plant.
+    The rest of the program is then traced for the type of the plant.
     """
     dtype = dict(weak_plants.value).get((leaf.tag, leaf.name, leaf.index))
     if dtype is None or jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -141,17 +141,17 @@ def _follow_plant(x: Value, leaf: SownLeaf) -> Value:
 
 
 def give_way(x: Value, dtype: Any) -> Value:
-    """Casts a value of a weak type to a strong type that can hold it."""
+    """Cast a value of a weak type to a strong type that can represent it."""
     return x.astype(dtype) if _can_hold(dtype, x.dtype) else x
 
 
 def _can_hold(dtype: Any, weak: Any) -> bool:
-    """Whether an array of type `dtype` keeps its type beside a value of the weak type `weak`."""
+    """Return whether an array of type `dtype` keeps its type next to a value of a weak type."""
     return dtype == jnp.result_type(dtype, _SCALAR_TYPES.get(weak.kind, float))
 
 
 def as_weak(x: Value, dtype: Any) -> Value:
-    """Casts to a weak type, which gives way to the types it meets, as a Python number does."""
+    """Cast to a weak type, which adapts to other types, as a Python number does."""
     return convert_element_type_p.bind(x, new_dtype=dtype, weak_type=True, sharding=None)
 
 
@@ -190,7 +190,7 @@ class SowFrame(NamedTuple):
 
 
 class SowPlace(NamedTuple):
-    """Where a value is sown, outermost frame first, and its type."""
+    """The frames around a sown value, outermost first, and its type."""
 
     frames: tuple[SowFrame, ...]
     shape: tuple[int, ...]
@@ -199,7 +199,7 @@ class SowPlace(NamedTuple):
 
 
 class SowHooks(WalkHooks):
-    """Notes the frames around each call of a sow, and how many branches conditionals have."""
+    """Records the frames around each call of a sow, and the number of branches of conditionals."""
 
     def __init__(self) -> None:
         self.placed: dict[Call, SowPlace] = {}
@@ -232,7 +232,7 @@ class SowHooks(WalkHooks):
 
     def record(self, walk: Interpreter, tap: MetTap) -> None:
         if not tap.grad and isinstance(tap.call.mark.collection, SownLeaf):
-            # Conditionals that `vmap` made selections are to be seen no more.
+            # `vmap` turns conditionals into selections, so that only the tap knows its branches.
             numbers = tap.eqn.params["branches"]
             selected = (SowFrame(Kind.COND, "vmap", numbers),) if numbers else ()
             value = tap.eqn.invars[0].aval
@@ -242,7 +242,7 @@ class SowHooks(WalkHooks):
 
 
 class SowSurveyHooks(SowHooks, SurveyHooks):
-    """Notes where the sows are, and the frames around each call of one."""
+    """Records the places of the sows, and the frames around each call."""
 
     def __init__(self) -> None:
         SowHooks.__init__(self)
@@ -250,7 +250,7 @@ class SowSurveyHooks(SowHooks, SurveyHooks):
 
 
 class ReapHooks(SowHooks):
-    """Records the sows that it `picks`, and takes out those that it `takes`."""
+    """Records the sows that it `picks`, and removes those that it `takes`."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class ReapHooks(SowHooks):
         return super().equation(walk, eqn, args)
 
     def differentiate_edited(self, walk: Interpreter, edited: Sequence[Key]) -> None:
-        """Leaves the derivative to the rule, as Oryx does."""
+        """Leave the derivative to the rule, as oryx does."""
 
     def opaque(self, walk: Interpreter, eqn: Equation) -> None:
         self._refuse(list(eqn.params.values()), f"a call of {_jax.operation_name(eqn)!r}")
@@ -285,8 +285,8 @@ class ReapHooks(SowHooks):
         for mark in marks:
             if self.picks(mark.collection):
                 raise SiteError(
-                    f"{show(mark.collection.name)}, sown at {mark.source}, is in {place}, which "
-                    "it cannot be reaped from. Sow it elsewhere, or put it in the `blocklist`."
+                    f"{show(mark.collection.name)}, sown at {mark.source}, cannot be reaped, "
+                    f"because it is in {place}. Sow it elsewhere, or put it in the `blocklist`."
                 )
 
     def tap(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:

@@ -1,7 +1,7 @@
-"""What derivative rules sow, when the derivative is taken around the harvest, and not in it.
+"""Values that derivative rules sow, if the derivative is taken around the harvest, not inside it.
 
-`jax.jvp(call_and_reap(f), ...)` differentiates the program that is walked while it is walked: of a
-function with a rule of its own, the rule runs, and not the function. So the rule is what is reaped.
+`jax.jvp(call_and_reap(f), ...)` differentiates the program during its walk: for a function with a
+custom rule, the rule runs instead of the function. So the harvest reaps the values of the rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from tapax._walk.interpreter import Interpreter
 
 
 def runs_rules(args: Sequence[Value]) -> bool:
-    """Whether a function of these values is differentiated as it is called."""
+    """Return whether JAX differentiates a function of these values during the call."""
     ran = []
 
     @jax.custom_jvp
@@ -40,7 +40,7 @@ def runs_rules(args: Sequence[Value]) -> bool:
 def walk_rule(
     walk: Interpreter, eqn: Equation, args: Sequence[Value], policy: MarkingPolicy
 ) -> list[Value]:
-    """Evaluates a call of a function with a rule of its own, and walks the rule."""
+    """Evaluate a call of a function with a custom rule, and walk the rule."""
 
     def bind(*flat: Value) -> list[Value]:
         return _jax.bind_equation(eqn, flat)
@@ -100,7 +100,7 @@ def _by_pullback(
 def _evaluate(
     walk: Interpreter, fn: Callable[..., Any], args: Sequence[Value], policy: MarkingPolicy
 ) -> tuple[StagedBody, Any, list[Value]]:
-    """Walks a function: what it recorded, its results, and the arrays of what it recorded."""
+    """Walk a function; return the staged body, the results, and the recorded arrays."""
     with with_marks(policy):
         made, shape = typed.make_jaxpr(fn, return_shape=True)(*args)
     staged = walk.stage(made, args)

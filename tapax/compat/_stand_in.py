@@ -1,4 +1,4 @@
-"""Modules that stand in for another: their own names, and for the rest those of the original."""
+"""Modules that replace another module: they define some names, and take the others from it."""
 
 import types
 from collections.abc import Callable, Sequence
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def stand_in(
-    module: str, original: types.ModuleType, own: Sequence[str]
+    module: str, original: types.ModuleType, defined: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns a `__getattr__` and a `__dir__` for `module`, which has names of its `own`."""
+    """Return a `__getattr__` and a `__dir__` for `module`, which defines some names itself."""
 
     def names() -> list[str]:
-        return sorted({*own, *(name for name in dir(original) if not name.startswith("_"))})
+        return sorted({*defined, *(name for name in dir(original) if not name.startswith("_"))})
 
     def load(name: str) -> Any:
         if name == "__all__":

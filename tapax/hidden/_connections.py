@@ -1,7 +1,7 @@
-"""How results of a program depend on its inputs: unit by unit, otherwise, or by mixing.
+"""How results of a program depend on its inputs: unit by unit, by mixing, or in another way.
 
-A *mixing* operation, a product with a matrix or a convolution, is where the units of a network
-meet. What one state does to another without a mixing is its dynamics: a leak, a gate, a reset.
+A *mixing* operation, a product with a matrix or a convolution, combines the units of a network. The
+effect of one state on another without mixing is its dynamics: a leak, a gate, a reset.
 
 >>> import jax, jax.numpy as jnp
 >>> def step(h, c, w):
@@ -26,7 +26,7 @@ from tapax._marks.tap import tap_p
 
 
 class Dependence(enum.IntEnum):
-    """A way in which a value depends on an input: unit by unit, otherwise, or by mixing."""
+    """A way in which a value depends on an input: unit by unit, by mixing, or in another way."""
 
     UNITS = 1
     OTHER = 2
@@ -34,7 +34,7 @@ class Dependence(enum.IntEnum):
 
 
 Dependences = frozenset[tuple[Any, Dependence]]
-"""The inputs that a value depends on, each with the ways in which it does."""
+"""The inputs on which a value depends, each with the ways in which it does."""
 
 NOTHING: Dependences = frozenset()
 
@@ -62,7 +62,7 @@ class _ConnectionAnalysis(ForwardAnalysis[Dependences]):
         return [everything] * len(eqn.outvars)
 
     def follow(self, eqn: Equation, facts: list[Dependences]) -> list[Dependences]:
-        """Follows the inputs of an equation, also through its body, to its results."""
+        """Follow the inputs of an equation to its results, through its body, too."""
         return self._apply(0, eqn, facts)
 
     def decide(self, fact: Dependences) -> Dependences:
@@ -73,7 +73,7 @@ class _ConnectionAnalysis(ForwardAnalysis[Dependences]):
 
 
 def find_connections(jaxpr: Jaxpr, inputs: Mapping[int, Any]) -> list[Dependences]:
-    """Finds which of the named `inputs` each result of a program depends on, and how."""
+    """Find on which of the named `inputs` each result of a program depends, and how."""
     count = len(_jax.open_jaxpr(jaxpr).invars)
     seeds = [
         frozenset({(inputs[i], Dependence.UNITS)}) if i in inputs else NOTHING for i in range(count)
@@ -82,7 +82,7 @@ def find_connections(jaxpr: Jaxpr, inputs: Mapping[int, Any]) -> list[Dependence
 
 
 def is_mixing(eqn: Equation, positions: Iterable[int]) -> bool:
-    """Whether a result of an equation depends by mixing on an operand at one of `positions`."""
+    """Return whether a result depends by mixing on an operand at one of `positions`."""
     chosen = frozenset(positions)
     units = frozenset({(0, Dependence.UNITS)})
     facts = [units if i in chosen else NOTHING for i in range(len(eqn.invars))]

@@ -1,9 +1,9 @@
-"""Where a step defines its new hidden states, and how to run it with other values for them.
+"""Definitions of the new hidden states of a step, and how to run the step with other values.
 
-The program of a step returns its new states, and other results may be computed from them, such as a
-read-out. So a state is replaced where it is *defined*, and everything computed from it afterwards
-sees the replacement. `find_definitions` finds the definitions; `evaluate_defined` runs the program,
-and calls a function on each defined value for the value to go on with:
+The program of a step returns its new states, and may compute other results from them, such as a
+read-out. So a state is replaced where the program *defines* it, and every later operation sees the
+replacement. `find_definitions` finds the definitions; `evaluate_defined` runs the program, and
+replaces each defined value by the result of a function:
 
 >>> import jax, jax.numpy as jnp
 >>> def step(h, x):
@@ -15,19 +15,20 @@ and calls a function on each defined value for the value to go on with:
 >>> float(h), float(out)
 (11.0, 33.0)
 
-A definition may be in the body of a jit, and in that of a remat, of a branch or of a scan if other
-results of that are computed from it; it is written anew in there, of a scan in the last iteration,
-which is taken out of the loop for it. What leaves a while loop, or a call with a custom derivative,
-is defined where it leaves; a warning tells if other results of that are computed from it.
+A definition may be in the body of a jit. It may be in the body of a remat, a branch or a scan if
+other results of that equation depend on it. The value is replaced inside that body; in a scan, in
+the last iteration, which is peeled off the loop. A state that leaves a while loop, or a call with a
+custom derivative, is defined by that equation; a warning tells if its other results depend on the
+state.
 
-Copies are not definitions, nor is a value that only lies otherwise, reshaped or transposed: such a
-state is defined where the value is. Several states that are the same value have it for their
-definition, but only the first is what is computed from it: each of the others is written anew where
-it is returned, on its own. A value that is rounded to another type is a new one.
+Copies are not definitions, nor are reshaped or transposed values: the definition is the original
+value. If several states have one value, it is the definition of all of them, but later operations
+read only the first state: the others are replaced separately, where they are returned. A value that
+is rounded to another type is a new value.
 
-A program may say itself that a value is written as a state, by an equation that copies it. What is
-read from a state afterwards is that copy, so that a state which is written with what was read from
-another depends on the other, and one which is written several times has as many definitions.
+A program may state that it writes a value as a state, with an equation that copies the value. Later
+reads of the state are reads of that copy. So a state that is computed from another depends on that
+state, and a state with several writes has several definitions.
 """
 
 from __future__ import annotations
@@ -60,21 +61,21 @@ from tapax._jaxpr.restage import Scan, bind_cond, bind_remat
 from tapax._marks.tap import tap_p
 
 Write = Callable[[str, Any], Any]
-"""What a definition becomes: from its key and its value."""
+"""A function from the key and the value of a definition to its replacement."""
 
 _Evaluated = tuple[list[Value], list[Value]]
-"""The results of a body; and those that are states, as they were before they were written anew."""
+"""The results of a body, and the values of its states before their replacement."""
 _RESHAPING = frozenset({broadcast_in_dim_p, reshape_p, slice_p, squeeze_p})
-"""Operations that may leave all elements in their order."""
+"""Operations that may keep all elements in their order."""
 _OPENED = Kind.JIT | Kind.REMAT | Kind.COND
 
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """What defines a state: a variable, `root`, of the body, or else a result or a write itself.
+    """The definition of a state: a variable of the body, `root`, or a result or a write itself.
 
-    `moves` lead from the root to the result, and what is `beyond` from that to the state, outside
-    of the body. If it is `shared`, the root is what defines another state.
+    The equations in `moves` lead from the root to the result of the body, and those in `beyond`
+    from that result to the state. The root of a `shared` definition defines another state.
     """
 
     key: str
@@ -90,7 +91,7 @@ class Definition:
 
 @dataclasses.dataclass(frozen=True)
 class Definitions:
-    """Where states are defined in a body: at variables, as results, and in bodies of equations."""
+    """The definitions of states in a body: of variables, of results, and in bodies of equations."""
 
     at: Mapping[Any, Definition]
     results: Mapping[int, Definition]
@@ -104,9 +105,9 @@ def find_definitions(
     *,
     in_loops: bool = True,
 ) -> Definitions:
-    """The definitions of some results of a program, by number, and of the copies that `writes`.
+    """Find the definitions of some results of a program, by number, and of the copies in `writes`.
 
-    Unless `in_loops`, scans are left whole.
+    Unless `in_loops`, it does not look into scans.
     """
     keyed = {i: (key, ()) for i, key in wanted.items()}
     return _find(jaxpr, keyed, writes or {}, in_loops)
@@ -154,16 +155,16 @@ def _find(
 
 
 def _made(inner: OpenJaxpr) -> dict[Any, tuple[int, int]]:
-    """Which equation makes a variable, as which of its results."""
+    """Map each variable to the number of its equation, and of the result."""
     return {v: (i, j) for i, eqn in enumerate(inner.eqns) for j, v in enumerate(eqn.outvars)}
 
 
 def find_origin(
     inner: OpenJaxpr, made: Mapping[Any, tuple[int, int]], atom: Atom, writes: Container[Any] = ()
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The variable that a value is a copy of, or the write, and the equations that move it.
+    """Find the variable, or the write, that a value copies, and the equations that move it.
 
-    The variable is None if the body computes neither.
+    The variable is None if the body does not compute it.
     """
     moves: list[Any] = []
     while not isinstance(atom, _jax.Literal) and atom in made:
@@ -178,7 +179,7 @@ def find_origin(
 
 
 def is_copy(eqn: Equation, place: int = 0) -> bool:
-    """Whether a result of an equation is what it was given in the same place."""
+    """Return whether a result of an equation equals the operand at the same position."""
     if eqn.primitive is convert_element_type_p:
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
     if eqn.primitive is tap_p:
@@ -187,7 +188,7 @@ def is_copy(eqn: Equation, place: int = 0) -> bool:
 
 
 def _is_move(eqn: Equation) -> bool:
-    """Whether an equation gives the elements that it was given, all of them and once."""
+    """Return whether an equation only moves elements: it keeps each of them exactly once."""
     if eqn.primitive is transpose_p:
         return True
     same = len(eqn.invars) == 1 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
@@ -216,7 +217,7 @@ def _openable(eqn: Equation, in_loops: bool = True) -> list[Jaxpr]:
 
 
 def _opens(eqn: Equation, place: int, in_loops: bool = True) -> bool:
-    """Whether a result has to be defined in the body, for the sake of the other results."""
+    """Return whether a result has to be replaced in the body, because other results read it."""
     kind = kind_of(eqn)
     if kind is Kind.JIT:
         return True
@@ -227,7 +228,7 @@ def _opens(eqn: Equation, place: int, in_loops: bool = True) -> bool:
 
 
 def _warn_of_others(inner: OpenJaxpr, number: int, place: int, key: str) -> None:
-    """Warns of what is computed from a state's value in a way that a definition does not reach."""
+    """Warn if other results depend on the value of a state in a way that a definition misses."""
     eqn = inner.eqns[number]
     if eqn.primitive is convert_element_type_p:
         (before,) = eqn.invars
@@ -235,8 +236,8 @@ def _warn_of_others(inner: OpenJaxpr, number: int, place: int, key: str) -> None
         if users or any(v is before for v in inner.outvars):
             types = f"{before.aval.dtype} to {eqn.outvars[0].aval.dtype}"
             warnings.warn(
-                f"The hidden state {key!r} is rounded from {types}, and something else is computed "
-                "from the value before: a derivative by the state does not go through that.",
+                f"The hidden state {key!r} is rounded from {types}, and other results depend on "
+                "the value before rounding: a derivative with respect to the state misses them.",
                 stacklevel=2,
             )
         return
@@ -247,23 +248,23 @@ def _warn_of_others(inner: OpenJaxpr, number: int, place: int, key: str) -> None
         inner = _jax.open_jaxpr(body)
         if len(inner.outvars) == len(eqn.outvars) and _has_others(inner, place):
             warnings.warn(
-                f"The hidden state {key!r} leaves a {_jax.operation_name(eqn)} together with other "
-                "results that are computed from it in there: a derivative by it does not go "
-                "through those.",
+                f"The hidden state {key!r} is a result of a {_jax.operation_name(eqn)}, which "
+                "computes other results from it inside: a derivative with respect to the state "
+                "misses them.",
                 stacklevel=2,
             )
             return
 
 
 def _has_others(inner: OpenJaxpr, place: int) -> bool:
-    """Whether other results of a body are computed from one."""
+    """Return whether other results of a body depend on the result at `place`."""
     made = _made(inner)
     root, _ = find_origin(inner, made, inner.outvars[place])
     if root is None:
         return False
     number, at = made[root]
     reached = {root}
-    # What is beside it in the equation that makes it may be computed from it in there.
+    # The equation that makes the value may compute its other results from it.
     if _opens(inner.eqns[number], at):
         reached.update(inner.eqns[number].outvars)
     reached = computed_from(inner.eqns[number + 1 :], reached)
@@ -274,14 +275,14 @@ def _has_others(inner: OpenJaxpr, place: int) -> bool:
 def evaluate_defined(
     jaxpr: Jaxpr, args: Sequence[Value], found: Definitions, write: Write
 ) -> list[Value]:
-    """Evaluates a program whose definitions become what `write` makes of them."""
+    """Evaluate a program, and replace its definitions by the results of `write`."""
     return _evaluate(jaxpr, args, found, write)[0]
 
 
 def _evaluate(jaxpr: Jaxpr, args: Sequence[Value], found: Definitions, write: Write) -> _Evaluated:
     plain: dict[Var, Value] = {}
 
-    def anew(definition: Definition, moves: Sequence[Equation], value: Value) -> Value:
+    def replace(definition: Definition, moves: Sequence[Equation], value: Value) -> Value:
         return _back(moves, write(definition.key, _there(moves, value)))
 
     def apply(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
@@ -300,7 +301,7 @@ def _evaluate(jaxpr: Jaxpr, args: Sequence[Value], found: Definitions, write: Wr
         definition = found.at[variable]
         plain[variable] = value
         if not definition.shared:
-            return anew(definition, definition.path, value)
+            return replace(definition, definition.path, value)
         return write(definition.key, _there(definition.moves, plain[definition.root]))
 
     results = evaluate(jaxpr, args, apply)
@@ -311,14 +312,14 @@ def _evaluate(jaxpr: Jaxpr, args: Sequence[Value], found: Definitions, write: Wr
             value = _there(definition.moves, plain[definition.root])
         before.append(value)
         if definition.root is None or definition.shared:
-            results[index] = anew(definition, definition.beyond, value)
+            results[index] = replace(definition, definition.beyond, value)
     return results, before
 
 
 def _open(
     eqn: Equation, args: list[Value], found: tuple[Definitions, ...], write: Write
 ) -> _Evaluated:
-    """Evaluates an equation whose body has definitions."""
+    """Evaluate an equation whose body contains definitions."""
     kind = kind_of(eqn)
     if kind is Kind.JIT:
         return _evaluate(eqn.params["jaxpr"], args, found[0], write)
@@ -334,7 +335,7 @@ def _open(
 
 
 def _evaluation(jaxpr: Jaxpr, found: Definitions, write: Write) -> Callable[..., _Evaluated]:
-    """A function of operands that gives the results, then those that are states, as they were."""
+    """Make a function that returns the results of a body, then its states before replacement."""
 
     def run(*args: Value) -> _Evaluated:
         results, before = _evaluate(jaxpr, args, found, write)
@@ -349,7 +350,7 @@ def _split(eqn: Equation, results: Sequence[Value]) -> _Evaluated:
 
 
 def _open_scan(loop: Scan, found: Definitions, write: Write) -> _Evaluated:
-    """Evaluates a scan whose last iteration has definitions."""
+    """Evaluate a scan whose last iteration contains definitions."""
     last = 0 if loop.reverse else loop.length - 1
     once = lambda values: _evaluate(loop.body, values, found, write)  # noqa: E731
     return loop.peel(last, _jax.as_function(loop.body), once)

@@ -1,20 +1,8 @@
 """Hidden groups: states of the same units that the dynamics of a step connect.
 
-The states `h` and `c` of an LSTM are one group: for every unit, `c` at one step decides on `c` and
-`h` at the next. Two layers are two groups although one drives the other, because a matrix is
-between them. A state without such dynamics is a group by itself.
-
->>> import jax.numpy as jnp, tapax
->>> def step(state, x):
-...     v = 0.9 * state["v"] - state["a"] + x
-...     return {"v": v, "a": 0.5 * state["a"] + 0.1 * v}, v
->>> state = {"v": jnp.zeros(2), "a": jnp.zeros(2)}
->>> (group,) = tapax.hidden.hidden_groups(step, state, jnp.ones(2))
->>> group
-HiddenGroup(a, v: float32[2])
->>> print(group.diagonal_jacobian(state, jnp.ones(2))[0])
-[[ 0.4   0.09]
- [-1.    0.9 ]]
+The states `h` and `c` of an LSTM are one group: for every unit, `c` at one step determines `c` and
+`h` at the next. Two layers are two groups although one drives the other, because a matrix connects
+them. A state without such dynamics is a group by itself.
 """
 
 import dataclasses
@@ -37,9 +25,25 @@ from tapax.hidden._step import Step
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HiddenGroup:
-    """Hidden states of the same units, and how a step takes them on.
+    """Hidden states of the same units, and the step that updates them; see `hidden_groups`.
 
-    `diagonal` if units do not depend on each other's states within the group.
+    Attributes:
+        index: The number of the group.
+        hidden_states: The `HiddenState`s, or the objects of a framework for them.
+        hidden_paths: The path of each state.
+        step: The traced step.
+        indices: The number of each state among the states of the step.
+        diagonal: Whether no unit depends on the states of other units within the group.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def step(state, x):
+        ...     v = 0.9 * state["v"] - state["a"] + x
+        ...     return {"v": v, "a": 0.5 * state["a"] + 0.1 * v}, v
+        >>> state, x = {"v": jnp.array([0.5, 1.0]), "a": jnp.array([0.0, 0.2])}, jnp.ones(2)
+        >>> (group,) = tapax.hidden.hidden_groups(step, state, x)
+        >>> group.names, group.varshape, group.num_state
+        (('a', 'v'), (2,), 2)
     """
 
     index: int
@@ -51,6 +55,7 @@ class HiddenGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the states: their paths, joined by slashes."""
         return tuple(map(name_state, self.hidden_paths))
 
     @property
@@ -60,21 +65,62 @@ class HiddenGroup:
 
     @property
     def num_state(self) -> int:
-        """How many states a unit has."""
+        """The number of states of a unit."""
         return sum(state.num_state for state in self.hidden_states)
 
     def transition(self, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> list[jax.Array]:
-        """The new values of the group's states, by the whole step."""
+        """Run the whole step, and return the new values of the states of the group.
+
+        Args:
+            state: A state of the step, with all of its hidden states.
+            *inputs: The inputs of the step.
+            **keywords: The keyword inputs of the step.
+
+        Returns:
+            A list with the new value of each state of the group.
+
+        Raises:
+            HiddenError: If the state or the inputs differ in structure or shape from the example.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> step = lambda h, x: (0.5 * h + x, h)
+            >>> (group,) = tapax.hidden.hidden_groups(step, jnp.array([1.0, 2.0]), jnp.ones(2))
+            >>> group.transition(jnp.array([1.0, 2.0]), jnp.array([0.0, 4.0]))[0].tolist()
+            [0.5, 5.0]
+        """
         flat = self.step.flatten(state, join_inputs(inputs, keywords))
         results = _jax.as_function(self.step.jaxpr)(*flat)
         return [results[i] for i in self.indices]
 
     def diagonal_jacobian(self, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> jax.Array:
-        """How the states of every unit depend on its own states before: `[*varshape, n, n]`.
+        """Differentiate the new states of every unit with respect to its old states.
 
-        The entry `[u, a, b]` is the derivative of the new state `a` of the unit `u` by its old
-        state `b`. What goes through another unit and back takes more than a step, and so is not in
-        it; what goes from a unit through a matrix to itself is.
+        A path through another unit and back takes more than one step, so the derivative does not
+        contain it. It contains a path from a unit through a matrix to itself.
+
+        Args:
+            state: A state of the step, with all of its hidden states.
+            *inputs: The inputs of the step.
+            **keywords: The keyword inputs of the step.
+
+        Returns:
+            An array `[*varshape, n, n]`. The entry `[u, a, b]` is the derivative of the new state
+            `a` of unit `u` with respect to its old state `b`.
+
+        Raises:
+            HiddenError: If the state or the inputs differ in structure or shape from the example.
+
+        Example:
+            >>> import jax.numpy as jnp, numpy as np, tapax
+            >>> def step(state, x):
+            ...     v = 0.9 * state["v"] - state["a"] + x
+            ...     return {"v": v, "a": 0.5 * state["a"] + 0.1 * v}, v
+            >>> state, x = {"v": jnp.array([0.5, 1.0]), "a": jnp.array([0.0, 0.2])}, jnp.ones(2)
+            >>> (group,) = tapax.hidden.hidden_groups(step, state, x)
+            >>> print(np.asarray(group.diagonal_jacobian(state, x)[0]).round(2))
+            [[ 0.4   0.09]
+             [-1.    0.9 ]]
         """
         flat = self.step.flatten(state, join_inputs(inputs, keywords))
 
@@ -86,25 +132,65 @@ class HiddenGroup:
             return self.concat_hidden([results[i] for i in self.indices])
 
         old = self.concat_hidden([flat[i] for i in self.indices])
-        # A derivative that is given for the way back alone cannot be taken forward; that of a while
-        # loop cannot be taken back.
+        # A custom_vjp cannot be differentiated forward, and a while loop cannot be differentiated
+        # backward.
         equations = list_equations(self.step.jaxpr)
         backward = any(kind_of(eqn) is Kind.CUSTOM_VJP for eqn in equations)
         return find_blocks(transition, old, self.diagonal, backward)
 
     def concat_hidden(self, values: Sequence[Any]) -> jax.Array:
-        """The values of the group's states as one array: `[*varshape, num_state]`."""
+        """Join the values of the states into one array.
+
+        Args:
+            values: An array for each state of the group.
+
+        Returns:
+            An array `[*varshape, num_state]`.
+
+        Raises:
+            HiddenError: If the number of arrays differs from the number of states.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> def step(state, x):
+            ...     v = 0.9 * state["v"] - state["a"] + x
+            ...     return {"v": v, "a": 0.5 * state["a"] + 0.1 * v}, v
+            >>> state, x = {"v": jnp.array([0.5, 1.0]), "a": jnp.array([0.0, 0.2])}, jnp.ones(2)
+            >>> (group,) = tapax.hidden.hidden_groups(step, state, x)
+            >>> group.concat_hidden([jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])]).tolist()
+            [[1.0, 3.0], [2.0, 4.0]]
+        """
         if len(values) != len(self.hidden_states):
             raise HiddenError(
                 f"`values` has {len(values)} arrays, but the group has {len(self.hidden_states)} "
                 f"hidden states: {', '.join(self.names)}."
             )
-        own = zip(self.hidden_states, values, strict=True)
-        parts = [jnp.asarray(x) if s.num_state > 1 else jnp.asarray(x)[..., None] for s, x in own]
+        pairs = zip(self.hidden_states, values, strict=True)
+        parts = [jnp.asarray(x) if s.num_state > 1 else jnp.asarray(x)[..., None] for s, x in pairs]
         return jnp.concatenate(parts, axis=-1)
 
     def split_hidden(self, joined: Any) -> list[jax.Array]:
-        """The opposite of `concat_hidden`."""
+        """Split an array into the values of the states; the inverse of `concat_hidden`.
+
+        Args:
+            joined: An array `[*varshape, num_state]`.
+
+        Returns:
+            A list with an array for each state of the group.
+
+        Raises:
+            IndexError: If the last axis is too short.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> def step(state, x):
+            ...     v = 0.9 * state["v"] - state["a"] + x
+            ...     return {"v": v, "a": 0.5 * state["a"] + 0.1 * v}, v
+            >>> state, x = {"v": jnp.array([0.5, 1.0]), "a": jnp.array([0.0, 0.2])}, jnp.ones(2)
+            >>> (group,) = tapax.hidden.hidden_groups(step, state, x)
+            >>> [x.tolist() for x in group.split_hidden(jnp.array([[1.0, 3.0], [2.0, 4.0]]))]
+            [[1.0, 2.0], [3.0, 4.0]]
+        """
         parts, start = [], 0
         for state in self.hidden_states:
             part = joined[..., start : start + state.num_state]
@@ -113,7 +199,7 @@ class HiddenGroup:
         return parts
 
     def __deepcopy__(self, memo: Any) -> "HiddenGroup":
-        return self  # Nothing in it changes.
+        return self  # it is immutable
 
     def __repr__(self) -> str:
         dtype = self.step.states[self.indices[0]].dtype
@@ -124,15 +210,36 @@ class HiddenGroup:
 def hidden_groups(
     step: Any, *inputs: PyTree, state: PyTree = None, **keywords: PyTree
 ) -> list[HiddenGroup]:
-    """Groups the hidden states of a step that it connects and whose shapes agree.
+    """Group the hidden states that the dynamics of a step connect.
 
-    Two states are connected if the step computes the new value of one from the old value of the
-    other without a product with a matrix or a convolution in between.
+    A step connects two states of one shape if it computes the new value of one from the old value
+    of the other without a product with a matrix or a convolution in between.
 
-    The arguments are those of `add_hidden_perturbation`. The `transition` and the
-    `diagonal_jacobian` of a group take a state like `state`, or like that of `functional`. Groups,
-    and states in a group, are in the order of the leaves of the state; those of a module that
-    writes its states in place, in the order in which the module reads them.
+    Args:
+        step: A function `step(state, *inputs) -> (state, out)`, or a recurrent module.
+        *inputs: An example of its arguments: the state and the inputs of a function, the inputs of
+            a module.
+        state: The state of a module; by default the initial state of a cell.
+        **keywords: The keyword inputs.
+
+    Returns:
+        A list of `HiddenGroup`s. Groups, and the states in a group, are in the order of the leaves
+        of the state, or in the order in which a module reads its states, if it writes them in
+        place. `transition` and `diagonal_jacobian` of a group take a state like `state`, or like
+        that of `functional`.
+
+    Raises:
+        HiddenError: If `step` is neither a step nor a recurrent module, or if a hidden state is not
+            a floating-point array.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def step(state, x):
+        ...     v = 0.9 * state["v"] - state["a"] + x
+        ...     return {"v": v, "a": 0.5 * state["a"] + 0.1 * v, "u": jnp.outer(x, x) @ v}, v
+        >>> state = {"v": jnp.zeros(2), "a": jnp.zeros(2), "u": jnp.zeros(2)}
+        >>> tapax.hidden.hidden_groups(step, state, jnp.array([1.0, 0.5]))
+        [HiddenGroup(a, v: float32[2]), HiddenGroup(u: float32[2])]
     """
     traced = trace_step_or_module(step, join_inputs(inputs, keywords), state)
     states = traced.objects or traced.states
@@ -158,7 +265,7 @@ def hidden_groups(
 def find_blocks(
     transition: Callable[[Any], Any], old: jax.Array, diagonal: bool, backward: bool
 ) -> jax.Array:
-    """The derivatives `[*varshape, n, n]` of a unit's new states by its old ones."""
+    """Differentiate the new states of units with respect to their old ones: `[*varshape, n, n]`."""
     *shape, count = old.shape
     if backward:
         _, back = jax.vjp(transition, old)
@@ -166,7 +273,7 @@ def find_blocks(
     else:
         _, derivative = jax.linearize(transition, old)
     if diagonal:
-        # Units do not meet, so one pass for all of them gives what one for each would.
+        # Units do not interact, so that one pass computes the derivatives of all units.
         seeds = jnp.zeros((count, *old.shape), old.dtype)
         seeds = seeds.at[jnp.arange(count), ..., jnp.arange(count)].set(1)
         rows = jnp.moveaxis(jax.vmap(derivative)(seeds), 0, -1)
@@ -181,5 +288,6 @@ def find_blocks(
 
         rows = jax.lax.map(of, jnp.arange(units), batch_size=min(64, units))
         rows = rows.reshape(*shape, count, count)
-    # Forward, a pass has all new states by one old; backward, one new by all old.
+    # A forward pass differentiates all new states with respect to one old state; a backward pass
+    # differentiates one new state with respect to all old states.
     return jnp.swapaxes(rows, -1, -2) if backward else rows

@@ -1,20 +1,4 @@
-"""`mark_states`: makes the hidden states of every step of a user's loop sites.
-
->>> import jax, jax.numpy as jnp, tapax
->>> def step(state, x):
-...     h = jnp.tanh(state["h"] + x)
-...     return {"h": h}, h
->>> @jax.jit
-... def loss(w, xs):
-...     last, outs = jax.lax.scan(tapax.hidden.mark_states(step), {"h": jnp.zeros(2)}, w * xs)
-...     return jnp.sum(outs**2)
->>> out, taps = tapax.capture(jax.grad(loss))(0.5, jnp.ones((7, 2)))
->>> taps.values["h"].shape, taps.grads["h"].shape
-((7, 2), (7, 2))
-
-The gradient of a state includes all that follows from the state: the output of the step and every
-later step. Backpropagation through time computes it anyway, in the same pass.
-"""
+"""`mark_states`: mark the hidden states of every step of a user's loop as sites."""
 
 import functools
 import sys
@@ -33,11 +17,37 @@ from tapax.hidden._step import trace_step
 
 
 def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the new hidden states of `step(state, *inputs) -> (state, out)` sites, by their names.
+    """Make a step whose new hidden states are sites, by their names.
 
-    Outside of a capture the returned function does what `step` does. Integers and random keys in
-    the state are not hidden states. A state that branches of a conditional define together with
-    the output is a site in every branch: `h`, `h@1`.
+    The gradient of a state includes everything that depends on the state: the output of the step
+    and every later step. Backpropagation through time computes it anyway, in the same pass.
+
+    Args:
+        step: A function `step(state, *inputs) -> (state, out)`. Integers and random keys in the
+            state are not hidden states.
+
+    Returns:
+        A function like `step`. Outside a capture it only calls `step`. If the branches of a
+        conditional define a state together with the output, the state is a site in every branch:
+        `h`, `h@1`.
+
+    Raises:
+        TypeError: If `step` is not a function.
+        HiddenError: When the returned function is called in a capture, if `step` does not return a
+            state like the one it takes, and an output.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def step(state, x):
+        ...     h = 0.5 * state["h"] + x
+        ...     return {"h": h}, h
+        >>> @jax.jit
+        ... def loss(xs):
+        ...     last, outs = jax.lax.scan(tapax.hidden.mark_states(step), {"h": 0.0}, xs)
+        ...     return jnp.sum(outs)
+        >>> _, taps = tapax.capture(jax.grad(loss))(jnp.array([1.0, 0.0, 2.0]))
+        >>> taps.values["h"].tolist(), taps.grads["h"].tolist()
+        ([1.0, 0.5, 2.25], [1.75, 1.5, 1.0])
     """
     if not callable(step):
         raise TypeError(
@@ -60,7 +70,7 @@ def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
         with jax.named_scope(GroundScope("")):
             joined = join_inputs(inputs, keywords)
             traced = trace_step(step, state, joined, counts=True)
-            # A loop stays one, with the sites in it.
+            # Do not peel loops: the sites are inside them.
             found = traced.find_definitions(in_loops=False)
             flat = traced.flatten(state, joined)
             return traced.join(evaluate_defined(traced.jaxpr, flat, found, write))

@@ -1,4 +1,4 @@
-"""Recurrent modules as pure steps, by what the adapter of their framework says of them."""
+"""Recurrent modules as pure steps, with the help of the adapter of their framework."""
 
 import dataclasses
 import inspect
@@ -19,7 +19,23 @@ from tapax.hidden._step import Step, trace_step
 
 
 class PureStep(NamedTuple):
-    """A recurrent module as `step(params, state, *inputs, **keywords) -> (state, out)`."""
+    """A recurrent module as a pure function; `functional` returns it.
+
+    Attributes:
+        step: A function `step(params, state, *inputs, **keywords) -> (state, out)`.
+        params: The parameters, and everything else that the module contains.
+        state: The initial state.
+
+    Example:
+        >>> import jax, tapax
+        >>> from flax import nnx
+        >>> cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+        >>> x = jax.random.normal(jax.random.key(0), (3,))
+        >>> pure = tapax.hidden.functional(cell, x)
+        >>> state, out = pure.step(pure.params, pure.state, x)
+        >>> state.shape
+        (4,)
+    """
 
     step: Callable[..., tuple[Any, Any]]
     params: Any
@@ -29,23 +45,34 @@ class PureStep(NamedTuple):
 def functional(
     model: Module, *inputs: PyTree, state: PyTree = None, **keywords: PyTree
 ) -> PureStep:
-    """Makes a pure step of a recurrent module, with its parameters and its initial state.
+    """Convert a recurrent module to a pure step, with its parameters and its initial state.
 
-    A cell of a framework starts from its own initial state. Another module that is called like a
-    step, `model(state, *inputs) -> (state, out)`, needs `state`. `inputs` and `keywords` are an
-    example of what the module is called on.
+    The parameters contain everything else in the module, such as the key of a dropout, and the step
+    does not change them. They are empty inside a transformed function of a framework that keeps the
+    parameters itself.
 
-    The parameters hold everything else that the module keeps, such as the key of a dropout, and
-    the step does not change them. They are empty for a module whose framework keeps parameters
-    itself, within a transformed function.
+    Args:
+        model: A recurrent module of a supported framework.
+        *inputs: An example of the inputs of a call.
+        state: The initial state of a module that is called as `model(state, *inputs)`. A cell of a
+            framework has a default initial state.
+        **keywords: An example of the keyword inputs of a call.
 
-    >>> import jax.numpy as jnp, tapax
-    >>> from flax import nnx
-    >>> cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
-    >>> step, params, state = tapax.hidden.functional(cell, jnp.ones(3))
-    >>> state, out = step(params, state, jnp.ones(3))
-    >>> state.shape
-    (4,)
+    Returns:
+        A `PureStep`: `(step, params, state)`.
+
+    Raises:
+        HiddenError: If `model` is not a recurrent module, or if it needs `state`.
+
+    Example:
+        >>> import jax, tapax
+        >>> from flax import nnx
+        >>> cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+        >>> x = jax.random.normal(jax.random.key(0), (3,))
+        >>> step, params, state = tapax.hidden.functional(cell, x)
+        >>> new, out = step(params, state, x)
+        >>> bool((new == cell(state, x)[0]).all())
+        True
     """
     cell = recurrent_cell(model, join_inputs(inputs, keywords), state)
     if cell is None:
@@ -54,9 +81,9 @@ def functional(
 
 
 def trace_step_or_module(step: Any, inputs: Sequence[Any], state: PyTree) -> Step:
-    """Traces a pure step, or a recurrent module, for `inputs` and `state`.
+    """Trace a pure step, or a recurrent module, for `inputs` and `state`.
 
-    A function takes its state first. So does a module without a state of its own.
+    A function takes its state first. So does a module that does not contain its state.
     """
     cell = recurrent_cell(step, inputs, state)
     if state is None and (cell is None or (cell.state is None and len(inputs) > 1)):
@@ -69,7 +96,7 @@ def trace_step_or_module(step: Any, inputs: Sequence[Any], state: PyTree) -> Ste
     def bound(state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
         return cell.step(cell.params, state, *inputs, **keywords)
 
-    bound.__qualname__ = type(step).__name__  # what error messages call it
+    bound.__qualname__ = type(step).__name__  # the name in error messages
     traced = trace_step(bound, _get_state(step, cell), inputs, paths=cell.paths)
     if cell.objects is None:
         return traced
@@ -80,7 +107,7 @@ def trace_step_or_module(step: Any, inputs: Sequence[Any], state: PyTree) -> Ste
 
 
 def _takes(step: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether a function can be called with these arguments, as far as its signature tells."""
+    """Return whether the signature of a function accepts these arguments."""
     given, keywords = split_inputs(args)
     try:
         inspect.signature(step).bind(*given, **keywords)
@@ -94,8 +121,8 @@ def _takes(step: Callable[..., Any], args: Sequence[Any]) -> bool:
 def _get_state(model: Module, cell: RecurrentCell) -> Any:
     if cell.state is None:
         raise HiddenError(
-            f"`model` is of type {type(model).__name__}, which says nothing of its hidden state. "
-            "Give it: state=..., for a model that is called as model(state, *inputs) and returns "
-            "the new state and what it puts out."
+            f"`model` is of type {type(model).__name__}, which does not define its hidden state. "
+            "Pass state=... for a model that is called as model(state, *inputs) and returns the "
+            "new state and the output."
         )
     return cell.state

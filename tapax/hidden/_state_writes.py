@@ -1,9 +1,9 @@
 """Writes of hidden states, in a step and in a program that writes its states in place.
 
-A step writes each of its hidden states once. A module whose states are objects may write one
-several times in a step: then each write is a definition of its own, `h` and `h@1`. Two states that
-are written with the same value have one each, and a state that is written in a body that runs many
-times is defined where it leaves that body.
+A step writes each of its hidden states once. A module whose states are objects may write a state
+several times in a step: then each write is a definition, `h` and `h@1`. Two states that are written
+with the same value have a definition each, and a state that is written in a body that runs many
+times is defined as a result of that body.
 """
 
 import dataclasses
@@ -48,15 +48,15 @@ class WrittenProgram:
 
 
 def find_step_writes(step: Step) -> WrittenProgram:
-    """Finds the writes of a traced step: one for each hidden state."""
+    """Find the writes of a traced step: one for each hidden state."""
     writes = tuple(StateWrite(s.name, s.path, s, s.shape, s.dtype) for s in step.states)
     return WrittenProgram(step.jaxpr, writes, step.find_definitions())
 
 
 def find_named_writes(program: StatefulProgram, *, last_only: bool = False) -> WrittenProgram:
-    """Finds the writes that equations of a program name, and states it returns without a write.
+    """Find the writes that equations name, and the states that a program returns without a write.
 
-    With `last_only`, the write of a state is the last one.
+    With `last_only`, it finds only the last write of each state.
     """
     jaxpr = program.jaxpr
     if _has_names_in_jit(jaxpr):
@@ -79,7 +79,7 @@ def find_named_writes(program: StatefulProgram, *, last_only: bool = False) -> W
     named: list[tuple[Any, str]] = []
     for eqn in inner.eqns:
         name = find_written_name(eqn)
-        # A transform of the framework writes what it hands out once more, with the same value.
+        # A transform of the framework writes its results a second time, with the same value.
         if name is not None and name not in _find_names(made, eqn.invars[0]):
             named.append((eqn.outvars[0], name))
     index = len(inner.outvars) - sum(s.num_leaves for s in program.states)
@@ -100,7 +100,7 @@ def find_named_writes(program: StatefulProgram, *, last_only: bool = False) -> W
 
 
 def _find_names(made: Any, atom: Atom) -> set[str | None]:
-    """The names under which a value is written, with copies in between."""
+    """Find the names under which a value is written, through copies."""
     names = set()
     while not isinstance(atom, _jax.Literal) and atom in made and is_copy(made[atom]):
         names.add(find_written_name(made[atom]))
@@ -118,7 +118,7 @@ def _has_names_in_jit(jaxpr: Jaxpr) -> bool:
 
 
 def retrace(jaxpr: Jaxpr, found: Definitions, added: Sequence[StateWrite]) -> Jaxpr:
-    """The program, traced anew, with more operands: one for each write that it is `added` to."""
+    """Trace the program with one more operand for each write in `added`, which adds it."""
     types = [jax.ShapeDtypeStruct(write.shape, write.dtype) for write in added]
     given = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _jax.open_jaxpr(jaxpr).invars

@@ -1,8 +1,8 @@
 """Steps: pure functions `step(state, *inputs) -> (state, out)`, traced, with their states by name.
 
-A state is any pytree of arrays. Its leaves are the hidden states, and the keys that lead to one are
-its path: `{"rnn": [{"h": ...}, ...]}` has `("rnn", 0, "h")`. A state that is an array alone has the
-path `("h",)`. The name of a hidden state is its path in one string, `rnn/0/h`.
+A state is any pytree of arrays. Its leaves are the hidden states, and the path of a hidden state
+consists of its keys: `{"rnn": [{"h": ...}, ...]}` contains `("rnn", 0, "h")`. A state that is a
+single array has the path `("h",)`. The name of a hidden state joins its path, `rnn/0/h`.
 """
 
 import dataclasses
@@ -27,9 +27,23 @@ from tapax.hidden._definitions import Definitions, find_definitions
 
 @dataclasses.dataclass(frozen=True)
 class HiddenState:
-    """A hidden state of a step: its path, and what it is like.
+    """A hidden state of a step: its path, shape and dtype.
 
-    `num_state` is more than one if the last axis holds several states of every unit.
+    `perturb_hidden_states` and `HiddenGroup.hidden_states` contain these.
+
+    Attributes:
+        path: The keys of the state in the pytree of all states.
+        shape: The shape.
+        dtype: The dtype.
+        num_state: The number of states of every unit, if the last axis contains several.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> step = lambda state, x: ({"rnn": [0.5 * state["rnn"][0] + x]}, x)
+        >>> (group,) = tapax.hidden.hidden_groups(step, {"rnn": [jnp.zeros(3)]}, jnp.ones(3))
+        >>> (state,) = group.hidden_states
+        >>> state.path, state.name, state.varshape, state.is_float
+        (('rnn', 0), 'rnn/0', (3,), True)
     """
 
     path: StatePath
@@ -39,10 +53,12 @@ class HiddenState:
 
     @property
     def name(self) -> str:
+        """The name of the state: its path, joined by slashes."""
         return name_state(self.path)
 
     @property
     def is_float(self) -> bool:
+        """Whether the state contains real or complex numbers."""
         return self.dtype is not None and bool(jnp.issubdtype(self.dtype, jnp.inexact))
 
     @property
@@ -56,8 +72,8 @@ class Step:
     """A traced step.
 
     `jaxpr` takes the leaves of the state and of the inputs, and returns the leaves of the new state
-    and of the output. `objects` are the objects that a framework has for the states, if it does;
-    `order` has the numbers of the states in the order in which a module reads them.
+    and of the output. `objects` are the objects of a framework for the states, if there are any;
+    `order` lists the numbers of the states in the order in which a module reads them.
     """
 
     fn: Any
@@ -70,22 +86,22 @@ class Step:
     objects: tuple[Any, ...] = ()
 
     def flatten(self, state: PyTree, inputs: Sequence[Any]) -> list[Any]:
-        """Makes the operands of `jaxpr`; raises if it was traced for other structures or shapes."""
+        """Make the operands of `jaxpr`; raise if it was traced for other structures or shapes."""
         leaves, treedef = jax.tree.flatten((state, *inputs))
         if treedef != self.in_tree:
             raise HiddenError(
                 f"{name_of(self.fn)} was traced for a state and inputs of the structure "
-                f"{self.in_tree}, but was given {treedef}. Trace it for these."
+                f"{self.in_tree}, but was called with {treedef}. Pass these as the example instead."
             )
         return cast_operands(name_of(self.fn), self.jaxpr, leaves)
 
     def find_definitions(self, *, in_loops: bool = True) -> Definitions:
-        """Finds where the step defines its new states."""
+        """Find the definitions of the new states of the step."""
         wanted = {i: s.name for i, s in enumerate(self.states) if s.is_float}
         return find_definitions(self.jaxpr, wanted, in_loops=in_loops)
 
     def join(self, results: Sequence[Any]) -> tuple[Any, Any]:
-        """Makes the new state and the output of the results of `jaxpr`."""
+        """Make the new state and the output from the results of `jaxpr`."""
         count = self.state_tree.num_leaves
         return self.state_tree.unflatten(results[:count]), self.out_tree.unflatten(results[count:])
 
@@ -98,10 +114,10 @@ def trace_step(
     paths: Any = None,
     counts: bool = False,
 ) -> Step:
-    """Traces a step for `state` and `inputs`; raises if it does not return a state and an output.
+    """Trace a step for `state` and `inputs`; raise if it does not return a state and an output.
 
-    `paths` are the paths of the leaves of the state, where its own keys do not name them. With
-    `counts`, the state may also hold integers and random keys, which are not hidden states.
+    `paths` are the paths of the leaves of the state; by default they consist of its keys. With
+    `counts`, the state may also contain integers and random keys, which are not hidden states.
     """
     if not callable(step):
         raise HiddenError(
@@ -122,10 +138,10 @@ def trace_leaves(
     states: Sequence[HiddenState],
     describe: Callable[[Any], str],
 ) -> tuple[Any, Any]:
-    """Traces `step(*args) -> (state, out)`, from leaves to leaves; returns the structure of `out`.
+    """Trace `step(*args) -> (state, out)`, from leaves to leaves; return the structure of `out`.
 
-    It raises if the step does not return a pair, which `describe` describes, or another kind of
-    state than `state`.
+    Raise if the step does not return a pair, with a description by `describe`, or if it returns
+    another kind of state than `state`.
     """
     arrays, in_tree = jax.tree.flatten(tuple(args))
 
@@ -133,8 +149,8 @@ def trace_leaves(
         result = call_with_inputs(step, *in_tree.unflatten(arrays))
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise HiddenError(
-                f"{name_of(step)} returns {describe(result)}, but a step returns two things: "
-                "the new state, and what it puts out."
+                f"{name_of(step)} returns {describe(result)}, but a step must return a pair: the "
+                "new state and the output."
             )
         new, out = result
         _check_new_state(step, states, state, new)
@@ -147,23 +163,23 @@ def trace_leaves(
 def list_hidden_states(
     state: PyTree, paths: Sequence[StatePath] | None = None, counts: bool = False
 ) -> tuple[HiddenState, ...]:
-    """Lists the leaves of a state; raises if one is not a floating-point array."""
+    """List the leaves of a state; raise if one is not a floating-point array."""
     keyed = jax.tree_util.tree_leaves_with_path(state)
     if not keyed:
         raise HiddenError(
-            f"The state {state!r} has no arrays in it, but a step has at least one hidden state."
+            f"The state {state!r} contains no arrays, but a step needs at least one hidden state."
         )
-    own = [tuple(map(_path_key, keys)) or ("h",) for keys, _ in keyed]
+    default = [tuple(map(_path_key, keys)) or ("h",) for keys, _ in keyed]
     made = tuple(
         HiddenState(tuple(path), tuple(jnp.shape(leaf)), _dtype(leaf))
-        for path, (_, leaf) in zip(paths or own, keyed, strict=True)
+        for path, (_, leaf) in zip(paths or default, keyed, strict=True)
     )
     for one in made:
         if not one.is_float and not (counts and any(other.is_float for other in made)):
             raise HiddenError(
                 f"The hidden state {one.name!r} is of type {one.dtype or 'no array'}, but a hidden "
-                "state has to be of a floating-point type, for there is no derivative by another. "
-                "Close over it, or hand it to the step as an input."
+                "state must have a floating-point type, because it is differentiated. Close over "
+                "the value, or pass it to the step as an input."
             )
     return made
 
@@ -174,13 +190,13 @@ def _path_key(key: Any) -> str | int:
 
 
 def _check_new_state(step: Any, states: Sequence[HiddenState], state: PyTree, new: Value) -> None:
-    """Refuses a step that returns another kind of state than it was given."""
+    """Refuse a step that returns another kind of state than it takes."""
     old, treedef = jax.tree.flatten(state)
     leaves, new_tree = jax.tree.flatten(new)
     if new_tree != treedef:
         raise HiddenError(
-            f"{name_of(step)} was given a state of the structure {treedef}, but returns one of the "
-            f"structure {new_tree}: a step returns a state like the one it is given."
+            f"{name_of(step)} takes a state of the structure {treedef}, but returns one of the "
+            f"structure {new_tree}. A step must return a state like the one it takes."
         )
     for one, before, after in zip(states, old, leaves, strict=True):
         for what, was, now in (
@@ -189,9 +205,9 @@ def _check_new_state(step: Any, states: Sequence[HiddenState], state: PyTree, ne
         ):
             if was != now:
                 raise HiddenError(
-                    f"The hidden state {one.name!r} goes into {name_of(step)} with {what} {was} "
-                    f"and comes out with {what} {now}: a step returns a state like the one it is "
-                    "given."
+                    f"The hidden state {one.name!r} enters {name_of(step)} with {what} {was} and "
+                    f"leaves it with {what} {now}. A step must return a state like the one it "
+                    "takes."
                 )
 
 

@@ -1,4 +1,4 @@
-"""Arguments that several functions of `tapax.nn` check: numbers and random keys."""
+"""Checks of arguments that several functions of `tapax.nn` share: numbers and random keys."""
 
 import math
 import numbers
@@ -47,7 +47,7 @@ def check_deviation(number: Any, name: str) -> float:
 def check_key(key: Any) -> jax.Array:
     """Check one random key; return it as a typed key."""
     if key is None:
-        raise TypeError("`key` must be given, to draw members with: key=jax.random.key(0).")
+        raise TypeError("`key` must be given, to draw the members: key=jax.random.key(0).")
     if isinstance(key, (jax.Array, np.ndarray)):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
             return jnp.asarray(key)

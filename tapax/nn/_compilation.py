@@ -1,4 +1,4 @@
-"""Functions that run other transforms inside, compiled as one program for any framework."""
+"""Compilation of functions that run other transforms, as one program, for any framework."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,7 @@ R = TypeVar("R")
 class _RunNeeded(Transform):
     """Runs a program without the operations that its results do not need.
 
-    A cut inside leaves the marks behind it, which keep what they mark.
+    A cut leaves the marks after it in the program, and these keep the values that they mark.
     """
 
     plan: Plan
@@ -39,9 +39,9 @@ class _RunNeeded(Transform):
 
 
 def compiled(fn: Callable[P, R]) -> Callable[P, R]:
-    """A function like `fn`, compiled once for each kind of arguments.
+    """Make a function like `fn` that is compiled once for each kind of arguments.
 
-    Objects of the frameworks among the arguments, and those that `fn` closes over, are taken apart;
-    they stay as they are.
+    Modules among the arguments, and modules that `fn` closes over, pass their arrays to the
+    program, and do not change.
     """
     return transformed(fn, _RunNeeded(Plan.make((), None)))

@@ -9,7 +9,7 @@ from flax import nnx
 from tapax.nn._factors import BaseLayer, EnsembleLayer, LayerShapes
 from tapax.nn._member_rows import check_stack, check_width, modulate
 
-# A capture puts its own function in the place of this one while it traces.
+# A capture replaces this method while it traces.
 _conv = inspect.unwrap(nnx.Conv.__call__)
 
 
@@ -21,22 +21,43 @@ def _get_shapes(base: Any) -> LayerShapes:
 class BatchEnsembleConv(EnsembleLayer, nnx.Conv):
     """A convolution of several members, in any number of dimensions.
 
-    >>> from flax import nnx
-    >>> import jax, jax.numpy as jnp
-    >>> base = nnx.Conv(3, 8, (3, 3), strides=2, rngs=nnx.Rngs(0))
-    >>> layer = BatchEnsembleConv(base, rngs=1, num_members=4)
-    >>> layer(jnp.ones((4 * 5, 10, 10, 3))).shape
-    (20, 5, 5, 8)
+    Member `k` has the kernel `kernel * outer(r_k, s_k)` over channels; every channel has a factor,
+    in grouped convolutions, too. Strides, dilations, padding, groups, mask, dtype and precision are
+    those of the base layer.
 
-    Member `k` has the kernel `kernel * outer(r_k, s_k)` over channels; in a convolution of groups
-    every channel has its own factor all the same. Strides, dilations, padding, groups, mask, dtype
-    and precision are those of the base layer; arguments are as for `BatchEnsembleLinear`.
+    Args:
+        base_layer: The `nnx.Conv` to convert. It stays as it is.
+        rngs: An `nnx.Rngs`, from whose stream `params` the layer draws; an `nnx.RngStream`; or a
+            seed or a key, which is combined with the weights of the base layer, so that layers made
+            with one seed have different factors.
+        num_members: The number of members.
+        use_base_weights: Whether to use the kernel of the base layer, the variable itself, instead
+            of a new one. `batch_ensemble`, which converts a model, keeps the weights.
+        init: The distribution of `r` and `s`: `"normal"` or `"random_sign"`.
+        r_mean: The mean of `r`, for `"normal"`.
+        r_std: The standard deviation of `r`, for `"normal"`.
+        s_mean: The mean of `s`, for `"normal"`.
+        s_std: The standard deviation of `s`, for `"normal"`.
+
+    Raises:
+        TypeError: If `base_layer` is not a plain `nnx.Conv`, or `rngs` not a source of keys.
+        ValueError: If an option is out of range, or if stacked weights are not stacked along the
+            first axes.
+
+    Example:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from tapax import nn
+        >>> base = nnx.Conv(3, 8, (3, 3), strides=2, rngs=nnx.Rngs(0))
+        >>> layer = nn.BatchEnsembleConv(base, rngs=1, num_members=4)
+        >>> layer(jax.random.normal(jax.random.key(0), (4 * 5, 10, 10, 3))).shape
+        (20, 5, 5, 8)
     """
 
     base = BaseLayer(nnx.Conv, _get_shapes)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The results of all members, `[E * B, *spatial, out_features]`."""
+        """Compute the results of all members, `[E * B, *spatial, out_features]`."""
         check_stack(self, (self.in_features,))
         spatial = len(self.kernel_size)
         if inputs.ndim < spatial + 2:

@@ -1,4 +1,4 @@
-"""`batch_ensemble`: a whole model made an ensemble."""
+"""`batch_ensemble`: convert a whole model to an ensemble."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ LAYERS: tuple[type[EnsembleLayer], ...] = (
     BatchEnsembleEmbed,
 )
 CONVERTED = {cls.base.kind: cls for cls in LAYERS}
-# Those that hold another layer use its weights in ways of their own, so it must not change.
+# These layers contain another layer and use its weights directly, so it must not change.
 HOLDERS = tuple(getattr(nnx, n) for n in ("LoRA", "WeightNorm", "SpectralNorm") if hasattr(nnx, n))
 REFUSED = (nnx.ConvTranspose, *HOLDERS)
 
@@ -48,36 +48,53 @@ def batch_ensemble(
     s_std: float = 0.5,
     where: str | Where | None = None,
 ) -> M:
-    """A new model whose layers have members; the given one stays as it is.
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from tapax import nn
-    >>> rngs = nnx.Rngs(0)
-    >>> model = nnx.Sequential(nnx.Linear(3, 8, rngs=rngs), nnx.relu, nnx.Linear(8, 2, rngs=rngs))
-    >>> ensemble = nn.batch_ensemble(model, 4, rngs=0)
-    >>> ensemble(nn.tile(jnp.ones((5, 3)), 4)).shape
-    (20, 2)
-
-    The layers keep their weights, so that an ensemble of a trained model starts from what the model
-    learned; with `use_base_weights=False` they are drawn anew. Each member has a bias of its own,
-    which starts as that of the model, and factors `r` and `s`, drawn as `init`, the means and the
-    deviations say.
+    """Convert a copy of a model to an ensemble whose layers have members.
 
     Every `nnx.Linear`, `LinearGeneral`, `Conv`, `Einsum` and `Embed` becomes the layer of that name
-    with `BatchEnsemble` before it, wherever it is: in attributes, lists, dicts, attention, cells. A
-    layer or a weight that is used in two places still is. Layers that `nnx.vmap` stacked for
-    `nnx.scan`, along the first axis, stay stacked.
+    with the prefix `BatchEnsemble`, in attributes, lists, dicts, attention and cells. Each member
+    has a bias, which starts as that of the model, and factors `r` and `s`. A layer or a weight that
+    the model uses in two places remains shared. Layers that `nnx.vmap` stacks for `nnx.scan`, along
+    the first axis, remain stacked.
 
-    All else stays as it is, and all members share it: norms, and parameters that a module of your
-    own holds. A layer with a weight that cannot be converted is refused by name: `ConvTranspose`,
-    `LoRA`, `WeightNorm`, `SpectralNorm` and classes made from those above.
+    All members share everything else: norms, and parameters that your modules define themselves.
 
-    Rows are told by the first axis alone. A layer that is applied to something else, a grid of
-    positions or values `[time, rows, width]`, must be left out, or be given rows by `tile`.
+    The first axis alone tells the rows of the members. Leave out a layer that is applied to
+    something else, such as a grid of positions or values `[time, rows, width]`, or give it rows
+    with `tile`.
 
-    `where` picks layers, by a glob on their path such as `"Net/blocks/**"` or by a function of path
-    and layer; the others stay as they are. The paths are those that captures use.
+    Args:
+        model: An `nnx.Module`. It stays as it is.
+        num_members: The number of members.
+        rngs: An `nnx.Rngs`, an `nnx.RngStream`, a seed or a key, as in `BatchEnsembleLinear`.
+        use_base_weights: Whether the layers keep their weights, so that an ensemble of a trained
+            model starts from the trained weights. Otherwise they draw new ones.
+        init: The distribution of `r` and `s`: `"normal"` or `"random_sign"`.
+        r_mean: The mean of `r`, for `"normal"`.
+        r_std: The standard deviation of `r`, for `"normal"`.
+        s_mean: The mean of `s`, for `"normal"`.
+        s_std: The standard deviation of `s`, for `"normal"`.
+        where: Selects the layers to convert: a glob on their path in a capture, such as
+            `"Net/blocks/**"`, or a function of path and layer.
+
+    Returns:
+        A model of the same class.
+
+    Raises:
+        TypeError: If `model` is not an `nnx.Module`, or contains a selected layer with a weight
+            that cannot be converted: `ConvTranspose`, `LoRA`, `WeightNorm`, `SpectralNorm`, or a
+            subclass of a layer above.
+        ValueError: If `where` selects no layer, or an option is out of range.
+
+    Example:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from tapax import nn
+        >>> rngs = nnx.Rngs(0)
+        >>> linear = nnx.Linear(3, 8, rngs=rngs)
+        >>> model = nnx.Sequential(linear, nnx.relu, nnx.Linear(8, 2, rngs=rngs))
+        >>> ensemble = nn.batch_ensemble(model, 4, rngs=0)
+        >>> ensemble(nn.tile(jax.random.normal(jax.random.key(0), (5, 3)), 4)).shape
+        (20, 2)
     """
     options = FactorOptions(num_members, use_base_weights, init, r_mean, r_std, s_mean, s_std)
     if not isinstance(model, nnx.Module):
@@ -90,7 +107,7 @@ def batch_ensemble(
     new = nnx.clone(model)
     picked = _pick(new, where)
     key = make_keys(rngs, model)
-    # The weights are those of the copy, new or not: what shares them still does.
+    # Keep the variables of the copy, even with new weights, so that shared weights remain shared.
     fields: Any = dataclasses.astuple(dataclasses.replace(options, use_base_weights=True))
     drawn: set[int] = set()
     replaced: dict[int, Any] = {}
@@ -108,7 +125,7 @@ def batch_ensemble(
 
 
 def _pick(model: Module, where: str | Where | None) -> list[tuple[str, Any]]:
-    """The layers to convert, each once, with the path it was found by."""
+    """List the layers to convert, each once, with the path that leads to it."""
     found: dict[int, tuple[str, Any]] = {}
     known: list[str] = []
     for path, layer in _list_candidates(model, type(model).__name__, set()):
@@ -121,13 +138,16 @@ def _pick(model: Module, where: str | Where | None) -> list[tuple[str, Any]]:
             raise TypeError(
                 f"{path} is of type {type(layer).__module__.partition('.')[0]}."
                 f"{type(layer).__qualname__}, which cannot be converted. Leave it out with "
-                "`where`, and all members share it."
+                "`where`; then all members share it."
             )
         found.setdefault(id(layer), (path, layer))
     if not found:
         if where is None or not known:
             kind = type(model).__name__
-            raise ValueError(f"`model`, of type {kind}, has no layer that can be converted.")
+            raise ValueError(
+                f"`model`, of type {kind}, has no layer that can be converted: it must contain an "
+                "nnx.Linear, LinearGeneral, Conv, Einsum or Embed."
+            )
         more = f" and {len(known) - 5} more" if len(known) > 5 else ""
         listed = ", ".join(map(repr, known[:5])) + more
         raise ValueError(
@@ -137,7 +157,7 @@ def _pick(model: Module, where: str | Where | None) -> list[tuple[str, Any]]:
 
 
 def _list_candidates(node: PyTree, path: str, above: set[int]) -> Iterator[tuple[str, Any]]:
-    """Layers with a weight, with every path that leads to them."""
+    """List the layers with a weight, with every path that leads to them."""
     if id(node) in above:
         return
     if isinstance(node, (*CONVERTED, *REFUSED)):
@@ -148,23 +168,23 @@ def _list_candidates(node: PyTree, path: str, above: set[int]) -> Iterator[tuple
 
 
 def _list_children(node: PyTree) -> list[tuple[str, Any]]:
-    """What is in a module or a container, by name."""
+    """List the children of a module or a container, by name."""
     if isinstance(node, nnx.Variable):
         return []
     if isinstance(node, nnx.Pytree):
-        own = ((k, v) for k, v in vars(node).items() if not k.startswith("_pytree__"))
-        return [(segment(key), value) for key, value in own]
+        attributes = ((k, v) for k, v in vars(node).items() if not k.startswith("_pytree__"))
+        return [(segment(key), value) for key, value in attributes]
     children = _flatten(node)[0]
     return [(segment(leaf_name(path)), child) for path, child in children if path]
 
 
 def _flatten(container: Any) -> Any:
-    """A list, a dict or another pytree, taken apart by one level."""
+    """Flatten a list, a dict or another pytree by one level."""
     return jax.tree_util.tree_flatten_with_path(container, is_leaf=lambda x: x is not container)
 
 
 def _replace(node: PyTree, replaced: dict[int, Any], done: dict[int, Any]) -> Any:
-    """A node with other layers in it: a module is changed in place, a container made anew."""
+    """Replace layers in a node: change a module in place, and make a new container."""
     if id(node) in replaced:
         return replaced[id(node)]
     if id(node) in done or isinstance(node, nnx.Variable):
@@ -174,7 +194,7 @@ def _replace(node: PyTree, replaced: dict[int, Any], done: dict[int, Any]) -> An
         for name, old in list(vars(node).items()):
             new = _replace(old, replaced, done)
             if new is not old:
-                # A container of modules must be called data, as it was when it was assigned.
+                # NNX requires a container of modules to be marked as data.
                 setattr(node, name, new if isinstance(new, nnx.Pytree) else nnx.data(new))
         return node
     children, treedef = _flatten(node)

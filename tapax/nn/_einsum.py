@@ -1,4 +1,4 @@
-"""BatchEnsemble of `nnx.Einsum`: `r` is on the kernel's axes in the inputs, `s` on the others."""
+"""BatchEnsemble of `nnx.Einsum`: `r` scales the kernel's axes in the inputs, `s` the others."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ from flax import nnx
 from tapax.nn._factors import BaseLayer, EnsembleLayer, LayerShapes
 from tapax.nn._member_rows import check_stack, check_width, modulate
 
-# A capture puts its own function in the place of this one while it traces.
+# A capture replaces this method while it traces.
 _einsum = inspect.unwrap(nnx.Einsum.__call__)
 
 
 def _get_shapes(base: Any) -> LayerShapes:
     inputs = base.einsum_str.partition(",")[0]
-    # How many axes an ellipsis stands for is known when the layer is called: one is the least.
+    # Only a call tells how many axes an ellipsis has; assume one.
     letters = _letters(base.einsum_str, len(inputs.replace("...", "")) + ("..." in inputs))
     sizes = dict(zip(letters.kernel, base.kernel_shape, strict=True))
     ins, outs = (tuple(sizes[c] for c in part) for part in (letters.ins, letters.outs))
@@ -25,19 +25,40 @@ def _get_shapes(base: Any) -> LayerShapes:
 class BatchEnsembleEinsum(EnsembleLayer, nnx.Einsum):
     """An einsum with a kernel, of several members.
 
-    >>> from flax import nnx
-    >>> import jax, jax.numpy as jnp
-    >>> base = nnx.Einsum("nta,hab->nthb", (8, 2, 4), (8, 4), rngs=nnx.Rngs(0))
-    >>> layer = BatchEnsembleEinsum(base, rngs=1, num_members=4)
-    >>> layer.r.shape, layer.s.shape, layer.bias.shape
-    ((4, 2), (4, 8, 4), (4, 8, 4))
-    >>> layer(jnp.ones((4 * 5, 11, 2))).shape
-    (20, 11, 8, 4)
-
     `r` has an axis for every letter that the kernel shares with the inputs, in their order, and `s`
-    one for every letter that it shares with the result, in its order: the kernel of a member is
-    `kernel * r_k * s_k`, each along its letters. The first axis of the inputs is that of the rows;
-    it must be in the result and not in the kernel. Arguments are as for `BatchEnsembleLinear`.
+    an axis for every letter that the kernel shares with the result, in its order: the kernel of a
+    member is `kernel * r_k * s_k`, each along its letters. The first axis of the inputs contains
+    the rows; it must be in the result and not in the kernel.
+
+    Args:
+        base_layer: The `nnx.Einsum` to convert. It stays as it is.
+        rngs: An `nnx.Rngs`, from whose stream `params` the layer draws; an `nnx.RngStream`; or a
+            seed or a key, which is combined with the weights of the base layer, so that layers made
+            with one seed have different factors.
+        num_members: The number of members.
+        use_base_weights: Whether to use the kernel of the base layer, the variable itself, instead
+            of a new one. `batch_ensemble`, which converts a model, keeps the weights.
+        init: The distribution of `r` and `s`: `"normal"` or `"random_sign"`.
+        r_mean: The mean of `r`, for `"normal"`.
+        r_std: The standard deviation of `r`, for `"normal"`.
+        s_mean: The mean of `s`, for `"normal"`.
+        s_std: The standard deviation of `s`, for `"normal"`.
+
+    Raises:
+        TypeError: If `base_layer` is not a plain `nnx.Einsum`, or `rngs` not a source of keys.
+        ValueError: If an option is out of range, or if stacked weights are not stacked along the
+            first axes.
+
+    Example:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from tapax import nn
+        >>> base = nnx.Einsum("nta,hab->nthb", (8, 2, 4), (8, 4), rngs=nnx.Rngs(0))
+        >>> layer = nn.BatchEnsembleEinsum(base, rngs=1, num_members=4)
+        >>> layer.r.shape, layer.s.shape, layer.bias.shape
+        ((4, 2), (4, 8, 4), (4, 8, 4))
+        >>> layer(jax.random.normal(jax.random.key(0), (4 * 5, 11, 2))).shape
+        (20, 11, 8, 4)
     """
 
     base = BaseLayer(nnx.Einsum, _get_shapes)
@@ -45,7 +66,7 @@ class BatchEnsembleEinsum(EnsembleLayer, nnx.Einsum):
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
     ) -> jax.Array:
-        """The results of all members; the rows are where the equation puts the first axis."""
+        """Compute the results of all members; the equation places the axis of the rows."""
         equation = self.einsum_str if einsum_str is None else einsum_str
         letters = _letters(equation, inputs.ndim)
         sizes = dict(zip(letters.kernel, self.kernel_shape, strict=False))
@@ -70,7 +91,7 @@ class BatchEnsembleEinsum(EnsembleLayer, nnx.Einsum):
 
 
 class _Letters(NamedTuple):
-    """The letters of an equation; `ins` and `outs` are those of the kernel in inputs and result."""
+    """The letters of an equation; the kernel has `ins` in the inputs, and `outs` in the result."""
 
     inputs: str
     kernel: str
@@ -88,7 +109,7 @@ class _Letters(NamedTuple):
 def _letters(equation: str, ndim: int) -> _Letters:
     operands, _, result = equation.replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")
-    # An ellipsis as letters that nobody writes.
+    # Replace an ellipsis by letters that do not occur in equations.
     count = ndim - len(inputs.replace("...", ""))
     dots = "".join(chr(0x2460 + i) for i in range(count))
     if "..." in inputs:
@@ -97,9 +118,9 @@ def _letters(equation: str, ndim: int) -> _Letters:
     row = inputs[:1]
     if "." in kernel or repeated or not row or row in kernel or row not in result:
         raise ValueError(
-            f"BatchEnsembleEinsum cannot take the equation {equation!r}: every letter must be "
-            "there once in each part, the kernel must have no ellipsis, and the first axis of the "
-            "inputs, that of the rows, must be in the result and not in the kernel."
+            f"BatchEnsembleEinsum cannot take the equation {equation!r}: a letter must not occur "
+            "twice in one part, the kernel must have no ellipsis, and the first axis of the "
+            "inputs, which contains the rows, must be in the result and not in the kernel."
         )
     if len(inputs) != ndim:
         raise ValueError(

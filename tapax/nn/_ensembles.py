@@ -1,16 +1,4 @@
-"""Ensembles of one model without new layers: `dropout`, `noise`, `weight_noise`, `subensemble`.
-
->>> import jax, jax.numpy as jnp, tapax
->>> def model(params, x):
-...     h = tapax.sow(jnp.tanh(x @ params["up"]), "h")
-...     return h @ params["out"]
->>> params = {"up": jnp.ones((3, 8)), "out": jnp.ones((8, 2))}
->>> noisy = dropout(weight_noise(model, 0.1), at="h", rate=0.5)
->>> noisy(jax.random.key(0), params, jnp.ones((5, 3))).shape  # one member
-(5, 2)
->>> noisy.sample(jax.random.key(0), 4, params, jnp.ones((5, 3))).shape  # four, in one program
-(4, 5, 2)
-"""
+"""Ensembles of one model without new layers: `dropout`, `noise`, `weight_noise`, `subensemble`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,38 +18,36 @@ from tapax.nn._random import RandomFunction
 def dropout(
     fn: Callable[..., Any], at: Selection, rate: float, *, broadcast_dims: Sequence[int] = ()
 ) -> RandomFunction:
-    """A function of a random key that drops elements of the values of some sites of `fn`.
+    """Make a function of a random key that drops elements of the values of some sites of `fn`.
 
-    Monte-Carlo dropout (Gal and Ghahramani, 2016) needs no dropout layer in the model, and no
-    training mode. Where the model has dropout layers, they are sites like others: in evaluation
-    mode they return what they are given, so that `at` may select them.
+    Monte-Carlo dropout (Gal and Ghahramani, 2016) needs neither dropout layers nor training mode.
+    If the model has dropout layers, `at` may select them: in evaluation mode they return their
+    input.
 
     Args:
-        fn: a function or a model of any framework; or a `RandomFunction`, which is perturbed
-            further.
-        at: the sites: a glob such as `"**/mlp"`, or any other selection; or a part of their values,
-            or some iterations of a loop, by `tapax.at`.
-        rate: the probability that an element is set to zero, in [0, 1); the others are divided by
-            `1 - rate`.
-        broadcast_dims: axes of a value, or of the part of it, along which elements are dropped
-            together. With the axis of the rows, a member is one network for all rows.
+        fn: A function or a model of any framework; or a `RandomFunction`, to perturb it further.
+        at: Selects the sites: a glob such as `"**/mlp"`, or any other selection. `tapax.at` selects
+            a part of their values, or some iterations of a loop.
+        rate: The probability of setting an element to zero, in [0, 1). The other elements are
+            divided by `1 - rate`.
+        broadcast_dims: The axes of a value, or of the selected part, along which elements are
+            dropped together. With the axis of the rows, a member is one network for all rows.
 
     Returns:
-        A `RandomFunction`: call it with a key and the arguments of `fn`, or give it to `predict`.
+        A `RandomFunction`: call it with a key and the arguments of `fn`, or pass it to `predict`.
 
     Raises:
-        SiteError: when it is called, if `at` selects no site, or one of integers.
-        ValueError: `rate` is outside of [0, 1).
+        ValueError: If `rate` is not in [0, 1).
+        TypeError: If `fn` is not a function, or `rate` not a number.
+        SiteError: When the result is called, if `at` selects no site, or one of integers.
 
-    >>> import jax, jax.numpy as jnp, tapax
-    >>> f = lambda x: tapax.sow(x, "h").sum()
-    >>> dropped = dropout(f, at="h", rate=0.5)
-    >>> key, x = jax.random.key(0), jnp.ones(8)
-    >>> bool(
-    ...     dropped(key, x)
-    ...     == (2 * jax.random.bernoulli(jax.random.fold_in(key, 0), 0.5, (8,))).sum()
-    ... )
-    True
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(x, "h")
+        >>> dropped = tapax.nn.dropout(f, at="h", rate=0.5)
+        >>> out = dropped(jax.random.key(0), jnp.full(1000, 3.0))
+        >>> sorted(set(out.tolist())), bool(abs(out.mean() - 3) < 0.5)
+        ([0.0, 6.0], True)
     """
     return _perturbed(fn, Dropout(at, rate, tuple(broadcast_dims)), "dropout")
 
@@ -69,27 +55,29 @@ def dropout(
 def noise(
     fn: Callable[..., Any], at: Selection, std: float, *, relative: bool = False
 ) -> RandomFunction:
-    """A function of a random key that adds normal noise to the values of some sites of `fn`.
+    """Make a function of a random key that adds normal noise to the values of some sites of `fn`.
 
     Args:
-        fn: a function or a model of any framework, or a `RandomFunction`.
-        at: the sites: a glob such as `"**/mlp"`, or any other selection; or a part of their values,
-            or some iterations of a loop, by `tapax.at`.
-        std: the standard deviation of the noise.
-        relative: whether `std` is in units of the root mean square of the value, or of the part.
+        fn: A function or a model of any framework; or a `RandomFunction`, to perturb it further.
+        at: Selects the sites: a glob such as `"**/mlp"`, or any other selection. `tapax.at` selects
+            a part of their values, or some iterations of a loop.
+        std: The standard deviation of the noise.
+        relative: Whether `std` is relative to the root mean square of the value, or of the part.
 
     Returns:
-        A `RandomFunction`: call it with a key and the arguments of `fn`, or give it to `predict`.
+        A `RandomFunction`: call it with a key and the arguments of `fn`, or pass it to `predict`.
 
     Raises:
-        SiteError: when it is called, if `at` selects no site, or one of integers.
-        ValueError: `std` is negative.
+        ValueError: If `std` is negative.
+        TypeError: If `fn` is not a function, or `std` not a number.
+        SiteError: When the result is called, if `at` selects no site, or one of integers.
 
-    >>> import jax, jax.numpy as jnp, tapax
-    >>> noisy = noise(lambda x: tapax.sow(x, "h"), at="h", std=2.0)
-    >>> out = noisy.sample(jax.random.key(0), 1000, jnp.zeros(1000))
-    >>> round(float(out.std()), 1)
-    2.0
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> noisy = tapax.nn.noise(lambda x: tapax.sow(x, "h"), at="h", std=2.0)
+        >>> out = noisy.sample(jax.random.key(0), 1000, jnp.full(1000, 5.0))
+        >>> round(float(out.mean()), 1), round(float(out.std()), 1)
+        (5.0, 2.0)
     """
     return _perturbed(fn, Noise(at, std, bool(relative)), "noise")
 
@@ -102,36 +90,43 @@ def weight_noise(
     relative: bool = False,
     params: int | None = None,
 ) -> RandomFunction:
-    """A function of a random key that adds normal noise to the weights that `fn` runs with.
+    """Make a function of a random key that adds normal noise to the weights of `fn`.
 
-    The weights are the `Param`s of a model of NNX, the collection `params` of variables of Linen,
-    the trainable variables of a Keras layer, and the real or complex arrays of any other pytree: a
-    module of Equinox, the parameters of Haiku or of a plain function.
+    The weights are the `Param`s of an NNX model, the collection `params` of Linen variables, the
+    trainable variables of a Keras layer, and the real or complex arrays of any other pytree: an
+    Equinox module, the parameters of Haiku or of a plain function.
 
     Args:
-        fn: a model, or a function that takes one, or its parameters, as an argument; or a
-            `RandomFunction`.
-        std: the standard deviation of the noise.
-        at: the weights, by path: a glob such as `"**/kernel"`, or a predicate on the `path`.
-        relative: whether `std` is in units of the root mean square of each weight.
-        params: which positional argument of `fn` holds the weights. By default they are those of
-            `fn`, if it is a model or a method of one, and else of the first argument.
+        fn: A model, or a function that takes a model or its parameters as an argument; or a
+            `RandomFunction`, to perturb it further.
+        std: The standard deviation of the noise.
+        at: Selects the weights by path: a glob such as `"**/kernel"`, or a predicate on a `Site`
+            with that `path`.
+        relative: Whether `std` is relative to the root mean square of each weight.
+        params: The position of the argument of `fn` that contains the weights. By default it is the
+            first argument, unless `fn` is a model or a method of a model.
 
     Returns:
-        A `RandomFunction`: call it with a key and the arguments of `fn`, or give it to `predict`.
+        A `RandomFunction`: call it with a key and the arguments of `fn`, or pass it to `predict`.
 
     Raises:
-        SiteError: when it is called, if `at` matches no weight.
-        TypeError: when it is called, if `fn` is a function whose first argument is an array, which
-            may be data, and `params` does not say so.
-        ValueError: `std` is negative, or there are no weights.
+        TypeError: If `fn` is not a function, or `std` not a number. When the result is called: if
+            there is no such argument, or if the first argument of a plain function is an array,
+            which may be data, and `params` is not given.
+        ValueError: If `std` is negative; when the result is called, if there are no weights.
+        SiteError: When the result is called, if `at` matches no weight.
 
-    >>> import jax, jax.numpy as jnp
-    >>> noisy = weight_noise(lambda w, x: x @ w["kernel"], 0.1)
-    >>> key, w, x = jax.random.key(0), {"kernel": jnp.ones((3, 2))}, jnp.ones((1, 3))
-    >>> drawn = 0.1 * jax.random.normal(jax.random.fold_in(key, 0), (3, 2))
-    >>> bool(jnp.allclose(noisy(key, w, x), x @ (w["kernel"] + drawn)))
-    True
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> noisy = tapax.nn.weight_noise(lambda w, x: x @ w["kernel"], 0.1)
+        >>> key, w, x = (
+        ...     jax.random.key(0),
+        ...     {"kernel": jnp.ones((3, 2))},
+        ...     jnp.array([[1.0, 2.0, 3.0]]),
+        ... )
+        >>> drawn = 0.1 * jax.random.normal(jax.random.fold_in(key, 0), (3, 2))
+        >>> bool(jnp.allclose(noisy(key, w, x), x @ (w["kernel"] + drawn)))
+        True
     """
     return _perturbed(fn, WeightNoise(at, std, bool(relative), params), "weight_noise")
 
@@ -144,7 +139,22 @@ def _perturbed(fn: Callable[..., Any], perturbation: Perturbation, function: str
 
 
 class Subensemble:
-    """Several heads on one trunk: a function that returns what each of them does, stacked."""
+    """Several heads on one trunk: a function that returns the stacked results of all heads.
+
+    `tapax.nn.subensemble` makes it. Call it with the arguments of `fn`, or pass it to `predict`.
+
+    Args:
+        fn: The function that contains the trunk.
+        at: Selects the site at the end of the trunk.
+        heads: Functions of the value at that site.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "trunk").sum()
+        >>> members = tapax.nn.subensemble(f, at="trunk", heads=[jnp.sum, jnp.max])
+        >>> members.num_members, members(jnp.array([0.5, 2.0])).tolist()
+        (2, [5.0, 4.0])
+    """
 
     def __init__(self, fn: Callable[..., Any], at: Selection, heads: Sequence[Any]):
         self.fn = fn
@@ -154,10 +164,11 @@ class Subensemble:
 
     @property
     def num_members(self) -> int:
+        """The number of heads."""
         return len(self.heads)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What each head returns for the arguments of `fn`, stacked."""
+        """Run all heads for the arguments of `fn`, and stack their results."""
         return self._run(self.heads, args, kwargs)
 
     def _run_heads(
@@ -178,49 +189,52 @@ class Subensemble:
 def subensemble(
     fn: Callable[..., Any], at: Selection, heads: Sequence[Callable[[Value], Any]] | None = None
 ) -> RandomFunction | Subensemble:
-    """An ensemble whose members share the trunk of `fn`: all that leads to the site `at`.
+    """Make an ensemble whose members share the trunk of `fn`, everything before the site `at`.
 
-    The trunk runs once, without perturbations; each member starts from its value. So a member
-    costs what comes after the trunk (Valdenegro-Toro, Deep Sub-Ensembles, 2019).
+    The trunk runs once, without perturbations, and each member starts from its value. So a member
+    costs only the part after the trunk (Valdenegro-Toro, Deep Sub-Ensembles, 2019).
 
     Args:
-        fn: a `RandomFunction`, whose perturbations make the members; or, with `heads`, any function
+        fn: A `RandomFunction`, whose perturbations make the members; or, with `heads`, any function
             or model.
-        at: the site, one alone, at which the trunk ends: its name, or `tapax.at(name, step=3)` for
+        at: Selects the one site at which the trunk ends: its name, or `tapax.at(name, step=3)` for
             an iteration of a scan.
-        heads: functions of the value at the site, such as modules, one for each member.
+        heads: Functions of the value at the site, such as modules, one for each member.
 
     Returns:
-        A `RandomFunction` without `heads`; with them a `Subensemble`, a function of the arguments
-        of `fn`. Both are for `predict`.
+        A `RandomFunction`, or, with `heads`, a `Subensemble`, a function of the arguments of `fn`.
+        Pass either to `predict`.
 
     Raises:
-        SiteError: when it is called, if `at` is not one site that the function can be cut at.
-        TypeError: `fn` is not random and there are no heads, or both.
-        ValueError: there are no heads in `heads`; or, when it is called, they return different
+        TypeError: If `fn` is not random and there are no `heads`, or if both are given.
+        ValueError: If `heads` is empty; when the result is called, if the heads return different
             shapes.
+        SiteError: When the result is called, if the function cannot be cut at `at`.
 
-    >>> import jax, jax.numpy as jnp, tapax
-    >>> def f(x):
-    ...     trunk = tapax.sow(jnp.sin(x), "trunk")
-    ...     return tapax.sow(jnp.exp(trunk), "branch").sum()
-    >>> members = subensemble(dropout(f, at="branch", rate=0.1), at="trunk")
-    >>> members.sample(jax.random.key(0), 4, jnp.ones(3)).shape
-    (4,)
-    >>> subensemble(f, at="trunk", heads=[jnp.sum, jnp.max])(jnp.zeros(3)).tolist()
-    [0.0, 0.0]
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     trunk = tapax.sow(jnp.sin(x), "trunk")
+        ...     return tapax.sow(jnp.exp(trunk), "branch").sum()
+        >>> dropped = tapax.nn.dropout(f, at="branch", rate=0.1)
+        >>> members = tapax.nn.subensemble(dropped, at="trunk")
+        >>> members.sample(jax.random.key(0), 4, jnp.array([0.5, -1.0])).shape
+        (4,)
+        >>> heads = tapax.nn.subensemble(f, at="trunk", heads=[jnp.sum, jnp.max])
+        >>> heads(jnp.array([0.0, jnp.pi / 2])).tolist()
+        [1.0, 1.0]
     """
     if heads is None:
         if not isinstance(fn, RandomFunction):
             raise TypeError(
-                "`fn` of `subensemble` must be random, as tapax.nn.dropout(fn, ...) is, or have "
-                "`heads`, but neither is so."
+                "`subensemble` needs a random `fn`, such as tapax.nn.dropout(fn, ...), or `heads`, "
+                "but has neither."
             )
         return RandomFunction(fn.fn, fn.perturbations, at)
     if isinstance(fn, RandomFunction):
         raise TypeError(
-            "`subensemble` takes a random function or `heads`, but was given both. Give it the "
-            "plain function."
+            "`subensemble` takes a random function or `heads`, but was given both. Pass the plain "
+            "function with `heads`."
         )
     check_function(fn, "nn.subensemble")
     members = tuple(heads)

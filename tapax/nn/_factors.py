@@ -1,8 +1,8 @@
-"""The parts of a BatchEnsemble layer: a base layer, the factors `r` and `s`, a bias each.
+"""The parts of a BatchEnsemble layer: a base layer, and for each member `r`, `s` and a bias.
 
-A layer has the attributes of its base layer, its weight or a new one, and for each of its members a
-row of `r`, of `s` and of the bias. Where the base layer is a stack of layers, as `nnx.vmap` makes
-it for `nnx.scan`, the axes of the stack come before that of the members.
+A layer has the attributes of its base layer, its weight or a new one, and for each member a row of
+`r`, of `s` and of the bias. If the base layer is a stack of layers, which `nnx.vmap` makes for
+`nnx.scan`, the axes of the stack come before that of the members.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class FactorOptions:
-    """The arguments that every layer takes, checked."""
+    """The checked arguments that every layer takes."""
 
     num_members: int = 1
     use_base_weights: bool = False
@@ -56,7 +56,7 @@ class FactorOptions:
 class LayerShapes:
     """The shapes of a base layer's weight and bias, and of one member's factors.
 
-    `flat` is the shape in which a new weight is drawn, if not its own.
+    `flat` is the shape in which to draw a new weight, if it differs from the shape of the weight.
     """
 
     weight: tuple[int, ...]
@@ -76,7 +76,7 @@ class BaseLayer:
     weight: str = "kernel"
 
     def check(self, layer: Module, name: str) -> None:
-        """Refuses a layer of another class, and one with a `__call__` of its own."""
+        """Refuse a layer of another class, and a subclass that overrides `__call__`."""
         plain = f"`base_layer` of {name} must be a plain nnx.{self.kind.__name__}"
         if isinstance(layer, EnsembleLayer):
             kind = type(layer).__name__
@@ -85,10 +85,10 @@ class BaseLayer:
         if not isinstance(layer, self.kind):
             raise TypeError(f"{plain}, but is {of}.")
         if getattr(type(layer), "__call__") is not getattr(self.kind, "__call__"):  # noqa: B004, B009
-            raise TypeError(f"{plain}, but is {of}, which has a __call__ of its own.")
+            raise TypeError(f"{plain}, but is {of}, which overrides __call__.")
 
     def stack(self, layer: Module) -> tuple[int, ...]:
-        """The axes in front of a layer's weight that several layers are stacked along."""
+        """Return the leading axes of a layer's weight along which several layers are stacked."""
         weight, bias = getattr(layer, self.weight), getattr(layer, "bias", None)
         shapes = self.shapes(layer)
         stack = tuple(weight.shape[: max(weight.ndim - len(shapes.weight), 0)])
@@ -99,13 +99,13 @@ class BaseLayer:
             also = "" if bias is None else f" and a bias of shape {list(bias.shape)}"
             raise ValueError(
                 f"`base_layer`, an nnx.{self.kind.__name__} with a weight of shape "
-                f"{list(shapes.weight)}, has one of shape {list(weight.shape)}{also}: layers that "
-                "are stacked must be so along the first axes."
+                f"{list(shapes.weight)}, has one of shape {list(weight.shape)}{also}. Stack layers "
+                "along the first axes."
             )
         return stack
 
     def fresh(self, layer: Module, key: jax.Array) -> jax.Array:
-        """A new weight for a layer; of a stack, each with the scale it would have alone."""
+        """Draw a new weight for a layer; each layer of a stack has the scale of a single one."""
         stack, shapes = self.stack(layer), self.shapes(layer)
         drawn = shapes.flat or shapes.weight
         if not stack:
@@ -142,7 +142,7 @@ class EnsembleLayer:
         shapes, stack = base.shapes(base_layer), base.stack(base_layer)
         key = make_keys(rngs, base_layer)
         for name, value in vars(base_layer).items():
-            # What begins so is the bookkeeping of NNX, which the new layer has itself.
+            # NNX keeps its bookkeeping under this prefix, and the new layer has its bookkeeping.
             if not name.startswith("_pytree__") and name not in (base.weight, "bias"):
                 setattr(self, name, value)
         self.num_members = members
@@ -171,12 +171,12 @@ class EnsembleLayer:
 
     @property
     def __tap_members__(self) -> int:
-        """Tells captures how many members the rows of a batch belong to."""
+        """The number of members in the rows of a batch, which captures read."""
         return self.num_members
 
 
 def _make_like(variable: Any, value: jax.Array, members_at: int | None = None) -> Any:
-    """A variable with the type and metadata of another; its members may be a new axis."""
+    """Make a variable with the type and metadata of another, perhaps with an axis of members."""
     metadata = dict(variable.get_metadata())
     names = metadata.get("out_sharding")
     if names and members_at is not None:

@@ -1,4 +1,4 @@
-"""Random keys from whatever `rngs` is: a source of Flax, a seed, a key."""
+"""Random keys from the argument `rngs`: a source of Flax, a seed, or a key."""
 
 import numbers
 from typing import Any
@@ -10,18 +10,18 @@ from flax import nnx
 
 
 def make_keys(rngs: Any, model: nnx.Module) -> nnx.RngStream:
-    """Makes a stream of keys for a layer, or for all layers of a model.
+    """Make a stream of keys for a layer, or for all layers of a model.
 
-    A seed or a key is joined with the weights of the model, so that several layers made with one
-    seed have factors of their own, and each has the same ones whenever it is made; and so that new
-    weights are not those of a model that was made with the same seed.
+    A seed or a key is combined with the weights of the model. So several layers made with one seed
+    have different factors, each layer has the same factors whenever it is made, and new weights
+    differ from those of a model made with the same seed.
     """
     if isinstance(rngs, nnx.RngStream):
         return rngs
     if not isinstance(rngs, nnx.Rngs):
         weights = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
-        own = [w for w in weights if jnp.issubdtype(w.dtype, jnp.number)]
-        rngs = nnx.Rngs(jax.random.fold_in(_make_key(rngs), _compute_fingerprint(own)))
+        numeric = [w for w in weights if jnp.issubdtype(w.dtype, jnp.number)]
+        rngs = nnx.Rngs(jax.random.fold_in(_make_key(rngs), _compute_fingerprint(numeric)))
     return rngs.params
 
 
@@ -43,13 +43,13 @@ def _make_key(rngs: Any) -> jax.Array:
 
 @jax.jit
 def _compute_fingerprint(weights: list[Any]) -> jax.Array:
-    """A number made of every bit of some arrays and of where it is."""
+    """Compute a number from every bit of some arrays and its position."""
     total = jnp.uint32(0)
     for leaf in weights:
         x = jnp.stack([leaf.real, leaf.imag]) if jnp.iscomplexobj(leaf) else jnp.asarray(leaf)
         unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
         bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).ravel()
-        # Odd factors, which lose no bit of what they multiply.
+        # A product with an odd factor loses no bit.
         place = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1
         mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x2C1B3C6D) * place
         total = (total * jnp.uint32(31)) ^ jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)

@@ -1,7 +1,7 @@
 """Members of a layer and the rows of a batch: `[E * B, ...]`, one member after the other.
 
-Factors are spread over rows; rows are never split into members. So an array that is sharded by rows
-keeps its sharding.
+Layers repeat factors for each row, and never split rows into members. So an array that is sharded
+by rows keeps its sharding.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from tapax._jax import PyTree, Value
 
 
 class BiaslessLayer:
-    """A view of a layer without its bias, for the method of its base class to run on.
+    """A view of a layer without its bias, on which the method of its base class runs.
 
     That method would add a bias without an axis of members, and before the factor `s`.
     """
@@ -31,14 +31,14 @@ class BiaslessLayer:
 
 
 def count_rows(layer: Module, inputs: PyTree, argument: str = "inputs") -> int:
-    """Counts the rows of a batch that each member has."""
+    """Count the rows of a batch for each member."""
     members = layer.num_members
     if inputs.ndim == 0 or inputs.shape[0] % members:
         rows = f"{inputs.shape[0]} rows" if inputs.ndim else "no rows"
         raise ValueError(
             f"`{argument}` of {type(layer).__name__} has the shape {list(inputs.shape)}, {rows}, "
-            f"but these must be a multiple of num_members={members}: those of one member after "
-            "those of the other, as tapax.nn.tile makes them."
+            f"but the number of rows must be a multiple of num_members={members}: one member after "
+            "the other, as tapax.nn.tile makes them."
         )
     return inputs.shape[0] // members
 
@@ -51,7 +51,7 @@ def check_width(
     what: str = "features",
     argument: str = "inputs",
 ) -> None:
-    """Refuses inputs whose features are not as many as the layer has."""
+    """Refuse inputs whose number of features differs from that of the layer."""
     found = tuple(x.shape[a] for a in axes) if all(0 <= a < x.ndim for a in axes) else None
     if found != tuple(size):
         wide = size[0] if len(size) == 1 else list(size)
@@ -63,23 +63,23 @@ def check_width(
 
 
 def check_stack(layer: Module, shape: Sequence[int]) -> None:
-    """Refuses to run a stack of layers as if it were one."""
+    """Refuse to run a stack of layers as a single layer."""
     if tuple(layer.r.shape) != (layer.num_members, *shape):
         raise ValueError(
             f"The factor `r` of {type(layer).__name__} has the shape {list(layer.r.shape)}, but "
-            f"one layer has {[layer.num_members, *shape]}: run a stack of layers under nnx.scan or "
+            f"one layer has {[layer.num_members, *shape]}. Run a stack of layers under nnx.scan or "
             "nnx.vmap."
         )
 
 
 def spread_rows(factor: Any, batch: int, ndim: int, axes: Sequence[int]) -> jax.Array:
-    """Repeats a factor of the members, `[E, ...]`, for rows, to broadcast with an array of `ndim`.
+    """Repeat a factor of the members, `[E, ...]`, for rows, to broadcast with an array of `ndim`.
 
-    `axes` are where the axes of the factor are in that array: first that of the rows.
+    `axes` are the positions of the axes of the factor in that array; the first is the axis of rows.
     """
-    members, *own = factor.shape
-    each = jnp.broadcast_to(factor[:, None], (members, batch, *own))
-    each = each.reshape(members * batch, *own)
+    members, *shape = factor.shape
+    each = jnp.broadcast_to(factor[:, None], (members, batch, *shape))
+    each = each.reshape(members * batch, *shape)
     each = each.transpose(sorted(range(len(axes)), key=lambda i: axes[i]))
     return jnp.expand_dims(each, [a for a in range(ndim) if a not in axes])
 
@@ -92,10 +92,10 @@ def modulate(
     outs: Sequence[int],
     row: int = 0,
 ) -> jax.Array:
-    """Computes `run(x * r) * s + bias`, in the precision of the base layer.
+    """Compute `run(x * r) * s + bias`, in the precision of the base layer.
 
-    `ins` are the axes of the inputs that `r` is on; `outs` are those of the result that `s` is on,
-    counted from the end; `row` is that of the rows in the result.
+    `r` scales the axes `ins` of the inputs; `s` scales the axes `outs` of the result, counted from
+    the end. `row` is the axis of the rows in the result.
     """
     batch = count_rows(layer, inputs)
     weights = layer.kernel[...], None if layer.bias is None else layer.bias[...]

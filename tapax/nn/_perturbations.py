@@ -1,6 +1,6 @@
-"""Perturbations: what is drawn for the values of some sites, or for some weights.
+"""Random perturbations of the values of some sites, or of some weights.
 
-Each is a value: frozen, compared and hashed by what it does. It keeps shape and dtype.
+A perturbation is a frozen value, which can be compared and hashed. It keeps shape and dtype.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from tapax.nn._arguments import check_deviation, check_number
 
 @dataclasses.dataclass(frozen=True)
 class Perturbation:
-    """What is done to the sites, or to the weights, that `at` selects."""
+    """A random change of the sites, or of the weights, that `at` selects."""
 
     at: Selection
 
@@ -29,7 +29,7 @@ class Perturbation:
 
     @property
     def sites(self) -> tuple[Selection, ...]:
-        """The selections of the sites that are perturbed, in part or as a whole."""
+        """The selections of the perturbed sites, without `tapax.at`."""
         return tuple(p.selection if isinstance(p, At) else p for p in flatten(self.at))
 
     def check_part(self, part: At) -> None:
@@ -37,13 +37,13 @@ class Perturbation:
         numbers = () if part.index is None else part.index.numbers
         if isinstance(part.step, Tracer) or numbers:
             raise SiteError(
-                f"`at` is tapax.{part}, in which a number is traced, but a perturbation must be "
+                f"`at` is tapax.{part}, which contains a traced number, but a perturbation must be "
                 "known when the function is traced. Use tapax.edit with a function that closes "
                 "over a key."
             )
 
     def apply(self, key: Value, x: Value) -> Any:
-        """The perturbed array."""
+        """Perturb an array."""
         raise NotImplementedError
 
 
@@ -66,12 +66,12 @@ class Dropout(Perturbation):
         object.__setattr__(self, "broadcast_dims", tuple(self.broadcast_dims))
 
     def check(self, site: Site, shape: tuple[int, ...]) -> None:
-        """Refuse a site without the axes to broadcast along."""
+        """Refuse a site that lacks an axis in `broadcast_dims`."""
         for axis in self.broadcast_dims:
             if not -len(shape) <= axis < len(shape):
                 raise SiteError(
-                    f"`broadcast_dims` has {axis}, but the {site.described}, has values of the "
-                    f"shape {list(shape)}."
+                    f"`broadcast_dims` contains {axis}, but the {site.described}, has values of "
+                    f"the shape {list(shape)}, which have no such axis."
                 )
 
     def apply(self, key: Value, x: Value) -> Any:
@@ -84,7 +84,7 @@ class Dropout(Perturbation):
 
 @dataclasses.dataclass(frozen=True)
 class Noise(Perturbation):
-    """Adds normal noise of the standard deviation `std`; if `relative`, in units of the rms."""
+    """Adds normal noise of standard deviation `std`; if `relative`, relative to the rms."""
 
     std: float
     relative: bool = False
@@ -94,7 +94,7 @@ class Noise(Perturbation):
         object.__setattr__(self, "std", check_deviation(self.std, "std"))
 
     def check(self, site: Site, shape: tuple[int, ...]) -> None:
-        """All shapes will do."""
+        """Accept every shape."""
 
     def apply(self, key: Value, x: Value) -> Any:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

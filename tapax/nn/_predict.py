@@ -1,12 +1,4 @@
-"""Batches of members, and predictions with their uncertainty.
-
->>> import jax.numpy as jnp
->>> x = jnp.arange(3.0)
->>> tile(x, 2).tolist()  # the same rows for every member
-[0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
->>> unfold(tile(x, 2), 2).shape, fold(unfold(tile(x, 2), 2)).shape
-((2, 3), (6,))
-"""
+"""Predictions of an ensemble, with their uncertainty."""
 
 import dataclasses
 import sys
@@ -17,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from tapax._frameworks.interface import Module
-from tapax._jax import PyTree, Value
+from tapax._jax import PyTree
 from tapax.nn._arguments import check_key, check_members
+from tapax.nn._batches import tile, unfold
 from tapax.nn._compilation import compiled
 from tapax.nn._ensembles import Subensemble
 from tapax.nn._random import RandomFunction
@@ -26,58 +19,30 @@ from tapax.nn._random import RandomFunction
 KINDS = ("classification", "regression")
 
 
-def fold(x: Value) -> Any:
-    """`[E, B, ...]` as `[E * B, ...]`: what a layer takes. Of a pytree, every array."""
-
-    def leaf(x: Value) -> jax.Array:
-        x = jnp.asarray(x)
-        if x.ndim < 2:
-            raise ValueError(
-                f"`x` of `fold` must have an axis of members and one of rows, but has the shape "
-                f"{list(x.shape)}."
-            )
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-    return jax.tree.map(leaf, x)
-
-
-def unfold(x: Value, num_members: int) -> Any:
-    """`[E * B, ...]` as `[E, B, ...]`: one member after the other. Of a pytree, every array."""
-    members = check_members(num_members)
-
-    def leaf(x: Value) -> jax.Array:
-        x = jnp.asarray(x)
-        if x.ndim == 0 or x.shape[0] % members:
-            raise ValueError(
-                f"`x` of `unfold` has the shape {list(x.shape)}, but its first axis must be a "
-                f"multiple of num_members={members}."
-            )
-        return x.reshape(members, x.shape[0] // members, *x.shape[1:])
-
-    return jax.tree.map(leaf, x)
-
-
-def tile(x: Value, num_members: int) -> Any:
-    """A plain batch `[B, ...]` once for each member, `[E * B, ...]`. Of a pytree, every array."""
-    members = check_members(num_members)
-
-    def leaf(x: Value) -> jax.Array:
-        x = jnp.asarray(x)
-        if x.ndim == 0:
-            raise ValueError("`x` of `tile` must have an axis of rows, but has the shape [].")
-        each = jnp.broadcast_to(x, (members, *x.shape))
-        return each.reshape(members * x.shape[0], *x.shape[1:])
-
-    return jax.tree.map(leaf, x)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What an ensemble predicts for a batch, and how sure it is. See `predict`.
+    """The prediction of an ensemble for a batch, with its uncertainty; `predict` returns it.
 
-    `total` uncertainty has two parts: `aleatoric`, that of the data, which every member sees, and
-    `epistemic`, that of the model, on which members disagree.
+    For classes, uncertainties are entropies in nats; for numbers, they are variances.
+
+    Attributes:
+        members: The logits, or the numbers, of each member.
+        mean: The mean of the members' probabilities, or of their numbers.
+        total: The total uncertainty: the entropy of `mean`, or the sum of both parts.
+        aleatoric: The uncertainty of the data, which every member sees: the mean of the members'
+            entropies, or of their variances. None for a model that returns no variances.
+        epistemic: The uncertainty of the model, on which members disagree: the mutual information
+            of class and member, or the variance of the members' means.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> model = lambda key, x: x + jax.random.normal(key)  # members differ by a shift
+        >>> x = jnp.array([1.0, 2.0])
+        >>> draw = {"num_members": 1000, "key": jax.random.key(0)}
+        >>> p = tapax.nn.predict(model, x, kind="regression", **draw)
+        >>> p.members.shape, [round(float(v)) for v in p.epistemic]
+        ((1000, 2), [1, 1])
     """
 
     members: Any
@@ -95,54 +60,51 @@ def predict(
     key: Any = None,
     plain_first: bool = False,
 ) -> Prediction:
-    """What all members of an ensemble predict for a plain batch `[B, ...]`.
+    """Predict with all members of an ensemble for a plain batch `[B, ...]`.
 
-    The members are those of a model with BatchEnsemble layers; or draws of a function of a random
-    key, as `dropout`, `noise` and `weight_noise` make it; or those of a `subensemble`. Models
-    should be in evaluation mode.
+    The members are those of a model with BatchEnsemble layers, or of a `subensemble`, or draws of a
+    function of a random key, such as `dropout`, `noise` and `weight_noise` make. Put models in
+    evaluation mode.
 
     Args:
-        model: the ensemble. A function of your own that takes a key before other arguments is one
-            too, if `key` is given: `lambda key, x: net.apply(variables, x, rngs={"dropout": key})`.
-        *args: the arguments of one member, without the key. A model with BatchEnsemble layers takes
-            one, the batch.
+        model: The ensemble. With `key`, any function that takes a key first is an ensemble:
+            `lambda key, x: net.apply(variables, x, rngs={"dropout": key})`.
+        *args: The arguments of one member, without the key. A model with BatchEnsemble layers takes
+            one argument, the batch.
         kind: `"classification"`, for which a member returns logits `[B, ..., classes]`; or
             `"regression"`, for which it returns numbers `[B, ...]` or a pair of means and
             variances.
-        num_members: how many members to draw. A model whose layers know may leave it out.
-        key: a random key, from which the members are drawn.
-        plain_first: whether the first member is the model without its perturbations.
+        num_members: How many members to draw. It is needed only for functions of a key.
+        key: The random key with which to draw the members.
+        plain_first: Whether the first member is the model without its perturbations.
 
     Returns:
-        A `Prediction`. For classes, `members` are the logits of each member, `mean` the mean of
-        their probabilities; `total` is the entropy of that mean, `aleatoric` the mean of the
-        members' entropies, and `epistemic` the difference, which is the mutual information of class
-        and member; all in nats. For numbers, `epistemic` is the variance of the members' means,
-        `aleatoric` the mean of their variances, None for a model that gives none, and `total` their
-        sum.
+        A `Prediction`, with the mean, and total, aleatoric and epistemic uncertainty.
 
     Raises:
-        TypeError: the model returns other things than `kind` says, or a key is missing.
-        ValueError: `kind` is neither, or nothing tells the number of members.
+        TypeError: If the results of the model do not fit `kind`, or a key is missing.
+        ValueError: If `kind` is something else, or nothing tells the number of members.
 
-    >>> import jax
-    >>> from flax import nnx
-    >>> from tapax import nn
-    >>> model = nn.batch_ensemble(nnx.Linear(3, 10, rngs=nnx.Rngs(0)), 4, rngs=0)
-    >>> p = nn.predict(model, jax.numpy.ones((5, 3)))
-    >>> p.members.shape, p.mean.shape, p.epistemic.shape
-    ((4, 5, 10), (5, 10), (5,))
-    >>> noisy = nn.weight_noise(nnx.Linear(3, 10, rngs=nnx.Rngs(0)), 0.1)
-    >>> p = nn.predict(noisy, jax.numpy.ones((5, 3)), num_members=4, key=jax.random.key(0))
-    >>> p.members.shape
-    (4, 5, 10)
+    Example:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from tapax import nn
+        >>> x = jax.random.normal(jax.random.key(0), (5, 3))
+        >>> model = nn.batch_ensemble(nnx.Linear(3, 10, rngs=nnx.Rngs(0)), 4, rngs=0)
+        >>> p = nn.predict(model, x)
+        >>> p.members.shape, p.mean.shape, p.epistemic.shape
+        ((4, 5, 10), (5, 10), (5,))
+        >>> noisy = nn.weight_noise(nnx.Linear(3, 10, rngs=nnx.Rngs(0)), 0.1)
+        >>> p = nn.predict(noisy, x, num_members=4, key=jax.random.key(0))
+        >>> p.members.shape
+        (4, 5, 10)
     """
     if kind not in KINDS:
         raise ValueError(f"`kind` must be 'classification' or 'regression', but is {kind!r}.")
     if plain_first and not isinstance(model, RandomFunction):
         raise TypeError(
-            "`plain_first` is for functions that tapax.nn.dropout, noise or weight_noise made: the "
-            f"plain model is not known of a {type(model).__name__}."
+            "`plain_first` needs a function that tapax.nn.dropout, noise or weight_noise made, but "
+            f"the model is a {type(model).__name__}, whose plain model is not known."
         )
     out = _run_members(model, args, num_members, key, plain_first)
     pair = kind == "regression" and isinstance(out, (tuple, list)) and len(out) == 2
@@ -168,18 +130,18 @@ def _run_members(
     key: Any,
     plain_first: bool,
 ) -> Any:
-    """What all members return, along a first axis."""
+    """Run all members; stack their results along a first axis."""
     if isinstance(model, Subensemble):
         if key is not None or num_members not in (None, model.num_members):
             raise ValueError(
-                f"The subensemble has the {model.num_members} heads that it was made with: leave "
+                f"The number of heads of the subensemble, {model.num_members}, is fixed. Leave "
                 "`num_members` and `key` out."
             )
         return model(*args)
     if isinstance(model, RandomFunction) or key is not None:
         key = check_key(key)
         if num_members is None:
-            raise ValueError("`num_members` must be given: how many members to draw.")
+            raise ValueError("`num_members`, the number of members to draw, must be given.")
         if isinstance(model, RandomFunction):
             draw = model.sample_after_plain if plain_first else model.sample
             return draw(key, num_members, *args)
@@ -204,7 +166,7 @@ def _is_arrays(out: PyTree) -> bool:
 
 
 def count_members(model: Module) -> int:
-    """Counts the members of the layers of a model."""
+    """Count the members of the layers of a model."""
     numbers: set[int] = set()
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(model, nnx.Module):
@@ -214,7 +176,7 @@ def count_members(model: Module) -> int:
 
 
 def only_number(numbers: set[int], holder: str) -> int:
-    """The one number of members that layers have; `holder` says what has {} in it."""
+    """Return the only number of members; `holder` describes the layers in an error."""
     if len(numbers) != 1:
         found = f"layers of {sorted(numbers)} members" if numbers else "no BatchEnsemble layer"
         raise ValueError(f"`num_members` must be given for {holder.format(found)}.")
@@ -234,14 +196,14 @@ def _classify(logits: jax.Array) -> Prediction:
     log_p = jax.nn.log_softmax(_widen(logits))
     log_mean = jax.nn.logsumexp(log_p, axis=0) - jnp.log(logits.shape[0])
     p, mean = jnp.exp(log_p), jnp.exp(log_mean)
-    # As a mean of divergences it is no difference of large numbers, and not negative.
+    # A mean of divergences avoids the difference of large numbers, and is not negative.
     epistemic = jnp.maximum(_sum_weighted(p, log_p - log_mean).mean(0), 0)
     entropies = -_sum_weighted(p, log_p)
     return Prediction(logits, mean, -_sum_weighted(mean, log_mean), entropies.mean(0), epistemic)
 
 
 def _sum_weighted(p: jax.Array, x: jax.Array) -> jax.Array:
-    """The sum of `p * x` over classes, where those of no probability count nothing."""
+    """Sum `p * x` over classes, without the classes of zero probability."""
     return jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, x, 0), 0), axis=-1)
 
 

@@ -1,13 +1,13 @@
-"""Functions of a random key: a model whose values or weights are perturbed anew for each key.
+"""Functions of a random key, which perturb the values or the weights of a model for each key.
 
-A perturbation is an edit whose function draws: of the values of some sites, or of the weights, the
-arrays that enter the program. All keys of an ensemble are one `jax.vmap`, in which a part of the
-program that no perturbation reaches is computed once for all members.
+A perturbation is an edit whose function draws random numbers: an edit of the values of some sites,
+or of the weights, the arrays that enter the program. All keys of an ensemble are one `jax.vmap`, in
+which the part of the program that no perturbation reaches runs once for all members.
 
-The n-th thing that is perturbed, of all perturbations in the order in which they were added, and of
-each in the order of the program (weights: in that of the model), draws with
-`jax.random.fold_in(key, n)`. A site in a scan, a map or a mesh has that key split, one for each
-iteration, example and device, be it perturbed in all of them or in some.
+The n-th perturbed array draws with `jax.random.fold_in(key, n)`. Perturbations count in the order
+in which they were added, their sites in the order of the program, and weights in the order of the
+model. For a site in a scan, a map or a mesh that key is split, one for each iteration, example and
+device, even if only some of them are perturbed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._api.change_builder import (
-    ChangeBuilder,
-    Counters,
-    EditOperands,
-    EditRule,
-    Target,
-    make_rule,
-)
+from tapax._api.change_builder import ChangeBuilder
 from tapax._api.cut import prefix, suffix
+from tapax._api.edit_rules import Counters, EditOperands, EditRule, Target, make_rule
 from tapax._calling.program import TracedCall
 from tapax._calling.survey import Spot, survey
 from tapax._calling.transform import Transform, TransformedFunction
@@ -47,11 +41,24 @@ from tapax.nn._weights import find_weights, model_of
 
 
 class RandomFunction:
-    """A function of a random key and of the arguments of `fn`, which perturbs `fn` for that key.
+    """A function of a random key and of the arguments of `fn`, which perturbs `fn` with that key.
 
-    `dropout`, `noise`, `weight_noise` and `subensemble` make these, also from one another. Equal
-    keys give equal results. `fn` is the function without perturbations. Objects that `fn` changes,
-    such as the statistics of a model, stay as they are.
+    `dropout`, `noise`, `weight_noise` and `subensemble` make it, and accept it, too. Equal keys
+    give equal results. Objects that `fn` changes, such as the statistics of a model, do not change.
+
+    Args:
+        fn: The function without perturbations.
+        perturbations: The perturbations, in the order in which they apply.
+        trunk: Selects the site at which a shared trunk ends, as in `subensemble`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def model(w, x):
+        ...     return tapax.sow(jnp.tanh(x @ w["up"]), "h") @ w["out"]
+        >>> w = {"up": jnp.ones((3, 8)), "out": jnp.ones((8, 2))}
+        >>> noisy = tapax.nn.dropout(tapax.nn.weight_noise(model, 0.1), at="h", rate=0.5)
+        >>> noisy(jax.random.key(0), w, jnp.array([0.5, -1.0, 2.0])).shape  # one member
+        (2,)
     """
 
     def __init__(
@@ -72,24 +79,84 @@ class RandomFunction:
         self._from_trunk = compiled(self._draw_from_trunk)
 
     def __call__(self, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` returns, perturbed by one key."""
+        """Run `fn`, perturbed with one key."""
         return self._draw(check_key(key), args, kwargs)
 
     def sample(self, key: Any, num_members: int, /, *args: Any, **kwargs: Any) -> Any:
-        """What several members return, each perturbed by its own key, stacked.
+        """Run several members in one program, and stack their results.
 
-        The keys are those of `jax.random.split(key, num_members)`.
+        Args:
+            key: A random key. Member `i` uses `jax.random.split(key, num_members)[i]`.
+            num_members: The number of members.
+            *args: The arguments of `fn`.
+            **kwargs: The keyword arguments of `fn`.
+
+        Returns:
+            The results of `fn`, with a new first axis of members.
+
+        Raises:
+            TypeError: If `key` is not one random key, or `num_members` not an integer.
+            ValueError: If `num_members` is not positive.
+            SiteError: If a perturbation selects no site, or one that it cannot perturb.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, tapax
+            >>> noisy = tapax.nn.noise(lambda x: tapax.sow(x, "h"), at="h", std=2.0)
+            >>> out = noisy.sample(jax.random.key(0), 1000, jnp.array([1.0, 5.0]))
+            >>> out.shape, [round(float(x)) for x in out.mean(0)]
+            ((1000, 2), [1, 5])
         """
         keys = jax.random.split(check_key(key), check_members(num_members))
         return self._draw(keys, args, kwargs)
 
     def sample_after_plain(self, key: Any, num_members: int, /, *args: Any, **kwargs: Any) -> Any:
-        """As `sample`, but the first member is `fn` without perturbations."""
+        """Run several members, as `sample` does, with the plain `fn` as the first member.
+
+        Args:
+            key: A random key, as in `sample`.
+            num_members: The number of members, including the plain one.
+            *args: The arguments of `fn`.
+            **kwargs: The keyword arguments of `fn`.
+
+        Returns:
+            The results of `fn`, with a new first axis of members.
+
+        Raises:
+            TypeError: If `key` is not one random key, or `num_members` not an integer.
+            ValueError: If `num_members` is not positive.
+            SiteError: If a perturbation selects no site, or one that it cannot perturb.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, tapax
+            >>> noisy = tapax.nn.noise(lambda x: tapax.sow(x, "h"), at="h", std=2.0)
+            >>> out = noisy.sample_after_plain(jax.random.key(0), 3, jnp.array([1.0, 5.0]))
+            >>> out[0].tolist(), bool((out[1] == out[0]).any())
+            ([1.0, 5.0], False)
+        """
         keys = jax.random.split(check_key(key), check_members(num_members))
         return self._draw(keys, args, kwargs, plain_first=True)
 
     def extend(self, perturbation: Perturbation) -> RandomFunction:
-        """A function with one more perturbation."""
+        """Make a function with one more perturbation, after the others.
+
+        Args:
+            perturbation: A perturbation, as in the `perturbations` of another `RandomFunction`.
+
+        Returns:
+            A new `RandomFunction`.
+
+        Raises:
+            SiteError: If the perturbation selects nothing that can be perturbed, when the function
+                is called.
+
+        Example:
+            >>> import jax, tapax
+            >>> f = lambda x: tapax.sow(x, "h")
+            >>> noisy, dropped = tapax.nn.noise(f, "h", 0.1), tapax.nn.dropout(f, "h", 0.5)
+            >>> both = noisy.extend(dropped.perturbations[0])
+            >>> [type(p).__name__ for p in both.perturbations]
+            ['Noise', 'Dropout']
+        """
         return RandomFunction(self.fn, (*self.perturbations, perturbation), self.trunk)
 
     def __repr__(self) -> str:
@@ -122,7 +189,7 @@ class RandomFunction:
         return _map_keys(member, keys, plain_first)
 
     def _find_weights(self, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """The weights for each perturbation of weights, by path."""
+        """Find the weights for each perturbation of weights, by path."""
         noises = [p for p in self.perturbations if isinstance(p, WeightNoise)]
         return [_select_weights(noise, self.fn, args) for noise in noises]
 
@@ -135,22 +202,22 @@ def _select_weights(
         number = noise.params or 0
         if not -len(args) <= number < len(args):
             raise TypeError(
-                f"The weights are argument {number} of {name_of(fn)}, which was given {len(args)} "
-                "positional arguments."
+                f"`params` says that argument {number} of {name_of(fn)} contains the weights, but "
+                f"it was called with {len(args)} positional arguments."
             )
         model = args[number]
         if noise.params is None and isinstance(model, (jax.Array, np.ndarray)):
             raise TypeError(
-                f"{name_of(fn)} is a function, and its first argument an array, which may be data. "
-                "Give it the model as an argument, and say which one that is: "
+                f"The first argument of the function {name_of(fn)} is an array, which may be data. "
+                "Pass the model as an argument, and say which one it is: "
                 "tapax.nn.weight_noise(fn, ..., params=0)."
             )
     weights = find_weights(model)
     found = {path: x for path, x in weights.items() if matches(noise.at, Site(path))}
     if not weights:
         raise ValueError(
-            f"There are no weights in the {type(model).__name__} that {name_of(fn)} takes them "
-            "from: no arrays of real or complex numbers."
+            f"The {type(model).__name__} that {name_of(fn)} takes as its model contains no "
+            "weights, no arrays of real or complex numbers. Give the right argument with `params`."
         )
     if not found:
         some = ", ".join(map(repr, list(weights)[:5])) + (" ..." if len(weights) > 5 else "")
@@ -160,7 +227,7 @@ def _select_weights(
 
 @dataclasses.dataclass(frozen=True)
 class _Perturb(Transform):
-    """Runs a program with perturbations: for one key, or for several, stacked."""
+    """Runs a program with perturbations, for one key, or for several keys with stacked results."""
 
     plan: Plan
     perturbations: tuple[Perturbation, ...]
@@ -168,7 +235,7 @@ class _Perturb(Transform):
     stateless = True
 
     def prepare(self, call: TracedCall) -> list[Any]:
-        """The spots of each perturbation of sites; of weights, the numbers of their arrays."""
+        """Find the values of each perturbation of sites, and the arrays of each of weights."""
         weights = iter(call.operands[1])
         spots = survey(call, self.plan) if self.plan.values else []
         prepared: list[Any] = []
@@ -186,18 +253,18 @@ class _Perturb(Transform):
                 return call.run_changed(builder.changes())
             for perturbation, picked in zip(self.perturbations, prepared, strict=True):
                 for one in picked:
-                    own = jax.random.fold_in(key, next(count))
+                    drawn = jax.random.fold_in(key, next(count))
                     if isinstance(one, _PerturbedValue):
-                        one.perturb(builder, own)
+                        one.perturb(builder, drawn)
                     elif one is not None:
-                        arrays[one] = perturbation.apply(own, jnp.asarray(arrays[one]))
+                        arrays[one] = perturbation.apply(drawn, jnp.asarray(arrays[one]))
             return dataclasses.replace(call, arrays=arrays).run_changed(builder.changes())
 
         return _map_keys(member, call.operands[0], self.plain_first), ()
 
 
 def _map_keys(member: Callable[[jax.Array | None], Any], keys: jax.Array, plain_first: bool) -> Any:
-    """What a member returns for one key, or for each of several, stacked.
+    """Run a member for one key, or for each of several keys, and stack the results.
 
     If `plain_first`, the first member has no key, and no perturbations.
     """
@@ -213,26 +280,26 @@ def _map_keys(member: Callable[[jax.Array | None], Any], keys: jax.Array, plain_
 
 
 def _find_arrays(weights: Mapping[str, Any], arrays: Sequence[Any]) -> list[int | None]:
-    """Which array of a call each weight is; None for one that the call does not use."""
+    """Find the number of each weight among the arrays of a call; None for an unused weight."""
     places: dict[int, list[int]] = {}
     for i, x in enumerate(arrays):
         places.setdefault(id(x), []).append(i)
-    # Two weights may be one array by chance, as zeros are: each has a place of its own.
+    # Two weights may happen to be one array, such as zeros: each takes a different place.
     found: list[int | None] = []
     for weight in weights.values():
         here = places.get(id(weight), [])
         found.append(here.pop(0) if here else None)
     if all(place is None for place in found):
         raise ValueError(
-            f"The weight {next(iter(weights))!r} is fixed in the function, which closes over it, "
-            "and so are all others. Give the function its weights as an argument."
+            f"The function closes over the weight {next(iter(weights))!r} and all others, so they "
+            "are constants of its program. Pass the weights as an argument."
         )
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class _PerturbedValue:
-    """The values of a site that are perturbed, as the target of an edit."""
+    """The perturbed values of a site, as the target of an edit."""
 
     perturbation: Any
     rule: EditRule
@@ -240,35 +307,36 @@ class _PerturbedValue:
     target: Target
 
     def check(self) -> None:
-        """Raises for a part of a value, or an iteration, that there is not."""
+        """Raise if the part of a value, or the iteration, does not exist."""
         target = self.target
         if self.rule.step is True:
             target.spot.check_step(int(self.given.step), target.loop)
         self.perturbation.check(target.site, self.rule.edited_type(target).shape)
 
     def perturb(self, builder: ChangeBuilder, key: jax.Array) -> None:
-        """Has the values perturbed, with a key for each iteration, example and device."""
+        """Add the perturbation to `builder`, with a key for each iteration, example and device."""
         spot = self.target.spot
         sizes = (*(a.size for a in spot.around if a.size is not None), *spot.mapped)
         keys = jax.random.split(key, math.prod(sizes)).reshape(sizes) if sizes else key
-        # As data: the axes of a typed key are those that its implementation hides.
+        # Pass the keys as data, because the walk cannot slice the axes of typed keys.
         part = Part(jax.random.key_data(keys), spot.depths, len(spot.mapped))
         kind = jax.random.key_impl(key)
 
-        # How often a while loop runs is not known, so its iterations share the key they are given.
+        # The number of iterations of a while loop is not known, so its iterations share a key, into
+        # which each folds its number.
         whiles = [depth for depth in spot.loops if spot.around[depth].kind is Kind.WHILE]
 
         def perturb(x: Value, counters: Counters, data: Value) -> Any:
-            own = jax.random.wrap_key_data(data, impl=kind)
+            drawn = jax.random.wrap_key_data(data, impl=kind)
             for depth in whiles:
-                own = jax.random.fold_in(own, counters[depth])
-            return self.perturbation.apply(own, x)
+                drawn = jax.random.fold_in(drawn, counters[depth])
+            return self.perturbation.apply(drawn, x)
 
         builder.change_edited(self.rule, self.target, self.given, perturb, [part], counted=whiles)
 
 
 def _pick(perturbation: Any, spots: Sequence[Spot]) -> list[_PerturbedValue]:
-    """What a perturbation is for; raises if it would do nothing."""
+    """Find the values that a perturbation changes; raise if it would do nothing."""
     at = perturbation.at
     rules = [make_rule("value", part, perturbation.apply) for part in flatten(at)]
     found: dict[Hashable, _PerturbedValue] = {}
@@ -292,9 +360,9 @@ def _pick(perturbation: Any, spots: Sequence[Spot]) -> list[_PerturbedValue]:
         raise _not_real(picked[0].target.spot)
     if not any(one.target.spot.reaches for one in numbers):
         raise SiteError(
-            f"The {numbers[0].target.site.described}, is perturbed, but its value never reaches a "
-            "result of the function, so nothing would change. Use what tapax.sow returned in the "
-            "place of the value that it was given."
+            f"The perturbation of the {numbers[0].target.site.described}, would change nothing, "
+            "because its value never reaches a result of the function. Use the value that "
+            "tapax.sow returns, instead of the value passed to it."
         )
     return numbers
 

@@ -19,11 +19,11 @@ from tapax._jax import Function, PyTree
 
 
 def find_weights(model: PyTree) -> dict[str, Any]:
-    """The weights of a model, by path, in the order in which the model holds them.
+    """Find the weights of a model, by path, in the order of the model.
 
-    They are the `Param`s of a module or a state of NNX, the collection `params` of variables of
-    Linen, the trainable variables of a Keras layer, and all real or complex arrays of any other
-    pytree, such as a module of Equinox or the parameters of Haiku.
+    They are the `Param`s of an NNX module or state, the collection `params` of Linen variables, the
+    trainable variables of a Keras layer, and all real or complex arrays of any other pytree, such
+    as an Equinox module or the parameters of Haiku.
     """
     if isinstance(model, Mapping) and isinstance(model.get("params"), Mapping):
         model = {"params": model["params"]}
@@ -31,9 +31,9 @@ def find_weights(model: PyTree) -> dict[str, Any]:
 
 
 def model_of(fn: Function) -> Module | None:
-    """The model that a function is, or is a method of; None if it holds no weights itself.
+    """Return the model that `fn` is, or whose method it is; None if it contains no weights.
 
-    A module of Linen is given its weights: `model.apply(variables, x)`.
+    A Linen module contains no weights: `model.apply(variables, x)` takes them as an argument.
     """
     owner = getattr(fn, "__self__", None) or fn
     is_module = any(adapter.is_module(owner) for adapter in registry.loaded_adapters())

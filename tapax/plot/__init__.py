@@ -1,4 +1,4 @@
-"""Plots of a capture, by depth and by role, of two compared, and of a monitor's log over training.
+"""Plots of one capture, of the difference of two captures, and of a monitor's log over training.
 
 >>> import jax, jax.numpy as jnp, tapax
 >>> def loss(x):
@@ -12,18 +12,19 @@
 - `taps`: a row for each site, from the input down.
 - `roles`: depth from left to right, a line for each kind of module; for deep models, and to compare
   captures, such as before and after training.
+- `difference`: the errors between two captures, by depth.
 - `history`: a monitor's log over training.
 
-All return a `matplotlib.figure.Figure`, which a notebook shows and `figure.savefig` saves. pyplot
-does not know it: it need not be closed, and `plt.show` does not show it. They need matplotlib:
-`pip install tapax[plot]`.
+Every function returns a `matplotlib.figure.Figure`, which a notebook shows and `figure.savefig`
+saves. The figure is unknown to pyplot: you need not close it, and `plt.show` does not show it. The
+functions need matplotlib: `pip install tapax[plot]`.
 
-Colours mean the same in every plot. A hue is a role, `attn` or `mlp`, in the panels of values and
-of gradients; the scale from dark to bright is depth or time in lines, and size in heat maps; red is
-what is not finite; grey is what has no role.
+Colours have one meaning in all plots. A hue marks a role, such as `attn` or `mlp`, in the panels of
+values and of gradients. The scale from dark to bright shows depth or time in lines, and magnitude
+in heat maps. Red marks numbers that are not finite, and grey sites without a role.
 
-Numbers with an order of magnitude are on a log axis. Numbers that have no place on it are marked at
-its edge: NaN and Inf in red, zero by a circle.
+Numbers that differ by orders of magnitude are on a log axis. A mark at the edge shows a number that
+a log axis cannot show: red for NaN and Inf, a circle for zero.
 """
 
 from tapax.plot._difference import difference

@@ -1,9 +1,9 @@
 """The plot by role: depth from left to right, a line for each kind of module.
 
-A role has one colour and one marker, in every panel and for every capture. What the layers
-themselves return, the residual stream of a transformer, is a wide grey line under the others: a
-part that is added to the stream often has its gradient. Sites outside of the layers are grey
-points at places of their own.
+A role has one colour and one marker, in every panel and for every capture. A wide grey line under
+the others shows the results of whole layers, the residual stream of a transformer: a part that is
+added to the stream often has the gradient of the stream. Grey points show the sites outside of the
+layers, beside the layers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tapax.plot._series import Number, Statistic, is_on_log_axis
 PANEL, HEIGHT = 4.6, 2.9
 """The width and the height of a panel, in inches."""
 OUTSIDE = 12
-"""How many sites outside of the layers are shown, at most."""
+"""The largest number of sites outside of the layers to draw."""
 DENSE = 16
-"""How many points of a line have markers, at most."""
+"""The largest number of points with markers in a line."""
 APART = "outside of the layers"
 DASHES: dict[int, tuple[Any, ...]] = {
     1: ("-",),
@@ -46,7 +46,7 @@ def draw(
     places: Mapping[str, Place],
     note: str,
 ) -> style.Plot:
-    """A figure of the statistics that are shown; `places` has all rows of the captures."""
+    """Draw the statistics in `shown`; `places` contains all rows of the captures."""
     drawn = {row for found in captures.values() for stat in shown for row in found.get(stat, ())}
     in_layers = [row for row in places if row in drawn and places[row].depth]
     others = [row for row in places if row in drawn and not places[row].depth]
@@ -83,9 +83,9 @@ def draw(
 def _choose_roles(
     rows: Sequence[str], places: Mapping[str, Place], most: int
 ) -> tuple[list[str], list[str]]:
-    """The roles of some rows that there is room for, and the others.
+    """Choose the roles that fit into a plot; return them and the others.
 
-    Outer modules come first, and modules of one level together if they fit.
+    Outer modules come first. The modules of one level are chosen together, if they fit.
     """
     streams = _find_streams(places)
     roles = list(dict.fromkeys(places[row].role for row in rows))
@@ -104,7 +104,7 @@ def _choose_roles(
 
 
 def _find_streams(places: Mapping[str, Place]) -> set[str]:
-    """The roles of whole layers that have parts."""
+    """Find the roles of whole layers that have parts."""
     parts = {place.stack for place in places.values() if place.is_part}
     return {place.role for place in places.values() if place.is_layer and place.stack in parts}
 
@@ -115,7 +115,7 @@ def _list_some(names: Sequence[str], most: int = 6) -> str:
 
 
 def _pick_looks(roles: Sequence[str], places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
-    """The looks of the line of each role: wide and grey for what layers return, below the parts."""
+    """Choose the style of the line of each role; whole layers are wide and grey, below parts."""
     streams = _find_streams(places)
     coloured = style.pick_role_colours([role for role in roles if role not in streams], places)
     looks: dict[str, dict[str, Any]] = {}
@@ -136,7 +136,7 @@ def _draw_lines(
     axis: DepthAxis,
     looks: Mapping[str, Mapping[str, Any]],
 ) -> set[str]:
-    """The lines of one panel, those of the last capture on top."""
+    """Draw the lines of one panel, with those of the last capture on top."""
     rows = {role: [r for r in axis.xs if _is_of(places[r], role)] for role in looks}
     every = [numbers[row] for numbers in captures.values() for row in axis.xs if row in numbers]
     log = is_on_log_axis(stat, np.array(every))
@@ -154,7 +154,7 @@ def _draw_lines(
             here = [row for row in mine if row in numbers]
             if here:
                 look |= {"markersize": size, "label": f"{role}, {name}" if name else role}
-                # Markers of lines that coincide are beside one another.
+                # Shift the markers, so that lines that coincide can be told apart.
                 look |= {"markevery": (j % apart, apart)} if role in rows else {}
                 look |= {} if i == len(captures) - 1 else {"markerfacecolor": style.PAPER}
                 stacks = [places[row].stack for row in here]
@@ -175,7 +175,7 @@ def _draw_line(
     log: bool,
     look: Mapping[str, Any],
 ) -> set[str]:
-    """One line, which breaks between stacks; the middle, and points, of several rows in a layer."""
+    """Draw one line, with breaks between stacks; for several rows in a layer, median and points."""
     seen = np.where([style.mark_of(y, log) is None for y in ys], ys, np.nan)
     order = sorted(range(len(xs)), key=lambda i: float(xs[i]))
     along: list[float] = []
@@ -203,7 +203,7 @@ def _find_equal(
     rows: Sequence[str],
     places: Mapping[str, Place],
 ) -> dict[str, str]:
-    """Roles with the same numbers everywhere as another one, which covers them in every panel."""
+    """Find the roles whose numbers equal those of another role, which hides them in every panel."""
     numbers: dict[str, list[Any]] = {}
     for found, stat in itertools.product(captures.values(), shown):
         for row in rows:
@@ -224,7 +224,7 @@ def _find_equal(
 def _draw_role_legend(
     figure: style.Plot, looks: Mapping[str, Mapping[str, Any]], equal: Mapping[str, str]
 ) -> None:
-    """Names the roles by their colours below the figure; roles that coincide have one key."""
+    """Draw the legend of roles below the figure; roles that coincide share one key."""
     names = {role: role for role in looks if role not in equal}
     for role, other in equal.items():
         names[other] += f" = {role}"
@@ -244,7 +244,7 @@ def _draw_role_legend(
 
 
 def _capture_keys(names: Sequence[str]) -> list[Line2D]:
-    """The styles of the lines of several captures, explained."""
+    """Make the keys of a legend that explains the line styles of several captures."""
     if len(names) < 2:
         return []
     keys = []

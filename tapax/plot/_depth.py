@@ -11,7 +11,7 @@ from tapax.plot._roles import Place
 from tapax.plot._series import Number, Statistic, has_histograms, is_on_log_axis
 
 ROW, TALLEST = 0.24, 12.0
-"""The height of a row in inches, and of all of them at most."""
+"""The height of a row, and the largest height of all rows, in inches."""
 
 
 def draw(
@@ -20,7 +20,7 @@ def draw(
     places: Mapping[str, Place],
     note: str,
 ) -> style.Plot:
-    """A figure of the statistics that are shown; `places` has all rows of the capture."""
+    """Draw the statistics in `shown`; `places` contains all rows of the capture."""
     order = dict.fromkeys(row for numbers in found.values() for row in numbers)
     rows = [row for row in order if any(row in found[stat] for stat in shown)]
     row = min(ROW, TALLEST / len(rows))
@@ -48,7 +48,7 @@ def draw(
 
 
 def _colour_of(place: Place, colours: style.RoleColours) -> str:
-    """The colour of a role; whole layers, and sites outside of them, have none of their own."""
+    """Return the colour of a role, or the plain colour for whole layers and other sites."""
     return colours[place.role][0] if place.is_part and place.role in colours else style.PLAIN
 
 
@@ -69,7 +69,7 @@ def _dots(
     size = 5.5 if len(rows) <= 60 else 3.5
     dots = {"markersize": size, "color": style.PLAIN, "zorder": 3, "label": f"{kind} {stat}"}
     axis.plot(seen, numbered, "o", **dots)
-    # A line joins the same part of one layer after another, which differs least from it.
+    # A line joins the same part of successive layers, which are the rows to compare.
     groups: dict[tuple[str, str], dict[int, float]] = {}
     for i, x in zip(numbered, seen, strict=True):
         place = places[rows[i]]

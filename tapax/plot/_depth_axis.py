@@ -13,13 +13,13 @@ import tapax.plot._style as style
 from tapax.plot._roles import Place
 
 CHARACTER = 0.062
-"""The width in inches of a character of a label, about."""
+"""The approximate width of a character of a label, in inches."""
 STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The layers of one stack on the axis: where they are, and their labels."""
+    """The layers of one stack on the axis: their positions and their labels."""
 
     name: str
     xs: Sequence[float]
@@ -28,7 +28,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class DepthAxis:
-    """Where each row is on the axis; its stacks of layers, and the sites outside of them."""
+    """The position of each row on the axis, the stacks of layers, and the sites outside of them."""
 
     xs: Mapping[str, float]
     stacks: Sequence[Stack]
@@ -37,9 +37,10 @@ class DepthAxis:
 
     @classmethod
     def of(cls, rows: Sequence[str], places: Mapping[str, Place], width: float) -> DepthAxis:
-        """The axis for some rows, in the order of the program, in panels of a width in inches.
+        """Make the axis for some rows, in the order of the program.
 
-        Sites outside of the layers are as far apart as a label is high.
+        `width` is the width of a panel in inches. The distance between sites outside of the layers
+        is the height of a label.
         """
         members: dict[str, list[str]] = {}
         for row in rows:
@@ -89,7 +90,7 @@ class DepthAxis:
             axes.set_xlabel(self.stacks[0].name, parse_math=False, **style.LABEL)
 
     def _label(self, stack: Stack) -> Iterator[tuple[float, str, bool]]:
-        """Labels of some layers; one in the middle names the stack, if there are several."""
+        """Yield the labels of some layers; with several stacks, a middle label names the stack."""
         longest = max(map(len, stack.labels))
         needed = (CHARACTER * longest + 0.1) / self.inch
         step = next((s for s in STEPS if s >= needed), STEPS[-1])
@@ -100,7 +101,7 @@ class DepthAxis:
             yield stack.xs[i], stack.labels[i] + name, False
 
     def _have_room(self, ticks: Sequence[tuple[float, str, bool]]) -> bool:
-        """Whether labels fit beside one another."""
+        """Return whether the labels fit next to each other."""
         widths = [CHARACTER * len(label.partition("\n")[0]) for _, label, _ in ticks]
         return all(
             (b[0] - a[0]) * self.inch > (widths[i] + widths[i + 1]) / 2 + 0.06
@@ -109,9 +110,9 @@ class DepthAxis:
 
 
 def _order(rows: Sequence[str], members: Mapping[str, Sequence[str]]) -> list[tuple[str, bool]]:
-    """The stacks, and the rows outside, from left to right; and whether each is a stack.
+    """Order the stacks and the rows outside from left to right; tell whether each is a stack.
 
-    A row that the program reaches between the layers of a stack comes behind the stack.
+    A row that the program reaches between the layers of a stack comes after the stack.
     """
     number = {row: i for i, row in enumerate(rows)}
     spans = {stack: (number[mine[0]], number[mine[-1]]) for stack, mine in members.items()}

@@ -1,4 +1,4 @@
-"""`difference`: the errors between two captures by depth."""
+"""`difference`: draw the errors between two captures by depth."""
 
 from __future__ import annotations
 
@@ -18,21 +18,39 @@ if TYPE_CHECKING:
 
 _PANELS = {"value": "Values", "grad": "Gradients"}
 _ROW, _TALLEST = 0.24, 12.0
-"""The height of a row in inches, and of all of them at most."""
+"""The height of a row, and the largest height of all rows, in inches."""
 
 
 def difference(difference: Difference) -> Figure:
     """Draw the errors between two captures by depth: a row for each site, from the input down.
 
     The error of a site is the largest of its elements, in units in the last place of the coarser
-    dtype: see `tapax.diff`. A site in a loop has a row for each iteration. What differs beyond the
-    tolerance is red; a line shows a tolerance that is in these units. Sites that are equal are
-    marked at the left edge; those that cannot be compared, because their shapes differ or one
-    capture has none, at the right.
+    dtype: see `tapax.diff`. A site in a loop has a row for each iteration. Red marks errors beyond
+    the tolerance; a dashed line shows the tolerance, if it is in these units. A mark at the left
+    edge shows that two arrays are equal, a mark at the right edge that they cannot be compared,
+    because their shapes differ or one capture lacks the array.
+
+    Args:
+        difference: The `Difference` that `tapax.diff` returns.
+
+    Returns:
+        A `matplotlib.figure.Figure`: values on the left, gradients on the right.
+
+    Raises:
+        TypeError: If `difference` is not a `Difference`.
+        ModuleNotFoundError: If matplotlib is not installed.
+
+    Example:
+        >>> import numpy as np, tapax
+        >>> a = {"up": np.float32([1, 2]), "down": np.float32([0.5])}
+        >>> b = {"up": np.float32([1, 2]), "down": np.float32([0.25])}
+        >>> figure = tapax.plot.difference(tapax.diff(a, b))
+        >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        ['up', 'down']
     """
     if not isinstance(difference, Difference):
         raise wrong_type(
-            "tapax.plot.difference takes what tapax.diff returned, but was given", difference
+            "tapax.plot.difference takes the result of tapax.diff, but was given", difference
         )
     with _explain_matplotlib():
         import tapax.plot._style as style
@@ -56,7 +74,7 @@ def difference(difference: Difference) -> Figure:
 
 
 def _rows(found: Iterable[SiteDifference]) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """Yield each row with its error, and whether that is beyond the tolerance."""
+    """Yield each row with its error, and whether the error exceeds the tolerance."""
     for each in found:
         for place, ulps in np.ndenumerate(each.ulps_by_iteration):
             row = f"{each.name}[{','.join(map(str, place))}]" if place else each.name

@@ -24,24 +24,45 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS, ROWS = 6, 6
-"""How many statistics are shown, unless some are asked for."""
+"""The largest number of panels, and of rows of panels, unless `stats` selects statistics."""
 CAPTURES = 4
-"""How many captures a plot compares, at most."""
+"""The largest number of captures that a plot compares."""
 
 
 def taps(taps: Taps, at: Selection = "**", stats: str | Iterable[str] | None = None) -> Figure:
-    """The scale of values and of gradients by depth: a row for each site, from the input down.
+    """Draw the scale of values and gradients by depth: a row for each site, from the input down.
 
-    A site in a scan has a row for each iteration. Values that were captured whole count as their
-    root mean square; those that were reduced are shown as what they were reduced to, a panel for
-    each statistic, histograms as ridgelines. What did not run is left out.
+    A site in a scan has a row for each iteration. The plot shows the root mean square of a whole
+    array, and the result of a reducer as it is: a panel for each statistic, ridgelines for
+    histograms. It leaves out sites that did not run.
 
-    `at` selects sites: a glob such as `"**/mlp"`. `stats` selects statistics, such as `"rms"`.
+    Args:
+        taps: The taps of a capture.
+        at: Selects the sites to draw: a glob such as `"**/mlp"`, or any other selection.
+        stats: The statistics to draw, such as `"rms"`; by default all of them, up to six.
+
+    Returns:
+        A `matplotlib.figure.Figure` with a panel for each statistic.
+
+    Raises:
+        TypeError: If `taps` are not the taps of a capture, or are traced.
+        SiteError: If `at` matches nothing.
+        ValueError: If there are no numbers to draw, or no such statistic.
+        ModuleNotFoundError: If matplotlib is not installed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     for i in range(3):
+        ...         x = tapax.sow(2 * x, f"net/layers/{i}")
+        ...     return x
+        >>> _, taps = tapax.capture(f)(jnp.array([0.5, -0.5]))
+        >>> (panel,) = tapax.plot.taps(taps).axes
+        >>> panel.lines[0].get_xdata().tolist()  # root mean squares
+        [1.0, 2.0, 4.0]
     """
     if not isinstance(taps, Taps):
-        raise wrong_type(
-            "tapax.plot.taps takes the taps that a capture returned, but was given", taps
-        )
+        raise wrong_type("tapax.plot.taps takes the taps of a capture, but was given", taps)
     with _explain_matplotlib():
         from tapax.plot._depth import draw
     found = numbers_of_taps(taps, at)
@@ -52,36 +73,40 @@ def taps(taps: Taps, at: Selection = "**", stats: str | Iterable[str] | None = N
 def roles(
     taps: Taps | Mapping[str, Taps], at: Selection = "**", stats: str | Iterable[str] | None = None
 ) -> Figure:
-    """The scale of values and of gradients over depth: a line for each kind of module.
+    """Draw the scale of values and gradients over depth: a line for each kind of module.
 
     The role of a site is its path without the number of its layer: `GPT/blocks/3/mlp/up` is the
     `mlp/up` of layer 3, and so is `GPT/blocks/mlp/up` in the fourth iteration of a scan over
-    layers. Each role has one colour in all panels. The layers themselves are a wide grey line, and
-    sites outside of them points. Outer modules are drawn first; a note names what did not fit.
+    layers. Each role has one colour in all panels. A wide grey line shows the layers themselves,
+    and points the sites outside of them. The plot draws outer modules first; a note names the roles
+    that did not fit.
 
     Args:
-        taps: what a capture returned; or several captures by name, such as
-            `{"before training": first, "after": last}`, which differ in the style of their lines.
-        at: selects sites: a glob such as `"**/mlp"`, or any other selection.
-        stats: selects statistics, such as `"rms"`. Values that were captured whole count as their
-            root mean square; those that were reduced are shown as what they were reduced to.
+        taps: The taps of a capture; or several captures by name, such as
+            `{"before training": first, "after": last}`, with a line style for each.
+        at: Selects the sites to draw: a glob such as `"**/mlp"`, or any other selection.
+        stats: The statistics to draw, such as `"rms"`; by default all of them, up to six. The plot
+            shows the root mean square of a whole array, and the result of a reducer as it is.
 
     Returns:
-        A `matplotlib.figure.Figure`: values at the left, gradients at the right.
+        A `matplotlib.figure.Figure`: values on the left, gradients on the right.
 
     Raises:
-        SiteError: `at` matches nothing.
-        ValueError: there is no number to draw, no such statistic, or more than four captures.
+        TypeError: If `taps` are not the taps of a capture, or are traced.
+        SiteError: If `at` matches nothing.
+        ValueError: If there are no numbers to draw, no such statistic, or more than four captures.
+        ModuleNotFoundError: If matplotlib is not installed.
 
-    >>> import jax, jax.numpy as jnp, tapax
-    >>> def loss(x):
-    ...     for i in range(3):
-    ...         x = tapax.sow(x + tapax.sow(jnp.tanh(2 * x), f"blocks/{i}/mlp"), f"blocks/{i}")
-    ...     return jnp.sum(x)
-    >>> _, taps = tapax.capture(jax.grad(loss))(jnp.ones(5))
-    >>> values, grads = tapax.plot.roles(taps).axes
-    >>> [line.get_label() for line in values.lines], values.lines[0].get_xdata().tolist()
-    (['mlp', 'blocks'], [0.0, 1.0, 2.0])
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> def loss(x):
+        ...     for i in range(3):
+        ...         x = tapax.sow(x + tapax.sow(jnp.tanh(2 * x), f"blocks/{i}/mlp"), f"blocks/{i}")
+        ...     return jnp.sum(x)
+        >>> _, taps = tapax.capture(jax.grad(loss))(jnp.ones(5))
+        >>> values, grads = tapax.plot.roles(taps).axes
+        >>> [line.get_label() for line in values.lines], values.lines[0].get_xdata().tolist()
+        (['mlp', 'blocks'], [0.0, 1.0, 2.0])
     """
     captures = _name_captures(taps)
     with _explain_matplotlib():
@@ -92,7 +117,8 @@ def roles(
     lines = [s for s in picked if not any(has_histograms(n.get(s, {})) for n in found.values())]
     if not lines:
         raise ValueError(
-            "There is nothing to plot by role: histograms are no lines. tapax.plot.taps draws them."
+            "There is nothing to plot by role, because the captures contain only histograms. "
+            "tapax.plot.taps draws them."
         )
     shown, note = _limit_panels(lines, stats, PANELS)
     left = ", ".join(dict.fromkeys(stat for kind, stat in picked if (kind, stat) not in lines))
@@ -104,26 +130,25 @@ def roles(
 def _place_all(
     captures: Iterable[Taps], found: Iterable[Mapping[Statistic, Mapping[str, Any]]]
 ) -> dict[str, Place]:
-    """The places of all rows of some captures, those that are not drawn included."""
+    """Find the places of all rows of some captures, drawn or not."""
     rows = dict.fromkeys(row for taps in captures for row in rows_of_taps(taps))
     rows |= dict.fromkeys(row for each in found for series in each.values() for row in series)
     return place_rows(rows)
 
 
 def _name_captures(taps: Any) -> dict[str, Taps]:
-    """Captures by name; the name of a single one is empty."""
+    """Return captures by name; the name of a single capture is empty."""
     if isinstance(taps, Taps):
         return {"": taps}
     if not isinstance(taps, Mapping):
         raise wrong_type(
-            "tapax.plot.roles takes the taps that a capture returned, or several by name, but was "
-            "given",
+            "tapax.plot.roles takes the taps of a capture, or of several by name, but was given",
             taps,
         )
     for name, each in taps.items():
         if not isinstance(each, Taps):
             raise wrong_type(
-                f"tapax.plot.roles takes taps by name, but under {name!r} it was given", each
+                f"tapax.plot.roles takes taps by name, but for {name!r} was given", each
             )
     if not 1 <= len(taps) <= CAPTURES:
         raise ValueError(
@@ -137,13 +162,36 @@ def history(
     at: Selection = "**",
     stats: str | Iterable[str] | None = None,
 ) -> Figure:
-    """The numbers of a log over training: values beside gradients, a row for each statistic.
+    """Draw the numbers of a log over training: a row for each statistic.
 
-    A few layers are lines, coloured by depth; many are a heat map. Histograms are ridgelines over
-    training, of four layers from the first to the last. Alerts are vertical lines with a number,
-    which says below in which layer they went off.
+    Up to ten layers are lines, coloured by depth; more layers are a heat map. Histograms are
+    ridgelines over training, for four layers from the first to the last. Numbered vertical lines
+    mark alerts; the text below names their layers.
 
-    `log` is a `tapax.Log`, or the path of one. `at` and `stats` are as in `taps`.
+    Args:
+        log: A `tapax.Log`, or the path of one.
+        at: Selects the sites to draw: a glob such as `"**/mlp"`, or any other selection.
+        stats: The statistics to draw, such as `"rms"`; by default all of them, up to twelve.
+
+    Returns:
+        A `matplotlib.figure.Figure`: values on the left, gradients on the right.
+
+    Raises:
+        TypeError: If `log` is neither a log nor a path.
+        SiteError: If `at` matches nothing.
+        ValueError: If there are no numbers to draw, or no such statistic.
+        ModuleNotFoundError: If matplotlib is not installed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> loss = lambda w: jnp.sum(tapax.sow(w**2, "h"))
+        >>> log = tapax.Log()
+        >>> with tapax.monitor(jax.grad(loss), every=1, to=log) as step:
+        ...     for w in (1.0, 2.0, 3.0):
+        ...         gradient = step(w)
+        >>> values, grads = tapax.plot.history(log).axes
+        >>> values.lines[0].get_ydata().tolist()  # root mean squares of h
+        [1.0, 4.0, 9.0]
     """
     if isinstance(log, (str, os.PathLike)):
         log = open_log(log)
@@ -161,7 +209,7 @@ def history(
 def _limit_panels(
     shown: Sequence[Statistic], stats: Any, most: int
 ) -> tuple[Sequence[Statistic], str]:
-    """No more statistics than there is room for, and a note on the others."""
+    """Return the statistics that fit into a figure, and a note that names the others."""
     if stats is not None or len(shown) <= most:
         return shown, ""
     left = list(dict.fromkeys(stat for _, stat in shown[most:]))
@@ -170,7 +218,7 @@ def _limit_panels(
 
 @contextlib.contextmanager
 def _explain_matplotlib() -> Iterator[None]:
-    """Say how to install matplotlib if an import within needs it."""
+    """Explain how to install matplotlib if an import inside the block needs it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -5,13 +5,13 @@ Place(role='mlp', stack='GPT/blocks', depth=(1,), is_layer=False)
 
 Layers are numbered in one of three ways. A list of modules has the number in the path,
 `blocks/3/mlp`, `Block_3/mlp`; the rest of the path is the role. A scan over layers has the number
-of the iteration, `blocks/mlp[3]`. A module that is called again and again has the number of the
-call, `block/mlp@3`: calls count as depth in a model without lists and scans, and where they happen
-between layers, at the depth of these.
+of the iteration, `blocks/mlp[3]`. A module that a model calls repeatedly has the number of the
+call, `block/mlp@3`: calls count as depth in a model without lists and scans. Calls between layers
+have the depth of these layers.
 
-A number inside a layer stays in the role, because it tells parts apart: `mlp/layers/0` expands and
-`mlp/layers/2` contracts. Where there are more than `ALIKE` such parts, as there are experts in a
-mixture, they are of one kind: the number is left out, and the role has several rows in a layer.
+A number inside a layer remains in the role, because it tells parts apart: `mlp/layers/0` expands
+and `mlp/layers/2` contracts. More than `ALIKE` such parts, such as the experts of a mixture, have
+one role without the number, which has several rows in a layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 ALIKE = 4
-"""How many numbered parts of a layer are roles of their own, at most."""
+"""The largest number of numbered parts of a layer that have a role each."""
 
 Path: TypeAlias = "tuple[str, ...]"
 Depth: TypeAlias = "tuple[int, ...]"
@@ -36,10 +36,10 @@ _NUMBERED = re.compile(r"(.*[^\d_])_(\d+)(\W.*)?")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a row is: its role, the layers it belongs to (`stack`), and which of these (`depth`).
+    """The place of a row: its role, its stack of layers, and the number of its layer (`depth`).
 
-    `is_layer` if a whole layer returned it, and not a part of one. A row outside of all layers has
-    neither stack nor depth, and its role is its name.
+    `is_layer` is true for the result of a whole layer, and false for that of a part. A row outside
+    of all layers has neither stack nor depth, and its role is its name.
     """
 
     role: str
@@ -49,12 +49,12 @@ class Place:
 
     @property
     def is_part(self) -> bool:
-        """Whether a part of a layer returned it."""
+        """Whether the row is the result of a part of a layer."""
         return bool(self.depth) and not self.is_layer
 
 
 class _Number(NamedTuple):
-    """A segment of a path with a number in it: `blocks_3:0` is `blocks`, 3 and `:0`."""
+    """A segment of a path with a number: `blocks_3:0` consists of `blocks`, 3 and `:0`."""
 
     name: str
     number: int
@@ -63,7 +63,7 @@ class _Number(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """The name of a row, taken apart."""
+    """The parsed name of a row."""
 
     name: str
     path: Path
@@ -74,7 +74,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A row as a part of a layer: `names`, and then the path from `start` on."""
+    """A row as a part of a layer: `names`, followed by the path from `start` on."""
 
     row: _Row
     stack: Path
@@ -109,7 +109,7 @@ def _parse(name: str) -> _Row:
 
 
 class _Families:
-    """Modules whose paths differ in a number, by the path before it and the name with it."""
+    """Modules whose paths differ in a number, by the path before it and the name around it."""
 
     def __init__(self, rows: Iterable[_Row]):
         self._numbers: dict[tuple[Path, str], set[int]] = {}
@@ -127,21 +127,21 @@ class _Families:
                     self._parents.add(_drop_numbers(path[: i + 1]))
 
     def find(self, path: Path, i: int) -> _Number | None:
-        """The number in a segment, if there are siblings with other numbers."""
+        """Find the number in a segment, if there are siblings with other numbers."""
         found = _split_number(path[i])
         # Haiku and Keras call the first of several `linear`, and the second `linear_1`.
         found = _Number(path[i], 0, "") if found is None else found
         return found if self.count(path, i) > 1 else None
 
     def count(self, path: Path, i: int) -> int:
-        """How many modules differ from a segment in its number, itself included."""
+        """Count the modules that differ from a segment only in its number, including itself."""
         found = _split_number(path[i])
         family = _drop_numbers(path[:i]), path[i] if found is None else found.name
         numbers = self._numbers.get(family, set())
         return len(numbers | {0} if family in self._plain else numbers)
 
     def split(self, row: _Row) -> _Part | None:
-        """The layer of a row by the numbers in its path; None if it has none."""
+        """Find the layer of a row by the numbers in its path; None if there are no numbers."""
         if row.iterations:
             return None
         path = row.path
@@ -158,7 +158,7 @@ class _Families:
         return _Part(row, stack, tuple(depth), (*names, *filter(None, [found.leaf])), at + 1)
 
     def _find_inner(self, path: Path, start: int) -> tuple[int, _Number] | None:
-        """The segment with a number right below another, `stages/1/blocks/2`, if it has parts."""
+        """Find a numbered segment right below another, as in `stages/1/blocks/2`, with parts."""
         for i in range(start, min(start + 2, len(path))):
             found = self.find(path, i)
             if found is not None and (i == start or not found.name):
@@ -167,7 +167,7 @@ class _Families:
 
 
 def _split_iterations(rows: Sequence[_Row]) -> list[_Part]:
-    """Layers that are iterations: sites in loops of one length are parts of the same layers."""
+    """Treat iterations as layers: sites in loops of one length are parts of the same layers."""
     lengths: dict[Path, Depth] = {}
     for row in rows:
         known = lengths.get(row.path, (0,) * len(row.iterations))
@@ -181,7 +181,7 @@ def _split_iterations(rows: Sequence[_Row]) -> list[_Part]:
 
 
 def _split_calls(rows: Sequence[_Row]) -> list[_Part]:
-    """Layers that are calls: modules called equally often are parts of the same layers."""
+    """Treat calls as layers: modules called equally often are parts of the same layers."""
     calls = _last_calls(rows)
     parts = []
     for last in dict.fromkeys(number for number in calls.values() if number):
@@ -201,7 +201,7 @@ def _last_calls(rows: Iterable[_Row]) -> dict[Path, int]:
 
 
 def _shared_path(rows: Sequence[_Row]) -> Path:
-    """The path of the layer that some rows are parts of."""
+    """Return the path of the layer that contains some rows."""
     paths = list(dict.fromkeys(row.path for row in rows))
     shared = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
     stack = tuple(each[0] for each in shared)
@@ -229,7 +229,7 @@ def _name_roles(parts: Sequence[_Part], families: _Families) -> Iterator[tuple[s
 
 
 def _join_stacks(places: Mapping[str, Place]) -> dict[str, Place]:
-    """Give one axis to lists that the program goes through together: `attns/0`, `mlps/0` ..."""
+    """Join the stacks of lists that the program runs through together: `attns/0`, `mlps/0` ..."""
     spans: dict[str, tuple[int, int]] = {}
     for i, place in enumerate(places.values()):
         if place.depth:
@@ -252,7 +252,7 @@ def _join_stacks(places: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def _place_shared(rows: Sequence[_Row], places: Mapping[str, Place]) -> dict[str, Place]:
-    """Place the calls of a module that several layers share, each at the layer that comes next."""
+    """Place each call of a module that several layers share at the layer after the call."""
     following: dict[str, Place] = {}
     coming: Place | None = None
     begun = False

@@ -1,8 +1,8 @@
 """The numbers in a plot, from a capture or a log: by kind and statistic, and then by row.
 
-A row is a site, or one iteration of a site in a scan: `GPT/blocks/mlp[3]`. Arrays captured whole
-count as their root mean square. The numbers of several units are folded into one: the rms or the
-norm of all, and the mean of other statistics.
+A row is a site, or one iteration of a site in a scan: `GPT/blocks/mlp[3]`. A whole array counts as
+its root mean square. The numbers of several units are folded into one: the rms or the norm of all
+units, and the mean for other statistics.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Number: TypeAlias = "float | Histogram"
 
 
 def numbers_of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Number]]:
-    """The numbers of a capture, of the sites that are selected, in the order of the program."""
+    """Read the numbers of the selected sites of a capture, in the order of the program."""
     if not taps.values and not taps.grads:
         raise ValueError(
             "There is nothing to plot: the capture returned no values and no gradients. "
-            "tapax.sites(fn)(...) says which sites a function has."
+            "tapax.sites(fn)(*args) lists the sites of a function."
         )
     at = check(at, "at")
     sites = {site.name: site for site in taps.sites}
@@ -49,16 +49,16 @@ def numbers_of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Numb
                 continue
             site = sites.get(name, Site(name))
             reducer = site.reducer if kind == "value" else site.grad_reducer
-            own, first = _split_statistic(site, reducer)
+            marked, first = _split_statistic(site, reducer)
             described = taps.values.get(name, arrays[name])
             lead = max(0, described.ndim - len(site.shape)) if name in sites else 0
             types[str(arrays[name].dtype)] = None
-            selected |= _is_selected(at, own, own.name)
-            # The statistics of a site may be apart in the table, its gradient's from its value's.
-            of_site = rows.setdefault(own.name, {})
-            read = _read(own, reducer, first, arrays[name], taps.valid.get(name), lead)
+            selected |= _is_selected(at, marked, marked.name)
+            # The table of sites may list the statistics of one site in different places.
+            of_site = rows.setdefault(marked.name, {})
+            read = _read(marked, reducer, first, arrays[name], taps.valid.get(name), lead)
             for row, stat, number in read:
-                if _is_selected(at, own, row):
+                if _is_selected(at, marked, row):
                     of_site.setdefault(row, {})[kind, stat] = number
     found: dict[Statistic, dict[str, Number]] = {}
     for row, numbers in (entry for of_site in rows.values() for entry in of_site.items()):
@@ -68,14 +68,14 @@ def numbers_of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Numb
         raise _no_match(at, rows, "the capture")
     if not found:
         raise ValueError(
-            "There is nothing to plot: what was captured holds no numbers, or did not run. "
-            f"It is of type {', '.join(types)}."
+            "There is nothing to plot: the selected sites did not run, or are not arrays of "
+            f"numbers. Their dtypes are {', '.join(types)}."
         )
     return found
 
 
 def rows_of_taps(taps: Taps) -> dict[str, None]:
-    """All rows that a capture may have, in the order of the program, whatever they hold."""
+    """List all rows that a capture may have, in the order of the program."""
     rows: dict[str, None] = {}
     for site in taps.sites:
         reducer = site.reducer if site.name in taps.values else site.grad_reducer
@@ -88,10 +88,10 @@ def rows_of_taps(taps: Taps) -> dict[str, None]:
 
 
 def numbers_of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[int, Number]]]:
-    """The numbers of a log, of the sites that are selected, by step."""
+    """Read the numbers of the selected sites of a log, by step."""
     if not len(log):
         raise ValueError(
-            "There is nothing to plot: the log holds no records. A monitor fills one: "
+            "There is nothing to plot: the log is empty. A monitor fills a log: "
             "tapax.monitor(step, every=100, to=log)."
         )
     at = check(at, "at")
@@ -114,7 +114,7 @@ def numbers_of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[in
         for stat, series in found.items()
     }
     if not any(kept.values()):
-        raise ValueError("There is nothing to plot: nothing that the log holds is a number.")
+        raise ValueError("There is nothing to plot: the log contains no numbers.")
     return {stat: series for stat, series in kept.items() if series}
 
 
@@ -126,7 +126,7 @@ def _no_match(at: Selection, rows: Iterable[str], where: str) -> SiteError:
 def pick_statistics(
     found: Mapping[Statistic, Any], stats: str | Iterable[str] | None
 ) -> list[Statistic]:
-    """The statistics to show: those of the scale first, a value's before a gradient's."""
+    """Choose the statistics to draw: scales first, values before gradients."""
     there = list(dict.fromkeys(stat for _, stat in found))
     if stats is None:
         wanted = sorted(there, key=lambda stat: _ORDER.get(_base(stat), 2))
@@ -135,8 +135,8 @@ def pick_statistics(
         for stat in wanted:
             if stat not in there:
                 raise ValueError(
-                    f"`stats` has {stat!r}, which is not there. There "
-                    f"{'is' if len(there) == 1 else 'are'} {', '.join(map(repr, there))}."
+                    f"`stats` contains {stat!r}, which was not captured. The statistics are "
+                    f"{', '.join(map(repr, there))}."
                 )
     return [(kind, stat) for stat in wanted for kind in _KINDS if (kind, stat) in found]
 
@@ -146,12 +146,12 @@ _ORDER = {"rms": 0, "norm": 1, "histogram": 3}
 
 
 def has_histograms(numbers: Mapping[str, Number]) -> bool:
-    """Whether some of the numbers by row are histograms."""
+    """Return whether some of the numbers by row are histograms."""
     return any(isinstance(number, Histogram) for number in numbers.values())
 
 
 def is_on_log_axis(stat: str, numbers: np.ndarray) -> bool:
-    """Whether numbers differ by orders of magnitude."""
+    """Return whether numbers differ by orders of magnitude."""
     if _base(stat) in ("rms", "norm", "var", "update_ratio"):
         return True
     finite = numbers[np.isfinite(numbers)]
@@ -163,7 +163,7 @@ def _base(stat: str) -> str:
 
 
 def _split_statistic(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
-    """The site as it was marked, and the statistic: one of several is behind the last colon."""
+    """Return the marked site, and the statistic, which the path may have after its last colon."""
     if reducer is None:
         return site, "rms"
     path, _, leaf = site.path.rpartition(":")
@@ -175,18 +175,18 @@ def _split_statistic(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
 def _read(
     site: Site, reducer: Reducer | None, stat: str, array: Value, valid: Value, lead: int
 ) -> Iterator[tuple[str, str, Number]]:
-    """Each number of a site: its row, its statistic, and the number."""
+    """Yield each number of a site: its row, its statistic, and the number."""
     if isinstance(array, Tracer):
         raise TypeError(
-            f"A plot needs numbers, but {site.name!r} is traced: return the taps from the function "
-            "that is under jax.jit, grad, vmap or scan, and plot them there."
+            f"A plot needs numbers, but {site.name!r} is traced. Return the taps from the function "
+            "that is under jax.jit, grad, vmap or scan, and plot them outside of it."
         )
     if not jax.numpy.issubdtype(array.dtype, np.number):
         return
     if _jax.spans_processes(array):
         raise ValueError(
-            f"A plot needs all of {site.name!r}, but this process holds only a part of it. Every "
-            "process holds the whole of a statistic: capture with values=tapax.reduce.rms."
+            f"A plot needs all of {site.name!r}, but this process has only a part of it. Capture "
+            "statistics, which every process has in full: values=tapax.reduce.rms."
         )
     array = np.asarray(array)
     mask = np.ones((), bool) if valid is None else np.asarray(valid)
@@ -217,7 +217,7 @@ def _is_whole(reducer: Reducer | None) -> bool:
 
 
 def rms(array: np.ndarray) -> float:
-    """The root mean square, of numbers of any size and type."""
+    """Compute the root mean square, for numbers of any magnitude and type."""
     x = np.abs(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
     largest = x.max()
     if not np.isfinite(largest) or not largest:
@@ -236,7 +236,7 @@ _FOLDS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def _fold(stat: str, number: Any) -> Number | None:
-    """Fold the numbers of several units into one number or histogram; None for no numbers."""
+    """Fold the numbers of several units into one number or histogram; None without numbers."""
     if isinstance(number, Histogram):
         counts, edges = (np.asarray(x, np.float64) for x in (number.counts, number.edges))
         return Histogram(counts.reshape(-1, counts.shape[-1]).sum(0), edges)
@@ -247,7 +247,7 @@ def _fold(stat: str, number: Any) -> Number | None:
 
 
 def _site(row: str) -> Site:
-    """The site that a row of a log is of."""
+    """Make the site of a row of a log."""
     found = re.fullmatch(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[[\d,]+\])?", row)
     assert found is not None
     return Site(found[1], call=int(found[2] or 0), pullback=int(found[3] or 0))
@@ -258,7 +258,7 @@ def _is_selected(at: Selection, site: Site, row: str) -> bool:
         if not isinstance(part, str):
             found = matches(part, site)
         else:
-            # A glob stands for operations too: what was captured is there to be seen.
+            # Here a glob picks operations, too, because the user captured them.
             marked = dataclasses.replace(site, kind="sow")
             found = part == row or matches(part, marked) or matches(part, Site(row))
         if found:

@@ -1,6 +1,6 @@
-"""How plots look: the colours, and the parts that they are made of.
+"""The style of plots: colours, and common parts.
 
-Everything is set on the figure itself: a user's `rcParams` are neither read for it nor changed.
+All styles are set on the figure itself, without reading or changing the `rcParams` of the user.
 """
 
 import io
@@ -30,20 +30,20 @@ ROLES = {
     "#56b4e9": "P",
     "#5c3a1e": "X",
 }
-"""Colours of roles with their markers. They differ to colour-blind eyes too."""
+"""Colours of roles with their markers. Colour-blind readers can tell them apart, too."""
 RoleColours: TypeAlias = "dict[str, tuple[str, str]]"
 """A colour and a marker for each role."""
 STREAM, PLAIN = "#bfc5ca", "#3d4a54"
-"""The colours of what whole layers return, and of what has no role."""
+"""The colours of the results of whole layers, and of sites without a role."""
 INK, MUTED, GUIDE, PAPER = "#1c2328", "#5b666e", "#e4e8eb", "#ffffff"
 BAD, OUTSIDE = "#d01c1f", "#a9b2b9"
 DEPTH, HEAT = "viridis", "viridis"
 SMALL, TEXT, TITLE = 7.5, 8.5, 10.0
-"""Sizes of type, in points: what stands at ticks, what stands elsewhere, titles."""
+"""Font sizes in points: of tick labels, of other text, of titles."""
 LABEL: dict[str, Any] = {"size": TEXT, "color": MUTED}
-"""The looks of the text along an axis."""
+"""The style of the text along an axis."""
 LINE = 0.15
-"""The height in inches that a label needs."""
+"""The height of a label, in inches."""
 
 TITLES = {
     "value": "Values",
@@ -74,10 +74,10 @@ PATCHES = {"NaN or Inf": BAD, "all zero": GUIDE, BEYOND: OUTSIDE}
 
 
 class Plot(Figure):
-    """A figure that pyplot does not know: nothing is left open, and a notebook shows it once."""
+    """A figure unknown to pyplot: nobody has to close it, and a notebook shows it once."""
 
     def _repr_png_(self) -> bytes:
-        # Without this, notebooks show figures only where pyplot was imported.
+        # Without this, notebooks show figures only if pyplot was imported.
         file = io.BytesIO()
         self.savefig(file, format="png", dpi=self.dpi)
         return file.getvalue()
@@ -90,7 +90,7 @@ def new_figure(width: float, height: float) -> Plot:
 def dress_axes(
     axes: Axes, title: str = "", x: str = "", y: str = "", strong: bool = True, pad: float = 6.0
 ) -> None:
-    """Gives axes their looks."""
+    """Set the style of axes."""
     axes.set_facecolor(PAPER)
     axes.tick_params(which="major", color=OUTSIDE, labelcolor=INK, labelsize=SMALL)
     axes.tick_params(which="minor", color=OUTSIDE, labelcolor=MUTED, labelsize=SMALL - 1)
@@ -115,15 +115,15 @@ def name_of(stat: str) -> str:
 
 
 def by_depth(count: int) -> ListedColormap:
-    """A colour for each layer, dark to light; the lightest are too faint on white."""
+    """Make a colour for each layer, dark to light, without the lightest, too faint on white."""
     return ListedColormap(colormaps[DEPTH](np.linspace(0, 0.88, max(count, 2))))
 
 
 def pick_role_colours(roles: Sequence[str], places: Mapping[str, Place]) -> RoleColours:
-    """A colour and a marker for each of some roles, as many as there are colours.
+    """Choose a colour and a marker for each of some roles, as many as there are colours.
 
-    `places` are those of all rows of a capture, also of those that are not drawn: so a role has
-    the same colour whatever is drawn with it, unless another role that is drawn has it already.
+    `places` contains all rows of a capture, drawn or not, so that a role has the same colour in
+    every plot, unless another role in the plot has that colour already.
     """
     every = dict.fromkeys(p.role for p in places.values() if p.is_part) | dict.fromkeys(roles)
     parents = {role.rpartition("/")[0] for role in every}
@@ -140,13 +140,13 @@ def pick_role_colours(roles: Sequence[str], places: Mapping[str, Place]) -> Role
 
 
 def tint(colour: str, share: float) -> tuple[float, ...]:
-    """A colour mixed with the paper, so that it is opaque."""
+    """Mix a colour with the background, to make an opaque tint."""
     mixed = zip(to_rgb(colour), to_rgb(PAPER), strict=True)
     return tuple(share * a + (1 - share) * b for a, b in mixed)
 
 
 def draw_legend(figure: FigureBase, names: Iterable[str], keys: Sequence[Line2D] = ()) -> None:
-    """Explain the marks that are used above a figure, behind other keys."""
+    """Draw a legend above a figure: `keys`, and then the marks with some names."""
     names = dict.fromkeys(names)
     handles: list[Any] = list(keys)
     handles += [
@@ -167,13 +167,13 @@ def draw_legend(figure: FigureBase, names: Iterable[str], keys: Sequence[Line2D]
 
 
 def set_limits(axes: Axes, along: str, numbers: np.ndarray, log: bool) -> None:
-    """The limits of an axis, with room for the marks at its ends."""
+    """Set the limits of an axis, with room for the marks at its ends."""
     finite = numbers[np.isfinite(numbers) & ((numbers > 0) | (not log))]
     if log:
         axes.set(**{f"{along}scale": "log"})
         exponents = np.log10(finite) if finite.size else np.zeros(1)
         low, high = exponents.min(), exponents.max()
-        # At least as much as has two labels.
+        # The axis must be long enough for two labels.
         pad = max(0.05 * (high - low), 0.15, (0.8 - (high - low)) / 2)
         ends = 10.0 ** max(low - pad, -307), 10.0 ** min(high + pad, 308)
         axes.set(**{f"{along}lim": ends})
@@ -185,7 +185,7 @@ def set_limits(axes: Axes, along: str, numbers: np.ndarray, log: bool) -> None:
 
 
 def label_decades(axis: Any, low: float, high: float) -> None:
-    """Labels two and five times a power of ten too, where there are few powers."""
+    """Label two and five times a power of ten, too, if there are few powers."""
     if high / low <= 120:
         axis.set_major_formatter(FuncFormatter(_rounded))
         axis.set_minor_formatter(FuncFormatter(_rounded))
@@ -194,7 +194,7 @@ def label_decades(axis: Any, low: float, high: float) -> None:
 
 
 def _rounded(number: float, place: Any) -> str:
-    """The label of one, two or five times a power of ten; others have none."""
+    """Format one, two or five times a power of ten; the label of other numbers is empty."""
     exponent = math.floor(math.log10(number) + 1e-9)
     digit = round(number / 10.0**exponent)
     if digit not in (1, 2, 5):
@@ -205,7 +205,7 @@ def _rounded(number: float, place: Any) -> str:
 
 
 def mark_of(number: float, log: bool) -> str | None:
-    """The mark for a number that has no place on the axis."""
+    """Return the mark for a number that the axis cannot show; None for any other number."""
     if math.isnan(number):
         return "NaN"
     if math.isinf(number):
@@ -216,7 +216,7 @@ def mark_of(number: float, log: bool) -> str | None:
 def mark_beyond_axis(
     axes: Axes, along: str, log: bool, places: Iterable[float], numbers: np.ndarray
 ) -> set[str]:
-    """Marks at the edge of the axes what has no place on the axis of the numbers; says what."""
+    """Mark the numbers that the axis cannot show at its edge; return the names of the marks."""
     used: dict[str, list[float]] = {}
     for place, number in zip(places, numbers, strict=True):
         if (name := mark_of(number, log)) is not None:
@@ -231,8 +231,10 @@ def mark_beyond_axis(
 
 
 def bins(histogram: Histogram) -> tuple[bool, np.ndarray, np.ndarray, tuple[float, float]]:
-    """What to draw of a histogram: whether on a log axis; its edges there, and the density, which
-    has 1 as its largest; and the shares below and above, in bins that have no end.
+    """Prepare a histogram for drawing.
+
+    Return whether it is on a log axis, its finite edges, the density, scaled to a maximum of 1, and
+    the shares below and above these edges.
     """
     edges, counts = histogram.edges, histogram.counts
     low, high = int(edges[0] == -np.inf), len(counts) - int(edges[-1] == np.inf)
@@ -241,7 +243,7 @@ def bins(histogram: Histogram) -> tuple[bool, np.ndarray, np.ndarray, tuple[floa
     if log and edges[low] == 0:
         low += 1
     inner = edges[low : high + 1]
-    if len(inner) < 2:  # nothing but bins that have no end
+    if len(inner) < 2:  # all bins are infinite
         inner = np.append(inner, [0.0])[0] + np.array([-1.0, 1.0])
         counts = np.insert(counts, low, 0)
         high = low + 1
@@ -255,10 +257,10 @@ def bins(histogram: Histogram) -> tuple[bool, np.ndarray, np.ndarray, tuple[floa
 def add_ridge(
     axes: Axes, histogram: Histogram, row: int, height: float, colour: Any, name: str
 ) -> set[str]:
-    """Draws a histogram upon the base line of a row; says which marks it used.
+    """Draw a histogram on the base line of a row; return the names of the marks that it uses.
 
-    Rows are counted from above, so up is down. A later row is drawn over those before it. What lies
-    beyond the bins is a bar apart, as high as its share of all.
+    Rows count from the top, so the height is negative. A row covers the rows above it. A separate
+    bar shows the share of the numbers beyond the bins.
     """
     base, height, order = row + 0.3, -height, 2 + row
     log, edges, density, shares = bins(histogram)
@@ -278,7 +280,7 @@ def add_ridge(
 
 
 def beyond(log: bool, edges: np.ndarray) -> list[tuple[float, float]]:
-    """Where the bars stand for what is below and above the bins."""
+    """Return the positions of the bars for the numbers below and above the bins."""
     if log:
         step = (edges[-1] / edges[0]) ** 0.03
         return [(edges[0] / step**2, edges[0] / step), (edges[-1] * step, edges[-1] * step**2)]
@@ -287,7 +289,7 @@ def beyond(log: bool, edges: np.ndarray) -> list[tuple[float, float]]:
 
 
 def set_ridge_axis(axes: Axes, histograms: Iterable[Histogram]) -> str:
-    """Sets the axis along which histograms lie; says what lies there."""
+    """Set the axis of some histograms; return its label."""
     drawn = [(log, edges, beyond(log, edges)) for log, edges, *_ in map(bins, histograms)]
     log = all(log for log, *_ in drawn)
     if log:
@@ -298,13 +300,13 @@ def set_ridge_axis(axes: Axes, histograms: Iterable[Histogram]) -> str:
 
 
 def shorten_names(names: Sequence[str], most: int = 30) -> tuple[str, list[str]]:
-    """What names begin with in common, and the names without it, long ones cut in the middle."""
+    """Return the common beginning of names, and the names without it, elided in the middle."""
     split = [name.split("/") for name in names]
     shared = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*split, strict=False))
     common = [each[0] for each in shared]
     if len(set(names)) == 1:
         common = common[:-1]
-    # What is all that the names have in common is a name too: that of the model.
+    # A name that equals the common beginning is the model: it keeps its last segment.
     labels = ["/".join(parts[len(common) :] or parts[-1:]) for parts in split]
     return "/".join(common), [elide(label, most) for label in labels]
 
@@ -317,7 +319,7 @@ def elide(label: str, most: int) -> str:
 
 
 def label_rows(axes: Axes, rows: Sequence[str], height: float, most: int = 30) -> list[int]:
-    """Labels rows of this height at the left, as many as there is room for; says which."""
+    """Label as many rows of a height as fit, on the left; return their numbers."""
     common, labels = shorten_names(rows, most)
     kept = pick_labelled_rows(rows, LINE / height)
     axes.set_yticks(kept, [labels[i] for i in kept], parse_math=False)
@@ -326,7 +328,7 @@ def label_rows(axes: Axes, rows: Sequence[str], height: float, most: int = 30) -
 
 
 def pick_labelled_rows(names: Sequence[str], apart: float) -> list[int]:
-    """Which of many rows get their label, `apart` rows from one another; outer modules first."""
+    """Choose the rows to label, at least `apart` rows from each other; outer modules first."""
     kept: list[int] = []
     depths = [name.count("/") for name in names]
     for i in sorted(range(len(names)), key=lambda i: (depths[i], i)):

@@ -1,4 +1,4 @@
-"""The plot of a log: numbers over training, values beside gradients, and histograms below."""
+"""The plot of a log: numbers over training, values next to gradients, and histograms below."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from tapax.monitoring._records import AlertEvent, Histogram
 from tapax.plot._series import Number, Statistic, is_on_log_axis
 
 LINES, COLUMNS = 10, 400
-"""How many layers are lines, and how many columns a heat map has, at most."""
+"""The largest number of layers to draw as lines, and of columns in a heat map."""
 LAYERS, RIDGES = 4, 16
-"""Of how many layers histograms are shown, and from how many records, at most."""
+"""The largest number of layers, and of records, whose histograms to draw."""
 ALERTS = 8
 
 NumbersByRow = Mapping[str, Mapping[int, Number]]
@@ -29,7 +29,7 @@ def draw(
     alerts: Sequence[AlertEvent],
     note: str,
 ) -> style.Plot:
-    """A figure of the statistics that are shown."""
+    """Draw the statistics in `shown`."""
     order = {row: i for i, row in enumerate(dict.fromkeys(r for s in found.values() for r in s))}
     bands: list[tuple[float, Any]] = []
     used: set[str] = set()
@@ -64,7 +64,7 @@ def _scales(
     alerts: Sequence[AlertEvent],
     height: float,
 ) -> set[str]:
-    """One statistic: of values at the left, of gradients at the right."""
+    """Draw one statistic: of values on the left, of gradients on the right."""
     axes = part.subplots(1, len(panels), squeeze=False)[0]
     used: set[str] = set()
     for axis, ((kind, stat), series) in zip(axes, panels, strict=True):
@@ -110,7 +110,7 @@ def _lines(
 
 
 def _colour_key(part: SubFigure, axes: Any, rows: list[str]) -> None:
-    """A colour bar that names the layers."""
+    """Draw a colour bar that names the layers."""
     common, labels = style.shorten_names(rows)
     norm = BoundaryNorm(np.arange(len(rows) + 1) - 0.5, len(rows))
     mapped = ScalarMappable(norm, style.by_depth(len(rows)))
@@ -130,7 +130,7 @@ def _dress_bar(bar: Any, title: str) -> None:
 def _heat(
     part: SubFigure, axis: Axes, steps: np.ndarray, grid: np.ndarray, there: np.ndarray, log: bool
 ) -> set[str]:
-    """A row for each layer. What has no colour on the map has the colour of its mark."""
+    """Draw a heat map with a row for each layer; zero, NaN and Inf have the colours of marks."""
     starts = _starts(len(steps))
     edges = _edges(steps)[[*starts, len(steps)]]
     rows = np.arange(len(grid) + 1) - 0.5
@@ -164,12 +164,12 @@ def _heat(
 
 
 def _starts(count: int) -> np.ndarray:
-    """Where the columns of a heat map begin: many records share one, the largest is shown."""
+    """Return the first record of each column of a heat map, which shows the largest number."""
     return np.unique(np.linspace(0, count, min(count, COLUMNS), endpoint=False).astype(int))
 
 
 def _edges(steps: np.ndarray) -> np.ndarray:
-    """Where a step begins and ends: half-way to the next."""
+    """Return the edges between steps, half-way from one step to the next."""
     if len(steps) == 1:
         return np.array([steps[0] - 0.5, steps[0] + 0.5])
     middle = (steps[1:] + steps[:-1]) / 2
@@ -177,7 +177,7 @@ def _edges(steps: np.ndarray) -> np.ndarray:
 
 
 def _ridges(part: SubFigure, stat: Statistic, series: NumbersByRow) -> set[str]:
-    """Histograms of a few layers, the first record on top."""
+    """Draw the histograms of a few layers, with the first record on top."""
     picked = _spread(list(series), LAYERS)
     common, labels = style.shorten_names(list(series), 24)
     axes = part.subplots(1, len(picked), squeeze=False)[0]
@@ -206,7 +206,7 @@ def _ridges(part: SubFigure, stat: Statistic, series: NumbersByRow) -> set[str]:
 
 
 def _spread(items: list[Any], most: int) -> list[Any]:
-    """Some of many, evenly, the first and the last among them."""
+    """Pick at most `most` items, evenly spaced, including the first and the last."""
     places = np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int))
     return [items[i] for i in places]
 
@@ -215,7 +215,7 @@ _OF = ("site", "stat")
 
 
 def _key(alerts: Sequence[AlertEvent]) -> list[str]:
-    """Lines that explain the numbers of the alerts; all alerts of a step share a number."""
+    """Write the lines that explain the numbered alerts; all alerts of a step share a number."""
     lines = []
     by_step: dict[int, list[AlertEvent]] = {}
     for alert in alerts:
@@ -231,9 +231,9 @@ def _key(alerts: Sequence[AlertEvent]) -> list[str]:
 
 
 def _mark_alerts(axis: Axes, alerts: Sequence[AlertEvent], cased: bool) -> None:
-    """A line at each step with an alert, and its number on top; close ones have theirs together.
+    """Draw a numbered line at each step with an alert; lines close to each other share a label.
 
-    In a heat map it has a white casing: it may cross a red field.
+    In a heat map, a line has a white casing, because it may cross a red field.
     """
     steps = sorted({alert.step for alert in alerts})
     casing = [withStroke(linewidth=3, foreground=style.PAPER)] if cased else []

@@ -130,7 +130,7 @@ def test_function_compiled_ahead_of_time():
 
 
 @pytest.mark.parametrize("selection", [3, 1.5, b"a", object()])
-def test_what_is_no_selection(selection):
+def test_only_selections_are_accepted(selection):
     text = message(lambda: tapax.capture(net, values=selection))
     assert text.startswith("`values` must be a selection of sites")
 

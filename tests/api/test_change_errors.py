@@ -73,7 +73,7 @@ def message(call, *args, kind=tapax.SiteError):
 def test_an_edit_of_another_type(edit, type_):
     expected = (
         f"The edit of the site 'h', {AT[loss]} returns {type_}, but the value is float32[3]. "
-        "An edit keeps shape and dtype."
+        "An edit must keep the shape and the dtype."
     )
     for f in (loss, jax.jit(loss)):
         assert message(tapax.edit(f, {"h": edit}), X) == expected
@@ -96,7 +96,8 @@ def test_an_array_of_another_type():
         f"{begin} shape [4], but the value has shape [3]."
     )
     assert message(tapax.edit(loss, {"h": jnp.arange(3)}), X) == (
-        f"{begin} type int32, but the value is float32[3]. An edit keeps the dtype: cast the array."
+        f"{begin} type int32, but the value is float32[3]. An edit must keep the dtype: cast the "
+        "array."
     )
     for new in (jnp.zeros(1), jnp.zeros((1, 3)), jnp.zeros((3, 1)), jnp.zeros(0)):
         assert "the value has shape [3]" in message(tapax.edit(loss, {"h": new}), X)
@@ -113,7 +114,7 @@ def test_an_array_of_another_type():
 
 
 @pytest.mark.parametrize("new", ["text", None, {"a": 1}, object()])
-def test_an_edit_that_is_none(new):
+def test_an_edit_of_a_wrong_type(new):
     assert message(tapax.edit, loss, {"h": new}, kind=TypeError) == (
         "values['h'] must be an array, a number, or a function of the value, but is "
         f"{new!r} of type {type(new).__name__}."
@@ -121,8 +122,8 @@ def test_an_edit_that_is_none(new):
 
 
 @pytest.mark.parametrize("edits", ["h", ["h"], [("h",)], [("h", 0.0, 1)], 3.0])
-def test_edits_that_are_no_pairs(edits):
-    with pytest.raises(TypeError, match="`values` maps selections of sites to edits"):
+def test_edits_must_be_pairs(edits):
+    with pytest.raises(TypeError, match="`values` must map selections of sites to edits"):
         tapax.edit(loss, edits)
 
 
@@ -170,9 +171,9 @@ def test_gradients_that_are_not_taken():
 
 def test_values_that_reach_no_result():
     expected = (
-        f"The value of the site 'd', {AT[dropped]} is edited, but never reaches a result of the "
-        "function, so the edit would do nothing. Use what tapax.sow returned in the place of the "
-        "value that it was given."
+        f"The edit of the value of the site 'd', {AT[dropped]} would do nothing, because the value "
+        "never reaches a result of the function. Use the value that tapax.sow returns, instead of "
+        "the value passed to it."
     )
     for f in (dropped, jax.jit(dropped), jax.checkpoint(dropped), jax.grad(dropped)):
         assert message(tapax.edit(f, {"d": 0.0}), X) == expected
@@ -182,7 +183,7 @@ def test_values_that_reach_no_result():
     aside = lambda x: lax.scan(lambda c, t: (c * t, tapax.sow(c, "d")), x, X)[0]
     assert "never reaches" in message(tapax.edit(aside, {"d": 0.0}), X)
     assert "never reaches" in message(tapax.suffix(dropped, "d"), X, X)
-    assert "what is returned does not depend on it" in message(tapax.grad(dropped, "d"), X)
+    assert "result of the function does not depend on it" in message(tapax.grad(dropped, "d"), X)
     assert_close(tapax.prefix(dropped, "d")(X), 2 * X)
 
 
@@ -226,14 +227,14 @@ def test_a_traced_iteration_that_there_is_not(edit):
     assert np.isnan(jax.jit(sweep)(3)).all() and not np.isnan(jax.jit(sweep)(2)).any()
 
 
-def test_iterations_where_there_are_none():
+def test_iterations_out_of_range_or_without_a_loop():
     expected = f"`step` was given for the site 'h', {AT[loss]} which is in no loop. Leave it out."
     for step in (0, jnp.array(0), slice(0, 1)):
         assert message(tapax.edit(loss, {tapax.at("h", step=step): 0.0}), X) == expected
     assert message(tapax.prefix(loss, tapax.at("h", step=0)), X) == expected
     assert message(tapax.edit(chain, {tapax.at("h", step=slice(3, 9)): 0.0}), X) == (
-        f"step=slice(3, 9, None) was given for the site 'h', {AT[chain]} but that is none of the 3 "
-        "iterations of its loop."
+        "step=slice(3, 9, None) selects none of the 3 iterations of the loop around the site 'h', "
+        f"{AT[chain].removesuffix(',')}. Iterations count from 0."
     )
     message(lambda: tapax.edit(chain, {tapax.at("h", step=jnp.array([0, 1])): 0.0}))
     message(lambda: tapax.edit(chain, {tapax.at("h", step=1.0): 0.0}), kind=TypeError)
@@ -251,7 +252,7 @@ def test_perturbations_of_another_type():
     begin = f"The perturbation of the site 'h', {AT[loss]}"
     shape = lambda n: (
         f"{begin} has shape {n}, but its values have shape [3]. Make perturbations with the "
-        "arguments that they are for."
+        "arguments of this call."
     )
     add = tapax.perturbed(loss)
     assert message(add, {"h": jnp.zeros(4)}, X) == shape([4])
@@ -259,10 +260,10 @@ def test_perturbations_of_another_type():
     assert message(add, {"h": 0.0}, X) == shape([])
     for dtype in ("bfloat16", "int32"):
         assert message(add, {"h": jnp.zeros(3, dtype)}, X) == (
-            f"{begin} is of type {dtype}, but its values are of type float32: the sum would be of "
-            "another type than the value. Cast the perturbation."
+            f"{begin} is of type {dtype}, but its values are of type float32: adding it could "
+            "change the type of the value. Cast the perturbation."
         )
-    # A batch of another size than the perturbations were made with.
+    # A batch of another size than that of the perturbations.
     batch = lambda xs: jnp.sum(jax.vmap(loss)(xs))
     zeros = tapax.perturbations(batch)(jnp.ones((4, 3)))
     text = message(tapax.perturbed(batch), zeros, jnp.ones((2, 3)))
@@ -273,8 +274,8 @@ def test_perturbations_of_another_type():
 
 def test_perturbations_of_sites_that_have_none():
     assert message(tapax.perturbed(loss), {"q": X}, X) == (
-        "There is a perturbation of 'q', but no such site was reached when the function was "
-        "traced. The sites are 'h'."
+        "There is a perturbation of 'q', but the function did not reach such a site. The sites are "
+        "'h'."
     )
     assert "'h@2'" in message(tapax.perturbed(twice), {"h@2": X}, X)
     counted = lambda x: jnp.sum(x) * tapax.sow(jnp.arange(3), "i")[1]
@@ -290,10 +291,10 @@ def test_perturbations_of_sites_that_have_none():
         lambda: tapax.perturbed(total)({"h": X}, X),
         lambda: tapax.jacobian(loop, of=None, wrt="h")(X),
     ):
-        assert "it is in a while loop, which may reach it any number of times" in message(call)
+        assert "it is in a while loop, whose number of iterations is not known" in message(call)
     for given in ([X], X, None):
         text = message(tapax.perturbed(loss), given, X, kind=TypeError)
-        assert text.startswith("The first argument of a perturbed function is a dict")
+        assert text.startswith("The first argument of a perturbed function must be a dict")
     assert "'h'" in message(
         tapax.perturbed(loss), {"h": None}, X, kind=(TypeError, tapax.SiteError)
     )
@@ -317,7 +318,10 @@ def test_inside_of_a_function_with_a_rule(wrap):
 
 def test_gradients_that_no_site_has_are_refused():
     counted = lambda x: jnp.sum(x) * tapax.sow(jnp.arange(3), "a/i")[1] * tapax.sow(2, "a/j")
-    begin = "There is no derivative by any site that at='a/*' picks. Of the site 'a/i', marked at"
+    begin = (
+        "There is no derivative with respect to any site that at='a/*' picks. For the site 'a/i', "
+        "marked at"
+    )
     for take in (tapax.grad, tapax.value_and_grad, tapax.perturbations):
         text = message(take(counted, "a/*"), X)
         assert text.startswith(begin)
@@ -329,12 +333,12 @@ def test_gradients_that_no_site_has_are_refused():
 
 def test_gradients_of_nothing_are_refused():
     for at in ((), None, "**"):
-        assert "but that picks no site" in message(tapax.grad(jnp.sum, at), X)
-    assert "picks none of the 0 sites" in message(tapax.grad(jnp.sum, lambda site: False), X)
+        assert "picks no site, so there is no gradient" in message(tapax.grad(jnp.sum, at), X)
+    assert "it picks none of the 0 sites" in message(tapax.grad(jnp.sum, lambda site: False), X)
 
 
 def test_only_real_scalar_losses_have_gradients():
-    first = "A gradient is that of a loss, one real number, but the function returns"
+    first = "A gradient needs a loss, one real number, but the function returns"
     for f, what in (
         (lambda x: tapax.sow(x, "h"), "float32[3]"),
         (lambda x: jnp.sum(tapax.sow(x, "h")).astype(int), "int32[]"),
@@ -346,13 +350,13 @@ def test_only_real_scalar_losses_have_gradients():
     pair = lambda x: (jnp.sum(tapax.sow(x, "h")), x)
     assert "must return the loss alone" in message(tapax.grad(pair), X, kind=TypeError)
     text = message(tapax.grad(loss, has_aux=True), X, kind=TypeError)
-    assert "must return (loss, aux), as has_aux=True says" in text
+    assert "must return (loss, aux), because has_aux=True" in text
 
 
 def test_cuts_that_are_crossed_more_than_once():
     expected = (
-        "A cut is at one site, but 'h' picks 2, so the program crosses it more than once: 'h', "
-        f"'h@1'. Name one of them: the first, {AT[twice]} is 'h@0'."
+        "A cut needs one site, but 'h' picks 2: 'h', 'h@1'. Name one of them: the first, "
+        f"{AT[twice]} is 'h@0'."
     )
     for call in (lambda: tapax.prefix(twice, "h")(X), lambda: tapax.suffix(twice, "h")(X, X)):
         assert message(call) == expected
@@ -372,21 +376,21 @@ def test_cuts_that_are_crossed_more_than_once():
     assert "is in the loops scan[3]" in text
     for step in (jnp.array(1), slice(0, 2)):
         text = message(tapax.prefix, chain, tapax.at("h", step=step))
-        assert text.startswith("A cut is at one iteration, whose number is known")
+        assert "but a cut needs a whole value, in one iteration whose number is known" in text
 
 
 def test_a_start_of_another_type():
     for value, type_ in ((X[:2], "float32[2]"), (jnp.arange(3), "int32[3]"), (0.0, "float32[]")):
         assert message(tapax.suffix(loss, "h"), value, X) == (
-            f"The site 'h', {AT[loss]} was given a value of type {type_}, but its values are of "
-            "type float32[3]."
+            f"The first argument is {type_}, but the values of the site 'h', {AT[loss]} are "
+            "float32[3]. Pass a value of that shape and dtype."
         )
 
 
 def test_jacobians_of_several_sites():
     assert message(tapax.jacobian(twice, of=None, wrt="h"), X) == (
-        "wrt='h' picks 2 sites, but a Jacobian is that of one, with all of its iterations: 'h@0', "
-        "'h@1'."
+        "wrt='h' picks 2 sites, but a Jacobian needs one site with all of its iterations. The "
+        "sites are 'h@0', 'h@1'."
     )
 
 
@@ -410,7 +414,7 @@ def test_predicates_of_while_loops():
         lambda f: tapax.suffix(f, "h"),
     ],
 )
-def test_what_is_no_function(make):
+def test_only_functions_are_accepted(make):
     text = message(make, 3, kind=TypeError)
     assert "takes a function, but was given 3 of type int" in text
     text = message(make, jax.jit(loss).lower(X).compile(), kind=TypeError)

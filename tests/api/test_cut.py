@@ -22,7 +22,7 @@ def close(a, b, tol=1e-6):
 
 
 def operations(f, *args):
-    """How often each operation is in a program, those in a loop once for each iteration."""
+    """Count the operations of a program, those in a loop once for each iteration."""
 
     def within(jaxpr, times):
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -134,7 +134,7 @@ def test_cut_at_one_iteration_of_a_scan(wrap, step):
     close(suffix(X, X), by_hand(X, (i, X))[0])
     found = operations(prefix, X)
     assert (found["sin"], found["cos"], found["tanh"]) == (i + 1, i, 0)
-    # What is returned of the iterations before, the residual stream and `ys`, is around the cut.
+    # The results of earlier iterations, the residual stream and `ys`, bypass the cut.
     found = operations(suffix, X, X)
     assert (found["sin"], found["cos"], found["tanh"]) == (3, 4, 4)
 
@@ -181,7 +181,7 @@ def test_one_call_of_a_shared_function():
 
 
 def test_after_the_cut_means_after_in_the_data():
-    # What is written before the site but does not lead to it is not computed either.
+    # The prefix does not compute values that do not lead to the site.
     def f(x):
         y = jnp.cos(x)
         return tapax.sow(jnp.sin(x), "h") + y

@@ -185,11 +185,15 @@ def test_dots_separate_the_segments_of_other_libraries():
     ("rename", "error", "message"),
     [
         ({"net/*": "x"}, ValueError, "1 wildcards in the first and 0 in the second"),
-        ([("a", "b", "c")], TypeError, "`rename` must have pairs of strings, from `b` to `a`"),
-        ({"a": 3}, TypeError, "`rename` must have pairs of strings"),
+        ([("a", "b", "c")], TypeError, "`rename` must contain pairs of strings, from `b` to `a`"),
+        ({"a": 3}, TypeError, "`rename` must contain pairs of strings"),
         (3, TypeError, "`rename` must be a dict, a function of a name, or pairs of globs, but is"),
         ("net", TypeError, "`rename` must be a dict, a function of a name, or pairs of globs"),
-        (lambda name: 3, TypeError, "`rename` must give a name for 'net/layers/0/up', but gave 3"),
+        (
+            lambda name: 3,
+            TypeError,
+            "`rename` must return a name for 'net/layers/0/up', but returned 3",
+        ),
         ({"net/layerz/0/up": "x"}, tapax.SiteError, "matches no site of `b`.*nearest names are"),
         (lambda name: "x", tapax.SiteError, "gives two sites of `b` the name 'x': 'net/layers/0"),
         ({"net/out:w": "net"}, tapax.SiteError, "the name 'net': 'net/out:w' and 'net'. Give"),

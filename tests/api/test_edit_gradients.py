@@ -20,7 +20,7 @@ def close(a, b, tol=1e-4):
 def by_hand(value=lambda h: h, grad=None):
     """A `sow` that edits: the value, then what comes back to the edited value.
 
-    A derivative of that is the derivative of a function that was edited: it is not edited again.
+    Its derivative is that of an edited function, which is not edited a second time.
     """
 
     @jax.custom_vjp
@@ -278,7 +278,7 @@ def test_every_pullback_of_a_call():
     close(tapax.edit(two, grads={"h": lambda g: jnp.clip(g, 0, 1)})(X), jnp.diag(c))
     for name in ("h~0", "h~1"):
         with pytest.raises(
-            tapax.SiteError, match=f"grads='{name}' was given, but which gradient of a"
+            tapax.SiteError, match=f"grads='{name}' selects one of several gradients of a"
         ):
             tapax.edit(step, grads={name: lambda g: g + 1})(X)
 
@@ -308,7 +308,7 @@ def test_edits_of_edits():
 
 
 def test_gradients_of_intermediates_of_an_edited_loss():
-    # By what goes on from the edited site; or, if the edit is around, by what comes to it.
+    # With respect to the edited value; or, with the edit outside, to the value before.
     slope = -jnp.sin(2 * jnp.sin(X)) * X
     edit = {"h": lambda h: 2 * h}
     close(tapax.grad(tapax.edit(straight(tapax.sow), edit))(X), {"h": slope})

@@ -64,7 +64,7 @@ def test_selected_sites_alone():
 
 
 def test_no_gradient_before_the_sites():
-    # A product by the transposed weights would be the gradient by what lies before.
+    # A product with the transposed weights would be a gradient before the site.
     found = str(jax.make_jaxpr(tapax.grad(loss))(W, X))
     assert found.count("dot_general") == 1
 
@@ -193,7 +193,7 @@ def test_hessians_jacobians_and_tangents():
     close(jax.jvp(lambda e: perturbed(e, W, X), (ZEROS,), (along,)), expected)
     close(jax.linearize(lambda e: perturbed(e, W, X), ZEROS)[1](along), expected[1])
     close(jax.grad(perturbed, argnums=1)(along, W, X), jax.grad(by_hand, argnums=1)(along, W, X))
-    # Derivatives of the gradients by an argument.
+    # Derivatives of the gradients with respect to an argument.
     hand = lambda w: jax.grad(by_hand)(ZEROS, w, X)
     for mode in (jax.jacfwd, jax.jacrev):
         close(mode(lambda w: tapax.grad(loss)(w, X))(W), mode(hand)(W))
@@ -314,10 +314,10 @@ def test_memory_is_that_of_code_by_hand(remat):
     f = lambda x: program(x, lambda h, _: tapax.sow(h, "h"))(None, n)
     hand = lambda eps, x: program(x, lambda h, e: h + e)(eps["h"], n)
     zeros = {"h": jnp.zeros((n, 4096))}
-    # What is kept is n values; a few more or less depend on the processor.
+    # The program keeps n values; a few more or less depend on the processor.
     least, few = peak(jax.grad(hand), zeros, x), 4 * x.nbytes
     assert peak(jax.grad(tapax.perturbed(f)), zeros, x) <= least + few
-    # Zeros that are no argument need no memory at all: by hand, they would be a constant.
+    # Zeros that are not an argument need no memory; written by hand, they would be a constant.
     assert peak(tapax.grad(f), x) <= least + few
     plain = peak(jax.grad(f), x)
     assert peak(tapax.grad(f), x) <= plain + zeros["h"].nbytes + few

@@ -1,4 +1,4 @@
-"""What steps that take their own gradients keep: in jit, loops, maps and meshes, and twice."""
+"""Residuals of steps that take gradients: in jit, loops, maps and meshes, and twice."""
 
 import functools
 
@@ -33,7 +33,7 @@ def gradient_of(loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_a_step_keeps_what_jax_says_of_its_loss(loss):
+def test_a_step_keeps_the_residuals_that_jax_reports_for_its_loss(loss):
     computed, given = table_types(tapax.residuals(gradient_of(loss))(*LOSSES[loss]))
     wanted = jax_residuals(loss, *LOSSES[loss])
     assert computed <= wanted[0] if loss in UNREAD else computed == wanted[0]
@@ -71,7 +71,7 @@ def update(params, x):
 PARAMS = dict(zip("ab", arrays(W, W), strict=True))
 
 
-def test_what_comes_before_and_after_a_gradient_is_not_kept_for_it():
+def test_values_before_and_after_a_gradient_are_not_kept_for_it():
     table = tapax.residuals(update)(PARAMS, *arrays(X))
     x = jnp.ones(X, jnp.float32)
     inside = tapax.residuals(lambda a, b: losses.matmul_chain(a, b, x))(*arrays(W, W))

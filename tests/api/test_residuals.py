@@ -1,4 +1,4 @@
-"""What losses keep for their backward pass: JAX's own list, sites, lines, policies, errors."""
+"""Residuals of losses: the list of JAX, sites, lines, policies, errors."""
 
 import threading
 
@@ -17,7 +17,7 @@ POLICIES = ["dots_saveable", "nothing_saveable"]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_a_loss_keeps_what_jax_says(loss):
+def test_a_loss_keeps_the_residuals_that_jax_reports(loss):
     args = LOSSES[loss]
     table = tapax.residuals(loss)(*args)
     assert table_types(table) == jax_residuals(loss, *args)
@@ -27,7 +27,7 @@ def test_a_loss_keeps_what_jax_says(loss):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_a_policy_keeps_what_jax_says(loss, policy):
+def test_a_policy_keeps_the_residuals_that_jax_reports(loss, policy):
     args, policy = LOSSES[loss], getattr(policies, policy)
     wanted = jax_residuals(jax.checkpoint(loss, policy=policy), *args)
     compared = tapax.residuals(loss, policy=policy)(*args)
@@ -36,7 +36,7 @@ def test_a_policy_keeps_what_jax_says(loss, policy):
     assert table_types(tapax.residuals(jax.checkpoint(loss, policy=policy))(*args)) == wanted
 
 
-def test_names_choose_what_a_policy_keeps():
+def test_names_choose_the_values_that_a_policy_keeps():
     policy = policies.save_only_these_names("ffn")
     table = tapax.residuals(losses.named, policy=policy)(*arrays(W, X))
     kept = [r for r in table if r.kept_by_policy]
@@ -67,14 +67,14 @@ def test_sites_operations_and_lines_are_those_of_the_source():
     assert [r.site for r in table.arguments] == ["x", "w1", "w2"]
 
 
-def test_what_is_computed_in_a_scope_belongs_to_the_scope():
+def test_values_computed_in_a_scope_belong_to_the_scope():
     table = tapax.residuals(losses.scanned)(*arrays((5, *W), X))
     stacked = {r.site for r in table if r.loops}
     assert stacked == {"layer/h", "layer"}
     assert all(r.loops == ("scan[5]",) and r.shape == (5, *X) for r in table if r.loops)
 
 
-def test_what_a_scan_carries_belongs_to_the_operation_of_the_iteration_before():
+def test_a_carry_belongs_to_the_operation_of_the_iteration_before():
     table = tapax.residuals(losses.scanned_remat)(*arrays((5, *W), X))
     (carried,) = (r for r in table if r.loops)
     assert (carried.site, carried.operation) == ("layer/h", "tanh")
@@ -185,7 +185,7 @@ def test_nothing_changes_where_jit_is_disabled():
     assert table == tapax.residuals(losses.scanned)(*args)
 
 
-def test_an_edited_loss_keeps_what_the_edit_needs():
+def test_an_edited_loss_keeps_the_values_that_the_edit_needs():
     args = arrays(W, X)
     edited = tapax.edit(losses.shared, values={"h": jnp.sin})
     added = tapax.residuals(edited)(*args).nbytes - tapax.residuals(losses.shared)(*args).nbytes
@@ -193,7 +193,7 @@ def test_an_edited_loss_keeps_what_the_edit_needs():
     assert added == 2 * 8 * 6 * 4
 
 
-def test_a_loss_with_a_linear_solve_is_no_step():
+def test_a_loss_with_a_linear_solve_is_not_a_step():
     def loss(a, b):
         return jnp.sum(jnp.linalg.solve(a, b) ** 2)
 
@@ -220,9 +220,9 @@ def test_a_function_without_loss_and_gradient_is_refused():
     with pytest.raises(TypeError) as error:
         tapax.residuals(forward)(*arrays(W, X))
     assert str(error.value).removeprefix(f"{forward.__qualname__} ") == (
-        "returns no loss (a real number, alone or first in a tuple) and takes no gradient "
-        "itself, so it has no backward pass that anything could be kept for: give `residuals` the "
-        "loss, or the step that takes its gradient."
+        "does not return a loss (a real number, alone or first in a tuple) and does not take a "
+        "gradient itself, so it has no backward pass and keeps no values for one. Pass `residuals` "
+        "the loss, or the step that takes its gradient."
     )
 
 
@@ -233,23 +233,23 @@ def test_integers_alone_are_refused():
     with pytest.raises(TypeError) as error:
         tapax.residuals(loss)(jnp.arange(3))
     assert str(error.value).replace(loss.__qualname__, "loss") == (
-        "No array in the arguments of loss holds real or complex numbers, so there is nothing to "
-        "differentiate the loss by: pass the parameters as arguments."
+        "No argument of loss contains real or complex numbers, so there is nothing with respect to "
+        "which to differentiate the loss. Pass the parameters as arguments."
     )
 
 
 def test_a_captured_tracer_is_refused():
-    held = []
-    jax.make_jaxpr(held.append)(1.0)
+    leaked = []
+    jax.make_jaxpr(leaked.append)(1.0)
 
     def loss(w):
-        return jnp.sum(w * held[0])
+        return jnp.sum(w * leaked[0])
 
     with pytest.raises(TypeError) as error:
         tapax.residuals(loss)(*arrays(W))
     assert str(error.value).replace(loss.__qualname__, "loss") == (
-        "loss captured a traced value of a function that JAX has finished tracing: pass the value "
-        "as an argument, or return it from the function that computed it."
+        "loss captured a traced value of a function that JAX has finished tracing. Pass the value "
+        "as an argument, or return it from the function that computes it."
     )
 
 
@@ -262,12 +262,12 @@ def test_a_while_loop_is_refused_as_jax_does():
 
 
 @pytest.mark.parametrize("policy", ["dots_saveable", 3])
-def test_a_policy_that_is_no_function_is_refused(policy):
-    with pytest.raises(TypeError, match="`policy` must be a policy"):
+def test_a_policy_must_be_a_function(policy):
+    with pytest.raises(TypeError, match="`policy` must be a function, such as"):
         tapax.residuals(losses.shared, policy=policy)
 
 
-def test_something_that_is_no_function_is_refused():
+def test_only_a_function_has_residuals():
     with pytest.raises(TypeError, match="residuals"):
         tapax.residuals(3)
 
@@ -296,7 +296,7 @@ def test_a_policy_on_one_thread_leaves_the_others_alone():
         found.append(tapax.residuals(step, policy=policies.nothing_saveable)(*arrays(W)))
 
     thread = threading.Thread(target=list_with_policy)
-    # The first of two traces, without the policy, goes through.
+    # The first of two traces, without the policy, succeeds.
     outside.set()
     thread.start()
     inside.wait(10)

@@ -204,7 +204,7 @@ def test_a_sweep_is_compiled_once(caplog):
     assert not compilations(caplog, lambda: whole(*both[::-1], jnp.arange(2)))
 
 
-def test_what_lies_before_is_computed_once():
+def test_operations_before_a_site_run_once():
     """The work is that of the layers after each patch, for each position."""
     both = (P, CLEAN), (P, CORRUPT)
     sites = [f"{i}/resid" for i in range(LAYERS)]
@@ -305,7 +305,7 @@ def test_path_patching_from_sender_to_receiver(frozen):
 
 
 def test_receivers_are_each_reached_directly():
-    """What one receiver passes on to another is not part of the path to that other."""
+    """The effect of one receiver on another is not a part of the path to the other."""
 
     def f(x, hook=sow):
         a = hook("a", x)
@@ -334,7 +334,7 @@ def test_paths_in_a_scan():
     close(got, want)
 
 
-def test_no_path_is_no_effect():
+def test_without_a_path_there_is_no_effect():
     got = attribute.path_patching(marked, (P, CLEAN), (P, CORRUPT), "2/mlp", "0/attn")
     close(got, [difference(logits(P, CORRUPT))])
 
@@ -353,7 +353,7 @@ WRONG = {
         SWEEP, {"sites": ["0/mlp"], "positions": [0], "axis": 3}, tapax.SiteError,
         "have no such axis",
     ),
-    "positions that are no integers": (
+    "positions that are not integers": (
         SWEEP, {"sites": ["0/mlp"], "positions": [0.5]}, TypeError, "one or more integers"
     ),
     "no positions": (SWEEP, {"sites": "0/mlp", "positions": []}, TypeError, "one or more integers"),
@@ -362,9 +362,9 @@ WRONG = {
         r"argument 1 has the shape \[1, 4\] in one and \[1, 3\] in the other",
     ),
     "another structure": (
-        (marked, (P, CLEAN), (CORRUPT,)), {"sites": ["0/mlp"]}, ValueError, "differ in structure"
+        (marked, (P, CLEAN), (CORRUPT,)), {"sites": ["0/mlp"]}, ValueError, "the same structure"
     ),
-    "a metric that is no array": (
+    "a metric that is not an array": (
         (lambda p, t: {"loss": marked(p, t)}, (P, CLEAN), (P, CORRUPT)), {"sites": ["0/mlp"]},
         TypeError, "one array, but returns dict",
     ),
@@ -377,7 +377,7 @@ WRONG = {
     ),
     "a value that is not used": (
         (lambda x: (tapax.sow(x, "h"), x.sum())[1], P["embed"], P["embed"]), {"sites": ["h"]},
-        tapax.SiteError, "Use what tapax.sow returned",
+        tapax.SiteError, "Use the value that tapax.sow returns",
     ),
 }  # fmt: skip
 
@@ -398,5 +398,5 @@ def test_a_sender_that_receives():
 def test_parts_of_values_are_refused():
     part = tapax.at("h", index=0)
     f = lambda x: (tapax.sow(3 * x, "h") ** 2).sum()
-    with pytest.raises(tapax.SiteError, match="but takes whole values: leave `index` out"):
+    with pytest.raises(tapax.SiteError, match=r"needs whole values\. Leave `index` out"):
         tapax.attribute.saliency(f, part)(jnp.ones(3))

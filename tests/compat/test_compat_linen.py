@@ -114,7 +114,7 @@ def test_state_and_rngs(frozen):
     assert isinstance(found[1], FrozenDict) == isinstance(expected[1], FrozenDict)
 
 
-def test_what_is_fed_back_is_gone_on_with():
+def test_the_program_continues_with_values_fed_back():
     variables = {"params": Twice().init(KEY, X)["params"]}
     _, state = Twice().apply(variables, X, mutable="intermediates")
     again = {**variables, **state}
@@ -154,7 +154,7 @@ def test_the_same_call_is_traced_once():
     assert len(traced) == 1
 
 
-# --- the tests of Linen's own ------------------------------------------------------------------
+# --- the tests of Linen itself -----------------------------------------------------------------
 
 
 class Sows(nn.Module):
@@ -264,7 +264,7 @@ class Loop(nn.Module):
 
 
 def by_hand(kind, params, eps):
-    """Everything that a loop holds, with perturbations added."""
+    """Everything in a loop, with perturbations added."""
     p = params["params"]["layers"]["Dense_0"]
     each = kind in ("scan", "remat", "vmap")
     x, seen = X, []
@@ -277,7 +277,7 @@ def by_hand(kind, params, eps):
 
 
 @pytest.mark.parametrize("kind", ["scan", "remat", "vmap"])
-def test_what_is_not_declared_is_as_if_it_were(kind):
+def test_undeclared_collections_work_like_declared_ones(kind):
     params = {"params": Loop(kind).init(KEY, X)["params"]}
     options = {"capture_intermediates": True, "mutable": "perturbations"}
     found = apply(Loop(kind), params, X, **options)
@@ -352,7 +352,7 @@ def test_bfloat16_stays_bfloat16():
     assert made["perturbations"]["h"].dtype == jnp.bfloat16
 
 
-def test_an_apply_within_is_its_own():
+def test_an_apply_inside_another_is_separate():
     class Student(nn.Module):
         teacher: dict
 
@@ -386,9 +386,9 @@ def test_one_perturbation_for_several_calls():
     with pytest.raises(tapax.SiteError) as error:
         apply(Loop("twice"), given, X)
     assert str(error.value) == (
-        "perturb('p') is called 2 times in the module at 'Loop/layers', so there must be a tuple "
-        "of 2 perturbations: one for all of them would have the sum of their gradients. Make the "
-        "perturbations with apply(..., mutable='perturbations')."
+        "perturb('p') is called 2 times in the module at 'Loop/layers', so it needs a tuple of 2 "
+        "perturbations: a single one would have the sum of their gradients. Make the perturbations "
+        "with apply(..., mutable='perturbations')."
     )
 
 
@@ -407,7 +407,7 @@ def test_a_perturbation_in_a_while_loop():
             body = lambda c: (c[0] + 1, self.perturb("h", jnp.sin(c[1])))
             return lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
 
-    with pytest.raises(tapax.SiteError, match="is in a while loop, which may reach it any number"):
+    with pytest.raises(tapax.SiteError, match="is in a while loop, whose number of iterations is"):
         apply(Net(), {"perturbations": {"h": X}}, X)
 
 

@@ -93,7 +93,7 @@ def test_values_are_those_that_the_caller_receives():
     assert_close(taps.values["Net"], 48 * X)
 
 
-def test_a_captured_function_is_traced_again_under_an_interceptor():
+def test_a_captured_function_is_retraced_under_an_interceptor():
     captured = tapax.capture(lambda x: Net().apply({}, x))
     for factor in (1, 8, 1):
         if factor == 1:
@@ -105,7 +105,7 @@ def test_a_captured_function_is_traced_again_under_an_interceptor():
         assert_close(taps.values["Net"], factor * 6 * X)
 
 
-def test_an_interceptor_that_changes_what_it_does():
+def test_an_interceptor_whose_behaviour_changes():
     factors = {"by": 2.0}
 
     def scaled(run, args, kwargs, context):

@@ -58,7 +58,7 @@ class Stack(nnx.Module):
 
 
 class Total(nnx.Module):
-    """A running sum, as its own reducer makes it."""
+    """A running sum, with its reducer."""
 
     def __init__(self):
         self.w = nnx.Param(jnp.array(2.0))
@@ -84,7 +84,7 @@ def hand(model, x):
     return values
 
 
-# --- as Flax's own tests have it ------------------------------------------------------------------
+# --- like the tests of Flax -----------------------------------------------------------------------
 
 
 @both
@@ -134,7 +134,7 @@ def test_nothing_sown_is_an_empty_state(capture):
 
 
 @both
-def test_each_type_has_a_state_of_its_own(capture):
+def test_each_type_has_a_separate_state(capture):
     model = Stack()
     out, hidden, other = capture(model, nnx.Intermediate, Other)(X)
     assert set(hidden) == {"layers"}

@@ -135,7 +135,7 @@ def test_init_of_another_batch_size():
     ("init", "message"),
     [
         ({"nowhere": {"p": X}}, "no module at 'nowhere'"),
-        ({"layers": {0: {"p": X}, 1: {"p": X, "q": X}}}, "at 'layers/1/q', but no `perturb`"),
+        ({"layers": {0: {"p": X}, 1: {"p": X, "q": X}}}, "'layers/1/q', but the program did not"),
         ({"layers": {0: {"p": X}}}, r"no perturbation for perturb\('p'\) of a Foo"),
         ({}, r"no perturbation for perturb\('p'\) of a Foo"),
     ],
@@ -166,7 +166,7 @@ def test_a_perturbation_shared_by_calls_is_refused():
 
 
 def test_perturbations_of_stacked_layers():
-    """They go through `nnx.scan` with the layers, so that each has its own."""
+    """They pass through `nnx.scan` with the layers, so that each layer has one."""
 
     class Net(nnx.Module):
         def __init__(self):

@@ -44,7 +44,7 @@ def scanned(mode, **options):
     return lambda init: lax.scan(body, init, jnp.arange(5.0), **options)
 
 
-# --- what the documentation says ----------------------------------------------------------------
+# --- the examples of the documentation ----------------------------------------------------------
 
 
 def test_outside_of_a_harvest_sow_is_the_identity_and_binds_nothing():
@@ -66,7 +66,7 @@ def test_the_documented_example(x):
     same(call_var(f)(x), (x + 2, {"y": x + 1}))
 
 
-def test_what_is_not_returned_and_what_is_constant_is_reaped_and_planted():
+def test_unused_and_constant_values_are_reaped_and_planted():
     def g(x):
         var(x * 2, name="side")
         return x + var(10.0, name="c")
@@ -106,7 +106,7 @@ def test_the_lists_are_of_names():
     same(reap_var(g, allowlist=["x"], blocklist=["x"])(1.0), {})
     same(plant_var(g, blocklist=["x"])({"x": 2.0, "y": 3.0}, 1.0), 31.0)
     same(plant_var(g, allowlist=["x"])({"x": 2.0, "y": 3.0}, 1.0), 12.0)
-    # What is not planted can still be reaped.
+    # A harvest can reap values that are not planted.
     same(reap_var(plant_var(g, allowlist=["x"]))({"x": 2.0}, 1.0), {"y": 1.0})
 
 
@@ -114,7 +114,7 @@ def test_a_second_harvest_of_the_tag_finds_nothing():
     same(harvest_var(harvest_var(f))({}, {}, 1.0), ((3.0, {"y": 2.0}), {}))
     same(reap_var(reap_var(f))(1.0), {})
     same(reap_var(reap_var(f, blocklist=["y"]))(1.0), {})
-    with pytest.warns(UserWarning, match="nothing is sown"):
+    with pytest.warns(UserWarning, match="sows no such name"):
         same(harvest_var(harvest_var(f))({"y": 1.0}, {}, 1.0), ((3.0, {"y": 2.0}), {}))
     with pytest.warns(UserWarning, match="The function has no sites"):
         _, taps = tapax.capture(reap_var(f))(1.0)
@@ -219,7 +219,7 @@ def twice(mode):
 
 
 def test_strict_raises_for_a_name_sown_twice():
-    again = r": x. It is sown at .*:\d+, and again at .*:\d+, in mode 'strict'. Give one of them"
+    again = r": x. It is sown at .*:\d+, and again at .*:\d+, in mode 'strict'. Rename one of them"
     with pytest.raises(ValueError, match=f"Variable has already been reaped{again}"):
         reap_var(twice("strict"))(1.0)
     with pytest.raises(ValueError, match=f"Variable has already been planted{again}"):
@@ -303,7 +303,10 @@ BAD = {
     "scope": (lambda: nest(f, scope=1), "`scope` must be a string, but is 1 of type int."),
     "no function": (lambda: reap_var(3), "takes a function, but was given 3"),
     "list": (lambda: reap_var(f, allowlist="y"), r"is the string 'y'. Write \['y'\]."),
-    "plants": (lambda: plant_var(f)(1.0), "is a dict of values by name, but it is of type float."),
+    "plants": (
+        lambda: plant_var(f)(1.0),
+        "must be a dict of values by name, but is of type float.",
+    ),
     "shape": (
         lambda: plant_var(f)({"y": jnp.ones(2)}, 1.0),
         r"The plant for 'y', sown at .*:\d+, has shape \[2\], but the value has shape \[\].",
@@ -319,7 +322,7 @@ BAD = {
     ),
     "scope and name": (
         lambda: reap_var(collide)(1.0),
-        "'y/y', .* is in a scope of the name of 'y'",
+        "'y/y', .* is in a scope with the name of the value 'y'",
     ),
     "two structures": (lambda: reap_var(of_two_structures)(1.0), "'t' .* with the structure"),
     "predicate": (lambda: reap_var(in_predicate)(0.0), "is in the predicate of a while loop"),
@@ -342,10 +345,10 @@ def test_an_error_leaves_nothing_behind():
     same(reap_var(f)(1.0), {"y": 2.0})
 
 
-def test_what_is_opaque_raises_unless_it_is_left_out():
+def test_opaque_calls_raise_unless_they_are_left_out():
     g = lambda x: lax.reduce(x, 0.0, lambda a, b: var(a, name="a") + b, (0,))
     with pytest.raises(
-        tapax.SiteError, match=r"'a', sown at .*:\d+, is in a call of 'reduce', which"
+        tapax.SiteError, match=r"'a', sown at .*:\d+, cannot be reaped, .* in a call of 'reduce'"
     ):
         reap_var(g)(jnp.arange(3.0))
     same(call_var(g, blocklist=["a"])(jnp.arange(3.0)), (3.0, {}))

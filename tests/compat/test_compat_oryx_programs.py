@@ -209,7 +209,7 @@ def test_branches_that_sow_unlike_values_raise(g, words):
         reap_var(jax.grad(g, argnums=1))(jnp.array(True), 1.0)
 
 
-def test_branches_may_differ_in_what_is_not_harvested():
+def test_branches_may_differ_in_names_that_are_not_harvested():
     g = unlike("x", "xy")
     for p, value in ((True, 2.0), (False, 2.0)):
         same(reap_var(g, blocklist=["y"])(jnp.array(p), 1.0), {"x": value})
@@ -334,7 +334,7 @@ def test_reap_and_plant_under_checkpoint():
 
 
 def custom(kind, in_rule=""):
-    """The sine, with a derivative that is not its own, sowing somewhere."""
+    """The sine, with a wrong derivative, and a sow somewhere."""
     mark = lambda where, x: var(2 * x, name="y") if where == in_rule else 2 * x
     if kind == "jvp":
         g = jax.custom_jvp(lambda x: mark("", x) + jnp.sin(x))
@@ -377,7 +377,7 @@ def test_a_rule_that_runs_because_of_a_derivative_around_the_harvest_is_reaped()
 
 def test_a_plant_reaches_a_rule_that_runs_because_of_a_derivative_around_the_harvest():
     rule, pullback, plants = custom("jvp", "rule"), custom("vjp", "rule"), {"y": 1.0}
-    # There is no derivative by the plant.
+    # There is no derivative with respect to the plant.
     same(jax.jvp(plant_var(rule), (plants, 2.0), (plants, 1.0)), (3.0, 5.0))
     same(jax.grad(plant_var(rule), argnums=(0, 1))(plants, 2.0), ({"y": 0.0}, 5.0))
     for g in (rule, pullback):
@@ -393,7 +393,7 @@ def test_a_plant_reaches_a_rule_that_runs_because_of_a_derivative_around_the_har
     same(mapped(plants, rows), (1 + np.arange(3.0), np.full(3, 5.0)))
 
 
-def test_what_a_differentiated_function_with_a_rule_sows_itself_is_not_reaped():
+def test_the_sows_of_a_differentiated_function_with_a_rule_are_not_reaped():
     same(jax.value_and_grad(call_var(custom("jvp")), has_aux=True)(2.0), ((6.0, {}), 5.0))
     same(jax.value_and_grad(call_var(custom("vjp")), has_aux=True)(2.0), ((6.0, {}), 5.0))
 

@@ -56,7 +56,7 @@ def traced(ops, x):
 
 
 def by_hand(ops, x, plants=None):
-    """What a program returns and sows: clobbered values, and a list of parts for appended ones.
+    """Compute the results and sows of a program: clobbered values, and lists of appended ones.
 
     A part is a number, or the list that a loop makes.
     """

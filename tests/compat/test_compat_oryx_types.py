@@ -15,7 +15,7 @@ HALF = jnp.ones((), jnp.bfloat16)
 
 
 def is_weak(x):
-    """Whether a value gives way to the type of an array, as a Python number does."""
+    """Return whether a value adapts to the type of an array, as a Python number does."""
     return (x * HALF).dtype == jnp.bfloat16 and jax.typeof(x).weak_type
 
 
@@ -163,7 +163,7 @@ def test_a_number_in_a_scope_or_in_a_pytree_is_planted_as_another_kind():
 @pytest.mark.parametrize(
     ("plants", "words"),
     [
-        ({"yy": 1.0}, "a value for 'yy', which is ignored: .* tag 'var'. The names that are: 'y'."),
+        ({"yy": 1.0}, "a value for 'yy', which is ignored, .* tag 'var'. It sows 'y'."),
         ({"a": {"y": 1.0}}, "a value for 'a', which is ignored"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_plant_that_nothing_takes_is_ignored_with_a_warning(plants, words):
 
 
 def test_a_plant_that_nothing_in_its_scope_takes_is_ignored_with_a_warning():
-    with pytest.warns(UserWarning, match="a value for 'a/z', .*The names that are: 'a/y'."):
+    with pytest.warns(UserWarning, match="a value for 'a/z', .*It sows 'a/y'."):
         same(plant_var(nest(f, scope="a"))({"a": {"z": 1.0}}, 1.0), 3.0)
 
 

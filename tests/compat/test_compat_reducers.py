@@ -1,4 +1,4 @@
-"""`sow` with any `reduce_fn` and `init_fn`: what Flax makes of it, in both drop-ins."""
+"""`sow` with any `reduce_fn` and `init_fn`: the results of Flax, in both replacements."""
 
 import functools
 
@@ -141,7 +141,7 @@ LIBRARIES = pytest.mark.parametrize("compare", [compare_linen, compare_nnx], ids
 @LIBRARIES
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("reducer", REDUCERS.values(), ids=REDUCERS)
-def test_any_reducer_gives_what_flax_gives(compare, values, reducer):
+def test_any_reducer_gives_the_result_of_flax(compare, values, reducer):
     try:
         jax.eval_shape(lambda x: functools.reduce(reducer[0], values(x), reducer[1]()) and 0, X)
     except (TypeError, ValueError):
@@ -280,7 +280,7 @@ def test_reducers_that_close_over_parameters():
     same(found.get_value(), expected.get_value())
 
 
-def test_a_loop_refuses_only_what_it_cannot_carry():
+def test_a_loop_refuses_only_reducers_that_it_cannot_carry():
     window = (lambda a, v: (*a, v)[-2:], tuple)
     model = nnx_module(lambda x: [x], window)
     loop = lambda model, x: lax.scan(lambda x, _: (model(x + 1)[0], None), x, length=3)[0]
@@ -325,7 +325,7 @@ def test_parts_of_a_value_under_different_vmaps():
     same(state["r"].get_value(), {"x": 3 * X, "n": jnp.full(2, 2.0)})
 
 
-def test_a_fold_of_nnx_goes_on_with_what_is_given():
+def test_a_fold_of_nnx_continues_from_init():
     for reducer in (REDUCERS["a sum"], REDUCERS["a window"], REDUCERS["a dict that grows"]):
         model = nnx_module(VALUES["arrays"], reducer)
         _, given = nnx.capture(model, nnx.Intermediate)(X)
@@ -371,7 +371,7 @@ def test_gradients_go_through_a_fold(compare):
     assert_close(jax.grad(lambda x: sum(map(jnp.sum, folded(x))))(X), 2 * (X + 1) + 2 * X)
 
 
-def test_what_is_folded_is_in_the_order_of_the_program():
+def test_folds_are_in_the_order_of_the_program():
     class Net(nnx.Module):
         def __call__(self, x):
             for name in ("b", "a", "c"):

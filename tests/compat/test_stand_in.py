@@ -1,4 +1,4 @@
-"""`tapax.compat.nnx` and `tapax.compat.linen` stand in for Flax's whole namespaces."""
+"""`tapax.compat.nnx` and `tapax.compat.linen` replace the whole namespaces of Flax."""
 
 import subprocess
 import sys

@@ -121,7 +121,7 @@ def test_modules_lists_layers_before_and_after_they_are_built():
     assert table["net/block_1"] is Block and table["net/dropout"] is layers.Dropout
     keras.backend.clear_session()
     net = Net()
-    with pytest.raises(TypeError, match=r"give `modules` what you would call it with"):
+    with pytest.raises(TypeError, match="`modules` needs the arguments of a call"):
         tapax.modules(net)
     net(X)
     assert dict(tapax.modules(net)) == table

@@ -261,7 +261,7 @@ def check_no_edit(program: Program) -> None:
     decide(program)
     want = run(program).out
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "tapax.edit was given nothing to edit")
+        warnings.filterwarnings("ignore", "tapax.edit has no edit for")
         nothing = tapax.edit(fn)
     same(program, "an edit of nothing", nothing(*args), want)
     found = sites(program)

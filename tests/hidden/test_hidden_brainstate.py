@@ -49,9 +49,7 @@ def test_a_perturbation_made_of_its_documented_fields():
     program = jax.make_jaxpr(lambda x, *added: [x.sum() + y for y in added])(X, *data)
     other = braintrace.HiddenPerturbation(built[0], built[1], built[2], program)
     jax.tree.map(close, other.eval_jaxpr([X], data), [X.sum() + y for y in data])
-    with pytest.raises(
-        HiddenError, match=r"`perturb_jaxpr` .* is not from add_hidden_perturbation"
-    ):
+    with pytest.raises(HiddenError, match=r"`perturb_jaxpr` .* does not come from add_hidden_pert"):
         other({}, {}, X)
 
 
@@ -419,8 +417,8 @@ def test_the_order_of_the_program():
         close(got, wanted)
 
 
-def test_what_is_refused():
-    with pytest.raises(HiddenError, match="has no hidden states yet: create them with"):
+def test_bad_arguments_are_refused():
+    with pytest.raises(HiddenError, match="has no hidden states: they come to be with"):
         add_hidden_perturbation(nn.GRUCell(3, 4), X)
 
     def run(m, x):

@@ -48,7 +48,7 @@ class Driven(nn.Module):
 def init_states(model):
     """Makes the hidden states, and all states of one type.
 
-    With 64 bits, braintrace makes biases and hidden states of float64 beside weights of float32.
+    With 64 bits, braintrace makes biases and hidden states of float64 next to weights of float32.
     """
     nn.init_all_states(model)
     cast = lambda x: x if x.dtype == X.dtype else x.astype(X.dtype)
@@ -179,7 +179,7 @@ def test_online_rules_learn_a_cell_of_braintrace_like_one_of_brainstate(rule):
 
 
 class Mixed(nn.Module):
-    """Layers with and without dynamics of their own."""
+    """Layers with and without dynamics."""
 
     def __init__(self, cells):
         super().__init__()

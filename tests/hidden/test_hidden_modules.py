@@ -48,7 +48,7 @@ CELLS = {
 
 
 def called(cell, state, x):
-    """What the cell itself gives: its new state, and what it puts out."""
+    """Run the cell itself: return its new state and its output."""
     if isinstance(cell, eqx.Module):
         new = cell(x, state)
         return new, new[0] if isinstance(new, tuple) else new
@@ -80,7 +80,7 @@ def test_hidden_states_of_framework_cells(name):
         p.eval_jaxpr(jax.tree.leaves((state, x)), p.init_perturb_data()),
         jax.tree.leaves(wanted),
     )
-    # What a cell puts out is its state h, which is computed from c.
+    # The output of the cell is its state h, which depends on c.
     weights = random_like(wanted)
     total = lambda q: sum(
         jnp.vdot(w, v)
@@ -188,7 +188,7 @@ def test_a_model_that_is_called_as_a_step():
 
 
 def test_sites_inside_of_a_cell_in_a_scan():
-    """The states of a Flax cell, and its own layers, from one backward pass."""
+    """The states and the layers of a Flax cell, from one backward pass."""
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
     xs = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
 
@@ -216,7 +216,7 @@ def refusal(model, *inputs, **kwargs):
     return str(info.value)
 
 
-def test_what_is_refused():
+def test_bad_arguments_are_refused():
     assert refusal(nn.GRUCell(4), X) == (
         "`model` is a GRUCell without parameters, because it is not bound to variables. Give "
         "model.bind(variables)."
@@ -224,11 +224,12 @@ def test_what_is_refused():
     assert "runs its cell over a whole sequence" in refusal(
         nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), X
     )
-    assert "says nothing of its hidden state" in refusal(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), X)
-    assert "but must be a recurrent module" in refusal(lambda s, x: (s, x), X)
+    assert "runs over a whole sequence" in refusal(nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), X)
+    assert "does not define its hidden state" in refusal(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), X)
+    assert "but expected is a recurrent module" in refusal(lambda s, x: (s, x), X)
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
-    assert "has to be of a floating-point type" in refusal(cell, X, state=jnp.arange(4))
-    assert refusal(cell).startswith("`inputs` is empty, but tapax traces GRUCell with an example")
+    assert "must have a floating-point type" in refusal(cell, X, state=jnp.arange(4))
+    assert refusal(cell).startswith("`inputs` is empty, but GRUCell is traced for what it is")
     (group,) = hidden_groups(cell, X)
     with pytest.raises(HiddenError, match=r"^GRUCell was traced for an argument of shape \[4\]"):
         group.transition(jnp.zeros(5), X)

@@ -191,7 +191,7 @@ def test_states_that_are_kept_in_another_shape(there, back, wrap):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 40])
-def test_a_state_that_a_scan_puts_out_with_what_is_read_from_it(length, reverse):
+def test_a_state_that_a_scan_returns_with_values_computed_from_it(length, reverse):
     """The state is that of the last iteration, and what is read from it in there sees it."""
     ws = np.linspace(0.5, 1.5, length)
 
@@ -222,7 +222,7 @@ def test_a_state_that_a_scan_puts_out_with_what_is_read_from_it(length, reverse)
     jax.tree.map(close, jax.grad(total(lambda q: p(q, STATE, X)))(q), jax.grad(total(by_hand))(q))
 
 
-def test_what_a_derivative_cannot_reach_is_said():
+def test_a_warning_tells_of_paths_that_a_derivative_misses():
     @jax.custom_vjp
     def both(h):
         v = jnp.tanh(h)
@@ -235,7 +235,9 @@ def test_what_a_derivative_cannot_reach_is_said():
         _, h, out = lax.while_loop(lambda c: c[0] < 3, body, (0, h, h))
         return h, out
 
-    with pytest.warns(UserWarning, match=r"'h' leaves a [cC]ustom\w+ together with other results"):
+    with pytest.warns(
+        UserWarning, match=r"'h' is a result of a [cC]ustom\w+, which computes other"
+    ):
         add_hidden_perturbation(lambda h, x: both(h + x), X, X)
 
     def reading(h, x):
@@ -246,14 +248,14 @@ def test_what_a_derivative_cannot_reach_is_said():
         _, h, out = lax.while_loop(lambda c: c[0] < 3, body, (0, h, h))
         return h, out
 
-    with pytest.warns(UserWarning, match="'h' leaves a while together with other results"):
+    with pytest.warns(UserWarning, match="'h' is a result of a while, which computes other"):
         add_hidden_perturbation(reading, X, X)
 
     def rounding(h, x):
         v = jnp.tanh(h.astype(jnp.float64) + x)
         return v.astype(jnp.float32), v
 
-    with pytest.warns(UserWarning, match="'h' is rounded from float64 to float32, and something"):
+    with pytest.warns(UserWarning, match="'h' is rounded from float64 to float32, and other"):
         add_hidden_perturbation(rounding, X.astype(np.float32), X)
     # Computed from the state before, not from the new one.
     add_hidden_perturbation(waiting, X, X)
@@ -318,13 +320,13 @@ def test_states_with_equal_values_have_one_perturbation_each():
         return sum((i + 2) * jnp.sum(v) for i, v in enumerate(new.values())) + 10 * jnp.sum(out)
 
     grads = jax.grad(total)(p.zeros())
-    # What is computed from the value is computed from the first of them.
+    # Later operations read the first state of that value.
     np.testing.assert_allclose(grads["a"], np.full(N, 2.0 + 20.0))
     np.testing.assert_allclose(grads["b"], np.full(N, 3.0))
     np.testing.assert_allclose(grads["late"], np.full(N, 4.0))
 
 
-def test_a_state_that_is_handed_on_or_constant():
+def test_a_state_that_is_passed_on_or_constant():
     def step(state, x):
         return {"kept": state["kept"], "old": state["kept"], "zero": jnp.zeros(N)}, x
 
@@ -400,30 +402,30 @@ def refusal(fn, error=HiddenError):
 
 def test_steps_that_change_the_state_are_refused():
     shape = refusal(lambda: add_hidden_perturbation(lambda h, x: (h[:2], x), X, X))
-    assert "The hidden state 'h' goes into " in shape
-    assert "with shape [3] and comes out with shape [2]: a step returns a state like" in shape
+    assert "The hidden state 'h' enters " in shape
+    assert "with shape [3] and leaves it with shape [2]. A step must return a state like" in shape
     rounding = lambda h, x: (h.astype(jnp.float32), x)
     kind = refusal(lambda: add_hidden_perturbation(rounding, X, X))
-    assert "with type float64 and comes out with type float32" in kind
+    assert "with type float64 and leaves it with type float32" in kind
     tree = refusal(lambda: add_hidden_perturbation(lambda h, x: ({"h": h}, x), X, X))
-    assert "was given a state of the structure PyTreeDef(*), but returns one of the" in tree
+    assert "takes a state of the structure PyTreeDef(*), but returns one of the" in tree
     assert "structure PyTreeDef({'h': *})" in tree
     one = refusal(lambda: add_hidden_perturbation(lambda h, x: h, X, X))
-    assert "but a step returns two things: the new state, and what it puts out." in one
+    assert "but a step must return a pair: the new state and the output." in one
 
 
 @pytest.mark.parametrize(
     ("value", "kind"), [(np.arange(3), "int64"), (np.ones(2, bool), "bool"), (3, "int64")]
 )
-def test_states_that_are_no_floats_are_refused(value, kind):
+def test_states_that_are_not_floats_are_refused(value, kind):
     state = {"h": X, "t": value}
     for fn in (add_hidden_perturbation, tapax.hidden.hidden_groups):
         assert refusal(lambda fn=fn: fn(lambda s, x: (s, x), state, X)) == (
-            f"The hidden state 't' is of type {kind}, but a hidden state has to be of a "
-            "floating-point type, for there is no derivative by another. Close over it, or hand it "
+            f"The hidden state 't' is of type {kind}, but a hidden state must have a "
+            "floating-point type, because it is differentiated. Close over the value, or pass it "
             "to the step as an input."
         )
-    assert "has no arrays in it" in refusal(
+    assert "contains no arrays" in refusal(
         lambda: add_hidden_perturbation(lambda s, x: (s, x), {}, X)
     )
 
@@ -465,6 +467,6 @@ def test_perturbations_that_do_not_fit_are_refused():
     (group,) = tapax.hidden.hidden_groups(lambda h, x: (0.5 * h + x, x), X, X)
     other = add_hidden_perturbation(lambda s, x: ({"k": s["k"] + x}, x), {"k": X}, X)
     assert refusal(lambda: other.by_group({}, [group])) == (
-        "`hidden_groups` has a group with the hidden state 'h', at the path ('h',), which is not "
-        "perturbed: 'k' are."
+        "`hidden_groups` contains the hidden state 'h', at the path ('h',), which has no "
+        "perturbation: the perturbed states are 'k'."
     )

@@ -96,7 +96,7 @@ def check(rng, numbers):
     def run(state, x, added):
         new, outs, before = {}, [], x
         for i, (make, read, (there, back)) in enumerate(zip(makes, reads, shapes, strict=True)):
-            # A value of its own, whatever the function gave.
+            # A different value for each state.
             h = make(back(state[str(i)]), before) * 1.0 + 0.0 * x + added(i, back)
             new[str(i)] = there(h)
             outs.append(read(h, x))

@@ -50,7 +50,7 @@ class ByHand:
         return (1 - z) * n + z * h, (h, z, r, a, n)
 
     def backward(self, saved, ct):
-        """The gradients by the old state and by the input."""
+        """The gradients with respect to the old state and the input."""
         h, z, r, a, n = saved
         dz = ct * (h - n) * z * (1 - z)
         dn = ct * (1 - z) * (1 - n**2)
@@ -226,16 +226,16 @@ def test_a_conditional_has_a_site_in_each_branch():
     np.testing.assert_allclose(total, jax.grad(by_hand)(jnp.zeros((T, H))), atol=1e-12)
 
 
-def test_what_is_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="`mark_states` takes a function"):
         mark_states(3)
     step = mark_states(lambda h, x: (h[:1], x))
-    with pytest.raises(HiddenError, match=r"goes into .* with shape \[4\] and comes out with"):
+    with pytest.raises(HiddenError, match=r"enters .* with shape \[4\] and leaves it with"):
         tapax.capture(lambda x: step(jnp.zeros(H), x))(1.0)
 
 
 def test_a_state_without_gradients_beside_others():
-    """A count in the state is no hidden state, and is left as it is."""
+    """A count in the state is not a hidden state, and does not change."""
 
     def step(state, x):
         h, n = state

@@ -110,7 +110,7 @@ def check_looking(mesh, w, x):
 
 def check_text(taps, values):
     text = repr(taps)
-    assert "* computed from the elements that process 0 of 2 holds" in text
+    assert "* computed from the elements of process 0 of 2" in text
     local = {str(s.index): np.ravel(s.data) for s in taps.values["h"].addressable_shards}
     part = np.concatenate(list(local.values()))
     assert part.size == 16
@@ -118,7 +118,7 @@ def check_text(taps, values):
     import treescope
 
     assert "layer" in treescope.render_to_text(taps)
-    with pytest.raises(ValueError, match="this process holds only a part"):
+    with pytest.raises(ValueError, match="this process has only a part"):
         taps.plot()
     uses = taps.to_host, lambda: taps.save(FOLDER / "taps"), lambda: tapax.diff(taps, taps)
     for use in uses:

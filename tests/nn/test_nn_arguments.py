@@ -1,4 +1,4 @@
-"""What BatchEnsemble layers are made from: seeds and keys; and what they refuse, in words."""
+"""The seeds and keys of BatchEnsemble layers, and the errors for bad arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +84,10 @@ ARGUMENTS = {
         "`r_std` is a standard deviation and cannot be negative, but is -1.",
     ),
     "a negative deviation of s": ({"s_std": -0.5}, ValueError, "`s_std` is .* but is -0.5"),
-    "a mean that is no number": (
+    "a mean that is not a number": (
         {"r_mean": "1"}, TypeError, "`r_mean` must be a finite number, but is '1' of type str.",
     ),
-    "a deviation that is no number": ({"s_std": np.nan}, TypeError, "`s_std` must be a finite"),
+    "a deviation that is not a number": ({"s_std": np.nan}, TypeError, "`s_std` must be a finite"),
     "an unknown init": (
         {"init": "uniform"}, ValueError,
         "`init` must be 'normal' or 'random_sign', but is 'uniform'.",
@@ -99,7 +99,7 @@ ARGUMENTS = {
     "no layer": ({"base_layer": 3}, TypeError, "but is of type builtins.int."),
     "a layer of layers": (
         {"base_layer": nnx.LoRALinear(5, 4, lora_rank=2, rngs=nnx.Rngs(0))}, TypeError,
-        "of type flax.LoRALinear, which has a __call__ of its own",
+        "of type flax.LoRALinear, which overrides __call__",
     ),
     "an ensemble": (
         {"base_layer": nn.BatchEnsembleLinear(BASE, 0, 2)}, TypeError, "which has members already",
@@ -123,8 +123,8 @@ def test_bad_arguments_of_a_layer(case):
 INPUTS = {
     "a batch that the members do not divide": (
         "linear", (7, 5),
-        r"`inputs` of BatchEnsembleLinear has the shape \[7, 5\], 7 rows, but these must be a "
-        "multiple of num_members=3",
+        r"`inputs` of BatchEnsembleLinear has the shape \[7, 5\], 7 rows, but the number of rows "
+        "must be a multiple of num_members=3",
     ),
     "another width": (
         "linear", (6, 4),
@@ -135,7 +135,7 @@ INPUTS = {
     "a number": ("linear", (), r"has the shape \[\]"),
     "no rows of images": ("conv", (6, 6, 4), "an axis of rows, 2 spatial axes and one of channels"),
     "other channels": ("conv", (6, 6, 6, 3), "but must have 4 channels along axis 3"),
-    "images that the members do not divide": ("conv", (4, 6, 6, 4), "4 rows, but these must"),
+    "images that the members do not divide": ("conv", (4, 6, 6, 4), "4 rows, but the number"),
     "another width of several": ("general", (6, 4), "but must have 5 features along axis 1"),
     "another width of an einsum": ("einsum", (6, 4), "but must have 5 features along axis 1"),
     "more axes than letters": ("einsum", (6, 2, 5), "has 3 axes, but the equation is 'na,ab->nb'"),
@@ -156,14 +156,14 @@ def test_bad_tokens_of_an_embedding():
     with pytest.raises(TypeError, match="must be integer tokens, but has the dtype float32"):
         layer(jnp.ones((E, 2), jnp.float32))
     with pytest.raises(
-        ValueError, match=r"the shape \[4, 2\], 4 rows, but these must be a multiple"
+        ValueError, match=r"the shape \[4, 2\], 4 rows, but the number of rows must be"
     ):
         layer(jnp.ones((4, 2), int))
     with pytest.raises(ValueError, match="but must have 4 features along axis 1"):
         layer.attend(jnp.ones((E, 3)))
 
 
-def test_positions_are_no_rows():
+def test_positions_are_not_rows():
     """An embedding of positions would give every member other positions, if they were divided."""
     with pytest.raises(ValueError, match="positions that all rows share"):
         embed()(jnp.arange(2 * E))
@@ -183,5 +183,5 @@ def test_general_layers_with_a_weight_for_each_row():
     base = nnx.LinearGeneral(5, 4, batch_axis={0: 6}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"must have no batch_axis, but has \{0: 6\}"):
         nn.BatchEnsembleLinearGeneral(base, 0, 2)
-    with pytest.raises(ValueError, match="the first axis must be that of the members' rows"):
+    with pytest.raises(ValueError, match="the first axis must contain the rows of the members"):
         general(E, 4, axis=0)(jnp.ones((E, 5)))

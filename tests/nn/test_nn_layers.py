@@ -1,4 +1,4 @@
-"""BatchEnsemble layers against a loop over members, each with its own dense weight."""
+"""BatchEnsemble layers against a loop over members, with a dense weight for each."""
 
 import threading
 
@@ -27,7 +27,7 @@ def close(a, b, tolerance=1e-5):
 
 
 def biased(layer):
-    """The layer, with a bias of its own for every member."""
+    """The layer, with a different bias for every member."""
     if getattr(layer, "bias", None) is not None:
         layer.bias[...] = normal(*layer.bias.shape, seed=9, dtype=layer.bias.dtype)
     return layer
@@ -242,7 +242,7 @@ def test_bf16_stays_bf16(kind, options, given, result):
     close(y, jax.jit(exact)(x.astype(jnp.float32)), 0.1)
 
 
-def test_what_the_base_layer_computes_with_is_kept():
+def test_the_options_of_the_base_layer_are_kept():
     calls = []
 
     def dot_general(*args, **kwargs):
@@ -314,7 +314,7 @@ def test_convolution_for_each_member(case):
 
 
 @pytest.mark.parametrize(("padding", "mode"), [("CIRCULAR", "wrap"), ("REFLECT", "reflect")])
-def test_padding_that_is_no_zero(padding, mode):
+def test_padding_other_than_zero(padding, mode):
     layer, x = conv(4, 6, (3, 3), padding=padding), normal(E * B, 5, 6, 4)
     valid = convolved(padding="VALID")
     wide = lambda x: np.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)], mode=mode)
@@ -329,7 +329,7 @@ def test_convolution_with_causal_padding():
 
 @pytest.mark.parametrize("groups", [2, 4])
 def test_convolution_with_feature_groups(groups):
-    """Every channel has its factor: in group g the kernel meets its own channels alone."""
+    """Every channel has its factor: in group g the kernel meets only the channels of g."""
     layer, x = conv(4, 8, (3, 3), feature_group_count=groups), normal(E * B, 5, 5, 4)
     p, got = jax.tree.map(np.asarray, parts(layer)), jax.jit(layer)(x)
     per, out = 4 // groups, 8 // groups

@@ -54,7 +54,7 @@ def captured(model, x, **how):
 
 @functools.cache
 def taken():
-    """A capture of an ensemble whose members have rows of their own."""
+    """A capture of an ensemble whose members have different rows."""
     model, ensemble = of()
     x = normal(E, B, 5)
     return model, ensemble, x, captured(ensemble, nn.fold(x))
@@ -73,8 +73,8 @@ def test_values_and_gradients_by_member():
     assert got.values["Net/active"].shape == (E, B, 8)
 
 
-def test_what_members_share_is_named():
-    """A number, and an embedding of as many positions as there are members, which is no batch."""
+def test_shared_values_are_named():
+    """A number, and an embedding of as many positions as members, which is not a batch."""
     taps = taken()[-1]
     got = nn.members(taps)
     assert taps.values["Net/place"].shape == (E, 8)
@@ -183,7 +183,7 @@ def test_scans_in_maps_and_one_iteration():
     close(some.values[name], got.values[name][:, 1:3, 0])
 
 
-def test_what_did_not_run_does_not_count():
+def test_values_that_did_not_run_do_not_count():
     layer = nn.BatchEnsembleLinear(nnx.Linear(5, 5, rngs=nnx.Rngs(0)), 0, E)
     grow = lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(c[1])), (0, x))
     x = normal(E * B, 5)
@@ -258,7 +258,7 @@ def test_taps_without_members():
     assert nn.members(taps, 4).shared == ("h",)
     with pytest.raises(ValueError, match="`num_members` must be 1 or more, but is 0"):
         nn.members(taps, 0)
-    with pytest.raises(TypeError, match="must be what a capture returned, but is 3 of type int"):
+    with pytest.raises(TypeError, match="must be the taps of a capture, but is 3 of type int"):
         nn.members(3)
 
 

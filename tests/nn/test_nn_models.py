@@ -24,7 +24,7 @@ def close(a, b, tolerance=2e-5):
     assert_close(a, b, tolerance)
 
 
-# How the factors lie on the weight of each layer that can be converted.
+# Broadcast the factors to the weight of each layer that can be converted.
 WEIGHTS = {
     nnx.Linear: ("kernel", "io,i,o->io"),
     nnx.Conv: ("kernel", "...io,i,o->...io"),
@@ -59,7 +59,7 @@ def member(model, ensemble, k, stacked=False):
         if stacked:
             equation = "l" + equation.replace(",", ",l").replace("->", "->l")
         weight = np.asarray(getattr(layer, name)[...])
-        # Where weights are tied, those of a member are not.
+        # If weights are tied, the factors of a member are not.
         setattr(own, name, nnx.Param(jnp.asarray(np.einsum(equation, weight, r, s))))
         if getattr(own, "bias", None) is not None:
             own.bias[...] = layer.bias[(*every, k)]
@@ -235,7 +235,7 @@ def test_layers_wherever_they_are():
 
 def test_weights_that_are_tied_stay_so_when_they_are_new():
     model = Everywhere(nnx.Rngs(0))
-    # The seed that the model was made with.
+    # The seed of the model.
     ensemble = nn.batch_ensemble(model, E, rngs=0, use_base_weights=False)
     assert ensemble.tied.kernel is ensemble.own.kernel
     assert not np.isclose(ensemble.own.kernel[...], model.own.kernel[...]).any()
@@ -244,7 +244,7 @@ def test_weights_that_are_tied_stay_so_when_they_are_new():
     assert part(nn.tile(normal(2, 3), E)).shape == (2 * E, 3)
 
 
-def test_every_layer_has_factors_of_its_own():
+def test_every_layer_has_different_factors():
     """From one seed, however equal the layers."""
     for rngs in (0, jax.random.key(0), nnx.Rngs(0), nnx.Rngs(0).params):
         ensemble = nn.batch_ensemble(Everywhere(nnx.Rngs(0)), E, rngs=rngs)
@@ -310,7 +310,7 @@ def test_stacked_layers_under_scan():
 
 
 class only:
-    """A part of a model, as a model of its own."""
+    """A part of a model, as a separate model."""
 
     def __new__(cls, model, name):
         part = nnx.Module()
@@ -318,7 +318,7 @@ class only:
         return part
 
 
-def test_a_stack_is_no_layer():
+def test_a_stack_is_not_a_layer():
     stack = nnx.vmap(lambda rngs: nnx.Linear(5, 4, rngs=rngs))(nnx.Rngs(0).split(3))
     layer = nn.BatchEnsembleLinear(stack, 0, 2)
     with pytest.raises(ValueError, match=r"has the shape \[3, 2, 5\], but one layer has \[2, 5\]"):
@@ -412,7 +412,7 @@ WRONG = {
     "no model": (lambda: nn.batch_ensemble(len, 2, rngs=0), TypeError, "must be an nnx.Module"),
     "no layers": (
         lambda: nn.batch_ensemble(nnx.LayerNorm(3, rngs=nnx.Rngs(0)), 2, rngs=0), ValueError,
-        "`model`, of type LayerNorm, has no layer that can be converted.",
+        "`model`, of type LayerNorm, has no layer that can be converted",
     ),
     "a glob of nothing": (
         lambda: nn.batch_ensemble(NET, 2, rngs=0, where="Net/*"), ValueError,

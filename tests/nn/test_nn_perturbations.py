@@ -22,7 +22,7 @@ def net(w, x):
 
 
 def drop(key, x, rate, shape=None):
-    """Dropout as its definition says."""
+    """Dropout by its definition."""
     kept = np.asarray(jax.random.bernoulli(key, 1 - rate, x.shape if shape is None else shape))
     return jnp.where(kept, x / (1 - rate), 0.0)
 
@@ -40,7 +40,7 @@ def test_dropout_is_the_mask_drawn_by_hand():
     assert_close(got, drop(nth(KEY, 0), jnp.tanh(X @ W["up"]), 0.4) @ W["out"])
 
 
-def test_noise_is_what_is_drawn_by_hand():
+def test_noise_equals_draws_by_hand():
     got = nn.noise(net, at="h", std=0.3)(KEY, W, X)
     assert_close(got, gauss(nth(KEY, 0), jnp.tanh(X @ W["up"]), 0.3) @ W["out"])
 
@@ -52,7 +52,7 @@ def test_relative_noise_is_in_units_of_the_value():
     assert_close(got, gauss(nth(KEY, 0), h, std) @ W["out"])
 
 
-def test_each_site_and_each_member_has_draws_of_its_own():
+def test_each_site_and_each_member_has_different_draws():
     """Sites are numbered in the order of the program; members have the keys of a split."""
     noisy = nn.noise(net, at="**", std=0.3)
     got = noisy.sample(KEY, 3, W, X)
@@ -177,7 +177,7 @@ def test_one_iteration_of_a_while_loop_is_perturbed():
     assert_close(got, loop(X, lambda h, i: jnp.where(i == 1, noisy(h), h)))
 
 
-def test_iterations_of_a_scan_have_keys_of_their_own():
+def test_iterations_of_a_scan_have_different_keys():
     ws = jnp.array([0.5, 2.0, 3.0])
     fn = lambda x: jax.lax.scan(lambda x, w: (tapax.sow(x * w, "h"), None), x, ws)[0]
     got = nn.dropout(fn, at="h", rate=0.3)(KEY, X)
@@ -195,7 +195,7 @@ def test_iterations_of_a_scan_have_keys_of_their_own():
         assert_close(out, want)
 
 
-def test_iterations_of_a_while_loop_have_keys_of_their_own():
+def test_iterations_of_a_while_loop_have_different_keys():
     def fn(x):
         run = lambda c: (c[0] + 1, tapax.sow(c[1] * 1.5, "h"))
         return jax.lax.while_loop(lambda c: c[0] < 4, run, (0, x))[1]
@@ -206,7 +206,7 @@ def test_iterations_of_a_while_loop_have_keys_of_their_own():
     assert_close(got, want)
 
 
-def test_loops_inside_of_while_loops_have_keys_of_their_own():
+def test_loops_inside_of_while_loops_have_different_keys():
     step = lambda x, _: (x + tapax.sow(jnp.zeros(()), "h"), None)
     body = lambda c: (c[0] + 1, jax.lax.scan(step, c[1], length=2)[0], c[2].at[c[0]].set(c[1]))
     start = lambda: (0, jnp.zeros(()), jnp.zeros(3))
@@ -216,7 +216,7 @@ def test_loops_inside_of_while_loops_have_keys_of_their_own():
     assert len(np.unique(pairs)) == 3 and np.all(pairs != 0)
 
 
-def test_examples_of_a_map_have_keys_of_their_own():
+def test_examples_of_a_map_have_different_keys():
     fn = jax.vmap(lambda x: tapax.sow(jnp.sin(x), "h"))
     got = nn.dropout(fn, at="h", rate=0.3)(KEY, X)
     keys = jax.random.split(nth(KEY, 0), len(X))
@@ -234,7 +234,7 @@ def test_branches_and_calls_are_perturbed_each():
     assert_close(noisy(KEY, X, jnp.int32(1)), first)
 
 
-def test_devices_of_a_mesh_have_keys_of_their_own(mesh):
+def test_devices_of_a_mesh_have_different_keys(mesh):
     spec = jax.sharding.PartitionSpec("a", "b")
     body = lambda x: tapax.sow(jnp.sin(x), "h")
     fn = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
@@ -303,7 +303,7 @@ def test_functions_are_traced_once_for_all_keys():
     assert len(traces) == 1 and not np.allclose(outs[0], outs[1])
 
 
-def test_a_capture_of_a_perturbed_function_shows_what_went_on():
+def test_a_capture_of_a_perturbed_function_shows_perturbed_values():
     dropped = nn.dropout(net, at="h", rate=0.4)
     out, taps = tapax.capture(dropped)(KEY, W, X)
     assert_close(taps.values["h"], drop(nth(KEY, 0), jnp.tanh(X @ W["up"]), 0.4))
@@ -341,7 +341,7 @@ index = lambda x: tapax.sow(jnp.argmax(x, -1), "index")
          "index=np.s_[9] does not fit the site 'h', marked at "),
         (lambda: jax.jit(lambda i: nn.noise(net, at=tapax.at("h", index=i), std=0.1)(KEY, W, X))(0),
          tapax.SiteError,
-         "`at` is tapax.at('h', index=np.s_[a traced integer]), in which a number is traced, but"),
+         "`at` is tapax.at('h', index=np.s_[a traced integer]), which contains a traced number"),
         (lambda: nn.weight_noise(net, 0.1, at=tapax.at("up", index=0)), tapax.SiteError,
          "Weights are perturbed as whole arrays, but `at` is tapax.at('up', index=np.s_[0])."),
         (lambda: nn.dropout(net, at="hh", rate=0.1)(KEY, W, X), tapax.SiteError,
@@ -353,11 +353,11 @@ index = lambda x: tapax.sow(jnp.argmax(x, -1), "index")
         (lambda: nn.dropout(index, at="**", rate=0.1)(KEY, X), tapax.SiteError,
          "The site 'index', marked at "),
         (lambda: nn.noise(dead, at="h", std=1.0)(KEY, X), tapax.SiteError,
-         "The site 'h', marked at "),
+         "The perturbation of the site 'h', marked at "),
         (lambda: nn.dropout(net, at="h", rate=0.1, broadcast_dims=(2,))(KEY, W, X), tapax.SiteError,
-         "`broadcast_dims` has 2, but the site 'h', marked at "),
+         "`broadcast_dims` contains 2, but the site 'h', marked at "),
         (lambda: nn.dropout(net, at="h", rate=0.1)(None, W, X), TypeError,
-         "`key` must be given, to draw members with: key=jax.random.key(0)."),
+         "`key` must be given, to draw the members: key=jax.random.key(0)."),
         (lambda: nn.dropout(net, at="h", rate=0.1)(7, W, X), TypeError,
          "`key` must be one random key, such as jax.random.key(0), but is 7"),
         (lambda: nn.dropout(net, at="h", rate=0.1).sample(KEY, 0, W, X), ValueError,

@@ -54,7 +54,7 @@ WRONG = {
     "no members": (lambda: nn.unfold(jnp.ones(4), 0), "`num_members` must be 1 or more, but is 0."),
     "tiles of no members": (lambda: nn.tile(jnp.ones(4), -1), "must be 1 or more, but is -1."),
     "a number": (lambda: nn.tile(1.0, 4), r"must have an axis of rows, but has the shape \[\]"),
-    "no axis of rows": (lambda: nn.fold(jnp.ones(4)), r"one of rows, but has the shape \[4\]"),
+    "no axis of rows": (lambda: nn.fold(jnp.ones(4)), r"an axis of rows, but has the shape \[4\]"),
     "another kind": (
         lambda: nn.predict(net(), jnp.ones((B, 3)), kind="ranking"),
         "`kind` must be 'classification' or 'regression', but is 'ranking'.",
@@ -90,7 +90,7 @@ def test_bad_input_of_batch_functions(case):
         (lambda x: (x, x, x), "regression", "or a pair of them, means and variances for kind="),
     ],
 )
-def test_results_that_are_no_predictions(out, kind, message):
+def test_results_that_do_not_fit_a_prediction(out, kind, message):
     with jax.enable_x64(False), pytest.raises(TypeError, match=message):
         nn.predict(out, jnp.ones((B, 3), jnp.float32), kind=kind, num_members=2)
 
@@ -192,7 +192,7 @@ MODELS = {
 
 @pytest.mark.parametrize(("kind", "devices"), [("linear", 2), ("conv", 4), ("gpt", 4)])
 def test_members_over_devices(kind, devices):
-    """Each device has its own members, and they do not speak to each other."""
+    """Each device has different members, without communication."""
     model, x = MODELS[kind]()
     model.eval()
     mesh = over_devices(devices)
@@ -207,7 +207,7 @@ def test_members_over_devices(kind, devices):
     close(got, jax.jit(model)(nn.tile(x, E)), 1e-4)
 
 
-def test_what_is_sharded():
+def test_only_members_are_sharded():
     rngs = nnx.Rngs(0)
     make = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs))
     model = nnx.Sequential(nnx.Linear(3, 3, rngs=rngs), nnx.LayerNorm(3, rngs=rngs))
@@ -255,7 +255,7 @@ EXPLICIT = {
 @pytest.mark.parametrize("kind", EXPLICIT)
 @pytest.mark.parametrize("spread", [False, True])
 def test_layers_with_explicit_sharding(kind, spread):
-    """Where shardings are part of types the result has that of the rows, or the one asked for."""
+    """With explicit shardings, the result has that of the rows, or the requested one."""
     base, shape = EXPLICIT[kind]
     layer = getattr(nn, f"BatchEnsemble{kind}")(base(nnx.Rngs(0)), 0, E)
     x = normal(E * B, *shape) if kind != "Embed" else jnp.arange(E * B * 6).reshape(-1, 6) % 5
@@ -268,7 +268,7 @@ def test_layers_with_explicit_sharding(kind, spread):
     with jax.set_mesh(mesh):
         rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("members")))
         spec = PartitionSpec("members", *(None,) * (want.ndim - 1))
-        # Flax's own embedding must be told the sharding.
+        # The embedding of Flax needs the sharding, too.
         for given in [spec] if kind == "Embed" else [None, spec]:
             got = jax.jit(lambda s, x, g=given: nnx.merge(graphdef, s)(x, out_sharding=g))(
                 state, rows
@@ -282,7 +282,7 @@ def test_layers_with_explicit_sharding(kind, spread):
     [
         (lambda: (net(members=3), over_devices(2), "members"), ValueError,
          "has 2 devices, which do not divide the 3 members of `model`."),
-        (lambda: (net(), over_devices(2), "rows"), ValueError, "must be one of the mesh's"),
+        (lambda: (net(), over_devices(2), "rows"), ValueError, "must be an axis of the mesh"),
         (lambda: (net(), 2, "members"), TypeError, "`mesh` must be a jax.sharding.Mesh, but is 2"),
         (lambda: (nnx.Linear(3, 2, rngs=nnx.Rngs(0)), over_devices(2), "members"), ValueError,
          "no BatchEnsemble layer"),

@@ -25,7 +25,7 @@ def net(w, x):
 
 
 def count(fn, *args):
-    """How often each operation is in a program, and on how many axes."""
+    """Count the operations of a program, by their number of axes."""
     found = {}
 
     def visit(jaxpr):
@@ -69,7 +69,7 @@ def test_the_trunk_is_computed_once_for_all_members(jitted):
     assert found["dot_general", 2] == 1 and found["dot_general", 3] == 2
 
 
-def test_what_no_perturbation_reaches_is_computed_once():
+def test_operations_without_perturbations_run_once():
     """Also without a subensemble: members are one map, over the keys."""
     noisy = nn.noise(net, at="branch", std=0.3)
     found = count(lambda key, w, x: noisy.sample(key, 8, w, x), KEY, W, X)
@@ -154,7 +154,7 @@ def test_predictions_of_means_and_variances():
 
 
 def test_functions_of_a_key_are_drawn_as_they_are():
-    """Such as a model whose own dropout layers take the key."""
+    """Such as a model whose dropout layers take the key."""
 
     def own(key, x):
         return net(W, x) * jax.random.bernoulli(key, 0.5, (4, 1))
@@ -177,15 +177,15 @@ dropped = nn.dropout(net, at="branch", rate=0.1)
     ("call", "error", "message"),
     [
         (lambda: nn.predict(dropped, W, X, num_members=3), TypeError,
-         "`key` must be given, to draw members with: key=jax.random.key(0)."),
+         "`key` must be given, to draw the members: key=jax.random.key(0)."),
         (lambda: nn.predict(dropped, W, X, key=KEY), ValueError,
-         "`num_members` must be given: how many members to draw."),
+         "`num_members`, the number of members to draw, must be given."),
         (lambda: nn.predict(net, W, X, num_members=3), TypeError,
          "A model with BatchEnsemble layers takes one batch, but was given 2 arguments."),
         (lambda: nn.predict(net, W, X, num_members=3, key=KEY, plain_first=True), TypeError,
-         "`plain_first` is for functions that tapax.nn.dropout, noise or weight_noise made"),
+         "`plain_first` needs a function that tapax.nn.dropout, noise or weight_noise made"),
         (lambda: nn.subensemble(net, at="trunk"), TypeError,
-         "`fn` of `subensemble` must be random, as tapax.nn.dropout(fn, ...) is, or have `heads`"),
+         "`subensemble` needs a random `fn`, such as tapax.nn.dropout(fn, ...), or `heads`"),
         (lambda: nn.subensemble(dropped, at="trunk", heads=[jnp.sin]), TypeError,
          "`subensemble` takes a random function or `heads`, but was given both."),
         (lambda: nn.subensemble(net, at="trunk", heads=[]), ValueError,
@@ -195,11 +195,11 @@ dropped = nn.dropout(net, at="branch", rate=0.1)
         (lambda: nn.subensemble(net, at="trunk", heads=[jnp.sin, jnp.sum])(W, X), ValueError,
          "All heads must return the same shapes, but head 0 returned (4, 5) and head 1 ()."),
         (lambda: nn.predict(nn.subensemble(net, at="trunk", heads=[jnp.sin]), W, X, key=KEY),
-         ValueError, "The subensemble has the 1 heads that it was made with"),
+         ValueError, "The number of heads of the subensemble, 1, is fixed."),
         (lambda: nn.subensemble(dropped, at="trink").sample(KEY, 2, W, X), tapax.SiteError,
          "site='trink' picks nothing: tracing the function reached no site with that name"),
         (lambda: nn.subensemble(dropped, at="*").sample(KEY, 2, W, X), tapax.SiteError,
-         "A cut is at one site, but '*' picks 2"),
+         "A cut needs one site, but '*' picks 2"),
     ],
 )  # fmt: skip
 def test_bad_input_of_subensembles(call, error, message):

@@ -140,7 +140,7 @@ def run_by_hand(case, w, epsilon):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weight_noise_is_what_is_drawn_by_hand(case):
+def test_weight_noise_equals_draws_by_hand(case):
     fn, before, names, arrays, epsilon = dict(cases())[case]
     noisy = nn.weight_noise(fn, STD)
     for _ in range(2):  # also from the cache
@@ -175,7 +175,7 @@ DROPS = {
 
 @pytest.mark.parametrize("case", DROPS)
 def test_dropout_layers_in_evaluation_mode_are_sites(case):
-    """A model's own dropout layer drops where it is selected, and its batch norm does not train."""
+    """A dropout layer in the model drops if selected, and its batch norm does not train."""
     fn, before, _, w, epsilon = dict(cases())[case]
     got = nn.dropout(fn, at=DROPS[case], rate=0.5)(KEY, *before, X)
     own = jax.random.fold_in(KEY, 0)
@@ -188,7 +188,7 @@ def test_dropout_layers_in_evaluation_mode_are_sites(case):
     h = jnp.tanh(X @ w["up/kernel"] + w["up/bias"])
     if "norm/scale" in w:
         h = h / np.sqrt(1 + epsilon) * w["norm/scale"] + w["norm/bias"]
-    after = case == "haiku"  # whose functions for dropout are no modules, and no sites
+    after = case == "haiku"  # whose functions for dropout are neither modules nor sites
     want = 2 * mask * (h @ w["out/kernel"]) if after else (2 * mask * h) @ w["out/kernel"]
     assert_close(got, want)
 
@@ -267,19 +267,19 @@ read_data = lambda x: x
     ("call", "error", "message"),
     [
         (lambda: nn.weight_noise(read_data, 0.1)(KEY, X), TypeError,
-         "<lambda> is a function, and its first argument an array, which may be data. Give it the "
-         "model as an argument, and say which one that is: tapax.nn.weight_noise(fn, ..., "
+         "The first argument of the function <lambda> is an array, which may be data. Pass the "
+         "model as an argument, and say which one it is: tapax.nn.weight_noise(fn, ..., "
          "params=0)."),
         (lambda: nn.weight_noise(lambda p, x: x, 0.1)(KEY, {"n": jnp.arange(3)}, X), ValueError,
-         "There are no weights in the dict that "),
+         "The dict that "),
         (lambda: nn.weight_noise(lambda p, x: x, 0.1, at="**/b")(KEY, WEIGHTS, X), tapax.SiteError,
          "`at` is '**/b', which matches no weight. The weights are 'w'."),
         (lambda: nn.weight_noise(lambda p: p, 0.1, params=1)(KEY, WEIGHTS), TypeError,
-         "The weights are argument 1 of "),
+         "`params` says that argument 1 of "),
         (lambda: nn.weight_noise(lambda p: p, -0.1), ValueError,
          "`std` is a standard deviation and cannot be negative, but is -0.1."),
         (lambda: nn.weight_noise(bound, 0.1)(KEY, X), TypeError,
-         "LinenNet is a function, and its first argument an array, which may be data."),
+         "The first argument of the function LinenNet is an array, which may be data."),
     ],
 )  # fmt: skip
 def test_bad_input_of_weight_noise(call, error, message):

@@ -38,7 +38,7 @@ ROWS = [
 
 
 def by_hand():
-    """What the sites of `layers` are, and their gradients, row by row."""
+    """Compute the sites of `layers` and their gradients, row by row."""
 
     def run(x, add):
         x = 0.1 * x + add[0]
@@ -59,7 +59,7 @@ def rms(x):
 
 
 def save(figure):
-    """Draws it, as a warning would come from that; and hands it on."""
+    """Draw the figure, which may warn, and return it."""
     FigureCanvasAgg(figure).draw()
     return figure
 
@@ -180,7 +180,7 @@ def test_nan_inf_and_zero_are_marked():
     np.testing.assert_allclose(seen, [1.0, np.nan, np.nan, np.nan, 2.0])
 
 
-def test_what_did_not_run_is_left_out():
+def test_sites_that_did_not_run_are_left_out():
     def f(x):
         def body(c, i):
             even = lambda c: tapax.sow(c * 2, "even")
@@ -467,23 +467,23 @@ def _nothing(x):
     [
         (lambda: plot.taps(tapax.capture(_nothing, None, None)(X)[1]), ValueError,
          "There is nothing to plot: the capture returned no values and no gradients. "
-         "tapax.sites(fn)(...) says which sites a function has."),
+         "tapax.sites(fn)(*args) lists the sites of a function."),
         (lambda: plot.taps(tapax.capture(layers)(X)[1], at="**/haed"), tapax.SiteError,
          "`at` is '**/haed', which matches nothing in the capture. "
          "The nearest names are 'net/head'."),
         (lambda: plot.taps(tapax.capture(layers)(X)[1], at=""), tapax.SiteError,
          "`at` is an empty string, which matches no site."),
         (lambda: plot.taps(tapax.capture(lambda x: tapax.sow(x > 0, "h"))(X)[1]), ValueError,
-         "There is nothing to plot: what was captured holds no numbers, or did not run. "
-         "It is of type bool."),
+         "There is nothing to plot: the selected sites did not run, or are not arrays of "
+         "numbers. Their dtypes are bool."),
         (lambda: plot.taps(tapax.capture(layers)(X)[1], stats="norm"), ValueError,
-         "`stats` has 'norm', which is not there. There is 'rms'."),
+         "`stats` contains 'norm', which was not captured. The statistics are 'rms'."),
         (lambda: plot.taps({"h": X}), TypeError,
-         "tapax.plot.taps takes the taps that a capture returned, but was given"),
+         "tapax.plot.taps takes the taps of a capture, but was given"),
         (lambda: jax.jit(lambda x: plot.taps(tapax.capture(layers)(x)[1]))(X), TypeError,
          "A plot needs numbers, but 'net/embed' is traced"),
         (lambda: plot.history(Log()), ValueError,
-         "There is nothing to plot: the log holds no records. A monitor fills one: "
+         "There is nothing to plot: the log is empty. A monitor fills a log: "
          "tapax.monitor(step, every=100, to=log)."),
         (lambda: plot.history(filled(), at="Net/0/mpl"), tapax.SiteError,
          "`at` is 'Net/0/mpl', which matches nothing in the log. "
@@ -502,7 +502,7 @@ def test_bad_input_of_plot_functions(call, error, message):
 def test_a_log_without_numbers():
     log = Log()
     log(0, {"h/value_rms": np.zeros(0)})
-    with pytest.raises(ValueError, match="nothing that the log holds is a number"):
+    with pytest.raises(ValueError, match="the log contains no numbers"):
         plot.history(log)
 
 

@@ -49,7 +49,7 @@ def test_errors_by_depth_are_the_numbers():
     assert figure.axes[0].get_ylabel() == "net/…" and axis.get_xscale() == "log"
     errors = difference.values["net/layers"].ulps_by_iteration
     np.testing.assert_allclose(beyond[3:5], errors[2:])
-    assert np.isnan(beyond[:3]).all() and np.isnan(within).all()  # zero has a mark of its own
+    assert np.isnan(beyond[:3]).all() and np.isnan(within).all()  # zero has a separate mark
     assert [t.get_text() for legend in figure.legends for t in legend.get_texts()] == ["zero"]
     _, _, beyond = drawn(figure, "Gradients")
     assert beyond[-1] == difference.grads["net/head"].ulps
@@ -73,7 +73,7 @@ def test_arrays_that_cannot_be_compared_are_at_the_edge():
 
 
 def test_a_plot_of_something_else_raises():
-    with pytest.raises(TypeError, match=r"takes what tapax\.diff returned, but was given 3"):
+    with pytest.raises(TypeError, match=r"takes the result of tapax\.diff, but was given 3"):
         plot.difference(3)
 
 

@@ -296,9 +296,9 @@ COUNTED = lambda: tapax.capture(unrolled, values={"**": R.histogram([0.0, 1.0])}
     ("call", "error", "message"),
     [
         (lambda taps: plot.roles(taps.values), TypeError,
-         "tapax.plot.roles takes taps by name, but under 'net/embed' it was given"),
+         "tapax.plot.roles takes taps by name, but for 'net/embed' was given"),
         (lambda taps: plot.roles([taps]), TypeError,
-         "tapax.plot.roles takes the taps that a capture returned, or several by name, but was"),
+         "tapax.plot.roles takes the taps of a capture, or of several by name, but was"),
         (lambda taps: plot.roles({}), ValueError,
          "tapax.plot.roles compares up to 4 captures, but was given 0."),
         (lambda taps: plot.roles({str(i): taps for i in range(5)}), ValueError,
@@ -306,9 +306,9 @@ COUNTED = lambda: tapax.capture(unrolled, values={"**": R.histogram([0.0, 1.0])}
         (lambda taps: plot.roles(taps, at="**/mpl"), tapax.SiteError,
          "`at` is '**/mpl', which matches nothing in the capture."),
         (lambda taps: plot.roles(taps, stats="norm"), ValueError,
-         "`stats` has 'norm', which is not there. There is 'rms'."),
+         "`stats` contains 'norm', which was not captured. The statistics are 'rms'."),
         (lambda taps: plot.roles(COUNTED()), ValueError,
-         "There is nothing to plot by role: histograms are no lines."),
+         "There is nothing to plot by role, because the captures contain only histograms."),
     ],
 )  # fmt: skip
 def test_bad_input_of_roles(call, error, message):

@@ -1,4 +1,4 @@
-"""The errors between two arrays, by NumPy's own spacing of numbers."""
+"""The errors between two arrays, with `np.spacing` as the oracle."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -148,7 +148,7 @@ def test_small_and_empty_arrays_are_compared(shape):
     assert found.index == ((0,) * len(shape) if x.size else None)
 
 
-def test_subnormal_numbers_have_units_of_their_own():
+def test_subnormal_numbers_have_larger_relative_units():
     tiny = np.finfo(np.float32).smallest_subnormal
     x, y = np.array([tiny, tiny * 3]), np.array([tiny, tiny * 4])
     assert x.dtype == np.float32

@@ -59,7 +59,7 @@ class Page(html.parser.HTMLParser):
 
 
 def page(what):
-    """What a notebook shows, after the checks that hold for everything."""
+    """Return the HTML of a notebook, after the checks for every table."""
     text = what._repr_html_()
     found = Page(text)
     assert "script" not in found.tags
@@ -140,7 +140,7 @@ def test_a_large_tree_is_folded_and_cut():
         return x
 
     found = page(tapax.sites(lambda x: f(x, 50))(X))
-    assert found.folders == [True] + 50 * [False]  # `a` alone needs no folder of its own
+    assert found.folders == [True] + 50 * [False]  # `a` alone needs no folder
     assert any(row[0][0] == "49/a (2)" for row in found.rows)
     found = page(tapax.sites(lambda x: f(x, 1100))(X))
     assert "The first 2000 of 2200 rows" in found.text and "layers (2000)" in found.text

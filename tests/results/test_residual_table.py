@@ -47,7 +47,7 @@ def test_groups_add_up_to_the_table():
     assert TABLE.by_line()["/home/me/model.py:2"].nbytes == 3020
 
 
-def test_a_policy_has_bytes_of_its_own():
+def test_a_policy_has_a_separate_size():
     rows = [
         residual("a", "sin", 1, 8, kept_by_policy=False),
         residual("a", "dot", 1, 4, kept=False, kept_by_policy=True),
@@ -62,7 +62,7 @@ def test_a_policy_has_bytes_of_its_own():
     assert "with dots" in repr(groups)
 
 
-def test_an_argument_is_never_computed_again():
+def test_an_argument_is_never_recomputed():
     row = residual("w", "", 1, 8, kind="argument", kept_by_policy=False)
     assert row.change == "not read"
     assert residual("w", "", 1, 8).change == ""

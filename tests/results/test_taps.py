@@ -28,7 +28,7 @@ def test_tables_list_sites_in_program_order():
         table["block1/mpl"]
 
 
-def test_tables_of_what_may_not_have_run():
+def test_tables_of_sites_that_may_not_have_run():
     def f(p, x):
         return jax.lax.cond(p, lambda x: tapax.sow(x, "yes"), lambda x: tapax.sow(x, "no"), x)
 

@@ -92,7 +92,7 @@ def test_calls_of_a_site_are_picked_like_elsewhere():
         (["**/attn", "**/head"], "was given '\\*\\*/head', which matches no site"),
         (lambda site: False, "the predicate .*<lambda>, which matches no site in this capture"),
         (tapax.ops("sin"), r"was given tapax.ops\('sin'\), which matches no site in this capture"),
-        (tapax.at("**/attn", step=2), "`select` takes sites whole, but tapax.at.* picks a part"),
+        (tapax.at("**/attn", step=2), "`select` takes whole sites, but tapax.at.* picks a part"),
     ],
 )
 def test_a_selection_that_picks_nothing_raises(taps, selection, message):
@@ -103,7 +103,7 @@ def test_a_selection_that_picks_nothing_raises(taps, selection, message):
 def test_the_error_of_a_selection_names_the_nearest(taps):
     with pytest.raises(tapax.SiteError, match="nearest names are 'block1/mlp'"):
         taps.select("block1/mpl")
-    with pytest.raises(tapax.SiteError, match="but this capture holds nothing"):
+    with pytest.raises(tapax.SiteError, match="but this capture is empty"):
         taps.select(None).select("h")
     with pytest.raises(TypeError, match="`selection` must be a selection of sites"):
         taps.select(3)
@@ -153,9 +153,9 @@ def test_stacks_that_cannot_be_made_raise(taps):
         uneven.stack("**")
     with pytest.raises(tapax.SiteError, match="`stack` was given 'nothing', which matches no site"):
         taps.stack("nothing")
-    with pytest.raises(tapax.SiteError, match=r"given .wide., but taps\.grads holds nothing"):
+    with pytest.raises(tapax.SiteError, match=r"given .wide., but taps\.grads is empty"):
         uneven.stack("wide", of="grads")
-    with pytest.raises(tapax.SiteError, match=r"which picks nothing in taps\.grads"):
+    with pytest.raises(tapax.SiteError, match=r"which picks no site in taps\.grads"):
         uneven.stack("**", of="grads")
     with pytest.raises(ValueError, match="`of` must be 'values', 'grads' or 'valid', but is 'x'"):
         taps.stack("**", of="x")
@@ -203,16 +203,16 @@ def test_traced_taps_cannot_come_to_the_host():
 
 @pytest.mark.parametrize("mapping", ["values", "grads"])
 def test_a_missing_key_names_the_nearest(taps, mapping):
-    with pytest.raises(KeyError, match=r"There is no .block1/mpl. here\. The nearest names are"):
+    with pytest.raises(KeyError, match=r"no site .block1/mpl. here\. The nearest names are"):
         getattr(taps, mapping)["block1/mpl"]
     with pytest.raises(KeyError, match="'block1/mlp'"):
         getattr(taps, mapping)["block1/mpl"]
 
 
 def test_a_missing_key_of_an_empty_mapping(taps):
-    with pytest.raises(KeyError, match="There is no 'h' here"):
+    with pytest.raises(KeyError, match="There is no site 'h' here"):
         taps.valid["h"]
-    with pytest.raises(KeyError, match="There is no 0 here"):
+    with pytest.raises(KeyError, match="There is no site 0 here"):
         taps.values[0]
 
 

@@ -149,7 +149,7 @@ def test_reducers_come_back_without_their_functions(path):
         tapax.capture(net, values={"**": found.sites[0].reducer})(X)
 
 
-def test_plots_of_what_was_read_are_the_same(path):
+def test_plots_of_saved_taps_are_the_same(path):
     _, taps = tapax.capture(jax.grad(net), values={"**": tapax.reduce.minmax})(X)
     found = saved(taps, path)
     one, other = (
@@ -159,7 +159,7 @@ def test_plots_of_what_was_read_are_the_same(path):
     assert one == other
 
 
-def test_what_was_read_can_be_used_like_a_capture(path):
+def test_saved_taps_can_be_used_like_a_capture(path):
     _, taps = tapax.capture(jax.grad(net))(X)
     found = saved(taps, path)
     again = path.with_name("again.safetensors")
@@ -203,7 +203,7 @@ def test_a_path_that_cannot_be_written_raises(tmp_path):
     _, taps = tapax.capture(net)(X)
     (tmp_path / "file").write_text("")
     for bad in (tmp_path, tmp_path / "file" / "x.safetensors"):
-        with pytest.raises(OSError, match=r"The taps cannot be written to .*: .*Give a path that"):
+        with pytest.raises(OSError, match=r"taps cannot be written to .*: .*Choose a path that"):
             taps.save(bad)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -227,7 +227,7 @@ def test_traced_and_foreign_arrays_cannot_be_saved(path):
         jax.jit(lambda x: tapax.capture(net)(x)[1].save(path))(X)
     _, taps = tapax.capture(net)(X)
     words = jax.tree.map(lambda x: np.array(["a", "b"]), taps)
-    with pytest.raises(TypeError, match=r"taps.values\['block0/attn'\] is not an array of numbers"):
+    with pytest.raises(TypeError, match=r"values\['block0/attn'\] must be an array of numbers"):
         words.save(path)
     assert not path.exists()
 

@@ -237,10 +237,10 @@ def test_bad_parts_raise_clear_errors():
         lambda: tapax.capture(straight, values=two)(X)
     )
     part = tapax.at("h", index=0)
-    assert "perturbation has a part for every" in message(
+    assert "perturbation has an entry for every" in message(
         lambda: tapax.perturbations(straight, at=part)
     )
-    assert "and at a whole value" in message(lambda: tapax.prefix(straight, part))
+    assert "a cut needs a whole value" in message(lambda: tapax.prefix(straight, part))
 
 
 def test_functions_that_return_no_array_are_refused():

@@ -19,17 +19,43 @@ def d_rtrl(
     signal: str = "new",
     indirect: str = "trace",
 ) -> OnlineRule:
-    """Diagonal RTRL: for each weight, its influence on the units that it drives is kept.
+    """Learn by diagonal RTRL, which traces the influence of each weight on the units it drives.
 
-    To the gradient within a step, which is exact, comes that through the old states: their signal
-    times the traces. `signal` says which one. "new": the gradient by the new states, taken back
-    through each unit itself, as in the paper. "old": the gradient by the old states, taken back
-    through the whole step, matrices from state to state included. It costs no more, is as exact
-    where the first is, and nearer to the true gradient where it is not.
+    The gradient has two parts: the exact gradient within a step, and the gradient through the old
+    states, their signal times the traces.
 
     Wang et al., Model-agnostic linear-memory online learning in spiking neural networks, 2026
     (doi:10.1038/s41467-026-68453-w); with the diagonal of the matrices from state to state it would
     be the SnAp-1 of Menick et al., 2020 (arXiv:2006.07232).
+
+    Args:
+        step: A pure function `step(params, state, *inputs) -> (state, out)`.
+        loss: A function `loss(out, target)` that returns one real number.
+        signal: `"new"` for the gradient with respect to the new states, pulled back through each
+            unit itself, as in the paper; `"old"` for the gradient with respect to the old states,
+            pulled back through the whole step, including the matrices from state to state. `"old"`
+            costs no more, is exact whenever `"new"` is, and closer to the true gradient otherwise.
+        indirect: The treatment of parameters that drive many units: `"trace"`, `"instant"` or
+            `"refuse"`; see `tapax.hidden.online`.
+
+    Returns:
+        An `OnlineRule`.
+
+    Raises:
+        HiddenError: If an argument is not a function or not one of the choices; and later from
+            `init` and `update`, if their arguments do not fit the step.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from tapax.hidden import online
+        >>> step = lambda w, h, x: (0.5 * h + w * x, h)  # units act on themselves alone
+        >>> loss = lambda out, target: jnp.sum((out - target) ** 2)
+        >>> rule, w, h = online.d_rtrl(step, loss), jnp.array([1.0, 2.0]), jnp.zeros(2)
+        >>> memory = rule.init(w, h, jnp.zeros(2))
+        >>> for x in jnp.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]):
+        ...     learned, memory = rule.update(memory, w, x, target=0.0)
+        >>> learned.grads.tolist()  # the loss is h**2, with h = (w[0] / 2, w[1])
+        [0.5, 4.0]
     """
 
     def find_signal(here: EvaluatedGroup) -> Any:
@@ -45,7 +71,7 @@ def d_rtrl(
 
 
 def _pull_back(here: EvaluatedGroup) -> Trace:
-    """Pulls the signal back to the old states, through the units themselves and beside them."""
+    """Pull the signal back to the old states, through the units themselves and directly."""
     signal = here.now.compute_signal(here.group)
     beside = here.now.beside_gradients[1]
     made = {}

@@ -1,7 +1,7 @@
-"""Diagonal rules of online learning: the traces that they keep, and the update that they share.
+"""Diagonal rules of online learning: their traces, and the update that they share.
 
-Rules differ in the trace of a weight, in the signal that reaches a group of units, and in what a
-weight learns from the two: `make_diagonal_rule` makes a rule of functions for these.
+Rules differ in the trace of a weight, in the signal that reaches a group of units, and in the
+gradient that they compute from the two: `make_diagonal_rule` makes a rule from functions for these.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ class TracedWeight:
     layout: InfluenceLayout
 
     def make_zeros(self, states: Iterable[int]) -> Trace:
-        """Makes the trace of no influence on some states."""
+        """Make a zero trace for some states."""
         dtypes = {k: widen_dtype(self.program.states[k].dtype) for k in states}
         return {k: jnp.zeros(self.layout.shape, dtype) for k, dtype in dtypes.items()}
 
     def start(self) -> Trace:
-        """Makes the first trace, of states that the weight reaches and the next step needs."""
+        """Make the first trace, for the states that the weight reaches and the next step needs."""
         return self.make_zeros(k for k in self.group.kept if k in self.source.states)
 
 
@@ -47,8 +47,8 @@ class TracedWeight:
 class EvaluatedGroup:
     """A group of an evaluated step, the memory before that step, and derivatives of the units.
 
-    `carried` are those by the old values of the units themselves; `driven` those by what each
-    weight drives the units with.
+    `carried` contains the derivatives with respect to the old values of the units themselves,
+    `driven` those with respect to the product or the weight that drives the units.
     """
 
     now: EvaluatedStep
@@ -58,7 +58,7 @@ class EvaluatedGroup:
     driven: Mapping[DrivingWeight, Mapping[int, Any]]
 
     def advance(self, weight: TracedWeight, old: Trace, states: Iterable[int]) -> Trace:
-        """Takes a trace one step on: the old influence, passed on, and the new one."""
+        """Advance a trace by one step: propagate the old influence, and add the new one."""
         source, layout = weight.source, weight.layout
         data = None if source.dot is None else self.now.data[source.dot.at]
         data = data if data is None else data.astype(widen_dtype(data.dtype))
@@ -87,12 +87,12 @@ def make_diagonal_rule(
     signal: str = "new",
     whole: bool = False,
 ) -> OnlineRule:
-    """Makes a rule that keeps a trace for each weight of a step.
+    """Make a rule that keeps a trace for each weight of a step.
 
     `start_trace` makes the first trace of a weight, `start_fields` the other fields of the memory.
     `learn(here, weight, signal, trace)`, with the signal that `find_signal` finds for a group,
-    returns terms of the gradient by the weight, and the next trace. The terms are added to the
-    gradient within the step, if `whole`, or else to the part that does not go through new states.
+    returns terms of the gradient with respect to the weight, and the next trace. The rule adds the
+    terms to the gradient within the step, if `whole`, or to its part that bypasses new states.
     """
     _learner.check_loss(loss)
     known = {
@@ -102,7 +102,7 @@ def make_diagonal_rule(
     for name, (given, choices) in known.items():
         if given not in choices:
             expected = ", ".join(map(repr, choices))
-            raise HiddenError(f"`{name}` is one of {expected}, but is {given!r}.")
+            raise HiddenError(f"`{name}` must be one of {expected}, but is {given!r}.")
 
     def plan(program: FlatStep) -> tuple[FlatStep, Sequence[UnitGroup], list[list[TracedWeight]]]:
         groups = _unit_groups.find_unit_groups(program, indirect, signal)

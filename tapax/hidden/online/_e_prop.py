@@ -31,29 +31,57 @@ def e_prop(
     key: Value = None,
     indirect: str = "trace",
 ) -> OnlineRule:
-    """e-prop: the eligibility traces of `d_rtrl`, times a learning signal.
+    """Learn by e-prop: multiply the eligibility traces of `d_rtrl` by a learning signal.
 
-    `feedback` says what the signal is. "symmetric": the gradient of the step's loss by the hidden
-    states. "random": the gradient by what is put out, through fixed random matrices that `key`
-    makes and `init` puts in the memory, so that no weight of the read-out is needed for it. Axes
-    before the last that the output and a state have in common are of a batch. The read-out itself
-    has the gradient that it has in either case.
-
-    `decay` is that of a leaky read-out, one that is a state: others drive it, it drives none, and
-    it is what is put out. What was there before still acts through it, so the traces of the states
-    that it reads are filtered, `e[t] = decay * e[t-1] + eps[t]`; its own are not.
+    A leaky read-out is a state that is the output: other states drive it, and it drives none. The
+    past still acts through it, so the traces of the states that it reads are filtered,
+    `e[t] = decay * e[t-1] + eps[t]`; the traces of the read-out itself are not.
 
     Bellec et al., A solution to the learning dilemma for recurrent networks of spiking neurons,
     2020 (doi:10.1038/s41467-020-17236-y).
+
+    Args:
+        step: A pure function `step(params, state, *inputs) -> (state, out)`.
+        loss: A function `loss(out, target)` that returns one real number.
+        feedback: `"symmetric"` for the gradient of the loss with respect to the hidden states as
+            the signal; `"random"` for the gradient with respect to the output, multiplied by fixed
+            random matrices, so that the signal needs no weight of the read-out. The axes before the
+            last that the output shares with a state count as a batch. The read-out itself has its
+            true gradient in either case.
+        decay: The decay of a leaky read-out, in [0, 1).
+        key: The random key of `"random"` feedback. `init` makes the matrices, and puts them into
+            the memory.
+        indirect: The treatment of parameters that drive many units: `"trace"`, `"instant"` or
+            `"refuse"`; see `tapax.hidden.online`.
+
+    Returns:
+        An `OnlineRule`.
+
+    Raises:
+        HiddenError: If an argument is not a function or not one of the choices, or if `key` and
+            `feedback` do not fit; and later from `init` and `update`, if their arguments do not fit
+            the step.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from tapax.hidden import online
+        >>> step = lambda w, h, x: (0.5 * h + w * x, h)
+        >>> loss = lambda out, target: jnp.sum((out - target) ** 2)
+        >>> rule, w, h = online.e_prop(step, loss), jnp.array([1.0, 2.0]), jnp.zeros(2)
+        >>> memory = rule.init(w, h, jnp.zeros(2))
+        >>> for x in jnp.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]):
+        ...     learned, memory = rule.update(memory, w, x, target=0.0)
+        >>> float(learned.loss), learned.grads.tolist()
+        (4.25, [0.5, 4.0])
     """
     check_decay(decay)
     if feedback not in _FEEDBACK:
-        raise HiddenError(f"`feedback` is 'symmetric' or 'random', but is {feedback!r}.")
+        raise HiddenError(f"`feedback` must be 'symmetric' or 'random', but is {feedback!r}.")
     if (feedback == "random") != (key is not None):
         raise HiddenError(
             f"`feedback` is {feedback!r} and `key` is {'not ' if key is not None else ''}None, but "
-            "random feedback needs a random key to be made from, `jax.random.key(0)`, and other "
-            "feedback takes none."
+            "random feedback needs a random key, `jax.random.key(0)`, and symmetric feedback takes "
+            "none."
         )
 
     def start_trace(weight: TracedWeight) -> tuple[Trace, Trace]:
@@ -89,7 +117,7 @@ def e_prop(
 
 
 def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:
-    """How many first axes are of a batch."""
+    """Count the leading axes of a batch."""
     n = 0
     while n < min(len(out), len(state)) - 1 and out[n] == state[n]:
         n += 1
@@ -97,7 +125,7 @@ def _count_batch_axes(out: tuple[int, ...], state: tuple[int, ...]) -> int:
 
 
 def _make_matrices(key: Value, program: FlatStep, groups: Any) -> Any:
-    """For every state that is seen, and everything that is put out, a matrix of fixed numbers."""
+    """Make a fixed random matrix for every output and every state on which it depends."""
     shapes = [v.aval.shape for v in program.outs if is_float(v.aval)]
     made: dict[int, list[Any]] = {}
     for group in groups:
@@ -113,7 +141,7 @@ def _make_matrices(key: Value, program: FlatStep, groups: Any) -> Any:
 
 
 def _broadcast_errors(here: EvaluatedGroup) -> Trace:
-    """The gradient by what is put out, through the matrices."""
+    """Multiply the gradients with respect to the outputs by the matrices."""
     now, group = here.now, here.group
     errors = now.differentiate_output()
     dtypes = {k: widen_dtype(now.olds[k].dtype) for k in group.states}

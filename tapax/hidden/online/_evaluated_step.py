@@ -1,8 +1,8 @@
-"""The derivatives within one step that rules of online learning are made of.
+"""The derivatives within one step from which rules of online learning compute gradients.
 
-The loss of a step depends on the parameters through the new states, and beside them; and on the old
-states likewise. Within a group the new states count as given, one does not act through the other:
-what they do to each other is in the influences on them. The states of other groups are on the way.
+The loss of a step depends on the parameters and on the old states through the new states, and in
+ways that bypass them. Within a group, the new states count as independent: the influences on them
+contain their effects on each other. The paths through the states of other groups count.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvaluatedStep:
-    """A step that ran on its arguments, and the derivatives of its loss there."""
+    """A step that ran on its arguments, and the derivatives of its loss for these arguments."""
 
     program: FlatStep
     env: Any
@@ -35,7 +35,7 @@ class EvaluatedStep:
 
     @functools.cached_property
     def data(self) -> dict[int, Any]:
-        """The data that the weights are multiplied with, by the index of the product."""
+        """The data that multiply the weights, by the index of the product."""
         return self.program.run(self.env, self.weights, self.olds, self.inputs)[2]
 
     def _compute_loss(self, write: Any, weights: Any, olds: Any) -> Any:
@@ -44,12 +44,12 @@ class EvaluatedStep:
 
     @functools.cached_property
     def whole_gradients(self) -> tuple[list[Any], list[Any]]:
-        """The gradients by the weights and the old states."""
+        """The gradients with respect to the weights and the old states."""
         return self._differentiate(None)
 
     @functools.cached_property
     def beside_gradients(self) -> tuple[list[Any], list[Any]]:
-        """The gradients by the weights and the old states that do not go through new states."""
+        """The parts of the gradients that bypass the new states, by weights and by old states."""
         return self._differentiate(lambda k, x: jax.lax.stop_gradient(x))
 
     def _differentiate(self, write: Any) -> tuple[list[Any], list[Any]]:
@@ -58,7 +58,7 @@ class EvaluatedStep:
         return weights, [o.astype(widen_dtype(o.dtype)) for o in olds]
 
     def compute_signal(self, group: UnitGroup) -> dict[int, Any]:
-        """Computes the gradient of the loss by each new state of a group."""
+        """Compute the gradient of the loss with respect to each new state of a group."""
 
         def lost(added: dict[int, Any]) -> Any:
             cut = jax.lax.stop_gradient
@@ -69,7 +69,7 @@ class EvaluatedStep:
         return {k: g.astype(widen_dtype(g.dtype)) for k, g in jax.grad(lost)(zeros).items()}
 
     def differentiate_output(self) -> list[Any]:
-        """Computes the gradient of the loss by the output."""
+        """Compute the gradient of the loss with respect to the output."""
         outs = jax.tree.leaves(self.out)
         floats = [i for i, x in enumerate(outs) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -82,10 +82,10 @@ class EvaluatedStep:
         return jax.grad(lost)([outs[i] for i in floats])
 
     def differentiate_units(self, group: UnitGroup) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Computes the derivatives of units by their own old values, and by what drives them.
+        """Differentiate units with respect to their old values, and to the inputs that drive them.
 
-        The first by pairs of states (new, old); the second by the group's sources and the state.
-        With a block of one unit there is one pass backwards for each state.
+        The first derivatives are by pairs of states (new, old), the second by source and state.
+        With a block of one unit, it takes one backward pass for each state.
         """
         single = [s for s in group.sources if s.units is not None]
         dots = [s for s in single if s.dot is not None]
@@ -122,13 +122,13 @@ class EvaluatedStep:
     def _compute_news(
         self, group: UnitGroup, weights: list[Any], olds: list[Any], **changes: Any
     ) -> list[Any]:
-        """Runs the step on others for its new states of a group, with other groups cut off."""
+        """Run the step with other values; return a group's new states, cut off from others."""
         cut = lambda k, x: x if k in group.states else jax.lax.stop_gradient(x)  # noqa: E731
         made, _, _ = self.program.run(self.env, weights, olds, self.inputs, write=cut, **changes)
         return [made[k] for k in group.states]
 
     def pull_back(self, group: UnitGroup, source: DrivingWeight) -> Callable[[dict[int, Any]], Any]:
-        """Pulls cotangents of a group's new states back to a weight, in one of its uses."""
+        """Make a function that pulls cotangents of a group's new states back to a weight."""
         at = [d.at for d in self.program.dots if d.weight is self.program.weights[source.weight]]
         now = self.weights[source.weight]
 
@@ -146,7 +146,7 @@ class EvaluatedStep:
         return lambda cots: back([cots[k].astype(dtypes[k]) for k in group.states])[0]
 
     def differentiate_weight(self, group: UnitGroup, source: DrivingWeight, k: int) -> Any:
-        """Computes the derivatives of all units of a state by all elements of a weight."""
+        """Differentiate all units of a state with respect to all elements of a weight."""
         back = self.pull_back(group, source)
         shape = (group.units, *group.shape)
         zeros = {j: jnp.zeros(group.shape, self.olds[j].dtype) for j in group.states}
@@ -158,10 +158,10 @@ class EvaluatedStep:
 def _take_diagonal(
     back: Callable[..., Any], group: UnitGroup, n: int, dtype: Any, places: Any
 ) -> Any:
-    """The derivative of the `n`th state, at the unit that each element belongs to, by the element.
+    """Differentiate the `n`th state, at the unit of each element, with respect to the element.
 
-    An element has an influence on units of one block alone, so one unit of every block can be
-    looked at in the same pass.
+    An element influences the units of one block only, so that one pass computes the derivatives for
+    one unit of every block.
     """
     own = np.arange(group.units).reshape(group.shape)
     zeros = jnp.zeros(group.shape, dtype)
@@ -192,9 +192,10 @@ def evaluate_step(
     loss: Function,
     target: PyTree,
 ) -> tuple[EvaluatedStep, Any]:
-    """Runs a step; returns it and the pullback from weights to parameters.
+    """Run a step; return it and the pullback from weights to parameters.
 
-    The step itself is called once, so that its side effects, printing or marking, happen once.
+    It calls the step itself once, so that its side effects, such as printing or marking, happen
+    once.
     """
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
     weights, env, back = program.prepare(leaves)

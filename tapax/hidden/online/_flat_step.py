@@ -1,9 +1,9 @@
-"""A step as one flat program, cut where parameters meet data, and evaluated with changes to it.
+"""A step as one flat program, cut where parameters meet data, and evaluated with changes.
 
-The equations that parameters alone decide (a transpose, a concatenation of kernels, the `exp` of a
-decay) are the *weights'* part of the program: `FlatStep.first`. All others are its *body*. A
-weight is a value of the first part that the second one uses; a trace is kept for a weight, and its
-gradient goes back to the parameters through the first part.
+The equations that depend on parameters alone (a transpose, a concatenation of kernels, the `exp` of
+a decay) compute the *weights*: `FlatStep.first`. All others are the *body*. A weight is a result of
+the first part that the body uses; rules keep traces of weights, and pull their gradients back to
+the parameters through the first part.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from tapax.hidden._definitions import is_copy
 from tapax.hidden._step import HiddenState, list_hidden_states, trace_leaves
 
 INLINED = CALLS | Kind.REMAT
-"""Equations that do no more than call their body, as far as values go."""
+"""Equations whose values are those of their body."""
 
 
 def is_variable(atom: Atom) -> bool:
@@ -40,7 +40,7 @@ def is_float(aval: AbstractValue) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class WeightProduct:
-    """A product of a weight with data: where it is in the body, and which operand the weight is."""
+    """A product of a weight with data: its place in the body, and the operand of the weight."""
 
     at: int
     side: int
@@ -63,9 +63,9 @@ class WeightProduct:
 class FlatStep:
     """A traced step without calls, divided into the equations of its weights and the others.
 
-    `values` are constants. `first` are the equations of the weights, `body` the others; `weights`
-    are the variables that go from one to the other and have a gradient. `writes` says which
-    variable of the body is the definition of which new state.
+    `values` contains the constants. `first` contains the equations of the weights, `body` the
+    others; `weights` are the differentiable variables that lead from one to the other. `writes`
+    maps a variable of the body to the new state that it defines.
     """
 
     name: str
@@ -89,13 +89,13 @@ class FlatStep:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another call may use the step: not if it closed over traced values."""
+        """Whether another call may use the step, which must not close over traced values."""
         return not any(isinstance(x, Tracer) for x in self.values.values())
 
     def prepare(
         self, leaves: Sequence[Any]
     ) -> tuple[list[Any], dict[Any, Any], Callable[..., Any]]:
-        """Makes the weights, all else that the body reads, and the pullback to the parameters."""
+        """Make the weights, the other values of the body, and the pullback to the parameters."""
         env = {**self.values, **dict(zip(self.params, leaves, strict=True))}
 
         def weights(trained: Sequence[Any]) -> Any:
@@ -119,11 +119,11 @@ class FlatStep:
         operand: Mapping[int, Any] | None = None,
         added: Mapping[int, Any] | None = None,
     ) -> tuple[list[Any], list[Any], dict[int, Any]]:
-        """Returns the new states, the output, and the data that each product was taken of.
+        """Run the step; return the new states, the output, and the data of each product.
 
-        `write` maps each defined state to the value to go on with. `operand` has other weights for
-        some products. With `added`, every product counts as a constant, and `added` has the values
-        to add to some of them.
+        `write` replaces the value of each defined state. `operand` has other weights for some
+        products. With `added`, every product counts as a constant, to which the values in `added`
+        are added.
         """
         env = dict(env)
         env.update(zip(self.weights, weights, strict=True))
@@ -152,7 +152,7 @@ class FlatStep:
 
 
 def flatten_calls(jaxpr: Jaxpr) -> Jaxpr:
-    """Inlines calls, and repeats what several units share for each of them."""
+    """Inline calls, and broadcast parameters that several units share."""
 
     def apply(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
         if kind_of(eqn) & Kind.ELEMENTWISE:
@@ -163,7 +163,7 @@ def flatten_calls(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _broadcast(x: Value, shape: tuple[int, ...]) -> Any:
-    """Repeats a parameter that several units share, a bias or a gain, for each of them."""
+    """Broadcast a parameter that several units share, such as a bias or a gain."""
     if jnp.shape(x) == shape or not isinstance(x, Tracer) or not is_float(x.aval):
         return x
     start = len(shape) - jnp.ndim(x)
@@ -173,7 +173,7 @@ def _broadcast(x: Value, shape: tuple[int, ...]) -> Any:
 def trace_flat_step(
     step: Callable[..., Any], params: PyTree, state: PyTree, inputs: Sequence[Any]
 ) -> FlatStep:
-    """Traces a step for arguments like these; raises if it has nothing to learn."""
+    """Trace a step for arguments like these; raise if there is nothing to learn."""
     keyed = tree_leaves_with_path(params)
     states = check_state(state)
     describe = lambda result: type(result).__name__  # noqa: E731
@@ -200,14 +200,14 @@ def trace_flat_step(
 
 
 def _divide(inner: Any, values: dict[Any, Any], **parts: Any) -> FlatStep:
-    """Divides the equations into those of the weights and the others."""
+    """Divide the equations into those of the weights and the others."""
     trained = {parts["params"][i] for i in parts["trained"]}
     data = {*parts["olds"], *parts["inputs"]}
     learned: dict[Any, frozenset[Any]] = {v: frozenset((v,)) for v in trained}
     first, body = [], []
     for eqn in inner.eqns:
         if not eqn.outvars:
-            continue  # what is done for its effect is done by the step itself
+            continue  # the step itself runs equations for their effects
         used = [v for v in eqn.invars if is_variable(v)]
         if any(v in data for v in used) or eqn.effects:
             body.append(eqn)
@@ -236,7 +236,7 @@ def _divide(inner: Any, values: dict[Any, Any], **parts: Any) -> FlatStep:
         while is_variable(atom) and atom in made and is_copy(made[atom]):
             atom = made[atom].invars[0]
         if is_variable(atom) and atom in made:
-            # Of several states with one value the first has what is computed from it.
+            # If several states have one value, later equations read the first.
             writes.setdefault(atom, k)
     return FlatStep(
         values=values,
@@ -251,7 +251,7 @@ def _divide(inner: Any, values: dict[Any, Any], **parts: Any) -> FlatStep:
 
 
 def _find_constants(first: Any, values: Any, learned: Any) -> dict[Any, Any]:
-    """Finds the values that do not depend on the arguments of the step, indices above all."""
+    """Find the values that do not depend on the arguments of the step, mostly indices."""
     known = {v: x for v, x in values.items() if not isinstance(x, Tracer)}
     with jax.ensure_compile_time_eval():
         for eqn in first:
@@ -267,22 +267,22 @@ def check_state(state: PyTree) -> tuple[HiddenState, ...]:
         if not jnp.issubdtype(one.dtype, jnp.floating):
             raise HiddenError(
                 f"The hidden state {one.name!r} is of type {one.dtype}, but online learning needs "
-                "states of a real floating-point type: keep the real and the imaginary part as two."
+                "states of a real floating-point type: split it into real and imaginary parts."
             )
     return states
 
 
 def check_params(params: PyTree) -> None:
-    """Refuses parameters with nothing to learn in them, or with what can have no gradient."""
+    """Refuse parameters that contain nothing to learn, or random keys."""
     dtypes = {jax.dtypes.result_type(leaf) for leaf in jax.tree.leaves(params)}
     found = ", ".join(sorted(map(str, dtypes)))
     if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
         raise HiddenError(
-            f"`params` has leaves of the types {found}, but keys of random numbers are no "
-            "parameters: hand them to the step as an input."
+            f"`params` has leaves of the types {found}, but random keys cannot be learned. Pass "
+            "them to the step as an input."
         )
     if not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise HiddenError(
-            "`params` must hold arrays of a real floating-point type, for those are what is "
-            f"learned, but its leaves are of type {found or 'none'}."
+            "`params` must contain arrays of a real floating-point type, which can be learned, but "
+            f"the types of its leaves are {found or 'none'}."
         )

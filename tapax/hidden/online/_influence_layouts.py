@@ -1,9 +1,9 @@
 """Layouts of the influence of one weight on the units of a group.
 
 `ProductLayout` is for a weight times data. The result has axes of a batch, of the data alone and of
-the weight alone, `[b, d, w]`, each of them several or none; the influence is `[b, d, c, w]`, where
-`c` are the axes that the product sums over. `ElementwiseLayout` is for a weight used element by
-element: the influence is like the weight. `FullLayout` has the influence of each element of the
+the weight alone, `[b, d, w]`, any number of each; the influence is `[b, d, c, w]`, where `c` are
+the axes over which the product sums. `ElementwiseLayout` is for a weight used element by element:
+the influence has the shape of the weight. `FullLayout` has the influence of each element of the
 weight on each unit, `[unit, element]`.
 """
 
@@ -20,7 +20,7 @@ from tapax.hidden.online._unit_groups import DrivingWeight, UnitGroup
 
 
 def _at(x: Value, units: np.ndarray) -> Any:
-    """Takes the values of the units that elements drive."""
+    """Take the values of the units that elements drive."""
     flat = x.reshape(-1)
     if units.size == flat.size and np.array_equal(units.reshape(-1), np.arange(units.size)):
         return flat.reshape(units.shape)
@@ -62,7 +62,7 @@ class ProductLayout:
         return made.reshape(self.weight).transpose(self.back)
 
     def outer(self, y: Value, x: Value) -> Any:
-        """The gradient by the weight, from the gradient by the result `[b, d, w]` and the data."""
+        """Compute the gradient of the weight from the gradient of the result and the data."""
         made = jnp.einsum("bdc,bdw->bcw", x, y)
         return made.reshape(self.weight).transpose(self.back)
 

@@ -1,4 +1,4 @@
-"""A rule of online learning: a pair of functions, and what they take and return."""
+"""`OnlineRule`: a pair of functions that learn online, and the types that they use."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,24 @@ from tapax.hidden.online._flat_step import FlatStep, check_params, check_state, 
 
 
 class OnlineGradients(NamedTuple):
-    """The gradient of the loss of one step, the loss, and the output of the step."""
+    """The gradient of the loss of one step, the loss, and the output of the step.
+
+    `OnlineRule.update` returns it.
+
+    Attributes:
+        grads: The gradient, a pytree like the parameters.
+        loss: The loss of the step.
+        out: The output of the step.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from tapax.hidden import online
+        >>> step = lambda w, h, x: (0.5 * h + w * x, 2 * h)
+        >>> rule = online.rtrl(step, lambda out, target: (out - target) ** 2)
+        >>> learned, _ = rule.update(rule.init(3.0, 1.0, 1.0), 3.0, 1.0, target=0.0)
+        >>> float(learned.grads), float(learned.loss), float(learned.out)
+        (0.0, 4.0, 2.0)
+    """
 
     grads: Any
     loss: Any
@@ -25,11 +42,25 @@ class OnlineGradients(NamedTuple):
 class OnlineRule(NamedTuple):
     """A rule of online learning: two pure functions.
 
-    `init(params, state, *inputs)` makes the memory for a new sequence that begins with `state`. Of
-    the parameters and the inputs it takes only shapes and types: `jax.ShapeDtypeStruct` will do.
+    `rtrl`, `d_rtrl`, `e_prop` and `pp_prop` return it.
 
-    `update(memory, params, *inputs, target=None)` takes one step, and returns the `OnlineGradients`
-    and the memory for the next step.
+    Attributes:
+        init: `init(params, state, *inputs)` makes the `OnlineMemory` of a sequence that begins with
+            `state`. It reads only the shapes and dtypes of the parameters and the inputs, so that
+            `jax.ShapeDtypeStruct` will do.
+        update: `update(memory, params, *inputs, target=None)` takes one step, and returns the
+            `OnlineGradients` and the memory for the next step.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from tapax.hidden import online
+        >>> step = lambda w, h, x: (0.5 * h + w * x, h)
+        >>> rule = online.rtrl(step, lambda out, target: (out - target) ** 2)
+        >>> memory, w = rule.init(3.0, 0.0, 1.0), 3.0
+        >>> for x in (1.0, 0.0, 0.0):
+        ...     learned, memory = rule.update(memory, w, x, target=0.0)
+        >>> float(learned.grads)  # the loss is h**2, with h = w / 2
+        1.5
     """
 
     init: Callable[..., Any]
@@ -39,11 +70,24 @@ class OnlineRule(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OnlineMemory:
-    """The past of a sequence, in a size that does not depend on the length of the past.
+    """The memory of a sequence, whose size does not depend on the length of the sequence.
 
-    `state` is the hidden state as it is now, and may be replaced. `traces` are the influences of
-    the parameters on it, as the rule keeps them. `feedback` are the fixed random matrices of
-    `e_prop`, where it has any; `count` is how many steps were taken, where it matters.
+    `OnlineRule.init` makes it.
+
+    Attributes:
+        state: The current hidden state. `dataclasses.replace(memory, state=...)` replaces it.
+        traces: The influences of the parameters on the state, in the layout of the rule.
+        feedback: The fixed random matrices of `e_prop`, if it uses them.
+        count: The number of steps so far, if the rule needs it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from tapax.hidden import online
+        >>> step = lambda w, h, x: (0.5 * h + w * x, h)
+        >>> rule = online.rtrl(step, lambda out, target: (out - target) ** 2)
+        >>> _, memory = rule.update(rule.init(3.0, 1.0, 1.0), 3.0, 1.0, target=0.0)
+        >>> float(memory.state)
+        3.5
     """
 
     state: Any
@@ -53,17 +97,17 @@ class OnlineMemory:
 
 
 def widen_dtype(dtype: Any) -> Any:
-    """The dtype of the traces of values of a dtype: 32 bits or more."""
+    """Return the dtype of the traces of values of a dtype: 32 bits or more."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def cache_by_shape(step: Any, make: Callable[[FlatStep], Any]) -> Callable[..., Any]:
-    """Makes a function of `(params, state, inputs)`: what `make` makes of the flat step for those.
+    """Make a function of `(params, state, inputs)` that calls `make` on the flat step for these.
 
-    It is kept for each kind of arguments.
+    The function caches the result for each kind of arguments.
     """
     if not callable(step):
-        raise HiddenError(f"`step` is a function (params, state, *inputs), but is {step!r}.")
+        raise HiddenError(f"`step` must be a function (params, state, *inputs), but is {step!r}.")
     known: dict[Any, Any] = {}
 
     def find(params: PyTree, state: PyTree, inputs: Sequence[Any]) -> Any:
@@ -93,53 +137,55 @@ def _get_type(leaf: PyTree) -> Any:
 
 
 def compute_loss(loss: Callable[..., Any], out: PyTree, target: PyTree) -> Any:
-    """Computes the loss of a step; raises if it is not one real number."""
+    """Compute the loss of a step; raise if it is not one real number."""
     value = loss(out, target)
     shape, dtype = jnp.shape(value), getattr(value, "dtype", type(value))
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         raise HiddenError(
             f"`loss` ({name_of(loss)}) returned an array of shape {list(shape)} and type {dtype}, "
-            "but the loss of a step is one real number: take a sum or a mean."
+            "but must return one real number: take a sum or a mean."
         )
     return value
 
 
 def check_loss(loss: Function) -> None:
     if not callable(loss):
-        raise HiddenError(f"`loss` is a function (out, target) -> scalar, but is {loss!r}.")
+        raise HiddenError(f"`loss` must be a function (out, target) -> scalar, but is {loss!r}.")
 
 
 def check_decay(decay: Any) -> None:
-    """Refuses a decay that is not a number in [0, 1)."""
+    """Refuse a decay that is not a number in [0, 1)."""
     is_number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
     if not is_number or not 0 <= decay < 1:
-        raise HiddenError(f"`decay` is a number in [0, 1), but is {decay!r}.")
+        raise HiddenError(f"`decay` must be a number in [0, 1), but is {decay!r}.")
 
 
 def settle_dtypes(state: PyTree) -> Any:
-    """Makes the dtypes of a state strong, as those of every later state are."""
+    """Make the dtypes of a state strong, like those of every later state."""
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), state)
 
 
 def get_state(memory: PyTree) -> Any:
-    """The hidden state in a memory; raises if `memory` is not one."""
+    """Return the hidden state in a memory; raise if `memory` is not a memory."""
     if not isinstance(memory, OnlineMemory):
-        raise HiddenError(f"`memory` is what `init` returned, but is a {type(memory).__name__}.")
+        raise HiddenError(
+            f"`memory` must come from `init` or `update`, but is a {type(memory).__name__}."
+        )
     return memory.state
 
 
 def check_traces(memory: PyTree, start: Callable[[], Any]) -> None:
-    """Refuses a memory that was made for arguments of other shapes; `start` makes its traces."""
+    """Refuse a memory that was made for arguments of other shapes; `start` makes its traces."""
     given, expected = (jax.tree.map(jnp.shape, x) for x in (memory.traces, jax.eval_shape(start)))
     if given != expected:
         raise HiddenError(
-            f"`memory` has traces of shapes {given}, but for these parameters and inputs they are "
-            f"{expected}: `init` was given others."
+            f"`memory` has traces of shapes {given}, but these parameters and inputs need "
+            f"{expected}. Make the memory with an `init` of these parameters and inputs."
         )
 
 
 def make_grads(params: PyTree, trained: Sequence[int], grads: Sequence[Any]) -> Any:
-    """Makes gradients like the parameters, with their dtypes, and zeros where there are none."""
+    """Make gradients like the parameters, with their dtypes, and zeros for integer parameters."""
     leaves, tree = jax.tree.flatten(params)
     made = [jnp.zeros_like(leaf) for leaf in leaves]
     for i, grad in zip(trained, grads, strict=True):

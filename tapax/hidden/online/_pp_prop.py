@@ -19,19 +19,43 @@ from tapax.hidden.online._learner import OnlineRule, check_decay, widen_dtype
 def pp_prop(
     step: Callable[..., Any], loss: Callable[..., Any], decay: float, *, indirect: str = "trace"
 ) -> OnlineRule:
-    """The influence of a matrix is kept as a product of two vectors, smoothed over time.
+    """Learn by pp-prop, which traces the influence of a matrix as a product of two vectors.
 
-    One is of the data that the matrix is multiplied with, `x[t] = decay * x[t-1] + data`; the other
-    of the units, `f[t] = decay * D f[t-1] + (1 - decay) * dh/dy`, with `D` the derivative of a unit
-    by itself, and divided by `1 - decay**t` where it is used. So memory and work are those of the
-    state, not of the parameters. With a decay of 0 there is no memory of the past at all; the
-    closer to 1, the further back it goes, and the more what happened at different times is mixed.
-
-    Biases, gains and other weights used element by element have the traces of `d_rtrl`, which are
-    no larger.
+    The vectors are smoothed over time. One traces the data that multiply the matrix,
+    `x[t] = decay * x[t-1] + data`; the other the units,
+    `f[t] = decay * D f[t-1] + (1 - decay) * dh/dy`, where `D` is the derivative of a unit with
+    respect to itself, divided by `1 - decay**t` before use. So memory and work scale with the state
+    instead of the parameters. Biases, gains and other weights used element by element have the
+    traces of `d_rtrl`, which are no larger.
 
     Wang et al., Model-agnostic linear-memory online learning in spiking neural networks, 2026
-    (doi:10.1038/s41467-026-68453-w), there also ES-D-RTRL.
+    (doi:10.1038/s41467-026-68453-w), who also call it ES-D-RTRL.
+
+    Args:
+        step: A pure function `step(params, state, *inputs) -> (state, out)`.
+        loss: A function `loss(out, target)` that returns one real number.
+        decay: The decay of both vectors, in [0, 1). With 0 there is no memory of the past; a decay
+            closer to 1 reaches further back, and mixes events at different times more.
+        indirect: The treatment of parameters that drive many units: `"trace"`, `"instant"` or
+            `"refuse"`; see `tapax.hidden.online`.
+
+    Returns:
+        An `OnlineRule`.
+
+    Raises:
+        HiddenError: If an argument is not a function or out of range; and later from `init` and
+            `update`, if their arguments do not fit the step.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from tapax.hidden import online
+        >>> step = lambda w, h, x: (0.5 * h + x @ w, h)
+        >>> loss = lambda out, target: jnp.sum((out - target) ** 2)
+        >>> rule, w, h = online.pp_prop(step, loss, decay=0.9), jnp.eye(2), jnp.array([1.0, -1.0])
+        >>> memory = rule.init(w, h, jnp.zeros(2))
+        >>> learned, memory = rule.update(memory, w, jnp.array([0.5, 2.0]), target=0.0)
+        >>> float(learned.loss), memory.state.tolist()
+        (2.0, [1.0, 1.5])
     """
     check_decay(decay)
 
@@ -63,7 +87,7 @@ def pp_prop(
 
 
 def _compute_scale(decay: float, count: Any) -> Any:
-    """What the smoothed derivatives of units are to be multiplied with after some steps."""
+    """Compute the factor of the smoothed derivatives of units after some steps."""
     return jnp.where(count > 0, 1 / (1 - decay ** jnp.maximum(count, 1)), 0)
 
 

@@ -1,4 +1,4 @@
-"""Real-time recurrent learning, exact: the oracle of the others, for small models."""
+"""Exact real-time recurrent learning, for small models and as the oracle of the other rules."""
 
 import math
 from collections.abc import Callable
@@ -13,14 +13,37 @@ from tapax.hidden.online._flat_step import FlatStep
 
 
 def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineRule:
-    """Exact gradients: the influence of every parameter on every hidden state is kept.
+    """Learn by RTRL, which traces the influence of every parameter on every hidden state.
 
-    With parameters that stay the same, the gradients of the steps of a sequence sum to what
-    backpropagation through time gives. The memory has the size of the state times that of the
-    parameters, and a step costs that times the size of the state once more.
+    The gradients are exact: with constant parameters, the gradients of the steps of a sequence sum
+    to the gradient of backpropagation through time. The size of the memory is the size of the state
+    times that of the parameters, and the work of a step is that times the size of the state.
 
     Williams and Zipser, A Learning Algorithm for Continually Running Fully Recurrent Neural
     Networks, 1989.
+
+    Args:
+        step: A pure function `step(params, state, *inputs) -> (state, out)`.
+        loss: A function `loss(out, target)` that returns one real number.
+
+    Returns:
+        An `OnlineRule`.
+
+    Raises:
+        HiddenError: If `step` or `loss` is not a function; and later from `init` and `update`, if
+            their arguments do not fit the step.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from tapax.hidden import online
+        >>> step = lambda w, h, x: (0.5 * h + w * x, h)
+        >>> loss = lambda out, target: jnp.sum((out - target) ** 2)
+        >>> rule, w, h = online.rtrl(step, loss), jnp.array([1.0, 2.0]), jnp.zeros(2)
+        >>> memory = rule.init(w, h, jnp.zeros(2))
+        >>> for x in jnp.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]):
+        ...     learned, memory = rule.update(memory, w, x, target=0.0)
+        >>> learned.grads.tolist()  # the loss is h**2, with h = (w[0] / 2, w[1])
+        [0.5, 4.0]
     """
     _learner.check_loss(loss)
     planned = _learner.cache_by_shape(step, lambda program: program)
@@ -76,7 +99,7 @@ def _make_zeros(program: FlatStep) -> list[Any]:
 
 
 def _make_cotangents(program: FlatStep) -> list[Any]:
-    """A cotangent for every unit of every state, along a first axis."""
+    """Make a cotangent for every unit of every state, along a first axis."""
     whole, start, made = jnp.eye(_count_units(program)), 0, []
     for state in program.states:
         n = math.prod(state.shape)

@@ -1,10 +1,10 @@
 """The traces that a step needs: its states in groups of units, and the weights that drive them.
 
 With the products of weights and data held fixed, the new states are functions of the old ones, of
-these products, and of the other weights. Where that is unit by unit, a weight's influence on a
-state is its influence on the one unit that it drives, and passes from step to step by the
-derivative of that unit by itself. States that the transition connects, unit by unit, form a group:
-for the cell and the output of an LSTM that derivative is a matrix of two by two for every unit.
+these products, and of the other weights. If these functions act unit by unit, a weight influences
+only the unit that it drives, and its influence decays from step to step with the derivative of that
+unit with respect to itself. States that the transition connects, unit by unit, form a group: for
+the cell and the output of an LSTM, that derivative is a matrix of two by two for every unit.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from tapax.hidden.online._unit_ranges import RangePropagation, UnitRange, join_r
 class DrivingWeight:
     """A weight that drives units of a group.
 
-    `dot` is the product in which it does; it is None if the weight is used element by element.
-    `units` has, for each element of the product or of the weight, the unit of the group that the
-    element drives. It is None if the weight drives many units: then a trace keeps all of its
-    influence, or, if not `traced`, only the influence within a step counts. `states` are the states
-    of the group that the weight reaches, now or later.
+    `dot` is the product of the weight with data; None for a weight used element by element. `units`
+    has, for each element of the product or of the weight, the unit of the group that the element
+    drives. It is None if the weight drives many units: then a trace keeps its influence on all of
+    them, or, if not `traced`, only the influence within a step counts. `states` are the states of
+    the group that the weight reaches, in this step or later.
     """
 
     weight: int
@@ -41,13 +41,13 @@ class DrivingWeight:
 class UnitGroup:
     """States of one shape that the transition connects unit by unit.
 
-    `carries` has the pairs (new, old) of states for which a unit has a derivative by itself.
-    `block` is the number of units in a row that may depend on each other: one if the transition is
-    exactly unit by unit. `seen` are the states that the output depends on, not through others of
-    the group. `read` are the states whose old values the output depends on: not through new states
-    or, if the signal is that of the old states, in any way. A group is a `readout` if it is a
-    read-out with a memory: other groups drive it, it drives none, and the output has it without
-    another weight.
+    `carries` contains the pairs (new, old) of states for which a unit has a derivative with respect
+    to itself. `block` is the number of consecutive units that may depend on each other: one if the
+    transition is exactly unit by unit. The output depends on the states in `seen` directly, not
+    through others of the group. It depends on the old values of the states in `read`, bypassing new
+    states or, if the signal is that of the old states, in any way. A group is a `readout` if it is
+    a read-out with a memory: other groups drive it, it drives none, and no weight separates it from
+    the output.
     """
 
     states: tuple[int, ...]
@@ -65,7 +65,7 @@ class UnitGroup:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The states whose traces are needed at the next step."""
+        """The states whose traces the next step needs."""
         old = self.read | {old for _, old in self.carries}
         return tuple(k for k in self.states if k in old)
 
@@ -77,39 +77,39 @@ SIGNALS = ("new", "old")
 def find_unit_groups(
     program: FlatStep, indirect: str, signal: str = "new"
 ) -> tuple[UnitGroup, ...]:
-    """Finds the groups of a step, with the weights that drive them."""
-    held = frozenset(dot.result for dot in program.dots)
-    parts = _connect_states(program, held)
+    """Find the groups of a step, with the weights that drive them."""
+    fixed = frozenset(dot.result for dot in program.dots)
+    parts = _connect_states(program, fixed)
     before = {g: _list_drivers(program, g, parts) for g in parts}
     made = []
     for states in parts:
         last = bool(before[states]) and not any(states in b for b in before.values())
-        readout = last and _is_shown(program, states, held)
-        made.append(_make_group(program, states, held, indirect, signal, readout))
+        readout = last and _is_shown(program, states, fixed)
+        made.append(_make_group(program, states, fixed, indirect, signal, readout))
     return tuple(made)
 
 
-def _find_ranges(program: FlatStep, k: int, held: Iterable[Any], stop: Iterable[Any]) -> list[Any]:
-    """Finds the ranges of what reaches the new state `k`, directly and in all ways."""
+def _find_ranges(program: FlatStep, k: int, fixed: Iterable[Any], stop: Iterable[Any]) -> list[Any]:
+    """Find the ranges of the values that reach the new state `k`, directly and in all ways."""
     found = []
     for mixing in (False, True):
         seeds: dict[Any, UnitRange] = {}
         if is_variable(program.news[k]):
             seeds[program.news[k]] = UnitRange.identity(program.states[k].shape)
         ways = RangePropagation(mixing, program.known)
-        found.append(ways.propagate(program.body, seeds, frozenset((*held, *stop))))
+        found.append(ways.propagate(program.body, seeds, frozenset((*fixed, *stop))))
     return found
 
 
 def _list_other_writes(program: FlatStep, states: Iterable[int]) -> frozenset[Any]:
-    """Lists the definitions of states that are not in `states`, nor define one of them too."""
-    own = {program.news[k] for k in states if is_variable(program.news[k])}
+    """List the definitions that define no state in `states`."""
+    news = {program.news[k] for k in states if is_variable(program.news[k])}
     return frozenset(
-        v for v, k in program.writes.items() if k not in tuple(states) and v not in own
+        v for v, k in program.writes.items() if k not in tuple(states) and v not in news
     )
 
 
-def _connect_states(program: FlatStep, held: frozenset[Any]) -> list[tuple[int, ...]]:
+def _connect_states(program: FlatStep, fixed: frozenset[Any]) -> list[tuple[int, ...]]:
     parent = list(range(len(program.states)))
 
     def root(k: int) -> int:
@@ -119,16 +119,16 @@ def _connect_states(program: FlatStep, held: frozenset[Any]) -> list[tuple[int, 
 
     drives: list[dict[Any, np.ndarray]] = []
     for k, state in enumerate(program.states):
-        direct, wide = _find_ranges(program, k, held, _list_other_writes(program, [k]))
-        own = UnitRange.identity(state.shape).low
+        direct, wide = _find_ranges(program, k, fixed, _list_other_writes(program, [k]))
+        units = UnitRange.identity(state.shape).low
         at = [(k, v) for v, k in program.writes.items()]
         for other, v in [*enumerate(program.olds), *at]:
             if program.states[other].shape != state.shape:
                 continue
-            is_own = v in direct and (direct[v].is_single & (direct[v].low == own)).any()
+            is_self = v in direct and (direct[v].is_single & (direct[v].low == units)).any()
             is_old = v is program.olds[other]
             mixed = is_old and v in wide and (wide[v].reaches_any & ~wide[v].is_single).any()
-            if is_own or mixed:
+            if is_self or mixed:
                 parent[root(other)] = root(k)
         driven = (*(dot.result for dot in program.dots), *program.weights)
         drives.append(
@@ -147,7 +147,7 @@ def _connect_states(program: FlatStep, held: frozenset[Any]) -> list[tuple[int, 
 
 
 def _find_reached(program: FlatStep, targets: Iterable[Any], stop: Iterable[Any]) -> set[Any]:
-    """Finds the variables that `targets` depend on, not through those in `stop`."""
+    """Find the variables on which `targets` depend, except through those in `stop`."""
     stop = frozenset(stop)
     found = {v for v in targets if is_variable(v)}
     for eqn in reversed(program.body):
@@ -157,7 +157,7 @@ def _find_reached(program: FlatStep, targets: Iterable[Any], stop: Iterable[Any]
 
 
 def _list_drivers(program: FlatStep, states: tuple[int, ...], parts: Any) -> list[tuple[int, ...]]:
-    """Lists the groups that drive the group of `states` within a step."""
+    """List the groups that drive the group of `states` within a step."""
     reached = _find_reached(
         program, [program.news[k] for k in states], _list_other_writes(program, states)
     )
@@ -168,22 +168,22 @@ def _list_drivers(program: FlatStep, states: tuple[int, ...], parts: Any) -> lis
 def _make_group(
     program: FlatStep,
     states: tuple[int, ...],
-    held: frozenset[Any],
+    fixed: frozenset[Any],
     indirect: str,
     signal: str,
     readout: bool,
 ) -> UnitGroup:
     others = _list_other_writes(program, states)
     shape = program.states[states[0]].shape
-    own = UnitRange.identity(shape)
-    ways = {k: _find_ranges(program, k, held, others) for k in states}
+    identity = UnitRange.identity(shape)
+    ways = {k: _find_ranges(program, k, fixed, others) for k in states}
     carries, wides = set(), []
     for k in states:
         for old in states:
             wide = ways[k][1].get(program.olds[old])
             if wide is not None and wide.reaches_any.any():
                 carries.add((k, old))
-                wides.append(wide | wide.where(own))
+                wides.append(wide | wide.where(identity))
     beside = _find_reached(program, program.outs, program.writes if signal == "new" else ())
     sources = []
     for i, dot in _list_uses(program, states, others):
@@ -198,11 +198,11 @@ def _make_group(
         if indirect == "refuse":
             reached = ", ".join(program.states[k].name for k in states)
             raise HiddenError(
-                f"The parameter {program.names[program.weights[i]]} of {program.name} does not "
-                f"drive single units of the hidden state {reached} but many, so its trace would "
-                f"have {math.prod(program.weights[i].aval.shape)} times the size of the state, and "
-                "`indirect` is 'refuse'. Give 'trace' to keep it, or 'instant' to learn from what "
-                "it does within a step alone."
+                f"The parameter {program.names[program.weights[i]]} of {program.name} drives many "
+                f"units of the hidden state {reached}, so its trace would have "
+                f"{math.prod(program.weights[i].aval.shape)} times the size of the state, and "
+                "`indirect` is 'refuse'. Pass 'trace' to keep the trace, or 'instant' to learn "
+                "only from the influence within a step."
             )
         sources.append(DrivingWeight(i, dot, None, states, indirect == "trace"))
     return UnitGroup(
@@ -220,7 +220,7 @@ def _make_group(
 def _list_uses(
     program: FlatStep, states: tuple[int, ...], others: frozenset[Any]
 ) -> Iterator[tuple[int, WeightProduct | None]]:
-    """Lists the weights a group depends on, each in a product, or (None) in other equations."""
+    """List the weights of a group, each with its product, or None in other equations."""
     news = [program.news[k] for k in states]
     reached = _find_reached(program, news, others) - others
     at = {dot.at: dot for dot in program.dots}
@@ -239,27 +239,27 @@ def _list_uses(
 def _list_later(
     states: tuple[int, ...], reached: set[int], carries: set[tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Lists the states that are reached now or, through `carries`, at later steps."""
+    """List the states that are reached now or, through `carries`, at later steps."""
     for _ in states:
         reached = reached | {new for new, old in carries if old in reached}
     return tuple(k for k in states if k in reached)
 
 
 def _find_block(shape: tuple[int, ...], wides: Iterable[UnitRange]) -> int:
-    """Finds the smallest number of units, of the last axes, within which all influence stays."""
+    """Find the smallest block of units, of the last axes, that no influence leaves."""
     sizes = [math.prod(shape[i:]) for i in range(len(shape), -1, -1)]
     inside = lambda b, w: np.all((w.low // b == w.high // b) | ~w.reaches_any)  # noqa: E731
     wides = list(wides)
     return next((b for b in sizes if b and all(inside(b, w) for w in wides)), sizes[-1])
 
 
-def _is_shown(program: FlatStep, states: tuple[int, ...], held: frozenset[Any]) -> bool:
-    own = [v for v, k in program.writes.items() if k in states]
-    reached = _find_reached(program, program.outs, held - frozenset(own))
-    return any(v in reached for v in own)
+def _is_shown(program: FlatStep, states: tuple[int, ...], fixed: frozenset[Any]) -> bool:
+    written = [v for v, k in program.writes.items() if k in states]
+    reached = _find_reached(program, program.outs, fixed - frozenset(written))
+    return any(v in reached for v in written)
 
 
 def _list_seen(program: FlatStep, states: tuple[int, ...]) -> frozenset[int]:
-    own = frozenset(v for v, k in program.writes.items() if k in states)
-    reached = _find_reached(program, program.outs, own)
-    return frozenset(program.writes[v] for v in own if v in reached)
+    written = frozenset(v for v, k in program.writes.items() if k in states)
+    reached = _find_reached(program, program.outs, written)
+    return frozenset(program.writes[v] for v in written if v in reached)

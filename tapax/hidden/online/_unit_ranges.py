@@ -1,12 +1,12 @@
 """The range of units of a state that each element of every value in a program influences.
 
-The equations alone decide it, backwards from a new state whose elements are numbered: elementwise
-equations pass the numbers on, equations that move elements move the numbers, and an element that
-reaches several units has the range from the first to the last.
+A backward pass over the equations finds the ranges, from a new state whose elements are numbered:
+elementwise equations pass the numbers on, equations that move elements move the numbers, and the
+range of an element that reaches several units extends from the first to the last.
 
-There are two kinds of ranges. *Wide* ranges count all ways. *Direct* ranges count only those ways
-on which each element is computed from one element, not through sums and products of matrices. Under
-a layer normalisation an element reaches all units of its row, but one of them directly.
+There are two kinds of ranges. *Wide* ranges count all paths. *Direct* ranges count only the paths
+on which each element is computed from one element, not through sums and products of matrices. In a
+layer normalisation, an element reaches all units of its row, but only one of them directly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclasses.dataclass(frozen=True)
 class UnitRange:
-    """The first and the last unit that each element reaches; it reaches none if low > high."""
+    """The first and the last unit that each element reaches; an empty range has low > high."""
 
     low: np.ndarray
     high: np.ndarray
@@ -71,12 +71,12 @@ class UnitRange:
         return UnitRange(fn(self.low), fn(self.high))
 
     def where(self, other: UnitRange) -> UnitRange:
-        """The ranges of `other` for the elements that reach any unit, and none for the rest."""
+        """Take the ranges of `other` for elements that reach a unit; empty ranges for others."""
         there = self.reaches_any
         return UnitRange(np.where(there, other.low, _NEVER), np.where(there, other.high, -1))
 
     def merge(self, axes: Any, keepdims: bool = False) -> UnitRange:
-        """One answer for all elements along some axes."""
+        """Merge the ranges of all elements along some axes."""
         least = {"axis": axes, "keepdims": keepdims}
         return UnitRange(self.low.min(**least, initial=_NEVER), self.high.max(**least, initial=-1))
 
@@ -95,10 +95,10 @@ Ranges = list[UnitRange | None]
 
 @dataclasses.dataclass(frozen=True)
 class RangePropagation:
-    """A backward pass over equations; with `mixing`, sums and products of matrices count as ways.
+    """A backward pass over equations; with `mixing`, it follows sums and products of matrices.
 
-    `inside` the body of a call with a custom derivative every equation counts, also those that
-    cannot be differentiated: a spike is a comparison.
+    `inside` the body of a call with a custom derivative it follows every equation, even without a
+    derivative: a spike is a comparison.
     """
 
     mixing: bool
@@ -108,9 +108,9 @@ class RangePropagation:
     def propagate(
         self, eqns: Sequence[Any], found: dict[Any, UnitRange], stop: frozenset[Any] = frozenset()
     ) -> dict[Any, UnitRange]:
-        """Completes `found`, which has the ranges of what the equations lead to.
+        """Complete `found`, which contains the ranges of the results of the equations.
 
-        Variables in `stop` have a range, and nothing before them does.
+        It does not pass the variables in `stop`, but finds their ranges.
         """
         for eqn in reversed(eqns):
             outs = [self._get(v, found, stop) for v in eqn.outvars]
@@ -167,7 +167,7 @@ class RangePropagation:
     def _move_numbers(
         self, eqn: Equation, shapes: Any, outs: list[UnitRange], moved: int
     ) -> Ranges:
-        """An operation that moves elements, done to their numbers."""
+        """Apply an operation that moves elements to their numbers."""
         numbers = _number_elements(shapes[:moved])
         rest = [self._find_value(v) for v in eqn.invars[moved:]]
         if eqn.primitive is pad_p:
@@ -186,7 +186,7 @@ class RangePropagation:
             found = dataclasses.replace(self, inside=True)._enter_body(_jax.call_body(eqn), outs)
             if not self.mixing or kind is not Kind.CUSTOM_VJP:
                 return found
-            # An argument that only the derivative uses may do anything there.
+            # An argument that only the derivative uses may reach any unit.
             rest = self._reach_everything(shapes, outs)
             floats = [_is_differentiable(v.aval) for v in eqn.invars]
             return [
@@ -209,7 +209,7 @@ class RangePropagation:
         return [found.get(v) for v in inner.invars]
 
     def _enter_scan(self, eqn: Equation, outs: list[UnitRange]) -> Ranges:
-        """Bodies are gone through until what is carried reaches no more."""
+        """Run through bodies until the ranges of the carry no longer grow."""
         first, carried = _jax.scan_split(eqn.params)
         body = eqn.params["jaxpr"]
         ys = [out.merge(0) for out in outs[carried:]]
@@ -221,7 +221,7 @@ class RangePropagation:
                 break
             carry = more
         else:
-            # Elements wander from one iteration to the next; each may go anywhere.
+            # Elements may move in every iteration, so that each may reach any unit.
             if not self.mixing:
                 return [None] * len(eqn.invars)
             return self._reach_everything([v.aval.shape for v in eqn.invars], outs)
@@ -242,13 +242,13 @@ def _is_same(a: UnitRange, b: UnitRange) -> bool:
 
 
 def join_ranges(found: Iterable[UnitRange | None]) -> UnitRange | None:
-    """All that some operands reach; None if each of them is."""
+    """Join the ranges of some operands; None if all of them are None."""
     there = [reach for reach in found if reach is not None]
     return functools.reduce(operator.or_, there) if there else None
 
 
 def _fit(reach: UnitRange, shape: Sequence[int]) -> UnitRange:
-    """The reach of an operand of the result's shape, or one that is repeated along axes."""
+    """Fit the range of a result to the shape of an operand, which may be broadcast."""
     start = reach.low.ndim - len(shape)
     if reach.low.shape[start:] == tuple(shape):
         return reach.merge(tuple(range(start)))
@@ -267,7 +267,7 @@ def _number_elements(shapes: Sequence[Any]) -> list[np.ndarray]:
 def _gather(
     moved: Sequence[np.ndarray], outs: Sequence[UnitRange], shapes: Sequence[Any]
 ) -> Ranges:
-    """What the elements reach whose numbers were `moved` to where they are in the results."""
+    """Gather the ranges of elements from the results to which their numbers were `moved`."""
     ends = np.cumsum([math.prod(s) for s in shapes])
     low, high = np.full(ends[-1], _NEVER), np.full(ends[-1], -1)
     for numbers, out in zip(moved, outs, strict=True):
@@ -318,11 +318,11 @@ _MOVES: dict[Primitive, Callable[..., Any]] = {
     jax.lax.split_p: _split,
 }
 _MOVED = {pad_p: 1, gather_p: 1, dynamic_slice_p: 1, dynamic_update_slice_p: 2}
-"""How many operands are moved; the others say where to, and have to be known."""
+"""The number of operands that are moved; the others, which must be known, say where."""
 
 
 def _multiply(eqn: Equation, shapes: Sequence[Any], out: UnitRange) -> Ranges:
-    """An element of one operand reaches what its row of the other one leads to."""
+    """Find the ranges of the operands: an element reaches the results of its row or column."""
     (contract, batch) = eqn.params["dimension_numbers"]
     free = [
         [d for d in range(len(s)) if d not in (*contract[i], *batch[i])]

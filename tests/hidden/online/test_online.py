@@ -122,7 +122,7 @@ def lif(spike, p, s, x):
 
 
 def read_beside(p, v, x):
-    """What is put out comes from before the state is made, and from the old state."""
+    """The output depends on values before the new state, and on the old state."""
     u = p["a"] * v + x @ p["w"]
     return u - 0.3 * spike(u - 0.2), jnp.tanh(u) @ p["o"] + v @ p["r"]
 
@@ -189,7 +189,7 @@ def heads(p, h, x):
 
 
 def frozen(p, h, x):
-    """Parameters that are no floats, and one that nothing uses."""
+    """Parameters that are not floats, and one that nothing uses."""
     h = 0.5 * h + (x @ p["w"]) * p["mask"]
     return h, h @ p["o"]
 
@@ -307,7 +307,7 @@ def is_float(tree):
 
 
 def truth(step, params, state, xs, ys):
-    """By BPTT, zeros for what is no float."""
+    """Gradients by BPTT, with zeros for parameters that are not floats."""
     some = {k: v for k, v in params.items() if all(jax.tree.leaves(is_float(v)))}
     rest = {k: v for k, v in params.items() if k not in some}
     value, grads = bptt(lambda p, s, x: step(p | rest, s, x), some, state, xs, ys)

@@ -106,7 +106,7 @@ def gradients(step, learner, p, s, xs, ys):
 
 
 def recurrent(path):
-    """Whether a parameter is a matrix from state to state."""
+    """Return whether a parameter is a matrix from state to state."""
     name = jax.tree_util.keystr(path)
     return any(part in name for part in ("'h", "dense_h", "weight_hh")) and "bias" not in name
 

@@ -96,7 +96,9 @@ def test_e_prop_of_spiking_neurons_by_hand(feedback, kappa):
     memory = learner.init(PARAMS, STATE, xs[0])
     matrix = PARAMS["out"].T if key is None else None
     if matrix is None:
-        ((matrix,),) = memory.feedback.values()  # for the spikes; the read-out has its own error
+        ((matrix,),) = (
+            memory.feedback.values()
+        )  # for the spikes; the read-out has its true gradient
     found, want = learned(learner, memory, xs, ys), eligibility(xs, ys, matrix, kappa)
     assert np.abs(want["rec"]).max() > 0.1
     for k in want:
@@ -182,9 +184,9 @@ def test_parameters_that_drive_many_units(rule):
     with pytest.raises(HiddenError) as caught:
         rule(dense, half, indirect="refuse").init(DENSE, h, x)
     assert str(caught.value) == (
-        "The parameter ['e'] of dense does not drive single units of the hidden state h but many, "
-        "so its trace would have 12 times the size of the state, and `indirect` is 'refuse'. Give "
-        "'trace' to keep it, or 'instant' to learn from what it does within a step alone."
+        "The parameter ['e'] of dense drives many units of the hidden state h, so its trace would "
+        "have 12 times the size of the state, and `indirect` is 'refuse'. Pass 'trace' to keep the "
+        "trace, or 'instant' to learn only from the influence within a step."
     )
 
 
@@ -202,43 +204,46 @@ def new(step, state=None, params=None, *inputs):
 
 
 REFUSED = {
-    "structure": (new(lambda p, h, x: ((h, h), h), None, None, X), "a step returns a state like"),
+    "structure": (
+        new(lambda p, h, x: ((h, h), h), None, None, X),
+        "A step must return a state like",
+    ),
     "shape": (
         new(lambda p, h, x: (h[1:], h), None, None, X),
-        "The hidden state 'h' goes into .* with shape \\[5\\] and comes out with shape \\[4\\]",
+        "The hidden state 'h' enters .* with shape \\[5\\] and leaves it with shape \\[4\\]",
     ),
     "dtype": (
         new(lambda p, h, x: (h.astype(jnp.float32), h), None, None, X),
-        "with type float64 and comes out with type float32",
+        "with type float64 and leaves it with type float32",
     ),
     "integers": (
         new(leaky, np.zeros(H, np.int32), None, X),
-        "The hidden state 'h' is of type int32, but a hidden state has to be of a floating-point",
+        "The hidden state 'h' is of type int32, but a hidden state must have a floating-point",
     ),
     "complex": (
         new(leaky, np.zeros(H, complex), None, X),
         "The hidden state 'h' is of type complex128, but online learning needs states of a real",
     ),
-    "one result": (new(lambda p, h, x: h, None, None, X), "a step returns two things"),
-    "no state": (new(leaky, {}, None, X), "a step has at least one hidden state"),
+    "one result": (new(lambda p, h, x: h, None, None, X), "a step must return a pair"),
+    "no state": (new(leaky, {}, None, X), "a step needs at least one hidden state"),
     "no parameters": (
         new(leaky, None, {"w": np.ones((I, H), np.int32)}, X),
-        "`params` must hold arrays of a real floating-point type, for those are what is learned, "
-        "but its leaves are of type int32.",
+        "`params` must contain arrays of a real floating-point type, which can be learned, "
+        "but the types of its leaves are int32.",
     ),
-    "empty": (new(leaky, None, {}, X), "but its leaves are of type none."),
-    "step": (lambda: online.rtrl(None, half), "`step` is a function .* but is None"),
-    "loss": (lambda: online.rtrl(leaky, 3.0), "`loss` is a function .* but is 3.0"),
+    "empty": (new(leaky, None, {}, X), "but the types of its leaves are none."),
+    "step": (lambda: online.rtrl(None, half), "`step` must be a function .* but is None"),
+    "loss": (lambda: online.rtrl(leaky, 3.0), "`loss` must be a function .* but is 3.0"),
     "decay": (
         lambda: online.pp_prop(leaky, half, 1.0),
-        r"`decay` is a number in \[0, 1\), but is 1.0",
+        r"`decay` must be a number in \[0, 1\), but is 1.0",
     ),
     "negative": (lambda: online.e_prop(leaky, half, decay=-0.1), "but is -0.1"),
     "no number": (lambda: online.pp_prop(leaky, half, "slow"), "but is 'slow'"),
     "nan": (lambda: online.pp_prop(leaky, half, float("nan")), "but is nan"),
     "feedback": (
         lambda: online.e_prop(leaky, half, feedback="direct"),
-        "`feedback` is 'symmetric' or 'random', but is 'direct'.",
+        "`feedback` must be 'symmetric' or 'random', but is 'direct'.",
     ),
     "no key": (
         lambda: online.e_prop(leaky, half, feedback="random"),
@@ -250,11 +255,11 @@ REFUSED = {
     ),
     "indirect": (
         lambda: online.d_rtrl(leaky, half, indirect="drop"),
-        "`indirect` is one of 'trace', 'instant', 'refuse', but is 'drop'.",
+        "`indirect` must be one of 'trace', 'instant', 'refuse', but is 'drop'.",
     ),
     "signal": (
         lambda: online.d_rtrl(leaky, half, signal="h"),
-        "`signal` is one of 'new', 'old', but is 'h'.",
+        "`signal` must be one of 'new', 'old', but is 'h'.",
     ),
 }
 
@@ -270,16 +275,16 @@ def test_steps_that_rules_refuse(what):
 def test_refused_at_a_step(rule):
     vector = rule(leaky, lambda out, target: out - target)
     memory = vector.init(P, np.zeros(H), X)
-    message = (
-        r"returned an array of shape \[5\] and type float64, but the loss of a step is one real"
-    )
+    message = r"returned an array of shape \[5\] and type float64, but must return one real"
     with pytest.raises(HiddenError, match=message):
         vector.update(memory, P, X, target=np.ones(H))
     learner = rule(leaky, half)
-    with pytest.raises(HiddenError, match="`memory` is what `init` returned, but is a dict"):
+    with pytest.raises(
+        HiddenError, match="`memory` must come from `init` or `update`, but is a dict"
+    ):
         learner.update({}, P, X, target=np.ones(H))
     other = learner.init({"w": np.ones((I + 1, H))}, np.zeros(H), np.ones(I + 1))
-    with pytest.raises(HiddenError, match=r"for these parameters and inputs they are .* others"):
+    with pytest.raises(HiddenError, match=r"but these parameters and inputs need"):
         learner.update(other, P, X, target=np.ones(H))
 
 

@@ -123,7 +123,7 @@ def test_sizes_of_memories():
     assert sizes["pp_prop"] == 2 * (I + H) + 2 * (2 * H + H) + 2 * H + H
 
 
-def test_what_nothing_carries_is_not_kept():
+def test_states_without_memory_have_no_traces():
     """The state of a plain RNN acts on the next one through a matrix alone."""
     step, params, _ = DENSE["vanilla"]
     memory = online.d_rtrl(step, loss).init(params, jnp.zeros(H), jnp.zeros(I))
@@ -145,7 +145,7 @@ def test_narrow_types_stay_narrow():
     assert cosine(learn(online.d_rtrl(gru, loss), params, state, xs, ys)[1], exact) > 0.9
 
 
-def test_what_a_step_does_besides_is_done_once():
+def test_side_effects_of_a_step_happen_once():
     """Prints, marks, and keys of random numbers among the inputs."""
     calls = []
 
