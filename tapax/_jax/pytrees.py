@@ -41,9 +41,18 @@ class Static(Generic[T]):
         return hash(Static)
 
 
-def order_of(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
+def order_of(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """The keys of every dict in a structure, which JAX sorts; None if all are sorted."""
-    dicts = _dicts(tree, is_leaf)
+    return _order(_flatten(tree, is_leaf)[2])
+
+
+def flatten_in_order(tree: PyTree) -> tuple[list[Value], Any, Any]:
+    """Takes a structure apart: its leaves, how they are put together, and what `order_of` gives."""
+    leaves, treedef, dicts = _flatten(tree)
+    return leaves, treedef, _order(dicts)
+
+
+def _order(dicts: list[dict[Any, Any]]) -> Any:
     if all(list(found) == sorted(found) for found in dicts):
         return None
     return tuple(map(tuple, dicts))
@@ -56,32 +65,35 @@ def unflatten_in_order(treedef: Any, leaves: Iterable[Any], order: Any) -> Any:
     if order is not None:
         ids = set(map(id, leaves))
         # JAX has just made the dicts, and the objects that hold them may be frozen.
-        for made, keys in zip(_dicts(tree, lambda x: id(x) in ids), order, strict=True):
+        dicts = _flatten(tree, lambda x: id(x) in ids)[2]
+        for made, keys in zip(dicts, order, strict=True):
             made.update({key: made.pop(key) for key in keys})
     return tree
 
 
-def _dicts(tree: PyTree, is_leaf: Callable[[Any], bool]) -> list[dict[Any, Any]]:
-    """The dicts in a structure, in the order in which JAX takes it apart."""
-    found: list[dict[Any, Any]] = []
+def _flatten(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Value], Any, list[dict[Any, Any]]]:
+    """Takes a structure apart; the dicts in it are in the order in which JAX meets them."""
+    dicts: list[dict[Any, Any]] = []
 
     def visit(x: Any) -> bool:
-        if is_leaf(x):
+        if is_leaf is not None and is_leaf(x):
             return True
         if type(x) is dict:
-            found.append(x)
+            dicts.append(x)
         return False
 
-    jax.tree.flatten(tree, is_leaf=visit)
-    return found
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=visit)
+    return leaves, treedef, dicts
 
 
 def map_in_order(
-    fn: Callable[..., Any], tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False
+    fn: Callable[..., Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
     """`jax.tree.map` over one structure, whose dicts keep the order of their keys."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
-    return unflatten_in_order(treedef, map(fn, leaves), order_of(tree, is_leaf))
+    leaves, treedef, dicts = _flatten(tree, is_leaf)
+    return unflatten_in_order(treedef, map(fn, leaves), _order(dicts))
 
 
 def map_with_path(
@@ -129,7 +141,7 @@ def split_arrays(
     value: PyTree, is_array: Callable[[Value], bool]
 ) -> tuple[list[Value], ValueStructure]:
     """The arrays in a value, and how they are put together."""
-    leaves, treedef = flatten(value)
+    leaves, treedef, order = flatten_in_order(value)
     arrays = [x for x in leaves if is_array(x)]
     fixed = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
-    return arrays, ValueStructure(treedef, fixed, order_of(value), len(arrays))
+    return arrays, ValueStructure(treedef, fixed, order, len(arrays))
