@@ -1,7 +1,7 @@
 """Calling a captured jitted function, over calling a jitted function with the same outputs.
 
 Small: nothing to compute, so that the call itself is all there is. Medium: enough to compute that
-the call should vanish in it.
+the call should vanish in it. Many leaves: a dict of 4,000 arrays goes in and comes out.
 """
 
 from __future__ import annotations
@@ -55,5 +55,29 @@ def calling(what: str, width: int, rounds: int, calls: int) -> Result:
     return Result.timed("calling", f"{what}, over jitted", times, "captured", "by hand", bar=1.1)
 
 
-def both(rounds: int) -> list[Result]:
-    return [calling("small", 4, rounds, calls=200), calling("medium", 192, rounds, calls=5)]
+LEAVES = 4000
+
+
+def many_leaves(rounds: int) -> list[Result]:
+    params = {f"layer{i}": {"w": jnp.ones(2), "b": jnp.ones(2)} for i in range(LEAVES // 2)}
+    x = jnp.ones(2)
+
+    def step(params: dict[str, dict[str, jax.Array]], x: jax.Array):
+        return jax.tree.map(jnp.negative, params), tapax.sow(2 * x, "h")
+
+    jitted = jax.jit(step)
+    entrants = {"captured": tapax.capture(jitted), "traced": tapax.capture(step), "jitted": jitted}
+    times = race({k: lambda f=f: f(params, x) for k, f in entrants.items()}, rounds)
+    topic = f"calling with {LEAVES} leaves"
+    return [
+        Result.timed(topic, "jitted, over jitted", times, "captured", "jitted", bar=1.1),
+        Result.timed(topic, "not jitted, over jitted", times, "traced", "jitted"),
+    ]
+
+
+def all_sizes(rounds: int) -> list[Result]:
+    return [
+        calling("small", 4, rounds, calls=200),
+        calling("medium", 192, rounds, calls=5),
+        *many_leaves(rounds),
+    ]

@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -52,7 +53,11 @@ TOPICS = {
         LARGE if cfg is SIZE else cfg, rounds, histogram=(1.12, 1.15), rms=1.04
     ),
     "monitor": lambda cfg, rounds: watching.monitored(cfg, max(rounds // 10, 1)),
+    "monitor-each": lambda cfg, rounds: watching.monitored_each(
+        replace(cfg, layers=57) if cfg is SIZE else cfg, max(rounds // 4, 1), bar=1.05
+    ),
     "nonfinite": watching.searched,
+    "nonfinite-found": lambda cfg, rounds: watching.found(cfg, max(rounds // 10, 1)),
     "nnx": nnx("unrolled"),
     "nnx-remat": nnx("remat"),
 }

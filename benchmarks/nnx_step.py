@@ -163,6 +163,16 @@ def unrolled(cfg: Config, rounds: int) -> list[Result]:
     ]
 
 
+def calling(cfg: Config, rounds: int) -> list[Result]:
+    """The time of a call of the step, of a model so small that little is computed."""
+    sides = Sides(cfg, optax.adam(1e-3), scanned=False)
+    sides.check()
+    entrants = {name: sides.calls[name] for name in ("captured", "plain")}
+    times = race(entrants, rounds)
+    topic = f"NNX, {cfg.layers} blocks of width {cfg.width}, Adam"
+    return [Result.timed(topic, "calling, over nnx.jit", times, "captured", "plain", bar=1.1)]
+
+
 def remat(cfg: Config, rounds: int) -> list[Result]:
     """Memory alone, which needs no run.
 

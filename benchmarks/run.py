@@ -37,6 +37,11 @@ def framework(module: str, function: str, *args: Any) -> Topic:
     return lambda rounds: getattr(import_module(f"benchmarks.{module}"), function)(*args, rounds)
 
 
+CALLED = Config(layers=24, width=16, heads=2, length=8, batch=1, vocab=16)
+"""A model whose step takes more time to call than to compute."""
+EACH = Config(layers=57, width=64, length=64)
+"""Three sites in each block, with the statistics of a value and a gradient: 342 in all."""
+
 # Each topic with its number of rounds, and with the number under --quick.
 TOPICS: dict[str, tuple[Topic, int, int]] = {
     "import": (importing.over_jax, 15, 5),
@@ -45,15 +50,17 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "idle": (lambda rounds: step.idle(Config(), rounds), 30, 5),
     "trace": (lambda rounds: tracing.unrolled(48, rounds), 7, 3),
     "nested": (lambda rounds: tracing.nested(8, rounds), 9, 3),
-    "call": (calling.both, 60, 20),
+    "call": (calling.all_sizes, 60, 20),
     "edit": (lambda rounds: changes.edited(Config(), rounds), 60, 8),
     "grad": (lambda rounds: changes.gradient(Config(), rounds), 60, 8),
     "prefix": (lambda rounds: changes.prefix(Config(), rounds), 60, 8),
     "reduce": (lambda rounds: watching.reduced(Config(), rounds), 40, 5),
     "statistics": (lambda rounds: statistics.measured(Config(width=256), rounds), 15, 3),
     "monitor": (lambda rounds: watching.monitored(Config(), rounds), 5, 1),
+    "monitor-each": (lambda rounds: watching.monitored_each(EACH, rounds), 7, 2),
     "stream": (watching.streamed, 7, 2),
     "nonfinite": (lambda rounds: watching.searched(Config(), rounds), 30, 5),
+    "nonfinite-found": (lambda rounds: watching.found(Config(), rounds), 5, 2),
     "hidden": (hidden.unrolled, 30, 5),
     "braintrace": (lambda rounds: jax_peers.raced("recurrent", rounds), 40, 5),
     "probly": (lambda rounds: jax_peers.raced("batch_ensemble", rounds), 60, 8),
@@ -61,6 +68,8 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "patching": (framework("patching", "raced", 64, 10, 30), 3, 1),
     "patching-768": (framework("patching", "raced", 768, 2, 30), 2, 1),
     "nnx": (framework("nnx_step", "unrolled", Config()), 30, 5),
+    "nnx-call": (framework("nnx_step", "calling", CALLED), 40, 10),
+    "equinox-call": (framework("equinox_call", "calling"), 40, 10),
     "nnx-remat": (framework("nnx_step", "remat", Config(layers=24, batch=8)), 1, 1),
     "linen": (framework("linen_step", "unrolled", Config()), 30, 5),
     "eager": (framework("modules", "eager", 256), 20, 5),

@@ -2,13 +2,17 @@
 
 `reduced`: the root mean square of every value and every gradient of scanned, recomputed layers,
 over the plain step. `monitored`: a step that is watched on every hundredth call, over the step.
+`monitored_each`: a step that is watched on every call, over the step; and a step that returns the
+same statistics with its state, which may differ from that of the step in the last bit.
 `streamed`: a scan of 10,000 train steps that sends statistics of every hundredth, over the scan.
 `searched`: the first pass of `find_nonfinite`, which is all there is if nothing is found, and
-`checkify`, over the step.
+`checkify`, over the step. `found`: the processor time to trace and compile the second pass, which
+runs if something is found, over that of the step.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import jax
@@ -19,7 +23,9 @@ from jax.experimental import checkify
 import tapax
 from benchmarks import gpt
 from benchmarks.gpt import Config
-from benchmarks.measure import Result, build, memory, race, require_equal
+from benchmarks.measure import Result, Times, build, memory, race, require_equal
+from tapax.nonfinite._passes import SearchPasses
+from tapax.nonfinite._search import NonfiniteSearch
 
 RMS = {"**": tapax.reduce.rms}
 
@@ -81,6 +87,34 @@ def monitored(cfg: Config, rounds: int) -> list[Result]:
     return [Result.timed(topic, f"{STEPS} steps over plain", times, "monitored", "plain", bar=1.02)]
 
 
+def monitored_each(cfg: Config, rounds: int, bar: float | None = None) -> list[Result]:
+    params, tokens = cfg.arguments()
+    plain = jax.jit(gpt.train_step(gpt.unrolled(cfg, tapax)))
+    captured = tapax.capture(plain, values=RMS, grads=RMS)
+    log = tapax.Log()
+
+    def run(step: Any) -> Any:
+        state = params
+        for _ in range(10):
+            state, _ = step(state, tokens)
+        return state
+
+    with tapax.monitor(plain, every=1, to=log) as watched:
+        entrants = {
+            "monitored": lambda: run(watched),
+            "captured": lambda: run(lambda *args: captured(*args)[0]),
+            "plain": lambda: run(plain),
+        }
+        times = race(entrants, rounds, warmup=1)
+    if len(log) != 10 * (rounds + 1):
+        raise SystemExit(f"The log has {len(log)} records.")
+    topic = f"{cfg.layers} blocks, {len(log.names)} statistics, monitor(every=1)"
+    return [
+        Result.timed(topic, "10 steps over plain", times, "monitored", "plain", bar=bar),
+        Result.timed(topic, "10 captured steps over plain", times, "captured", "plain"),
+    ]
+
+
 LENGTH, LAYERS, WIDTH, ROWS = 10_000, 3, 128, 128
 
 
@@ -129,3 +163,34 @@ def searched(cfg: Config, rounds: int) -> list[Result]:
         Result.timed(topic, "first pass over plain", times, "search", "plain", bar=1.3),
         Result.timed(topic, "checkify over plain", times, "checkify", "plain"),
     ]
+
+
+def found(cfg: Config, rounds: int) -> list[Result]:
+    models = {
+        "unrolled": (gpt.unrolled(cfg, gpt.Bare()), cfg.arguments()),
+        "scan, remat": (gpt.scanned(cfg, gpt.Bare()), cfg.arguments(stacked=True)),
+    }
+    return [
+        _second_pass(f"{cfg.layers} blocks, {name}, find_nonfinite", loss, args, rounds)
+        for name, (loss, args) in models.items()
+    ]
+
+
+def _second_pass(topic: str, loss: Any, args: Any, rounds: int) -> Result:
+    step = jax.jit(gpt.train_step(loss))
+    params, tokens = args
+    bad = dict(params, head=params["head"] * 1e38), tokens
+    call = NonfiniteSearch(step).traced_call(bad)
+    passes = SearchPasses(call.program.jaxpr, False)
+    if passes(*call.arrays) is None:
+        raise SystemExit("The search found no infinity in a step that has one.")
+    search = passes.second_pass(False, False, call.arrays)
+    times: Times = {"search": [], "plain": []}
+    for _ in range(rounds):
+        for name, fn, given in (("search", search, call.arrays), ("plain", step, bad)):
+            jax.clear_caches()
+            start = time.process_time()
+            fn.lower(*given).compile()
+            times[name].append(time.process_time() - start)
+    measure = "compiling the second pass over plain"
+    return Result.timed(topic, measure, times, "search", "plain", bar=2.5)

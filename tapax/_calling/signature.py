@@ -5,6 +5,8 @@ objects are static. A number whose value the function needs while it is traced, 
 `if`, becomes static too: which ones is found by trying, once for each structure of arguments.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax._jax import Function, PyTree, Value, pytrees
-from tapax._jax.pytrees import order_of, unflatten_in_order
+from tapax._jax.pytrees import unflatten_in_order
 from tapax._jaxpr.restage import is_eager
 from tapax._sites import name_of
 
@@ -52,15 +54,29 @@ class Signature:
         return [leaf for i, leaf in enumerate(leaves) if i not in fixed]
 
 
-def split(fn: Function, arguments: PyTree, needed: frozenset[int]) -> tuple[Signature, list[Any]]:
-    """Takes the arguments of `fn` apart into their static half and their arrays.
+@dataclasses.dataclass(frozen=True)
+class FlatArguments:
+    """The leaves of some arguments, their structure, and the order of the keys of their dicts."""
+
+    leaves: list[Value]
+    treedef: Any
+    order: Any
+
+    @classmethod
+    def of(cls, arguments: PyTree) -> FlatArguments:
+        return cls(*pytrees.flatten_in_order(arguments))
+
+
+def split(
+    fn: Function, arguments: FlatArguments, needed: frozenset[int]
+) -> tuple[Signature, list[Any]]:
+    """Splits the arguments of `fn` into their static half and their arrays.
 
     `needed` are the places of numbers that are static because the function needs their values.
     """
-    leaves, treedef = pytrees.flatten(arguments)
     arrays: list[Value] = []
     statics: list[tuple[int, Any, Any]] = []
-    for i, leaf in enumerate(leaves):
+    for i, leaf in enumerate(arguments.leaves):
         if _is_traced(leaf) and not (i in needed and isinstance(leaf, _NUMBERS)):
             arrays.append(leaf)
             continue
@@ -75,7 +91,7 @@ def split(fn: Function, arguments: PyTree, needed: frozenset[int]) -> tuple[Sign
         # 0.0 equals -0.0, and True equals 1.
         statics += [(i, leaf, repr(leaf) if isinstance(leaf, (float, complex)) else type(leaf))]
     is_repeatable = all(map(_is_value, (leaf for _, leaf, _ in statics)))
-    return Signature(treedef, tuple(statics), is_repeatable, order_of(arguments)), arrays
+    return Signature(arguments.treedef, tuple(statics), is_repeatable, arguments.order), arrays
 
 
 def split_traced(arguments: PyTree) -> tuple[Signature, list[Value]]:

@@ -6,6 +6,7 @@ it was traced with. Under a transformation, or in another jitted function, it be
 program instead. Under `jax.disable_jit()` it is evaluated one operation at a time.
 """
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -19,7 +20,15 @@ from jax.core import Tracer
 
 from tapax import _jax
 from tapax._calling.program import Program, TracedCall, trace
-from tapax._calling.signature import Signature, find_needed, numbers, places_in, split, split_traced
+from tapax._calling.signature import (
+    FlatArguments,
+    Signature,
+    find_needed,
+    numbers,
+    places_in,
+    split,
+    split_traced,
+)
 from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
 from tapax._jax import Function, Jaxpr, PyTree, Value, pytrees
@@ -62,12 +71,19 @@ class Transform:
         return out
 
 
+class _KnownStructure(NamedTuple):
+    """The structure of arguments, and the places of numbers that the function needs there."""
+
+    treedef: Any
+    needed: frozenset[int]
+
+
 class _CallCache:
     """What calls of a function have found out, for the calls that come after."""
 
     def __init__(self) -> None:
         self.programs: dict[Any, Any] = {}
-        self.needed: dict[Any, frozenset[int]] = {}
+        self.structures: dict[Any, _KnownStructure] = {}
         self.memory: dict[Any, Any] = {}
         self.lock = threading.RLock()
 
@@ -163,18 +179,22 @@ class TransformedFunction:
         return self._transform.finish(out, extra)
 
     def _split(self, call: FunctionCall) -> tuple[Signature, list[Value]]:
-        needed = self._known.needed.get(pytrees.structure(call.arguments), frozenset())
-        return split(self.fn, call.arguments, needed)
+        flat = FlatArguments.of(call.arguments)
+        known = self._known.structures.get(flat.treedef)
+        if known is None:
+            return split(self.fn, flat, frozenset())
+        # Large structures are slow to compare, unless they are the same object.
+        return split(self.fn, dataclasses.replace(flat, treedef=known.treedef), known.needed)
 
     def _trace(self, call: FunctionCall) -> tuple[Program, Signature, list[Value]]:
         """The traced function; numbers that it needs the values of are made static."""
-        structure = pytrees.structure(call.arguments)
+        flat = FlatArguments.of(call.arguments)
 
         def attempt(needed: frozenset[int]) -> Any:
             if self._jitted:
                 signature, arrays = split_traced(call.arguments)
             else:
-                signature, arrays = split(self.fn, call.arguments, needed)
+                signature, arrays = split(self.fn, flat, needed)
             program = trace(self.fn, call, self._transform.plan, signature)
             if self._transform.stateless and not call.found_more():
                 program = program.only(call.user_result)
@@ -182,11 +202,10 @@ class TransformedFunction:
 
         if self._jitted:
             return attempt(frozenset())
-        known = self._known.needed.get(structure)
-        if known is None:
-            known = static_numbers(call)
-        needed, result = find_needed(attempt, numbers(call.arguments), known)
-        self._known.needed[structure] = needed
+        known = self._known.structures.get(flat.treedef)
+        static = static_numbers(call) if known is None else known.needed
+        needed, result = find_needed(attempt, numbers(call.arguments), static)
+        self._known.structures[flat.treedef] = _KnownStructure(flat.treedef, needed)
         return result
 
     def _stage(self, call: FunctionCall, operands: PyTree) -> _FoundProgram:

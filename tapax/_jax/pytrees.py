@@ -42,9 +42,18 @@ class Static(Generic[T]):
         return hash(Static)
 
 
-def order_of(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
+def order_of(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Return the keys of every dict in a structure, in order; None if all are sorted, as in JAX."""
-    dicts = _dicts(tree, is_leaf)
+    return _order(_flatten(tree, is_leaf)[2])
+
+
+def flatten_in_order(tree: PyTree) -> tuple[list[Value], Any, Any]:
+    """Flatten a structure, and return its leaves, its treedef and its `order_of`."""
+    leaves, treedef, dicts = _flatten(tree)
+    return leaves, treedef, _order(dicts)
+
+
+def _order(dicts: list[dict[Any, Any]]) -> Any:
     if all(list(found) == sorted(found) for found in dicts):
         return None
     return tuple(map(tuple, dicts))
@@ -57,32 +66,35 @@ def unflatten_in_order(treedef: Any, leaves: Iterable[Any], order: Any) -> Any:
     if order is not None:
         ids = set(map(id, leaves))
         # JAX has just made these dicts. Their containers may be frozen, so change them in place.
-        for made, keys in zip(_dicts(tree, lambda x: id(x) in ids), order, strict=True):
+        dicts = _flatten(tree, lambda x: id(x) in ids)[2]
+        for made, keys in zip(dicts, order, strict=True):
             made.update({key: made.pop(key) for key in keys})
     return tree
 
 
-def _dicts(tree: PyTree, is_leaf: Callable[[Any], bool]) -> list[dict[Any, Any]]:
-    """List the dicts in a structure, in the order in which JAX flattens it."""
-    found: list[dict[Any, Any]] = []
+def _flatten(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Value], Any, list[dict[Any, Any]]]:
+    """Flatten a structure, and list its dicts in the order in which JAX flattens them."""
+    dicts: list[dict[Any, Any]] = []
 
     def visit(x: Any) -> bool:
-        if is_leaf(x):
+        if is_leaf is not None and is_leaf(x):
             return True
         if type(x) is dict:
-            found.append(x)
+            dicts.append(x)
         return False
 
-    jax.tree.flatten(tree, is_leaf=visit)
-    return found
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=visit)
+    return leaves, treedef, dicts
 
 
 def map_in_order(
-    fn: Callable[..., Any], tree: PyTree, is_leaf: Callable[[Any], bool] = lambda x: False
+    fn: Callable[..., Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
     """Apply `jax.tree.map` to one structure, and keep the key order of its dicts."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
-    return unflatten_in_order(treedef, map(fn, leaves), order_of(tree, is_leaf))
+    leaves, treedef, dicts = _flatten(tree, is_leaf)
+    return unflatten_in_order(treedef, map(fn, leaves), _order(dicts))
 
 
 def map_with_path(
@@ -132,7 +144,7 @@ def split_arrays(
     value: PyTree, is_array: Callable[[Value], bool]
 ) -> tuple[list[Value], ValueStructure]:
     """Split a value into its arrays and its structure."""
-    leaves, treedef = flatten(value)
+    leaves, treedef, order = flatten_in_order(value)
     arrays = [x for x in leaves if is_array(x)]
     fixed = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
-    return arrays, ValueStructure(treedef, fixed, order_of(value), len(arrays))
+    return arrays, ValueStructure(treedef, fixed, order, len(arrays))

@@ -64,6 +64,8 @@ class Kind(enum.Flag):
     """Returns elements that are finite exactly where the elements of its operand are."""
     BOUNDED = enum.auto()
     """Returns finite elements if all of its operands are finite."""
+    SWALLOWS_INFINITY = enum.auto()
+    """Usually returns finite elements where those of its operands are infinite."""
     PAIRED = enum.auto()
     """Computes each result from the operand of the same number alone."""
 
@@ -116,6 +118,7 @@ _ROWS: dict[Kind, str] = {
         ceil clamp concatenate convert_element_type cos dynamic_slice dynamic_update_slice erf floor
         iota logistic max min pad reduce_max reduce_min round sign sin slice tanh
     """,
+    Kind.SWALLOWS_INFINITY: "div erf erfc exp exp2 logistic rsqrt tanh",
     Kind.PAIRED: "all_gather pmax pmin psum psum_invariant sort",
 }
 

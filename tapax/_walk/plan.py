@@ -67,10 +67,6 @@ class Reading:
         """The numbers of the scanned layers in its path, outermost first."""
         return tuple(step for step in reversed(self.steps) if isinstance(step, LayerNumber))
 
-    @property
-    def is_part(self) -> bool:
-        return self.index is not None or any(step is not None for step in self.steps)
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -175,7 +171,7 @@ class Plan:
 
     def choose(self, site: Site, grad: bool) -> list[Reading]:
         """Return what to keep of the value or gradient of a site; an empty list if not selected."""
-        whole: dict[str, Reading] = {}
+        whole: dict[str, tuple[Reading, Any]] = {}
         reduced: dict[Reading, None] = {}
         for part in flatten(self.grads if grad else self.values):
             for found in find(part, site):
@@ -183,13 +179,14 @@ class Plan:
                     reduced.update((Reading(*found, by), None) for by in part.reducers)
                     continue
                 new = Reading(*found)
-                known = whole.setdefault(new.path, new)
-                if known != new and known.is_part and new.is_part:
+                known, first = whole.setdefault(new.path, (new, part))
+                if known != new:
                     raise SiteError(
-                        f"`{self.names[grad]}` asks for two parts of the {site.described}, but "
-                        "every name has one array. Capture the whole value, and index the result."
+                        f"`{self.names[grad]}` asks for the {site.described}, both as "
+                        f"{show(first)} and as {show(part)}, but every name has one array. Capture "
+                        "the whole value, and index the result."
                     )
-        return [*reduced, *whole.values()]
+        return [*reduced, *(reading for reading, _ in whole.values())]
 
     def names_value(self, site: Site) -> bool:
         """Return whether the exact name of a site selects its whole value, in all iterations."""

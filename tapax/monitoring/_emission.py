@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,11 +28,12 @@ from jax.interpreters import batching
 
 from tapax import _jax
 from tapax._calling.collect import make_taps
-from tapax._jax import Args, Equation, PyTree, Value, pytrees, typed
+from tapax._jax import Args, Equation, PyTree, Value, typed
 from tapax._jaxpr.leading_axes import align
 from tapax._results import Taps
 from tapax._sites import Site
 from tapax._walk.entries import Entry
+from tapax.monitoring._packed_arrays import PackedArrays
 
 Receiver = Callable[[int, Callable[[], Taps] | None], None]
 """A function on the host, which the running program waits for.
@@ -115,31 +115,20 @@ def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emi
     """Calls the host, with one operand for all numbers of a type."""
     given = iter(arrays)
     entries = [entry.with_arrays(given) for entry in emission.entries]
-    leaves, treedef = pytrees.flatten(make_taps(entries, emission.sites) if entries else None)
-    packed: dict[Any, list[Value]] = {}
-    for leaf in leaves:
-        packed.setdefault(leaf.dtype, []).append(leaf)
-    types = [(leaf.dtype, leaf.shape) for leaf in leaves]
+    statistics = PackedArrays.of(make_taps(entries, emission.sites) if entries else None)
+    layout = statistics.layout  # the host must not keep the traced arrays
 
-    def unpack(flat: dict[Any, np.ndarray]) -> Taps:
-        past = dict.fromkeys(flat, 0)
-        unpacked: list[np.ndarray] = []
-        for dtype, shape in types:
-            start, past[dtype] = past[dtype], past[dtype] + math.prod(shape)
-            unpacked.append(flat[dtype][start : past[dtype]].reshape(shape))
-        return treedef.unflatten(unpacked)
-
-    def receive(when: np.ndarray, *flat: np.ndarray) -> None:
+    def receive(when: np.ndarray, *packed: np.ndarray) -> None:
         number, counts = when.tolist()
         if counts:
             # Copies: the program uses its memory again.
-            copies = {dtype: x.copy() for dtype, x in zip(packed, flat, strict=True)}
-            emission.receive(number, functools.partial(unpack, copies) if types else None)
+            copies = [x.copy() for x in packed]
+            unpack = functools.partial(layout.unpack, copies)
+            emission.receive(number, unpack if copies else None)
 
-    flat = [jnp.concatenate([x.ravel() for x in some]) for some in packed.values()]
     # Every operand of a callback takes its time: there are as few as there can be.
     when = jnp.stack([number, jnp.asarray(live & here, number.dtype)])
-    _jax.call_host(receive, when, *flat)
+    _jax.call_host(receive, when, *statistics.packed)
     return []
 
 

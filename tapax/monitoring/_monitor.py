@@ -223,8 +223,7 @@ class Monitor(Generic[P, R]):
                 raise
             self._fail(number, error)
             return None
-        taps = captured.taps
-        if not self._ran and self._parameters is None and not taps.values and not taps.grads:
+        if not self._ran and self._parameters is None and not captured.statistics.packed:
             warnings.warn(
                 f"The monitor of {name_of(self._step)} sees nothing: the step has no sites. Mark "
                 "values with tapax.sow(value, name), or pass modules of a framework to the step.",
@@ -236,7 +235,8 @@ class Monitor(Generic[P, R]):
     def _report(self, number: int, captured: Captured, out: Any) -> None:
         """Has the record of a step delivered, once it is known what else is logged."""
         self._scalars = {}
-        read = functools.partial(self._reader.read, number, captured.taps, self._scalars)
+        fetch = captured.statistics.fetch
+        read = functools.partial(self._reader.read, number, fetch, self._scalars)
         if self._parameters is not None and captured.parameters is not None:
             try:
                 found = self._parameters.measure(captured.parameters, out)

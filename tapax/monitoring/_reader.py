@@ -71,18 +71,21 @@ class Reader:
     def read(
         self,
         step: int,
-        taps: Taps | None,
+        fetch: Callable[[], Taps] | None,
         scalars: Mapping[str, Any] = NOTHING,
         read_parameters: Callable[[], Mapping[str, Number]] = dict,
     ) -> Report:
-        """Reads the record of a step: its statistics, and the scalars that the user logged."""
-        record, alerts = ({}, []) if taps is None else self._read_taps(step, taps)
+        """Reads the record of a step: its statistics, and the scalars that the user logged.
+
+        `fetch` returns the statistics as NumPy arrays; None for a record without any.
+        """
+        record, alerts = ({}, []) if fetch is None else self._read_taps(step, fetch())
         numbers = {name: float(x) for name, x in jax.device_get(dict(scalars)).items()}
         return step, {**record, **read_parameters(), **numbers}, alerts
 
     def _read_taps(self, step: int, taps: Taps) -> tuple[dict[str, Number], list[AlertEvent]]:
-        values, grads, valid = jax.device_get((taps.values, taps.grads, taps.valid))
-        readings = list(read_numbers(self._label(taps.sites), {**values, **grads}, valid))
+        arrays = {**taps.values, **taps.grads}
+        readings = list(read_numbers(self._label(taps.sites), arrays, taps.valid))
         record = {r.name: r.number for r in readings if r.request.key not in self._limits}
         alerts = self._check(step, [r for r in readings if r.request.key in self._limits])
         return record, alerts

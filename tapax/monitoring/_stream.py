@@ -219,7 +219,7 @@ class _Channel:
                 self._delivery.put(functools.partial(self._read, step, unpack))
 
     def _read(self, step: int, unpack: Callable[[], Taps]) -> Report:
-        return self._reader.read(step, unpack())
+        return self._reader.read(step, unpack)
 
 
 @dataclasses.dataclass(frozen=True)

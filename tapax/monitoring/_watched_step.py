@@ -11,9 +11,9 @@ from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform
 from tapax._jax import PyTree
 from tapax._marks.operations import internal_operations
-from tapax._results import Taps
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
+from tapax.monitoring._packed_arrays import PackedArrays
 from tapax.monitoring._parameters import (
     KnownParameters,
     ParameterCapture,
@@ -25,7 +25,8 @@ from tapax.monitoring._parameters import (
 class Captured(NamedTuple):
     """What the copy of a step computed: statistics of sites, and of the gradients of parameters."""
 
-    taps: Taps
+    statistics: PackedArrays
+    """The taps, packed."""
     parameters: ParameterCapture | None
 
 
@@ -63,14 +64,16 @@ class _WatchedStep(Transform):
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         program = call.program.only(lambda out: ())
         if self.parameters is None:
-            return None, Captured(program.walk(self.plan, call.arrays)[1], None)
+            _, taps = program.walk(self.plan, call.arrays)
+            with internal_operations():
+                return None, Captured(PackedArrays.of(taps), None)
         walk = Walk(self.plan, hooks=self.parameters.hooks(prepared))
         program.run(walk, call.arrays)
         with internal_operations():
             entries = [e for e in walk.entries if e.site.kind == "param"]
             walk.entries = [e for e in walk.entries if e.site.kind != "param"]
             gradients = self.parameters.gradients(prepared, entries)
-            return None, Captured(collect(walk, warn=False), gradients)
+            return None, Captured(PackedArrays.of(collect(walk, warn=False)), gradients)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra

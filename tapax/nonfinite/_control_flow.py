@@ -25,7 +25,7 @@ from tapax._jaxpr.restage import (
 )
 from tapax._marks.marked_jaxprs import strip
 from tapax.nonfinite._equation_numbers import is_inexact
-from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, badness
+from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins
 from tapax.nonfinite._origins import EquationCall, Handler, OriginWalk, ValuesAndOrigins
 
 
@@ -52,7 +52,7 @@ def _some_rows(frame: OriginFrame, groups: Sequence[Any]) -> Any:
 
 def _part_origin(x: Value, origin: Origin, frame: OriginFrame) -> Origin:
     """The origin of a part of a value, which may well be finite."""
-    return frame.add([origin], badness(x), NONE)
+    return frame.add_value([origin], x, NONE)
 
 
 def _body_operands(loop: Scan | While) -> list[Value]:
@@ -75,6 +75,7 @@ class _LoopBody:
         self._state = [nconsts + i for i, x in enumerate(loop.init) if is_inexact(jax.typeof(x))]
         self._xs = [i for i in known if i >= nconsts + nstate]
         self._places = [*consts, *self._state, *self._xs]
+        self._constant = self._frame.constants_among([origins[i] for i in self._places])
         self._const_rows, rows, self._x_rows = (
             _outer_rows(self._frame, [origins[i] for i in places])
             for places in (consts, self._state, self._xs)
@@ -91,7 +92,7 @@ class _LoopBody:
         frame, inner = self._frame, self._frame.inner(loop=True)
         given = frames.FrameInputs(_some_rows(frame, [self._const_rows, rows, self._x_rows]))
         operands = [*self.loop.consts, *state, *xs]
-        known = inner.add_known(given.origins)[: len(self._places)]
+        known = inner.add_known(given.origins, self._constant)[: len(self._places)]
         before = _scatter(len(operands), self._places, known)
         for i in self._xs:
             before[i] = _part_origin(operands[i], before[i], inner)
@@ -145,10 +146,11 @@ class _TrackedBody:
         """`step` has the operands of the body, and `base` is where its numbers start."""
         frame, origins = step.frame, step.origins
         self.places = [i for i, o in enumerate(origins) if o is not None]
+        constant = frame.constants_among([origins[i] for i in self.places])
 
         def body(packed: Value, *args: Value) -> Any:
             inner = frame.inner(loop=False)
-            known = inner.add_known(packed)[: len(self.places)]
+            known = inner.add_known(packed, constant)[: len(self.places)]
             before = _scatter(len(args), self.places, known)
             outs, found = walk.run_body(jaxpr, args, before, base, inner)
             results = [
@@ -209,13 +211,14 @@ def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     body, mesh, order = eqn.params["jaxpr"], eqn.params["mesh"], mesh_axes(eqn)
     here = frame.axes | frozenset(order)
     places = [i for i, o in enumerate(origins) if o is not None]
+    constant = frame.constants_among([origins[i] for i in places])
     out_at = [i for i, v in enumerate(_jax.open_jaxpr(body).outvars) if is_inexact(v.aval)]
 
     def local(rows: Value, *flat: Value) -> tuple[list[Value], list[Value], None]:
         inner = frame.inner(loop=True)
         inner.axes, inner.typed = here, (here if eqn.params["check_vma"] else frozenset())
         given = frames.FrameInputs(inner.vary(rows))
-        names = inner.add_known(given.origins)[: len(places)]
+        names = inner.add_known(given.origins, constant)[: len(places)]
         known = [_part_origin(flat[i], o, inner) for i, o in zip(places, names, strict=True)]
         outs, found = walk.run_body(body, flat, _scatter(len(flat), places, known), 0, inner)
         device = jnp.int32(0)

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from tapax import _jax
-from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value
+from tapax._jax import AbstractValue, Atom, Equation, Jaxpr, PyTree, Value
 from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, LOOPS, Kind, kind_of
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import tap_p
@@ -45,9 +46,31 @@ def is_inexact(aval: AbstractValue) -> bool:
 _MOVES = Kind.COPY | Kind.REARRANGEMENT | Kind.KEEPS_FINITE
 
 
-def is_move(eqn: Equation) -> bool:
-    """Whether an equation returns its operands, each as finite as it was."""
-    return bool(kind_of(eqn) & _MOVES) and all(map(_is_wide_enough, eqn.invars, eqn.outvars))
+def moved_operands(eqn: Equation) -> Sequence[Atom] | None:
+    """The operand that each result of an equation is as finite as; None if that is not known."""
+    if kind_of(eqn) & _MOVES and all(map(_is_wide_enough, eqn.invars, eqn.outvars)):
+        return eqn.invars[: len(eqn.outvars)]
+    scaled = _scaled_operand(eqn)
+    return None if scaled is None else [scaled]
+
+
+def _scaled_operand(eqn: Equation) -> Atom | None:
+    """The operand of an equation that scales or shifts it by a literal too small to overflow."""
+    name = eqn.primitive.name
+    if name not in ("add", "div", "mul", "sub") or not is_inexact(eqn.outvars[0].aval):
+        return None
+    given = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
+    literals = [abs(v.val) for v in eqn.invars if isinstance(v, _jax.Literal)]
+    dtype = eqn.outvars[0].aval.dtype
+    is_real = jnp.issubdtype(dtype, np.floating) and jnp.finfo(dtype).bits > 8
+    if len(given) != 1 or not is_real:
+        return None
+    size = float(literals[0])
+    if name == "div":
+        is_small = given[0] is eqn.invars[0] and 1 <= size < float("inf")
+    else:
+        is_small = size <= 1 and (name != "mul" or size > 0)
+    return given[0] if is_small else None
 
 
 def _is_wide_enough(operand: Any, result: PyTree) -> bool:
@@ -157,7 +180,7 @@ class EquationNumbers:
         bodies = inlined_bodies(eqn)
         if not bodies and (
             not any(is_inexact(v.aval) for v in eqn.outvars)
-            or is_move(eqn)
+            or moved_operands(eqn) is not None
             or kind_of(eqn) & Kind.PLACEHOLDER
         ):
             return 0

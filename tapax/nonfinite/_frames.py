@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +12,10 @@ from jax import lax
 
 from tapax import _jax
 from tapax._jax import PyTree, Value
+from tapax.nonfinite._badness import FINE, NOT_A_NUMBER, BadElements, bad_elements, worst_of_each
 
 CLASS, _HERE = 2**28, 2**20
-MADE, GIVEN, NAN, REMOTE, INF, _NOTHING = range(6)
+UNSURE, MADE, GIVEN, NAN, REMOTE, INF, _NOTHING = range(7)
 NONE = _NOTHING * CLASS
 Origin = int | None
 """The index of a value's origin in its frame; None for a value that can have no bad element."""
@@ -37,72 +39,107 @@ def decode_origin(origin: int) -> tuple[int, int | None, int]:
     return (kind, None, low) if low < _HERE else (kind, low - _HERE, 0)
 
 
-FINE, INFINITE, NOT_A_NUMBER = range(3)
+class SearchOptions(NamedTuple):
+    """How a program is searched."""
+
+    masked: bool
+    """Values that reach no result count too."""
+    tells_nan: bool
+    """NaNs are told apart from infinities in every value, so that no origin is `UNSURE`. Otherwise
+    they are in those values that may come from an infinite constant."""
+    divided: bool
+    """The compiler may have to divide values among devices."""
 
 
-def badness(x: Value) -> Any:
-    """How bad the worst element of a value is, as a number.
+class _Pending(NamedTuple):
+    """An origin that is not solved yet; it is bad in any case if `bad` is None."""
 
-    It is no maximum of the elements themselves: between devices, a maximum may well drop a NaN.
-    """
-    if jnp.iscomplexobj(x):
-        return lax.max(badness(jnp.real(x)), badness(jnp.imag(x)))
-    x = jnp.asarray(x)
-    # The truth of both is 2 for what is finite, 1 for infinities, 0 for NaN.
-    numbers = (lax.convert_element_type(t, np.int32) for t in (lax.is_finite(x), lax.eq(x, x)))
-    return NOT_A_NUMBER - lax.reduce_min(lax.add(*numbers), tuple(range(x.ndim)))
+    sources: list[int]
+    bad: BadElements | None
+    here: int
+    tells_nan: bool
 
 
 class OriginFrame:
     """The origins of the values in one run of a body, and the tables of the frames within.
 
     `axes` are the mesh axes over which values differ here, `typed` those that types record;
-    `width` is the width of a row. If `strict`, NaNs made of infinite constants count.
+    `width` is the width of a row. A NaN made of an infinite constant has its origin where it is
+    made. If only NaNs that are not told apart could decide it, the origin is `UNSURE`.
     """
 
     def __init__(
         self,
         width: int,
-        strict: bool,
+        options: SearchOptions,
         axes: frozenset[str] = frozenset(),
         typed: frozenset[str] = frozenset(),
     ):
-        self.width, self.strict = width, strict
+        self.width, self.options = width, options
         self.axes, self.typed = axes, typed
         self.slots: list[int] = []
         self.tables: list[Any] = []
         self._solved = [jnp.full(1, NONE, jnp.int32)]
-        self._pending: list[tuple[list[int], Any, int]] = []
+        self._pending: list[_Pending] = []
         self._count = 1
+        self._constant: set[int] = set()
 
     def inner(self, loop: bool) -> OriginFrame:
         """A frame for a body here: that of a loop, or one that is part of this frame."""
         width = self.width - 2 if loop else self.width
-        return OriginFrame(width, self.strict, self.axes, self.typed)
+        return OriginFrame(width, self.options, self.axes, self.typed)
 
     def vary(self, x: Value) -> Any:
         """`x` as varying over the mesh axes, the type of all rows and origins here."""
         return _jax.with_varying(x, self.typed)
 
-    def add(self, sources: Sequence[Origin], bad: Any, here: int) -> int:
-        """The origin of a value that is so bad: the earliest of the sources, or `here`.
+    def worst_of_each(self, values: Sequence[BadElements | None]) -> Any:
+        """How bad the worst element of each value is; None is an infinite value."""
+        return worst_of_each(values, self.vary, divided=self.options.divided)
 
-        It is bad in any case if that is None.
+    def add_value(self, sources: Sequence[Origin], x: Value, here: int) -> int:
+        """The origin of a value: the earliest of the sources, or `here`; `NONE` if it is finite."""
+        tell_nan = self.options.tells_nan or any(self.constants_among(sources))
+        return self.add(sources, bad_elements(x, tell_nan=tell_nan), here, tells_nan=tell_nan)
+
+    def add(
+        self,
+        sources: Sequence[Origin],
+        bad: BadElements | None,
+        here: int,
+        *,
+        tells_nan: bool = True,
+    ) -> int:
+        """The origin of a value with such elements: the earliest of the sources, or `here`.
+
+        It is bad in any case if `bad` is None.
         """
         some = sorted({o for o in sources if o is not None})
         while len(some) > _SOURCES:
             head, some = some[:_SOURCES], some[_SOURCES:]
             some.append(self.add(head, None, NONE))
-        self._pending.append((some, INFINITE if bad is None else bad, here))
+        if here // CLASS == INF or any(self.constants_among(some)):
+            self._constant.add(self._count)
+        self._pending.append(_Pending(some, bad, here, tells_nan))
         self._count += 1
         return self._count - 1
 
-    def add_known(self, origins: Any) -> list[int]:
-        """Add a vector of origins that are known already."""
+    def constants_among(self, origins: Sequence[Origin]) -> list[bool]:
+        """Whether the value of each origin may come from an infinite constant."""
+        return [origin in self._constant for origin in origins]
+
+    def forget_constants(self, origin: Origin) -> None:
+        """Take a value not to come from an infinite constant, since the operation swallows it."""
+        self._constant.discard(origin)
+
+    def add_known(self, origins: Any, constant: Sequence[bool] = ()) -> list[int]:
+        """Add a vector of origins that are known already; some may be those of constants."""
         self._solve()
         self._solved.append(origins)
-        self._count += origins.shape[0]
-        return list(range(self._count - origins.shape[0], self._count))
+        added = range(self._count, self._count + origins.shape[0])
+        self._constant.update(itertools.compress(added, constant))
+        self._count = added.stop
+        return list(added)
 
     def pack(self, origins: Sequence[Origin]) -> Any:
         """Gather some origins into one vector."""
@@ -117,26 +154,28 @@ class OriginFrame:
         pending, self._pending = self._pending, []
         start, count = self._count - len(pending), len(pending)
         table = np.zeros((count, _SOURCES), np.int32)
-        for i, (sources, _, _) in enumerate(pending):
-            table[i, : len(sources)] = sources
-        here = np.asarray([h for _, _, h in pending], np.int32)
-        worst = jnp.stack([self.vary(jnp.asarray(bad, np.int32)) for _, bad, _ in pending])
-        # What a NaN that was made of a constant infinity leaves out of account.
+        for i, p in enumerate(pending):
+            table[i, : len(p.sources)] = p.sources
+        here = np.asarray([p.here for p in pending], np.int32)
+        told = np.asarray([p.tells_nan for p in pending])
+        worst = self.worst_of_each([p.bad for p in pending])
+        # A NaN has its origin where it is made of an infinite constant.
         limit = jnp.where(worst == NOT_A_NUMBER, input_origin(INF, 0), NONE).astype(np.int32)
-        limit = limit if self.strict else _none(count)
 
         def one(carry: PyTree, x: Value) -> Any:
             origins, place = carry
-            sources, limit, fine, here = x
+            sources, limit, fine, here, told = x
             before = origins.at[sources].get(mode="promise_in_bounds").min()
             bad = lax.select(before < limit, before, here)
+            is_unsure = ~told & (before >= input_origin(INF, 0)) & (before < NONE)
+            bad = lax.select(is_unsure, np.int32(origin_at(UNSURE, 0)), bad)
             new = lax.select(fine, np.int32(NONE), bad)
             origins = lax.dynamic_update_index_in_dim(origins, new, place, 0)
             return (origins, place + 1), None
 
         known = [self.vary(x) for x in self._solved]
         origins = jnp.concatenate([*known, self.vary(_none(count))])
-        items = tuple(map(self.vary, (table, limit, worst == FINE, here)))
+        items = tuple(map(self.vary, (table, limit, worst == FINE, here, told)))
         (origins, _), _ = lax.scan(one, (origins, np.int32(start)), items)
         self._solved = [origins]
 

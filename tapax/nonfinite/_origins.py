@@ -8,6 +8,7 @@ swallowed later leaves no trace. The numbers:
 ==============  =================================================================================
 class           what
 ==============  =================================================================================
+`UNSURE`        a constant, or an equation that made a NaN of it; the search has to be repeated
 `MADE`          an equation gave it, from finite operands
 `GIVEN`         it was in an argument of the program
 `NAN`           a constant of the program that is NaN
@@ -29,13 +30,11 @@ into the program as scalars they would take the compiler hours.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core.primitives import select_n_p
@@ -43,37 +42,32 @@ from jax.extend.core.primitives import select_n_p
 import tapax.nonfinite._frames as frames
 from tapax import _jax
 from tapax._jax import Atom, Equation, Jaxpr, Value, Var
-from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.evaluate import evaluate_equations, read
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.tap import tap_p
+from tapax.nonfinite._badness import FINE, NOT_A_NUMBER, BadElements, bad_elements
 from tapax.nonfinite._equation_numbers import (
     EquationNumbers,
     bind_plain,
     called_body,
     is_inexact,
-    is_move,
+    moved_operands,
 )
-from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, badness, origin_at
+from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, SearchOptions, origin_at
 
 
 class OriginWalk:
-    """One evaluation of a program with origins; `handlers` are those of `_control_flow`.
+    """One evaluation of a program with origins; `handlers` are those of `_control_flow`."""
 
-    With `masked`, values that never reach a result count too. If the program has constants that are
-    not finite, NaNs and infinities are told apart.
-    """
-
-    def __init__(self, jaxpr: Jaxpr, masked: bool, handlers: Mapping[Kind, Handler]):
-        self.jaxpr, self.masked, self._handlers = jaxpr, masked, handlers
+    def __init__(self, jaxpr: Jaxpr, options: SearchOptions, handlers: Mapping[Kind, Handler]):
+        self.jaxpr, self.options, self._handlers = jaxpr, options, handlers
         self.equations = EquationNumbers()
-        self.deliberate = _has_bad_constants(jaxpr)
 
     def run(self, args: Sequence[Any]) -> Any:
         """The row of the first bad value that reaches a result."""
-        frame = OriginFrame(2 + 2 * self.equations.depth(self.jaxpr), self.deliberate)
+        frame = OriginFrame(2 + 2 * self.equations.depth(self.jaxpr), self.options)
         origins = [
-            frame.add([], badness(x), frames.input_origin(frames.GIVEN, i))
+            frame.add_value([], x, frames.input_origin(frames.GIVEN, i))
             if is_inexact(jax.typeof(x))
             else None
             for i, x in enumerate(args)
@@ -84,7 +78,7 @@ class OriginWalk:
 
     def first_bad(self, frame: OriginFrame) -> Origin:
         """The origin of the first bad value made in a frame, with `masked`; else None."""
-        return frame.add_known(frame.earliest_made())[0] if self.masked else None
+        return frame.add_known(frame.earliest_made())[0] if self.options.masked else None
 
     def run_body(
         self, jaxpr: Jaxpr, args: Sequence[Any], origins: Origins, base: int, frame: OriginFrame
@@ -178,9 +172,11 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
         return [None] * len(outs)
     if eqn.primitive is tap_p:
         return [origins[0], *(None for _ in outs[1:])]
-    if is_move(eqn):
-        pairs = zip(origins, eqn.outvars, strict=False)
-        return [o if is_inexact(v.aval) else None for o, v in pairs]
+    moved = moved_operands(eqn)
+    if moved is not None:
+        known = dict(zip(map(id, eqn.invars), origins, strict=True))
+        pairs = zip(moved, eqn.outvars, strict=True)
+        return [known[id(x)] if is_inexact(v.aval) else None for x, v in pairs]
     if eqn.primitive is select_n_p:
         return [_judge_selection(step)]
     all_finite = all(o is None for o in origins)
@@ -192,10 +188,14 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
         sources = [origins] * len(outs)
     away = _remote_origin(step)
     here = origin_at(frames.MADE, number)
-    return [
-        frame.add([*before, away], badness(x), here) if is_inexact(jax.typeof(x)) else None
+    found = [
+        frame.add_value([*before, away], x, here) if is_inexact(jax.typeof(x)) else None
         for x, before in zip(outs, sources, strict=True)
     ]
+    if kind & Kind.SWALLOWS_INFINITY:
+        for origin in found:
+            frame.forget_constants(origin)
+    return found
 
 
 def _judge_selection(step: EquationCall) -> Origin:
@@ -206,7 +206,7 @@ def _judge_selection(step: EquationCall) -> Origin:
         if origin is None:
             continue
         chosen = which == i if which.dtype != bool else which == bool(i)
-        bad = jnp.any(~jnp.isfinite(case) & chosen)
+        bad = BadElements(bad_elements(case, tell_nan=False).finite | ~chosen)
         found.append(frame.add([origin], bad, NONE))
     return frame.add(found, None, NONE) if found else None
 
@@ -216,10 +216,10 @@ def _remote_origin(step: EquationCall) -> Origin:
     frame, axes = step.frame, _axes_of(step.eqn, step.frame)
     if not axes:
         return None
-    own = [frame.vary(badness(x)) for x in step.args if is_inexact(jax.typeof(x))]
-    far = [lax.pmax(bad, axes) for bad in own]
-    worst = functools.reduce(jnp.maximum, far)
-    return frame.add([], worst, origin_at(frames.REMOTE, step.number))
+    values = [bad_elements(x, tell_nan=True) for x in step.args if is_inexact(jax.typeof(x))]
+    far = lax.pmax(frame.worst_of_each(values).astype(np.int32), axes)
+    bad = BadElements(far == FINE, far != NOT_A_NUMBER)
+    return frame.add([], bad, origin_at(frames.REMOTE, step.number))
 
 
 def _axes_of(eqn: Equation, frame: OriginFrame) -> tuple[str, ...]:
@@ -245,16 +245,7 @@ def _literal_origin(literal: Any, number: int, frame: OriginFrame) -> Origin:
 def _const_origin(x: Value, number: int, frame: OriginFrame) -> Origin:
     if not is_inexact(jax.typeof(x)):
         return None
-    bad = badness(x)
-    nan = frame.add([], bad == frames.NOT_A_NUMBER, origin_at(frames.NAN, number))
-    return frame.add([nan], bad, origin_at(frames.INF, number))
-
-
-def _has_bad_constants(jaxpr: Jaxpr) -> bool:
-    if any(is_inexact(jax.typeof(c)) for c in _jax.jaxpr_consts(jaxpr)):
-        return True
-    return any(
-        any(_is_bad(v) for v in eqn.invars if isinstance(v, _jax.Literal))
-        or any(map(_has_bad_constants, bodies(eqn)))
-        for eqn in _jax.open_jaxpr(jaxpr).eqns
-    )
+    elements = bad_elements(x, tell_nan=True)
+    assert elements.number is not None
+    nan = frame.add([], BadElements(elements.number), origin_at(frames.NAN, number))
+    return frame.add([nan], elements, origin_at(frames.INF, number))

@@ -232,10 +232,19 @@ def test_bad_parts_raise_clear_errors():
     assert "`index` is traced in tapax.at('h', index=np.s_[a traced integer])" in message(
         lambda: jax.jit(traced)(0)
     )
-    two = [tapax.at("h", index=0), tapax.at("h", index=1)]
-    assert "asks for two parts of the site 'h'" in message(
-        lambda: tapax.capture(straight, values=two)(X)
-    )
+    first, second = "tapax.at('h', index=np.s_[0])", "tapax.at('h', index=np.s_[1])"
+    for two, shown in [
+        ([tapax.at("h", index=0), tapax.at("h", index=1)], (first, second)),
+        ([tapax.at("h", index=0), "h"], (first, "'h'")),
+        (["h", tapax.at("h", index=1)], ("'h'", second)),
+        ([tapax.at("h", index=0), "**"], (first, "'**'")),
+    ]:
+        text = message(lambda: tapax.capture(straight, values=two)(X))  # noqa: B023
+        assert text == (
+            f"`values` asks for the site 'h', marked at {__file__}:{line}, both as {shown[0]} and "
+            f"as {shown[1]}, but one name is one array. Capture the whole, and take the parts of "
+            "what is returned."
+        )
     part = tapax.at("h", index=0)
     assert "perturbation has an entry for every" in message(
         lambda: tapax.perturbations(straight, at=part)

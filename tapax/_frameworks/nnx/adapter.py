@@ -29,6 +29,7 @@ from tapax._frameworks.nnx import marks
 from tapax._frameworks.nnx.attribute_order import AttributeOrder, OuterOrder
 from tapax._frameworks.nnx.holders import TRANSFORMED, is_object
 from tapax._frameworks.nnx.objects import ObjectBindings, Objects, fill
+from tapax._frameworks.nnx.taken_state import TakenState, flatten_objects
 from tapax._frameworks.patches import PatchedAdapter, Replacements, methods
 from tapax._frameworks.recurrent_cells import RecurrentCell, check_inputs, pair_paths, refuse_loop
 from tapax._jax import Args, Function, Kwargs, PyTree
@@ -107,9 +108,9 @@ class NNX(PatchedAdapter):
 
         def pure(objects_inside: Any, args: Args, kwargs: Kwargs, values: Any) -> Any:
             nonlocal missed
-            graphdef, state, order = objects_inside
+            state, order = objects_inside
             with nnx.merge_context(_TAG, inner=True) as context:
-                named = context.merge(graphdef, state)
+                named = state.merge(context)
             inner = tuple(named[path] for path in objects.paths)
             order.restore(inner)
             before, variables = marks.Attributes(inner), _Variables(named)
@@ -134,7 +135,7 @@ class NNX(PatchedAdapter):
             out, assigned, *rest = result
             returned = ()
             if len(rest) == 1:
-                outer = _variables(state) if rest[0] else []
+                outer = [x for x in references if issubclass(type(x), nnx.Variable)]
                 for number, value in rest[0].items():
                     outer[number].set_raw_value(value)
             else:
@@ -150,9 +151,9 @@ class NNX(PatchedAdapter):
             with nnx.split_context(_TAG) as context:
                 # The keys say where each was, by which the arrays inside are known.
                 named = dict(zip(objects.paths, objects.taken, strict=True))
-                graphdef, state = context.split(named)
+                state, references = TakenState.of(named, context), context.ref_index
             order = AttributeOrder.of(objects.taken)
-            taken = (graphdef, state, order), args, kwargs, None if inline else objects.values
+            taken = (state, order), args, kwargs, None if inline else objects.values
             user_result = lambda result: call.user_result(result[0])  # noqa: E731
             found_more = lambda: missed or call.found_more()  # noqa: E731
             yield FunctionCall(pure, taken, {}, close, call.memory, user_result, found_more)
@@ -164,12 +165,8 @@ def _forget_inner() -> None:
         context.split(())
 
 
-def _variables(state: PyTree) -> list[Any]:
-    return [x for x in jax.tree.leaves(state, is_leaf=_is_variable) if _is_variable(x)]
-
-
-def _is_variable(value: PyTree) -> bool:
-    return isinstance(value, nnx.Variable)
+def _variables(objects: PyTree) -> list[Any]:
+    return [x for x in flatten_objects(objects).leaves if isinstance(x, nnx.Variable)]
 
 
 class _Variables:
@@ -183,12 +180,12 @@ class _Variables:
     def __init__(self, objects: Any):
         self._objects = objects
         self._graph = nnx.graphdef(objects, graph=True)
-        self._all = _variables(nnx.state(objects, graph=True))
+        self._all = _variables(objects)
         self._before = [jax.tree.flatten(x.get_raw_value()) for x in self._all]
 
     def are_all(self) -> bool:
         """Whether the objects have no other state, and are put together as they were."""
-        state = jax.tree.leaves(nnx.state(self._objects, graph=True), is_leaf=_is_variable)
+        state = flatten_objects(self._objects).leaves
         # A new variable may be in the place of an old one, and the graph be equal all the same.
         same = len(state) == len(self._all) and all(map(operator.is_, state, self._all))
         return same and nnx.graphdef(self._objects, graph=True) == self._graph
@@ -223,7 +220,7 @@ def _of_foreign_objects(original: Function) -> Any:
 def _is_foreign(arguments: PyTree) -> bool:
     """Whether there are variables in some arguments that may not be updated here."""
     objects = [x for x in jax.tree.leaves(arguments, is_leaf=is_object) if is_object(x)]
-    return any(not x._can_update for x in _variables(nnx.state(objects, graph=True)))
+    return any(not x._can_update for x in _variables(objects))
 
 
 ADAPTER = NNX()

@@ -7,13 +7,11 @@ are attributes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-
-from tapax._jax import PyTree
 
 
 @jax.tree_util.register_static
@@ -25,11 +23,11 @@ class AttributeOrder:
 
     @classmethod
     def of(cls, objects: Sequence[Any]) -> AttributeOrder:
-        return cls(tuple(tuple(vars(x)) for x in _nodes(objects, set())))
+        return cls(tuple(tuple(vars(x)) for x in _nodes(objects)))
 
     def restore(self, objects: Sequence[Any]) -> None:
         """Puts the attributes of objects that are put together in the same way in this order."""
-        for node, names in zip(_nodes(objects, set()), self.names, strict=True):
+        for node, names in zip(_nodes(objects), self.names, strict=True):
             _reorder(vars(node), names)
 
 
@@ -37,7 +35,7 @@ class OuterOrder:
     """The order of the attributes of objects that may be given others."""
 
     def __init__(self, objects: Sequence[Any]):
-        self._names = [(x, tuple(vars(x))) for x in _nodes(objects, set())]
+        self._names = [(x, tuple(vars(x))) for x in _nodes(objects)]
 
     def restore(self) -> None:
         """Puts the attributes in the order in which they were; new ones come last."""
@@ -45,21 +43,22 @@ class OuterOrder:
             _reorder(vars(node), names)
 
 
-def _nodes(value: PyTree, seen: set[int]) -> Iterator[Any]:
+def _nodes(objects: Sequence[Any]) -> list[Any]:
     """The objects with attributes in a structure, each once, in an order that NNX keeps."""
-    if isinstance(value, (list, tuple)):
-        parts: Any = value
-    elif isinstance(value, dict):
-        parts = [value[key] for key in sorted(value, key=str)]
-    elif isinstance(value, nnx.Pytree) and id(value) not in seen:
-        seen.add(id(value))
-        yield value
-        held = vars(value)
-        parts = [held[name] for name in sorted(held)]
-    else:
-        return
-    for part in parts:
-        yield from _nodes(part, seen)
+    found: dict[int, Any] = {}
+    pending: list[Any] = [objects]
+    while pending:
+        value = pending.pop()
+        kind = type(value)
+        if issubclass(kind, (list, tuple)):
+            pending += value
+        elif issubclass(kind, dict):
+            pending += [value[key] for key in sorted(value, key=str)]
+        elif issubclass(kind, nnx.Pytree) and id(value) not in found:
+            found[id(value)] = value
+            held = vars(value)
+            pending += [held[name] for name in sorted(held)]
+    return list(found.values())
 
 
 def _reorder(attributes: dict[str, Any], names: Sequence[str]) -> None:
