@@ -1,44 +1,47 @@
 """The payload: what Python hands to the page, version 1.
 
-A payload is a *header*, which is JSON, and numbered *blobs*, which are bytes. The page draws its first
-view from the header and a few blobs, and reads the others when a view needs them. Each host brings the
-same payload to the page in its own way: a saved file holds the blobs as base64, the local server
-answers requests for them, a notebook sends them as binary messages. `web/src/payload/types.ts`
-declares the header for the page, field by field; the two change together, with `VERSION`.
+A payload is a *header*, which is JSON, and numbered *blobs*, which are bytes. The page draws its
+first view from the header and a few blobs, and reads the others when a view needs them. Each host
+brings the same payload to the page in its own way: a saved file holds the blobs as base64, the
+local server answers requests for them, a notebook sends them as binary messages.
+`web/src/payload/types.ts` declares the header for the page, field by field; the two change
+together, with `VERSION`.
 
-**Blobs.** Every blob is compressed with raw deflate (RFC 1951). What it holds is said where the header
-refers to it: a *column*, `{"blob": 3, "dtype": "f32", "shape": [12, 64]}`, is one little-endian array
-in C order, of f32, f64, i32 or u8, or a text in UTF-8 (dtype `utf8`, shape `[bytes]`). A *tile* is
-a part of a matrix, in one of the two codecs below.
+**Blobs.** Every blob is compressed with raw deflate (RFC 1951). What it holds is said where the
+header refers to it: a *column*, `{"blob": 3, "dtype": "f32", "shape": [12, 64]}`, is one little-
+endian array in C order, of f32, f64, i32 or u8, or a text in UTF-8 (dtype `utf8`, shape `[bytes]`).
+A *tile* is a part of a matrix, in one of the two codecs below.
 
 **Subjects.** `header["subjects"]` has an entry for each thing that is viewed: taps, a table of
 sites, a log, a finding, a difference, a dataset. All have the same fields, most of them empty for
-most kinds, so that a view asks what a subject has and never what it is. Sites are columns: `name` is
-unique and has the call and the iteration (`GPT/blocks/mlp@1[3]`), `path` is what a glob is matched
-with. Elsewhere a site is its number in these columns, or -1.
+most kinds, so that a view asks what a subject has and never what it is. Sites are columns: `name`
+is unique and has the call and the iteration (`GPT/blocks/mlp@1[3]`), `path` is what a glob is
+matched with. Elsewhere a site is its number in these columns, or -1.
 
-**Statistics.** A statistic of one kind (`value`, `grad`, `param`, `param_grad`, `update`, or "" for a plain
-number such as a loss) is a matrix with a row for each site that has it, and a column for each step; one
-column for a single capture. A matrix is stored at one or several *levels*. A column of a level
-stands for `factor` columns of the matrix, and holds the number of largest magnitude among them: NaN
-before infinity before any other, a missing number last. The finest level comes first. Its tiles are
-consecutive blobs, row by row of tiles; those at the end of a row or a column are smaller.
+**Statistics.** A statistic of one kind (`value`, `grad`, `param`, `param_grad`, `update`, or "" for
+a plain number such as a loss) is a matrix with a row for each site that has it, and a column for
+each step; one column for a single capture. A matrix is stored at one or several *levels*. A column
+of a level stands for `factor` columns of the matrix, and holds the number of largest magnitude
+among them: NaN before infinity before any other, a missing number last. The finest level comes
+first. Its tiles are consecutive blobs, row by row of tiles; those at the end of a row or a column
+are smaller.
 
 - codec `f32`: float32, row by row. The number -2**-149 stands for "no number at this step".
 - codec `q13`: every row of the tile is quantised to 13 bits between its extremes, on a logarithmic
-  scale. First the rows' parameters, float32 [rows, 3]: `low`, `step`, `unit`; then the low bytes of all
-  codes, then the high bytes. A code of 0 is a missing number, 1 NaN, 2 infinity, 3 minus infinity,
-  4 zero. Code c >= 5 is exp(t) for t = low + (c - 5) * step if `unit` is 0, as in rows without
-  negative numbers, and unit * sinh(t) otherwise. The relative error is at most
-  (exp(step) - 1) / 2: 0.06 percent for a row that spans four decades.
+  scale. First the rows' parameters, float32 [rows, 3]: `low`, `step`, `unit`; then the low bytes of
+  all codes, then the high bytes. A code of 0 is a missing number, 1 NaN, 2 infinity, 3 minus
+  infinity, 4 zero. Code c >= 5 is exp(t) for t = low + (c - 5) * step if `unit` is 0, as in rows
+  without negative numbers, and unit * sinh(t) otherwise. The relative error is at most (exp(step) -
+  1) / 2: 0.06 percent for a row that spans four decades.
 
 `f32` is for payloads up to `EXACT_BYTES` of statistics. In `q13` a number takes 13 bits at most,
-deflated, so that a saved file is smaller than 0.6 times the statistics as float32, whatever they are.
+deflated, so that a saved file is smaller than 0.6 times the statistics as float32, whatever they
+are.
 
-**Following a run.** An *update* is JSON of the type `Update`, with blobs whose numbers continue those of the
-header: new steps, the statistics at these alone (one level, `f32`, rows as in any matrix), new sites,
-and in full what is small. `keep` says how many of the known steps remain, since a resumed run
-replaces later ones.
+**Following a run.** An *update* is JSON of the type `Update`, with blobs whose numbers continue
+those of the header: new steps, the statistics at these alone (one level, `f32`, rows as in any
+matrix), new sites, and in full what is small. `keep` says how many of the known steps remain, since
+a resumed run replaces later ones.
 
 **Text.** Names, sources and messages are data. Nothing in a payload is markup but
 `ArrayEntry.rendering`, which the page shows in a sandboxed frame without scripts or network.

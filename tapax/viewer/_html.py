@@ -1,0 +1,79 @@
+"""One self-contained HTML file: the page's bundle, the header and the blobs.
+
+The file opens from disk, and its content security policy forbids every request. The script is
+allowed by its hash, and nothing else runs. Header and blobs are base64, so nothing of a payload can
+end an element. The bundle comes right after the blobs that the first view needs: the page draws
+while the browser is still reading the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import html
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tapax.viewer._assets import read_bundle
+from tapax.viewer._blobs import Blobs
+from tapax.viewer._format import Header
+
+
+def save_html(path: str | os.PathLike[str], header: Header, blobs: Blobs) -> None:
+    """Write the file under another name and rename it, so that `path` never holds half of it."""
+    target = Path(path)
+    file = tempfile.NamedTemporaryFile(
+        "wb", dir=target.parent, prefix=f".{target.name}.", delete=False
+    )
+    try:
+        with file:
+            for chunk in _write(header, blobs):
+                file.write(chunk)
+        os.replace(file.name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+        raise
+
+
+def content_security_policy(script: str) -> str:
+    """The policy of a page that runs `script` alone, and asks nobody for anything."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}' blob:; worker-src blob:; "
+        "style-src 'unsafe-inline'; img-src data: blob:; font-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+def _write(header: Header, blobs: Blobs) -> Iterator[bytes]:
+    script = read_bundle()
+    content = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+    compressor = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
+    packed = compressor.compress(content) + compressor.flush()
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy(script)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{html.escape(header['title'])} · tapax</title>\n"
+        "<style>html,body{margin:0;height:100%}</style>\n</head>\n<body>\n"
+        '<div id="tapax-page"></div>\n'
+    )
+    yield head.encode()
+    yield _element("tapax-header", packed)
+    urgent = blobs.urgent
+    yield from (_element(f"tapax-blob-{i}", blob) for i, blob in blobs if i in urgent)
+    yield b"<script>" + script.encode() + b"</script>\n"
+    yield from (_element(f"tapax-blob-{i}", blob) for i, blob in blobs if i not in urgent)
+    yield b"</body>\n</html>\n"
+
+
+def _element(name: str, content: bytes) -> bytes:
+    start = f'<script type="application/octet-stream" id="{name}">'.encode()
+    return start + base64.b64encode(content) + b"</script>\n"
