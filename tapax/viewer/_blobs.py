@@ -40,6 +40,13 @@ class Blobs:
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         return enumerate(self._blobs, self.first)
 
+    def copy(self, count: int) -> Blobs:
+        """The first `count` blobs, to which others can be added."""
+        copied = Blobs(self.first)
+        copied._blobs = self._blobs[:count]
+        copied.urgent = {number for number in self.urgent if number < self.first + count}
+        return copied
+
     def add(self, content: bytes, *, urgent: bool = False) -> int:
         """Compress some bytes; return the number of the blob."""
         number = self.first + len(self._blobs)

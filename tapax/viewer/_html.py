@@ -51,19 +51,38 @@ def content_security_policy(script: str) -> str:
     )
 
 
+def make_document(header: Header, blobs: Blobs) -> bytes:
+    """The file as a whole, to be put into another document."""
+    return b"".join(_write(header, blobs))
+
+
+def server_document(token: str) -> str:
+    """The page of the local server, which asks for the bundle and the payload with its token."""
+    return (
+        _head('<meta name="referrer" content="no-referrer">\n<title>tapax</title>\n')
+        + f'<script src="page.js?token={token}"></script>\n</body>\n</html>\n'
+    )
+
+
+def _head(more: str) -> str:
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{more}'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        "<style>html,body{margin:0;height:100%}</style>\n</head>\n<body>\n"
+        '<div id="tapax-page"></div>\n'
+    )
+
+
 def _write(header: Header, blobs: Blobs) -> Iterator[bytes]:
     script = read_bundle()
     content = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     compressor = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
     packed = compressor.compress(content) + compressor.flush()
-    head = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy(script)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
+    policy = content_security_policy(script)
+    head = _head(
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<title>{html.escape(header['title'])} · tapax</title>\n"
-        "<style>html,body{margin:0;height:100%}</style>\n</head>\n<body>\n"
-        '<div id="tapax-page"></div>\n'
     )
     yield head.encode()
     yield _element("tapax-header", packed)

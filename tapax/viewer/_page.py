@@ -1,35 +1,48 @@
-"""`view`: one page for a capture, a table of sites, or the log of a run."""
+"""`view`: one page for a capture, a run, a finding or a dataset; and `Page`, which it returns."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import warnings
-from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+import threading
+from typing import Any
 
-from tapax._results import SiteTable, Taps
-from tapax._sites import wrong_type
-from tapax.monitoring._log import Log, open
+from tapax.viewer import _browser
 from tapax.viewer._blobs import Blobs
-from tapax.viewer._captures import Tokens, add_site_table, add_taps
-from tapax.viewer._format import FORMAT, VERSION, Header, Message, Subject
+from tapax.viewer._captures import Tokens
+from tapax.viewer._datasets import Decode, Directions
+from tapax.viewer._followed_run import FollowedRun
+from tapax.viewer._format import FORMAT, VERSION, Header
 from tapax.viewer._html import save_html
-from tapax.viewer._runs import add_log
+from tapax.viewer._payload import Payload
+from tapax.viewer._server import Server
 from tapax.viewer._site_columns import Sources
+from tapax.viewer._subjects import Options, Viewable, make_subjects
 
-Viewable: TypeAlias = "Taps | SiteTable | Log | str | os.PathLike[str]"
+NO_OPTIONS = Options()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Page:
-    """A page: its header and its blobs, as `tapax.viewer._format` specifies them."""
+    """A page in the browser: see `view`. In a notebook it shows itself.
 
-    header: Header
-    blobs: Blobs
+    A `with` block closes it in the end. Several pages may be open at a time.
+    """
+
+    def __init__(self, payload: Payload):
+        self._payload = payload
+        self._server: Server | None = None
+        self._lock = threading.Lock()
+        self._opening: threading.Timer | None = None
+
+    @property
+    def header(self) -> Header:
+        """What the page is told of its subjects, as `tapax.viewer._format` specifies it."""
+        return self._payload.read_header()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page to one HTML file, which opens from disk and makes no request.
+
+        A run that is being written is saved as far as it goes. A page that is saved as soon as it
+        is made does not open in the browser.
 
         Args:
             path: the file, such as `"run.html"`; one that exists is replaced.
@@ -37,73 +50,115 @@ class Page:
         Raises:
             OSError: if `path` cannot be written.
         """
-        save_html(path, self.header, self.blobs)
+        if self._opening is not None:
+            self._opening.cancel()
+        save_html(path, *self._payload.read_whole())
+
+    def serve(self, port: int = 0) -> str:
+        """Serve the page to browsers on this machine, and return its address.
+
+        The address has a random token in it: whoever knows it can read the page. A second call
+        returns the same address.
+
+        Args:
+            port: the port to listen on, on the loopback interface; 0 for any that is free.
+
+        Raises:
+            OSError: if the port is taken.
+        """
+        return self._serve(port).url
+
+    def _serve(self, port: int = 0) -> Server:
+        with self._lock:
+            if self._server is None or self._server.is_closed:
+                self._server = Server(self._payload, port)
+            return self._server
+
+    def open(self, *, waits: bool = True) -> None:
+        """Open the page in the browser, soon: nothing happens if it is saved right away.
+
+        Args:
+            waits: whether a program that has come to its end goes on while the page is open.
+        """
+        self._opening = _browser.open_soon(self._serve, waits)
+
+    def close(self) -> None:
+        """Stop serving the page."""
+        if self._opening is not None:
+            self._opening.cancel()
+        with self._lock:
+            if self._server is not None:
+                self._server.close()
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         names = ", ".join(subject["name"] for subject in self.header["subjects"])
         return f"<Page of {names}; .save('page.html') writes it>"
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        if not _browser.is_notebook():
+            return {"text/plain": repr(self)}
+        from tapax.viewer._notebook import make_mime_bundle
 
-def view(*what: Viewable, tokens: Tokens | None = None) -> Page:
-    """Show what was captured or logged in the browser.
+        return make_mime_bundle(self._payload, repr(self))
+
+
+def view(
+    *what: Viewable,
+    tokens: Tokens | None = None,
+    directions: Directions | None = None,
+    decode: Decode | None = None,
+) -> Page:
+    """Show what was captured, logged or found in the browser.
+
+    In a notebook the page is the output of the cell. Elsewhere a local server, which answers this
+    machine alone, brings it to the browser. The log of a run that is being written is followed.
 
     Args:
-        what: taps, a table of sites, a log, or the path of a log or of saved taps; several of
-            them are shown together, and compared.
-        tokens: the text of each token, by example and position, for views by token.
+        what: taps, a table of sites or residuals, a log, a finding, a difference, numbers by token
+            (`tapax.viewer.ByToken`), a dataset of activations, or the path of a log or of taps;
+            several of them are shown together, and compared.
+        tokens: the text of each token, by example and position, for views of taps by token.
+        directions: latents whose most active rows of a dataset are shown, by label: a site, and
+            the number of a neuron of it or a vector. The default is one neuron of each site.
+        decode: turns an integer of the column `token` of a dataset into text.
 
     Returns:
-        A `Page`, whose `save` writes one self-contained HTML file.
+        A `Page`, whose `save` writes one self-contained HTML file instead.
 
     Raises:
         TypeError: if `what` is none of these.
+        FileNotFoundError, ValueError: if there is no log, and no taps, at a path.
 
     >>> import os, tempfile, jax.numpy as jnp, tapax
     >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
     >>> path = os.path.join(tempfile.mkdtemp(), "taps.html")
     >>> tapax.view(taps).save(path)
     """
+    page = make_page(*what, options=Options(tokens, directions, decode))
+    if not _browser.is_notebook():
+        page.open()
+    return page
+
+
+def make_page(*what: Viewable | FollowedRun, options: Options = NO_OPTIONS) -> Page:
+    """Make the page of `view`, without opening it."""
     if not what:
         raise TypeError("tapax.view takes at least one capture, table of sites, log or path.")
     blobs = Blobs()
     sources = Sources(blobs)
-    subjects = [_add(each, i, len(what), blobs, sources, tokens) for i, each in enumerate(what)]
+    made = make_subjects(what, blobs, sources, options)
     header: Header = {
         "format": FORMAT,
         "version": VERSION,
-        "title": " and ".join(dict.fromkeys(subject["name"] for subject in subjects)),
-        "subjects": subjects,
+        "title": " and ".join(dict.fromkeys(subject["name"] for subject in made.subjects)),
+        "subjects": made.subjects,
         "sources": sources.files,
         "blobs": len(blobs),
     }
-    return Page(header, blobs)
-
-
-def _add(
-    what: Any, number: int, count: int, blobs: Blobs, sources: Sources, tokens: Tokens | None
-) -> Subject:
-    messages: list[Message] = []
-    name = f" {'abcdefgh'[number] if number < 8 else number}" if count > 1 else ""
-    if isinstance(what, (str, os.PathLike)):
-        path = os.fspath(what)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            what = open(path)
-        messages = [{"level": "warning", "text": str(each.message)} for each in caught]
-        named = os.path.basename(os.path.normpath(path))
-    else:
-        named = ""
-    if isinstance(what, Taps):
-        subject = add_taps(what, named or f"capture{name}", blobs, sources, tokens)
-    elif isinstance(what, SiteTable):
-        subject = add_site_table(what, named or f"sites{name}", blobs, sources)
-    elif isinstance(what, Log):
-        subject = add_log(what, named or f"run{name}", blobs, sources)
-    else:
-        raise wrong_type(
-            "tapax.view takes taps, a table of sites, a log, or the path of one, but was given",
-            what,
-        )
-    subject = cast(dict[str, Any], subject)
-    subject["messages"] = [*messages, *cast(Sequence[Message], subject["messages"])]
-    return cast(Subject, subject)
+    return Page(Payload(header, blobs, made.runs))

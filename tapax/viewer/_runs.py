@@ -40,6 +40,15 @@ class RunColumns:
         self._layout: tuple[list[str], list[tuple[tuple[Of, str], np.ndarray, np.ndarray]]] | None
         self._layout = None
 
+    @property
+    def rows(self) -> int:
+        """How many numbers a step has, at most."""
+        return sum(map(len, self._row_sites.values()))
+
+    @property
+    def has_histograms(self) -> bool:
+        return bool(self._histograms)
+
     @classmethod
     def of_log(cls, log: Log) -> RunColumns:
         columns = cls()
@@ -150,15 +159,17 @@ class RunColumns:
         matrix.resize(len(self._row_sites[key]), len(self.steps))
         matrix.numbers[self._places[name][1], at] = as_float32(merged)
 
-    def add_statistics(self, blobs: Blobs, since: int = 0) -> list[Statistic]:
-        """Add the matrices of all statistics, from the step with this number on."""
+    def add_statistics(
+        self, blobs: Blobs, since: int = 0, until: int | None = None
+    ) -> list[Statistic]:
+        """Add the matrices of all statistics, of the steps with these numbers."""
         found: dict[tuple[Of, str], tuple[np.ndarray, np.ndarray]] = {}
         for key, matrix in self._matrices.items():
             matrix.resize(matrix.rows, len(self.steps))
             sites = np.array(self._row_sites[key], np.int32)
             order = np.argsort(sites, kind="stable")
             is_sorted = bool((order == np.arange(len(order))).all())
-            numbers = matrix.numbers[:, since:]
+            numbers = matrix.numbers[:, since:until]
             found[key] = sites[order], numbers if is_sorted else numbers[order]
         return add_statistics(blobs, found, len(self.sites))
 
