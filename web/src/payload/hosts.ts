@@ -1,0 +1,112 @@
+/** The three hosts of the page: a saved file, the local server, a notebook. */
+import { type BlobSource, decodeBase64, inflate } from "./blobs";
+import { FORMAT, type Header, type Update, VERSION } from "./types";
+
+export interface Payload {
+  header: Header;
+  blobs: BlobSource;
+  /** Calls back with every update of a run that is followed; absent for a saved file. */
+  follow?(onUpdate: (update: Update) => void, onState: (state: "live" | "lost") => void): void;
+}
+
+export function checkHeader(header: Header): Header {
+  if (header.format !== FORMAT) throw new Error("This is not a payload of tapax.");
+  if (header.version !== VERSION) {
+    throw new Error(
+      `The payload has version ${header.version} of the format, but this page reads version ${VERSION}. ` +
+        "Use the version of tapax that made it.",
+    );
+  }
+  return header;
+}
+
+/** Blobs that are elements of the document, which may still be loading. */
+class DocumentBlobs implements BlobSource {
+  async read(blob: number): Promise<Uint8Array> {
+    return decodeBase64(await this.text(`tapax-blob-${blob}`));
+  }
+
+  async text(id: string): Promise<string> {
+    for (;;) {
+      const element = document.getElementById(id);
+      // The parser may be in the middle of an element; its text is whole once something follows.
+      if (element && (document.readyState !== "loading" || element.nextSibling)) return element.textContent ?? "";
+      if (document.readyState !== "loading") throw new Error(`The file is not whole: ${id} is missing.`);
+      await new Promise((resolve) => setTimeout(resolve, 30));
+    }
+  }
+}
+
+export async function openDocument(): Promise<Payload> {
+  const blobs = new DocumentBlobs();
+  const bytes = await inflate(decodeBase64(await blobs.text("tapax-header")));
+  return { header: checkHeader(JSON.parse(new TextDecoder().decode(bytes))), blobs };
+}
+
+/** The local server: `header`, `blob/N` and `updates` under the address of the page, each with its token. */
+export async function openServer(token: string): Promise<Payload> {
+  const get = async (path: string): Promise<Response> => {
+    const response = await fetch(`${path}?token=${encodeURIComponent(token)}`, { cache: "no-store" });
+    if (!response.ok) throw new Error(`The server answered ${response.status} for ${path}. It may have been stopped.`);
+    return response;
+  };
+  const header = checkHeader(await (await get("header")).json());
+  const blobs = { read: async (blob: number) => new Uint8Array(await (await get(`blob/${blob}`)).arrayBuffer()) };
+  return {
+    header,
+    blobs,
+    follow(onUpdate, onState) {
+      const events = new EventSource(`updates?token=${encodeURIComponent(token)}`);
+      events.onopen = () => onState("live");
+      events.onerror = () => onState("lost");
+      events.onmessage = (event) => onUpdate(JSON.parse(event.data) as Update);
+    },
+  };
+}
+
+/** What the page uses of the model of an anywidget. */
+export interface WidgetModel {
+  get(name: string): unknown;
+  send(content: unknown): void;
+  on(event: string, callback: (content: unknown, buffers?: DataView[]) => void): void;
+}
+
+/** A notebook: the header is a trait, blobs are asked for by messages. A saved notebook has the blobs as a trait. */
+export function openWidget(model: WidgetModel): Payload {
+  const header = checkHeader(JSON.parse(model.get("header") as string) as Header);
+  const saved = (model.get("blobs") ?? {}) as Record<string, DataView | string>;
+  const waiting = new Map<number, ((bytes: Uint8Array) => void)[]>();
+  const listeners: ((update: Update) => void)[] = [];
+  model.on("msg:custom", (content, buffers) => {
+    const message = content as { kind: string; blob?: number; update?: Update };
+    if (message.kind === "blob" && message.blob !== undefined && buffers?.[0]) {
+      const { buffer, byteOffset, byteLength } = buffers[0];
+      const bytes = new Uint8Array(buffer as ArrayBuffer, byteOffset, byteLength);
+      waiting.get(message.blob)?.forEach((resolve) => resolve(bytes));
+      waiting.delete(message.blob);
+    } else if (message.kind === "update" && message.update) {
+      listeners.forEach((listener) => listener(message.update!));
+    }
+  });
+  const read = (blob: number): Promise<Uint8Array> => {
+    const known = saved[String(blob)];
+    if (typeof known === "string") return Promise.resolve(decodeBase64(known));
+    if (known) return Promise.resolve(new Uint8Array(known.buffer as ArrayBuffer, known.byteOffset, known.byteLength));
+    return new Promise((resolve) => {
+      const others = waiting.get(blob);
+      if (others) others.push(resolve);
+      else {
+        waiting.set(blob, [resolve]);
+        model.send({ kind: "blob", blob });
+      }
+    });
+  };
+  return {
+    header,
+    blobs: { read },
+    follow(onUpdate, onState) {
+      listeners.push(onUpdate);
+      onState("live");
+    },
+  };
+}
