@@ -7,10 +7,17 @@ from typing import cast
 import numpy as np
 
 from tapax._results.difference import Difference, SiteDifference
+from tapax._results.taps import SiteDict
 from tapax.monitoring._log_format import number_to_json
 from tapax.viewer._blobs import Blobs
-from tapax.viewer._format import DifferenceEntry, JsonNumber, Of, SiteDifferenceEntry, Subject
-from tapax.viewer._format import empty_subject
+from tapax.viewer._format import (
+    DifferenceEntry,
+    JsonNumber,
+    Of,
+    SiteDifferenceEntry,
+    Subject,
+    empty_subject,
+)
 from tapax.viewer._matrices import add_statistics, as_float32
 from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
 
@@ -18,16 +25,15 @@ STATISTIC = "ulps"
 """The statistic of a difference: the largest error of a site, in units in the last place."""
 
 
-def add_difference(
-    difference: Difference, name: str, blobs: Blobs, sources: Sources, labels: tuple[str, str]
-) -> Subject:
-    """Make the subject of a difference; `labels` are the names of the two captures."""
+def add_difference(difference: Difference, name: str, blobs: Blobs, sources: Sources) -> Subject:
+    """Make the subject of a difference."""
     sites: dict[str, int] = {}
     numbers: dict[Of, dict[int, float]] = {"value": {}, "grad": {}}
+    by_kind: dict[Of, SiteDict] = {"value": difference.values, "grad": difference.grads}
     entries: list[SiteDifferenceEntry] = []
     places: dict[int, int] = {}
     for site in dict.fromkeys([*difference.values, *difference.grads]):
-        for of, found in (("value", difference.values), ("grad", difference.grads)):
+        for of, found in by_kind.items():
             if site in found:
                 each = found[site]
                 for row, ulps in _split_errors(each):
@@ -36,7 +42,7 @@ def add_difference(
                 entries.append(_make_entry(each, sites[_row_name(each)]))
     subject = empty_subject("difference", name)
     subject["sites"] = make_site_columns([SiteRow(row) for row in sites], sources)
-    found_numbers = {
+    found_numbers: dict[tuple[Of, str], tuple[np.ndarray, np.ndarray]] = {
         (of, STATISTIC): (
             np.array(sorted(by_site), np.int32),
             np.array([[as_float32(by_site[i])] for i in sorted(by_site)], np.float32),
@@ -46,8 +52,8 @@ def add_difference(
     }
     subject["statistics"] = add_statistics(blobs, found_numbers, len(sites))
     entry: DifferenceEntry = {
-        "a": labels[0],
-        "b": labels[1],
+        "a": "a",
+        "b": "b",
         "tolerance": str(difference.tolerance),
         "entries": entries,
         "first": None if difference.first is None else places[id(difference.first)],

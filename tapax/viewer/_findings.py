@@ -8,12 +8,11 @@ import numpy as np
 
 from tapax._sites import Site
 from tapax.nonfinite._finding import Finding
-from tapax.viewer._blobs import Blobs
 from tapax.viewer._format import Event, Subject, empty_subject
 from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
 
 
-def add_finding(finding: Finding, name: str, blobs: Blobs, sources: Sources) -> Subject:
+def add_finding(finding: Finding, name: str, sources: Sources) -> Subject:
     """Make the subject of a finding."""
     path = finding.path or finding.operation
     site = Site(path, source=finding.source)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from tapax.monitoring._log_tail import LogTail
 from tapax.monitoring._records import AlertEvent, Record
@@ -175,5 +175,8 @@ class FollowedRun:
         first, self._told_sites = self._told_sites, len(self._columns.sites)
         if first == self._told_sites:
             return {"name": [], "path": [], "role": [], "stack": [], "depth": []}
-        columns = make_site_columns([SiteRow(site) for site in self._columns.sites], Sources(Blobs()))
-        return cast(SiteColumns, {name: column[first:] for name, column in columns.items()})
+        columns = make_site_columns(
+            [SiteRow(site) for site in self._columns.sites], Sources(Blobs())
+        )
+        known = cast(Mapping[str, Sequence[Any]], columns)
+        return cast(SiteColumns, {name: column[first:] for name, column in known.items()})

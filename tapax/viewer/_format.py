@@ -41,7 +41,8 @@ are.
 **Following a run.** An *update* is JSON of the type `Update`, with blobs whose numbers continue
 those of the header: new steps, the statistics at these alone (one level, `f32`, rows as in any
 matrix), new sites, and in full what is small. `keep` says how many of the known steps remain, since
-a resumed run replaces later ones.
+a resumed run replaces later ones. Updates of all runs are numbered together: the `revision` of a
+subject is the number of the last one that it has in it.
 
 **Text.** Names, sources and messages are data. Nothing in a payload is markup but
 `ArrayEntry.rendering`, which the page shows in a sandboxed frame without scripts or network.

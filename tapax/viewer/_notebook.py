@@ -1,12 +1,13 @@
 """The page in a notebook: a widget while the kernel runs, and one HTML element in the saved file.
 
-The output of the cell has both. JupyterLab shows the widget. Where there is no kernel, as on a page that
-nbconvert made or in a viewer of notebooks, the element is shown: a frame that holds the saved page.
+The output of the cell has both. JupyterLab shows the widget. Where there is no kernel, as on a page
+that nbconvert made or in a viewer of notebooks, the element is shown: a frame with the saved page.
 """
 
 from __future__ import annotations
 
 import html
+import importlib.util
 import json
 import threading
 import weakref
@@ -24,17 +25,13 @@ STATIC_BYTES = 2**24
 
 def display_page(page: Any) -> None:
     """Show a page as an output of the cell that runs."""
-    from IPython.display import display
-
-    display(page)
+    importlib.import_module("IPython.display").display(page)
 
 
 def make_mime_bundle(payload: Payload, text: str) -> dict[str, Any]:
     """The output of a cell that shows a page; without anywidget, the frame alone."""
     bundle: dict[str, Any] = {"text/plain": text, "text/html": _make_frame(payload)}
-    try:
-        import anywidget  # noqa: F401
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("anywidget") is None:
         return bundle
     shown = make_widget(payload)._repr_mimebundle_()
     data = shown[0] if isinstance(shown, tuple) else shown
@@ -56,8 +53,7 @@ def _make_frame(payload: Payload) -> str:
 
 def make_widget(payload: Payload) -> Any:
     """Make the widget of a page, which sends blobs when the page asks for them."""
-    import anywidget
-    import traitlets
+    anywidget, traitlets = map(importlib.import_module, ("anywidget", "traitlets"))
 
     class PageWidget(anywidget.AnyWidget):
         _esm = f"{read_bundle()}\nexport default {{ render: tapaxPage.render }};\n"

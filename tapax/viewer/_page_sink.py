@@ -9,7 +9,7 @@ from tapax.viewer._page import Page, make_page
 
 
 class PageSink:
-    """Shows records as they come. The page goes on when the run has ended, until the program does."""
+    """Shows records as they come. The page stays when the run has ended, until the program ends."""
 
     def __init__(self) -> None:
         self._run = FollowedRun("run")

@@ -1,7 +1,7 @@
 """The payload of a page as its hosts read it, while the runs that it shows grow.
 
-Blobs are only ever added: those of the header first, then those of each update. So a page reads any blob
-that it was told of, however much came later.
+Blobs are only ever added: those of the header first, then those of each update. So a page reads any
+blob that it was told of, however much came later.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from tapax.viewer._blobs import Blobs
+from tapax.viewer._blobs import OVERVIEW_COLUMNS, Blobs
 from tapax.viewer._followed_run import FollowedRun
 from tapax.viewer._format import Header, Update
 
@@ -23,7 +23,7 @@ class Payload:
     """The header, blobs and updates of a page. Any thread may call any method.
 
     `header` lacks the subjects with the numbers in `runs`, which are put in their places, and
-    `blobs` are those of the other subjects. Updates are numbered from 1: those of all runs together.
+    `blobs` are those of the other subjects. Updates are numbered from 1, for all runs together.
     """
 
     def __init__(self, header: Header, blobs: Blobs, runs: Mapping[int, FollowedRun]):
@@ -32,7 +32,8 @@ class Payload:
         self._unchanging = len(blobs)
         self._lock = threading.RLock()
         self._updates: list[Update] = []
-        self._revision = self._read_revision = 0
+        self._revision = 0
+        self._added_steps: dict[int, int] = {}
         self._header = header
         self._header = self._add_runs()
 
@@ -42,11 +43,22 @@ class Payload:
         return bool(self._runs)
 
     def read_header(self) -> Header:
-        """The header, with the runs as they were at most `KEPT_UPDATES` updates ago."""
+        """The header. The runs in it are not always as they are now: updates have the rest."""
         with self._lock:
-            if self._revision - self._read_revision > KEPT_UPDATES:
+            if self._is_old():
                 self._header = self._add_runs()
             return self._header
+
+    def _is_old(self) -> bool:
+        """Whether a new header is worth its blobs: many updates, or most steps, came since."""
+        return (
+            self._must_reload
+            or self._revision - self._added_revision > KEPT_UPDATES
+            or any(
+                run.steps > 2 * self._added_steps[number] + OVERVIEW_COLUMNS
+                for number, run in self._runs.items()
+            )
+        )
 
     def read_blob(self, number: int) -> bytes | None:
         """A blob; None if there is none with this number."""
@@ -84,7 +96,9 @@ class Payload:
                 if self._revision:
                     self._collect(number, run)
                 subjects[number] = run.add_subject(self._blobs, self._revision)
-        self._read_revision = self._revision
+                self._added_steps[number] = run.steps
+        self._added_revision = self._revision
+        self._must_reload = False
         return {**self._header, "subjects": subjects, "blobs": len(self._blobs)}
 
     def _collect(self, number: int, run: FollowedRun) -> None:
@@ -94,4 +108,8 @@ class Payload:
                 break
             self._revision += 1
             self._updates.append(update)
+            if update["keep"] < self._added_steps[number] > OVERVIEW_COLUMNS:
+                # Steps that a page has at several levels were replaced: it has to begin anew.
+                self._must_reload = True
+                self._updates.clear()
         del self._updates[: -2 * KEPT_UPDATES]

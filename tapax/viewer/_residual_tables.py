@@ -25,14 +25,10 @@ def add_residual_table(table: ResidualTable, name: str, blobs: Blobs, sources: S
     if table.policy is not None:
         kept[f"bytes kept by {table.policy}"] = [bool(r.kept_by_policy) for r in table]
     sites = np.arange(len(rows), dtype=np.int32)
-    numbers = {
-        (cast(Of, ""), stat): (
-            sites,
-            np.array([[row.nbytes * is_kept] for row, is_kept in zip(rows, flags, strict=True)]),
-        )
-        for stat, flags in kept.items()
+    nbytes = np.array([row.nbytes for row in rows], np.float32)
+    found: dict[tuple[Of, str], tuple[np.ndarray, np.ndarray]] = {
+        ("", stat): (sites, (nbytes * flags)[:, None]) for stat, flags in kept.items() if rows
     }
-    found = {key: (rows, x.astype(np.float32)) for key, (rows, x) in numbers.items() if len(x)}
     subject["statistics"] = [
         {**statistic, "unit": "bytes"} for statistic in add_statistics(blobs, found, len(rows))
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from tapax._results import SiteTable, Taps, load_taps
 from tapax._results.difference import Difference
@@ -29,8 +29,16 @@ from tapax.viewer._runs import add_log
 from tapax.viewer._site_columns import Sources
 
 Viewable: TypeAlias = (
-    "Taps | SiteTable | ResidualTable | Log | Finding | Difference | ByToken | RowDataset "
-    "| str | os.PathLike[str]"
+    Taps
+    | SiteTable
+    | ResidualTable
+    | Log
+    | Finding
+    | Difference
+    | ByToken
+    | RowDataset
+    | str
+    | os.PathLike[str]
 )
 
 
@@ -43,7 +51,17 @@ class Options:
     decode: Decode | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class PagePart:
+    """Where a subject puts its blobs and sources, its name, and the options of the page."""
+
+    name: str
+    blobs: Blobs
+    sources: Sources
+    options: Options
+
+
+@dataclasses.dataclass(frozen=True)
 class Subjects:
     """The subjects of a page by number; those of `runs` are empty until the runs are read."""
 
@@ -51,19 +69,25 @@ class Subjects:
     runs: dict[int, FollowedRun]
 
 
-_Add: TypeAlias = "Callable[[Any, str, Blobs, Sources, Options], Subject]"
+_Add: TypeAlias = Callable[[Any, PagePart], Subject]
 _KINDS: Sequence[tuple[type, str, _Add]] = (
-    (Taps, "capture", lambda x, *to: add_taps(x, *to[:3], to[3].tokens)),
-    (SiteTable, "sites", lambda x, *to: add_site_table(x, *to[:3])),
-    (ResidualTable, "residuals", lambda x, *to: add_residual_table(x, *to[:3])),
-    (Log, "run", lambda x, *to: add_log(x, *to[:3])),
-    (Finding, "finding", lambda x, *to: add_finding(x, *to[:3])),
-    (Difference, "difference", lambda x, *to: add_difference(x, *to[:3], ("a", "b"))),
-    (ByToken, "tokens", lambda x, *to: add_by_token(x, *to[:3])),
+    (Taps, "capture", lambda x, to: add_taps(x, to.name, to.blobs, to.sources, to.options.tokens)),
+    (SiteTable, "sites", lambda x, to: add_site_table(x, to.name, to.blobs, to.sources)),
+    (
+        ResidualTable,
+        "residuals",
+        lambda x, to: add_residual_table(x, to.name, to.blobs, to.sources),
+    ),
+    (Log, "run", lambda x, to: add_log(x, to.name, to.blobs, to.sources)),
+    (Finding, "finding", lambda x, to: add_finding(x, to.name, to.sources)),
+    (Difference, "difference", lambda x, to: add_difference(x, to.name, to.blobs, to.sources)),
+    (ByToken, "tokens", lambda x, to: add_by_token(x, to.name, to.blobs, to.sources)),
     (
         RowDataset,
         "dataset",
-        lambda x, *to: add_dataset(x, *to[:3], to[3].directions, to[3].decode),
+        lambda x, to: add_dataset(
+            x, to.name, to.blobs, to.sources, to.options.directions, to.options.decode
+        ),
     ),
 )
 """What is viewed, its name on the page, and what makes its subject. The last is for any dataset."""
@@ -80,10 +104,10 @@ def make_subjects(
         if isinstance(each, FollowedRun):
             each.name = name
             made.runs[number] = each
-            made.subjects.append(empty_subject("log", name))  # type: ignore[arg-type]
+            made.subjects.append(cast(Subject, empty_subject("log", name)))
         else:
             _, add = _find_kind(each)
-            made.subjects.append(add(each, name, blobs, sources, options))
+            made.subjects.append(add(each, PagePart(name, blobs, sources, options)))
     return made
 
 

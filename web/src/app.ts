@@ -64,9 +64,10 @@ export class App implements PageContext {
     this.build();
     this.store.onChange((state, before) => this.changed(state, before));
     this.update();
+    let applied = Promise.resolve();
     payload.follow?.((update) => {
-      const subject = subjects[update.subject];
-      subject?.apply(update).then(() => this.refresh(), (error: unknown) => this.report(error));
+      // One after the other: each reads blobs before it appends.
+      applied = applied.then(() => subjects[update.subject]?.apply(update)).then(() => this.refresh(), (error: unknown) => this.report(error));
     }, (state) => {
       this.liveMark.hidden = false;
       this.liveMark.textContent = state === "live" ? "live" : "connection lost";

@@ -20,6 +20,15 @@ export function checkHeader(header: Header): Header {
   return header;
 }
 
+/** The number of the last update that a header has in it. */
+function revisionOf(header: Header): number {
+  return Math.max(0, ...header.subjects.map((subject) => subject.revision ?? 0));
+}
+
+function isFollowed(header: Header): boolean {
+  return header.subjects.some((subject) => subject.revision !== undefined);
+}
+
 /** Blobs that are elements of the document, which may still be loading. */
 class DocumentBlobs implements BlobSource {
   async read(blob: number): Promise<Uint8Array> {
@@ -56,10 +65,12 @@ export async function openServer(token: string): Promise<Payload> {
     header,
     blobs,
     follow(onUpdate, onState) {
-      const events = new EventSource(`updates?token=${encodeURIComponent(token)}`);
-      events.onopen = () => onState("live");
+      // A page that is not followed listens too: the server goes on while someone listens.
+      const events = new EventSource(`updates?token=${encodeURIComponent(token)}&after=${revisionOf(header)}`);
+      events.onopen = () => { if (isFollowed(header)) onState("live"); };
       events.onerror = () => onState("lost");
       events.onmessage = (event) => onUpdate(JSON.parse(event.data) as Update);
+      events.addEventListener("reload", () => location.reload());
     },
   };
 }
@@ -71,10 +82,12 @@ export interface WidgetModel {
   on(event: string, callback: (content: unknown, buffers?: DataView[]) => void): void;
 }
 
-/** A notebook: the header is a trait, blobs are asked for by messages. A saved notebook has the blobs as a trait. */
+/**
+ * A notebook: the header is a trait, blobs and updates come as messages. Messages go to every view of the widget, so
+ * a view takes the next update alone, and asks for those that it missed.
+ */
 export function openWidget(model: WidgetModel): Payload {
   const header = checkHeader(JSON.parse(model.get("header") as string) as Header);
-  const saved = (model.get("blobs") ?? {}) as Record<string, DataView | string>;
   const waiting = new Map<number, ((bytes: Uint8Array) => void)[]>();
   const listeners: ((update: Update) => void)[] = [];
   model.on("msg:custom", (content, buffers) => {
@@ -89,9 +102,6 @@ export function openWidget(model: WidgetModel): Payload {
     }
   });
   const read = (blob: number): Promise<Uint8Array> => {
-    const known = saved[String(blob)];
-    if (typeof known === "string") return Promise.resolve(decodeBase64(known));
-    if (known) return Promise.resolve(new Uint8Array(known.buffer as ArrayBuffer, known.byteOffset, known.byteLength));
     return new Promise((resolve) => {
       const others = waiting.get(blob);
       if (others) others.push(resolve);
@@ -105,7 +115,15 @@ export function openWidget(model: WidgetModel): Payload {
     header,
     blobs: { read },
     follow(onUpdate, onState) {
-      listeners.push(onUpdate);
+      if (!isFollowed(header)) return;
+      let revision = revisionOf(header);
+      listeners.push((update) => {
+        if (update.revision === revision + 1) {
+          revision += 1;
+          onUpdate(update);
+        } else if (update.revision > revision) model.send({ kind: "follow", after: revision });
+      });
+      model.send({ kind: "follow", after: revision });
       onState("live");
     },
   };

@@ -27,7 +27,7 @@ export interface Subject {
   sites: SiteColumns;
   /** The step of every column of the statistics, as f64; null for a single capture. */
   steps: Column | null;
-  /** Grows by one with every update of a run that is still being written; absent if it is not followed. */
+  /** The number of the last update, of all runs together, that the subject has in it; absent if it is not followed. */
   revision?: number;
   statistics: Statistic[];
   histograms: Histogram[];
