@@ -275,7 +275,7 @@ def _make_sink(to: str | os.PathLike[str]) -> Sink:
     if to == "table":
         return table()
     if to == "page":
-        # The page is in a layer above this one, and is loaded by name, as the packages of sinks are.
+        # The page is in a layer above this one, so it is loaded by name, as packages of sinks are.
         return importlib.import_module("tapax.viewer._page_sink").PageSink()
     sinks = {".jsonl": jsonl, **FORMATS}
     suffix = Path(to).suffix

@@ -5,7 +5,8 @@
     tapax view taps.safetensors --save taps.html
 
 A log that is still being written is followed. The command runs until Ctrl-C; with `--save` it
-writes one HTML file instead. The exit code is 0, or 2 if a path cannot be read or the port is taken.
+writes one HTML file instead. The exit code is 0, or 2 if a path cannot be read or the port is
+taken.
 """
 
 import argparse

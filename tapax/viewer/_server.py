@@ -1,9 +1,10 @@
 """The local server: brings one page to a browser on this machine.
 
 It listens on the loopback interface alone, and answers nobody who does not know the token in the
-address of the page. Another web site could make the browser that shows it send requests here. So the
-server answers only requests to a name of this machine, which excludes host names that an attacker
-points at 127.0.0.1, and only those of the page itself. It knows five paths and opens no file.
+address of the page. Another web site could make the browser that shows it send requests here. So
+the server answers only requests to a name of this machine, which excludes host names that an
+attacker points at 127.0.0.1, and only those of the page itself. It knows five paths and opens no
+file.
 
 | path | answer |
 |---|---|
