@@ -25,7 +25,18 @@ const asText = {
   },
 };
 
-const common = { bundle: true, logLevel: "warning", plugins: [asText], loader: { ".css": "text" }, absWorkingDir: here };
+/** uPlot asks Intl for the language of the browser, and fails where that is no language: Chromium under LANG=C. */
+const plainNumbers = {
+  name: "plain-numbers",
+  setup(builder) {
+    builder.onLoad({ filter: /uPlot\.esm\.js$/ }, async ({ path }) => ({
+      contents: (await readFile(path, "utf8")).replace("nav.language", '"en-US"'),
+      loader: "js",
+    }));
+  },
+};
+
+const common = { bundle: true, logLevel: "warning", plugins: [asText, plainNumbers], loader: { ".css": "text" }, absWorkingDir: here };
 
 if (process.argv.includes("--tests")) {
   const tests = readdirSync(join(here, "tests")).filter((name) => name.endsWith(".test.ts"));

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -47,10 +47,10 @@ class Blobs:
         copied.urgent = {number for number in self.urgent if number < self.first + count}
         return copied
 
-    def add(self, content: bytes, *, urgent: bool = False) -> int:
+    def add(self, content: bytes, *, urgent: bool = False, effort: int = 1) -> int:
         """Compress some bytes; return the number of the blob."""
         number = self.first + len(self._blobs)
-        compressor = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
+        compressor = zlib.compressobj(effort, zlib.DEFLATED, -zlib.MAX_WBITS)
         self._blobs.append(compressor.compress(content) + compressor.flush())
         if urgent:
             self.urgent.add(number)
@@ -62,10 +62,22 @@ class Blobs:
         shape = [int(n) for n in np.shape(array)]
         return {"blob": self.add(content.tobytes(), urgent=urgent), "dtype": dtype, "shape": shape}  # type: ignore[typeddict-item]
 
+    def add_arrays(self, arrays: Sequence[np.ndarray], dtype: str) -> list[Column]:
+        """Add small arrays that are read together, in one blob."""
+        if not arrays:
+            return []
+        whole = self.add_array(np.concatenate([array.ravel() for array in arrays]), dtype)
+        offsets = np.cumsum([0, *(array.size for array in arrays)])
+        shapes = [[int(n) for n in array.shape] for array in arrays]
+        return [
+            {**whole, "shape": shape, "offset": int(offset)}
+            for shape, offset in zip(shapes, offsets[:-1], strict=True)
+        ]
+
     def add_text(self, text: str) -> Column:
         """Add a text."""
         content = text.encode("utf-8", "replace")
-        return {"blob": self.add(content), "dtype": "utf8", "shape": [len(content)]}
+        return {"blob": self.add(content, effort=6), "dtype": "utf8", "shape": [len(content)]}
 
     def add_matrix(
         self, matrix: np.ndarray, sites: np.ndarray | None = None, *, exact: bool | None = None

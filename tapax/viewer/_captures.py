@@ -184,16 +184,19 @@ class _TapsReader:
                 self.numbers.setdefault((of, name), {})[row] = merged
 
     def add_histograms(self, blobs: Blobs, numbers: Mapping[str, int]) -> list[HistogramEntry]:
+        found = self._histograms.values()
+        counts = blobs.add_arrays([counts[None] for counts, _ in found], "f32")
+        edges = blobs.add_arrays([edges for _, edges in found], "f64")
         return [
             {
                 "of": of,
                 "stat": stat,
                 "site": numbers[row],
                 "steps": None,
-                "edges": blobs.add_array(edges, "f64"),
-                "counts": blobs.add_array(counts[None], "f32"),
+                "edges": edges[i],
+                "counts": counts[i],
             }
-            for (of, stat, row), (counts, edges) in self._histograms.items()
+            for i, (of, stat, row) in enumerate(self._histograms)
         ]
 
     def add_arrays(self, blobs: Blobs, numbers: Mapping[str, int]) -> list[ArrayEntry]:

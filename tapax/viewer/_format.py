@@ -8,9 +8,10 @@ local server answers requests for them, a notebook sends them as binary messages
 together, with `VERSION`.
 
 **Blobs.** Every blob is compressed with raw deflate (RFC 1951). What it holds is said where the
-header refers to it: a *column*, `{"blob": 3, "dtype": "f32", "shape": [12, 64]}`, is one little-
-endian array in C order, of f32, f64, i32 or u8, or a text in UTF-8 (dtype `utf8`, shape `[bytes]`).
-A *tile* is a part of a matrix, in one of the two codecs below.
+header refers to it: a *column*, `{"blob": 3, "dtype": "f32", "shape": [12, 64]}`, is one
+little-endian array in C order, of f32, f64, i32 or u8, or a text in UTF-8 (dtype `utf8`, shape
+`[bytes]`). Several small arrays may share a blob: `offset` is the number of elements before this
+one. A *tile* is a part of a matrix, in one of the two codecs below.
 
 **Subjects.** `header["subjects"]` has an entry for each thing that is viewed: taps, a table of
 sites, a log, a finding, a difference, a dataset. All have the same fields, most of them empty for
@@ -76,6 +77,7 @@ class Column(TypedDict):
     blob: int
     dtype: Literal["f32", "f64", "i32", "u8", "utf8"]
     shape: Sequence[int]
+    offset: NotRequired[int]
 
 
 class Level(TypedDict):

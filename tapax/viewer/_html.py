@@ -14,7 +14,7 @@ import hashlib
 import html
 import json
 import os
-import tempfile
+import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,18 +27,21 @@ from tapax.viewer._format import Header
 def save_html(path: str | os.PathLike[str], header: Header, blobs: Blobs) -> None:
     """Write the file under another name and rename it, so that `path` never holds half of it."""
     target = Path(path)
-    file = tempfile.NamedTemporaryFile(
-        "wb", dir=target.parent, prefix=f".{target.name}.", delete=False
-    )
+    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with file:
-            for chunk in _write(header, blobs):
-                file.write(chunk)
-        os.replace(file.name, target)
-    except BaseException:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "wb") as file:
+            file.writelines(_write(header, blobs))
+        os.replace(beside, target)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OSError(
+            f"The page cannot be written to {str(target)!r}: {why}. Give a path that can be "
+            "written."
+        ) from error
+    finally:
         with contextlib.suppress(OSError):
-            os.unlink(file.name)
-        raise
+            beside.unlink()
 
 
 def content_security_policy(script: str) -> str:

@@ -58,7 +58,7 @@ def add_statistics(
             {
                 "of": of,
                 "stat": stat,
-                "unit": unit_of(of, stat),
+                "unit": unit_of(stat),
                 "scale": scale_of(stat, sample),
                 "matrix": matrix,
             }

@@ -13,7 +13,16 @@ from tapax.monitoring._log_format import number_to_json
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, split_name
 from tapax.monitoring._units import merge_units
 from tapax.viewer._blobs import Blobs
-from tapax.viewer._format import MISSING, Event, JsonNumber, Of, Statistic, Subject, empty_subject
+from tapax.viewer._format import (
+    MISSING,
+    Column,
+    Event,
+    JsonNumber,
+    Of,
+    Statistic,
+    Subject,
+    empty_subject,
+)
 from tapax.viewer._format import Histogram as HistogramEntry
 from tapax.viewer._matrices import GrowingMatrix, add_statistics, as_float32
 from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
@@ -176,6 +185,15 @@ class RunColumns:
     def add_histograms(self, blobs: Blobs, since: int | None = None) -> list[HistogramEntry]:
         """Add the histograms over time; only those with a step from `since` on, if it is given."""
         entries: list[HistogramEntry] = []
+        known: dict[tuple[str, bytes], Column] = {}
+
+        def add_once(array: np.ndarray) -> Column:
+            # Sites share their steps and edges as a rule.
+            key = str(array.shape), array.astype(np.float64).tobytes()
+            if key not in known:
+                known[key] = blobs.add_array(array, "f64")
+            return known[key]
+
         for (of, stat, site), by_step in self._histograms.items():
             if not by_step or (since is not None and max(by_step) < since):
                 continue
@@ -185,8 +203,8 @@ class RunColumns:
                     "of": of,
                     "stat": stat,
                     "site": self.sites[site],
-                    "steps": blobs.add_array(steps, "f64"),
-                    "edges": blobs.add_array(edges, "f64"),
+                    "steps": add_once(steps),
+                    "edges": add_once(edges),
                     "counts": blobs.add_array(counts, "f32"),
                 }
             )

@@ -6,21 +6,18 @@ import numpy as np
 
 from tapax._results.iterations import rms
 from tapax.monitoring._units import base_statistic
-from tapax.viewer._format import Of, Scale
+from tapax.viewer._format import Scale
 
 BINS = 64
 """The bins of the histogram of a captured array."""
-_UNITS = {"zeros": "fraction", "nonfinite": "elements", "update_ratio": "update / weight"}
+_UNITS = {"zeros": "of elements", "nonfinite": "elements"}
 _LINEAR = {"zeros", "nonfinite"}
 _DIVERGING = {"mean", "min", "max", "sum", "last", "cosine"}
 
 
-def unit_of(of: Of, stat: str) -> str:
+def unit_of(stat: str) -> str:
     """The unit of a statistic in words; empty if it has that of the value."""
-    base = base_statistic(stat)
-    if base == "ratio" and of == "update":
-        return _UNITS["update_ratio"]
-    return _UNITS.get(base, "")
+    return _UNITS.get(base_statistic(stat), "")
 
 
 def scale_of(stat: str, numbers: np.ndarray) -> Scale:

@@ -132,7 +132,7 @@ export class App implements PageContext {
   statisticControls(): HTMLElement[] {
     const statistic = this.statistic();
     if (!statistic) return [];
-    const options = this.subject().statistics.map((each) => ({ value: each.key, label: each.stat.replace(/_/g, " ") || "number", group: GROUPS[each.of] }));
+    const options = this.subject().statistics.map((each) => ({ value: each.key, label: each.label, group: GROUPS[each.of] }));
     return [
       select("Statistic", options, statistic.key, (key) => this.store.set({ stat: key, scale: "" })),
       segmented("Scale", SCALES, this.scaleKind(statistic), (scale) => this.store.set({ scale })),

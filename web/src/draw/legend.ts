@@ -18,7 +18,7 @@ export function legend(scale: Scale, palette: Palette, label: string, unit: stri
   context.font = "11px system-ui, sans-serif";
   context.textAlign = "center";
   let end = -Infinity;
-  for (const tick of ticks(scale, 4)) {
+  for (const tick of ticks(scale, scale.kind === "log" ? 4 : 5)) {
     const x = 20 + scale.place(tick) * (WIDTH - 1);
     const text = tickLabel(tick);
     const half = context.measureText(text).width / 2;

@@ -3,7 +3,7 @@ import type { Site } from "./subject";
 
 export interface GridRow {
   label: string;
-  /** The sites in the row by column; those outside of layers are in column 0, across all. */
+  /** The sites in the row by column; those outside of layers are in a column of their own, the first. */
   cells: Map<number, Site[]>;
   isOutside: boolean;
 }
@@ -14,7 +14,8 @@ export interface LayerGrid {
 }
 
 export function layOutLayers(sites: Site[]): LayerGrid {
-  const columns = new Map<string, number>();
+  const outside = sites.some((site) => !site.depth.length);
+  const columns = new Map<string, number>(outside ? [["", 0]] : []);
   const rows = new Map<string, GridRow>();
   for (const site of sites) {
     if (!site.depth.length) {

@@ -120,7 +120,7 @@ function orderEdges(node: ModuleNode, open: Set<string>): ModuleEdge[] {
 
 /** The shape of what a module returns: of its own site, or of the last one in it. */
 export function outputShape(node: ModuleNode): number[] | null {
-  const own = node.sites.find((site) => site.shape);
+  const own = node.sites.find((site) => site.shape && !site.path.includes(":")) ?? node.sites.find((site) => site.shape);
   if (own) return own.shape;
   for (let i = node.children.length - 1; i >= 0; i--) {
     const shape = outputShape(node.children[i]!);

@@ -236,6 +236,8 @@ export interface Column {
   blob: number;
   dtype: "f32" | "f64" | "i32" | "u8" | "utf8";
   shape: number[];
+  /** How many elements of the blob come before this array; absent if it is the only one. */
+  offset?: number;
 }
 
 /** What a run that is followed sends when it has grown. Blob numbers continue those of the header. */

@@ -84,7 +84,7 @@ class Arrays implements ViewInstance {
     const { store } = context;
     const theme = context.theme();
     const rank = entry.shape.length;
-    const [a, b] = axesText.split(",").map(Number);
+    const [a, b] = axesText.split(",").map((text) => (text === "" ? NaN : Number(text)));
     const valid = (axis: number | undefined): axis is number => axis !== undefined && Number.isInteger(axis) && axis >= 0 && axis < rank;
     const across = rank ? (valid(b) ? b : rank - 1) : -1;
     const down = rank > 1 ? (valid(a) && a !== across ? a : across === rank - 2 ? rank - 1 : rank - 2) : -1;

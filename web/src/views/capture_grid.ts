@@ -69,7 +69,7 @@ export class CaptureGrid implements ViewInstance {
     const nColumns = Math.max(1, grid.columns.length);
     const room = Math.max(nColumns * LEAST_COLUMN, this.frame.clientWidth - gutter - 16);
     const cellWidth = Math.min(120, room / nColumns);
-    const top = grid.columns.length ? HEADER : 8;
+    const top = grid.columns.length > 1 ? HEADER : 12;
     const rowHeight = Math.min(34, Math.max(ROW, (this.frame.clientHeight - top - 12) / Math.max(1, grid.rows.length)));
     const height = top + rowHeight * grid.rows.length + 8;
     const width = gutter + cellWidth * nColumns + 8;
@@ -84,7 +84,7 @@ export class CaptureGrid implements ViewInstance {
       graphics.rotate(cellWidth > 90 ? 0 : -Math.PI / 5);
       graphics.fillStyle = theme.muted;
       graphics.textAlign = cellWidth > 90 ? "center" : "left";
-      graphics.fillText(shorten(label, 18), 0, 0);
+      graphics.fillText(shorten(label || (grid.columns.length > 1 ? "outside layers" : ""), 18), 0, 0);
       graphics.restore();
     });
     grid.rows.forEach((row, j) => {

@@ -42,7 +42,7 @@ class Compare implements ViewInstance {
     const b = model.subjects[store.state.other] ?? model.subjects.find((each) => each !== a)!;
     const statistic = context.statistic();
     const options = model.subjects.filter((each) => each !== a).map((each) => ({ value: String(each.index), label: each.data.name }));
-    this.toolbar.append(select("With", options, String(b.index), (value) => store.set({ other: Number(value) })), ...context.statisticControls(), this.toleranceControl());
+    this.toolbar.append(select("With", options, String(b.index), (value) => store.set({ other: Number(value) })), ...context.statisticControls().slice(0, 1), this.toleranceControl());
     if (!statistic) return void this.body.replaceChildren(emptyState("No numbers", "The first of them has no statistics."));
     const twin = b.statistic(statistic.key);
     const last = (steps: number[], step: number | null) => (step === null ? Infinity : steps.findIndex((each) => each >= step) >>> 0);
@@ -76,7 +76,7 @@ class Compare implements ViewInstance {
       });
       return el("label", { class: "control" }, el("span", { class: "control-label" }, label), field);
     };
-    this.toolbar.append(input("Step", "from", from), input("and step", "to", to), ...context.statisticControls(), this.toleranceControl());
+    this.toolbar.append(input("Step", "from", from), input("and step", "to", to), ...context.statisticControls().slice(0, 1), this.toleranceControl());
     if (!statistic) return void this.body.replaceChildren(emptyState("No numbers", "The log has no statistics yet."));
     const compared = compareSites(context.filtered(), (site) => numberAt(subject, statistic, site, from), (site) => numberAt(subject, statistic, site, to), this.tolerance());
     this.showTable(compared, `step ${formatCount(steps[from]!)}`, `step ${formatCount(steps[to]!)}`, "");
@@ -123,7 +123,7 @@ class Compare implements ViewInstance {
     });
     this.body.replaceChildren(
       el("table", { class: "plain" },
-        el("thead", {}, el("tr", {}, el("th", {}, "Site"), el("th", { class: "number" }, a), el("th", { class: "number" }, b), el("th", { class: "number" }, "Ratio"), el("th", {}, "Smaller — larger"))),
+        el("thead", {}, el("tr", {}, el("th", {}, "Site"), el("th", { class: "number" }, a), el("th", { class: "number" }, b), el("th", { class: "number" }, "Ratio"), el("th", {}, "Smaller or larger"))),
         el("tbody", {}, ...rows)),
       sorted.length > SHOWN ? el("p", { class: "hint padded" }, `and ${formatCount(sorted.length - SHOWN)} more; filter by site, or order by change.`) : "",
     );

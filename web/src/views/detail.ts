@@ -2,6 +2,7 @@
 import uPlot from "uplot";
 import { LINES } from "../draw/colour";
 import { fileName, formatBytes, formatCount, formatNumber, formatType, formatWithUnit } from "../draw/format";
+import { makeScale, tickLabel, ticks } from "../draw/scale";
 import { numberAt } from "../model/comparison";
 import type { LoadedStatistic, Site, SubjectModel } from "../model/subject";
 import { MISSING } from "../payload/types";
@@ -17,7 +18,7 @@ interface Line {
 
 export class Detail {
   readonly element = el("aside", { class: "detail", "aria-label": "Selected site" });
-  private plot: uPlot | null = null;
+  private plots: uPlot[] = [];
   private turn = 0;
   private lines: Line[] = [];
 
@@ -38,8 +39,8 @@ export class Detail {
     const { site: name, step } = context.store.state;
     const site = subject.site(name);
     this.element.classList.toggle("is-empty", !name);
-    this.plot?.destroy();
-    this.plot = null;
+    this.plots.forEach((plot) => plot.destroy());
+    this.plots = [];
     this.lines = [];
     clear(this.element);
     if (!site) {
@@ -90,55 +91,81 @@ export class Detail {
     const { context } = this;
     const statistic = context.statistic();
     if (!statistic) return;
-    const lines: Line[] = [];
-    const wanted: [SubjectModel, LoadedStatistic | undefined, string][] = [[subject, statistic, statistic.label]];
+    const shown = [statistic];
     if (statistic.of === "value" || statistic.of === "grad") {
       const twin = subject.statistics.find((each) => each.stat === statistic.stat && each.of === (statistic.of === "value" ? "grad" : "value"));
-      if (twin) wanted.push([subject, twin, twin.label]);
+      if (twin && twin.matrix.row(site.index) >= 0) shown.push(twin);
     }
-    for (const other of context.model.subjects) {
-      if (other !== subject && other.isRun) wanted.push([other, other.statistic(statistic.key), `${statistic.label}, ${other.data.name}`]);
+    for (const each of shown) {
+      const lines = await this.readLines(subject, each, site);
+      if (turn !== this.turn) return;
+      if (!lines.length) continue;
+      this.lines.push(...lines);
+      this.drawPlot(host, each, lines);
     }
-    for (const [each, one, label] of wanted) {
+  }
+
+  /** The series of a site in this run, and in the runs beside it. */
+  private async readLines(subject: SubjectModel, statistic: LoadedStatistic, site: Site): Promise<Line[]> {
+    const lines: Line[] = [];
+    const others = this.context.model.subjects.filter((each) => each !== subject && each.isRun);
+    for (const each of [subject, ...others]) {
+      const one = each.statistic(statistic.key);
       const row = one?.matrix.row(each.site(site.name)?.index ?? -1) ?? -1;
-      if (one && row >= 0) lines.push({ label, steps: each.steps, numbers: await one.matrix.readRow(row) });
+      if (one && row >= 0) lines.push({ label: others.length ? `${statistic.label}, ${each.data.name}` : statistic.label, steps: [...each.steps], numbers: await one.matrix.readRow(row) });
     }
-    if (turn !== this.turn || !lines.length) return;
-    this.lines = lines;
+    return lines;
+  }
+
+  private drawPlot(host: HTMLElement, statistic: LoadedStatistic, lines: Line[]): void {
+    const { context } = this;
     const theme = context.theme();
     const isLog = context.scaleKind(statistic) === "log";
     const clean = (x: number) => (x === MISSING || !Number.isFinite(x) || (isLog && x <= 0) ? null : x);
     const data = uPlot.join(lines.map((line) => [line.steps, Array.from(line.numbers, clean)] as uPlot.AlignedData));
-    const axis = { stroke: theme.muted, grid: { stroke: theme.line, width: 1 }, ticks: { stroke: theme.line, width: 1 }, font: "11px system-ui, sans-serif" };
-    const legendBox = el("div", { class: "series-legend" }, ...lines.map((line, i) => {
+    const axis = { stroke: theme.muted, grid: { stroke: theme.line, width: 1 }, ticks: { stroke: theme.line, width: 1, size: 4 }, font: "11px system-ui, sans-serif", gap: 3 };
+    const colours = LINES[theme.name];
+    const first = statistic.of === "grad" && lines.length === 1 ? 1 : 0;
+    const readout = el("span", { class: "readout mono muted" });
+    const legendBox = lines.length > 1 ? el("div", { class: "series-legend" }, ...lines.map((line, i) => {
       const key = el("span", { class: "series-key" });
-      key.style.background = LINES[theme.name][i % 5]!;
+      key.style.background = colours[i % 5]!;
       return el("span", {}, key, line.label);
-    }));
-    host.append(el("h3", {}, isLog ? "Over steps, log scale" : "Over steps"), legendBox);
-    this.plot = new uPlot({
+    })) : null;
+    host.append(el("h3", {}, `${statistic.label}${statistic.unit ? ` (${statistic.unit})` : ""}${isLog ? ", log scale" : ""}`, readout), ...(legendBox ? [legendBox] : []));
+    const plot = new uPlot({
       width: Math.max(200, this.element.clientWidth - 24),
-      height: 190,
+      height: 148,
       legend: { show: false },
       cursor: { drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: isLog ? { distr: 3 } : {} },
-      axes: [{ ...axis, values: (_, ticks) => ticks.map((x) => formatCount(x)) }, { ...axis, size: 56, values: (_, ticks) => ticks.map((x) => (x === null ? "" : formatNumber(x))) }],
-      series: [{}, ...lines.map((line, i) => ({ label: line.label, stroke: LINES[theme.name][i % 5]!, width: 1.5, points: { show: lines[0]!.steps.length < 40, size: 4 } }))],
+      scales: { x: { time: false }, y: isLog ? { distr: 3, range: logRange } : {} },
+      axes: [
+        { ...axis, size: 26, values: (_, marks) => marks.map((x) => formatCount(x)) },
+        { ...axis, size: 52, splits: (_, __, low, high) => ticks(makeScale(isLog ? "log" : "linear", low, high), 4), values: (_, marks) => marks.map((x) => (x === null ? "" : tickLabel(x))) },
+      ],
+      series: [{}, ...lines.map((line, i) => ({ label: line.label, stroke: colours[(first + i) % 5]!, width: 1.5, points: { show: lines[0]!.steps.length < 40, size: 4 } }))],
       hooks: {
-        setCursor: [(plot) => {
-          const at = plot.cursor.idx;
+        setCursor: [(each) => {
+          const at = each.cursor.idx;
           if (at === null || at === undefined) return;
-          readout.textContent = [`step ${formatCount(data[0]![at]! as number)}`, ...lines.map((_, i) => { const y = data[i + 1]![at]; return y === null || y === undefined ? "–" : formatNumber(y); })].join("   ");
+          const shown = lines.map((_, i) => data[i + 1]![at]).map((y) => (y === null || y === undefined ? "no number" : formatNumber(y)));
+          readout.textContent = `step ${formatCount(data[0]![at]! as number)}: ${shown.join(", ")}`;
         }],
       },
     }, data, host);
-    this.plot.over.addEventListener("click", () => {
-      const at = this.plot?.cursor.idx;
+    this.plots.push(plot);
+    plot.over.addEventListener("click", () => {
+      const at = plot.cursor.idx;
       if (at !== null && at !== undefined) context.store.set({ step: data[0]![at]! as number });
     });
-    const readout = el("div", { class: "readout mono muted" }, "\u00a0");
-    host.append(readout);
   }
+}
+
+/** The data with a little room, rather than whole decades. */
+function logRange(_: uPlot, low: number | null, high: number | null): [number, number] {
+  if (low === null || high === null || !(low > 0)) return [0.1, 10];
+  const room = Math.max(1.15, (high / low) ** 0.06);
+  return [low / room, high * room];
 }
 
 /** A name that may break after a slash. */

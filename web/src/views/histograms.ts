@@ -138,7 +138,7 @@ class Histograms implements ViewInstance {
   }
 
   /** Where a value is along the axis: on the bins themselves if they are log2 bins, else linear. */
-  private axis(panel: Panel, own: boolean): { place(x: number, line: number): number; ticks: number[]; label: string } {
+  private axis(panel: Panel, own: boolean): { place(x: number, line: number): number; ticks: number[]; label: string; isLog: boolean } {
     const isLog = panel.lines.every(({ edges }) => isGeometric(edges));
     if (isLog) {
       const edges = panel.lines[0]!.edges;
@@ -148,7 +148,8 @@ class Histograms implements ViewInstance {
       return {
         place: (x) => edges.findIndex((edge) => edge >= x) / bins,
         ticks: exponents.flatMap((e, i) => (Number.isFinite(e) && i % stride === 0 ? [edges[i]!] : [])),
-        label: "value, log2 bins",
+        label: "value, bins of powers of two",
+        isLog: true,
       };
     }
     const quantile = (pick: (line: Panel["lines"][number]) => number) => panel.lines.map(pick).sort((a, b) => a - b);
@@ -164,9 +165,10 @@ class Histograms implements ViewInstance {
         },
         ticks: [],
         label: "each from its least to its largest value",
+        isLog: false,
       };
     }
-    return { place: (x) => (x - low) / (high - low), ticks: niceTicks(low, high, 5), label: "value" };
+    return { place: (x) => (x - low) / (high - low), ticks: niceTicks(low, high, 5), label: "value", isLog: false };
   }
 
   private drawRidges(canvas: HTMLCanvasElement, panel: Panel, width: number, height: number, left: number, own: boolean): void {
@@ -234,7 +236,7 @@ class Histograms implements ViewInstance {
     const { edges } = panel.lines[0]!;
     const stride = Math.max(1, Math.ceil(bins / (plot.height / 26)));
     for (let i = 0; i <= bins; i += stride) {
-      if (Number.isFinite(edges[i]!)) graphics.fillText(tickLabel(edges[i]!), left - 8, plot.y + plot.height - (i / bins) * plot.height + 4);
+      if (Number.isFinite(edges[i]!)) graphics.fillText(isGeometric(edges) ? powerOfTwo(edges[i]!) : tickLabel(edges[i]!), left - 8, plot.y + plot.height - (i / bins) * plot.height + 4);
     }
     graphics.textAlign = "center";
     const across = Math.max(1, Math.ceil(panel.lines.length / (plot.width / 70)));
@@ -252,7 +254,7 @@ class Histograms implements ViewInstance {
     for (const tick of axis.ticks) {
       const x = left + axis.place(tick, 0) * (width - left - RIGHT);
       graphics.fillRect(x, height - BOTTOM, 1, 4);
-      graphics.fillText(tickLabel(tick), x, height - BOTTOM + 16);
+      graphics.fillText(axis.isLog ? powerOfTwo(tick) : tickLabel(tick), x, height - BOTTOM + 16);
     }
     graphics.fillText(axis.label, left + (width - left - RIGHT) / 2, height - 6);
     if (panel.axis === "step") {
@@ -264,6 +266,14 @@ class Histograms implements ViewInstance {
 
 function clamp(x: number): number {
   return x < 0 ? 0 : x > 1 ? 1 : x;
+}
+
+/** A power of two as such: 2⁻¹². */
+function powerOfTwo(x: number): string {
+  const digits = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+  const exponent = Math.round(Math.log2(Math.abs(x)));
+  const text = String(Math.abs(exponent)).replace(/\d/g, (digit) => digits[Number(digit)]!);
+  return x === 0 ? "0" : `${x < 0 ? "−" : ""}2${exponent < 0 ? "⁻" : ""}${text}`;
 }
 
 function signedLog2(x: number): number {

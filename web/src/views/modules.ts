@@ -216,7 +216,7 @@ class ModuleGraph implements ViewInstance {
   private fit(): void {
     if (!this.layout) return;
     const { clientWidth, clientHeight } = this.frame;
-    const k = Math.max(0.35, Math.min(1, (clientWidth - 40) / this.layout.width, Math.max(0.6, (clientHeight - 30) / this.layout.height)));
+    const k = Math.max(0.35, Math.min(1, (clientWidth - 40) / this.layout.width, Math.max(0.9, (clientHeight - 30) / this.layout.height)));
     this.transform = { k, x: Math.max(20, (clientWidth - this.layout.width * k) / 2), y: 14 };
     this.move();
   }

@@ -167,6 +167,11 @@ export class RunHeatmap implements ViewInstance {
       graphics.fillText(text, area.x - 8, y);
     }
     graphics.textBaseline = "alphabetic";
+    if (height < 3) return;
+    graphics.fillStyle = theme.panel;
+    for (let i = window.rowFrom + 1; i < window.rowTo; i++) {
+      if (layerOf(this.sites[i]!) !== layerOf(this.sites[i - 1]!)) graphics.fillRect(area.x, area.y + (i - window.rowFrom) * height - 0.75, area.width, 1.5);
+    }
   }
 
   /** Rows with a label: every site if there is room, else the first of each layer, else every n-th site. */
@@ -175,8 +180,7 @@ export class RunHeatmap implements ViewInstance {
     if (stride > 1) {
       let before = "";
       for (let i = window.rowFrom; i < window.rowTo; i++) {
-        const site = this.sites[i]!;
-        const layer = site.depth.length ? `${site.stack}/${site.depth.join("/")}` : site.name;
+        const layer = layerOf(this.sites[i]!);
         if (layer !== before) made.push([i, shorten(layer, characters)]);
         before = layer;
       }
@@ -350,6 +354,10 @@ export class RunHeatmap implements ViewInstance {
     const next = steps[Math.max(0, Math.min(steps.length - 1, at))];
     if (next !== undefined) this.context.store.set({ step: next });
   }
+}
+
+function layerOf(site: Site): string {
+  return site.depth.length ? `${site.stack}/${site.depth.join("/")}` : site.name;
 }
 
 function bound(from: number, size: number, end: number): number {
