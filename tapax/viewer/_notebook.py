@@ -62,16 +62,13 @@ def make_widget(payload: Payload) -> Any:
 
         def answer(self, _: Any, content: Any, buffers: Any) -> None:
             """Answer a message of the page."""
-            kind = content.get("kind") if isinstance(content, dict) else None
-            number = content.get("blob") if kind == "blob" else content.get("after")
-            if type(number) is not int:
-                return
-            if kind == "blob":
-                blob = payload.read_blob(number)
-                if blob is not None:
-                    self.send({"kind": "blob", "blob": number}, [blob])
-            elif kind == "follow":
-                _send_updates(self, payload, number)
+            match content:
+                case {"kind": "blob", "blob": int(number)}:
+                    blob = payload.read_blob(number)
+                    if blob is not None:
+                        self.send({"kind": "blob", "blob": number}, [blob])
+                case {"kind": "follow", "after": int(number)}:
+                    _send_updates(self, payload, number)
 
     widget = PageWidget(header=json.dumps(payload.read_header(), allow_nan=False))
     widget.on_msg(widget.answer)

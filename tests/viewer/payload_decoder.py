@@ -1,4 +1,4 @@
-"""Reads payloads with NumPy alone, by the words of `tapax.viewer._format`: an oracle for the tests."""
+"""An oracle: reads payloads with NumPy alone, by the words of `tapax.viewer._format`."""
 
 import base64
 import json
