@@ -111,10 +111,11 @@ def test_a_script_goes_on_while_a_browser_shows_its_page(tmp_path):
         "log = tapax.Log()\nlog(0, {'a/value_rms': 1.0})\ntapax.view(log)\n"
     )
     environment = {**os.environ, "BROWSER": f"{sys.executable} {browser} %s"}
+    command = [sys.executable, "-c", script]
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.returncode == 0 and "tapax shows the page at http://127.0.0.1:" in done.stderr
+    assert "tapax shows the page at http://127.0.0.1:" in done.stderr
     assert b'"tapax.page"' in (tmp_path / "browser.py.seen").read_bytes()
 
 
