@@ -117,15 +117,20 @@ class Blobs:
 
 def summarise(matrix: np.ndarray, factor: int) -> np.ndarray:
     """Reduce each `factor` columns of a matrix to the number of largest magnitude among them."""
+    # Some rows at a time, to stay small beside the matrix itself.
+    tops = range(0, len(matrix), TILE_ROWS)
+    return np.concatenate([_summarise(matrix[top : top + TILE_ROWS], factor) for top in tops])
+
+
+def _summarise(matrix: np.ndarray, factor: int) -> np.ndarray:
     rows, columns = matrix.shape
     padding = -columns % factor
     padded = np.pad(matrix, ((0, 0), (0, padding)), constant_values=MISSING)
     groups = padded.reshape(rows, -1, factor)
     magnitudes = np.abs(groups)
     magnitudes[groups == np.float32(MISSING)] = -1
-    magnitudes[np.isnan(groups)] = np.inf  # and the first of equal ones is taken: see below
-    chosen = np.take_along_axis(groups, magnitudes.argmax(-1)[..., None], -1)[..., 0]
-    return np.where(np.isnan(groups).any(-1), np.float32(np.nan), chosen)
+    # argmax takes the first NaN, if there is one.
+    return np.take_along_axis(groups, magnitudes.argmax(-1)[..., None], -1)[..., 0]
 
 
 def _as_floats(tile: np.ndarray) -> bytes:

@@ -12,7 +12,10 @@ from tapax.viewer._statistics import scale_of, unit_of
 
 
 class GrowingMatrix:
-    """A float32 matrix [rows, columns] that grows in both directions; new numbers are missing."""
+    """A float32 matrix [rows, columns] that grows in both directions; new numbers are missing.
+
+    It is stored column by column, since a record fills a column.
+    """
 
     def __init__(self) -> None:
         self._data = np.full((0, 0), MISSING, np.float32)
@@ -20,21 +23,22 @@ class GrowingMatrix:
 
     def resize(self, rows: int, columns: int) -> None:
         """Make it this large; what is cut off is forgotten."""
-        if rows > self._data.shape[0] or columns > self._data.shape[1]:
+        if columns > self._data.shape[0] or rows > self._data.shape[1]:
             capacity = tuple(
                 max(old, new + new // 2) if new > old else old
-                for old, new in zip(self._data.shape, (rows, columns), strict=True)
+                for old, new in zip(self._data.shape, (columns, rows), strict=True)
             )
             data = np.full(capacity, MISSING, np.float32)
-            data[: self.rows, : self.columns] = self._data[: self.rows, : self.columns]
+            data[: self.columns, : self.rows] = self._data[: self.columns, : self.rows]
             self._data = data
         if columns < self.columns:
-            self._data[:, columns : self.columns] = MISSING
+            self._data[columns : self.columns] = MISSING
         self.rows, self.columns = rows, columns
 
     @property
     def numbers(self) -> np.ndarray:
-        return self._data[: self.rows, : self.columns]
+        """The numbers, [rows, columns]: a view that can be written to."""
+        return self._data[: self.columns, : self.rows].T
 
 
 def as_float32(number: float) -> np.float32:

@@ -176,6 +176,11 @@ export class MatrixReader {
     return out;
   }
 
+  /** The numbers of a row in some of the columns that a followed run appended. */
+  appendedRow(row: number, from: number, to: number): Float32Array {
+    return Float32Array.from({ length: to - from }, (_, i) => this.appended[from + i - this.stored]?.[row] ?? MISSING);
+  }
+
   /** The numbers of a row at the coarsest level, the appended ones after them. */
   coarseRow(row: number): Float32Array {
     const stored = this.coarse.subarray(row * this.coarseColumns, (row + 1) * this.coarseColumns);

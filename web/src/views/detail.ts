@@ -141,7 +141,7 @@ export class Detail {
       scales: { x: { time: false }, y: isLog ? { distr: 3, range: logRange } : {} },
       axes: [
         { ...axis, size: 26, values: (_, marks) => marks.map((x) => formatCount(x)) },
-        { ...axis, size: 52, splits: (_, __, low, high) => ticks(makeScale(isLog ? "log" : "linear", low, high), 4), values: (_, marks) => marks.map((x) => (x === null ? "" : tickLabel(x))) },
+        { ...axis, size: 52, filter: (_, marks) => marks, splits: (_, __, low, high) => ticks(makeScale(isLog ? "log" : "linear", low, high), 4), values: (_, marks) => marks.map((x) => (x === null ? "" : tickLabel(x))) },
       ],
       series: [{}, ...lines.map((line, i) => ({ label: line.label, stroke: colours[(first + i) % 5]!, width: 1.5, points: { show: lines[0]!.steps.length < 40, size: 4 } }))],
       hooks: {

@@ -30,6 +30,10 @@ export class RunHeatmap implements ViewInstance {
   private drag: { x: number; y: number; window: Window; moved: boolean } | null = null;
   private statistic: LoadedStatistic | undefined;
   private frameRequest = 0;
+  private writing = 0;
+  private layers: string[] = [];
+  private isReading = false;
+  private wantedCount = 0;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
     host.append(this.toolbar, this.frame, this.footer);
@@ -45,6 +49,7 @@ export class RunHeatmap implements ViewInstance {
   destroy(): void {
     globalThis.removeEventListener("mouseup", this.release);
     cancelAnimationFrame(this.frameRequest);
+    clearTimeout(this.writing);
   }
 
   update(): void {
@@ -62,6 +67,7 @@ export class RunHeatmap implements ViewInstance {
     const { matrix } = this.statistic;
     this.sites = context.filtered().filter((site) => matrix.row(site.index) >= 0);
     this.rows = Int32Array.from(this.sites, (site) => matrix.row(site.index));
+    this.layers = this.sites.map(layerOf);
     this.readWindow();
     this.draw();
   }
@@ -129,10 +135,23 @@ export class RunHeatmap implements ViewInstance {
       legend(scale, palette, statistic.label, statistic.unit, theme.muted),
       el("span", { class: "hint" }, this.describe(made, window)),
     );
-    for (const [row, column] of made.wanted.slice(0, 96)) {
-      statistic.matrix.readTile(row, column).then(() => this.schedule(), (error: unknown) => context.report(error));
-    }
+    this.wantedCount = made.wanted.length;
+    this.readNext(made.wanted);
   };
+
+  /** Read the tiles that are missing, two at a time, and draw once they are there. */
+  private readNext(wanted: [number, number][]): void {
+    const { statistic, context } = this;
+    if (!statistic || this.isReading || !wanted.length) return;
+    this.isReading = true;
+    const some = wanted.slice(0, 2).map(([row, column]) => statistic.matrix.readTile(row, column));
+    Promise.all(some).then(() => {
+      this.isReading = false;
+      const remaining = wanted.slice(some.length);
+      if (!this.drawn || !remaining.length || this.drawn.wanted.length !== this.wantedCount) return this.schedule();
+      this.readNext(remaining);
+    }, (error: unknown) => context.report(error));
+  }
 
   private schedule(): void {
     cancelAnimationFrame(this.frameRequest);
@@ -170,7 +189,7 @@ export class RunHeatmap implements ViewInstance {
     if (height < 3) return;
     graphics.fillStyle = theme.panel;
     for (let i = window.rowFrom + 1; i < window.rowTo; i++) {
-      if (layerOf(this.sites[i]!) !== layerOf(this.sites[i - 1]!)) graphics.fillRect(area.x, area.y + (i - window.rowFrom) * height - 0.75, area.width, 1.5);
+      if (this.layers[i] !== this.layers[i - 1]) graphics.fillRect(area.x, area.y + (i - window.rowFrom) * height - 0.75, area.width, 1.5);
     }
   }
 
@@ -180,7 +199,7 @@ export class RunHeatmap implements ViewInstance {
     if (stride > 1) {
       let before = "";
       for (let i = window.rowFrom; i < window.rowTo; i++) {
-        const layer = layerOf(this.sites[i]!);
+        const layer = this.layers[i]!;
         if (layer !== before) made.push([i, shorten(layer, characters)]);
         before = layer;
       }
@@ -206,8 +225,8 @@ export class RunHeatmap implements ViewInstance {
       graphics.fillRect(Math.round(x), area.y + area.height, 1, 4);
       graphics.fillText(formatCount(tick), x, area.y + area.height + 17);
     }
-    graphics.textAlign = "right";
-    graphics.fillText("step", area.x - 8, area.y + area.height + 17);
+    graphics.textAlign = "left";
+    graphics.fillText("step", 12, area.y + area.height + 17);
   }
 
   private drawSelection(graphics: CanvasRenderingContext2D, window: Window): void {
@@ -327,7 +346,10 @@ export class RunHeatmap implements ViewInstance {
   private zoomTo(window: Window | null): void {
     this.window = window;
     this.schedule();
-    this.writeWindow();
+    // The address follows when the zooming has come to rest.
+    clearTimeout(this.writing);
+    this.writing = window ? setTimeout(() => this.writeWindow(), 180) as unknown as number : 0;
+    if (!window) this.writeWindow();
   }
 
   private writeWindow(): void {

@@ -31,6 +31,7 @@ class SitesTable implements ViewInstance {
   private sorted: Site[] = [];
   private range: [number, number] = [0, 0];
   private lastSite = "";
+  private readonly rows = new Map<number, HTMLElement>();
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
     host.append(this.toolbar, this.scroller);
@@ -169,19 +170,35 @@ class SitesTable implements ViewInstance {
     const end = Math.min(this.sorted.length, Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / ROW) + BEYOND);
     if (!always && top === this.range[0] && end === this.range[1]) return;
     this.range = [top, end];
+    if (always) {
+      this.rows.clear();
+      clear(this.body);
+    }
     if (!this.sorted.length) {
       this.body.replaceChildren(emptyState("No site matches", "A glob picks whole names: ** spans any number of segments, * stays inside one.", "**/mlp"));
       return;
     }
-    const selected = this.context.store.state.site;
-    this.body.replaceChildren(...this.sorted.slice(top, end).map((site, i) => {
-      const row = el("div", {
-        class: site.name === selected ? "row selected" : "row", role: "row", "aria-selected": String(site.name === selected),
-        onclick: () => this.context.selectSite(site.name),
-      }, ...this.columns.map((column) => el("div", { role: "cell", class: column.isNumber ? "number" : "" }, column.cell(site))));
-      row.style.top = `${(top + i) * ROW}px`;
-      return row;
-    }));
+    for (const [i, row] of this.rows) {
+      if (i >= top && i < end) continue;
+      row.remove();
+      this.rows.delete(i);
+    }
+    for (let i = top; i < end; i++) {
+      if (this.rows.has(i)) continue;
+      const row = this.makeRow(this.sorted[i]!, i);
+      this.rows.set(i, row);
+      this.body.append(row);
+    }
+  }
+
+  private makeRow(site: Site, i: number): HTMLElement {
+    const isSelected = site.name === this.context.store.state.site;
+    const row = el("div", {
+      class: isSelected ? "row selected" : "row", role: "row", "aria-selected": String(isSelected), "aria-rowindex": i + 1,
+      onclick: () => this.context.selectSite(site.name),
+    }, ...this.columns.map((column) => el("div", { role: "cell", class: column.isNumber ? "number" : "" }, column.cell(site))));
+    row.style.top = `${i * ROW}px`;
+    return row;
   }
 
   private reveal(name: string): void {
