@@ -82,8 +82,7 @@ def write_logs(names: list[str], steps: int, log: Path, events: Path) -> None:
             level *= np.exp(0.01 * rng.normal(size=len(names)))
             numbers = level.astype(np.float32)
             values = ", ".join(
-                f'"{name}/value_rms": {x}'
-                for name, x in zip(names, numbers.tolist(), strict=True)
+                f'"{name}/value_rms": {x}' for name, x in zip(names, numbers.tolist(), strict=True)
             )
             lines.write(f'{{"tapax": 1, "step": {step}, "record": {{{values}}}}}\n')
             writer.write(board, step, numbers)

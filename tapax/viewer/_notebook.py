@@ -58,6 +58,7 @@ def make_widget(payload: Payload) -> Any:
     class PageWidget(anywidget.AnyWidget):
         _esm = f"{read_bundle()}\nexport default {{ render: tapaxPage.render }};\n"
         header = traitlets.Unicode().tag(sync=True)
+        blobs = traitlets.Dict().tag(sync=True)
         height = traitlets.Int(HEIGHT).tag(sync=True)
 
         def answer(self, _: Any, content: Any, buffers: Any) -> None:
@@ -70,7 +71,10 @@ def make_widget(payload: Payload) -> Any:
                 case {"kind": "follow", "after": int(number)}:
                     _send_updates(self, payload, number)
 
-    widget = PageWidget(header=json.dumps(payload.read_header(), allow_nan=False))
+    # A kernel that runs a cell answers no messages, so the first view must not have to ask.
+    header = json.dumps(payload.read_header(), allow_nan=False)
+    blobs = {str(number): blob for number, blob in payload.read_urgent_blobs().items()}
+    widget = PageWidget(header=header, blobs=blobs)
     widget.on_msg(widget.answer)
     if payload.is_followed:
         stop = threading.Event()
@@ -85,13 +89,15 @@ def _send_updates(widget: Any, payload: Payload, after: int) -> int:
     if updates is None:
         return after
     for update in updates:
-        widget.send({"kind": "update", "update": update})
+        blobs = payload.read_blobs_of(update)
+        message = {"kind": "update", "update": update, "blobs": list(blobs)}
+        widget.send(message, list(blobs.values()))
         after = update["revision"]
     return after
 
 
 def _follow(reference: weakref.ref[Any], payload: Payload, stop: threading.Event) -> None:
-    """Send updates from a thread: a kernel that runs a cell answers no messages."""
+    """Send updates from a thread, also while the kernel runs a cell."""
     subjects = payload.read_header()["subjects"]
     sent = max(subject.get("revision", 0) for subject in subjects)
 

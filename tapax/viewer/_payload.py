@@ -34,6 +34,7 @@ class Payload:
         self._updates: list[Update] = []
         self._revision = 0
         self._added_steps: dict[int, int] = {}
+        self._first_blobs: dict[int, int] = {}
         self._header = header
         self._header = self._add_runs()
 
@@ -76,6 +77,17 @@ class Payload:
                 return None
             return self._updates[after - forgotten :]
 
+    def read_blobs_of(self, update: Update) -> dict[int, bytes]:
+        """The blobs that came with an update, by number."""
+        with self._lock:
+            first = self._first_blobs[update["revision"]]
+            return {number: self._blobs[number] for number in range(first, update["blobs"])}
+
+    def read_urgent_blobs(self) -> dict[int, bytes]:
+        """The blobs that the first view of the header needs, by number."""
+        with self._lock:
+            return {number: self._blobs[number] for number in sorted(self._blobs.urgent)}
+
     def read_whole(self) -> tuple[Header, Blobs]:
         """Read all logs to their ends; a header and blobs that have nothing but the present."""
         with self._lock:
@@ -103,10 +115,12 @@ class Payload:
 
     def _collect(self, number: int, run: FollowedRun) -> None:
         while True:
+            first = len(self._blobs)
             update = run.add_update(number, self._revision + 1, self._blobs)
             if update is None:
                 break
             self._revision += 1
+            self._first_blobs[self._revision] = first
             self._updates.append(update)
             if update["keep"] < self._added_steps[number] > OVERVIEW_COLUMNS:
                 # Steps that a page has at several levels were replaced: it has to begin anew.

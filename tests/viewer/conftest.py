@@ -51,3 +51,12 @@ def run_page(run_log, tmp_path_factory):
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def stub_bundle(monkeypatch):
+    """A bundle that draws nothing, for tests that run no browser."""
+    stub = "var tapaxPage = { render() {} };"
+    for module in ("_html", "_server", "_notebook"):
+        monkeypatch.setattr(f"tapax.viewer.{module}.read_bundle", lambda: stub)
+    return stub

@@ -56,6 +56,7 @@ const commands = {
   press: ({ page }, { key }) => page.keyboard.press(key),
   move: ({ page }, { x, y }) => page.mouse.move(x, y),
   tap: ({ page }, { x, y }) => page.mouse.click(x, y),
+  frames: ({ page }, { script }) => Promise.all(page.frames().map((frame) => frame.evaluate(script))),
   text: ({ page }, { selector }) => page.textContent(selector),
   media: ({ page }, { dark }) => page.emulateMedia({ colorScheme: dark ? "dark" : "light" }),
   screenshot: async ({ page }, { path }) => void (await page.screenshot({ path })),

@@ -90,10 +90,7 @@ def lab(folder):
 @pytest.fixture(scope="module")
 def notebook(chromium, lab):
     """The notebook, with its first cell run."""
-    tab = chromium.open(
-        lab, size=(1400, 1000), wait="document.querySelector('.jp-Notebook .jp-CodeCell .cm-content')"
-    )
-    wait(tab, "document.querySelector('.jp-Notebook-ExecutionIndicator[data-status=idle]')")
+    tab = chromium.open(lab, wait="document.body?.innerText.includes('(ipykernel) | Idle')")
     tab.click(".jp-Notebook .jp-CodeCell .cm-content")
     tab.press("Shift+Enter")
     wait(tab, f"{FIND}[0]?.tapaxPage.inspect().drawn?.cells")

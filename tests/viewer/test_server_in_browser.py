@@ -38,7 +38,9 @@ def test_a_record_is_drawn_within_a_second_of_being_written(chromium, tmp_path):
             delays.append(time.perf_counter() - start)
         drawn = tab.drawn
         numbers = np.reshape(drawn["numbers"], (drawn["height"], drawn["width"]))
-        np.testing.assert_array_equal(numbers, [[1, *(i + s for s in range(1, 6))] for i in range(3)])
+        np.testing.assert_array_equal(
+            numbers, [[1, *(i + s for s in range(1, 6))] for i in range(3)]
+        )
         assert tab.text(".live") == "live"
         check_requests(tab, page.serve())
         tab.close()

@@ -75,6 +75,10 @@ export async function openServer(token: string): Promise<Payload> {
   };
 }
 
+function bytesOf({ buffer, byteOffset, byteLength }: DataView): Uint8Array {
+  return new Uint8Array(buffer as ArrayBuffer, byteOffset, byteLength);
+}
+
 /** What the page uses of the model of an anywidget. */
 export interface WidgetModel {
   get(name: string): unknown;
@@ -83,25 +87,29 @@ export interface WidgetModel {
 }
 
 /**
- * A notebook: the header is a trait, blobs and updates come as messages. Messages go to every view of the widget, so
- * a view takes the next update alone, and asks for those that it missed.
+ * A notebook: the header and the blobs of the first view are traits, other blobs and updates come as messages. Messages
+ * go to every view of the widget, so a view takes the next update alone, and asks for those that it missed.
  */
 export function openWidget(model: WidgetModel): Payload {
   const header = checkHeader(JSON.parse(model.get("header") as string) as Header);
+  const known = new Map<number, Uint8Array>();
+  for (const [blob, content] of Object.entries((model.get("blobs") ?? {}) as Record<string, DataView>)) known.set(Number(blob), bytesOf(content));
   const waiting = new Map<number, ((bytes: Uint8Array) => void)[]>();
   const listeners: ((update: Update) => void)[] = [];
   model.on("msg:custom", (content, buffers) => {
-    const message = content as { kind: string; blob?: number; update?: Update };
+    const message = content as { kind: string; blob?: number; update?: Update; blobs?: number[] };
     if (message.kind === "blob" && message.blob !== undefined && buffers?.[0]) {
-      const { buffer, byteOffset, byteLength } = buffers[0];
-      const bytes = new Uint8Array(buffer as ArrayBuffer, byteOffset, byteLength);
+      const bytes = bytesOf(buffers[0]);
       waiting.get(message.blob)?.forEach((resolve) => resolve(bytes));
       waiting.delete(message.blob);
     } else if (message.kind === "update" && message.update) {
+      message.blobs?.forEach((blob, i) => known.set(blob, bytesOf(buffers![i]!)));
       listeners.forEach((listener) => listener(message.update!));
     }
   });
   const read = (blob: number): Promise<Uint8Array> => {
+    const bytes = known.get(blob);
+    if (bytes) return Promise.resolve(bytes);
     return new Promise((resolve) => {
       const others = waiting.get(blob);
       if (others) others.push(resolve);
