@@ -99,7 +99,10 @@ def parse_line(path: Path, line: bytes, number: int) -> log_format.LogEntry:
         log_format.check_version(path, content["tapax"])
         if "alert" in content:
             return log_format.alert_from_json(content["alert"])
-        record = {name: _number_from_json(x) for name, x in content["record"].items()}
+        record = {
+            name: x if type(x) is float else _number_from_json(x)
+            for name, x in content["record"].items()
+        }
         return int(content["step"]), record
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteLine from error

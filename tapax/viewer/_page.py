@@ -38,6 +38,11 @@ class Page:
         """What the page is told of its subjects, as `tapax.viewer._format` specifies it."""
         return self._payload.read_header()
 
+    @property
+    def blobs(self) -> Blobs:
+        """The blobs that the header refers to, by number."""
+        return self._payload.blobs
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page to one HTML file, which opens from disk and makes no request.
 

@@ -23,12 +23,13 @@ class Payload:
     """The header, blobs and updates of a page. Any thread may call any method.
 
     `header` lacks the subjects with the numbers in `runs`, which are put in their places, and
-    `blobs` are those of the other subjects. Updates are numbered from 1, for all runs together.
+    `blobs` are those of the other subjects, to which those of the runs are added. Updates are
+    numbered from 1, for all runs together.
     """
 
     def __init__(self, header: Header, blobs: Blobs, runs: Mapping[int, FollowedRun]):
         self._runs = runs
-        self._blobs = blobs
+        self.blobs = blobs
         self._unchanging = len(blobs)
         self._lock = threading.RLock()
         self._updates: list[Update] = []
@@ -64,7 +65,7 @@ class Payload:
     def read_blob(self, number: int) -> bytes | None:
         """A blob; None if there is none with this number."""
         with self._lock:
-            return self._blobs[number] if 0 <= number < len(self._blobs) else None
+            return self.blobs[number] if 0 <= number < len(self.blobs) else None
 
     def read_updates(self, after: int) -> Sequence[Update] | None:
         """Read on in the logs; the updates after that one, or None if some are forgotten."""
@@ -81,19 +82,19 @@ class Payload:
         """The blobs that came with an update, by number."""
         with self._lock:
             first = self._first_blobs[update["revision"]]
-            return {number: self._blobs[number] for number in range(first, update["blobs"])}
+            return {number: self.blobs[number] for number in range(first, update["blobs"])}
 
     def read_urgent_blobs(self) -> dict[int, bytes]:
         """The blobs that the first view of the header needs, by number."""
         with self._lock:
-            return {number: self._blobs[number] for number in sorted(self._blobs.urgent)}
+            return {number: self.blobs[number] for number in sorted(self.blobs.urgent)}
 
     def read_whole(self) -> tuple[Header, Blobs]:
         """Read all logs to their ends; a header and blobs that have nothing but the present."""
         with self._lock:
             if not self._runs:
-                return self._header, self._blobs
-            blobs = self._blobs.copy(self._unchanging)
+                return self._header, self.blobs
+            blobs = self.blobs.copy(self._unchanging)
             subjects = list(self._header["subjects"])
             for number, run in self._runs.items():
                 run.read()
@@ -107,16 +108,16 @@ class Payload:
             with run.lock:  # nothing may come between the last update and the subject
                 if self._revision:
                     self._collect(number, run)
-                subjects[number] = run.add_subject(self._blobs, self._revision)
+                subjects[number] = run.add_subject(self.blobs, self._revision)
                 self._added_steps[number] = run.steps
         self._added_revision = self._revision
         self._must_reload = False
-        return {**self._header, "subjects": subjects, "blobs": len(self._blobs)}
+        return {**self._header, "subjects": subjects, "blobs": len(self.blobs)}
 
     def _collect(self, number: int, run: FollowedRun) -> None:
         while True:
-            first = len(self._blobs)
-            update = run.add_update(number, self._revision + 1, self._blobs)
+            first = len(self.blobs)
+            update = run.add_update(number, self._revision + 1, self.blobs)
             if update is None:
                 break
             self._revision += 1
