@@ -9,6 +9,7 @@ import time
 import webbrowser
 from collections.abc import Callable
 
+from tapax.viewer._assets import read_bundle
 from tapax.viewer._server import Server
 
 OPEN_SECONDS = 0.2
@@ -29,6 +30,7 @@ def open_soon(serve: Callable[[], Server], waits: bool) -> threading.Timer:
 
     A program that ends while the page is open goes on serving it, if it `waits`.
     """
+    read_bundle()  # an installation without the page is an error of the caller
     timer = threading.Timer(OPEN_SECONDS, lambda: _open(serve(), waits))
     timer.name = "tapax-browser"
     timer.daemon = not waits

@@ -69,7 +69,7 @@ class Page:
             port: the port to listen on, on the loopback interface; 0 for any that is free.
 
         Raises:
-            OSError: if the port is taken.
+            OSError: if the port is taken, or if the page was not built.
         """
         return self._serve(port).url
 

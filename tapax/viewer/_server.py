@@ -22,13 +22,14 @@ import json
 import secrets
 import socket
 import socketserver
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import cast
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from tapax.viewer._assets import read_bundle
@@ -56,10 +57,11 @@ class Server:
     `port` 0 stands for any that is free.
 
     Raises:
-        OSError: if the port is taken.
+        OSError: if the port is taken, or if the page was not built.
     """
 
     def __init__(self, payload: Payload, port: int = 0):
+        read_bundle()  # better here than in the thread of a request
         self.payload = payload
         self.token = secrets.token_urlsafe(24)
         self._closing = threading.Event()
@@ -144,8 +146,10 @@ class _LoopbackServer(socketserver.ThreadingMixIn, HTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.server_address[1]
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a browser that went away."""
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print errors, but those of a browser that went away."""
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
 
 
 class _Refusal(Exception):

@@ -116,8 +116,8 @@ def _open(what: Any) -> tuple[Any, str]:
     if isinstance(what, FollowedRun):
         return what, what.name
     if not isinstance(what, (str, os.PathLike)):
-        _find_kind(what)
-        return what, os.path.basename(os.path.normpath(getattr(what, "path", "") or "")).strip(".")
+        kind, _ = _find_kind(what)
+        return what, os.path.basename(getattr(what, "path", "")) if kind == "dataset" else ""
     path = os.fspath(what)
     name = os.path.basename(os.path.abspath(path))
     if holds_taps(path):

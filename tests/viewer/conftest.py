@@ -57,6 +57,6 @@ def rng():
 def stub_bundle(monkeypatch):
     """A bundle that draws nothing, for tests that run no browser."""
     stub = "var tapaxPage = { render() {} };"
-    for module in ("_html", "_server", "_notebook"):
+    for module in ("_browser", "_html", "_notebook", "_server"):
         monkeypatch.setattr(f"tapax.viewer.{module}.read_bundle", lambda: stub)
     return stub

@@ -36,7 +36,7 @@ def test_a_finding_leads_to_its_site_iteration_and_line():
     header, blob = read(finding)
     (subject,) = header["subjects"]
     (event,) = subject["events"]
-    assert subject["kind"] == event["kind"] == "finding"
+    assert subject["kind"] == event["kind"] == subject["name"] == "finding"
     assert subject["sites"]["name"] == [finding.path] and event["site"] == 0
     assert event["message"] == str(finding).splitlines()[0]
     assert event["iterations"] == [[finding.loops[0], 3]]

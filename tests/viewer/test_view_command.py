@@ -16,6 +16,7 @@ import tapax
 from tapax import sink
 from tapax.__main__ import main
 from tapax.viewer import _browser
+from tapax.viewer._page import make_page
 from tests.viewer.payload_decoder import Reader, read_saved
 
 
@@ -132,6 +133,18 @@ def test_a_monitor_shows_its_run_on_a_page(opened):
     assert reader.steps == [[0, 1, 2]]
     assert reader.numbers[0]["h", "value", "rms"] == [0, 2, 4]
     assert reader.messages[0] == [{"level": "info", "text": "The run has ended."}]
+
+
+def test_an_installation_without_the_page_says_so_at_once(log, monkeypatch):
+    def fail():
+        raise FileNotFoundError("The page was not built")
+
+    for module in ("_browser", "_server"):
+        monkeypatch.setattr(f"tapax.viewer.{module}.read_bundle", fail)
+    with pytest.raises(FileNotFoundError, match="not built"):
+        tapax.view(log.path)
+    with pytest.raises(FileNotFoundError, match="not built"):
+        make_page(log.path).serve()
 
 
 def test_pages_leave_no_thread_behind(log, opened):
