@@ -8,10 +8,12 @@ import { axisStatistics, takeSlice } from "../model/slices";
 import type { ArrayEntry } from "../payload/types";
 import { emptyState, segmented, select, slider } from "../ui/controls";
 import { clear, el, fitCanvas } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 class Arrays implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
+  private readonly controls = new Toolbar("toolbar slice-controls");
   private readonly frame = el("div", { class: "plot-frame scrolls inspector" });
   private readonly footer = el("div", { class: "legend-row" });
   private readonly data = new Map<ArrayEntry, Float32Array>();
@@ -19,7 +21,7 @@ class Arrays implements ViewInstance {
   private shown: unknown = null;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.frame, this.footer);
+    host.append(this.toolbar.element, this.controls.element, this.frame, this.footer);
   }
 
   inspect(): unknown {
@@ -35,7 +37,8 @@ class Arrays implements ViewInstance {
     const { context } = this;
     const { store } = context;
     const subject = context.subject();
-    clear(this.toolbar);
+    this.toolbar.clear();
+    this.controls.clear();
     clear(this.footer);
     const all = subject.data.arrays;
     if (!all.length) {
@@ -92,7 +95,8 @@ class Arrays implements ViewInstance {
     const indices = entry.shape.map((n, axis) => Math.max(0, Math.min(n - 1, given[axis] || 0)));
     const slice = takeSlice(numbers, entry.shape, indices, down, across);
     this.shown = { site: context.subject().sites[entry.site]!.name, of: entry.of, ...slice, numbers: Array.from(slice.numbers), indices };
-    const controls = el("div", { class: "slice-controls" });
+    const { controls } = this;
+    controls.clear();
     if (rank > 1) {
       const options = entry.shape.map((n, axis) => ({ value: String(axis), label: `axis ${axis} (${n})` }));
       controls.append(
@@ -103,7 +107,8 @@ class Arrays implements ViewInstance {
     entry.shape.forEach((n, axis) => {
       if (axis === down || axis === across || n < 2) return;
       controls.append(slider(`Axis ${axis}`, indices[axis]!, n - 1, `${indices[axis]} of ${n}`, (value) => {
-        store.set({ more: { indices: indices.map((old, i) => (i === axis ? value : old)).join(",") } });
+        const now = (store.state.more.indices || "").split(",").map((text) => Number.parseInt(text, 10) || 0);
+        store.set({ more: { indices: entry.shape.map((_, i) => (i === axis ? value : now[i] ?? 0)).join(",") } });
       }));
     });
     const negative = slice.numbers.some((x) => x < 0);
@@ -122,7 +127,7 @@ class Arrays implements ViewInstance {
       context.tooltip.show(event, [[formatNumber(slice.numbers[row * slice.columns + column]!), "big"], [`element [${place.join(", ")}]`, "mono"]]);
     });
     canvas.addEventListener("mouseleave", () => context.tooltip.hide());
-    this.frame.replaceChildren(controls, el("div", { class: "slice" }, canvas), this.axisPanels(entry, numbers));
+    this.frame.replaceChildren(el("div", { class: "slice" }, canvas), this.axisPanels(entry, numbers));
     this.footer.replaceChildren(legend(scale, palette, entry.of === "grad" ? "gradient" : "value", "", theme.muted));
   }
 
