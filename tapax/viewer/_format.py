@@ -44,8 +44,7 @@ those of the header: new steps, the statistics at these alone (one level, `f32`,
 matrix), new sites, and in full what is small. `keep` says how many of the known steps remain, since
 a resumed run replaces later ones.
 
-**Text.** Names, sources and messages are data. Nothing in a payload is markup but
-`ArrayEntry.rendering`, which the page shows in a sandboxed frame without scripts or network.
+**Text.** Names, sources and messages are data. Nothing in a payload is markup.
 """
 
 from __future__ import annotations
@@ -142,7 +141,10 @@ class Histogram(TypedDict):
 
 
 class ArrayEntry(TypedDict):
-    """A captured array as f32; without `data` if it was left out, and `omitted` says why."""
+    """A captured array as f32; without `data` if it was left out, and `omitted` says why.
+
+    `rendering` is the text by which treescope shows it.
+    """
 
     site: int
     of: Literal["value", "grad", "valid"]
@@ -150,7 +152,7 @@ class ArrayEntry(TypedDict):
     dtype: str
     data: Column | None
     omitted: NotRequired[str]
-    rendering: NotRequired[Column]
+    rendering: NotRequired[str]
 
 
 class TokenGrid(TypedDict):

@@ -1,4 +1,4 @@
-/** The array of one site: a slice of two axes as a heat map, statistics along every axis, treescope's rendering. */
+/** The array of one site: a slice of two axes as a heat map, statistics along every axis, and treescope's summary. */
 import { LINES, paletteOf } from "../draw/colour";
 import { formatNumber, formatType, shorten } from "../draw/format";
 import { drawPixels, paint } from "../draw/heatmap";
@@ -45,7 +45,7 @@ class Arrays implements ViewInstance {
       this.frame.replaceChildren(emptyState("No arrays", "A log has statistics alone. A capture has the arrays themselves:", "_, taps = tapax.capture(step)(...)\ntapax.view(taps)"));
       return;
     }
-    const { of = "value", axes = "", indices = "", form = "slice" } = store.state.more;
+    const { of = "value", axes = "", indices = "" } = store.state.more;
     const withArray = [...new Set(all.map((entry) => entry.site))];
     const picked = new Set(context.filtered().map((site) => site.index));
     const listed = withArray.filter((site) => picked.has(site));
@@ -57,11 +57,7 @@ class Arrays implements ViewInstance {
     if (entries.length > 1) {
       this.toolbar.append(segmented("Of", entries.map((each) => ({ value: each.of, label: each.of === "grad" ? "Gradient" : "Value" })), entry.of, (value) => store.set({ more: { of: value } })));
     }
-    if (entry.rendering) {
-      this.toolbar.append(segmented("Form", [{ value: "slice", label: "Slice" }, { value: "treescope", label: "Treescope" }], form, (value) => store.set({ more: { form: value } })));
-    }
     this.toolbar.append(el("span", { class: "hint mono" }, formatType(entry.dtype, entry.shape)));
-    if (form === "treescope" && entry.rendering) return this.showRendering(await context.model.reader.text(entry.rendering));
     if (!entry.data) {
       this.frame.replaceChildren(emptyState("This array is not in the page", entry.omitted ?? ""));
       return;
@@ -73,13 +69,6 @@ class Arrays implements ViewInstance {
     }
     if (turn !== this.turn) return;
     this.showSlice(entry, numbers, axes, indices);
-  }
-
-  private showRendering(html: string): void {
-    // The sandbox allows nothing: no scripts, no forms, no requests, another origin.
-    const inner = el("iframe", { class: "rendering", sandbox: "", title: "treescope's rendering" });
-    inner.srcdoc = html;
-    this.frame.replaceChildren(inner);
   }
 
   private showSlice(entry: ArrayEntry, numbers: Float32Array, axesText: string, indicesText: string): void {
@@ -127,7 +116,7 @@ class Arrays implements ViewInstance {
       context.tooltip.show(event, [[formatNumber(slice.numbers[row * slice.columns + column]!), "big"], [`element [${place.join(", ")}]`, "mono"]]);
     });
     canvas.addEventListener("mouseleave", () => context.tooltip.hide());
-    this.frame.replaceChildren(el("div", { class: "slice" }, canvas), this.axisPanels(entry, numbers));
+    this.frame.replaceChildren(...(entry.rendering ? [el("div", { class: "mono muted", title: "as treescope shows it" }, entry.rendering)] : []), el("div", { class: "slice" }, canvas), this.axisPanels(entry, numbers));
     this.footer.replaceChildren(legend(scale, palette, entry.of === "grad" ? "gradient" : "value", "", theme.muted));
   }
 
