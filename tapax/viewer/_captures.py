@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+import treescope
 
 from tapax._results import SiteTable, Taps
 from tapax._results.iterations import Iteration, is_whole, split_iterations, split_statistic
@@ -210,6 +211,7 @@ class _TapsReader:
                 real = np.abs(array) if np.iscomplexobj(array) else array
                 with np.errstate(over="ignore"):
                     entry["data"] = blobs.add_array(real.astype(np.float32), "f32")
+                    entry["rendering"] = treescope.render_to_text(array)
             else:
                 entry["omitted"] = (
                     f"The arrays of this page take {ARRAY_BYTES // 2**20} MiB at most, and this "

@@ -45,8 +45,7 @@ matrix), new sites, and in full what is small. `keep` says how many of the known
 a resumed run replaces later ones. Updates of all runs are numbered together: the `revision` of a
 subject is the number of the last one that it has in it.
 
-**Text.** Names, sources and messages are data. Nothing in a payload is markup but
-`ArrayEntry.rendering`, which the page shows in a sandboxed frame without scripts or network.
+**Text.** Names, sources and messages are data. Nothing in a payload is markup.
 """
 
 from __future__ import annotations
@@ -143,7 +142,10 @@ class Histogram(TypedDict):
 
 
 class ArrayEntry(TypedDict):
-    """A captured array as f32; without `data` if it was left out, and `omitted` says why."""
+    """A captured array as f32; without `data` if it was left out, and `omitted` says why.
+
+    `rendering` is the text by which treescope shows it.
+    """
 
     site: int
     of: Literal["value", "grad", "valid"]
@@ -151,7 +153,7 @@ class ArrayEntry(TypedDict):
     dtype: str
     data: Column | None
     omitted: NotRequired[str]
-    rendering: NotRequired[Column]
+    rendering: NotRequired[str]
 
 
 class TokenGrid(TypedDict):

@@ -40,8 +40,10 @@ export class App implements PageContext {
   private readonly scales = new Map<string, Scale>();
   private errors: string[] = [];
   private dismissed = false;
+  private readonly isGuest: boolean;
 
   constructor(element: HTMLElement, address: { hash: string } | null) {
+    this.isGuest = address === null;
     this.store = new Store(address);
     this.detail = new Detail(this);
     const shadow = element.attachShadow({ mode: "open" });
@@ -156,7 +158,8 @@ export class App implements PageContext {
         theme),
       this.nav, this.main, this.detail.element, this.tooltip.element,
     );
-    this.root.addEventListener("keydown", (event) => this.key(event));
+    // In a document of its own the page has all keys; in a notebook only those pressed inside it.
+    (this.isGuest ? this.root : document).addEventListener("keydown", (event) => this.key(event as KeyboardEvent));
     this.root.tabIndex = -1;
   }
 
@@ -168,6 +171,7 @@ export class App implements PageContext {
 
   private refresh(): void {
     this.selection = null;
+    this.scales.clear();
     this.update();
   }
 

@@ -30,7 +30,7 @@ function startEngine(): InstanceType<typeof ELK> {
 }
 
 export function boxWidth(node: ModuleNode): number {
-  return Math.max(96, 7.2 * (node.label.length + node.repeats.length) + 44);
+  return Math.max(172, 7.2 * (node.label.length + node.repeats.length) + 44);
 }
 
 export async function layOutGraph(root: ModuleNode, open: Set<string>, edges: ModuleEdge[]): Promise<GraphLayout> {

@@ -123,8 +123,8 @@ export interface ArrayEntry {
   /** f32 of `shape`; null if it was left out, for the reason in `omitted`. */
   data: Column | null;
   omitted?: string;
-  /** The HTML of treescope, utf8, shown in a sandbox. */
-  rendering?: Column;
+  /** The text by which treescope shows it. */
+  rendering?: string;
 }
 
 /** Numbers by site, example and position: norms, a logit lens, patching results. */

@@ -1,4 +1,4 @@
-/** The array of one site: a slice of two axes as a heat map, statistics along every axis, treescope's rendering. */
+/** The array of one site: a slice of two axes as a heat map, statistics along every axis, and treescope's summary. */
 import { LINES, paletteOf } from "../draw/colour";
 import { formatNumber, formatType, shorten } from "../draw/format";
 import { drawPixels, paint } from "../draw/heatmap";
@@ -8,10 +8,12 @@ import { axisStatistics, takeSlice } from "../model/slices";
 import type { ArrayEntry } from "../payload/types";
 import { emptyState, segmented, select, slider } from "../ui/controls";
 import { clear, el, fitCanvas } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 class Arrays implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
+  private readonly controls = new Toolbar("toolbar slice-controls");
   private readonly frame = el("div", { class: "plot-frame scrolls inspector" });
   private readonly footer = el("div", { class: "legend-row" });
   private readonly data = new Map<ArrayEntry, Float32Array>();
@@ -19,7 +21,7 @@ class Arrays implements ViewInstance {
   private shown: unknown = null;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.frame, this.footer);
+    host.append(this.toolbar.element, this.controls.element, this.frame, this.footer);
   }
 
   inspect(): unknown {
@@ -35,14 +37,15 @@ class Arrays implements ViewInstance {
     const { context } = this;
     const { store } = context;
     const subject = context.subject();
-    clear(this.toolbar);
+    this.toolbar.clear();
+    this.controls.clear();
     clear(this.footer);
     const all = subject.data.arrays;
     if (!all.length) {
       this.frame.replaceChildren(emptyState("No arrays", "A log has statistics alone. A capture has the arrays themselves:", "_, taps = tapax.capture(step)(...)\ntapax.view(taps)"));
       return;
     }
-    const { of = "value", axes = "", indices = "", form = "slice" } = store.state.more;
+    const { of = "value", axes = "", indices = "" } = store.state.more;
     const withArray = [...new Set(all.map((entry) => entry.site))];
     const picked = new Set(context.filtered().map((site) => site.index));
     const listed = withArray.filter((site) => picked.has(site));
@@ -54,11 +57,7 @@ class Arrays implements ViewInstance {
     if (entries.length > 1) {
       this.toolbar.append(segmented("Of", entries.map((each) => ({ value: each.of, label: each.of === "grad" ? "Gradient" : "Value" })), entry.of, (value) => store.set({ more: { of: value } })));
     }
-    if (entry.rendering) {
-      this.toolbar.append(segmented("Form", [{ value: "slice", label: "Slice" }, { value: "treescope", label: "Treescope" }], form, (value) => store.set({ more: { form: value } })));
-    }
     this.toolbar.append(el("span", { class: "hint mono" }, formatType(entry.dtype, entry.shape)));
-    if (form === "treescope" && entry.rendering) return this.showRendering(await context.model.reader.text(entry.rendering));
     if (!entry.data) {
       this.frame.replaceChildren(emptyState("This array is not in the page", entry.omitted ?? ""));
       return;
@@ -70,13 +69,6 @@ class Arrays implements ViewInstance {
     }
     if (turn !== this.turn) return;
     this.showSlice(entry, numbers, axes, indices);
-  }
-
-  private showRendering(html: string): void {
-    // The sandbox allows nothing: no scripts, no forms, no requests, another origin.
-    const inner = el("iframe", { class: "rendering", sandbox: "", title: "treescope's rendering" });
-    inner.srcdoc = html;
-    this.frame.replaceChildren(inner);
   }
 
   private showSlice(entry: ArrayEntry, numbers: Float32Array, axesText: string, indicesText: string): void {
@@ -92,7 +84,8 @@ class Arrays implements ViewInstance {
     const indices = entry.shape.map((n, axis) => Math.max(0, Math.min(n - 1, given[axis] || 0)));
     const slice = takeSlice(numbers, entry.shape, indices, down, across);
     this.shown = { site: context.subject().sites[entry.site]!.name, of: entry.of, ...slice, numbers: Array.from(slice.numbers), indices };
-    const controls = el("div", { class: "slice-controls" });
+    const { controls } = this;
+    controls.clear();
     if (rank > 1) {
       const options = entry.shape.map((n, axis) => ({ value: String(axis), label: `axis ${axis} (${n})` }));
       controls.append(
@@ -103,7 +96,8 @@ class Arrays implements ViewInstance {
     entry.shape.forEach((n, axis) => {
       if (axis === down || axis === across || n < 2) return;
       controls.append(slider(`Axis ${axis}`, indices[axis]!, n - 1, `${indices[axis]} of ${n}`, (value) => {
-        store.set({ more: { indices: indices.map((old, i) => (i === axis ? value : old)).join(",") } });
+        const now = (store.state.more.indices || "").split(",").map((text) => Number.parseInt(text, 10) || 0);
+        store.set({ more: { indices: entry.shape.map((_, i) => (i === axis ? value : now[i] ?? 0)).join(",") } });
       }));
     });
     const negative = slice.numbers.some((x) => x < 0);
@@ -122,7 +116,7 @@ class Arrays implements ViewInstance {
       context.tooltip.show(event, [[formatNumber(slice.numbers[row * slice.columns + column]!), "big"], [`element [${place.join(", ")}]`, "mono"]]);
     });
     canvas.addEventListener("mouseleave", () => context.tooltip.hide());
-    this.frame.replaceChildren(controls, el("div", { class: "slice" }, canvas), this.axisPanels(entry, numbers));
+    this.frame.replaceChildren(...(entry.rendering ? [el("div", { class: "mono muted", title: "as treescope shows it" }, entry.rendering)] : []), el("div", { class: "slice" }, canvas), this.axisPanels(entry, numbers));
     this.footer.replaceChildren(legend(scale, palette, entry.of === "grad" ? "gradient" : "value", "", theme.muted));
   }
 

@@ -8,6 +8,7 @@ import { outweighs } from "../payload/tiles";
 import { MISSING } from "../payload/types";
 import { emptyState } from "../ui/controls";
 import { clear, el, fitCanvas } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance } from "./view";
 
 const HEADER = 92;
@@ -24,7 +25,7 @@ interface Cell {
 }
 
 export class CaptureGrid implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly canvas = el("canvas", { class: "plot", tabindex: 0, role: "application", "aria-label": "Heat map of layers by modules" });
   private readonly frame = el("div", { class: "plot-frame scrolls" }, this.canvas);
   private readonly footer = el("div", { class: "legend-row" });
@@ -32,7 +33,7 @@ export class CaptureGrid implements ViewInstance {
   private statistic: LoadedStatistic | undefined;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.frame, this.footer);
+    host.append(this.toolbar.element, this.frame, this.footer);
     this.canvas.addEventListener("mousemove", (event) => this.hover(event));
     this.canvas.addEventListener("mouseleave", () => context.tooltip.hide());
     this.canvas.addEventListener("click", (event) => {
@@ -43,7 +44,7 @@ export class CaptureGrid implements ViewInstance {
 
   update(): void {
     const { context } = this;
-    clear(this.toolbar);
+    this.toolbar.clear();
     this.statistic = context.statistic();
     if (!this.statistic) {
       clear(this.footer);

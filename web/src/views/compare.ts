@@ -6,19 +6,20 @@ import { compareSites, type ComparedSite, numberAt } from "../model/comparison";
 import type { DifferenceEntry, SiteDifference } from "../payload/types";
 import { emptyState, segmented, select } from "../ui/controls";
 import { clear, el } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 const SHOWN = 600;
 const TOLERANCES = [{ value: "0", label: "exact" }, { value: "0.001", label: "0.1 %" }, { value: "0.01", label: "1 %" }, { value: "0.1", label: "10 %" }];
 
 class Compare implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly summary = el("div", { class: "summary" });
   private readonly body = el("div", { class: "compare scrolls" });
   private shown: unknown = null;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.summary, this.body);
+    host.append(this.toolbar.element, this.summary, this.body);
   }
 
   inspect(): unknown {
@@ -27,7 +28,7 @@ class Compare implements ViewInstance {
 
   update(): void {
     const subject = this.context.subject();
-    clear(this.toolbar);
+    this.toolbar.clear();
     clear(this.summary);
     if (subject.data.difference) this.showDifference(subject.data.difference);
     else if (this.context.model.subjects.length > 1) this.showRuns();
@@ -113,7 +114,7 @@ class Compare implements ViewInstance {
       const t = scale.place(Number.isFinite(each.change) ? each.change : 0);
       bar.style.left = `${Math.min(0.5, t) * 100}%`;
       bar.style.width = `${Math.abs(t - 0.5) * 100}%`;
-      bar.style.background = css(colourAt(palette, t));
+      bar.style.background = css(colourAt(palette, t < 0.5 ? 0.18 : 0.82));
       return el("tr", { class: `${each.site.name === selected ? "selected " : ""}${each === first ? "first" : ""}`, onclick: () => context.selectSite(each.site.name) },
         el("td", { class: "mono site-name", title: each.site.name }, shorten(each.site.name, 64)),
         el("td", { class: "number" }, formatNumber(each.a)),

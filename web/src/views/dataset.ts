@@ -4,16 +4,17 @@ import { formatCount, formatNumber, formatType } from "../draw/format";
 import { makeScale } from "../draw/scale";
 import type { Dataset, TopContexts } from "../payload/types";
 import { emptyState, select } from "../ui/controls";
-import { clear, el } from "../ui/dom";
+import { el } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 class DatasetView implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly body = el("div", { class: "dataset scrolls" });
   private shown: unknown = null;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.body);
+    host.append(this.toolbar.element, this.body);
   }
 
   inspect(): unknown {
@@ -23,7 +24,7 @@ class DatasetView implements ViewInstance {
   update(): void {
     const { context } = this;
     const { dataset } = context.subject().data;
-    clear(this.toolbar);
+    this.toolbar.clear();
     if (!dataset) {
       this.body.replaceChildren(emptyState("No dataset", "This is not a dataset of activations. A harvest makes one:", "acts = tapax.harvest(model, batches, to=\"acts\", values=\"GPT/blocks/*\")\ntapax.view(acts)"));
       return;

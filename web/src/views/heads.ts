@@ -7,6 +7,7 @@ import { makeScale } from "../draw/scale";
 import type { ArrayEntry } from "../payload/types";
 import { emptyState, select, slider } from "../ui/controls";
 import { clear, el, fitCanvas } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 /** Values of attention weights: [..., heads, queries, keys]. */
@@ -18,7 +19,7 @@ export function weightArrays(context: PageContext): ArrayEntry[] {
 }
 
 class Heads implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly frame = el("div", { class: "plot-frame scrolls multiples" });
   private readonly footer = el("div", { class: "legend-row" });
   private readonly data = new Map<ArrayEntry, Float32Array>();
@@ -26,7 +27,7 @@ class Heads implements ViewInstance {
   private shown: { site: string; example: number; heads: { head: number; numbers: number[] }[] } | null = null;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.frame, this.footer);
+    host.append(this.toolbar.element, this.frame, this.footer);
   }
 
   inspect(): unknown {
@@ -41,7 +42,7 @@ class Heads implements ViewInstance {
     const turn = ++this.turn;
     const { context } = this;
     const all = weightArrays(context);
-    clear(this.toolbar);
+    this.toolbar.clear();
     if (!all.length) {
       clear(this.footer);
       this.frame.replaceChildren(emptyState("No attention weights", "Weights of attention are captured where a selection asks for them. Fused attention never computes them; tapax then computes them once more from the queries and keys.", "tapax.capture(model, values=\"**:weights\")(tokens)"));

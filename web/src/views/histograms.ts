@@ -1,12 +1,14 @@
 /** Histograms of the selected site: ridgelines over time or a heat map; of a capture, one outline for each site. */
 import { colourAt, css, LINES, paletteOf } from "../draw/colour";
-import { formatCount, formatNumber, shorten } from "../draw/format";
+import { formatCount, shorten } from "../draw/format";
 import { drawPixels, paint } from "../draw/heatmap";
-import { makeScale, niceTicks, tickLabel } from "../draw/scale";
+import { legend } from "../draw/legend";
+import { makeScale, niceTicks, type Scale, tickLabel } from "../draw/scale";
 import { statisticLabel } from "../model/subject";
 import type { Histogram } from "../payload/types";
 import { emptyState, segmented, select } from "../ui/controls";
 import { clear, el, fitCanvas } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 const LEFT = 76;
@@ -31,14 +33,15 @@ interface Panel {
 }
 
 class Histograms implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly frame = el("div", { class: "plot-frame scrolls panels" });
+  private readonly footer = el("div", { class: "legend-row" });
   private readonly cache = new Map<Histogram, Loaded>();
   private turn = 0;
   private panels: Panel[] = [];
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.frame);
+    host.append(this.toolbar.element, this.frame, this.footer);
   }
 
   inspect(): unknown {
@@ -55,8 +58,9 @@ class Histograms implements ViewInstance {
     const { store } = context;
     const subject = context.subject();
     const all = subject.data.histograms;
-    clear(this.toolbar);
+    this.toolbar.clear();
     if (!all.length) {
+      clear(this.footer);
       this.frame.replaceChildren(emptyState("No histograms", "This has none. A monitor logs them where a histogram is among its reducers:", "bins = tapax.reduce.histogram(log2=(-14, 4))\ntapax.monitor(step, values={\"**\": bins}, grads={\"**\": bins})"));
       return;
     }
@@ -118,13 +122,18 @@ class Histograms implements ViewInstance {
       return;
     }
     const width = Math.max(280, (this.frame.clientWidth - 24) / Math.min(2, this.panels.length) - 12);
-    this.frame.replaceChildren(...this.panels.map((panel) => {
+    const isHeat = form === "heat" && this.panels[0]!.axis === "step";
+    const shares = this.panels.map(shareOf);
+    const scale = makeScale("linear", 0, Math.max(...shares.map((each) => each.reduce((most, x) => (x > most ? x : most), 0)), 1e-9));
+    const theme = this.context.theme();
+    this.footer.replaceChildren(...(isHeat ? [legend(scale, paletteOf(theme.name, false), "share of elements", "", theme.muted)] : []));
+    this.frame.replaceChildren(...this.panels.map((panel, number) => {
       const isLong = panel.axis === "site";
       const height = isLong ? Math.max(220, 22 * panel.lines.length + BOTTOM + 50) : Math.max(260, this.frame.clientHeight - 48);
       const canvas = el("canvas", { role: "img", "aria-label": `${panel.title}: ${panel.lines.length} histograms` });
       const figure = el("figure", { class: "panel" }, el("figcaption", {}, panel.title), canvas);
       const left = isLong ? Math.min(210, width * 0.42) : LEFT;
-      if (form === "heat" && panel.axis === "step") this.drawHeat(canvas, panel, width, height, left);
+      if (isHeat) this.drawHeat(canvas, panel, shares[number]!, scale, width, height, left);
       else this.drawRidges(canvas, panel, width, height, left, range === "own");
       canvas.addEventListener("click", (event) => {
         if (!isLong) return;
@@ -218,16 +227,10 @@ class Histograms implements ViewInstance {
     this.drawAxis(graphics, axis, panel, width, height, left);
   }
 
-  private drawHeat(canvas: HTMLCanvasElement, panel: Panel, width: number, height: number, left: number): void {
+  private drawHeat(canvas: HTMLCanvasElement, panel: Panel, shares: Float32Array, scale: Scale, width: number, height: number, left: number): void {
     const theme = this.context.theme();
     const graphics = fitCanvas(canvas, width, height);
     const bins = panel.lines[0]!.counts.length;
-    const shares = new Float32Array(bins * panel.lines.length);
-    panel.lines.forEach(({ counts }, x) => {
-      const total = counts.reduce((sum, count) => sum + count, 0) || 1;
-      for (let bin = 0; bin < bins; bin++) shares[(bins - 1 - bin) * panel.lines.length + x] = counts[bin]! / total;
-    });
-    const scale = makeScale("linear", 0, Math.max(...shares) || 1);
     const plot = { x: left, y: 12, width: width - left - RIGHT, height: height - BOTTOM - 16 };
     drawPixels(graphics, paint(shares, panel.lines.length, bins, scale, paletteOf(theme.name, false)), plot.x, plot.y, plot.width, plot.height);
     graphics.font = "11px system-ui, sans-serif";
@@ -242,8 +245,6 @@ class Histograms implements ViewInstance {
     const across = Math.max(1, Math.ceil(panel.lines.length / (plot.width / 70)));
     for (let i = 0; i < panel.lines.length; i += across) graphics.fillText(panel.lines[i]!.label, plot.x + ((i + 0.5) / panel.lines.length) * plot.width, height - BOTTOM + 14);
     graphics.fillText("step", plot.x + plot.width / 2, height - 8);
-    graphics.textAlign = "right";
-    graphics.fillText(`share of elements, 0 to ${formatNumber(scale.high)}`, width - RIGHT, height - 8);
   }
 
   private drawAxis(graphics: CanvasRenderingContext2D, axis: ReturnType<Histograms["axis"]>, panel: Panel, width: number, height: number, left: number): void {
@@ -262,6 +263,17 @@ class Histograms implements ViewInstance {
       graphics.fillText("step", left - 8, 24);
     }
   }
+}
+
+/** The share of the elements of each line in each bin, the highest bin first. */
+function shareOf({ lines }: Panel): Float32Array {
+  const bins = lines[0]!.counts.length;
+  const shares = new Float32Array(bins * lines.length);
+  lines.forEach(({ counts }, x) => {
+    const total = counts.reduce((sum, count) => sum + count, 0) || 1;
+    for (let bin = 0; bin < Math.min(bins, counts.length); bin++) shares[(bins - 1 - bin) * lines.length + x] = counts[bin]! / total;
+  });
+  return shares;
 }
 
 function clamp(x: number): number {

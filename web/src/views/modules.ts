@@ -8,6 +8,7 @@ import { outweighs } from "../payload/tiles";
 import { MISSING } from "../payload/types";
 import { emptyState } from "../ui/controls";
 import { clear, el } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import { lowerBound } from "./run_heatmap";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
@@ -17,7 +18,7 @@ const FIRST = 60;
 const MOST = 1200;
 
 class ModuleGraph implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly svg = document.createElementNS(SVG, "svg");
   private readonly frame = el("div", { class: "plot-frame graph-frame" });
   private readonly footer = el("div", { class: "legend-row" });
@@ -31,7 +32,7 @@ class ModuleGraph implements ViewInstance {
   private numbers = new Map<string, number>();
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.frame, this.footer);
+    host.append(this.toolbar.element, this.frame, this.footer);
     this.svg.setAttribute("class", "graph");
     this.svg.setAttribute("role", "group");
     this.svg.setAttribute("aria-label", "Graph of modules");
@@ -55,7 +56,7 @@ class ModuleGraph implements ViewInstance {
     const turn = ++this.turn;
     const { context } = this;
     const sites = context.filtered();
-    clear(this.toolbar);
+    this.toolbar.clear();
     if (!sites.length) {
       clear(this.layer);
       this.frame.replaceChildren(emptyState("No module matches", "The filter picks no site."));

@@ -9,6 +9,7 @@ import { outweighs } from "../payload/tiles";
 import { MISSING } from "../payload/types";
 import { emptyState } from "../ui/controls";
 import { clear, el, fitCanvas } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance } from "./view";
 
 const GUTTER = 210;
@@ -19,7 +20,7 @@ const RIGHT = 14;
 const LABEL_HEIGHT = 13;
 
 export class RunHeatmap implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly canvas = el("canvas", { class: "plot", tabindex: 0, role: "application", "aria-label": "Heat map of sites by steps" });
   private readonly frame = el("div", { class: "plot-frame" }, this.canvas);
   private readonly footer = el("div", { class: "legend-row" });
@@ -36,7 +37,7 @@ export class RunHeatmap implements ViewInstance {
   private wantedCount = 0;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.frame, this.footer);
+    host.append(this.toolbar.element, this.frame, this.footer);
     this.canvas.addEventListener("mousemove", (event) => this.move(event));
     this.canvas.addEventListener("mouseleave", () => this.context.tooltip.hide());
     this.canvas.addEventListener("mousedown", (event) => this.press(event));
@@ -54,7 +55,7 @@ export class RunHeatmap implements ViewInstance {
 
   update(): void {
     const { context } = this;
-    clear(this.toolbar);
+    this.toolbar.clear();
     this.statistic = context.statistic();
     if (!this.statistic) {
       this.frame.replaceChildren(emptyState("No numbers yet", "The log has no statistics of sites. The page shows them as soon as the run writes some."));

@@ -7,6 +7,7 @@ import type { LoadedStatistic, Site } from "../model/subject";
 import { MISSING, type Of } from "../payload/types";
 import { emptyState } from "../ui/controls";
 import { clear, el, fitCanvas } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 const ROW = 30;
@@ -23,7 +24,7 @@ interface Column {
 }
 
 class SitesTable implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly head = el("div", { class: "table-head", role: "row" });
   private readonly body = el("div", { class: "table-body", role: "rowgroup" });
   private readonly scroller = el("div", { class: "table-scroller", tabindex: 0, role: "table", "aria-label": "Sites" }, this.head, this.body);
@@ -34,7 +35,7 @@ class SitesTable implements ViewInstance {
   private readonly rows = new Map<number, HTMLElement>();
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.scroller);
+    host.append(this.toolbar.element, this.scroller);
     this.scroller.addEventListener("scroll", () => this.fill(false));
     this.scroller.addEventListener("keydown", (event) => this.key(event));
   }
@@ -42,7 +43,7 @@ class SitesTable implements ViewInstance {
   update(): void {
     const { context } = this;
     const { sort = "", descending = "" } = context.store.state.more;
-    clear(this.toolbar);
+    this.toolbar.clear();
     this.toolbar.append(...context.statisticControls());
     this.columns = this.makeColumns();
     this.sorted = [...context.filtered()];

@@ -5,11 +5,12 @@ import type { Site } from "../model/subject";
 import { outweighs } from "../payload/tiles";
 import { MISSING } from "../payload/types";
 import { emptyState, select } from "../ui/controls";
-import { clear, el } from "../ui/dom";
+import { el } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 class Source implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly code = el("div", { class: "code", tabindex: 0, role: "document", "aria-label": "Source" });
   private readonly texts = new Map<number, string[]>();
   private turn = 0;
@@ -17,7 +18,7 @@ class Source implements ViewInstance {
   private lastTarget = "";
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.code);
+    host.append(this.toolbar.element, this.code);
   }
 
   inspect(): unknown {
@@ -32,7 +33,7 @@ class Source implements ViewInstance {
     const turn = ++this.turn;
     const { context } = this;
     const { sources } = context.model.header;
-    clear(this.toolbar);
+    this.toolbar.clear();
     const state = context.store.state;
     const selected = context.subject().site(state.site);
     const wanted = state.more.file !== undefined && state.more.file !== "" ? Number(state.more.file) : undefined;

@@ -6,13 +6,14 @@ import { fitScale, type Scale } from "../draw/scale";
 import type { TokenGrid } from "../payload/types";
 import { emptyState, select, slider } from "../ui/controls";
 import { clear, el, fitCanvas } from "../ui/dom";
+import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 const ROW = 20;
 const LEAST = 14;
 
 class Tokens implements ViewInstance {
-  private readonly toolbar = el("div", { class: "toolbar" });
+  private readonly toolbar = new Toolbar();
   private readonly canvas = el("canvas", { class: "plot", role: "img", "aria-label": "Heat map of layers by tokens" });
   private readonly frame = el("div", { class: "plot-frame scrolls" }, this.canvas);
   private readonly footer = el("div", { class: "legend-row" });
@@ -21,7 +22,7 @@ class Tokens implements ViewInstance {
   private turn = 0;
 
   constructor(private readonly context: PageContext, host: HTMLElement) {
-    host.append(this.toolbar, this.frame, this.footer);
+    host.append(this.toolbar.element, this.frame, this.footer);
     this.canvas.addEventListener("mousemove", (event) => this.hover(event));
     this.canvas.addEventListener("mouseleave", () => context.tooltip.hide());
     this.canvas.addEventListener("click", (event) => {
@@ -44,7 +45,7 @@ class Tokens implements ViewInstance {
     const { context } = this;
     const grids = context.subject().data.tokens;
     const { more } = context.store.state;
-    clear(this.toolbar);
+    this.toolbar.clear();
     if (!grids.length) {
       clear(this.footer);
       this.frame.replaceChildren(emptyState("No tokens", "No captured value has the shape [examples, positions, width], so there are no tokens to show.", "_, taps = tapax.capture(model)(tokens)\ntapax.view(taps, tokens=texts)"));
