@@ -14,12 +14,12 @@ newest = $(PYTHON) scripts/environment.py --python newest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo structure-factor delayed-match test lint unit test-matrix coverage bench conformance fuzz format hooks pythons clean
+.PHONY: help demo structure-factor delayed-match test lint page unit test-matrix coverage bench conformance fuzz format hooks pythons clean
 
 help: ## show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
-demo: ## train a small GPT, print its sites, save a plot of gradient flow
+demo: ## train a small GPT, print its sites, save a plot of gradient flow and a page
 	@python=$$($(PYTHON) scripts/environment.py --demo) && "$$python" examples/gradient_flow.py
 
 structure-factor: ## solve plasmas, train a network on them, look inside it; ARGS="--species CH"
@@ -28,7 +28,7 @@ structure-factor: ## solve plasmas, train a network on them, look inside it; ARG
 delayed-match: ## learn a task online, and compare with backpropagation through time
 	@python=$$($(environment)) && "$$python" examples/delayed_match.py
 
-test: lint unit ## lint, types, and tests on the default Python and the newest one found
+test: lint page unit ## lint, types, and tests on the default Python and the newest one found
 
 lint: ## ruff, import-linter and pyright
 	@python=$$($(environment)) && lint=$$($(linters)) && \
@@ -36,6 +36,9 @@ lint: ## ruff, import-linter and pyright
 	"$$lint" -m ruff format --check . && \
 	"$$(dirname "$$lint")/lint-imports" && \
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$lint" -m pyright --pythonpath "$$python"
+
+page: ## build the page of tapax.view, check its types, run its own tests
+	@$(PYTHON) scripts/page.py --test
 
 unit: ## the tests alone; PYTEST_ARGS="-k scan" chooses some
 	@$(PYTHON) scripts/matrix.py --default -- $(PYTEST_ARGS)
@@ -66,5 +69,5 @@ pythons: ## the Pythons found on this machine
 	@$(PYTHON) scripts/pythons.py
 
 clean: ## remove environments, caches and build products
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage build dist
+	rm -rf .venv web/node_modules web/build tapax/viewer/assets .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

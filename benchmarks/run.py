@@ -74,6 +74,7 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "linen": (framework("linen_step", "unrolled", Config()), 30, 5),
     "eager": (framework("modules", "eager", 256), 20, 5),
     "adapters": (framework("modules", "tracing", 12), 9, 3),
+    "page": (framework("viewer", "measured", 5_000, 5_000), 5, 1),
 }
 
 

@@ -6,6 +6,8 @@ the model, what every layer returned and the gradient that flowed back into it; 
 its optimizer are updated as by the plain step.
 
     python examples/gradient_flow.py [picture.png]
+
+It saves a picture of the gradient flow, and a page with both captures beside it.
 """
 
 import sys
@@ -154,6 +156,10 @@ def main(picture: str = "gradient_flow.png") -> None:
     console.print(f"Captured and plain step leave the same model (difference {gap:.1e}).")
     plot(first, last, picture)
     console.print(f"Gradient flow by layer: {Path(picture).resolve()}", soft_wrap=True)
+    page = Path(picture).with_suffix(".html")
+    letters = [[alphabet[i] for i in line] for line in tokens[:, :-1].tolist()]
+    tapax.view(first, last, tokens=letters).save(page)
+    console.print(f"Both captures as a page, to open in a browser: {page.resolve().as_uri()}")
 
 
 if __name__ == "__main__":

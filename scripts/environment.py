@@ -30,6 +30,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import page
 from pythons import SUPPORTED, Python, default, find
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +69,7 @@ def default_python() -> Python:
 
 def make(python: Python, jax: str) -> Path:
     """The Python of the environment for this combination, which is built if need be."""
+    _build_page()
     constraints = CONSTRAINTS / f"jax-{jax}.txt"
     name = f"{python.name}-{jax}"
     return _make(name, python, constraints, _with_tapax(constraints, "test"))
@@ -75,6 +77,7 @@ def make(python: Python, jax: str) -> Path:
 
 def make_demo() -> Path:
     """The Python of the environment in which the demo runs: a small one, made in a minute."""
+    _build_page()
     python = default_python()
     constraints = CONSTRAINTS / f"jax-{jax_versions(python)[-1]}.txt"
     return _make("demo", python, constraints, _with_tapax(constraints, "demo"))
@@ -95,6 +98,14 @@ def make_jax_peers() -> Path:
     python = max(find().items())[1]
     constraints = CONSTRAINTS / "jax-peers.txt"
     return _make("jax-peers", python, constraints, _with_tapax(constraints, "jax-peers"))
+
+
+def _build_page() -> None:
+    """Build what `tapax.view` shows, which an editable installation takes from the checkout."""
+    try:
+        page.build()
+    except page.PageFailed as error:
+        raise EnvironmentFailed(str(error)) from error
 
 
 def _with_tapax(constraints: Path, group: str) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tapax._api.residuals import residuals
     from tapax.monitoring import Histogram, Log, Monitor, Stream, alert, monitor, open, sink, stream
     from tapax.nonfinite import Finding, find_nonfinite
+    from tapax.viewer import Page, view
 
 __version__ = "0.2.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "Log",
     "ModuleTable",
     "Monitor",
+    "Page",
     "Residual",
     "ResidualTable",
     "Site",
@@ -71,6 +73,7 @@ __all__ = [
     "stream",
     "suffix",
     "value_and_grad",
+    "view",
     "without",
 ]
 
@@ -100,6 +103,7 @@ __getattr__, __dir__ = load_lazily(
             "stream",
         ),
         "tapax.nonfinite": ("Finding", "find_nonfinite"),
+        "tapax.viewer": ("Page", "view"),
     },
 )
 

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import tapax.nonfinite._command as nonfinite
+import tapax.viewer._command as view
 from tapax import __version__
 
-COMMANDS: Mapping[str, ModuleType] = {"nonfinite": nonfinite}
+COMMANDS: Mapping[str, ModuleType] = {"nonfinite": nonfinite, "view": view}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

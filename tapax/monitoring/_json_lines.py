@@ -88,24 +88,35 @@ def _number_from_json(content: Any) -> Number:
     return np.array(content, np.float64) if isinstance(content, list) else float(content)
 
 
+def parse_line(path: Path, line: bytes, number: int) -> log_format.LogEntry:
+    """Parse a line of the log at `path`. Raises `IncompleteLine` if it is not whole."""
+    if number == 1:
+        _check_line(path, line)
+    try:
+        if not line.endswith(b"\n"):
+            raise ValueError("it has no end")
+        content = json.loads(line)
+        log_format.check_version(path, content["tapax"])
+        if "alert" in content:
+            return log_format.alert_from_json(content["alert"])
+        record = {
+            name: x if type(x) is float else _number_from_json(x)
+            for name, x in content["record"].items()
+        }
+        return int(content["step"]), record
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IncompleteLine from error
+
+
+class IncompleteLine(Exception):
+    """A line that was not written to its end."""
+
+
 def read_lines(path: Path) -> Iterator[log_format.LogEntry]:
     """Read a file of JSON lines."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if number == 1:
-                _check_line(path, line)
             try:
-                if not line.endswith(b"\n"):
-                    raise ValueError("it has no end")
-                content = json.loads(line)
-                log_format.check_version(path, content["tapax"])
-                if "alert" in content:
-                    entry = log_format.alert_from_json(content["alert"])
-                else:
-                    numbers = content["record"].items()
-                    record = {name: _number_from_json(x) for name, x in numbers}
-                    entry = int(content["step"]), record
-            except (ValueError, KeyError, TypeError, AttributeError):
+                yield parse_line(path, line, number)
+            except IncompleteLine:
                 log_format.warn_left_out(path, f"line {number}", 6)
-            else:
-                yield entry

@@ -257,25 +257,32 @@ def _held_steps(sink: Any) -> tuple[str, int, str] | None:
 
 def _read(path: Path) -> Iterator[LogEntry]:
     """Read every record of a log, and every alert."""
+    for file in find_files(path):
+        if file.suffix == ".jsonl":
+            yield from read_lines(file)
+            continue
+        try:
+            yield from FORMATS[file.suffix].read(file)
+        except IncompletePart:
+            if path.is_file():
+                kind = file.suffix[1:]
+                raise not_a_log(path, f"it is no {kind} file, or not a whole one") from None
+            warn_left_out(path, f"the part {file.name!r}", 5)
+
+
+def find_files(path: Path) -> list[Path]:
+    """Find the files of a log: the file at `path`, or the parts in that folder.
+
+    Raises `FileNotFoundError` or `ValueError` if there is no log at `path`.
+    """
     if not path.exists():
         raise FileNotFoundError(f"There is no log {str(path)!r}, nor taps: nothing has that name.")
     if path.is_file():
-        if path.suffix == ".jsonl":
-            yield from read_lines(path)
-            return
-        if path.suffix not in FORMATS:
+        if path.suffix != ".jsonl" and path.suffix not in FORMATS:
             name = f"its name ends in {path.suffix!r}" if path.suffix else "it is a file"
             raise not_a_log(path, name)
-        found = [path]
-    else:
-        found = [part for suffix in FORMATS for part in find_parts(path, suffix)]
-        if not found and (path.suffix not in FORMATS or any(path.iterdir())):
-            raise not_a_log(path, "it holds no parts of one")
-    for part in found:
-        try:
-            yield from FORMATS[part.suffix].read(part)
-        except IncompletePart:
-            if path.is_file():
-                kind = part.suffix[1:]
-                raise not_a_log(path, f"it is no {kind} file, or not a whole one") from None
-            warn_left_out(path, f"the part {part.name!r}", 5)
+        return [path]
+    found = [part for suffix in FORMATS for part in find_parts(path, suffix)]
+    if not found and (path.suffix not in FORMATS or any(path.iterdir())):
+        raise not_a_log(path, "it holds no parts of one")
+    return found

@@ -43,13 +43,17 @@ def not_a_log(path: Path, why: str) -> ValueError:
     )
 
 
+def describe_left_out(path: Path, what: str) -> str:
+    """A sentence on a part of a log that is not whole."""
+    return (
+        f"In the log {str(path)!r}, {what} was left out: it is not whole, as if the run that wrote "
+        "it had been killed, or the disk had been full."
+    )
+
+
 def warn_left_out(path: Path, what: str, stacklevel: int) -> None:
     """Warn of a part of a log that is not whole."""
-    warnings.warn(
-        f"In the log {str(path)!r}, {what} was left out: it is not whole, as if the run that wrote "
-        "it had been killed, or the disk had been full.",
-        stacklevel=stacklevel,
-    )
+    warnings.warn(describe_left_out(path, what), stacklevel=stacklevel)
 
 
 def number_to_json(number: Number) -> Any:

@@ -10,7 +10,8 @@ with each `AlertEvent`, and a method `close`, which it calls in the end. A sink 
 dropped, with a warning; the training goes on.
 
 `to=` also takes a path, `"run.jsonl"`, `"run.parquet"` or `"run.safetensors"`, which `tapax.open`
-reads; `"table"`; or a list of sinks and paths. A log that is there already is continued: the
+reads; `"table"`, in the terminal; `"page"`, in the browser or the notebook, which follows the run;
+or a list of sinks and paths. A log that is there already is continued: the
 argument `start` of `tapax.monitor` says from which step.
 """
 
@@ -265,20 +266,23 @@ def make(to: To) -> list[Sink]:
     if isinstance(to, (list, tuple)):
         return [sink for part in to for sink in make(part)]
     raise TypeError(
-        "`to` must be a function of a step and a record, a path such as 'run.jsonl', 'table', or a "
-        f"list of these, but is {to!r} of type {type(to).__name__}."
+        "`to` must be a function of a step and a record, a path such as 'run.jsonl', 'table', "
+        f"'page', or a list of these, but is {to!r} of type {type(to).__name__}."
     )
 
 
 def _make_sink(to: str | os.PathLike[str]) -> Sink:
     if to == "table":
         return table()
+    if to == "page":
+        # The page is in a layer above this one, so it is loaded by name, as packages of sinks are.
+        return importlib.import_module("tapax.viewer._page_sink").PageSink()
     sinks = {".jsonl": jsonl, **FORMATS}
     suffix = Path(to).suffix
     if suffix not in sinks:
         raise ValueError(
             f"to={os.fspath(to)!r} was asked for, but what to write is told by the end of a path, "
-            "which is one of .jsonl, .parquet and .safetensors; or 'table', or a sink of "
+            "which is one of .jsonl, .parquet and .safetensors; or 'table', 'page', or a sink of "
             "tapax.sink, such as tapax.sink.tensorboard(folder)."
         )
     return sinks[suffix](to)

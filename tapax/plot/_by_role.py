@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 import tapax.plot._style as style
+from tapax._sites.roles import Place
 from tapax.plot._depth_axis import CHARACTER, DepthAxis
-from tapax.plot._roles import Place
 from tapax.plot._series import Number, Statistic, is_on_log_axis
 
 PANEL, HEIGHT = 4.6, 2.9

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 import tapax.plot._style as style
-from tapax.plot._roles import Place
+from tapax._sites.roles import Place
 from tapax.plot._series import Number, Statistic, has_histograms, is_on_log_axis
 
 ROW, TALLEST = 0.24, 12.0

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 import tapax.plot._style as style
-from tapax.plot._roles import Place
+from tapax._sites.roles import Place
 
 CHARACTER = 0.062
 """The approximate width of a character of a label, in inches."""

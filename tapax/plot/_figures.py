@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tapax._results import Taps
 from tapax._sites import Selection, wrong_type
+from tapax._sites.roles import Place, place_rows
 from tapax.monitoring._log import Log, open_log
-from tapax.plot._roles import Place, place_rows
 from tapax.plot._series import (
     Statistic,
     has_histograms,

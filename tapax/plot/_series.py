@@ -10,21 +10,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
-from tapax import _jax
 from tapax._jax import Value
 from tapax._results import Taps
-from tapax._results.loop_order import loop_axes
+from tapax._results.iterations import is_whole, rms, split_iterations, split_statistic
 from tapax._sites import Selection, Site, SiteError, check, flatten, matches, nearest
 from tapax.monitoring._log import Log
 from tapax.monitoring._readings import split_statistics
 from tapax.monitoring._records import Histogram, split_name
+from tapax.monitoring._units import base_statistic, merge_units
 from tapax.reduce import Reducer
 
 Statistic: TypeAlias = "tuple[str, str]"
@@ -49,7 +48,7 @@ def numbers_of_taps(taps: Taps, at: Selection) -> dict[Statistic, dict[str, Numb
                 continue
             site = sites.get(name, Site(name))
             reducer = site.reducer if kind == "value" else site.grad_reducer
-            marked, first = _split_statistic(site, reducer)
+            marked, first = split_statistic(site, reducer)
             described = taps.values.get(name, arrays[name])
             lead = max(0, described.ndim - len(site.shape)) if name in sites else 0
             types[str(arrays[name].dtype)] = None
@@ -79,7 +78,7 @@ def rows_of_taps(taps: Taps) -> dict[str, None]:
     rows: dict[str, None] = {}
     for site in taps.sites:
         reducer = site.reducer if site.name in taps.values else site.grad_reducer
-        name = _split_statistic(site, reducer)[0].name
+        name = split_statistic(site, reducer)[0].name
         sizes = [re.fullmatch(r"scan\[(\d+)\]", loop) for loop in site.loops]
         lengths = [int(size[1]) for size in itertools.takewhile(bool, sizes) if size]
         for place in itertools.product(*map(range, lengths)):
@@ -107,7 +106,7 @@ def numbers_of_log(log: Log, at: Selection) -> dict[Statistic, dict[str, dict[in
     for step, record in log:
         for name, number in record.items():
             stat, row = names[name]
-            if rows[row] and (folded := _fold(stat[1], number)) is not None:
+            if rows[row] and (folded := merge_units(stat[1], number)) is not None:
                 found[stat][row][step] = folded
     kept = {
         stat: {row: by_step for row, by_step in series.items() if by_step}
@@ -129,7 +128,7 @@ def pick_statistics(
     """Choose the statistics to draw: scales first, values before gradients."""
     there = list(dict.fromkeys(stat for _, stat in found))
     if stats is None:
-        wanted = sorted(there, key=lambda stat: _ORDER.get(_base(stat), 2))
+        wanted = sorted(there, key=lambda stat: _ORDER.get(base_statistic(stat), 2))
     else:
         wanted = [stats] if isinstance(stats, str) else list(stats)
         for stat in wanted:
@@ -152,98 +151,29 @@ def has_histograms(numbers: Mapping[str, Number]) -> bool:
 
 def is_on_log_axis(stat: str, numbers: np.ndarray) -> bool:
     """Return whether numbers differ by orders of magnitude."""
-    if _base(stat) in ("rms", "norm", "var", "update_ratio"):
+    if base_statistic(stat) in ("rms", "norm", "var", "update_ratio"):
         return True
     finite = numbers[np.isfinite(numbers)]
     return bool(finite.size and finite.min() > 0 and finite.max() / finite.min() > 100)
-
-
-def _base(stat: str) -> str:
-    return stat.partition(".total")[0].partition("(")[0]
-
-
-def _split_statistic(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
-    """Return the marked site, and the statistic, which the path may have after its last colon."""
-    if reducer is None:
-        return site, "rms"
-    path, _, leaf = site.path.rpartition(":")
-    if path and (leaf == reducer.label or leaf.startswith(f"{reducer.label}.")):
-        return dataclasses.replace(site, path=path), "rms" if _is_whole(reducer) else leaf
-    return site, "rms" if _is_whole(reducer) else reducer.label
 
 
 def _read(
     site: Site, reducer: Reducer | None, stat: str, array: Value, valid: Value, lead: int
 ) -> Iterator[tuple[str, str, Number]]:
     """Yield each number of a site: its row, its statistic, and the number."""
-    if isinstance(array, Tracer):
-        raise TypeError(
-            f"A plot needs numbers, but {site.name!r} is traced. Return the taps from the function "
-            "that is under jax.jit, grad, vmap or scan, and plot them outside of it."
-        )
     if not jax.numpy.issubdtype(array.dtype, np.number):
         return
-    if _jax.spans_processes(array):
-        raise ValueError(
-            f"A plot needs all of {site.name!r}, but this process has only a part of it. Capture "
-            "statistics, which every process has in full: values=tapax.reduce.rms."
-        )
-    array = np.asarray(array)
-    mask = np.ones((), bool) if valid is None else np.asarray(valid)
-    found = loop_axes(site, array.shape, mask, lead)
-    axes = [axis for axis in found if axis is not None]
-    mask = mask.astype(bool)
-    if mask.shape != array.shape[: mask.ndim]:
-        mask = mask.any()
-    over = max(mask.ndim, *(axis + 1 for axis in axes), 0)
-    mask = np.broadcast_to(mask.reshape(mask.shape + (1,) * (over - mask.ndim)), array.shape[:over])
-    array, mask = (np.moveaxis(x, axes, range(len(axes))) for x in (array, mask))
-    for place in itertools.product(*(range(n) for n in array.shape[: len(axes)])):
-        ran = array[place][mask[place]]
-        if not mask[place].any() or not ran.size:
+    for iteration in split_iterations(site, array, valid, lead, "A plot"):
+        ran = iteration.computed
+        if not iteration.mask.any() or not ran.size:
             continue
-        row = f"{site.name}[{','.join(map(str, place))}]" if place else site.name
-        if _is_whole(reducer):
-            yield row, stat, rms(ran)
+        if is_whole(reducer):
+            yield iteration.name, stat, rms(ran)
             continue
         assert reducer is not None
         for name, number in split_statistics(reducer, stat, ran):
-            if (folded := _fold(name, number)) is not None:
-                yield row, name, folded
-
-
-def _is_whole(reducer: Reducer | None) -> bool:
-    return reducer is None or reducer.name == "last"
-
-
-def rms(array: np.ndarray) -> float:
-    """Compute the root mean square, for numbers of any magnitude and type."""
-    x = np.abs(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
-    largest = x.max()
-    if not np.isfinite(largest) or not largest:
-        return float(largest)
-    return float(largest * np.sqrt(np.mean((x / largest) ** 2)))
-
-
-_FOLDS: dict[str, Callable[[np.ndarray], Any]] = {
-    "rms": rms,
-    "norm": lambda x: rms(x) * np.sqrt(x.size),
-    "sum": np.sum,
-    "nonfinite": np.sum,
-    "min": np.min,
-    "max": np.max,
-}
-
-
-def _fold(stat: str, number: Any) -> Number | None:
-    """Fold the numbers of several units into one number or histogram; None without numbers."""
-    if isinstance(number, Histogram):
-        counts, edges = (np.asarray(x, np.float64) for x in (number.counts, number.edges))
-        return Histogram(counts.reshape(-1, counts.shape[-1]).sum(0), edges)
-    array = np.asarray(number)
-    if array.dtype.kind not in "fiub" or not array.size:
-        return None
-    return float(_FOLDS.get(_base(stat), np.mean)(array.astype(np.float64)))
+            if (folded := merge_units(name, number)) is not None:
+                yield iteration.name, name, folded
 
 
 def _site(row: str) -> Site:

@@ -18,8 +18,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from tapax._sites.roles import Place
 from tapax.monitoring._records import Histogram
-from tapax.plot._roles import Place
 
 ROLES = {
     "#0072b2": "o",

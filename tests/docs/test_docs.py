@@ -28,7 +28,7 @@ DOCUMENTS = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("semantics", "changing", "memory", "frameworks", "architecture")
+        for name in ("semantics", "changing", "memory", "frameworks", "page", "architecture")
     ),
 ]
 NOTEBOOKS = [

@@ -67,7 +67,11 @@ def test_what_to_stands_for(to, shown, tmp_path, monkeypatch):
     ("to", "error", "words"),
     [
         ("run.csv", ValueError, "to='run.csv' was asked for, but what to write is told by the end"),
-        ("logs", ValueError, "one of .jsonl, .parquet and .safetensors; or 'table', or a sink of"),
+        (
+            "logs",
+            ValueError,
+            "one of .jsonl, .parquet and .safetensors; or 'table', 'page', or a sink of",
+        ),
         (5, TypeError, "a list of these, but is 5 of type int"),
         (Log, TypeError, "the class Log: make a sink of it by calling it"),
     ],

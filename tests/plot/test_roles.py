@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 import tapax
 from tapax import plot
 from tapax import reduce as R
-from tapax.plot._roles import place_rows
+from tapax._sites.roles import place_rows
 
 pytestmark = pytest.mark.once
 

@@ -242,8 +242,8 @@ def test_bad_parts_raise_clear_errors():
         text = message(lambda: tapax.capture(straight, values=two)(X))  # noqa: B023
         assert text == (
             f"`values` asks for the site 'h', marked at {__file__}:{line}, both as {shown[0]} and "
-            f"as {shown[1]}, but one name is one array. Capture the whole, and take the parts of "
-            "what is returned."
+            f"as {shown[1]}, but every name has one array. Capture the whole value, and index the "
+            "result."
         )
     part = tapax.at("h", index=0)
     assert "perturbation has an entry for every" in message(

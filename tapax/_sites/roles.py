@@ -150,7 +150,8 @@ class _Families:
         if found is None:
             return None
         stack = (*path[:at], *filter(None, [found.name]))
-        depth, names = [found.number], []
+        depth = [found.number]
+        names: list[str] = []
         while (inner := self._find_inner(path, at + 1)) is not None:
             start, (at, found) = at + 1, inner
             names += [*path[start:at], *filter(None, [found.name])]
@@ -172,7 +173,7 @@ def _split_iterations(rows: Sequence[_Row]) -> list[_Part]:
     for row in rows:
         known = lengths.get(row.path, (0,) * len(row.iterations))
         lengths[row.path] = tuple(map(max, known, row.iterations))
-    parts = []
+    parts: list[_Part] = []
     for length in dict.fromkeys(lengths.values()):
         members = [row for row in rows if lengths[row.path] == length]
         stack = _shared_path(members)
@@ -183,7 +184,7 @@ def _split_iterations(rows: Sequence[_Row]) -> list[_Part]:
 def _split_calls(rows: Sequence[_Row]) -> list[_Part]:
     """Treat calls as layers: modules called equally often are parts of the same layers."""
     calls = _last_calls(rows)
-    parts = []
+    parts: list[_Part] = []
     for last in dict.fromkeys(number for number in calls.values() if number):
         members = [row for row in rows if calls[row.path] == last]
         stack = _shared_path(members)
@@ -242,7 +243,7 @@ def _join_stacks(places: Mapping[str, Place]) -> dict[str, Place]:
         joined[-1].append(stack)
         end = max(end, last)
     names = {stack: " and ".join(group) for group in joined for stack in group}
-    found = {}
+    found: dict[str, Place] = {}
     for name, place in places.items():
         if names.get(place.stack, place.stack) != place.stack:
             prefix = "" if place.is_layer else f"{_last_segment(place.stack)}/"

@@ -1,0 +1,211 @@
+"""The page of `tapax.view`, beside TensorBoard: one log of many sites and steps in both.
+
+    python -m benchmarks.viewer [SITES STEPS]
+
+The log is written twice, in JSON lines and as TensorBoard's events, with the same numbers. Measured
+are the file that `save` writes, how long that takes, how long a browser takes to draw it, and how
+long TensorBoard's data server takes to know all tags and to answer for one chart with all of its
+steps. A second, smaller log is followed: a record is written, and a browser draws it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from benchmarks.measure import MIB, Result, show
+from tapax import sink
+from tapax.viewer._format import EXACT_BYTES
+from tapax.viewer._page import make_page
+from tests.viewer.chromium import PAGE, Chromium
+
+FIRST_VIEW_SECONDS = 3.0
+UPDATE_SECONDS = 1.0
+SAVED_OVER_FLOATS = 0.6
+OURS_OVER_TENSORBOARD = 0.2
+
+
+def measured(sites: int, steps: int, rounds: int) -> list[Result]:
+    """Measure a log of so many sites and steps; drawing and following are done `rounds` times."""
+    names = [f"GPT/blocks/{i // 8}/part{i % 8}" for i in range(sites)]
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Chromium()) as browser:
+        log, events, page = (Path(folder) / name for name in ("run.jsonl", "events", "run.html"))
+        write_logs(names, steps, log, events)
+        start = time.perf_counter()
+        make_page(log).save(page)
+        saving = time.perf_counter() - start
+        log.unlink()
+        drawn = [_draw(browser, page) for _ in range(rounds)]
+        shown = statistics.median(drawn)
+        board = _time_tensorboard(events, sites, steps)
+        followed = _follow(browser, Path(folder) / "followed.jsonl", names[:400], rounds)
+        size = page.stat().st_size / MIB
+    topic = f"page, {sites} sites x {steps} steps"
+    floats = 4 * sites * steps
+    # A small log is saved as it is, and the page itself takes more.
+    bar = SAVED_OVER_FLOATS if floats > EXACT_BYTES else None
+    return [
+        Result(topic, "saved file over float32", size, floats / MIB, "MiB", bar),
+        Result(topic, "saving, over a minute", saving, 60, "s"),
+        Result(topic, "first view, over its bar", shown, FIRST_VIEW_SECONDS, "s", 1.0),
+        Result(
+            topic, "first view over TensorBoard's chart", shown, board, "s", OURS_OVER_TENSORBOARD
+        ),
+        Result(
+            "page", "record written until drawn, over its bar", followed, UPDATE_SECONDS, "s", 1.0
+        ),
+    ]
+
+
+def write_logs(names: list[str], steps: int, log: Path, events: Path) -> None:
+    """Write one run as JSON lines, and as the events of TensorBoard."""
+    events.mkdir()
+    rng = np.random.default_rng(0)
+    level = np.exp(rng.normal(size=len(names)))
+    writer = _EventWriter([f"{name}/value_rms" for name in names])
+    with open(log, "w") as lines, open(events / "events.out.tfevents.0.host", "wb") as board:
+        writer.begin(board)
+        for step in range(steps):
+            # A random walk of the logarithm, as statistics of layers change in a training.
+            level *= np.exp(0.01 * rng.normal(size=len(names)))
+            numbers = level.astype(np.float32)
+            values = ", ".join(
+                f'"{name}/value_rms": {x}' for name, x in zip(names, numbers.tolist(), strict=True)
+            )
+            lines.write(f'{{"tapax": 1, "step": {step}, "record": {{{values}}}}}\n')
+            writer.write(board, step, numbers)
+
+
+class _EventWriter:
+    """Writes events with one number for each of some tags, in the form that TensorBoard reads.
+
+    The bytes of an event are the same at every step, but for its numbers, time and step.
+    """
+
+    def __init__(self, tags: list[str]):
+        parts, self._places = [], np.empty(len(tags), np.int64)
+        length = 0
+        for i, tag in enumerate(tags):
+            content = _field(1, tag.encode()) + b"\x15"
+            value = b"\x0a" + _varint(len(content) + 4) + content
+            self._places[i] = length + len(value)
+            parts += [value, bytes(4)]
+            length += len(value) + 4
+        self._summary = np.frombuffer(b"".join(parts), np.uint8).copy()
+
+    def begin(self, file: IO[bytes]) -> None:
+        self._append(file, b"\x09" + struct.pack("<d", 0.0) + _field(3, b"brain.Event:2"))
+
+    def write(self, file: IO[bytes], step: int, numbers: np.ndarray) -> None:
+        content = numbers.astype("<f4").view(np.uint8).reshape(-1, 4)
+        for i in range(4):
+            self._summary[self._places + i] = content[:, i]
+        head = b"\x09" + struct.pack("<d", float(step)) + b"\x10" + _varint(step)
+        self._append(file, head + _field(5, self._summary.tobytes()))
+
+    def _append(self, file: IO[bytes], event: bytes) -> None:
+        length = struct.pack("<Q", len(event))
+        # The data server checks the sum of the length, and that of the event only if asked to.
+        file.write(length + struct.pack("<I", _masked_crc(length)) + event + bytes(4))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + _varint(len(content)) + content
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number >= 128:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])
+
+
+def _masked_crc(content: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _draw(browser: Chromium, page: Path) -> float:
+    tab = browser.open(page, wait=f"{PAGE}?.tapaxPage?.inspect().drawn?.numbers.length")
+    seconds = tab.seconds
+    tab.close()
+    return seconds
+
+
+def _time_tensorboard(events: Path, tags: int, steps: int) -> float:
+    """Seconds until TensorBoard has listed all tags, and has all steps of a chart."""
+    with _tensorboard(events) as (start, address):
+        while True:
+            listed = _ask(f"{address}/data/plugin/scalars/tags") or {}
+            known = [tag for run in listed.values() for tag in run]
+            if len(known) >= tags:
+                chart = _ask(f"{address}/data/plugin/scalars/scalars?run=.&tag={known[0]}") or []
+                if chart and chart[-1][1] == steps - 1:
+                    return time.perf_counter() - start
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _tensorboard(events: Path) -> Iterator[tuple[float, str]]:
+    """TensorBoard with its data server: when it was started, and its address."""
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(events)]
+    command += ["--load_fast=true", "--port=0", "--reload_interval=1"]
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if " at http://" in line:
+                yield start, "http://" + line.split(" at http://")[1].split("/")[0]
+                return
+        raise RuntimeError("TensorBoard did not start.")
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def _ask(address: str) -> Any:
+    try:
+        with urllib.request.urlopen(address, timeout=60) as response:
+            return json.loads(response.read())
+    except OSError:
+        return None
+
+
+def _follow(browser: Chromium, path: Path, names: list[str], rounds: int) -> float:
+    """The median of the seconds from a record that is being written to its number on the page."""
+    log = sink.jsonl(path)
+    log(0, {f"{name}/value_rms": 1.0 for name in names})
+    delays = []
+    with make_page(path) as page:
+        tab = browser.open(page.serve())
+        for step in range(1, rounds + 3):
+            start = time.perf_counter()
+            log(step, {f"{name}/value_rms": 1.0 + step for name in names})
+            tab.wait(f"drawn.width === {step + 1}")
+            delays.append(time.perf_counter() - start)
+        tab.close()
+    return statistics.median(delays)
+
+
+if __name__ == "__main__":
+    chosen = [int(number) for number in sys.argv[1:]] or [10_000, 10_000]
+    show(measured(chosen[0], chosen[1], 5))

@@ -1,0 +1,155 @@
+"""`LogTail`: reads a log that another process is still writing.
+
+Each call of `read` returns the records and alerts that were written since the last one. A log that
+cannot be read to its end is read as far as it goes, and `messages` says why.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import tapax.monitoring._log_format as log_format
+from tapax.monitoring._json_lines import IncompleteLine, parse_line
+from tapax.monitoring._log import find_files
+from tapax.monitoring._log_format import LogEntry
+from tapax.monitoring._part_folder import FORMATS, IncompletePart
+from tapax.monitoring._records import AlertEvent
+
+
+class LogTail:
+    """The entries of a log on disk that have not been read yet.
+
+    `error` is why the rest of the log cannot be read. `is_at_end` tells whether the last `read`
+    returned everything that there was.
+
+    Raises:
+        FileNotFoundError, ValueError: if there is no log at `path`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        find_files(self.path)
+        self.is_at_end = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._readers: dict[Path, _LineReader | _PartReader] = {}
+        self.error: Exception | None = None
+
+    @property
+    def messages(self) -> list[str]:
+        """Sentences on what could not be read so far."""
+        found = [sentence for reader in self._readers.values() for sentence in reader.messages]
+        return found if self.error is None else [*found, str(self.error)]
+
+    def was_replaced(self) -> bool:
+        """Whether what was read is gone, as when a new run writes to the path; then forget it."""
+        replaced = any(reader.was_replaced() for reader in self._readers.values())
+        if replaced:
+            self._forget()
+        return replaced
+
+    def read(self, seconds: float = float("inf")) -> Iterator[LogEntry]:
+        """Read new entries, and stop after about so many seconds."""
+        until = time.monotonic() + seconds
+        self.is_at_end = False
+        if self.error is not None:  # it stays so until the log is replaced
+            self.is_at_end = True
+            return
+        try:
+            for file in find_files(self.path):
+                if file not in self._readers:
+                    kind = _LineReader if file.suffix == ".jsonl" else _PartReader
+                    self._readers[file] = kind(file)
+                for entry in self._readers[file].read():
+                    yield entry
+                    if time.monotonic() > until:
+                        return
+        except (OSError, ValueError, RuntimeError) as error:
+            self.error = error
+        self.is_at_end = True
+
+
+class _LineReader:
+    """Reads lines that were appended to a file."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._offset = self._lines = 0
+        self._inode: int | None = None
+        self._left_out: list[str] = []
+        self._unfinished = ""
+
+    @property
+    def messages(self) -> list[str]:
+        return [*self._left_out, self._unfinished] if self._unfinished else self._left_out
+
+    def was_replaced(self) -> bool:
+        try:
+            status = os.stat(self._file)
+        except OSError:
+            return False
+        is_another = self._inode is not None and status.st_ino != self._inode
+        return is_another or status.st_size < self._offset
+
+    def read(self) -> Iterator[LogEntry]:
+        with open(self._file, "rb") as file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            self._unfinished = ""
+            for line in file:
+                number = self._lines + 1
+                try:
+                    entry = parse_line(self._file, line, number)
+                except IncompleteLine:
+                    if not line.endswith(b"\n"):
+                        self._unfinished = (
+                            f"The last line of the log {str(self._file)!r} is not whole: it is "
+                            "being written, or the run was killed."
+                        )
+                        return
+                    what = log_format.describe_left_out(self._file, f"line {number}")
+                    self._left_out.append(what)
+                    entry = None
+                self._offset += len(line)
+                self._lines = number
+                if entry is not None:
+                    yield entry
+
+
+class _PartReader:
+    """Reads records that were added to a part, which is replaced as a whole for each of them."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._version: tuple[int, int, int] | None = None
+        self._counts = {True: 0, False: 0}
+        self.messages: list[str] = []
+
+    def was_replaced(self) -> bool:
+        return not self._file.exists()
+
+    def read(self) -> Iterator[LogEntry]:
+        status = os.stat(self._file)
+        version = status.st_ino, status.st_mtime_ns, status.st_size
+        if version == self._version:
+            return
+        try:
+            entries = FORMATS[self._file.suffix].read(self._file)
+        except IncompletePart:
+            part = f"the part {self._file.name!r}"
+            self.messages = [log_format.describe_left_out(self._file.parent, part)]
+            return
+        self.messages = []
+        known = dict(self._counts)
+        for entry in entries:
+            is_alert = isinstance(entry, AlertEvent)
+            if known[is_alert]:
+                known[is_alert] -= 1
+            else:
+                self._counts[is_alert] += 1
+                yield entry
+        self._version = version

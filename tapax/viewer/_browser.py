@@ -1,0 +1,70 @@
+"""Opens a page in the browser, and keeps a script that ends there running while someone looks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Callable
+
+from tapax.viewer._assets import read_bundle
+from tapax.viewer._server import Server
+
+OPEN_SECONDS = 0.2
+"""A page that is not saved within this time is opened: `view(what).save(path)` opens nothing."""
+ARRIVAL_SECONDS = 20.0
+LEAVING_SECONDS = 3.0
+"""A script that has ended waits for the browser to load the page, and for its user to close it."""
+
+
+def is_notebook() -> bool:
+    """Whether a Jupyter kernel runs this program."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
+def open_soon(serve: Callable[[], Server], waits: bool) -> threading.Timer:
+    """Serve a page and open it in the browser, unless the timer is cancelled at once.
+
+    A program that ends while the page is open goes on serving it, if it `waits`.
+    """
+    read_bundle()  # an installation without the page is an error of the caller
+    timer = threading.Timer(OPEN_SECONDS, lambda: _open(serve(), waits))
+    timer.name = "tapax-browser"
+    timer.daemon = not waits
+    timer.start()
+    return timer
+
+
+def _open(server: Server, waits: bool) -> None:
+    has_opened = open_browser(server.url)
+    print(f"tapax shows the page at {server.url}", file=sys.stderr, flush=True)
+    if has_opened and waits:
+        _wait_for_readers(server)
+
+
+def open_browser(url: str) -> bool:
+    """Open an address in a graphical browser; False if there is none."""
+    is_graphical = sys.platform in ("darwin", "win32") or any(
+        os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+    )
+    try:
+        return is_graphical and webbrowser.open(url)
+    except webbrowser.Error:
+        return False
+
+
+def _wait_for_readers(server: Server) -> None:
+    """Keep the program running while a browser shows the page of a script that has ended."""
+    began = time.monotonic()
+    while not server.is_closed:
+        if not threading.main_thread().is_alive():
+            idle = server.idle_seconds()
+            if idle is None and time.monotonic() - began > ARRIVAL_SECONDS:
+                break
+            if idle is not None and idle > LEAVING_SECONDS:
+                break
+        time.sleep(0.2)
+    server.close()

@@ -1,0 +1,182 @@
+"""A run that is followed: its numbers so far, and what has changed since the page was last told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from tapax.monitoring._log_tail import LogTail
+from tapax.monitoring._records import AlertEvent, Record
+from tapax.viewer._blobs import OVERVIEW_COLUMNS, Blobs
+from tapax.viewer._format import (
+    EXACT_BYTES,
+    FORMAT,
+    VERSION,
+    Histogram,
+    Message,
+    SiteColumns,
+    Subject,
+    Update,
+)
+from tapax.viewer._runs import RunColumns, add_run
+from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
+
+HISTOGRAM_SECONDS = 5.0
+"""Histograms are sent whole, so those of a run that grows quickly are sent this far apart."""
+
+
+class FollowedRun:
+    """The numbers of a run that is still being written.
+
+    They come from `tail`, which `read` reads as far as the log was written, or, without one, from
+    `add_record` and `add_alert`. Any thread may call any method, and one that calls several may
+    hold the `lock`.
+    """
+
+    def __init__(self, name: str, tail: LogTail | None = None):
+        self.name = name
+        self._tail = tail
+        self.lock = threading.RLock()
+        self._columns = RunColumns()
+        self._note: Message | None = None
+        # The page has this many steps and sites; of the steps, the first `_right` are as they are.
+        self._told_steps = self._told_sites = self._right = 0
+        self._told_rest: tuple[int, list[Message]] = 0, []
+        self._changed_histograms: int | None = None
+        self._histograms_at = 0.0
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were read so far."""
+        return len(self._columns.steps)
+
+    def add_record(self, step: int, record: Record) -> None:
+        """Add a record that was not read from a log."""
+        with self.lock:
+            self._right = min(self._right, self._columns.append(step, record))
+            changed = self._changed_histograms
+            self._changed_histograms = step if changed is None else min(step, changed)
+
+    def add_alert(self, event: AlertEvent) -> None:
+        """Add an alert that went off."""
+        with self.lock:
+            self._columns.alerts.append(event)
+
+    def note(self, message: Message) -> None:
+        """Show a message after those on the log, in the place of the last one."""
+        with self.lock:
+            self._note = message
+
+    def read(self, seconds: float = float("inf")) -> None:
+        """Read what was appended to the log, for about so many seconds."""
+        if self._tail is None:
+            return
+        with self.lock:
+            if self._tail.was_replaced():
+                self._forget()
+            for entry in self._tail.read(seconds):
+                if isinstance(entry, AlertEvent):
+                    self.add_alert(entry)
+                else:
+                    self.add_record(*entry)
+
+    def _forget(self) -> None:
+        """Begin anew. The page keeps the sites that it knows, so these keep their numbers."""
+        sites = self._columns.sites
+        self._columns = RunColumns()
+        self._columns.sites = sites
+        self._right = 0
+
+    def raise_if_unreadable(self) -> None:
+        """Raise the error of a path that turned out to hold something else than a log."""
+        if self._tail is not None and isinstance(self._tail.error, ValueError) and not self.steps:
+            raise self._tail.error
+
+    def _messages(self) -> list[Message]:
+        found: list[Message] = []
+        if self._tail is not None:
+            level = "warning" if self._tail.error is None else "error"
+            found = [{"level": level, "text": text} for text in self._tail.messages]
+            if not self._tail.is_at_end:
+                found.append({"level": "info", "text": "The log is still being read."})
+        if self._note is not None:
+            found.append(self._note)
+        if not found and not self.steps:
+            found = [{"level": "info", "text": "The log holds no records yet."}]
+        return found
+
+    def add_subject(self, blobs: Blobs, revision: int | None = None) -> Subject:
+        """Make the subject of the run as far as it was read.
+
+        With a `revision`, the updates that follow are those after this subject.
+        """
+        with self.lock:
+            subject = add_run(self._columns, self.name, blobs, Sources(blobs))
+            subject["messages"] = self._messages()
+            if revision is not None:
+                subject["revision"] = revision
+                self._told_steps = self._right = self.steps
+                self._told_sites = len(self._columns.sites)
+                self._told_rest = len(self._columns.alerts), self._messages()
+                self._changed_histograms = None
+            return subject
+
+    def add_update(self, subject: int, revision: int, blobs: Blobs) -> Update | None:
+        """Make the next update of the page; None if nothing has changed.
+
+        It has so few steps that their numbers are exact and in one level; another has the rest.
+        """
+        with self.lock:
+            keep, rest = self._right, (len(self._columns.alerts), self._messages())
+            has_histograms = self._are_histograms_due()
+            is_same = keep == self.steps == self._told_steps
+            if is_same and rest == self._told_rest and not has_histograms:
+                return None
+            until = min(self.steps, keep + self._most_columns())
+            update: Update = {
+                "format": FORMAT,
+                "version": VERSION,
+                "subject": subject,
+                "revision": revision,
+                "keep": keep,
+                "sites": self._take_new_sites(),
+                "steps": self._columns.steps[keep:until],
+                "statistics": [] if is_same else self._columns.add_statistics(blobs, keep, until),
+                "histograms": self._take_histograms(blobs) if has_histograms else [],
+                "events": self._columns.events(),
+                "messages": rest[1],
+                "blobs": len(blobs),
+            }
+            self._told_steps = self._right = until
+            self._told_rest = rest
+            return update
+
+    def _most_columns(self) -> int:
+        numbers = max(1, self._columns.rows)
+        return max(1, min(OVERVIEW_COLUMNS, EXACT_BYTES // (4 * numbers)))
+
+    def _are_histograms_due(self) -> bool:
+        return (
+            self._changed_histograms is not None
+            and self._columns.has_histograms
+            and time.monotonic() - self._histograms_at > HISTOGRAM_SECONDS
+        )
+
+    def _take_histograms(self, blobs: Blobs) -> Sequence[Histogram]:
+        found = self._columns.add_histograms(blobs, self._changed_histograms)
+        self._changed_histograms = None
+        self._histograms_at = time.monotonic()
+        return found
+
+    def _take_new_sites(self) -> SiteColumns:
+        """The columns of the sites that the page does not know, placed among all."""
+        first, self._told_sites = self._told_sites, len(self._columns.sites)
+        if first == self._told_sites:
+            return {"name": [], "path": [], "role": [], "stack": [], "depth": []}
+        columns = make_site_columns(
+            [SiteRow(site) for site in self._columns.sites], Sources(Blobs())
+        )
+        known = cast(Mapping[str, Sequence[Any]], columns)
+        return cast(SiteColumns, {name: column[first:] for name, column in known.items()})

@@ -1,0 +1,258 @@
+"""The payload of the log of a run: a matrix for each statistic, filled record by record."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+
+from tapax.monitoring._log import Log
+from tapax.monitoring._log_format import number_to_json
+from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, split_name
+from tapax.monitoring._units import merge_units
+from tapax.viewer._blobs import Blobs
+from tapax.viewer._format import (
+    MISSING,
+    Column,
+    Event,
+    JsonNumber,
+    Of,
+    Statistic,
+    Subject,
+    empty_subject,
+)
+from tapax.viewer._format import Histogram as HistogramEntry
+from tapax.viewer._matrices import GrowingMatrix, add_statistics, as_float32
+from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
+
+LINES = 256
+"""How many lines a histogram over time has at most; a line sums the steps up to the next."""
+
+
+class RunColumns:
+    """The numbers of a run by statistic, site and step.
+
+    A record replaces those of its step and of later steps that have a name in common with it, as in
+    a `Log`.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.sites: dict[str, int] = {}
+        self.alerts: list[AlertEvent] = []
+        self._matrices: dict[tuple[Of, str], GrowingMatrix] = {}
+        self._row_sites: dict[tuple[Of, str], list[int]] = {}
+        self._places: dict[str, tuple[tuple[Of, str], int]] = {}
+        self._histograms: dict[tuple[Of, str, str], dict[int, Histogram]] = {}
+        self._layout: tuple[list[str], list[tuple[tuple[Of, str], np.ndarray, np.ndarray]]] | None
+        self._layout = None
+
+    @property
+    def rows(self) -> int:
+        """How many numbers a step has, at most."""
+        return sum(map(len, self._row_sites.values()))
+
+    @property
+    def has_histograms(self) -> bool:
+        return bool(self._histograms)
+
+    @classmethod
+    def of_log(cls, log: Log) -> RunColumns:
+        columns = cls()
+        for step, record in log:
+            columns.append(step, record)
+        columns.alerts = list(log.alerts)
+        return columns
+
+    def append(self, step: int, record: Record) -> int:
+        """Add a record; return how many of the steps before it are as they were."""
+        kept = len(self.steps)
+        if self.steps and step <= self.steps[-1]:
+            kept = self._replace_from(step, record)
+        at = bisect.bisect_left(self.steps, step)
+        if at == len(self.steps):
+            self.steps.append(step)
+        elif self.steps[at] != step:
+            self._insert(at, step)
+        self._write(at, record)
+        return min(kept, at)
+
+    def _replace_from(self, step: int, record: Record) -> int:
+        """Drop the records from `step` on that have a name in common with `record`."""
+        first = bisect.bisect_left(self.steps, step)
+        gone = [at for at in range(first, len(self.steps)) if self._shares_name(at, record)]
+        if gone:
+            remaining = np.delete(np.arange(len(self.steps)), gone)
+            for matrix in self._matrices.values():
+                matrix.resize(matrix.rows, len(self.steps))
+                numbers = matrix.numbers[:, remaining].copy()
+                matrix.resize(matrix.rows, len(remaining))
+                matrix.numbers[:] = numbers
+            dropped = {self.steps[at] for at in gone}
+            for by_step in self._histograms.values():
+                for each in dropped & by_step.keys():
+                    del by_step[each]
+            self.steps = [self.steps[at] for at in remaining]
+        return first
+
+    def _shares_name(self, at: int, record: Record) -> bool:
+        for name, number in record.items():
+            if isinstance(number, Histogram):
+                if self.steps[at] in self._histograms.get(self._key(name), {}):
+                    return True
+            elif name in self._places:
+                key, row = self._places[name]
+                matrix = self._matrices[key]
+                if at < matrix.columns and matrix.numbers[row, at] != np.float32(MISSING):
+                    return True
+        return False
+
+    def _insert(self, at: int, step: int) -> None:
+        self.steps.insert(at, step)
+        for matrix in self._matrices.values():
+            matrix.resize(matrix.rows, len(self.steps))
+            matrix.numbers[:, at + 1 :] = matrix.numbers[:, at:-1].copy()
+            matrix.numbers[:, at] = MISSING
+
+    def _key(self, name: str) -> tuple[Of, str, str]:
+        site, of, stat = split_name(name)
+        return cast(Of, of), stat, site
+
+    def _write(self, at: int, record: Record) -> None:
+        names = list(record)
+        if self._layout is not None and names == self._layout[0]:
+            numbers = np.fromiter(record.values(), np.float64, len(record))
+            self._write_columns(at, numbers)
+            return
+        self._layout = None
+        for name, number in record.items():
+            self._write_number(at, name, number)
+        if record and all(type(number) is float for number in record.values()):
+            self._layout = names, self._group(names)
+
+    def _write_columns(self, at: int, numbers: np.ndarray) -> None:
+        assert self._layout is not None
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = numbers.astype(np.float32)
+        rounded[rounded == np.float32(MISSING)] = 0
+        for key, places, rows in self._layout[1]:
+            matrix = self._matrices[key]
+            matrix.resize(matrix.rows, len(self.steps))
+            matrix.numbers[rows, at] = rounded[places]
+
+    def _group(self, names: list[str]) -> list[tuple[tuple[Of, str], np.ndarray, np.ndarray]]:
+        found: dict[tuple[Of, str], list[tuple[int, int]]] = {}
+        for i, name in enumerate(names):
+            key, row = self._places[name]
+            found.setdefault(key, []).append((i, row))
+        arrays = {key: np.array(pairs, np.intp) for key, pairs in found.items()}
+        return [(key, pairs[:, 0], pairs[:, 1]) for key, pairs in arrays.items()]
+
+    def _write_number(self, at: int, name: str, number: Number) -> None:
+        of, stat, site = self._key(name)
+        place = self.sites.setdefault(site, len(self.sites))
+        merged = merge_units(stat, number)
+        if merged is None:
+            return
+        if isinstance(merged, Histogram):
+            self._histograms.setdefault((of, stat, site), {})[self.steps[at]] = merged
+            return
+        key = of, stat
+        matrix = self._matrices.setdefault(key, GrowingMatrix())
+        if name not in self._places:
+            rows = self._row_sites.setdefault(key, [])
+            self._places[name] = key, len(rows)
+            rows.append(place)
+        matrix.resize(len(self._row_sites[key]), len(self.steps))
+        matrix.numbers[self._places[name][1], at] = as_float32(merged)
+
+    def add_statistics(
+        self, blobs: Blobs, since: int = 0, until: int | None = None
+    ) -> list[Statistic]:
+        """Add the matrices of all statistics, of the steps with these numbers."""
+        found: dict[tuple[Of, str], tuple[np.ndarray, np.ndarray]] = {}
+        for key, matrix in self._matrices.items():
+            matrix.resize(matrix.rows, len(self.steps))
+            sites = np.array(self._row_sites[key], np.int32)
+            order = np.argsort(sites, kind="stable")
+            is_sorted = bool((order == np.arange(len(order))).all())
+            numbers = matrix.numbers[:, since:until]
+            found[key] = sites[order], numbers if is_sorted else numbers[order]
+        return add_statistics(blobs, found, len(self.sites))
+
+    def add_histograms(self, blobs: Blobs, since: int | None = None) -> list[HistogramEntry]:
+        """Add the histograms over time; only those with a step from `since` on, if it is given."""
+        entries: list[HistogramEntry] = []
+        known: dict[tuple[str, bytes], Column] = {}
+
+        def add_once(array: np.ndarray) -> Column:
+            # Sites share their steps and edges as a rule.
+            key = str(array.shape), array.astype(np.float64).tobytes()
+            if key not in known:
+                known[key] = blobs.add_array(array, "f64")
+            return known[key]
+
+        for (of, stat, site), by_step in self._histograms.items():
+            if not by_step or (since is not None and max(by_step) < since):
+                continue
+            steps, counts, edges = _sum_lines(by_step)
+            entries.append(
+                {
+                    "of": of,
+                    "stat": stat,
+                    "site": self.sites[site],
+                    "steps": add_once(steps),
+                    "edges": add_once(edges),
+                    "counts": blobs.add_array(counts, "f32"),
+                }
+            )
+        return entries
+
+    def events(self) -> list[Event]:
+        """The alerts that went off."""
+        return [
+            {
+                "kind": "alert",
+                "step": event.step,
+                "site": self.sites.get(event.site, -1),
+                "siteName": event.site,
+                "message": event.message,
+                "stat": event.stat,
+                "number": cast(JsonNumber, number_to_json(float(event.number))),
+            }
+            for event in self.alerts
+        ]
+
+
+def _sum_lines(by_step: Mapping[int, Histogram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first step and the summed counts of each line; histograms with other edges are left out.
+
+    The edges are those of the last step, since a run that changed them is looked at as it is now.
+    """
+    last = by_step[max(by_step)].edges
+    steps = [step for step in sorted(by_step) if np.array_equal(by_step[step].edges, last)]
+    size = -(-len(steps) // LINES)
+    counts = np.stack([by_step[step].counts for step in steps])
+    starts = np.arange(0, len(steps), size)
+    return np.array(steps)[starts], np.add.reduceat(counts, starts, axis=0), np.asarray(last)
+
+
+def add_log(log: Log, name: str, blobs: Blobs, sources: Sources) -> Subject:
+    """Make the subject of a log."""
+    return add_run(RunColumns.of_log(log), name, blobs, sources)
+
+
+def add_run(run: RunColumns, name: str, blobs: Blobs, sources: Sources) -> Subject:
+    """Make the subject of a run as far as it was read."""
+    subject = empty_subject("log", name)
+    subject["sites"] = make_site_columns([SiteRow(site) for site in run.sites], sources)
+    subject["steps"] = blobs.add_array(np.array(run.steps, np.float64), "f64", urgent=True)
+    subject["statistics"] = run.add_statistics(blobs)
+    subject["histograms"] = run.add_histograms(blobs)
+    subject["events"] = run.events()
+    if not run.steps:
+        text = "The log holds no records yet."
+        subject["messages"] = [{"level": "info", "text": text}]
+    return cast(Subject, subject)

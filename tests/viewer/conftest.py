@@ -1,0 +1,62 @@
+"""A browser, and pages of a small model that are made once."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+import tapax
+from tests.viewer import programs
+from tests.viewer.chromium import Chromium
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    browser = Chromium()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="session")
+def captured():
+    """Taps of a train step of a small transformer, and its tokens."""
+    return programs.capture_step()
+
+
+@pytest.fixture(scope="session")
+def capture_page(captured, tmp_path_factory):
+    taps, tokens = captured
+    path = tmp_path_factory.mktemp("pages") / "capture.html"
+    tapax.view(taps, tokens=tokens).save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_log(tmp_path_factory):
+    """The path of the log of a short run, with histograms and alerts."""
+    path = tmp_path_factory.mktemp("logs") / "run.jsonl"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        programs.monitor_run(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_page(run_log, tmp_path_factory):
+    path = tmp_path_factory.mktemp("pages") / "run.html"
+    tapax.view(run_log).save(path)
+    return path
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def stub_bundle(monkeypatch):
+    """A bundle that draws nothing, for tests that run no browser."""
+    stub = "var tapaxPage = { render() {} };"
+    for module in ("_browser", "_html", "_notebook", "_server"):
+        monkeypatch.setattr(f"tapax.viewer.{module}.read_bundle", lambda: stub)
+    return stub

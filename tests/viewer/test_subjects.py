@@ -1,0 +1,253 @@
+"""The payloads of findings, differences, residuals, numbers by token and datasets."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tapax
+from tapax.viewer import ByToken
+from tapax.viewer._page import make_page
+from tapax.viewer._subjects import Options
+from tests.viewer.payload_decoder import column, numbers_by_name, read_saved
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+def read(*what, **options):
+    """The header of a page as JSON, and a function that returns blobs."""
+    page = make_page(*what, options=Options(**options))
+    return json.loads(json.dumps(page.header, allow_nan=False)), page._payload.read_blob
+
+
+def test_a_finding_leads_to_its_site_iteration_and_line():
+    def fn(x):
+        def body(carry, i):
+            return carry, tapax.sow(jnp.log(x - i), "h")
+
+        with tapax.scope("net"):
+            return jax.lax.scan(body, 0.0, jnp.arange(4.0))[1]
+
+    finding = tapax.find_nonfinite(fn)(jnp.array([2.5, 9.0]))
+    header, blob = read(finding)
+    (subject,) = header["subjects"]
+    (event,) = subject["events"]
+    assert subject["kind"] == event["kind"] == subject["name"] == "finding"
+    assert subject["sites"]["name"] == [finding.path] and event["site"] == 0
+    assert event["message"] == str(finding).splitlines()[0]
+    assert event["iterations"] == [[finding.loops[0], 3]]
+    assert (event["operation"], event["phase"]) == ("log", "forward")
+    assert (event["index"], event["count"], event["shape"]) == ([0], 1, [2])
+    assert event["operands"][0]["type"] == "float32[2]"
+    file, line = event["source"]
+    text = column(header["sources"][file]["text"], blob)
+    assert "jnp.log(x - i)" in text.splitlines()[line - 1]
+
+
+def test_a_difference_has_its_table_and_first_sites():
+    def fn(x, wrong):
+        h = tapax.sow(2 * x, "h")
+        g = tapax.sow(h + wrong, "g")
+        return tapax.sow(jnp.inf * (g - h - wrong) + g, "nans").sum()
+
+    captured = tapax.capture(fn, grads=None)
+    a, b = captured(jnp.ones(3), 0.0)[1], captured(jnp.ones(3), 0.5)[1]
+    difference = tapax.diff(a, b)
+    header, blob = read(difference)
+    (subject,) = header["subjects"]
+    entry = subject["difference"]
+    names = [subject["sites"]["name"][each["site"]] for each in entry["entries"]]
+    assert names == list(difference.values)
+    assert entry["first"] == names.index(difference.first.name) and entry["firstGrad"] is None
+    assert [each["differs"] for each in entry["entries"]] == [
+        each.differs for each in difference.values.values()
+    ]
+    assert entry["entries"][1]["absolute"] == 0.5
+    assert entry["entries"][1]["sentence"] == str(difference.values["g"])
+    found = numbers_by_name(subject, blob)
+    assert found["g", "value", "ulps"] == np.float32(difference.values["g"].ulps)
+    assert found["h", "value", "ulps"] == 0
+
+
+def test_a_difference_in_a_scan_has_the_error_of_every_iteration():
+    def fn(x, wrong):
+        def body(carry, i):
+            return carry, tapax.sow(carry * (1 + i) + wrong * (i == 2), "h")
+
+        return jax.lax.scan(body, x, jnp.arange(4.0))[1].sum()
+
+    captured = tapax.capture(fn, grads=None)
+    difference = tapax.diff(captured(1.0, 0.0)[1], captured(1.0, 0.5)[1])
+    header, blob = read(difference)
+    (subject,) = header["subjects"]
+    assert subject["sites"]["name"] == [f"h[{i}]" for i in range(4)]
+    (entry,) = subject["difference"]["entries"]
+    assert entry["site"] == 2 and entry["iteration"] == [2]
+    errors = [x[0] for x in numbers_by_name(subject, blob).values()]
+    np.testing.assert_array_equal(errors, difference.values["h"].ulps_by_iteration)
+
+
+def test_residuals_are_sites_with_their_bytes_and_lines():
+    def loss(w):
+        return jnp.sum(jnp.sin(jnp.exp(w)) ** 2)
+
+    table = tapax.residuals(loss)(jnp.ones((4, 8)))
+    header, blob = read(table)
+    (subject,) = header["subjects"]
+    assert len(subject["sites"]["name"]) == len(set(subject["sites"]["name"])) == len(table)
+    kept = [x[0] for x in numbers_by_name(subject, blob).values()]
+    assert kept == [residual.nbytes for residual in table] == subject["sites"]["nbytes"]
+    assert subject["statistics"][0]["unit"] == "bytes"
+    assert sum(kept) == table.nbytes
+
+
+def test_patching_results_are_shown_by_site_and_token():
+    effects = np.array([[0.5, -0.25], [0.0, 1.0]])
+    header, blob = read(ByToken(effects, ["h/0", "h/1"], ["The", EVIL], label="patching"))
+    (grid,) = header["subjects"][0]["tokens"]
+    assert (grid["label"], grid["scale"]) == ("patching", "diverging")
+    assert (grid["rowLabels"], grid["tokens"]) == (["h/0", "h/1"], [["The", EVIL]])
+    np.testing.assert_array_equal(column(grid["data"], blob), effects[:, None])
+
+
+def test_a_logit_lens_shows_the_likeliest_token_of_every_site():
+    logits = np.random.default_rng(0).normal(size=(2, 3, 5, 7))
+    lens = ByToken.of_logits(logits, ["h/0", "h/1"], lambda i: f"t{i}")
+    header, blob = read(lens)
+    (grid,) = header["subjects"][0]["tokens"]
+    chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(column(grid["data"], blob), chances.max(-1), rtol=1e-6)
+    texts = np.array(grid["texts"])[column(grid["cells"], blob)]
+    expected = np.vectorize(lambda i: f"t{i}")(logits.argmax(-1))
+    assert (texts == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sites", "more", "text"),
+    [
+        (np.zeros(3), ["a"] * 3, {}, "numbers of shape"),
+        (np.zeros((2, 3)), ["a"], {}, "but was given shape [2, 3] and 1 names"),
+        (np.zeros((2, 3)), ["a", "a"], {}, "some are the same"),
+        (np.zeros((2, 3)), ["a", "b"], {"tokens": ["x"]}, "1 examples of 3 positions"),
+        (np.zeros((2, 3)), ["a", "b"], {"texts": ["x"]}, "as many `texts`"),
+    ],
+)
+def test_numbers_by_token_of_shapes_that_do_not_fit_are_refused(numbers, sites, more, text):
+    with pytest.raises(ValueError) as error:
+        ByToken(numbers, sites, **more)
+    assert text in str(error.value)
+
+
+@dataclasses.dataclass
+class Moments:
+    mean: np.ndarray
+    var: np.ndarray
+    norm: float
+    nonfinite: int
+
+
+class Rows:
+    """A dataset in memory, with what the page asks of one on disk."""
+
+    path = "somewhere/acts"
+
+    def __init__(self, rows=200, width=6):
+        rng = np.random.default_rng(0)
+        self._arrays: dict[str, Any] = {
+            "h": rng.normal(size=(rows, width)).astype(np.float32) * np.arange(1, width + 1),
+            "token": rng.integers(0, 50, rows),
+        }
+
+    sites = ("h",)
+    columns = ("token",)
+
+    @property
+    def stats(self):
+        h = self._arrays["h"].astype(float)
+        return {"h": Moments(h.mean(0), h.var(0), float(np.linalg.norm(h, axis=1).mean()), 0)}
+
+    def __len__(self):
+        return len(self._arrays["token"])
+
+    def __getitem__(self, key):
+        return self._arrays[key]
+
+
+def test_a_dataset_shows_its_columns_rows_and_most_active_contexts():
+    acts = Rows()
+    direction = np.array([1.0, -2, 0, 0, 0, 1])
+    directions = {"a latent": ("h", direction), "neuron": ("h", 3)}
+    header, blob = read(acts, directions=directions, decode=lambda i: f"t{i}")
+    (subject,) = header["subjects"]
+    dataset = subject["dataset"]
+    assert (subject["name"], subject["kind"], dataset["rows"]) == ("acts", "activations", 200)
+    assert [each["name"] for each in dataset["columns"]] == ["token", "h"]
+    assert dataset["sample"]["cells"][5][0] == f"t{acts['token'][5]}"
+    for top, scores in zip(
+        dataset["tops"], (acts["h"] @ direction, acts["h"][:, 3].astype(float)), strict=True
+    ):
+        order = np.argsort(-scores, kind="stable")[:16]
+        assert [each["row"] for each in top["contexts"]] == order.tolist()
+        first = top["contexts"][0]
+        begin = max(0, order[0] - 10)
+        around = slice(begin, order[0] + 11)
+        np.testing.assert_allclose(first["activations"], scores[around], rtol=1e-6)
+        assert first["tokens"] == [f"t{i}" for i in acts["token"][around]]
+    found = numbers_by_name(subject, blob)
+    rms = np.sqrt(np.mean(acts["h"].astype(float) ** 2))
+    np.testing.assert_allclose(found["h", "value", "rms"], rms, rtol=1e-6)
+
+
+def test_a_dataset_without_directions_shows_the_neuron_that_varies_most():
+    acts = Rows()
+    header, _ = read(acts)
+    (top,) = header["subjects"][0]["dataset"]["tops"]
+    neuron = int(acts["h"].var(0).argmax())
+    assert top["label"] == f"h, neuron {neuron}"
+    assert top["contexts"][0]["row"] == int(acts["h"][:, neuron].argmax())
+
+
+@pytest.mark.parametrize("direction", [6, -1, np.zeros(5), 0.5])
+def test_a_direction_that_does_not_fit_its_site_is_refused(direction):
+    with pytest.raises(ValueError, match="a neuron below 6, or a vector of 6 numbers"):
+        read(Rows(), directions={"bad": ("h", direction)})
+
+
+def test_several_subjects_of_one_kind_are_told_apart():
+    taps = [tapax.capture(lambda x: tapax.sow(x, "h"))(x)[1] for x in (1.0, 2.0)]
+    header, blob = read(*taps, tapax.Log(), Rows())
+    names = [subject["name"] for subject in header["subjects"]]
+    assert names == ["capture a", "capture b", "run", "acts"]
+    found = [numbers_by_name(subject, blob) for subject in header["subjects"][:2]]
+    assert [each["h", "value", "rms"].tolist() for each in found] == [[1], [2]]
+
+
+def test_saved_pages_hold_hostile_names_as_data_alone(tmp_path, stub_bundle):
+    _, taps = tapax.capture(lambda x: tapax.sow(x, EVIL))(1.0)
+    log = tapax.Log()
+    log(0, {f"{EVIL}/value_rms": 1.0})
+    make_page(taps, log, ByToken([[1.0]], [EVIL], [EVIL])).save(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "onerror" not in text and text.count("<script") == text.count("</script>")
+    header, _ = read_saved(text)
+    assert [subject["sites"]["name"] for subject in header["subjects"]] == [[EVIL]] * 3
+
+
+def test_only_python_files_of_the_program_are_read(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    sites = tapax.sites(lambda x: tapax.sow(x, "h"))(1.0)
+    stolen = [dataclasses.replace(site, source=f"{secret}:1") for site in sites]
+    header, _ = read(type(sites)(stolen))
+    assert [file["text"] for file in header["sources"]] == [None]
+
+
+def test_other_things_are_refused_in_one_sentence():
+    with pytest.raises(TypeError, match=r"tapax\.view takes taps, a table of sites or"):
+        make_page(3)
+    with pytest.raises(TypeError, match="at least one"):
+        make_page()
