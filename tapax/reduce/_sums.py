@@ -64,9 +64,11 @@ def scales(dtype: Any) -> tuple[float, float]:
 
 
 def _sum_squares(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
-    # A constant in a loop would be kept on a CPU, as large as a value.
-    up, down = lax.optimization_barrier(np.asarray(scales(x.dtype), x.real.dtype))
-    return [square(x * scale).sum(axes, dtype=x.real.dtype) for scale in (up, down)]
+    # On a CPU, XLA would broadcast a constant once for all sites and keep that, as large as a
+    # value. The barrier gives every site constants of its own, which XLA broadcasts as it sums.
+    factors = (np.asarray(scale, x.real.dtype) for scale in scales(x.dtype))
+    x, *own = lax.optimization_barrier((x, *factors))
+    return [square(x * scale).sum(axes, dtype=x.real.dtype) for scale in own]
 
 
 def _sum_squares_in_one_read(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
@@ -93,10 +95,10 @@ def sum_squares(x: Value, axes: tuple[int, ...]) -> list[Any]:
 def root(sums: Any, among: Any = 1) -> Any:
     """The root of the sum of squares, or of their mean `among` so many."""
     larger, smaller = sums
-    scale, _ = scales(larger.dtype)
+    up, down = (np.asarray(s, larger.dtype) for s in scales(larger.dtype))
     fits = larger < 2.0 ** (jnp.finfo(larger.dtype).maxexp * 7 // 8)
-    found = jnp.sqrt(jnp.where(fits, larger, smaller) / among)
-    return jnp.where(fits, found / scale, found * scale)
+    found = jnp.sqrt(lax.select(fits, larger, smaller) / among)
+    return found * lax.select(fits, jnp.full_like(found, down), jnp.full_like(found, up))
 
 
 def all_but(x: Value, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def _seeing_once(reducers: tuple[Reducer, ...]) -> Callable[[Value], Any]:
 
 
 def _see_plainly(x: Value, *, reducers: Sequence[Reducer]) -> list[Value]:
-    return jax.tree.leaves([r.update(r.start(x), x) for r in reducers])
+    return jax.tree.leaves([r.see(x) for r in reducers])
 
 
 def _see_by_kernel(x: Value, *, reducers: Sequence[Reducer]) -> list[Value]:
