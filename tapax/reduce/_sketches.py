@@ -13,6 +13,7 @@ from tapax._jax import PyTree, Value, whole
 from tapax.reduce._packed_counts import MOST_BINS, count_places, count_true
 from tapax.reduce._reducer import DirectState
 from tapax.reduce._samples import take_sample
+from tapax.reduce._scattered_counts import count_many
 from tapax.reduce._sums import COUNT, add, add_all, as_integers, count, wide
 
 
@@ -66,6 +67,11 @@ def _count_between(edges: tuple[float, ...], x: Value) -> Any:
 
 def count_exponents(x: Value, low: int, high: int) -> Any:
     """Counts non-negative numbers below 2^low, between powers of two, and from 2^high on."""
+    return count_places(exponent_places(x, low, high), high - low + 2)
+
+
+def exponent_places(x: Value, low: int, high: int) -> Any:
+    """The bins of non-negative numbers for `count_exponents`; NaN is behind all bins."""
     info = jnp.finfo(x.dtype)
     unsigned = jnp.dtype(f"uint{info.bits}")
     bits = lax.bitcast_convert_type(x, unsigned)
@@ -77,7 +83,7 @@ def count_exponents(x: Value, low: int, high: int) -> Any:
         place = jnp.where(exponent == 0, 0, place)
     if high > info.maxexp:
         place = jnp.where(x == jnp.inf, last, place)
-    return count_places(jnp.where(jnp.isnan(x), last + 1, place).astype(jnp.uint32), last + 1)
+    return jnp.where(jnp.isnan(x), last + 1, place).astype(jnp.uint32)
 
 
 def _magnitude(x: Value) -> Any:
@@ -134,7 +140,7 @@ def quantiles_of(
         place = jnp.where(magnitude < least, 0, jnp.where(magnitude > most, bins + 1, place))
         place = bins + 1 + jnp.where(x < 0, -place, place)
         known = ~jnp.isnan(x)
-        counts = jnp.zeros(places, COUNT).at[jnp.where(known, place, places)].add(1, mode="drop")
+        counts = count_many(jnp.where(known, place, places), places)
         ends = {"where": known}
         return counts, x.min(initial=jnp.inf, **ends), x.max(initial=-jnp.inf, **ends)
 
