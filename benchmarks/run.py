@@ -56,6 +56,11 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "prefix": (lambda rounds: changes.prefix(Config(), rounds), 60, 8),
     "reduce": (lambda rounds: watching.reduced(Config(), rounds), 40, 5),
     "statistics": (lambda rounds: statistics.measured(Config(width=256), rounds), 15, 3),
+    "first-call": (
+        lambda rounds: statistics.first_calls(Config(layers=24, width=256), rounds),
+        5,
+        2,
+    ),
     "monitor": (lambda rounds: watching.monitored(Config(), rounds), 5, 1),
     "monitor-each": (lambda rounds: watching.monitored_each(EACH, rounds), 7, 2),
     "stream": (watching.streamed, 7, 2),

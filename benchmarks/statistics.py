@@ -2,12 +2,11 @@
 
 The blocks of `gpt` have a site for each layer here: both norms, the projections, and the stream.
 Of all of them come `rms`, a log2 histogram of 28 bins, and both with `minmax` and `nonfinite`: run
-time, memory, and the first call (tracing and compiling) with the layers written out.
+time, and memory. `first_calls` traces and compiles the step with its layers written out.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,11 +96,8 @@ def _measure(
     args = cfg.arguments(stacked=make is scanned)
     steps = _steps(cfg, make)
     built: dict[str, Any] = {}
-    first: dict[str, float] = {}
     for name, step in steps.items():
-        start = time.perf_counter()
         built[name] = build(step, *args, donate=(0,))
-        first[name] = time.perf_counter() - start
     # The results of a step are the arguments of the next one, as in training.
     states = {name: jax.tree.map(jnp.copy, args[0]) for name in built}
 
@@ -128,10 +124,39 @@ def _measure(
         Result(topic, f"{name}, memory over plain", used[name], used["plain"], "MiB", bar=1.02)
         for name in bars
     ]
-    if make is unrolled:
-        measure, seconds = "rms, first call over plain", (first["rms"], first["plain"])
-        rows.append(Result(topic, measure, *seconds, "s", bar=1.4))
     return rows
+
+
+def first_calls(cfg: Config, rounds: int) -> list[Result]:
+    """Tracing and compiling, over the plain step; every function is new, and no cache is filled."""
+    args = cfg.arguments()
+
+    def compiled(name: str) -> Callable[[], Any]:
+        def compile_once() -> None:
+            marked = gpt.train_step(unrolled(cfg, tapax))
+            if name == "plain":
+                step: Any = gpt.train_step(unrolled(cfg, gpt.Bare()))
+            elif name == "everything":
+                step = tapax.capture(marked)
+            else:
+                asked = {"**": STATISTICS[name]}
+                step = tapax.capture(marked, values=asked, grads=asked)
+            build(step, *args, donate=(0,))
+
+        return compile_once
+
+    bars = {"everything": 1.3, "rms": 1.4, "histogram": None}
+    times = race(
+        {name: compiled(name) for name in ("plain", *bars)},
+        rounds,
+        warmup=1,
+        before=jax.clear_caches,
+    )
+    topic = f"{cfg.layers} blocks, unrolled, remat, first call"
+    return [
+        Result.timed(topic, f"{name}, over plain", times, name, "plain", bar=bar)
+        for name, bar in bars.items()
+    ]
 
 
 def _require_exact_counts(cfg: Config) -> None:

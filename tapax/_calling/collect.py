@@ -102,7 +102,7 @@ _SMALL = 4096
 
 
 def _finish(entries: Sequence[Entry]) -> list[Any]:
-    """The results of the entries that have a state; of equal reducers in one operation."""
+    """The results of the entries that have a state; of equal reducers together."""
     results: list[Any] = [None] * len(entries)
     alike: dict[Any, list[int]] = {}
     for i, entry in enumerate(entries):
@@ -117,13 +117,9 @@ def _finish(entries: Sequence[Entry]) -> list[Any]:
     for numbers in alike.values():
         first = entries[numbers[0]]
         assert first.reduction is not None
-        if len(numbers) == 1:
-            results[numbers[0]] = first.reduction.finish(first.state, None, first.lead)
-            continue
-        together = [jnp.stack(xs) for xs in zip(*(entries[i].state for i in numbers), strict=True)]
-        stacked = first.reduction.finish(together, None, first.lead + 1)
-        for place, i in enumerate(numbers):
-            results[i] = pytrees.map_leaves(lambda x, place=place: x[place], stacked)
+        states = [entries[i].state for i in numbers]
+        for i, result in zip(numbers, first.reduction.finish_all(states, first.lead), strict=True):
+            results[i] = result
     return results
 
 

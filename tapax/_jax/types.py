@@ -164,7 +164,9 @@ def spread(x: Value, over: Value) -> Any:
 
     On an explicit mesh JAX requires equal shardings. Elsewhere return `x` unchanged.
     """
-    if not x.ndim or not jax.typeof(over).sharding.mesh.explicit_axes:
+    # A constant knows no mesh.
+    meshes = (jax.typeof(each).sharding.mesh for each in (x, over))
+    if not x.ndim or not any(mesh.explicit_axes for mesh in meshes):
         return x
     return like(jnp.broadcast_to(x, over.shape), jax.typeof(over))
 

@@ -241,7 +241,9 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-_REDUCER_FIELDS = ("name", "needs", "paired", "over_maps", "over_loops", "axis", "edges", "labels")
+_REDUCER_FIELDS = (
+    *("name", "needs", "paired", "over_maps", "over_loops", "axis", "edges", "labels", "one_in"),
+)
 """The fields of a reducer that are not functions."""
 
 

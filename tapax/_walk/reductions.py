@@ -10,6 +10,7 @@ combined with another.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,6 +81,18 @@ class Reduction(NamedTuple):
             return map_leaves(typed.asarray, result)
         return map_leaves(lambda x: where(valid, x, _jax.zeros(jax.typeof(x))), result)
 
+    def finish_all(self, states: Sequence[Sequence[Any]], lead: int) -> list[Any]:
+        """The results of states of one type that are all valid."""
+        if len(states) == 1:
+            return [self.finish(states[0], None, lead)]
+        options = {"treedef": self.treedef, "lead": lead + len(self.mapped)}
+        finish = _bind_finish if self.reducer.is_builtin else _finish_stacked
+        leaves = finish(*itertools.chain.from_iterable(states), reducer=self.reducer, **options)
+        one = [jax.typeof(x) for x in states[0]]
+        made = _finishing(self.reducer, options["lead"])
+        structure = pytrees.structure(typed.eval_shape(made, self.treedef.unflatten(one)))
+        return [map_leaves(typed.asarray, result) for result in _unflatten_all(structure, leaves)]
+
 
 def reduce(
     site: Site,
@@ -119,6 +132,8 @@ def _seeing(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
 
 
 def _see(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
+    if reducer.sees_directly:
+        return vmapped(reducer.see, mapped)
     return vmapped(lambda *xs: reducer.update(_started(reducer, own), *xs), mapped)
 
 
@@ -137,6 +152,28 @@ def _finishing(reducer: Reducer, lead: int) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=1024)
 def _finishing_once(reducer: Reducer, lead: int) -> Callable[..., Any]:
     return typed.jit(vmapped(reducer.finish, lead))
+
+
+def _unflatten_all(structure: Any, leaves: Sequence[Value]) -> list[Any]:
+    """As many pytrees of one structure as there are leaves for."""
+    count = structure.num_leaves
+    return [structure.unflatten(leaves[i : i + count]) for i in range(0, len(leaves), count)]
+
+
+def _finish_each(*arrays: Value, reducer: Reducer, treedef: Any, lead: int) -> list[Value]:
+    # XLA compiles equal operations once for a CPU, but every slice of an array by itself.
+    finish = _finishing(reducer, lead)
+    return jax.tree.leaves([finish(state) for state in _unflatten_all(treedef, arrays)])
+
+
+def _finish_stacked(*arrays: Value, reducer: Reducer, treedef: Any, lead: int) -> list[Value]:
+    # A GPU starts a kernel for every operation.
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *_unflatten_all(treedef, arrays))
+    finished = jax.tree.leaves(_finishing(reducer, lead + 1)(stacked))
+    return [x[i] for i in range(len(arrays) // treedef.num_leaves) for x in finished]
+
+
+_bind_finish = _jax.for_gpu("finish", _finish_each, _finish_stacked)
 
 
 def along_one_axis(arrays: Sequence[Any], axes: int) -> list[Any]:

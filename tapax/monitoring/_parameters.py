@@ -282,7 +282,7 @@ def _state_of(reducer: Reducer, arrays: Sequence[Value]) -> Any:
     """The state of a reducer that has seen some arrays; None if it is not for them."""
     if not all(reducer.takes(x.dtype) for x in arrays):
         return None
-    states = [reducer.update(reducer.start(x), x) for x in arrays]
+    states = [reducer.see(x) for x in arrays]
     types = [_types(jax.tree.leaves(state)) for state in states]
     if any(other != types[0] for other in types):
         return None

@@ -22,6 +22,7 @@ reducer                           result
 `nonfinite`                       how many NaN and Inf
 `histogram(edges)`                counts as `numpy.histogram` has them: outside of the edges, none
 `histogram(log2=(lo, hi))`        counts of magnitudes below 2^lo, between powers of 2, from 2^hi on
+`histogram(..., sample=1/16)`     counts of one in 16 elements; `quantiles` too
 `topk(k)`                         the k largest, in order
 `quantiles(q)`                    to a relative error, 1% unless told; see there
 `cosine`, `update_ratio`          of a gradient to its value; for `grads`

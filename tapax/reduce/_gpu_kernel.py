@@ -31,10 +31,9 @@ _INFINITE = np.uint32(0x7F800000)
 
 
 class Statistics(NamedTuple):
-    """The results of the kernel. All but `counts` are None if only those were asked for."""
+    """What one read of a value gives. All but `counts` are None if only those were asked for."""
 
     counts: Any
-    nans: Any = None
     nonfinite: Any = None
     squares: Any = None
     ends: Any = None
@@ -113,8 +112,9 @@ def run(
     if only_counts:
         return Statistics(bins - missing)
     sums = outs[1]
-    ends = sums[:, 2].min(), sums[:, 3].max()
-    return Statistics(bins - missing, halves[0, -1], halves[1, -1], sums[:, :2].sum(0), ends)
+    is_nan = halves[0, -1] > 0
+    ends = tuple(jnp.where(is_nan, jnp.nan, end) for end in (sums[:, 2].min(), sums[:, 3].max()))
+    return Statistics(bins - missing, halves[1, -1], sums[:, :2].sum(0), ends)
 
 
 class _Found(NamedTuple):

@@ -31,7 +31,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,17 @@ def _same(state: PyTree) -> Any:
     return state
 
 
+class DirectState(NamedTuple):
+    """Makes the state of one value in fewer operations than `init` and `update` take.
+
+    It is for reducers with these two functions: one of them may be replaced.
+    """
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+    see: Callable[..., Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class Reducer:
     """How a value is reduced: see the module. Reducers of the same functions are equal.
@@ -51,7 +62,7 @@ class Reducer:
     `merge` combines many states at once, which lie along the first axis; it may be left out.
     `needs` says what numbers the reducer is for. If it is not `over_maps`, the examples of a vmap
     and the devices of a mesh are not combined. `edges` are those of a histogram; `labels` name the
-    entries of the last axis of its result.
+    entries of the last axis of its result. It sees one in so many elements, `one_in`.
     """
 
     init: Callable[..., Any]
@@ -68,8 +79,11 @@ class Reducer:
     axis: int | tuple[int, ...] | None = None
     edges: tuple[float, ...] | None = None
     labels: tuple[str, ...] | None = None
+    one_in: int = 1
     make: Callable[[Any], Reducer] | None = dataclasses.field(default=None, repr=False)
     """Makes the same reducer with one result for each place along an axis."""
+    direct: DirectState | None = dataclasses.field(default=None, repr=False)
+    """Another way to the state of one value."""
     quantity: str | None = dataclasses.field(default=None, repr=False)
     """What the state is of, for reducers that can see a value together with others."""
     is_builtin: bool = dataclasses.field(default=False, repr=False)
@@ -107,8 +121,10 @@ class Reducer:
         return made.total if self.over_loops else made
 
     def __str__(self) -> str:
-        axis = "" if self.axis is None else f"(axis={self.axis})"
-        return f"{self.name}{axis}" + (".total" if self.over_loops else "")
+        options = [] if self.axis is None else [f"axis={self.axis}"]
+        options += [] if self.one_in == 1 else [f"sample=1/{self.one_in}"]
+        shown = f"({', '.join(options)})" if options else ""
+        return f"{self.name}{shown}" + (".total" if self.over_loops else "")
 
     def __repr__(self) -> str:
         return f"<reducer {self}>"
@@ -120,11 +136,24 @@ class Reducer:
     @property
     def label(self) -> str:
         """What it is called where a site has several: `mlp:rms`."""
-        return self.name + (".total" if self.over_loops else "")
+        sample = "" if self.one_in == 1 else f".sample{self.one_in}"
+        return self.name + sample + (".total" if self.over_loops else "")
 
     def takes(self, dtype: Any) -> bool:
         """Whether it is for values of this type."""
         return any(jnp.issubdtype(dtype, kind) for kind in _NEEDS[self.needs])
+
+    def see(self, *xs: Value) -> Any:
+        """The state that has seen one value, or a gradient and its value."""
+        if self.sees_directly and self.direct is not None:
+            return self.direct.see(*xs)
+        return self.update(self.start(xs[0]), *xs)
+
+    @property
+    def sees_directly(self) -> bool:
+        """Whether `see` takes fewer operations than `init` and `update`."""
+        direct = self.direct
+        return direct is not None and direct.init is self.init and direct.update is self.update
 
     def start(self, x: Value) -> Any:
         """The state that has seen nothing, for values of the type of `x`."""

@@ -11,13 +11,22 @@ from jax import lax
 
 from tapax._jax import PyTree, Value, whole
 from tapax.reduce._packed_counts import MOST_BINS, count_places, count_true
+from tapax.reduce._reducer import DirectState
+from tapax.reduce._samples import take_sample
+from tapax.reduce._scattered_counts import count_many
 from tapax.reduce._sums import COUNT, add, add_all, as_integers, count, wide
 
 
-def histogram_of(edges: tuple[float, ...], powers: tuple[int, int] | None = None) -> dict[str, Any]:
-    """A reducer's functions: counts of values between edges, or of magnitudes between powers."""
+def histogram_of(
+    edges: tuple[float, ...], powers: tuple[int, int] | None, each: int, seed: int
+) -> dict[str, Any]:
+    """A reducer's functions: counts of values between edges, or of magnitudes between powers.
+
+    One of `each` neighbours is counted, at places that the seed decides.
+    """
 
     def see(x: Value) -> Any:
+        x = take_sample(x, each, seed)
         if powers is None:
             return _count_between(edges, wide(x))
         magnitude = _magnitude(wide(x))
@@ -25,9 +34,17 @@ def histogram_of(edges: tuple[float, ...], powers: tuple[int, int] | None = None
             return count_exponents(magnitude, *powers)
         return _count_between(edges, magnitude)
 
+    def init(x: Value) -> Any:
+        del x
+        return jnp.zeros(len(edges) - 1, COUNT)
+
+    def update(state: Value, x: Value) -> Any:
+        return add(state, see(x))
+
     return {
-        "init": lambda x: jnp.zeros(len(edges) - 1, COUNT),
-        "update": lambda state, x: add(state, see(x)),
+        "init": init,
+        "update": update,
+        "direct": DirectState(init, update, see),
         "combine": add,
         "merge": add_all,
         "finish": as_integers,
@@ -50,6 +67,11 @@ def _count_between(edges: tuple[float, ...], x: Value) -> Any:
 
 def count_exponents(x: Value, low: int, high: int) -> Any:
     """Counts non-negative numbers below 2^low, between powers of two, and from 2^high on."""
+    return count_places(exponent_places(x, low, high), high - low + 2)
+
+
+def exponent_places(x: Value, low: int, high: int) -> Any:
+    """The bins of non-negative numbers for `count_exponents`; NaN is behind all bins."""
     info = jnp.finfo(x.dtype)
     unsigned = jnp.dtype(f"uint{info.bits}")
     bits = lax.bitcast_convert_type(x, unsigned)
@@ -61,7 +83,7 @@ def count_exponents(x: Value, low: int, high: int) -> Any:
         place = jnp.where(exponent == 0, 0, place)
     if high > info.maxexp:
         place = jnp.where(x == jnp.inf, last, place)
-    return count_places(jnp.where(jnp.isnan(x), last + 1, place).astype(jnp.uint32), last + 1)
+    return jnp.where(jnp.isnan(x), last + 1, place).astype(jnp.uint32)
 
 
 def _magnitude(x: Value) -> Any:
@@ -90,7 +112,7 @@ def _at_least(edges: Sequence[float], dtype: Any) -> tuple[Any, Any]:
 
 
 def quantiles_of(
-    ranks: tuple[float, ...], error: float, least: float, most: float
+    ranks: tuple[float, ...], error: float, least: float, most: float, each: int, seed: int
 ) -> dict[str, Any]:
     """A reducer's functions: quantiles to a relative error.
 
@@ -98,6 +120,7 @@ def quantiles_of(
     middle of a bin, 2 g^i / (g + 1), is within `error` of everything in it. The bins of negative
     values come first, the largest magnitude in front; then that of zero; then the positive ones. At
     both ends is one for what is beyond `most`, where only the smallest and largest are known.
+    One of `each` neighbours is counted, at places that the seed decides.
     """
     # A little is left for the rounding of logarithms.
     slack = 0.99 * error
@@ -109,6 +132,7 @@ def quantiles_of(
     places = len(middles)
 
     def see(x: Value) -> Any:
+        x = take_sample(x, each, seed)
         x = whole(x).astype(_float_of(x))
         magnitude = jnp.abs(x)
         place = jnp.ceil(jnp.log(jnp.maximum(magnitude, least)) / growth) - first
@@ -116,7 +140,7 @@ def quantiles_of(
         place = jnp.where(magnitude < least, 0, jnp.where(magnitude > most, bins + 1, place))
         place = bins + 1 + jnp.where(x < 0, -place, place)
         known = ~jnp.isnan(x)
-        counts = jnp.zeros(places, COUNT).at[jnp.where(known, place, places)].add(1, mode="drop")
+        counts = count_many(jnp.where(known, place, places), places)
         ends = {"where": known}
         return counts, x.min(initial=jnp.inf, **ends), x.max(initial=-jnp.inf, **ends)
 
@@ -132,13 +156,17 @@ def quantiles_of(
         found = jnp.clip(jnp.asarray(middles, low.dtype)[place], low, high)
         return jnp.where(total > 0, found, jnp.nan)
 
+    def init(x: Value) -> Any:
+        ends = (jnp.asarray(end, _float_of(x)) for end in (jnp.inf, -jnp.inf))
+        return jnp.zeros(places, COUNT), *ends
+
+    def update(state: PyTree, x: Value) -> Any:
+        return combine(state, see(x))
+
     return {
-        "init": lambda x: (
-            jnp.zeros(places, COUNT),
-            jnp.asarray(jnp.inf, _float_of(x)),
-            jnp.asarray(-jnp.inf, _float_of(x)),
-        ),
-        "update": lambda state, x: combine(state, see(x)),
+        "init": init,
+        "update": update,
+        "direct": DirectState(init, update, see),
         "combine": combine,
         "merge": lambda states: (add_all(states[0]), states[1].min(0), states[2].max(0)),
         "finish": finish,

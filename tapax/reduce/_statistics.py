@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tapax._jax import PyTree, Value
 from tapax.reduce import _sums
 from tapax.reduce._packed_counts import count_true
-from tapax.reduce._reducer import Reducer
+from tapax.reduce._reducer import DirectState, Reducer
 
 
 def _over(n: Any, total: Any) -> Any:
@@ -47,7 +47,8 @@ def _along(
         kept = {"needs": needs, "axis": axis, "make": made, "is_builtin": True, **options}
         if axis is not None:
             kept["quantity"] = None
-        return Reducer(init, update, combine, finish, name, **kept)
+        direct = DirectState(init, update, functools.partial(see, axis))
+        return Reducer(init, update, combine, finish, name, direct=direct, **kept)
 
     return made(None)
 

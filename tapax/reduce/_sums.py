@@ -14,6 +14,7 @@ from jax import lax
 
 from tapax import _jax
 from tapax._jax import PyTree, Value
+from tapax.reduce._groups import reduce_groups
 
 COUNT = jnp.dtype(jnp.uint32)
 _MOST = np.uint32(2**32 - 1)
@@ -64,9 +65,11 @@ def scales(dtype: Any) -> tuple[float, float]:
 
 
 def _sum_squares(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
-    # A constant in a loop would be kept on a CPU, as large as a value.
-    up, down = lax.optimization_barrier(np.asarray(scales(x.dtype), x.real.dtype))
-    return [square(x * scale).sum(axes, dtype=x.real.dtype) for scale in (up, down)]
+    # On a CPU, XLA would broadcast a constant once for all sites and keep that, as large as a
+    # value. The barrier gives every site constants of its own, which XLA broadcasts as it sums.
+    factors = (np.asarray(scale, x.real.dtype) for scale in scales(x.dtype))
+    x, *own = lax.optimization_barrier((x, *factors))
+    return [square(x * scale).sum(axes, dtype=x.real.dtype) for scale in own]
 
 
 def _sum_squares_in_one_read(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
@@ -93,10 +96,10 @@ def sum_squares(x: Value, axes: tuple[int, ...]) -> list[Any]:
 def root(sums: Any, among: Any = 1) -> Any:
     """The root of the sum of squares, or of their mean `among` so many."""
     larger, smaller = sums
-    scale, _ = scales(larger.dtype)
+    up, down = (np.asarray(s, larger.dtype) for s in scales(larger.dtype))
     fits = larger < 2.0 ** (jnp.finfo(larger.dtype).maxexp * 7 // 8)
-    found = jnp.sqrt(jnp.where(fits, larger, smaller) / among)
-    return jnp.where(fits, found / scale, found * scale)
+    found = jnp.sqrt(lax.select(fits, larger, smaller) / among)
+    return found * lax.select(fits, jnp.full_like(found, down), jnp.full_like(found, up))
 
 
 def all_but(x: Value, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -159,6 +162,47 @@ def _plain_ends(x: Value, axes: tuple[int, ...]) -> tuple[Any, Any]:
     return x.min(axes, initial=high), x.max(axes, initial=low)
 
 
+def encode_order(x: Value) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Floating-point numbers as unsigned integers of the same order, and those of infinity.
+
+    There are two for each number: NaN comes first in one, last in the other.
+    """
+    x = wide(x)
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}").type
+    sign, full = unsigned(1 << (8 * x.dtype.itemsize - 1)), unsigned(jnp.iinfo(unsigned).max)
+    bits, unknown = lax.bitcast_convert_type(x, unsigned), jnp.isnan(x)
+    code = jnp.where(bits >= sign, ~bits, bits | sign)
+    infinity = np.asarray(np.inf, x.dtype).view(unsigned)[()]
+    codes = jnp.where(unknown, unsigned(0), code), jnp.where(unknown, full, code)
+    return codes, (unsigned(infinity | sign), unsigned(~(infinity | sign)))
+
+
+def decode_order(code: Value, dtype: Any) -> Any:
+    """The numbers of a type from integers of the same order."""
+    sign = code.dtype.type(1 << (8 * code.dtype.itemsize - 1))
+    bits = jnp.where(code >= sign, code ^ sign, ~code)
+    return lax.bitcast_convert_type(bits, f"float{8 * code.dtype.itemsize}").astype(dtype)
+
+
+def _encoded_ends(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
+    (low, high), (largest, smallest) = encode_order(x)
+    return [low.min(axes, initial=largest), high.max(axes, initial=smallest)]
+
+
+def _encoded_ends_by_groups(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
+    if len(axes) < x.ndim or not x.size:
+        return _encoded_ends(x, axes=axes)
+    codes, limits = encode_order(x)
+    found = reduce_groups(
+        codes, limits, lambda a, b: [jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])]
+    )
+    return [found[0].min(), found[1].max()]
+
+
+# XLA makes vectors of a reduction to one number on a GPU, but not on a CPU.
+_bind_encoded_ends = _jax.for_gpu("ends", _encoded_ends_by_groups, _encoded_ends)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def ends(x: Value, axes: tuple[int, ...]) -> tuple[Any, Any]:
     """The smallest and the largest element along some axes; NaN if there is one.
@@ -168,24 +212,8 @@ def ends(x: Value, axes: tuple[int, ...]) -> tuple[Any, Any]:
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return _plain_ends(x, axes)
-    dtype = x.dtype
-    x = wide(x)
-    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}").type
-    sign, full = unsigned(1 << (8 * x.dtype.itemsize - 1)), unsigned(jnp.iinfo(unsigned).max)
-
-    def encode(x: Value) -> Any:
-        bits = lax.bitcast_convert_type(x, unsigned)
-        return jnp.where(bits >= sign, ~bits, bits | sign)
-
-    def decode(code: Value) -> Any:
-        bits = jnp.where(code >= sign, code ^ sign, ~code)
-        return lax.bitcast_convert_type(bits, x.dtype).astype(dtype)
-
-    code, unknown = encode(x), jnp.isnan(x)
-    low, high = (encode(jnp.asarray(end, x.dtype)) for end in (-np.inf, np.inf))
-    smallest = jnp.where(unknown, unsigned(0), code).min(axes, initial=high)
-    largest = jnp.where(unknown, full, code).max(axes, initial=low)
-    return decode(smallest), decode(largest)
+    smallest, largest = _bind_encoded_ends(x, axes=axes)
+    return decode_order(smallest, x.dtype), decode_order(largest, x.dtype)
 
 
 @ends.defjvp

@@ -1,7 +1,7 @@
 """The statistics of a value that one read of it can give.
 
-XLA fuses reductions of one value by itself, but makes slow code of counts by exponent. Those have a
-kernel on a GPU, which gives some other statistics with them.
+Counts by exponent, the ends and the count of numbers that are not finite are integers, which one
+reduction can find. On a GPU a kernel finds them, and sums of squares with them.
 """
 
 import functools
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from tapax._jax import Value, for_gpu
 from tapax.reduce import _gpu_kernel
 from tapax.reduce._gpu_kernel import Statistics
+from tapax.reduce._packed_counts import count_with_ends
 from tapax.reduce._reducer import Reducer
-from tapax.reduce._sums import COUNT, scales
+from tapax.reduce._sketches import exponent_places
+from tapax.reduce._sums import COUNT, scales, wide
 
 
 def see_together(reducers: Iterable[Reducer], x: Value) -> dict[Reducer, Any]:
@@ -46,7 +48,21 @@ def _seeing_once(reducers: tuple[Reducer, ...]) -> Callable[[Value], Any]:
 
 
 def _see_plainly(x: Value, *, reducers: Sequence[Reducer]) -> list[Value]:
-    return jax.tree.leaves([r.update(r.start(x), x) for r in reducers])
+    others = {r.quantity for r in reducers} & {"ends", "nonfinite"}
+    if not others:
+        return jax.tree.leaves([r.see(x) for r in reducers])
+    low, high = next(_powers(r) for r in reducers if r.quantity == "exponents")
+    number = wide(x)
+    places = exponent_places(jnp.abs(number), low, high)
+    counts, nonfinite, ends = count_with_ends(places, high - low + 2, ~jnp.isfinite(number), x)
+    found = Statistics(counts, nonfinite, ends=ends)
+    size = jnp.asarray(x.size, COUNT)
+    # XLA has a function of its own for sums of numbers, which no other reduction joins.
+    states = [
+        r.see(x) if r.quantity == "squares" else _STATES[r.quantity or ""](found, size, x.dtype)
+        for r in reducers
+    ]
+    return jax.tree.leaves(states)
 
 
 def _see_by_kernel(x: Value, *, reducers: Sequence[Reducer]) -> list[Value]:
@@ -61,7 +77,7 @@ _see = for_gpu("see_together", _see_plainly, _see_by_kernel, on_one_device=True)
 
 def _ends(found: Statistics, size: Value, dtype: Any) -> Any:
     del size
-    return tuple(jnp.where(found.nans > 0, jnp.nan, end).astype(dtype) for end in found.ends)
+    return tuple(end.astype(dtype) for end in found.ends)
 
 
 _STATES: dict[str, Callable[[Statistics, Value, Any], Any]] = {

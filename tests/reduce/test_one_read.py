@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import tapax
 from tapax.reduce import _gpu_kernel
+from tapax.reduce._scattered_counts import count_by_scatter, count_in_copies
 from tapax.reduce._sums import _sum_squares, _sum_squares_in_one_read
-from tapax.reduce._together import _see_by_kernel, see_together
+from tapax.reduce._together import _see_by_kernel, _see_plainly, see_together
 from tests.oracles.closeness import assert_close
 
 pytestmark = pytest.mark.once
@@ -226,3 +227,34 @@ def test_sharded_statistics_add_only_small_reductions():
     added = [size for kind, size in collectives(step) if size != largest]
     assert {kind for kind, _ in collectives(step)} <= plain | {"all-reduce"}
     assert max(added) <= LOG2.start(x).size
+
+
+def test_counts_in_copies_are_those_of_numpy():
+    places = np.random.default_rng(3).integers(0, 90, 2**16 + 7, np.int32)
+    expected = np.bincount(places, minlength=90)[:80]  # from the number of bins on, none is counted
+    for count in (count_by_scatter, count_in_copies):
+        (found,) = jax.jit(count, static_argnames="bins")(places, bins=80)
+        assert found.dtype == jnp.uint32
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("special", [True, False])
+def test_integers_of_one_reduction_are_those_of_numpy(dtype, special):
+    x = sample((2**8, 257), dtype, special)
+    wide = np.asarray(x, np.float64)
+    reducers = (R.minmax, LOG2, R.nonfinite)
+    low, high, counts, odd, size = _see_plainly(x, reducers=reducers)
+    np.testing.assert_array_equal(np.float64([low, high]), [wide.min(), wide.max()])
+    assert low.dtype == x.dtype
+    assert counts.tolist() == counted(x).tolist()
+    assert (odd, size) == (np.sum(~np.isfinite(wide)), x.size)
+
+
+def test_ends_of_values_in_any_shape():
+    for shape in SHAPES:
+        if 0 in shape:
+            continue
+        x = sample(shape, special=False)
+        found = np.asarray(one(x, R.minmax))
+        assert found.tolist() == [np.asarray(x).min(), np.asarray(x).max()]

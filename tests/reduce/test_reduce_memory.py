@@ -30,6 +30,26 @@ def deep(remat):
     )
 
 
+def written_out(sow):
+    def loss(ws, x):
+        for i, w in enumerate(ws):
+            x = jnp.tanh(sow(x @ w, f"a{i}"))
+        return jnp.mean(x**2)
+
+    return jax.value_and_grad(loss)
+
+
+def test_layers_written_out_keep_no_scales():
+    args = [jnp.ones((WIDTH, WIDTH)) / WIDTH] * 4, jnp.ones((BATCH, WIDTH))
+    watched = tapax.capture(written_out(tapax.sow), values={"**": R.rms}, grads={"**": R.rms})
+    memory = [
+        jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        for f in (written_out(lambda x, name: x), watched)
+    ]
+    # The two scales of the squares would be as large as a value each.
+    assert memory[1] <= memory[0] + args[1].nbytes
+
+
 def scans(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
