@@ -9,7 +9,7 @@ import pytest
 
 import tapax
 
-NAMESPACES = ("alert", "attribute", "compat", "hidden", "nn", "plot", "reduce", "sink")
+NAMESPACES = ("alert", "attribute", "compat", "data", "hidden", "nn", "plot", "reduce", "sink")
 FRAMEWORKS = ("brainstate", "equinox", "flax", "haiku", "keras", "matplotlib", "torch")
 
 
