@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+import tapax.data._command as data
 import tapax.nonfinite._command as nonfinite
 from tapax import __version__
 
-COMMANDS: Mapping[str, ModuleType] = {"nonfinite": nonfinite}
+COMMANDS: Mapping[str, ModuleType] = {"data": data, "nonfinite": nonfinite}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

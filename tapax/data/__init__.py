@@ -1,9 +1,21 @@
 """Datasets of activations: harvested into folders of safetensors shards, and read from them."""
 
 from tapax.data._activations import Activations
+from tapax.data._batch_reader import Batches
 from tapax.data._harvest import harvest
 from tapax.data._lazy_array import LazyArray
+from tapax.data._row_source import RowSource
 from tapax.data._shard_format import ShardError
 from tapax.data._statistics import Statistics
+from tapax.data._verify import Verification
 
-__all__ = ["Activations", "LazyArray", "ShardError", "Statistics", "harvest"]
+__all__ = [
+    "Activations",
+    "Batches",
+    "LazyArray",
+    "RowSource",
+    "ShardError",
+    "Statistics",
+    "Verification",
+    "harvest",
+]

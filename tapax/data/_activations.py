@@ -7,15 +7,23 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jax.sharding import Mesh, Sharding
+
 from tapax._results import SiteDict, Tabular
-from tapax._sites import nearest
+from tapax._results.picking import pick_sites
+from tapax._sites import Site, nearest, wrong_type
+from tapax.data._batch_order import WINDOW, BatchOrder
+from tapax.data._batch_reader import Batches, check_divisible, make_sharding
+from tapax.data._export import export_dataset
 from tapax.data._folder import DatasetFolder, is_dataset
 from tapax.data._lazy_array import LazyArray
 from tapax.data._manifest import Manifest
+from tapax.data._row_source import RowSource
 from tapax.data._shard_set import ShardSet
 from tapax.data._statistics import Statistics
 from tapax.data._stored_statistics import read_statistics
 from tapax.data._tables import dataset_table
+from tapax.data._verify import Verification, verify_dataset
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,6 +100,98 @@ class Activations(Tabular):
         """The `Statistics` of every site, taken while harvesting and merged over all shards."""
         shards = [self._shards.shard(place) for place in range(len(self._shards.units))]
         return SiteDict((name, read_statistics(name, shards)) for name in self.sites if shards)
+
+    def batches(
+        self,
+        size: int,
+        *,
+        seed: int | None = None,
+        sites: Any = None,
+        start: int = 0,
+        mesh: Mesh | None = None,
+        sharding: Sharding | None = None,
+        window: int = WINDOW,
+        drop_remainder: bool = False,
+    ) -> Batches:
+        """Iterate over the dataset in batches that are on the device, read ahead by threads.
+
+        Args:
+            size: how many rows a batch has.
+            seed: decides the order, which is the same on every machine; None for the order of the
+                dataset. Shards are shuffled, then the rows of `window` shards at a time. The rows
+                of one batch are in the order of the dataset.
+            sites: selects sites and columns by name or glob; all if None.
+            start: the number of the first batch, to go on where another reader stopped.
+            mesh: divides the rows of each batch over all devices of a mesh.
+            sharding: divides batches in another way.
+            window: how many shards have their rows mixed.
+            drop_remainder: whether to leave out the last batch if it has fewer rows.
+
+        Returns:
+            An iterator over dicts of arrays by name. Its `position` is the next batch, its length
+            the number of batches.
+
+        >>> import tempfile, jax.numpy as jnp, tapax
+        >>> double = lambda x: tapax.sow(2 * x, "h")
+        >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+        >>> [batch["h"].shape for batch in acts.batches(5, seed=0, sites="h")]
+        [(5, 3), (3, 3)]
+        """
+        for name, number, least in (("size", size, 1), ("start", start, 0), ("window", window, 1)):
+            if type(number) is not int or number < least:
+                raise wrong_type(f"`{name}` takes an integer, {least} at least, but is", number)
+        placed = make_sharding(mesh, sharding)
+        check_divisible(placed, size, len(self), drop_remainder)
+        order = BatchOrder(self._shards.counts, size, seed, window, drop_remainder)
+        return Batches(self._select(sites), order, start, placed)
+
+    def source(self, site: str | None = None) -> RowSource:
+        """Make a data source for Grain: rows of one site or column, or dicts of all of them."""
+        return RowSource(self, site)
+
+    def torch(self, sites: Any = None) -> Any:
+        """Make a `torch.utils.data.Dataset` of rows as dicts of tensors.
+
+        Args:
+            sites: selects sites and columns by name or glob; all if None.
+
+        Raises:
+            ModuleNotFoundError: if PyTorch is not installed.
+        """
+        from tapax.data._torch_dataset import TorchDataset
+
+        return TorchDataset(self, list(self._select(sites)))
+
+    def export(self, path: str | os.PathLike[str], sites: Any = None) -> None:
+        """Write the dataset in another format, piece by piece, whole or not at all.
+
+        Args:
+            path: a new file or folder, whose name ends in `.parquet`, `.arrow` or `.lance`.
+            sites: selects sites and columns by name or glob; all if None.
+
+        Raises:
+            ImportError: if pyarrow, or lance, is not installed; the message says how to.
+            FileExistsError: if there is something at `path`.
+        """
+        export_dataset(self._select(sites), path)
+
+    def verify(self) -> Verification:
+        """Read every byte of the dataset, and compare it with its checksum.
+
+        Returns:
+            A `Verification`, whose `faults` name every shard that is not whole.
+        """
+        return verify_dataset(self.path)
+
+    def _select(self, selection: Any) -> dict[str, LazyArray]:
+        if selection is None:
+            return self._arrays
+        sites = [Site(name) for name in self._arrays]
+        picked = pick_sites(selection, sites, "sites", "this dataset")
+        return {site.name: self._arrays[site.name] for site in picked}
+
+    def __reduce__(self) -> Any:
+        return Activations, (self.path,)
 
     def _table(self) -> Table:
         return dataset_table(self.manifest.arrays, len(self), self.stats, self.progress)

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tapax._jax import PyTree, Value
@@ -103,5 +104,5 @@ def _find_tokens(batch: PyTree, sizes: tuple[int, ...]) -> Value | None:
 
 def _are_tokens(x: Value, sizes: tuple[int, ...]) -> bool:
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    is_integer = dtype is not None and jax.dtypes.issubdtype(dtype, np.integer)
+    is_integer = dtype is not None and jnp.issubdtype(dtype, np.integer)
     return is_integer and shape == sizes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +21,14 @@ class MappedShard:
     def __init__(self, path: Path, configuration: str):
         self.path = path
         try:
-            self._bytes = np.memmap(path, np.uint8, "r")
+            self._mapped: Any = np.memmap(path, np.uint8, "r")
         except FileNotFoundError:
             raise ShardError(f"The shard {str(path)!r} is missing.") from None
         except ValueError:  # an empty file cannot be mapped
             raise ShardError(f"The shard {str(path)!r} is empty.") from None
-        length = 8 + int.from_bytes(self._bytes[:8].tobytes(), "little")
-        beginning = self._bytes[: min(length, len(self._bytes))].tobytes()
-        self.header: ShardHeader = decode_header(beginning, len(self._bytes), str(path))
+        length = 8 + int.from_bytes(self._mapped[:8].tobytes(), "little")
+        beginning = self._mapped[: min(length, len(self._mapped))].tobytes()
+        self.header: ShardHeader = decode_header(beginning, len(self._mapped), str(path))
         if self.header.configuration != configuration:
             raise ShardError(f"The shard {str(path)!r} belongs to another dataset.")
         self._checked: dict[str, np.ndarray] = {}
@@ -66,7 +67,7 @@ class MappedShard:
     def _view(self, key: str) -> np.ndarray:
         found = self.header.arrays[key]
         start = self.header.data_start + found.start
-        data = self._bytes[start : start + found.nbytes]
+        data = self._mapped[start : start + found.nbytes]
         return np.asarray(data).view(dtype_of(found.dtype)).reshape(found.shape)
 
     def _check(self, key: str, blocks: np.ndarray) -> None:
@@ -77,11 +78,11 @@ class MappedShard:
         for block in blocks[~checked[blocks]].tolist():
             first = start + block * BLOCK
             last = min(first + BLOCK, start + found.nbytes)
-            if zlib.crc32(self._bytes[first:last]) != found.checksums[block]:
+            if zlib.crc32(memoryview(self._mapped)[first:last]) != found.checksums[block]:
                 raise ShardError(
                     f"The shard {str(self.path)!r} was altered: its bytes {first} to {last}, which "
                     f"belong to {key!r}, do not have the checksum that was stored with them. "
-                    "Remove the shard and its dataset's index.json, and call `harvest` again as "
-                    "before: it computes that unit anew."
+                    "Remove the shard, and call `harvest` again as before: it computes that unit "
+                    "anew."
                 )
             checked[block] = True

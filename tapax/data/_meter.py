@@ -19,7 +19,7 @@ class Meter:
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.rows = self.nbytes = self.batches = self.units = 0
-        self.waited = dict.fromkeys(STAGES, 0.0)
+        self.waited: dict[str, float] = dict.fromkeys(STAGES, 0.0)
 
         self._lock = threading.Lock()
 

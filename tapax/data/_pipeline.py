@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -28,6 +29,15 @@ from tapax.data._transfer import PendingCopy, start_copies
 
 AHEAD = 2
 """How many batches are dispatched before the rows of the first are collected."""
+
+_NOT_FINITE = (
+    "there are values that are not finite. Their rows are stored, left out of the statistics, and "
+    "counted in `acts.stats[site].nonfinite`"
+)
+_OVERFLOWED = (
+    "there are values too large for the type in which they are stored. Choose another `dtype`; "
+    "such rows are counted in `acts.stats[site].overflowed`"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Pipeline:
         self._names = [array.name for array in manifest.arrays]
         self._hash = manifest.hash
         self._unit: _UnitRows | None = None
+        self._warned: set[str] = set()
 
     def run(self, tasks: Iterable[BatchTask]) -> None:
         """Harvest all tasks; the batches of a unit follow one another."""
@@ -134,9 +145,11 @@ class Pipeline:
             arrays = {name: copy.wait() for name, copy in batch.copies.items()}
         arrays.update(batch.columns)
         self._check_columns(task, batch.columns)
+        found = {name: Statistics.of(parts) for name, parts in statistics.items()}
+        self._warn_of_bad_rows(task, found)
         if self._unit is None:
             self._unit = _UnitRows(task.unit, self._names)
-        self._unit.add(arrays, {name: Statistics.of(found) for name, found in statistics.items()})
+        self._unit.add(arrays, found)
         self._meter.batches += 1
         self._meter.rows += len(batch.columns["batch"])
         if task.ends_unit:
@@ -157,6 +170,16 @@ class Pipeline:
         except OSError as error:
             raise self._folder.unwritable(error) from error
         self._meter.add_unit(nbytes)
+
+    def _warn_of_bad_rows(self, task: BatchTask, found: dict[str, Statistics]) -> None:
+        """Warn of the first rows of a site that are not finite, or do not fit their type."""
+        for fault, sentence in (("nonfinite", _NOT_FINITE), ("overflowed", _OVERFLOWED)):
+            counts = {name: getattr(x, fault) for name, x in found.items()}
+            new = [n for n, bad in counts.items() if bad and f"{fault} {n}" not in self._warned]
+            if new:
+                self._warned.update(f"{fault} {name}" for name in new)
+                listed = ", ".join(f"{name!r} ({counts[name]} rows)" for name in new)
+                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=5)
 
     def _check_columns(self, task: BatchTask, columns: dict[str, np.ndarray]) -> None:
         found = [

@@ -209,7 +209,8 @@ def statistic_key(name: str, statistic: str) -> str:
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """The bytes of a contiguous array, without a copy."""
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(flat)
 
 
 def check_storable(dtype: Any, what: str) -> str:

@@ -77,10 +77,15 @@ class Statistics:
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Statistics:
         """Convert what `measure_rows` returned, or what a shard holds."""
-        counts = {name: int(parts[name]) for name in ("rows", "nonfinite", "overflowed")}
-        sums = {name: float(parts[name]) for name in ("norm_sum", "largest")}
-        arrays = {name: np.asarray(parts[name], np.float64) for name in ("mean", "squares")}
-        return cls(**counts, **sums, **arrays)
+        return cls(
+            rows=int(parts["rows"]),
+            nonfinite=int(parts["nonfinite"]),
+            overflowed=int(parts["overflowed"]),
+            norm_sum=float(parts["norm_sum"]),
+            largest=float(parts["largest"]),
+            mean=np.asarray(parts["mean"], np.float64),
+            squares=np.asarray(parts["squares"], np.float64),
+        )
 
     @property
     def var(self) -> np.ndarray:
