@@ -142,7 +142,7 @@ class Activations(Tabular):
                 raise wrong_type(f"`{name}` takes an integer, {least} at least, but is", number)
         placed = make_sharding(mesh, sharding)
         check_divisible(placed, size, len(self), drop_remainder)
-        order = BatchOrder(self._shards.counts, size, seed, window, drop_remainder)
+        order = BatchOrder(self._shards.counts.tolist(), size, seed, window, drop_remainder)
         return Batches(self._select(sites), order, start, placed)
 
     def source(self, site: str | None = None) -> RowSource:

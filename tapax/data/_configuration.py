@@ -18,7 +18,7 @@ from tapax._walk.plan import Plan
 from tapax.data._columns import Beside, Keep, make_columns
 from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._row_layout import RowLayout
-from tapax.data._row_program import RowBatch, RowProgram
+from tapax.data._row_program import ComputedRows, RowProgram
 from tapax.data._shard_format import check_storable, dtype_of
 
 
@@ -71,7 +71,7 @@ def check_dtype(dtype: Any) -> str | None:
 
 
 def _describe_arrays(
-    described: RowBatch, first: PyTree, beside: Beside
+    described: ComputedRows, first: PyTree, beside: Beside
 ) -> tuple[DatasetArray, ...]:
     sites = [
         DatasetArray(site.name, site.kind, site.dtype, site.shape, site.computed_dtype, site.source)
@@ -91,7 +91,7 @@ def _describe_arrays(
 
 def _batches_per_unit(
     arrays: tuple[DatasetArray, ...],
-    described: RowBatch,
+    described: ComputedRows,
     batches: int | None,
     shard_bytes: int,
     units: int | None,

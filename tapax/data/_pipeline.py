@@ -8,6 +8,7 @@ as the slowest of these, and its memory is bounded whatever the size of the data
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
@@ -102,18 +103,29 @@ class Pipeline:
         writers = ShardWriters(writer_count())
         dispatched: collections.deque[_Dispatched] = collections.deque()
         try:
-            for task in tasks:
-                with self._meter.waiting_for("device"):
-                    dispatched.append(self._dispatch(task))
-                if len(dispatched) > AHEAD:
-                    self._collect(dispatched.popleft(), writers)
-            while dispatched:
-                self._collect(dispatched.popleft(), writers)
+            try:
+                for task in tasks:
+                    with self._meter.waiting_for("device"):
+                        dispatched.append(self._dispatch(task))
+                    if len(dispatched) > AHEAD:
+                        self._collect(dispatched.popleft(), writers)
+            except Exception:
+                # Batches before the one that failed may make units whole.
+                with contextlib.suppress(Exception):
+                    self._collect_all(dispatched, writers)
+                    writers.finish()
+                raise
+            self._collect_all(dispatched, writers)
             with self._meter.waiting_for("disk"):
                 writers.finish()
-        except BaseException:
+        finally:
             writers.stop()
-            raise
+
+    def _collect_all(
+        self, dispatched: collections.deque[_Dispatched], writers: ShardWriters
+    ) -> None:
+        while dispatched:
+            self._collect(dispatched.popleft(), writers)
 
     def _dispatch(self, task: BatchTask) -> _Dispatched:
         """Start everything that a batch needs, and wait for none of it."""
@@ -179,7 +191,7 @@ class Pipeline:
             if new:
                 self._warned.update(f"{fault} {name}" for name in new)
                 listed = ", ".join(f"{name!r} ({counts[name]} rows)" for name in new)
-                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=5)
+                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=6)
 
     def _check_columns(self, task: BatchTask, columns: dict[str, np.ndarray]) -> None:
         found = [

@@ -1,7 +1,9 @@
-"""The program of a harvest: from a batch to the rows of every site, on the device.
+"""The programs of a harvest: from a batch to the rows of every site, on the device.
 
-It is the user's function cut after the last site: nothing is computed that no selected value or
-gradient needs. Casting to the stored type and the statistics are part of the same program.
+The first is the user's function cut after the last site: nothing is computed that no selected value
+or gradient needs. It returns what a capture returns, in rows. The second converts the rows to the
+type in which they are stored, and measures them. It is a program of its own because the compiler
+could else fuse it with the first, and so move the last bits of the values.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ from tapax._sites import Site, SiteError, nearest
 from tapax._walk.plan import Plan
 from tapax.data._columns import spread_mask
 from tapax.data._row_layout import RowLayout, check_same_rows
-from tapax.data._shard_format import check_storable
+from tapax.data._shard_format import check_storable, dtype_of
 from tapax.data._statistics import measure_rows
 
 GRADIENT = ".grad"
@@ -47,20 +49,30 @@ class RowSite:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["arrays", "statistics", "ran"],
+    data_fields=["arrays", "ran"],
     meta_fields=["sites", "row_sizes"],
 )
 @dataclasses.dataclass(frozen=True)
-class RowBatch:
+class ComputedRows:
     """The rows of one batch: an array for each site, with the rows as its first axis.
 
     `ran` says of a site in a branch or a while loop whether its value was computed at all.
     `row_sizes` are the sizes of the axes that became rows.
     """
 
-    arrays: Any
-    statistics: Any
-    ran: Any
+    arrays: SiteDict
+    ran: SiteDict
+    sites: tuple[RowSite, ...]
+    row_sizes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBatch:
+    """The rows of one batch as they are stored, and what was measured of them."""
+
+    arrays: Mapping[str, Value]
+    statistics: Mapping[str, Mapping[str, Value]]
+    ran: Mapping[str, Value]
     sites: tuple[RowSite, ...]
     row_sizes: tuple[int, ...]
 
@@ -78,15 +90,14 @@ class _RowTransform(Transform):
         def captured(*arrays: Value) -> Taps:
             return call.program.walk(self.plan, arrays, warn=True)[1]
 
-        taps = evaluate_needed(captured, call.arrays)
-        return None, self._rows_of(taps, call.operands)
+        return None, self._rows_of(evaluate_needed(captured, call.arrays))
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra
 
-    def _rows_of(self, taps: Taps, mask: Value | None) -> RowBatch:
+    def _rows_of(self, taps: Taps) -> ComputedRows:
         by_name = {site.name: site for site in taps.sites}
-        arrays, computed, ran, sizes = SiteDict(), SiteDict(), SiteDict(), {}
+        arrays, ran, sizes = SiteDict(), SiteDict(), {}
         sites: list[RowSite] = []
         for kind, end, found in (("value", "", taps.values), ("grad", GRADIENT, taps.grads)):
             for name, x in found.items():
@@ -94,31 +105,20 @@ class _RowTransform(Transform):
                     stored_name = site.name + end
                     if stored_name in arrays:
                         raise SiteError(f"Two arrays would both be stored as {stored_name!r}.")
-                    stored = self._stored(rows, site)
-                    sizes[stored_name] = row_sizes
-                    arrays[stored_name], computed[stored_name] = stored, rows
+                    sizes[stored_name], arrays[stored_name] = row_sizes, rows
                     if name in taps.valid:
                         ran[stored_name] = jnp.all(taps.valid[name].astype(bool))
-                    sites.append(_describe(site, stored_name, kind, rows, stored))
+                    sites.append(self._describe(site, stored_name, kind, rows))
         if not sites:
             raise _nothing_selected(self.plan, taps)
-        row_sizes = check_same_rows(sizes)
-        kept = None if mask is None else spread_mask(mask, row_sizes, jnp)
-        statistics = SiteDict(
-            (name, measure_rows(x, arrays[name], kept)) for name, x in computed.items()
-        )
-        return RowBatch(arrays, statistics, ran, tuple(sites), row_sizes)
+        return ComputedRows(arrays, ran, tuple(sites), check_same_rows(sizes))
 
-    def _stored(self, rows: Value, site: Site) -> Value:
+    def _describe(self, site: Site, name: str, kind: str, rows: Value) -> RowSite:
+        computed = np.dtype(rows.dtype).name
         is_float = jnp.issubdtype(rows.dtype, jnp.floating)
-        stored = rows.astype(self.dtype) if self.dtype is not None and is_float else rows
-        check_storable(stored.dtype, f"The {site.described}, which")
-        return stored
-
-
-def _describe(site: Site, name: str, kind: str, rows: Value, stored: Value) -> RowSite:
-    computed = np.dtype(rows.dtype).name
-    return RowSite(name, kind, np.dtype(stored.dtype).name, computed, rows.shape[1:], site.source)
+        stored = self.dtype if self.dtype is not None and is_float else computed
+        check_storable(dtype_of(stored), f"The {site.described}, which")
+        return RowSite(name, kind, stored, computed, rows.shape[1:], site.source)
 
 
 def _nothing_selected(plan: Plan, taps: Taps) -> SiteError:
@@ -143,10 +143,14 @@ class RowProgram:
         self._function = TransformedFunction(fn, self._transform)
 
     def __call__(self, batch: PyTree, mask: Value | None) -> RowBatch:
-        """Dispatch the program on a batch; `mask` tells the rows that statistics are about."""
-        return self._function(mask, (*self._given, batch), self._keywords)
+        """Dispatch the programs on a batch; `mask` tells the rows that statistics are about."""
+        rows: ComputedRows = self._function((), (*self._given, batch), self._keywords)
+        types = tuple(site.dtype for site in rows.sites)
+        converted, statistics = _store(rows.arrays, mask, types, rows.row_sizes)
+        arrays = {**rows.arrays, **converted}
+        return RowBatch(arrays, statistics, rows.ran, rows.sites, rows.row_sizes)
 
-    def describe(self, batch: PyTree) -> tuple[RowBatch, str]:
+    def describe(self, batch: PyTree) -> tuple[ComputedRows, str]:
         """Return the types of what a batch gives, and a fingerprint of the function's weights.
 
         Nothing but the fingerprint is computed.
@@ -154,12 +158,27 @@ class RowProgram:
         traced = self._function.traced_call((*self._given, batch), self._keywords)
 
         def rows(*arrays: Value) -> Any:
-            return self._transform.run(TracedCall(traced.program, arrays, None), None)[1]
+            return self._transform.run(TracedCall(traced.program, arrays), None)[1]
 
         described = jax.eval_shape(rows, *traced.arrays)
         given = {id(leaf) for leaf in jax.tree.leaves(batch)}
         weights = [x for x in traced.arrays if id(x) not in given]
         return described, fingerprint([*weights, *_jax.jaxpr_consts(traced.program.jaxpr)])
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _store(
+    arrays: SiteDict, mask: Value | None, types: tuple[str, ...], row_sizes: tuple[int, ...]
+) -> tuple[SiteDict, SiteDict]:
+    """Convert the arrays that are stored in another type, and measure all of them."""
+    kept = None if mask is None else spread_mask(mask, row_sizes, jnp)
+    converted, statistics = SiteDict(), SiteDict()
+    for (name, x), dtype in zip(arrays.items(), types, strict=True):
+        stored = x.astype(dtype)
+        statistics[name] = measure_rows(x, stored, kept)
+        if stored.dtype != x.dtype:
+            converted[name] = stored
+    return converted, statistics
 
 
 def fingerprint(arrays: Sequence[Any]) -> str:
