@@ -92,7 +92,7 @@ class Activations(Tabular):
     @property
     def progress(self) -> str:
         """How much of the dataset there is, in words."""
-        done, count = len(self._shards.units), self.manifest.unit_plan.count
+        done, count = len(self._shards.units), self.manifest.unit_plan.shard_count
         return f"{done} units" if count is None else f"{done} of {count} units"
 
     @functools.cached_property

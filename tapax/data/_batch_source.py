@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,15 +69,27 @@ class BatchSource:
             )
 
     def tasks(
-        self, plan: UnitPlan, remaining: Sequence[int] | None, meter: Meter
+        self,
+        plan: UnitPlan,
+        units: Iterable[int] | None,
+        meter: Meter,
+        is_done: Callable[[int], bool],
     ) -> Iterator[BatchTask]:
-        """Read the batches of the remaining units, or all of an iterable, one after the other."""
-        if remaining is None:
+        """Read the batches of units, or all of an iterable, one after the other.
+
+        A unit that another worker `is_done` with in the meantime is left.
+        """
+        if units is None:
             yield from self._iterated(plan, meter)
             return
-        for unit in remaining:
+        read = 0
+        for unit in units:
             batch_numbers = plan.batch_numbers(unit)
+            meter.expected = max(meter.expected or 0, read + len(batch_numbers))
             for place, number in enumerate(batch_numbers, 1):
+                if place > 1 and is_done(unit):
+                    break
+                read += 1
                 with meter.waiting_for("batches"):
                     batch = as_arrays(self._sequence[number])
                 yield BatchTask(unit, number, batch, place == len(batch_numbers))

@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tapax._jax import PyTree, spans_processes
+from tapax._jax import PyTree, gather, spans_processes
 from tapax._sites import SiteError, show, wrong_type
 from tapax._walk.plan import Plan
 from tapax.data._columns import Beside, Keep, make_columns
 from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._row_layout import RowLayout
-from tapax.data._row_program import ComputedRows, RowProgram
+from tapax.data._row_program import ComputedRows, Description
 from tapax.data._shard_format import check_storable, dtype_of
 
 
 def make_manifest(
-    program: RowProgram,
+    described: Description,
     first: PyTree,
     *,
     plan: Plan,
@@ -35,10 +35,11 @@ def make_manifest(
     units: int | None,
     seed: int | None,
     batches: int | None,
+    processes: int,
 ) -> Manifest:
     """Describe the dataset that a harvest makes; `first` is the first batch."""
-    described, weights = program.describe(first)
-    arrays = _describe_arrays(described, first, beside)
+    rows = described.rows
+    arrays = _describe_arrays(rows, gather(first), beside)
     configuration = {
         "values": None if plan.values is None else show(plan.values),
         "grads": None if plan.grads is None else show(plan.grads),
@@ -49,9 +50,10 @@ def make_manifest(
         "beside": None if beside is None else "a function",
         "seed": seed,
         "batches": batches,
-        "batches_per_unit": _batches_per_unit(arrays, described, batches, shard_bytes, units),
+        "batches_per_unit": _batches_per_unit(arrays, rows, batches, shard_bytes, units),
+        "processes": processes,
         "first_batch": _checksum(first),
-        "weights": weights,
+        "weights": described.weights,
     }
     return Manifest(configuration, arrays, _versions())
 

@@ -30,6 +30,10 @@ _SHARD = re.compile(r"unit-(\d{8,})\.safetensors")
 _INDEX = "index.json"
 
 
+class WorkerTakenError(RuntimeError):
+    """Another process harvests with the same worker number."""
+
+
 def is_dataset(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds the manifest of a dataset."""
     return (Path(path) / _manifest.NAME).is_file()
@@ -98,6 +102,10 @@ class DatasetFolder:
             ) from error
         return rows
 
+    def has_shard(self, unit: int) -> bool:
+        """Return whether a shard is there."""
+        return self.shard_path(unit).exists()
+
     def read_header(self, unit: int) -> ShardHeader:
         """Read the header of a shard."""
         path = self.shard_path(unit)
@@ -107,14 +115,16 @@ class DatasetFolder:
             return decode_header(beginning, os.fstat(file.fileno()).st_size, str(path))
 
     @contextlib.contextmanager
-    def lock(self, worker: Worker) -> Iterator[str]:
+    def lock(self, worker: Worker, process: int | None = None) -> Iterator[str]:
         """Hold the lock of a worker; yield the name under which it writes.
 
-        The operating system releases the lock when the process ends, however it ends. A file
-        system without locks is taken as it is: two processes that do the same unit write the same
-        shard.
+        `process` numbers the processes that are one worker together. The operating system releases
+        the lock when the process ends, however it ends. A file system without locks is taken as it
+        is: two processes that do the same unit write the same shard.
         """
         owner = f"worker-{worker.index}-of-{worker.count}"
+        if process is not None:
+            owner += f"-process-{process}"
         path = self.path / f".{owner}.lock"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -124,7 +134,7 @@ class DatasetFolder:
         try:
             if not _lock(descriptor):
                 holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
-                raise RuntimeError(
+                raise WorkerTakenError(
                     f"{holder} harvests into {str(self.path)!r} as {worker} already. Give every "
                     "process a worker number of its own, or wait until that one has ended."
                 )

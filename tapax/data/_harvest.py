@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from tapax._calling.transform import check_function
 from tapax._sites import Selection
@@ -13,12 +17,14 @@ from tapax.data._activations import Activations
 from tapax.data._batch_source import BatchSource
 from tapax.data._columns import Beside, Keep
 from tapax.data._configuration import check_dtype, make_manifest
-from tapax.data._folder import DatasetFolder
+from tapax.data._folder import DatasetFolder, WorkerTakenError
 from tapax.data._meter import Meter
 from tapax.data._pipeline import Pipeline
+from tapax.data._process_group import ProcessGroup
 from tapax.data._progress import show_progress
 from tapax.data._row_layout import RowLayout
 from tapax.data._row_program import RowProgram
+from tapax.data._unit_queue import UnitQueue
 from tapax.data._units import UnitPlan, Worker
 
 
@@ -37,7 +43,8 @@ def harvest(
     shard_bytes: int = 2**28,
     units: int | None = None,
     seed: int | None = None,
-    worker: tuple[int, int] = (0, 1),
+    worker: tuple[int, int] | None = None,
+    take_over: bool = True,
     progress: bool = True,
 ) -> Activations:
     """Run `fn` on every batch and store the values of its sites as a dataset on disk.
@@ -70,13 +77,16 @@ def harvest(
         units: into how many units of work to divide the batches, instead of by `shard_bytes`.
         seed: deals the batches out to the units in a random order, so that every shard has rows
             from everywhere; in order if None.
-        worker: `(i, n)` for worker i of n, which does its share of the units. The dataset is the
-            same, byte for byte, however many workers there are.
+        worker: `(i, n)` for worker i of n, which begins with its share of the units. The dataset is
+            the same, byte for byte, however many workers there are. If None, a process harvests
+            alone; each of several processes of `jax.distributed` is a worker, unless the arrays of
+            `fn` span them: then they are one worker together, and each writes a part of the rows.
+        take_over: whether to go on with the units that other workers have not done, so that the
+            dataset is complete when any worker ends; False if workers write to separate folders.
         progress: whether to show a progress bar, in a terminal.
 
     Returns:
-        The dataset, which `tapax.open` reads later. It has what is on disk by then: with several
-        workers, call `tapax.open` when all of them have ended.
+        The dataset, which `tapax.open` reads later.
 
     Raises:
         SiteError: if a selection picks no site, or if sites do not have the same rows.
@@ -94,15 +104,19 @@ def harvest(
     ((12, 4), [0, 1, 2, 3, 4])
     """
     check_function(fn, "harvest")
-    share = Worker.of(worker)
+    share = None if worker is None else Worker.of(worker)
     layout = RowLayout.of(rows, layers)
     stored = check_dtype(dtype)
     plan = Plan.make(values, grads)
     source = BatchSource(batches)
-    source.check(share, seed)
+    source.check(share or Worker(), seed)
     program = RowProgram(fn, plan, layout, stored)
+    described = program.describe(source.first)
+    group = ProcessGroup.of(described.inputs)
+    workers = [share] if share else _worker_choices(group)
+    source.check(workers[0], seed)
     manifest = make_manifest(
-        program,
+        described,
         source.first,
         plan=plan,
         layout=layout,
@@ -113,29 +127,93 @@ def harvest(
         units=units,
         seed=seed,
         batches=source.count,
+        processes=1 if group is None else group.count,
     )
     folder = DatasetFolder(to)
-    with folder.lock(share) as owner:
+    with contextlib.ExitStack() as stack:
+        share, owner = _lock_worker(folder, workers, group, stack)
         source.check_new(folder)
+        if group is not None:
+            group.wait()
         folder.create(owner)
         folder.begin(manifest, owner)
-        unit_plan, done = manifest.unit_plan, folder.units_done()
-        remaining = None if source.count is None else unit_plan.remaining(share, done)
+        storage = _Storage(folder, manifest.unit_plan)
         meter = Meter()
-        pipeline = Pipeline(program, folder, manifest, keep, beside, meter, owner)
-        with show_progress(meter, unit_plan, remaining, enabled=progress):
-            try:
-                pipeline.run(source.tasks(unit_plan, remaining, meter))
-            except Exception as error:
-                error.add_note(_progress_note(folder, unit_plan))
-                raise
-        _write_index(folder, unit_plan, owner)
+        pipeline = Pipeline(program, folder, manifest, keep, beside, meter, owner, group)
+        chosen = _choose_units(source, storage, share, group, take_over, meter)
+        # Processes of a group must leave a unit together, so they never do.
+        is_done = (lambda unit: False) if group is not None else storage.is_done
+        tasks = source.tasks(storage.plan, chosen, meter, is_done)
+        try:
+            with show_progress(meter, enabled=progress and (group is None or group.index == 0)):
+                pipeline.run(tasks)
+        except Exception as error:
+            error.add_note(_progress_note(folder, storage.plan))
+            raise
+        if group is not None:
+            group.wait()
+        if group is None or group.index == 0:
+            _write_index(folder, storage.plan, owner)
+        if group is not None:
+            group.wait()
     return Activations(folder.path)
+
+
+class _Storage:
+    """The units of a dataset in its folder."""
+
+    def __init__(self, folder: DatasetFolder, plan: UnitPlan):
+        self._folder, self.plan = folder, plan
+
+    def units_done(self) -> np.ndarray:
+        return self.plan.units_done(self._folder.units_done())
+
+    def is_done(self, unit: int) -> bool:
+        return all(self._folder.has_shard(shard) for shard in self.plan.shards(unit))
+
+
+def _worker_choices(group: ProcessGroup | None) -> list[Worker]:
+    """Return the workers that this process may be, the likeliest first."""
+    count = jax.process_count() if group is None else 1
+    # The number of a process is not always a name of its own: whoever finds it taken is another.
+    return [Worker((jax.process_index() + i) % count, count) for i in range(count)]
+
+
+def _lock_worker(
+    folder: DatasetFolder,
+    workers: Sequence[Worker],
+    group: ProcessGroup | None,
+    stack: contextlib.ExitStack,
+) -> tuple[Worker, str]:
+    """Lock the first worker that is free; return it and the name under which it writes."""
+    process = None if group is None else group.index
+    for worker in workers[:-1]:
+        with contextlib.suppress(WorkerTakenError):
+            return worker, stack.enter_context(folder.lock(worker, process))
+    return workers[-1], stack.enter_context(folder.lock(workers[-1], process))
+
+
+def _choose_units(
+    source: BatchSource,
+    storage: _Storage,
+    share: Worker,
+    group: ProcessGroup | None,
+    take_over: bool,
+    meter: Meter,
+) -> Iterable[int] | None:
+    """Return the units to do, each chosen when its turn comes; None for an iterable of batches."""
+    if source.count is None:
+        return None
+    done = set(storage.units_done().tolist())
+    own = storage.plan.units()[share.index :: share.count]
+    meter.expected = sum(len(storage.plan.batch_numbers(unit)) for unit in own if unit not in done)
+    queue = UnitQueue(storage.plan, share, storage, take_over=take_over)
+    return queue if group is None else group.agree_on_units(queue)
 
 
 def _progress_note(folder: DatasetFolder, plan: UnitPlan) -> str:
     """Say what an error leaves behind."""
-    done, count = len(folder.units_done()), plan.count
+    done, count = len(folder.units_done()), plan.shard_count
     if count is None:
         return f"The harvest into {str(folder.path)!r} stopped after {done} whole units."
     return (
@@ -147,7 +225,7 @@ def _progress_note(folder: DatasetFolder, plan: UnitPlan) -> str:
 def _write_index(folder: DatasetFolder, plan: UnitPlan, owner: str) -> None:
     """Write the index if all units are done."""
     done = folder.units_done()
-    if folder.read_index() is None and len(done) == (plan.count or len(done)):
+    if folder.read_index() is None and len(done) == (plan.shard_count or len(done)):
         rows = {unit: folder.read_header(unit).rows for unit in done}
         try:
             folder.write_index(rows, owner)

@@ -62,7 +62,9 @@ class Manifest:
     @property
     def unit_plan(self) -> UnitPlan:
         plain = self.configuration
-        return UnitPlan(plain["batches"], plain["batches_per_unit"], plain["seed"])
+        return UnitPlan(
+            plain["batches"], plain["batches_per_unit"], plain["seed"], plain["processes"]
+        )
 
     @property
     def sites(self) -> tuple[DatasetArray, ...]:
@@ -150,5 +152,6 @@ _EXPLAINED = {
     "batches": "the number of batches",
     "batches_per_unit": "the number of batches in a unit, which `shard_bytes` and `units` decide,",
     "first_batch": "the checksum of the first batch",
+    "processes": "the number of processes that the function's arrays span",
     "weights": "the checksum of the function's weights",
 }

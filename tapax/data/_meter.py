@@ -19,6 +19,8 @@ class Meter:
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.rows = self.nbytes = self.batches = self.units = 0
+        self.expected: int | None = None
+        """How many batches there are to do, as far as is known; None for an iterable."""
         self.waited: dict[str, float] = dict.fromkeys(STAGES, 0.0)
 
         self._lock = threading.Lock()

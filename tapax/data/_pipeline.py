@@ -10,18 +10,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from tapax._jax import PyTree
+from tapax._jax import PyTree, gather
 from tapax._sites import SiteError
 from tapax.data._columns import Beside, Keep, make_columns, read_mask, spread_mask
 from tapax.data._folder import DatasetFolder
 from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._meter import Meter
+from tapax.data._process_group import PendingRows, ProcessGroup
 from tapax.data._row_program import RowBatch, RowProgram, RowSite
 from tapax.data._shard_writer import write_shard
 from tapax.data._shard_writers import ShardWriters, writer_count
@@ -56,7 +58,7 @@ class _Dispatched:
     """A batch that the device computes."""
 
     task: BatchTask
-    copies: dict[str, PendingCopy]
+    copies: Mapping[str, PendingCopy | PendingRows]
     columns: dict[str, np.ndarray]
     result: RowBatch
 
@@ -89,10 +91,11 @@ class Pipeline:
         beside: Beside,
         meter: Meter,
         owner: str,
+        group: ProcessGroup | None,
     ):
         self._program, self._folder, self._manifest = program, folder, manifest
         self._keep, self._beside = keep, beside
-        self._meter, self._owner = meter, owner
+        self._meter, self._owner, self._group = meter, owner, group
         self._names = [array.name for array in manifest.arrays]
         self._hash = manifest.hash
         self._unit: _UnitRows | None = None
@@ -129,22 +132,30 @@ class Pipeline:
 
     def _dispatch(self, task: BatchTask) -> _Dispatched:
         """Start everything that a batch needs, and wait for none of it."""
-        mask = read_mask(task.batch, self._keep)
+        batch = gather(task.batch)
+        mask = read_mask(batch, self._keep)
         result = self._program(task.batch, mask)
         self._check_arrays(task, result.sites, self._manifest.sites)
         kept = None if mask is None else np.flatnonzero(spread_mask(mask, result.row_sizes, np))
-        columns = make_columns(task.batch, task.number, result.row_sizes, self._beside)
+        columns = make_columns(batch, task.number, result.row_sizes, self._beside)
+        names = list(result.arrays)
+        arrays = [result.arrays[name] for name in names]
+        if self._group is None:
+            copies = start_copies(arrays, kept)
+        else:
+            rows = math.prod(result.row_sizes)
+            here = self._group.row_numbers(rows)
+            kept = here if kept is None else np.intersect1d(here, kept, assume_unique=True)
+            copies = self._group.start_copies(arrays, rows, kept)
         if kept is not None:
             columns = {name: x[kept] for name, x in columns.items()}
-        names = list(result.arrays)
-        copies = start_copies([result.arrays[name] for name in names], kept)
         return _Dispatched(task, dict(zip(names, copies, strict=True)), columns, result)
 
     def _collect(self, batch: _Dispatched, writers: ShardWriters) -> None:
         """Wait for the rows of a batch; hand its unit to a writer if that is whole."""
         task, result = batch.task, batch.result
         with self._meter.waiting_for("device"):
-            small = jax.device_get((result.statistics, result.ran))
+            small = jax.device_get(gather((result.statistics, result.ran)))
         statistics, ran = small
         for name, did_run in ran.items():
             if not did_run:
@@ -159,8 +170,11 @@ class Pipeline:
         self._check_columns(task, batch.columns)
         found = {name: Statistics.of(parts) for name, parts in statistics.items()}
         self._warn_of_bad_rows(task, found)
-        if self._unit is None:
-            self._unit = _UnitRows(task.unit, self._names)
+        if self._group is not None:
+            found = {name: self._group.own_statistics(x) for name, x in found.items()}
+        shard = task.unit if self._group is None else self._group.shard(task.unit)
+        if self._unit is None or self._unit.unit != shard:  # or another worker was done with it
+            self._unit = _UnitRows(shard, self._names)
         self._unit.add(arrays, found)
         self._meter.batches += 1
         self._meter.rows += len(batch.columns["batch"])
@@ -170,9 +184,12 @@ class Pipeline:
             self._unit = None
 
     def _write(self, unit: _UnitRows) -> None:
+        path = self._folder.shard_path(unit.unit)
+        if path.exists():  # another worker took the unit too, and was faster
+            return
         try:
             nbytes = write_shard(
-                self._folder.shard_path(unit.unit),
+                path,
                 configuration=self._hash,
                 unit=unit.unit,
                 chunks=unit.chunks,

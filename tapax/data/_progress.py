@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from tapax.data._meter import Meter
-from tapax.data._units import UnitPlan
 
 _SECONDS = 0.25
 """How often the bar is drawn."""
 
 
 @contextlib.contextmanager
-def show_progress(
-    meter: Meter, plan: UnitPlan, remaining: Sequence[int] | None, *, enabled: bool
-) -> Iterator[None]:
+def show_progress(meter: Meter, *, enabled: bool) -> Iterator[None]:
     """Show what a meter counts while the block runs; nothing unless in a terminal."""
     console = Console(stderr=True)
-    if not enabled or not console.is_terminal or remaining == []:
+    if not enabled or not console.is_terminal or meter.expected == 0:
         yield
         return
-    total = None
-    if remaining is not None:
-        total = sum(len(plan.batch_numbers(unit)) for unit in remaining)
     bar = Progress(
         TextColumn("harvest"),
         BarColumn(),
-        TextColumn("{task.completed:.0f}" + (f"/{total}" if total else "") + " batches"),
+        TextColumn("{task.completed:.0f}{task.fields[of]} batches"),
         TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(),
         console=console,
         transient=False,
     )
-    task = bar.add_task("harvest", total=total, speed="")
+    task = bar.add_task("harvest", total=meter.expected, speed="", of="")
     stopped = threading.Event()
 
     def draw() -> None:
@@ -56,7 +50,9 @@ def show_progress(
 
 
 def _update(bar: Progress, task: TaskID, meter: Meter) -> None:
-    bar.update(task, completed=meter.batches, speed=describe_speed(meter))
+    total = meter.expected
+    of = "" if total is None else f"/{total}"
+    bar.update(task, completed=meter.batches, total=total, of=of, speed=describe_speed(meter))
 
 
 def describe_speed(meter: Meter) -> str:

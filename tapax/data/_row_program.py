@@ -127,6 +127,15 @@ def _nothing_selected(plan: Plan, taps: Taps) -> SiteError:
     return SiteError(f"The harvest has no sites: {asked} selects none. {nearest('', names)}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The types of what a batch gives, the fingerprint of the weights, and all inputs."""
+
+    rows: ComputedRows
+    weights: str
+    inputs: Sequence[Value]
+
+
 class RowProgram:
     """A function of a batch that returns the `RowBatch` of it, compiled once for each shape."""
 
@@ -150,11 +159,8 @@ class RowProgram:
         arrays = {**rows.arrays, **converted}
         return RowBatch(arrays, statistics, rows.ran, rows.sites, rows.row_sizes)
 
-    def describe(self, batch: PyTree) -> tuple[ComputedRows, str]:
-        """Return the types of what a batch gives, and a fingerprint of the function's weights.
-
-        Nothing but the fingerprint is computed.
-        """
+    def describe(self, batch: PyTree) -> Description:
+        """Describe what a batch gives, and the weights; only their fingerprint is computed."""
         traced = self._function.traced_call((*self._given, batch), self._keywords)
 
         def rows(*arrays: Value) -> Any:
@@ -162,8 +168,10 @@ class RowProgram:
 
         described = jax.eval_shape(rows, *traced.arrays)
         given = {id(leaf) for leaf in jax.tree.leaves(batch)}
+        constants = list(_jax.jaxpr_consts(traced.program.jaxpr))
         weights = [x for x in traced.arrays if id(x) not in given]
-        return described, fingerprint([*weights, *_jax.jaxpr_consts(traced.program.jaxpr)])
+        inputs = [*traced.arrays, *constants]
+        return Description(described, fingerprint([*weights, *constants]), inputs)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

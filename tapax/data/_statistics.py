@@ -107,6 +107,11 @@ class Statistics:
         """The parts that are single numbers, for the header of a shard."""
         return {name: getattr(self, name) for name in NUMBERS}
 
+    def emptied(self) -> Statistics:
+        """Return the statistics of no rows."""
+        nothing = np.zeros_like(self.mean)
+        return Statistics(0, 0, 0, 0.0, 0.0, nothing, nothing)
+
     def merge(self, other: Statistics) -> Statistics:
         """Return the statistics of the rows of both (Chan, Golub and LeVeque, 1979)."""
         rows = self.rows + other.rows

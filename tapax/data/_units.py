@@ -1,14 +1,13 @@
 """Units of work: which there are, which batches each has, and which worker does which.
 
-A unit is a range of batches whose rows become one shard. Everything here is a pure function of
-numbers: no clock, no file, no array of activations. A unit is done when its shard is in the folder,
-so nothing but the list of shards says what is left to do, and any process may do it.
+A unit is a range of batches whose rows become one shard, or one shard for each of several processes
+that run one program. Everything here is a pure function of numbers: no clock, no file, no array of
+activations. A unit is done when its shards are in the folder, so nothing but the list of shards
+says what is left to do, and any process may do it.
 
 >>> plan = UnitPlan(batches=10, batches_per_unit=3)
 >>> [list(plan.batch_numbers(unit)) for unit in plan.units()]
 [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
->>> plan.remaining(Worker(1, 2), done={1})
-[3]
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tapax.data._shuffle import shuffled
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """One of `count` workers that share the units: it does units `index`, `index + count`, ..."""
+    """One of `count` workers that share the units: it owns `index`, `index + count`, ..."""
 
     index: int = 0
     count: int = 1
@@ -55,12 +54,13 @@ class UnitPlan:
 
     `batches` is how many batches there are, or None if only their end will tell. With a `seed` the
     batches are dealt out to the units in a random order, so that every shard has rows from
-    everywhere.
+    everywhere. Each unit has as many shards as `parts`, which are numbered through.
     """
 
     batches: int | None
     batches_per_unit: int
     seed: int | None = None
+    parts: int = 1
 
     @property
     def count(self) -> int | None:
@@ -73,9 +73,19 @@ class UnitPlan:
             raise ValueError("The number of units is not known before the batches end.")
         return range(self.count)
 
-    def remaining(self, worker: Worker, done: Collection[int]) -> list[int]:
-        """Return the units of a worker that are not done, in order."""
-        return [unit for unit in self.units()[worker.index :: worker.count] if unit not in done]
+    @property
+    def shard_count(self) -> int | None:
+        """How many shards there are; None if the number of batches is not known."""
+        return None if self.count is None else self.count * self.parts
+
+    def shards(self, unit: int) -> range:
+        """The numbers of the shards of a unit."""
+        return range(unit * self.parts, (unit + 1) * self.parts)
+
+    def units_done(self, shards: Collection[int]) -> np.ndarray:
+        """Return the units of which all shards are among some."""
+        units, found = np.unique(np.fromiter(shards, np.int64) // self.parts, return_counts=True)
+        return units[found == self.parts]
 
     def batch_numbers(self, unit: int) -> Sequence[int]:
         """Return the numbers of the batches of a unit, in the order of their rows."""

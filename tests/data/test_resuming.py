@@ -32,13 +32,35 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path, whole, workers):
     for index in reversed(range(workers)):
-        acts = harvest(tmp_path, (index, workers))
+        acts = harvest(tmp_path, (index, workers), take_over=False)
         assert acts.is_complete == (index == 0)
     assert read_files(tmp_path) == whole
 
 
-def test_a_worker_does_its_share_and_no_more(tmp_path):
-    acts = harvest(tmp_path, (1, 3))
+def test_a_worker_does_what_others_have_left(tmp_path, whole):
+    harvest(tmp_path, (1, 3), take_over=False)
+    assert harvest(tmp_path, (0, 3)).is_complete
+    assert read_files(tmp_path) == whole
+
+
+def test_a_worker_leaves_a_unit_that_another_is_done_with(tmp_path, whole):
+    class SlowBatches(list):
+        """Batches during the second of which another worker does everything."""
+
+        def __getitem__(self, number):
+            seen.append(number)
+            if len(seen) == 3:  # the first is read to describe the dataset
+                harvest(tmp_path, (1, 2))
+            return super().__getitem__(number)
+
+    seen = []
+    acts = harvest(tmp_path, (0, 2), SlowBatches(make_batches()))
+    assert acts.is_complete and seen == [0, 0, 1]
+    assert read_files(tmp_path) == whole
+
+
+def test_without_taking_over_a_worker_does_its_share_alone(tmp_path):
+    acts = harvest(tmp_path, (1, 3), take_over=False)
     assert sorted(set(acts["batch"][:].tolist())) == [2, 3] and acts.progress == "1 of 4 units"
     with pytest.warns(UserWarning, match="not complete: 1 of 4 units"):
         tapax.open(tmp_path)
@@ -184,7 +206,7 @@ def test_a_shard_that_is_removed_is_harvested_again(tmp_path, whole):
 
 
 def test_a_shard_that_is_cut_off_stops_the_index(tmp_path):
-    harvest(tmp_path, (0, 2))
+    harvest(tmp_path, (0, 2), take_over=False)
     path = tmp_path / "shards" / "unit-00000002.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(tapax.data.ShardError, match=r"unit-00000002.* is not whole"):
