@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import tapax.data._command as data
+import tapax.data._harvest_command as harvest
 import tapax.nonfinite._command as nonfinite
 from tapax import __version__
 
-COMMANDS: Mapping[str, ModuleType] = {"data": data, "nonfinite": nonfinite}
+COMMANDS: Mapping[str, ModuleType] = {"data": data, "harvest": harvest, "nonfinite": nonfinite}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, Sharding
 
 from tapax._results import SiteDict, Tabular
 from tapax._results.picking import pick_sites
-from tapax._sites import Site, nearest, wrong_type
+from tapax._sites import Site, nearest
+from tapax.data._arguments import as_integer
 from tapax.data._batch_order import WINDOW, BatchOrder
 from tapax.data._batch_reader import Batches, check_divisible, make_sharding
 from tapax.data._export import export_dataset
@@ -137,9 +138,9 @@ class Activations(Tabular):
         >>> [batch["h"].shape for batch in acts.batches(5, seed=0, sites="h")]
         [(5, 3), (3, 3)]
         """
-        for name, number, least in (("size", size, 1), ("start", start, 0), ("window", window, 1)):
-            if type(number) is not int or number < least:
-                raise wrong_type(f"`{name}` takes an integer, {least} at least, but is", number)
+        size, start = as_integer("size", size, 1), as_integer("start", start, 0)
+        window = as_integer("window", window, 1)
+        seed = None if seed is None else as_integer("seed", seed)
         placed = make_sharding(mesh, sharding)
         check_divisible(placed, size, len(self), drop_remainder)
         order = BatchOrder(self._shards.counts.tolist(), size, seed, window, drop_remainder)

@@ -53,8 +53,6 @@ class BatchSource:
 
     def check(self, worker: Worker, seed: int | None) -> None:
         """Raise if an iterable is asked for what only a sequence can do."""
-        if seed is not None and type(seed) is not int:
-            raise wrong_type("`seed` takes an integer, but is", seed)
         if self.count is None and worker.count > 1:
             raise ValueError(f"Several workers cannot share these batches: {_NEEDS_SEQUENCE}.")
         if self.count is None and seed is not None:

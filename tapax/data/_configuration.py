@@ -15,6 +15,7 @@ import numpy as np
 from tapax._jax import PyTree, gather, spans_processes
 from tapax._sites import SiteError, show, wrong_type
 from tapax._walk.plan import Plan
+from tapax.data._arguments import as_integer
 from tapax.data._columns import Beside, Keep, make_columns
 from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._row_layout import RowLayout
@@ -99,16 +100,14 @@ def _batches_per_unit(
     units: int | None,
 ) -> int:
     if units is not None:
-        if type(units) is not int or units < 1:
-            raise wrong_type("`units` takes a number of units, 1 at least, but is", units)
+        units = as_integer("units", units, 1)
         if batches is None:
             raise ValueError(
                 "`units` divides a sequence of batches, but `batches` is an iterable, whose end is "
                 "not known. Leave `units` out, or give a sequence."
             )
         return -(-batches // units)
-    if type(shard_bytes) is not int or shard_bytes < 1:
-        raise wrong_type("`shard_bytes` takes a number of bytes, 1 at least, but is", shard_bytes)
+    shard_bytes = as_integer("shard_bytes", shard_bytes, 1)
     row = sum(math.prod(array.shape) * dtype_of(array.dtype).itemsize for array in arrays)
     return max(1, shard_bytes // max(row * math.prod(described.row_sizes), 1))
 

@@ -14,6 +14,7 @@ from tapax._calling.transform import check_function
 from tapax._sites import Selection
 from tapax._walk.plan import Plan
 from tapax.data._activations import Activations
+from tapax.data._arguments import as_integer
 from tapax.data._batch_source import BatchSource
 from tapax.data._columns import Beside, Keep
 from tapax.data._configuration import check_dtype, make_manifest
@@ -105,6 +106,7 @@ def harvest(
     """
     check_function(fn, "harvest")
     share = None if worker is None else Worker.of(worker)
+    seed = None if seed is None else as_integer("seed", seed)
     layout = RowLayout.of(rows, layers)
     stored = check_dtype(dtype)
     plan = Plan.make(values, grads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -95,8 +96,8 @@ class ShardSet:
     def take(self, key: str, numbers: np.ndarray, out: np.ndarray) -> None:
         """Copy the rows with some numbers, in ascending order, to `out`."""
         places = np.searchsorted(self.ends, numbers, "right")
-        starts = np.flatnonzero(np.diff(places, prepend=-1))
-        for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True):
+        starts = np.flatnonzero(np.diff(places, prepend=-1, append=-1))
+        for start, stop in itertools.pairwise(starts):
             place = int(places[start])
             offset = self.ends[place] - self.counts[place]
             self.shard(place).take(key, numbers[start:stop] - offset, out[start:stop])

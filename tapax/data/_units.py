@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tapax._sites import wrong_type
+from tapax.data._arguments import as_integer
 from tapax.data._shuffle import shuffled
 
 
@@ -33,10 +34,9 @@ class Worker:
     @classmethod
     def of(cls, pair: Any) -> Worker:
         """Check the argument `worker`."""
-        is_pair = isinstance(pair, Sequence) and len(pair) == 2
-        if not is_pair or not all(type(n) is int for n in pair):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
             raise wrong_type("`worker` takes two integers, (i, n) for worker i of n, but is", pair)
-        index, count = pair
+        index, count = (as_integer("worker", number) for number in pair)
         if not 0 <= index < count:
             raise ValueError(
                 f"`worker` is ({index}, {count}), but of {count} workers the first is 0 and the "

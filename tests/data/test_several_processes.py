@@ -80,7 +80,7 @@ def check_rows(acts, batches, keep=lambda tokens: np.ones(tokens.shape, bool)):
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.many)])
 def test_processes_write_each_row_of_a_sharded_model_once(tmp_path, count):
     run_processes(count, tmp_path)
-    spanning = harvested.make_batches(6, (4, 3))[:-1]
+    spanning = harvested.make_batches(6, (4, 4))[:-1]
     local = harvested.make_batches(4, (3, 3))
     sharded = tapax.open(tmp_path / "sharded")
     check_rows(sharded, spanning)

@@ -30,7 +30,7 @@ DOCUMENTS = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("semantics", "changing", "memory", "frameworks", "architecture")
+        for name in ("semantics", "changing", "memory", "frameworks", "architecture", "format")
     ),
 ]
 NOTEBOOKS = [

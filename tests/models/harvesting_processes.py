@@ -35,7 +35,7 @@ class SpanningBatches:
 
     def __init__(self, mesh):
         self._mesh = mesh
-        self._batches = harvested.make_batches(6, (4, 3))[:-1]
+        self._batches = harvested.make_batches(6, (4, 4))[:-1]
 
     def __len__(self):
         return len(self._batches)
@@ -57,7 +57,7 @@ def harvest_sharded(mesh, folder):
         return tapax.harvest(forward, batches, to, "net/*", units=3, **options)
 
     acts = harvest(folder / "sharded")
-    assert acts.is_complete and len(acts) == 5 * 12
+    assert acts.is_complete and len(acts) == 5 * 16
     kept = harvest(folder / "kept", keep=lambda batch: batch["tokens"] % 2 == 0)
     assert kept.is_complete
     check_resuming(harvest, folder / "sharded", mesh)
