@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks import changes, measure, statistics, step, watching
+from benchmarks import changes, datasets, measure, statistics, step, watching
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
@@ -53,6 +53,12 @@ TOPICS = {
     ),
     "monitor": lambda cfg, rounds: watching.monitored(cfg, max(rounds // 10, 1)),
     "nonfinite": watching.searched,
+    "dataset": lambda cfg, rounds: datasets.harvested(
+        LARGE if cfg is SIZE else cfg, max(rounds // 10, 1)
+    ),
+    "dataset-train": lambda cfg, rounds: datasets.trained(
+        LARGE if cfg is SIZE else cfg, max(rounds // 10, 1)
+    ),
     "nnx": nnx("unrolled"),
     "nnx-remat": nnx("remat"),
 }

@@ -69,7 +69,7 @@ def harvest(
     >>> harvest(lambda: print, [], "acts", num_workers=0)
     Traceback (most recent call last):
     ...
-    TypeError: `num_workers` takes an integer, 1 at least, but is 0 (an int).
+    TypeError: `num_workers` takes an integer, 1 at least, but is 0 of type int.
     """
     count = as_integer("num_workers", num_workers, 1)
     if not callable(make_fn):
