@@ -182,10 +182,9 @@ def _store(
     kept = None if mask is None else spread_mask(mask, row_sizes, jnp)
     converted, statistics = SiteDict(), SiteDict()
     for (name, x), dtype in zip(arrays.items(), types, strict=True):
-        stored = x.astype(dtype)
-        statistics[name] = measure_rows(x, stored, kept)
-        if stored.dtype != x.dtype:
-            converted[name] = stored
+        statistics[name] = measure_rows(x, dtype, kept)
+        if x.dtype != dtype_of(dtype):
+            converted[name] = x.astype(dtype)
     return converted, statistics
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,45 +16,46 @@ import jax.numpy as jnp
 import numpy as np
 
 from tapax._jax import Value
+from tapax.data._shard_format import dtype_of
 
 NUMBERS = ("rows", "nonfinite", "overflowed", "norm_sum", "largest")
 """The parts that are single numbers; `mean` and `squares` have the shape of a row."""
 
 
-def measure_rows(x: Value, stored: Value, mask: Value | None) -> dict[str, Value]:
-    """Measure the rows of a site that the mask keeps; `stored` is what will be written of them."""
+def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
+    """Measure the rows of a site that the mask keeps, before they are stored as `dtype`."""
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     axes = tuple(range(1, x.ndim))
     kept = jnp.ones(x.shape[:1], bool) if mask is None else mask
-    finite = kept & jnp.isfinite(wide).all(axes)
+    # One pass over the rows tells their largest magnitudes and which are finite.
+    magnitudes = jnp.abs(wide).max(axes, initial=0)
+    finite = kept & jnp.isfinite(magnitudes)
     used = finite.reshape(-1, *(1 for _ in axes))
     count = finite.sum()
-    values = jnp.where(used, wide, 0)
-    mean = values.sum(0) / jnp.maximum(count, 1).astype(wide.dtype)
-    largest = jnp.abs(values).max(initial=0)
+    largest = jnp.where(finite, magnitudes, 0).max(initial=0)
     scale = jnp.where(largest > 0, largest, 1)  # so that no square overflows
-    norms = scale * jnp.sqrt(jnp.square(values / scale).sum(axes))
+    norms = scale * jnp.sqrt(jnp.square(wide / scale).sum(axes))
+    mean = jnp.where(used, wide, 0).sum(0) / jnp.maximum(count, 1).astype(wide.dtype)
     return {
         "rows": count,
         "nonfinite": kept.sum() - count,
-        "overflowed": (finite & _overflows(wide, stored).any(axes)).sum(),
-        "norm_sum": norms.sum(),
+        "overflowed": (finite & (magnitudes > _largest_stored(wide, dtype))).sum(),
+        "norm_sum": jnp.where(finite, norms, 0).sum(),
         "largest": largest,
         "mean": mean,
         "squares": jnp.where(used, jnp.square(wide - mean), 0).sum(0),
     }
 
 
-def _overflows(wide: Value, stored: Value) -> Value:
-    """Tell the elements that are too large for the type in which they are stored."""
-    if stored.dtype == wide.dtype or not jnp.issubdtype(stored.dtype, jnp.floating):
-        return jnp.zeros(wide.shape, bool)
-    limit = jnp.finfo(stored.dtype)
-    # Some conversions give NaN or an infinity, others the largest number: the magnitude tells both.
-    most = float(limit.max) * (1 + float(limit.eps) / 4)
-    return (
-        jnp.abs(wide) > most if most < float(jnp.finfo(wide.dtype).max) else ~jnp.isfinite(stored)
-    )
+def _largest_stored(wide: Value, dtype: str) -> float:
+    """The magnitude up to which numbers are rounded to a finite one of the type.
+
+    Beyond it some conversions give NaN or an infinity, others the largest number.
+    """
+    if not jnp.issubdtype(dtype_of(dtype), jnp.floating):
+        return math.inf
+    limit = jnp.finfo(dtype)
+    return min(float(limit.max) * (1 + float(limit.eps) / 4), float(jnp.finfo(wide.dtype).max))
 
 
 @dataclasses.dataclass(frozen=True)

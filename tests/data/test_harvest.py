@@ -163,7 +163,7 @@ def scanned(tokens):
         x = tapax.sow(x * scale, "layer")
         return x, None
 
-    return jax.lax.scan(layer, x, jnp.array([2.0, 0.5, 4.0]))[0]
+    return jax.lax.scan(layer, x, jnp.array([2.0, 0.5, 4.0], x.dtype))[0]
 
 
 def test_axes_of_loops_stay_in_the_row(tmp_path):
