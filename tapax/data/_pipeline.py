@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
-from tapax._jax import PyTree, gather
+from tapax._jax import PyTree, Value, gather
 from tapax._sites import SiteError
 from tapax.data._columns import Beside, Keep, make_columns, read_mask, spread_mask
 from tapax.data._folder import DatasetFolder
@@ -141,6 +141,7 @@ class Pipeline:
         names = list(result.arrays)
         arrays = [result.arrays[name] for name in names]
         if self._group is None:
+            self._check_addressable(task, arrays)
             copies = start_copies(arrays, kept)
         else:
             rows = math.prod(result.row_sizes)
@@ -150,6 +151,14 @@ class Pipeline:
         if kept is not None:
             columns = {name: x[kept] for name, x in columns.items()}
         return _Dispatched(task, dict(zip(names, copies, strict=True)), columns, result)
+
+    def _check_addressable(self, task: BatchTask, arrays: Sequence[Value]) -> None:
+        if not all(x.is_fully_addressable for x in arrays):
+            raise ValueError(
+                f"The values of batch {task.number} span processes, but no input of the function "
+                "does, so `harvest` cannot tell which processes take part. Put the batches or the "
+                "weights on the mesh, with a jax.sharding.NamedSharding."
+            )
 
     def _collect(self, batch: _Dispatched, writers: ShardWriters) -> None:
         """Wait for the rows of a batch; hand its unit to a writer if that is whole."""

@@ -155,6 +155,20 @@ def test_two_processes_with_one_worker_number_are_refused(tmp_path):
     harvest(tmp_path)
 
 
+def test_processes_that_share_a_number_become_different_workers(tmp_path, whole, monkeypatch):
+    """Under Pathways every process has the number 0."""
+    monkeypatch.setattr("jax.process_count", lambda: 3)
+    Worker = tapax.data._units.Worker
+    locked = DatasetFolder(tmp_path)
+    with locked.lock(Worker(0, 3)), locked.lock(Worker(1, 3)):
+        harvest(tmp_path, None)
+    assert (tmp_path / ".worker-2-of-3.lock").exists()
+    assert read_files(tmp_path) == whole
+    with locked.lock(Worker(0, 3)), locked.lock(Worker(1, 3)), locked.lock(Worker(2, 3)):
+        with pytest.raises(RuntimeError, match="as worker 2 of 3 already"):
+            harvest(tmp_path, None)
+
+
 def test_a_full_disk_stops_with_a_sentence_and_loses_nothing(tmp_path, whole, monkeypatch):
     written = []
 

@@ -36,7 +36,8 @@ DOCUMENTS = [
 NOTEBOOKS = [
     f"docs/{name}.md"
     for name in (
-        "gradients", "patching", "watching", "hidden", "online", "ensembles", "structure_factor",
+        "gradients", "patching", "watching", "hidden", "online", "ensembles", "datasets",
+        "structure_factor",
     )
 ]  # fmt: skip
 
