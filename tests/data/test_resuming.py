@@ -1,5 +1,6 @@
 """Harvests that stop and go on: kills, workers, other configurations, folders that fail."""
 
+import contextlib
 import errno
 import os
 import random
@@ -164,9 +165,11 @@ def test_processes_that_share_a_number_become_different_workers(tmp_path, whole,
         harvest(tmp_path, None)
     assert (tmp_path / ".worker-2-of-3.lock").exists()
     assert read_files(tmp_path) == whole
-    with locked.lock(Worker(0, 3)), locked.lock(Worker(1, 3)), locked.lock(Worker(2, 3)):
-        with pytest.raises(RuntimeError, match="as worker 2 of 3 already"):
-            harvest(tmp_path, None)
+    with contextlib.ExitStack() as stack:
+        for index in range(3):
+            stack.enter_context(locked.lock(Worker(index, 3)))
+        stack.enter_context(pytest.raises(RuntimeError, match="as worker 2 of 3 already"))
+        harvest(tmp_path, None)
 
 
 def test_a_full_disk_stops_with_a_sentence_and_loses_nothing(tmp_path, whole, monkeypatch):
