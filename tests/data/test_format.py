@@ -15,7 +15,7 @@ from safetensors import safe_open
 import tapax
 from tapax.data._shard_format import BLOCK, block_checksums
 from tapax.data._shuffle import shuffled
-from tapax.data._units import UnitPlan, Worker
+from tapax.data._units import UnitPlan
 from tests.models.harvested import embed, harvest, hidden, make_batches
 
 TOKENS = np.concatenate([batch.ravel() for batch in make_batches()])
@@ -107,11 +107,7 @@ def test_the_hash_is_the_published_one():
 @pytest.mark.parametrize("batches", [1, 7, 24])
 @pytest.mark.parametrize("per_unit", [1, 4, 30])
 @pytest.mark.parametrize("seed", [None, 5])
-def test_units_of_all_workers_have_every_batch_once(batches, per_unit, seed):
+def test_units_have_every_batch_once(batches, per_unit, seed):
     plan = UnitPlan(batches, per_unit, seed)
-    for count in (1, 2, 5):
-        shares = [plan.remaining(Worker(index, count), ()) for index in range(count)]
-        units = [unit for share in shares for unit in share]
-        numbers = [number for unit in units for number in plan.batch_numbers(unit)]
-        assert sorted(numbers) == list(range(batches))
-    assert plan.remaining(Worker(), plan.units()) == []
+    numbers = [number for unit in plan.units() for number in plan.batch_numbers(unit)]
+    assert sorted(numbers) == list(range(batches))

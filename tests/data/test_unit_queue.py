@@ -131,12 +131,6 @@ def test_shares_that_nobody_takes_over_wait_for_the_slowest():
     assert (1 / speeds).max() * speeds.mean() > 2
 
 
-def test_workers_share_rows_without_counting_any_twice():
-    plan = UnitPlan(batches=103, batches_per_unit=10, seed=3)
-    numbers = [number for unit in plan.units() for number in plan.batch_numbers(unit)]
-    assert sorted(numbers) == list(range(103))
-
-
 class Listed:
     """A storage that shows what it is told to."""
 
@@ -158,6 +152,15 @@ def test_every_worker_alone_would_do_every_unit_once(count):
         assert sorted(units) == [0, 1, 2, 3, 5, 6, 8, 10, 11]
         own = [unit for unit in range(index, 12, count) if unit not in (4, 7, 9)]
         assert units[: len(own)] == own
+
+
+def test_shares_without_taking_over_are_every_unit_once():
+    for count in (1, 2, 5):
+        queues = [
+            UnitQueue(UnitPlan(12, 1), Worker(index, count), Listed([]), take_over=False)
+            for index in range(count)
+        ]
+        assert sorted(unit for queue in queues for unit in queue) == list(range(12))
 
 
 def test_workers_take_units_of_others_in_different_orders():
