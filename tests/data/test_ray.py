@@ -1,11 +1,14 @@
 """Harvests on Ray, with real actors on this machine."""
 
+import io
 import os
 import signal
 from pathlib import Path
 
 import pytest
 import ray
+from rich.console import Console
+from rich.progress import Progress
 
 from tests.models import harvested
 
@@ -80,6 +83,17 @@ def test_actors_that_ray_gives_up_are_replaced_by_the_others(tmp_path):
     assert acts.is_complete
     harvested.harvest(tmp_path / "alone", batches=batches, units=12)
     assert harvested.read_files(tmp_path / "acts") == harvested.read_files(tmp_path / "alone")
+
+
+def test_the_driver_counts_the_shards_that_are_there(tmp_path):
+    from tapax.data.ray._actor_harvest import _update
+
+    shown = Progress(console=Console(file=io.StringIO(), force_terminal=True))
+    task = shown.add_task("harvest", total=None)
+    _update(shown, task, str(tmp_path))  # before there is a dataset
+    harvested.harvest(tmp_path, (0, 2), take_over=False)
+    _update(shown, task, str(tmp_path))
+    assert (shown.tasks[0].completed, shown.tasks[0].total) == (2, 4)
 
 
 def test_an_error_of_an_actor_is_raised_by_the_driver(tmp_path):

@@ -91,6 +91,7 @@ def test_processes_write_each_row_of_a_sharded_model_once(tmp_path, count):
     assert set(rows[:count]) == {2 * 16 // count}  # equal parts of two batches
     check_rows(tapax.open(tmp_path / "kept"), spanning, keep=lambda tokens: tokens % 2 == 0)
     check_rows(tapax.open(tmp_path / "replicated"), local)
+    check_rows(tapax.open(tmp_path / "apart"), local)
     check_rows(tapax.open(tmp_path / "stream"), local)
     harvested.harvest(tmp_path / "alone")
     workers = harvested.read_files(tmp_path / "workers")

@@ -66,6 +66,10 @@ def harvest_sharded(mesh, folder):
     ]  # in 4 devices they do not fit
     replicated = {name: spread(np.asarray(x), mesh) for name, x in params_of().items()}
     tapax.harvest(functools.partial(network, replicated), local, folder / "replicated", units=2)
+    order = np.arange(mesh.size).reshape(-1, 2).T.ravel()  # the devices of a process lie apart
+    apart = jax.sharding.Mesh(mesh.devices.ravel()[order], ("all",))
+    lying_apart = {name: spread(np.asarray(x), apart) for name, x in params_of().items()}
+    tapax.harvest(functools.partial(network, lying_apart), local, folder / "apart", units=2)
     stream = (batch for batch in local)
     tapax.harvest(functools.partial(network, replicated), stream, folder / "stream")
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tapax._sites import wrong_type
+from tapax._sites import Selection, wrong_type
 from tapax.data._activations import Activations
 from tapax.data._arguments import as_integer
 from tapax.data._folder import DatasetFolder, is_dataset
@@ -28,11 +28,13 @@ def harvest(
     make_fn: Callable[[], Callable[..., Any]],
     batches: Sequence[Any],
     to: str | os.PathLike[str],
-    *args: Any,
+    values: Selection = "**",
+    grads: Selection = None,
+    *,
     num_workers: int,
     num_gpus: float = 0,
     num_cpus: float = 1,
-    max_restarts: int = -1,
+    max_restarts: int = 8,
     resources: Mapping[str, float] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -49,15 +51,17 @@ def harvest(
         batches: a sequence of batches, which Ray copies to each actor once. For data that does not
             fit in memory, give an object whose `[]` reads one batch from a file.
         to: the folder of the dataset, which all actors and the driver can reach by this path.
-        *args: `values` and `grads`, as for `tapax.harvest`.
+        values: selects the sites whose values to store.
+        grads: selects the sites whose gradients to store.
         num_workers: how many actors there are.
         num_gpus: how many GPUs each actor has.
         num_cpus: how many CPUs each actor has.
-        max_restarts: how often an actor is started again; any number of times if -1.
+        max_restarts: how often each actor is started again; any number of times if -1. Once Ray
+            has given up all of them, the error is raised.
         resources: other resources of Ray that each actor takes.
         runtime_env: Ray's runtime environment of the actors.
         progress: whether the driver shows a progress bar, in a terminal.
-        **options: as for `tapax.harvest`.
+        **options: other arguments of `tapax.harvest`.
 
     Returns:
         The dataset.
@@ -89,10 +93,11 @@ def harvest(
         runtime_env=dict(runtime_env or {}),
     )(_Worker)
     made, shared = ray.put(make_fn), ray.put(batches)
+    options = {**options, "values": values, "grads": grads}
     actors = [actor.remote() for _ in range(count)]
     try:
         running = [
-            each.harvest.remote(made, shared, path, (index, count), args, options)
+            each.harvest.remote(made, shared, path, (index, count), options)
             for index, each in enumerate(actors)
         ]
         _wait(running, path, progress)
@@ -111,13 +116,12 @@ class _Worker:
         batches: Sequence[Any],
         to: str,
         worker: tuple[int, int],
-        args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> int:
         """Harvest; return the number of rows of the dataset then."""
         from tapax.data._harvest import harvest as harvest_here
 
-        acts = harvest_here(make_fn(), batches, to, *args, worker=worker, progress=False, **options)
+        acts = harvest_here(make_fn(), batches, to, worker=worker, progress=False, **options)
         return len(acts)
 
 
