@@ -14,7 +14,7 @@ newest = $(PYTHON) scripts/environment.py --python newest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo structure-factor delayed-match test lint page unit test-matrix coverage bench conformance fuzz format hooks pythons clean
+.PHONY: help demo structure-factor delayed-match sae test lint page unit test-matrix coverage bench conformance fuzz format hooks pythons clean
 
 help: ## show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -27,6 +27,10 @@ structure-factor: ## solve plasmas, train a network on them, look inside it; ARG
 
 delayed-match: ## learn a task online, and compare with backpropagation through time
 	@python=$$($(environment)) && "$$python" examples/delayed_match.py
+
+sae: ## harvest a small GPT, train a sparse autoencoder and linear probes from the dataset
+	@python=$$($(environment)) && "$$python" -m examples.sparse_autoencoder $(ARGS) && \
+	"$$python" -m examples.linear_probe $(ARGS)
 
 test: lint page unit ## lint, types, and tests on the default Python and the newest one found
 

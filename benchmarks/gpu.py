@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks import changes, measure, statistics, step, watching
+from benchmarks import changes, datasets, measure, statistics, step, watching
 from benchmarks.gpt import Config
 from benchmarks.measure import Result
 
@@ -58,6 +58,12 @@ TOPICS = {
     ),
     "nonfinite": watching.searched,
     "nonfinite-found": lambda cfg, rounds: watching.found(cfg, max(rounds // 10, 1)),
+    "dataset": lambda cfg, rounds: datasets.harvested(
+        LARGE if cfg is SIZE else cfg, max(rounds // 10, 1)
+    ),
+    "dataset-train": lambda cfg, rounds: datasets.trained(
+        LARGE if cfg is SIZE else cfg, max(rounds // 10, 1)
+    ),
     "nnx": nnx("unrolled"),
     "nnx-remat": nnx("remat"),
 }

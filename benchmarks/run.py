@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import (
     calling,
     changes,
+    datasets,
     hidden,
     importing,
     jax_peers,
@@ -66,6 +67,9 @@ TOPICS: dict[str, tuple[Topic, int, int]] = {
     "stream": (watching.streamed, 7, 2),
     "nonfinite": (lambda rounds: watching.searched(Config(), rounds), 30, 5),
     "nonfinite-found": (lambda rounds: watching.found(Config(), rounds), 5, 2),
+    "dataset-write": (datasets.written, 7, 2),
+    "dataset-read": (datasets.read, 20, 4),
+    "dataset-workers": (datasets.workers, 5, 1),
     "hidden": (hidden.unrolled, 30, 5),
     "braintrace": (lambda rounds: jax_peers.raced("recurrent", rounds), 40, 5),
     "probly": (lambda rounds: jax_peers.raced("batch_ensemble", rounds), 60, 8),

@@ -9,7 +9,7 @@ from tapax._results import Difference, Residual, ResidualTable, SiteDifference, 
 from tapax._sites import Site, SiteError, at, glob, lines, named, ops, without
 
 if TYPE_CHECKING:
-    from tapax import attribute, compat, hidden, nn, plot
+    from tapax import attribute, compat, data, hidden, nn, plot
     from tapax._api.capture import capture, sites
     from tapax._api.cut import prefix, suffix
     from tapax._api.diff import diff
@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from tapax._api.modules import ModuleTable, modules
     from tapax._api.perturbations import perturbations, perturbed
     from tapax._api.residuals import residuals
-    from tapax.monitoring import Histogram, Log, Monitor, Stream, alert, monitor, open, sink, stream
+    from tapax._open import open
+    from tapax.data import Activations, harvest
+    from tapax.monitoring import Histogram, Log, Monitor, Stream, alert, monitor, sink, stream
     from tapax.nonfinite import Finding, find_nonfinite
     from tapax.viewer import Page, view
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "Activations",
     "Difference",
     "Finding",
     "Histogram",
@@ -45,11 +48,13 @@ __all__ = [
     "attribute",
     "capture",
     "compat",
+    "data",
     "diff",
     "edit",
     "find_nonfinite",
     "glob",
     "grad",
+    "harvest",
     "hidden",
     "jacobian",
     "lines",
@@ -82,7 +87,7 @@ __getattr__, __dir__ = load_lazily(
     __name__,
     __all__,
     {
-        "tapax": ("attribute", "compat", "hidden", "nn", "plot"),
+        "tapax": ("attribute", "compat", "data", "hidden", "nn", "plot"),
         "tapax._api.capture": ("capture", "sites"),
         "tapax._api.cut": ("prefix", "suffix"),
         "tapax._api.diff": ("diff",),
@@ -91,6 +96,8 @@ __getattr__, __dir__ = load_lazily(
         "tapax._api.modules": ("ModuleTable", "modules"),
         "tapax._api.perturbations": ("perturbations", "perturbed"),
         "tapax._api.residuals": ("residuals",),
+        "tapax._open": ("open",),
+        "tapax.data": ("Activations", "harvest"),
         "tapax.monitoring": (
             "Histogram",
             "Log",
@@ -98,7 +105,6 @@ __getattr__, __dir__ = load_lazily(
             "Stream",
             "alert",
             "monitor",
-            "open",
             "sink",
             "stream",
         ),

@@ -9,11 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+import tapax.data._command as data
+import tapax.data._harvest_command as harvest
 import tapax.nonfinite._command as nonfinite
 import tapax.viewer._command as view
 from tapax import __version__
 
-COMMANDS: Mapping[str, ModuleType] = {"nonfinite": nonfinite, "view": view}
+COMMANDS: Mapping[str, ModuleType] = {
+    "data": data,
+    "harvest": harvest,
+    "nonfinite": nonfinite,
+    "view": view,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

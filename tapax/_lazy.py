@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-_EXTRAS = ("brainstate", "flax")
-"""Frameworks that an extra of the same name installs."""
+_EXTRAS = ("brainstate", "flax", "ray")
+"""Packages that an extra of the same name installs."""
 
 
 def load_lazily(
@@ -15,7 +15,7 @@ def load_lazily(
     """Returns a `__getattr__` and a `__dir__` for `package`, which has the `public` names.
 
     `modules` says which names come from which module. Those from `package` itself are its
-    submodules. If one needs a framework that is not installed, the error names the extra.
+    submodules. If one needs a package that is not installed, the error names the extra.
     """
     sources = {name: module for module, names in modules.items() for name in names}
 
@@ -35,10 +35,10 @@ def _import_module(module: str, wanted: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        framework = (error.name or "").partition(".")[0]
-        if framework not in _EXTRAS:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
             raise
-        install = f"pip install 'tapax[{framework}]'"
+        install = f"pip install 'tapax[{package}]'"
         raise ModuleNotFoundError(
-            f"{wanted} needs {framework}, which is not installed: {install}.", name=error.name
+            f"{wanted} needs {package}, which is not installed: {install}.", name=error.name
         ) from error

@@ -9,8 +9,8 @@ import pytest
 
 import tapax
 
-NAMESPACES = ("alert", "attribute", "compat", "hidden", "nn", "plot", "reduce", "sink")
-FRAMEWORKS = ("brainstate", "equinox", "flax", "haiku", "keras", "matplotlib", "torch")
+NAMESPACES = ("alert", "attribute", "compat", "data", "hidden", "nn", "plot", "reduce", "sink")
+FRAMEWORKS = ("brainstate", "equinox", "flax", "haiku", "keras", "matplotlib", "ray", "torch")
 
 
 def in_a_new_process(code):
@@ -66,6 +66,7 @@ print(json.dumps([missing, *(hasattr(tapax, name) for name in {NAMESPACES!r})]))
         ("compat.nnx", "flax"),
         ("compat.linen", "flax"),
         ("compat.braintrace", "brainstate"),
+        ("data.ray", "ray"),
     ],
 )
 def test_names_that_need_a_framework_name_its_extra(wanted, extra):

@@ -183,7 +183,7 @@ class _PrefixTransform(_CutTransform):
         def before(*arrays: Value) -> Any:
             return program.walk(plan, arrays)[1].values[name]
 
-        return None, _evaluate_needed(before, call.arrays)
+        return None, evaluate_needed(before, call.arrays)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         return extra
@@ -216,10 +216,10 @@ class _SuffixTransform(_CutTransform):
             builder.change(spot, lambda x, counters, part: part, [part])
             return TracedCall(program, arrays).run_changed(builder.changes())
 
-        return _evaluate_needed(after, [call.operands, *call.arrays]), ()
+        return evaluate_needed(after, [call.operands, *call.arrays]), ()
 
 
-def _evaluate_needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+def evaluate_needed(fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     """Evaluate a function without the operations that its results do not need."""
     made, shape = jax.make_jaxpr(fn, return_shape=True)(*arrays)
     with internal_operations():

@@ -158,7 +158,15 @@ class TransformedFunction:
         """The traced function, and the arrays among these arguments."""
         call = self._open(args, kwargs)
         with _jax.known_loops():
-            return registry.run_opened(call, self._trace, _traced_call)
+            return registry.run_opened(call, self._trace, self._traced_call)
+
+    def _traced_call(
+        self, call: FunctionCall, traced: tuple[Program, Signature, list[Value]]
+    ) -> TracedCall:
+        program, _, arrays = traced
+        if self._transform.stateless:  # then the program returns nothing but the function's own
+            return TracedCall(program, arrays, returned=program.numbered(lambda out: out))
+        return TracedCall(program, arrays, returned=program.numbered(call.user_result))
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         """The arrays among the arguments, those in objects included."""
@@ -251,11 +259,6 @@ class TransformedFunction:
         donated = () if self._transform.stateless else (i + 1 for i in _donated(program.jaxpr))
         jit: Function = getattr(jax, "jit")  # noqa: B009  (not in `typed`: scripts replace it)
         return found._replace(run=jit(found.run, donate_argnums=tuple(donated)))
-
-
-def _traced_call(call: FunctionCall, traced: tuple[Program, Signature, list[Value]]) -> TracedCall:
-    program, _, arrays = traced
-    return TracedCall(program, arrays, returned=program.numbered(call.user_result))
 
 
 def static_numbers(call: FunctionCall) -> frozenset[int]:

@@ -36,7 +36,8 @@ def number_column(header: str, style: str = "") -> Column:
     return Column(header, justify="right", style=style)
 
 
-def _bytes(n: int) -> str:
+def show_bytes(n: int) -> str:
+    """Write a number of bytes in the largest unit that fits."""
     if n < 1024:
         return f"{n} B"
     power = min(4, int(math.log2(n)) // 10)
@@ -49,14 +50,14 @@ def type_of(x: Value) -> str:
 
 def sites_table(sites: Sequence[Site]) -> Table:
     """Make a table of sites: their types, sizes, loops and source lines."""
-    title = f"{len(sites)} sites, {_bytes(sum(site.nbytes for site in sites))}"
+    title = f"{len(sites)} sites, {show_bytes(sum(site.nbytes for site in sites))}"
     table = Table("site", "kind", "type", number_column("bytes"), "loops", "source", title=title)
     for site in sites:
         table.add_row(
             site.name,
             site.kind,
             type_of(site) if site.dtype is not None else "",
-            _bytes(site.nbytes),
+            show_bytes(site.nbytes),
             " ".join(site.loops),
             os.path.basename(site.source),
         )
@@ -76,9 +77,9 @@ def residuals_table(
 ) -> Table:
     """Make a table of residuals: their operations, types, sizes and source lines."""
     noun = "values" if not residuals or residuals[0].kind == "computed" else "arguments"
-    title = f"{len(residuals)} kept {noun}, {_bytes(kept_nbytes(residuals))}"
+    title = f"{len(residuals)} kept {noun}, {show_bytes(kept_nbytes(residuals))}"
     if policy is not None:
-        title += f", {_bytes(policy_nbytes(residuals))} with {policy}"
+        title += f", {show_bytes(policy_nbytes(residuals))} with {policy}"
     columns = ["site", "operation", "type", number_column("bytes"), "loops", "source"]
     if policy is not None:
         columns.insert(-1, "with policy")
@@ -88,7 +89,7 @@ def residuals_table(
             residual.site,
             f"{residual.operation or residual.kind} {residual.name}".rstrip(),
             type_of(residual),
-            _bytes(residual.nbytes),
+            show_bytes(residual.nbytes),
             " ".join(residual.loops),
             os.path.basename(residual.source),
         ]
@@ -97,7 +98,7 @@ def residuals_table(
         table.add_row(*cells)
     if arguments:
         table.caption = (
-            f"arguments and constants, in memory anyway: {_bytes(kept_nbytes(arguments))}"
+            f"arguments and constants, in memory anyway: {show_bytes(kept_nbytes(arguments))}"
         )
     return table
 
@@ -111,9 +112,9 @@ def residual_groups_table(
         columns.append(number_column(f"with {policy}"))
     table = Table(*columns, title=f"Residuals by {by}")
     for key, residuals in groups.items():
-        cells = [str(len(residuals)), _bytes(kept_nbytes(residuals))]
+        cells = [str(len(residuals)), show_bytes(kept_nbytes(residuals))]
         if policy is not None:
-            cells.append(_bytes(policy_nbytes(residuals)))
+            cells.append(show_bytes(policy_nbytes(residuals)))
         table.add_row(os.path.basename(key) if by == "source" else key, *cells)
     return table
 

@@ -6,6 +6,7 @@ from tapax._sites.errors import name_of as name_of
 from tapax._sites.errors import nearest as nearest
 from tapax._sites.errors import wrong_type as wrong_type
 from tapax._sites.layers import LayerNumber as LayerNumber
+from tapax._sites.layers import name_layers as name_layers
 from tapax._sites.matching import ASKED as ASKED
 from tapax._sites.matching import glob as glob
 from tapax._sites.matching import show as show

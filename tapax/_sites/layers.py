@@ -14,7 +14,7 @@ if the model ran its layers without a loop.
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tapax._sites.site import ScannedLayers, Site
@@ -80,12 +80,23 @@ def _candidates(
         for layers in ordered
     ]
     for chosen in itertools.product(*choices):
-        path, shift = site.path, 0
-        numbers: list[LayerNumber | None] = [None] * (1 + max(x.loop for x in ordered))
-        for number, layers in zip(chosen, ordered, strict=True):
-            if number is not None:
-                end = len(layers.path) + shift
-                path, shift = f"{path[:end]}/{number}{path[end:]}", shift + len(f"/{number}")
-                numbers[layers.loop] = LayerNumber(number)
-        if shift and is_picked(dataclasses.replace(site, path=path)):
-            yield LayerName(path, tuple(numbers))
+        name = name_layers(site.path, zip(ordered, chosen, strict=True))
+        if name.path != site.path and is_picked(dataclasses.replace(site, path=name.path)):
+            yield name
+
+
+def name_layers(path: str, chosen: Iterable[tuple[ScannedLayers, int | None]]) -> LayerName:
+    """Name the site at `path` in single layers: those with a number, of some scanned layers.
+
+    >>> name_layers("Stack/layers/mlp", [(ScannedLayers("Stack/layers", 0, 4), 3)]).path
+    'Stack/layers/3/mlp'
+    """
+    ordered = sorted(chosen, key=lambda pair: len(pair[0].path))
+    numbers: list[LayerNumber | None] = [None] * (1 + max(layers.loop for layers, _ in ordered))
+    shift = 0
+    for layers, number in ordered:
+        if number is not None:
+            end = len(layers.path) + shift
+            path, shift = f"{path[:end]}/{number}{path[end:]}", shift + len(f"/{number}")
+            numbers[layers.loop] = LayerNumber(number)
+    return LayerName(path, tuple(numbers))

@@ -1,7 +1,7 @@
 """Watching a training run: the monitor, its alerts, its sinks, and logs."""
 
 from tapax.monitoring import alert, sink
-from tapax.monitoring._log import Log, open
+from tapax.monitoring._log import Log
 from tapax.monitoring._monitor import Monitor, monitor
 from tapax.monitoring._records import AlertEvent, Histogram
 from tapax.monitoring._stream import Stream, stream
@@ -14,7 +14,6 @@ __all__ = [
     "Stream",
     "alert",
     "monitor",
-    "open",
     "sink",
     "stream",
 ]

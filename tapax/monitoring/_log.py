@@ -1,4 +1,4 @@
-"""`Log`: the records of a monitored run, by step and by name; and `open`, which reads files.
+"""`Log`: the records of a monitored run, by step and by name, and how one is read from disk.
 
 A *record* has the numbers of one watched step: a dict of numbers by names such as
 `GPT/blocks/3/mlp/value_rms` and `GPT/blocks/3/mlp/grad_norm`. The name of a site comes first, then
@@ -13,8 +13,8 @@ A *record* has the numbers of one watched step: a dict of numbers by names such 
 >>> log["Net/mlp/value_rms"].values.tolist()
 [1.0, 101.0, 201.0]
 
-A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk, and
-taps that were saved; `Log.to_pandas` makes a data frame of it.
+A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk;
+`Log.to_pandas` makes a data frame of it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tapax._results import Tabular, Taps, load_taps
-from tapax._results.taps_file import holds_taps
+from tapax._results import Tabular
 from tapax._sites import nearest
 from tapax.monitoring._delivery import warn
 from tapax.monitoring._json_lines import jsonl, read_lines
@@ -179,34 +178,6 @@ class Log(Tabular):
 
 def _step(entry: tuple[int, dict[str, Number]]) -> int:
     return entry[0]
-
-
-def open(path: str | os.PathLike[str]) -> Log | Taps:
-    """Read what tapax wrote to disk: the log of a monitored run, or taps.
-
-    Records of a log that were not written to their end, as when the run was killed or the disk was
-    full, are left out, with a warning; so are those that a resumed run replaced: see `Log`.
-
-    Args:
-        path: a log that a sink wrote, which is a `.jsonl` file or a folder of `.parquet` or
-            `.safetensors` parts; or a file that `Taps.save` wrote.
-
-    Returns:
-        A `Log`; or `Taps` with NumPy arrays.
-
-    Raises:
-        FileNotFoundError: if there is nothing at `path`.
-        ValueError: if `path` is neither, or if the file of the taps is not whole.
-        RuntimeError: if another version of the format was used.
-
-    >>> import tempfile
-    >>> from tapax import sink
-    >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
-    >>> sink.jsonl(path)(0, {"Net/mlp/value_rms": 0.5})
-    >>> open(path)["Net/mlp/value_rms"].values.tolist()
-    [0.5]
-    """
-    return load_taps(path) if holds_taps(path) else open_log(path)
 
 
 def open_log(path: str | os.PathLike[str]) -> Log:

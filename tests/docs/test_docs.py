@@ -28,13 +28,22 @@ DOCUMENTS = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("semantics", "changing", "memory", "frameworks", "page", "architecture")
+        for name in (
+            "semantics",
+            "changing",
+            "memory",
+            "frameworks",
+            "page",
+            "architecture",
+            "format",
+        )
     ),
 ]
 NOTEBOOKS = [
     f"docs/{name}.md"
     for name in (
-        "gradients", "patching", "watching", "hidden", "online", "ensembles", "structure_factor",
+        "gradients", "patching", "watching", "hidden", "online", "ensembles", "datasets",
+        "structure_factor",
     )
 ]  # fmt: skip
 

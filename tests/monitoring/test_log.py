@@ -8,9 +8,9 @@ import struct
 import numpy as np
 import pytest
 
+from tapax import open as open_log
 from tapax import sink
 from tapax.monitoring._log import Log
-from tapax.monitoring._log import open as open_log
 from tapax.monitoring._records import AlertEvent, Histogram
 
 pytestmark = pytest.mark.once

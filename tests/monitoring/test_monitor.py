@@ -21,8 +21,8 @@ from flax.training.train_state import TrainState
 
 import tapax
 from tapax import alert
+from tapax import open as open_log
 from tapax.monitoring._log import Log
-from tapax.monitoring._log import open as open_log
 from tapax.monitoring._monitor import Monitor, monitor
 from tests.models.monitored import KEY, W, X, batch, scanned
 

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tapax import open as open_log
 from tapax import sink
 from tapax.monitoring._delivery import Delivery
 from tapax.monitoring._log import Log
-from tapax.monitoring._log import open as open_log
 from tapax.monitoring._records import AlertEvent, Histogram
 
 pytestmark = pytest.mark.once

@@ -1,0 +1,328 @@
+"""Datasets of activations: harvesting, reading, and training from them.
+
+Bars for rates are bars for times here: at least 0.9 of a rate is at most 1.11 of the time. What is
+written is synced to the disk on both sides. The topics of a CPU are in `benchmarks.run`, those of
+a GPU in `benchmarks.gpu`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tapax
+from benchmarks.gpt import Config, unrolled
+from benchmarks.measure import MIB, Result, race
+
+SITES = 10
+"""How many layers of the GPT are harvested."""
+
+
+@contextmanager
+def folder(parent: str | None = None) -> Iterator[Path]:
+    """A new folder, which is removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="tapax-bench-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def numbered(parent: str | None = None) -> Iterator[Iterator[Path]]:
+    """Paths in a new folder, one after the other; each that follows removes the one before."""
+    with folder(parent) as root:
+
+        def paths() -> Iterator[Path]:
+            for number in itertools.count():
+                yield root / str(number)
+                shutil.rmtree(root / str(number), ignore_errors=True)
+
+        yield paths()
+
+
+def looked_up(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """A model that computes next to nothing."""
+    return tapax.sow(jnp.take(table, rows, axis=0), "h")
+
+
+def written(rounds: int) -> list[Result]:
+    """Harvesting to disk over writing the same bytes in the same shards with safetensors."""
+    from safetensors.numpy import save_file
+
+    width, rows, batches, units = 1024, 4096, 32, 8
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(rows, width)), jnp.float32)
+    fn = functools.partial(looked_up, table)
+    data = [np.roll(np.arange(rows, dtype=np.int32), number) for number in range(batches)]
+    shards = [
+        {"rows/h": np.concatenate([np.asarray(table)[number] for number in data[i::units]])}
+        for i in range(units)
+    ]
+
+    def save(to: Path) -> None:
+        to.mkdir()
+        for number, arrays in enumerate(shards):
+            path = to / f"{number}.safetensors"
+            save_file(arrays, path)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+    with numbered() as paths:
+        entrants = {
+            "harvest": lambda: len(tapax.harvest(fn, data, next(paths), "h", units=units)),
+            "safetensors": lambda: save(next(paths)),
+        }
+        times = race(entrants, rounds, warmup=1)
+    what = f"harvest to disk over raw safetensors, {batches * rows * width * 4 / MIB:.0f} MiB"
+    return [Result.timed("dataset", what, times, "harvest", "safetensors", 1 / 0.9)]
+
+
+def make_dataset(to: Path, rows: int, width: int, dtype: Any, units: int = 8) -> tapax.Activations:
+    """A dataset of random numbers."""
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(4096, width)), dtype)
+    data = np.arange(rows, dtype=np.int32).reshape(-1, 4096) * 7919 % 4096
+    return tapax.harvest(functools.partial(looked_up, table), data, to, "h", units=units)
+
+
+def read(rounds: int) -> list[Result]:
+    """Random rows over a bare memory map, and shuffled batches over sequential ones."""
+    with folder() as path:
+        acts = make_dataset(path / "acts", 196_608, 1024, jnp.bfloat16)
+        maps, ends = _memory_maps(acts)
+        rng = np.random.default_rng(0)
+        chosen = itertools.cycle([np.sort(rng.integers(len(acts), size=4096)) for _ in range(8)])
+
+        def mapped() -> np.ndarray:
+            numbers = next(chosen)
+            cuts = np.searchsorted(numbers, ends)
+            parts = np.split(numbers, cuts[:-1])
+            starts = [0, *ends[:-1]]
+            return np.concatenate(
+                [x[part - start] for x, part, start in zip(maps, parts, starts, strict=True)]
+            )
+
+        numbers = np.sort(rng.integers(len(acts), size=4096))
+        chosen = itertools.chain([numbers], chosen)
+        assert (mapped() == np.asarray(acts["h"][numbers]).view(np.uint16)).all()
+        rows = race(
+            {"tapax": lambda: acts["h"][next(chosen)], "memmap": mapped}, rounds, calls=4, warmup=8
+        )
+        passes = race(
+            {
+                "shuffled": lambda: _last(acts.batches(4096, seed=0, sites="h")),
+                "sequential": lambda: _last(acts.batches(4096, sites="h")),
+            },
+            max(rounds // 4, 2),
+            warmup=1,
+        )
+    return [
+        Result.timed(
+            "dataset", "4096 random rows over a memory map", rows, "tapax", "memmap", 1 / 0.8
+        ),
+        Result.timed(
+            "dataset", "shuffled batches over sequential", passes, "shuffled", "sequential", 1 / 0.7
+        ),
+    ]
+
+
+def _memory_maps(acts: tapax.Activations) -> tuple[list[np.ndarray], np.ndarray]:
+    """The rows of `h` in each shard as 16-bit integers, by the header of safetensors alone."""
+    import json
+
+    maps = []
+    for path in sorted((Path(acts.path) / "shards").glob("*.safetensors")):
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            start, stop = json.loads(file.read(length))["rows/h"]["data_offsets"]
+        data = np.memmap(path, np.uint8, "r")[8 + length + start : 8 + length + stop]
+        maps.append(np.asarray(data).view(np.uint16).reshape(-1, *acts["h"].shape[1:]))
+    return maps, np.cumsum([len(x) for x in maps])
+
+
+def _last(batches: Iterator[Any]) -> Any:
+    for batch in batches:
+        last = batch
+    return jax.block_until_ready(last)
+
+
+def workers(rounds: int) -> list[Result]:
+    """Two workers over one, with a model that keeps one core busy."""
+    times: dict[str, list[float]] = {"two": [], "one": []}
+    for _ in range(rounds):
+        for name, count in (("one", 1), ("two", 2)):
+            with folder() as path:
+                times[name].append(_time_workers(count, path))
+    return [Result.timed("dataset", "two workers over one", times, "two", "one", 1 / 1.7)]
+
+
+def _time_workers(count: int, path: Path) -> float:
+    """Seconds from when all workers have compiled until the dataset is complete."""
+    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.datasets", str(path), str(count)]
+    running = [
+        subprocess.Popen([*command, str(index)], env=environment, stdout=subprocess.PIPE)
+        for index in range(count)
+    ]
+    for process in running:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    start = time.perf_counter()
+    (path / "go").touch()
+    for process in running:
+        assert process.wait() == 0
+    return time.perf_counter() - start
+
+
+def _be_worker(path: Path, count: int, index: int) -> None:
+    """Compile, say so, wait for the others, and harvest."""
+
+    def busy(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return tapax.sow(jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ weights), x), "h")
+
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(512, 512)) / 23, jnp.float32)
+    data = rng.normal(size=(48, 256, 512)).astype(np.float32)
+    fn = functools.partial(busy, weights)
+    tapax.harvest(fn, data[:1], path / f"warm-{index}", "h", worker=(0, 1))
+    print("ready", flush=True)
+    while not (path / "go").exists():
+        time.sleep(0.001)
+    tapax.harvest(fn, data, path / "acts", "h", units=24, worker=(index, count))
+
+
+def harvested(cfg: Config, rounds: int) -> list[Result]:
+    """Harvesting a GPT on the GPU to memory and to disk, over the plain forward pass.
+
+    The time of a batch is the slope between a short harvest and a long one, so that what is done
+    once does not count.
+    """
+    params, tokens = cfg.arguments()
+    loss = unrolled(cfg, tapax)  # type: ignore[arg-type]
+    plain = jax.jit(loss)
+    layers = sorted({int(n) for n in np.linspace(0, cfg.layers - 1, SITES)})
+    values = [f"block{n}/out" for n in layers]
+    few, many = 8, 32
+    data = [np.roll(np.asarray(tokens), n, axis=0) for n in range(many)]
+    batch_bytes = cfg.batch * cfg.length * cfg.width * 2 * len(values)
+
+    def run(count: int, to: Path) -> float:
+        start = time.perf_counter()
+        fn = functools.partial(loss, params)
+        tapax.harvest(fn, data[:count], to, values, shard_bytes=2 * batch_bytes)
+        return time.perf_counter() - start
+
+    def forward(count: int) -> float:
+        start = time.perf_counter()
+        for batch in data[:count]:
+            out = plain(params, batch)
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    times: dict[str, list[float]] = {"forward": [], "memory": [], "disk": [], "raw": []}
+    with numbered("/dev/shm") as memory, numbered() as disk:
+        for turn in range(-1, rounds):
+            found = {
+                "forward": forward(many) / many,
+                "memory": (run(many, next(memory)) - run(few, next(memory))) / (many - few),
+                "disk": (run(many, next(disk)) - run(few, next(disk))) / (many - few),
+                "raw": _write_raw(next(disk), batch_bytes, few) / few,
+            }
+            if turn >= 0:
+                for name, seconds in found.items():
+                    times[name].append(seconds)
+    times["bound"] = [max(pair) for pair in zip(times["forward"], times["raw"], strict=True)]
+    what = f"{len(values)} sites of a GPT, {batch_bytes / MIB:.0f} MiB a batch"
+    return [
+        Result.timed(
+            "dataset", f"{what}, to memory over forward", times, "memory", "forward", 1.10
+        ),
+        Result.timed(
+            "dataset", f"{what}, to disk over forward or disk", times, "disk", "bound", 1 / 0.9
+        ),
+    ]
+
+
+def _write_raw(to: Path, batch_bytes: int, count: int) -> float:
+    """Seconds to write as many bytes with safetensors, by as many threads as a harvest."""
+    from safetensors.numpy import save_file
+
+    from tapax.data._shard_writers import writer_count
+
+    to.mkdir()
+    array = {"h": np.random.default_rng(0).integers(0, 2**16, batch_bytes, np.uint16)}
+
+    def save(number: int) -> None:
+        path = to / f"{number}.safetensors"
+        save_file(array, path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(writer_count()) as threads:
+        list(threads.map(save, range(count // 2)))
+    return time.perf_counter() - start
+
+
+def trained(cfg: Config, rounds: int) -> list[Result]:
+    """Training a top-k autoencoder from the dataset over training it from device memory."""
+    rows, size = 128 * 4096, 4096
+    latents, active = 8 * cfg.width, 32
+    keys = jax.random.split(jax.random.key(0), 2)
+    start = {
+        "encoder": jax.random.normal(keys[0], (cfg.width, latents), jnp.float32) / cfg.width**0.5,
+        "decoder": jax.random.normal(keys[1], (latents, cfg.width), jnp.float32) / latents**0.5,
+    }
+
+    @jax.jit
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            scores = jax.nn.relu(x @ params["encoder"].astype(x.dtype))
+            least = jax.lax.top_k(scores, active)[0][:, -1:]
+            kept = jnp.where(scores >= least, scores, 0)
+            error = kept @ params["decoder"].astype(x.dtype) - x
+            return jnp.mean(jnp.square(error.astype(jnp.float32)))
+
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, jax.grad(loss)(params))
+
+    @jax.jit
+    def pick(data: jax.Array, key: jax.Array) -> jax.Array:
+        return data[jax.random.randint(key, (size,), 0, len(data))]
+
+    def learn(batches: Sequence[jax.Array] | Iterator[jax.Array]) -> Any:
+        params = start
+        for x in batches:
+            params = step(params, x)
+        return jax.block_until_ready(params)
+
+    with folder() as path:
+        acts = make_dataset(path / "acts", rows, cfg.width, jnp.bfloat16, units=16)
+        data = jnp.asarray(acts["h"][:])
+        all_keys = list(jax.random.split(jax.random.key(1), rows // size))
+        entrants: dict[str, Callable[[], Any]] = {
+            "disk": lambda: learn(b["h"] for b in acts.batches(size, seed=0, sites="h")),
+            "memory": lambda: learn(pick(data, key) for key in all_keys),
+        }
+        times = race(entrants, rounds, warmup=1)
+    what = f"an autoencoder of {latents} latents from disk over from device memory"
+    rate = rows * cfg.width * 2 / statistics.median(times["disk"]) / 1e9
+    return [Result.timed("dataset", f"{what} ({rate:.1f} GB/s)", times, "disk", "memory", 1 / 0.9)]
+
+
+if __name__ == "__main__":
+    _be_worker(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,30 @@
+"""Datasets of activations: harvested into folders of safetensors shards, and read from them."""
+
+from typing import TYPE_CHECKING
+
+from tapax._lazy import load_lazily
+from tapax.data._activations import Activations
+from tapax.data._batch_reader import Batches
+from tapax.data._harvest import harvest
+from tapax.data._lazy_array import LazyArray
+from tapax.data._row_source import RowSource
+from tapax.data._shard_format import ShardError
+from tapax.data._statistics import Statistics
+from tapax.data._verify import Verification
+
+if TYPE_CHECKING:
+    from tapax.data import ray
+
+__all__ = [
+    "Activations",
+    "Batches",
+    "LazyArray",
+    "RowSource",
+    "ShardError",
+    "Statistics",
+    "Verification",
+    "harvest",
+    "ray",
+]
+
+__getattr__, _ = load_lazily(__name__, __all__, {__name__: ("ray",)})

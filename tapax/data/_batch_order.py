@@ -1,0 +1,77 @@
+"""The order in which a dataset is read in batches: a shuffle in two levels, computed from a key.
+
+The shards are put in a random order, and taken a few at a time: a window. The rows of a window are
+put in a random order. So rows that are read at about the same time lie in a few shards, which the
+operating system keeps in memory, and every row comes once. Only the window of a batch is computed,
+so a reader may start anywhere. See `docs/format.md` for how well rows are mixed.
+
+>>> order = BatchOrder([4, 4, 4], size=5, seed=0)
+>>> sorted(n for batch in range(len(order)) for n in order.rows(batch).tolist()) == [*range(12)]
+True
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from tapax.data._shuffle import shuffled
+
+WINDOW = 16
+"""How many shards have their rows mixed."""
+_SHARDS, _ROWS = 0, 1
+"""Tell the keys of the two levels apart."""
+
+
+class BatchOrder:
+    """Which rows each batch has. With no seed they come in the order of the dataset.
+
+    `counts` are the numbers of rows of the shards. The last batch may be short; it is left out if
+    `drop_remainder`.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        size: int,
+        seed: int | None,
+        window: int = WINDOW,
+        drop_remainder: bool = False,
+    ):
+        self._counts = np.asarray(counts, np.int64)
+        self._starts = np.cumsum(self._counts) - self._counts
+        self._total = int(self._counts.sum())
+        self._size, self._seed, self._window = size, seed, window
+        self._batches = self._total // size if drop_remainder else -(-self._total // size)
+        if seed is not None:
+            self._shards = shuffled(len(self._counts), seed, _SHARDS)
+            ends = np.cumsum(self._counts[self._shards])
+            # A window ends after every so many shards, and after the last.
+            self._ends = np.append(ends[window - 1 : -1 : window], ends[-1:])
+            self._permuted = functools.lru_cache(maxsize=3)(self._permute)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def rows(self, batch: int) -> np.ndarray:
+        """Return the numbers of the rows of a batch, in ascending order."""
+        start, stop = batch * self._size, min((batch + 1) * self._size, self._total)
+        if self._seed is None:
+            return np.arange(start, stop)
+        first, last = (int(n) for n in np.searchsorted(self._ends, [start, stop - 1], "right"))
+        parts: list[np.ndarray] = []
+        for window in range(first, last + 1):
+            offset = int(self._ends[window - 1]) if window else 0
+            parts.append(self._permuted(window)[max(start - offset, 0) : stop - offset])
+        return np.sort(np.concatenate(parts))
+
+    def _permute(self, window: int) -> np.ndarray:
+        """Return the rows of a window in their random order."""
+        assert self._seed is not None
+        shards = self._shards[window * self._window : (window + 1) * self._window]
+        rows = np.concatenate(
+            [int(self._starts[s]) + np.arange(int(self._counts[s])) for s in shards]
+        )
+        return rows[shuffled(len(rows), self._seed, _ROWS, window)]

@@ -1,0 +1,133 @@
+"""Batches of a dataset on the device: read ahead by threads, and divided over a mesh if asked."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from tapax._jax import Value
+from tapax._sites import wrong_type
+from tapax.data._batch_order import BatchOrder
+from tapax.data._lazy_array import LazyArray
+
+_THREADS = 3
+"""How many threads read, and how many batches they are ahead."""
+
+Batch = dict[str, Value]
+
+
+class Batches(Iterator[Batch]):
+    """Iterates over batches: dicts of arrays on the device, by the names of sites and columns.
+
+    `position` is the number of the next batch: `acts.batches(..., start=position)` goes on there.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, LazyArray],
+        order: BatchOrder,
+        start: int,
+        sharding: Sharding | None,
+    ):
+        self.position = start
+        self._order = order
+        self._read = _reader(arrays, order, sharding)
+        self._ahead: collections.deque[Future[Batch]] = collections.deque()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tapax-reader")
+        # Whoever stops in the middle leaves no threads behind.
+        weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
+
+    def __len__(self) -> int:
+        """The number of batches of the whole dataset."""
+        return len(self._order)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        while len(self._ahead) < _THREADS and self.position + len(self._ahead) < len(self):
+            self._ahead.append(self._threads.submit(self._read, self.position + len(self._ahead)))
+        if not self._ahead:
+            self._threads.shutdown(wait=False)
+            raise StopIteration
+        batch = self._ahead.popleft().result()
+        self.position += 1
+        return batch
+
+
+def _reader(
+    arrays: Mapping[str, LazyArray], order: BatchOrder, sharding: Sharding | None
+) -> Callable[[int], Batch]:
+    """Make the function that reads a batch; it must not keep the iterator alive."""
+
+    def read(number: int) -> Batch:
+        rows = order.rows(number)
+        return {name: _read_rows(array, rows, sharding) for name, array in arrays.items()}
+
+    return read
+
+
+def _read_rows(array: LazyArray, rows: np.ndarray, sharding: Sharding | None) -> Value:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(_check_integers(array, array.take(rows)), sharding)
+
+    # Each process reads only the rows of its own devices.
+    def read_part(index: Any) -> np.ndarray:
+        return _check_integers(array, array.take(rows[index[0]]))[(slice(None), *index[1:])]
+
+    shape = (len(rows), *array.shape[1:])
+    return jax.make_array_from_callback(shape, sharding, read_part)
+
+
+def _check_integers(array: LazyArray, x: np.ndarray) -> np.ndarray:
+    """Raise for integers that JAX would cut off, because it has no 64 bits."""
+    if (
+        x.dtype not in (np.int64, np.uint64)
+        or jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+        or not x.size
+    ):
+        return x
+    narrow = np.int32 if x.dtype == np.int64 else np.uint32
+    limits = np.iinfo(narrow)
+    if x.min() < limits.min or x.max() > limits.max:
+        raise OverflowError(
+            f"{array.name!r} has integers that need 64 bits, but JAX has 32 by default. Leave it "
+            "out by `sites`, or enable 64 bits: jax.config.update('jax_enable_x64', True)."
+        )
+    return x.astype(narrow)
+
+
+def make_sharding(mesh: Any, sharding: Any) -> Sharding | None:
+    """Check the arguments `mesh` and `sharding`; rows are divided over all axes of a mesh."""
+    if mesh is not None and sharding is not None:
+        raise ValueError("Give `mesh` or `sharding`, not both: a sharding has a mesh already.")
+    if mesh is not None:
+        if not isinstance(mesh, Mesh):
+            raise wrong_type("`mesh` takes a jax.sharding.Mesh, but is", mesh)
+        return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    if sharding is not None and not isinstance(sharding, Sharding):
+        raise wrong_type("`sharding` takes a jax.sharding.Sharding, but is", sharding)
+    return sharding
+
+
+def check_divisible(sharding: Sharding | None, size: int, rows: int, drop: bool) -> None:
+    """Raise before anything is read if a batch cannot be divided over the devices."""
+    if sharding is None:
+        return
+    for count in (size, rows % size):
+        if count == size or not drop:
+            try:
+                sharding.shard_shape((count,))
+            except ValueError as error:
+                what = "Batches" if count == size else "The last batch"
+                fix = "Choose another `size`" if count == size else "Give drop_remainder=True"
+                raise ValueError(
+                    f"{what} of {count} rows cannot be divided over the devices: {error}. {fix}."
+                ) from error

@@ -1,0 +1,124 @@
+"""Where batches come from: a sequence, whose batches have numbers, or an iterable."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tapax._jax import PyTree
+from tapax._sites import wrong_type
+from tapax.data._folder import DatasetFolder, is_dataset
+from tapax.data._meter import Meter
+from tapax.data._pipeline import BatchTask
+from tapax.data._units import UnitPlan, Worker
+
+_NEEDS_SEQUENCE = (
+    "`batches` is an iterable, whose batches come once and in order. Give a sequence, with `len` "
+    "and `[]`: a list, an array, a Grain source or a dataset of Hugging Face"
+)
+
+
+class BatchSource:
+    """The batches of a harvest.
+
+    `first` is the first of them; `count` is how many there are, or None for an iterable, of which
+    that is not known.
+    """
+
+    def __init__(self, batches: Iterable[Any]):
+        if isinstance(batches, (Mapping, str, bytes)) or not (
+            hasattr(batches, "__getitem__") or isinstance(batches, Iterable)
+        ):
+            raise wrong_type(
+                "`batches` takes a sequence or an iterable of batches; for one batch, give [batch]."
+                " It is",
+                batches,
+            )
+        self._sequence: Any = None
+        self._iterator: Iterator[Any] = iter(())
+        self.count: int | None = None
+        if hasattr(batches, "__len__") and hasattr(batches, "__getitem__"):
+            self._sequence = batches
+            self.count = len(self._sequence)
+        else:
+            self._iterator = iter(batches)
+        try:
+            self.first = as_arrays(self._sequence[0] if self.count else next(self._iterator))
+        except StopIteration:
+            raise ValueError("`batches` has no batches, so there is nothing to harvest.") from None
+
+    def check(self, worker: Worker, seed: int | None) -> None:
+        """Raise if an iterable is asked for what only a sequence can do."""
+        if self.count is None and worker.count > 1:
+            raise ValueError(f"Several workers cannot share these batches: {_NEEDS_SEQUENCE}.")
+        if self.count is None and seed is not None:
+            raise ValueError(f"`seed` cannot shuffle these batches: {_NEEDS_SEQUENCE}.")
+
+    def check_new(self, folder: DatasetFolder) -> None:
+        """Raise if an iterable should go on with a dataset that is there already."""
+        if self.count is None and is_dataset(folder.path):
+            raise ValueError(
+                f"The folder {str(folder.path)!r} holds a dataset already, and this harvest cannot "
+                f"go on with it: {_NEEDS_SEQUENCE}. If it is whole, `tapax.open` reads it."
+            )
+
+    def tasks(
+        self,
+        plan: UnitPlan,
+        units: Iterable[int] | None,
+        meter: Meter,
+        is_done: Callable[[int], bool],
+    ) -> Iterator[BatchTask]:
+        """Read the batches of units, or all of an iterable, one after the other.
+
+        A unit that another worker `is_done` with in the meantime is left.
+        """
+        if units is None:
+            yield from self._iterated(plan, meter)
+            return
+        read = 0
+        for unit in units:
+            batch_numbers = plan.batch_numbers(unit)
+            meter.expected = max(meter.expected or 0, read + len(batch_numbers))
+            for place, number in enumerate(batch_numbers, 1):
+                if place > 1 and is_done(unit):
+                    break
+                read += 1
+                with meter.waiting_for("batches"):
+                    batch = as_arrays(self._sequence[number])
+                yield BatchTask(unit, number, batch, place == len(batch_numbers))
+
+    def _iterated(self, plan: UnitPlan, meter: Meter) -> Iterator[BatchTask]:
+        batch = self.first
+        for number in itertools.count():
+            with meter.waiting_for("batches"):
+                following = next(self._iterator, _END)
+            unit, place = divmod(number, plan.batches_per_unit)
+            ends_unit = following is _END or place + 1 == plan.batches_per_unit
+            yield BatchTask(unit, number, batch, ends_unit)
+            if following is _END:
+                return
+            batch = as_arrays(following)
+
+
+_END = object()
+
+
+def as_arrays(batch: PyTree) -> PyTree:
+    """Convert lists of numbers in a batch, as Hugging Face gives them, to arrays."""
+    if isinstance(batch, dict):
+        return {key: as_arrays(value) for key, value in batch.items()}
+    return np.asarray(batch) if isinstance(batch, list) and _are_numbers(batch) else batch
+
+
+def _are_numbers(items: list[Any]) -> bool:
+    if not items:
+        return False
+    if all(isinstance(item, list) for item in items):
+        alike = len({len(item) for item in items}) == 1
+        return alike and all(_are_numbers(item) for item in items)
+    return all(isinstance(item, numbers.Number) for item in items)

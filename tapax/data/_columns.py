@@ -1,0 +1,108 @@
+"""Columns: small arrays beside the sites, with a value for every row, and which rows are kept.
+
+Every dataset has `batch`, the number of the batch, and `example`, the number of the example in it;
+where an example has several rows, `position` numbers them; where the batch says which token each
+row is, `token` has it. `beside` adds others and replaces these.
+
+>>> import numpy as np
+>>> tokens = np.array([[5, 6, 7], [8, 9, 10]])
+>>> found = make_columns(tokens, 4, (2, 3))
+>>> {name: x.tolist() for name, x in found.items()}
+{'batch': [4, 4, 4, 4, 4, 4], 'example': [0, 0, 0, 1, 1, 1], 'position': [0, 1, 2, 0, 1, 2],
+ 'token': [5, 6, 7, 8, 9, 10]}
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tapax._jax import PyTree, Value
+from tapax._sites import wrong_type
+from tapax.data._shard_format import check_storable
+
+_TOKENS = ("tokens", "token", "input_ids")
+"""The keys under which batches hold their tokens."""
+
+Keep = Callable[[PyTree], Value] | Value | None
+Beside = Callable[[PyTree], Mapping[str, Value]] | None
+
+
+def make_columns(
+    batch: PyTree, number: int, sizes: tuple[int, ...], beside: Beside = None
+) -> dict[str, np.ndarray]:
+    """Return the columns of all rows of a batch, whose axes of rows have these sizes."""
+    rows, per_example = math.prod(sizes), math.prod(sizes[1:])
+    columns = {
+        "batch": np.full(rows, number, np.int64),
+        "example": np.repeat(np.arange(sizes[0], dtype=np.int32), per_example),
+    }
+    if len(sizes) > 1:
+        columns["position"] = np.tile(np.arange(per_example, dtype=np.int32), sizes[0])
+    tokens = _find_tokens(batch, sizes)
+    if tokens is not None:
+        columns["token"] = np.asarray(tokens).reshape(rows)
+    if beside is not None:
+        given = beside(batch)
+        if not isinstance(given, Mapping):
+            raise wrong_type("`beside` should return a dict of arrays by name, but returned", given)
+        for name, x in given.items():
+            columns[name] = _spread(np.asarray(x), sizes, f"The column {name!r} of `beside`")
+    for name, x in columns.items():
+        check_storable(x.dtype, f"The column {name!r}, which")
+    return columns
+
+
+def read_mask(batch: PyTree, keep: Keep) -> np.ndarray | None:
+    """Return the mask of the rows of a batch to keep, as `keep` gives it; None if all are."""
+    if keep is None:
+        return None
+    mask = np.asarray(keep(batch) if callable(keep) else keep)
+    if mask.dtype != bool:
+        raise TypeError(
+            f"`keep` should give booleans, True for each row to keep, but gave an array of type "
+            f"{mask.dtype}. Compare it with 0: mask != 0."
+        )
+    return mask
+
+
+def spread_mask(mask: Value, sizes: tuple[int, ...], xp: ModuleType) -> Value:
+    """Give a mask one boolean for each row; `xp` is NumPy or `jax.numpy`."""
+    if mask.ndim > len(sizes):
+        raise ValueError(
+            f"The mask of `keep` has the shape {list(mask.shape)}, but rows have the axes "
+            f"{list(sizes)}: it needs one boolean for each row."
+        )
+    return _spread(mask, sizes, "The mask of `keep`", xp)
+
+
+def _spread(x: Any, sizes: tuple[int, ...], what: str, xp: ModuleType = np) -> Any:
+    """Give an array one entry for each row: its first axes are those of the rows, or some."""
+    shared = min(x.ndim, len(sizes))
+    if not shared or x.shape[:shared] != sizes[:shared]:
+        fitting = " or ".join(str(list(sizes[: n + 1])) for n in range(len(sizes)))
+        raise ValueError(
+            f"{what} has the shape {list(x.shape)}, but rows have the axes {list(sizes)}: its "
+            f"first axes must be {fitting}."
+        )
+    entries = x.reshape(math.prod(sizes[:shared]), *x.shape[shared:])
+    return xp.repeat(entries, math.prod(sizes[shared:]), axis=0) if shared < len(sizes) else entries
+
+
+def _find_tokens(batch: PyTree, sizes: tuple[int, ...]) -> Value | None:
+    if isinstance(batch, Mapping):
+        for key in _TOKENS:
+            if key in batch and _are_tokens(batch[key], sizes):
+                return batch[key]
+    found = [x for x in jax.tree.leaves(batch) if _are_tokens(x, sizes)]
+    return found[0] if len(found) == 1 else None
+
+
+def _are_tokens(x: Value, sizes: tuple[int, ...]) -> bool:
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    is_integer = dtype is not None and jnp.issubdtype(dtype, np.integer)
+    return is_integer and shape == sizes

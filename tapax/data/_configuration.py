@@ -1,0 +1,143 @@
+"""From the arguments of a harvest to its manifest, without computing an activation."""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tapax._jax import PyTree, gather, spans_processes
+from tapax._sites import SiteError, show, wrong_type
+from tapax._walk.plan import Plan
+from tapax.data._arguments import as_integer
+from tapax.data._columns import Beside, Keep, make_columns
+from tapax.data._manifest import DatasetArray, Manifest
+from tapax.data._row_layout import RowLayout
+from tapax.data._row_program import ComputedRows, Description
+from tapax.data._shard_format import check_storable, dtype_of
+
+
+def make_manifest(
+    described: Description,
+    first: PyTree,
+    *,
+    plan: Plan,
+    layout: RowLayout,
+    keep: Keep,
+    beside: Beside,
+    dtype: str | None,
+    shard_bytes: int,
+    units: int | None,
+    seed: int | None,
+    batches: int | None,
+    processes: int,
+) -> Manifest:
+    """Describe the dataset that a harvest makes; `first` is the first batch."""
+    rows = described.rows
+    arrays = _describe_arrays(rows, gather(first), beside)
+    configuration = {
+        "values": None if plan.values is None else show(plan.values),
+        "grads": None if plan.grads is None else show(plan.grads),
+        "rows": layout.rows if isinstance(layout.rows, str) else list(layout.rows),
+        "layers": layout.layers,
+        "dtype": dtype,
+        "keep": _describe_keep(keep),
+        "beside": None if beside is None else "a function",
+        "seed": seed,
+        "batches": batches,
+        "batches_per_unit": _batches_per_unit(arrays, rows, batches, shard_bytes, units),
+        "processes": processes,
+        "first_batch": _checksum(first),
+        "weights": described.weights,
+    }
+    return Manifest(configuration, arrays, _versions())
+
+
+def check_dtype(dtype: Any) -> str | None:
+    """Check the argument `dtype`; return its name."""
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        raise wrong_type("`dtype` takes a floating-point type, but is", dtype) from None
+    check_storable(dtype_of(name), "`dtype`, which")
+    if not jnp.issubdtype(dtype_of(name), jnp.floating):
+        raise TypeError(f"`dtype` takes a floating-point type, but is {name}.")
+    return name
+
+
+def _describe_arrays(
+    described: ComputedRows, first: PyTree, beside: Beside
+) -> tuple[DatasetArray, ...]:
+    sites = [
+        DatasetArray(site.name, site.kind, site.dtype, site.shape, site.computed_dtype, site.source)
+        for site in described.sites
+    ]
+    columns = make_columns(first, 0, described.row_sizes, beside)
+    for name in columns:
+        if any(site.name == name for site in sites):
+            raise SiteError(
+                f"A site and a column are both called {name!r}. Give the column of `beside` "
+                "another name."
+            )
+    for name, x in columns.items():
+        sites.append(DatasetArray(name, "column", x.dtype.name, x.shape[1:], x.dtype.name))
+    return tuple(sites)
+
+
+def _batches_per_unit(
+    arrays: tuple[DatasetArray, ...],
+    described: ComputedRows,
+    batches: int | None,
+    shard_bytes: int,
+    units: int | None,
+) -> int:
+    if units is not None:
+        units = as_integer("units", units, 1)
+        if batches is None:
+            raise ValueError(
+                "`units` divides a sequence of batches, but `batches` is an iterable, whose end is "
+                "not known. Leave `units` out, or give a sequence."
+            )
+        return -(-batches // units)
+    shard_bytes = as_integer("shard_bytes", shard_bytes, 1)
+    row = sum(math.prod(array.shape) * dtype_of(array.dtype).itemsize for array in arrays)
+    return max(1, shard_bytes // max(row * math.prod(described.row_sizes), 1))
+
+
+def _describe_keep(keep: Keep) -> str | None:
+    if keep is None or callable(keep):
+        return None if keep is None else "a function"
+    return f"a mask with the checksum {_checksum(keep)}"
+
+
+def _checksum(batch: PyTree) -> str | None:
+    """Return a checksum of a batch; None if this process does not hold all of it."""
+    leaves = jax.tree.leaves(batch)
+    if any(spans_processes(x) for x in leaves):
+        return None
+    value = 0
+    for x in leaves:
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        x = np.ascontiguousarray(x)
+        value = zlib.crc32(f"{x.dtype}{x.shape}".encode(), value)
+        value = zlib.crc32(x.tobytes(), value) if x.dtype != object else value
+    return f"{value:08x}"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        # Importing the package itself would import it in a circle.
+        "tapax": sys.modules["tapax"].__version__,
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }

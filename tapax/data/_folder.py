@@ -1,0 +1,168 @@
+"""The folder of a dataset: its manifest, its shards, its index, and the locks of workers.
+
+    acts/
+      manifest.json                   what the dataset is
+      shards/unit-00000000.safetensors   the rows of each unit of work
+      index.json                      the rows of every shard, once all units are done
+
+A unit is done when its shard has its name. Files whose names begin with a dot are not part of the
+dataset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tapax.data import _manifest
+from tapax.data._atomic_files import create_whole, remove_leftovers, write_whole
+from tapax.data._manifest import Manifest, check_same
+from tapax.data._shard_format import ShardHeader, decode_header
+from tapax.data._units import Worker
+
+_SHARD = re.compile(r"unit-(\d{8,})\.safetensors")
+_INDEX = "index.json"
+
+
+class WorkerTakenError(RuntimeError):
+    """Another process harvests with the same worker number."""
+
+
+def is_dataset(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder holds the manifest of a dataset."""
+    return (Path(path) / _manifest.NAME).is_file()
+
+
+class DatasetFolder:
+    """The files of a dataset."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+
+    @property
+    def shards(self) -> Path:
+        return self.path / "shards"
+
+    def shard_path(self, unit: int) -> Path:
+        return self.shards / f"unit-{unit:08d}.safetensors"
+
+    def create(self, owner: str) -> None:
+        """Make the folder, and find out whether it can be written."""
+        try:
+            self.shards.mkdir(parents=True, exist_ok=True)
+            probe = self.shards / ".probe"
+            write_whole(probe.with_name(f".{owner}.probe"), [b""], owner)
+            probe.with_name(f".{owner}.probe").unlink()
+        except OSError as error:
+            raise self.unwritable(error) from error
+
+    def begin(self, manifest: Manifest, owner: str) -> None:
+        """Write the manifest, or check that the one that is there is equal."""
+        path = self.path / _manifest.NAME
+        try:
+            if not path.exists() and create_whole(path, manifest.encode(), owner):
+                return
+        except OSError as error:
+            raise self.unwritable(error) from error
+        check_same(self.path, Manifest.read(self.path), manifest)
+
+    def units_done(self) -> set[int]:
+        """Return the units whose shards are there."""
+        try:
+            names = os.listdir(self.shards)
+        except FileNotFoundError:
+            return set()
+        return {int(found[1]) for found in map(_SHARD.fullmatch, names) if found}
+
+    def write_index(self, rows: Mapping[int, int], owner: str) -> None:
+        """Say that all units are done, and how many rows each has."""
+        content = {"units": len(rows), "rows": [rows[unit] for unit in sorted(rows)]}
+        write_whole(self.path / _INDEX, [(json.dumps(content) + "\n").encode()], owner)
+
+    def read_index(self) -> list[int] | None:
+        """Return how many rows each unit has, or None if some are not done."""
+        path = self.path / _INDEX
+        try:
+            content: Any = json.loads(path.read_bytes())
+            rows = content["rows"]
+            if len(rows) != content["units"] or any(type(n) is not int for n in rows):
+                raise ValueError("its parts do not fit together")
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{str(path)!r} was altered ({error}). Remove it: calling `harvest` again as "
+                "before writes it anew."
+            ) from error
+        return rows
+
+    def has_shard(self, unit: int) -> bool:
+        """Return whether a shard is there."""
+        return self.shard_path(unit).exists()
+
+    def read_header(self, unit: int) -> ShardHeader:
+        """Read the header of a shard."""
+        path = self.shard_path(unit)
+        with open(path, "rb") as file:
+            beginning = file.read(8)
+            beginning += file.read(min(int.from_bytes(beginning, "little"), 1 << 27))
+            return decode_header(beginning, os.fstat(file.fileno()).st_size, str(path))
+
+    @contextlib.contextmanager
+    def lock(self, worker: Worker, process: int | None = None) -> Iterator[str]:
+        """Hold the lock of a worker; yield the name under which it writes.
+
+        `process` numbers the processes that are one worker together. The operating system releases
+        the lock when the process ends, however it ends. A file system without locks is taken as it
+        is: two processes that do the same unit write the same shard.
+        """
+        owner = f"worker-{worker.index}-of-{worker.count}"
+        if process is not None:
+            owner += f"-process-{process}"
+        path = self.path / f".{owner}.lock"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise self.unwritable(error) from error
+        try:
+            if not _lock(descriptor):
+                holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
+                raise WorkerTakenError(
+                    f"{holder} harvests into {str(self.path)!r} as {worker} already. Give every "
+                    "process a worker number of its own, or wait until that one has ended."
+                )
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            for folder in (self.path, self.shards):
+                remove_leftovers(folder, owner)
+            yield owner
+        finally:
+            os.close(descriptor)
+
+    def unwritable(self, error: OSError) -> OSError:
+        why = error.strerror or str(error)
+        return OSError(
+            error.errno,
+            f"The dataset {str(self.path)!r} cannot be written: {why}. Every shard that is there "
+            "is whole; once it can be written, the same call goes on where it stopped",
+        )
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file; return whether no other process has locked it."""
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # no such locks, here or on this file system
+        return True
+    return True

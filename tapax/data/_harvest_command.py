@@ -1,0 +1,81 @@
+"""The command `tapax harvest script.py:make`, one worker of a harvest, for any scheduler.
+
+    tapax harvest script.py:make                  harvests alone
+    tapax harvest script.py:make --worker 3/16    is worker 3 of 16, of which the first is 0
+
+`make` is a function of the script that returns the arguments of `tapax.harvest` as a dict:
+
+    def make():
+        return {"fn": load_model(), "batches": load_batches(), "to": "acts", "values": "**/mlp"}
+
+An array job runs the same command in all of its tasks, with the number of the task for the number
+of the worker. A task that was killed may be started again, or not: the others do its units. The
+exit code is 0, or 1 if the dataset is not complete, or 2 if the command makes no sense.
+"""
+
+import argparse
+import os
+import re
+import runpy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tapax.data._harvest import harvest
+
+HELP = "harvest activations as one of several workers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument(
+        "make", metavar="SCRIPT:FUNCTION", help="returns the arguments of tapax.harvest as a dict"
+    )
+    parser.add_argument("--worker", metavar="I/N", help="be worker I of N; the first is 0")
+    parser.add_argument("--to", metavar="DIR", help="the folder, instead of that of the function")
+    parser.add_argument(
+        "--no-take-over",
+        action="store_true",
+        help="leave the units of other workers alone, as for folders that are not shared",
+    )
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    script, _, name = options.make.rpartition(":")
+    if not script or not name:
+        parser.error(
+            f"The command takes SCRIPT:FUNCTION, such as script.py:make, not {options.make!r}."
+        )
+    if not os.path.isfile(script):
+        parser.error(f"There is no script {script!r}.")
+    given: dict[str, Any] = {"take_over": not options.no_take_over}
+    if options.worker is not None:
+        found = re.fullmatch(r"(\d+)/(\d+)", options.worker)
+        if found is None or not int(found[1]) < int(found[2]):
+            parser.error(
+                "--worker takes I/N, worker I of N, of which the first is 0, not "
+                f"{options.worker!r}."
+            )
+        given["worker"] = int(found[1]), int(found[2])
+    if options.to is not None:
+        given["to"] = options.to
+    arguments = {**_call(parser, script, name), **given}
+    acts = harvest(**arguments)
+    print(f"{acts.path}: {len(acts):,} rows, {acts.progress}")
+    return 0 if acts.is_complete or options.no_take_over else 1
+
+
+def _call(parser: argparse.ArgumentParser, script: str, name: str) -> Mapping[str, Any]:
+    """Run a script, which must not be the main program, and call its function."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    space = runpy.run_path(script, run_name=os.path.splitext(os.path.basename(script))[0])
+    if not callable(space.get(name)):
+        parser.error(f"The script {script!r} has no function {name!r}.")
+    arguments = space[name]()
+    if not isinstance(arguments, Mapping):
+        parser.error(
+            f"{name!r} should return a dict with the arguments of tapax.harvest, but returned a "
+            f"{type(arguments).__name__}."
+        )
+    return arguments

@@ -1,0 +1,101 @@
+"""Arrays of a dataset that are read from disk when they are indexed."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tapax.data._shard_format import dtype_of, row_key
+
+if TYPE_CHECKING:
+    from tapax.data._manifest import DatasetArray
+    from tapax.data._shard_set import ShardSet
+
+
+class LazyArray:
+    """The rows of one site or column: an array on disk, of shape [rows, ...].
+
+    Indexing reads: `array[5]`, `array[10:20]`, `array[[3, 17, 5]]`, `array[mask]`, and after a
+    comma whatever NumPy takes, `array[:100, 0]`. A slice inside of one shard is a view of the file,
+    which takes no memory; others are copies. `np.asarray(array)` reads all of it.
+    """
+
+    def __init__(self, array: DatasetArray, shards: ShardSet):
+        self.name = array.name
+        self.dtype = dtype_of(array.dtype)
+        self.shape = (shards.rows, *array.shape)
+        self._shards = shards
+        self._key = row_key(array.name)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        first, *others = index if isinstance(index, tuple) else (index,)
+        if first is Ellipsis:
+            first, others = slice(None), [Ellipsis, *others]
+        if isinstance(first, slice):
+            start, stop, step = first.indices(len(self))
+            if step == 1:
+                found = self._slice(start, max(start, stop))
+            else:
+                found = self.take(np.arange(start, stop, step))
+            return found[(slice(None), *others)] if others else found
+        if isinstance(first, (bool, np.bool_)) or first is None:
+            raise IndexError(f"The rows of {self.name!r} cannot be indexed with {first!r}.")
+        numbers = np.asarray(first)
+        if numbers.ndim == 0:
+            number = operator.index(first)
+            if not -len(self) <= number < len(self):
+                raise IndexError(
+                    f"{self.name!r} has {len(self)} rows, so there is no row {number}."
+                )
+            number %= len(self)
+            found = self._slice(number, number + 1)[0]
+            return found[tuple(others)] if others else found
+        found = self.take(self._shards.row_numbers(numbers))
+        return found[(slice(None), *others)] if others else found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"{self.name!r} is on disk: to read it makes a copy.")
+        found = np.array(self._slice(0, len(self)))
+        return found if dtype is None else found.astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"LazyArray({self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        """Read the rows with some numbers, from 0 on, in any order; return a copy of them."""
+        is_sorted = len(numbers) < 2 or bool((numbers[1:] >= numbers[:-1]).all())
+        order = None if is_sorted else np.argsort(numbers, kind="stable")
+        ordered = numbers if order is None else numbers[order]
+        out = np.empty((len(numbers), *self.shape[1:]), self.dtype)
+        self._shards.take(self._key, ordered, out)
+        if order is None:
+            return out
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return out[back]
+
+    def _slice(self, start: int, stop: int) -> np.ndarray:
+        parts = self._shards.slices(self._key, start, stop)
+        if len(parts) == 1:
+            return parts[0]
+        empty = np.empty((0, *self.shape[1:]), self.dtype)
+        return np.concatenate([empty, *parts])

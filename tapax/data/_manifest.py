@@ -1,0 +1,157 @@
+"""The manifest of a dataset: `manifest.json`, written once before the first shard.
+
+It says what was asked for, what every row holds, and by which versions. Its configuration is all
+that decides the content of the dataset, so a harvest goes on only with an equal one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tapax.data._units import UnitPlan
+
+FORMAT = "tapax activations"
+VERSION = 1
+NAME = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetArray:
+    """An array of a dataset: a value or gradient of a site, or a column.
+
+    `shape` and `dtype` are those of a row as it is stored; `computed_dtype` is the type that the
+    program computed.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    computed_dtype: str
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`.
+
+    `configuration` has a JSON value for each thing that decides the content: the arguments of
+    `harvest`, the number of batches and checksums of the first one and of the weights.
+    """
+
+    configuration: Mapping[str, Any]
+    arrays: tuple[DatasetArray, ...]
+    versions: Mapping[str, str]
+
+    @property
+    def hash(self) -> str:
+        """A name for the configuration and the arrays, which every shard has in its header."""
+        text = json.dumps([self.configuration, self._content], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def _content(self) -> list[Any]:
+        """What decides the content, of the arrays."""
+        return [[a.name, a.kind, a.dtype, list(a.shape)] for a in self.arrays]
+
+    @property
+    def unit_plan(self) -> UnitPlan:
+        plain = self.configuration
+        return UnitPlan(
+            plain["batches"], plain["batches_per_unit"], plain["seed"], plain["processes"]
+        )
+
+    @property
+    def sites(self) -> tuple[DatasetArray, ...]:
+        """The arrays that are values and gradients of sites."""
+        return tuple(array for array in self.arrays if array.kind != "column")
+
+    @property
+    def columns(self) -> tuple[DatasetArray, ...]:
+        return tuple(array for array in self.arrays if array.kind == "column")
+
+    def encode(self) -> bytes:
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "hash": self.hash,
+            "configuration": dict(self.configuration),
+            "arrays": [dataclasses.asdict(array) for array in self.arrays],
+            "versions": dict(self.versions),
+        }
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of a dataset."""
+        path = folder / NAME
+        try:
+            content = json.loads(path.read_bytes())
+            if content["format"] != FORMAT:
+                raise KeyError("format")
+            if content["version"] != VERSION:
+                raise RuntimeError(
+                    f"The dataset {str(folder)!r} is of version {content['version']} of the "
+                    f"format, but this tapax knows version {VERSION}. Use the version of tapax "
+                    "that wrote it."
+                )
+            arrays = [
+                DatasetArray(**{**array, "shape": tuple(array["shape"])})
+                for array in content["arrays"]
+            ]
+            manifest = cls(content["configuration"], tuple(arrays), content["versions"])
+            is_intact = manifest.hash == content["hash"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{str(path)!r} is not the manifest of a dataset of activations, or was altered "
+                f"({error!r})."
+            ) from error
+        if not is_intact:
+            raise ValueError(
+                f"{str(path)!r} was altered: its content does not have the hash that it names."
+            )
+        return manifest
+
+
+def check_same(folder: Path, there: Manifest, here: Manifest) -> None:
+    """Raise if a harvest has another configuration than the dataset in its folder."""
+    differences = list(_differences(there, here))
+    if differences:
+        raise ValueError(
+            f"The folder {str(folder)!r} holds another dataset: {'; '.join(differences)}. Harvest "
+            "into another folder, or make the call that began this one."
+        )
+
+
+def _differences(there: Manifest, here: Manifest) -> Iterator[str]:
+    names = dict.fromkeys([*there.configuration, *here.configuration])
+    for name in names:
+        old, new = there.configuration.get(name), here.configuration.get(name)
+        if old != new:
+            what = _EXPLAINED.get(name, f"`{name}`")
+            yield f"{what} was {old!r} there and is {new!r} here"
+    before, now = ({a.name: a for a in manifest.arrays} for manifest in (there, here))
+    for name in dict.fromkeys([*before, *now]):
+        old, new = (_describe(found.get(name)) for found in (before, now))
+        if old != new:
+            yield f"{name!r} is {old} there and {new} here"
+
+
+def _describe(array: DatasetArray | None) -> str:
+    if array is None:
+        return "missing"
+    return f"a {array.kind} of type {array.dtype}{list(array.shape)}"
+
+
+_EXPLAINED = {
+    "batches": "the number of batches",
+    "batches_per_unit": "the number of batches in a unit, which `shard_bytes` and `units` decide,",
+    "first_batch": "the checksum of the first batch",
+    "processes": "the number of processes that the function's arrays span",
+    "weights": "the checksum of the function's weights",
+}

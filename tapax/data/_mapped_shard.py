@@ -1,0 +1,88 @@
+"""Shards in memory: files that are mapped, and whose bytes are checked before anybody sees them.
+
+Every block of an array has a checksum, which is compared when a row in it is first read. So a shard
+that was altered raises instead of giving rows that nobody computed, and each byte is checked once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapax.data._shard_format import BLOCK, ShardError, ShardHeader, decode_header, dtype_of
+
+
+class MappedShard:
+    """A shard whose arrays are read from the file when they are used."""
+
+    def __init__(self, path: Path, configuration: str):
+        self.path = path
+        try:
+            self._mapped: Any = np.memmap(path, np.uint8, "r")
+        except FileNotFoundError:
+            raise ShardError(f"The shard {str(path)!r} is missing.") from None
+        except ValueError:  # an empty file cannot be mapped
+            raise ShardError(f"The shard {str(path)!r} is empty.") from None
+        length = 8 + int.from_bytes(self._mapped[:8].tobytes(), "little")
+        beginning = self._mapped[: min(length, len(self._mapped))].tobytes()
+        self.header: ShardHeader = decode_header(beginning, len(self._mapped), str(path))
+        if self.header.configuration != configuration:
+            raise ShardError(f"The shard {str(path)!r} belongs to another dataset.")
+        self._checked: dict[str, np.ndarray] = {}
+
+    @property
+    def rows(self) -> int:
+        return self.header.rows
+
+    def array(self, key: str) -> np.ndarray:
+        """Return an array, all of it checked, without a copy."""
+        found = self.header.arrays[key]
+        self._check(key, np.arange(len(found.checksums)))
+        return self._view(key)
+
+    def slice(self, key: str, start: int, stop: int) -> np.ndarray:
+        """Return rows from `start` to `stop` of an array, without a copy."""
+        view = self._view(key)
+        width = view.nbytes // max(len(view), 1)
+        if stop > start and width:
+            self._check(key, np.arange(start * width // BLOCK, (stop * width - 1) // BLOCK + 1))
+        return view[start:stop]
+
+    def take(self, key: str, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Copy the rows with some numbers, in ascending order, to `out`."""
+        view = self._view(key)
+        width = view.nbytes // max(len(view), 1)
+        if width:
+            first, last = numbers * width // BLOCK, (numbers * width + width - 1) // BLOCK
+            spans = last - first
+            blocks = [first + step for step in range(int(spans.max(initial=0)) + 1)]
+            self._check(key, np.unique(np.minimum(np.concatenate(blocks), last.max(initial=0))))
+        # Bytes, because NumPy copies elements of types that are not its own one by one.
+        rows = view.reshape(len(view), -1).view(np.uint8)
+        np.take(rows, numbers, 0, out.reshape(len(out), -1).view(np.uint8), mode="clip")
+
+    def _view(self, key: str) -> np.ndarray:
+        found = self.header.arrays[key]
+        start = self.header.data_start + found.start
+        data = self._mapped[start : start + found.nbytes]
+        return np.asarray(data).view(dtype_of(found.dtype)).reshape(found.shape)
+
+    def _check(self, key: str, blocks: np.ndarray) -> None:
+        """Compare blocks with their checksums, those that were not compared before."""
+        found = self.header.arrays[key]
+        checked = self._checked.setdefault(key, np.zeros(len(found.checksums), bool))
+        start = self.header.data_start + found.start
+        for block in blocks[~checked[blocks]].tolist():
+            first = start + block * BLOCK
+            last = min(first + BLOCK, start + found.nbytes)
+            if zlib.crc32(memoryview(self._mapped)[first:last]) != found.checksums[block]:
+                raise ShardError(
+                    f"The shard {str(self.path)!r} was altered: its bytes {first} to {last}, which "
+                    f"belong to {key!r}, do not have the checksum that was stored with them. "
+                    "Remove the shard, and call `harvest` again as before: it computes that unit "
+                    "anew."
+                )
+            checked[block] = True

@@ -1,0 +1,241 @@
+"""The pipeline of a harvest: batches to the device, rows to the host, shards to the disk.
+
+One thread reads batches and dispatches them, a few ahead of the one whose rows it collects. Copies
+to the host run meanwhile, and threads write the shards of whole units. So the harvest takes as long
+as the slowest of these, and its memory is bounded whatever the size of the dataset.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from tapax._jax import PyTree, Value, gather
+from tapax._sites import SiteError
+from tapax.data._columns import Beside, Keep, make_columns, read_mask, spread_mask
+from tapax.data._folder import DatasetFolder
+from tapax.data._manifest import DatasetArray, Manifest
+from tapax.data._meter import Meter
+from tapax.data._process_group import PendingRows, ProcessGroup
+from tapax.data._row_program import RowBatch, RowProgram, RowSite
+from tapax.data._shard_writer import write_shard
+from tapax.data._shard_writers import ShardWriters, writer_count
+from tapax.data._statistics import Statistics
+from tapax.data._transfer import PendingCopy, start_copies
+
+AHEAD = 2
+"""How many batches are dispatched before the rows of the first are collected."""
+
+_NOT_FINITE = (
+    "there are values that are not finite. Their rows are stored, left out of the statistics, and "
+    "counted in `acts.stats[site].nonfinite`"
+)
+_OVERFLOWED = (
+    "there are values too large for the type in which they are stored. Choose another `dtype`; "
+    "such rows are counted in `acts.stats[site].overflowed`"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchTask:
+    """A batch to harvest: its unit, its number, and whether it ends the unit."""
+
+    unit: int
+    number: int
+    batch: PyTree
+    ends_unit: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatched:
+    """A batch that the device computes."""
+
+    task: BatchTask
+    copies: Mapping[str, PendingCopy | PendingRows]
+    columns: dict[str, np.ndarray]
+    result: RowBatch
+
+
+class _UnitRows:
+    """The rows of a unit, as its batches come in."""
+
+    def __init__(self, unit: int, names: Sequence[str]):
+        self.unit = unit
+        self.chunks: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        self.statistics: dict[str, Statistics] = {}
+
+    def add(self, arrays: dict[str, np.ndarray], statistics: dict[str, Statistics]) -> None:
+        for name, x in arrays.items():
+            self.chunks[name].append(x)
+        for name, found in statistics.items():
+            known = self.statistics.get(name)
+            self.statistics[name] = found if known is None else known.merge(found)
+
+
+class Pipeline:
+    """Harvests batches into the shards of their units."""
+
+    def __init__(
+        self,
+        program: RowProgram,
+        folder: DatasetFolder,
+        manifest: Manifest,
+        keep: Keep,
+        beside: Beside,
+        meter: Meter,
+        owner: str,
+        group: ProcessGroup | None,
+    ):
+        self._program, self._folder, self._manifest = program, folder, manifest
+        self._keep, self._beside = keep, beside
+        self._meter, self._owner, self._group = meter, owner, group
+        self._names = [array.name for array in manifest.arrays]
+        self._hash = manifest.hash
+        self._unit: _UnitRows | None = None
+        self._warned: set[str] = set()
+
+    def run(self, tasks: Iterable[BatchTask]) -> None:
+        """Harvest all tasks; the batches of a unit follow one another."""
+        writers = ShardWriters(writer_count())
+        dispatched: collections.deque[_Dispatched] = collections.deque()
+        try:
+            try:
+                for task in tasks:
+                    with self._meter.waiting_for("device"):
+                        dispatched.append(self._dispatch(task))
+                    if len(dispatched) > AHEAD:
+                        self._collect(dispatched.popleft(), writers)
+            except Exception:
+                # Batches before the one that failed may make units whole.
+                with contextlib.suppress(Exception):
+                    self._collect_all(dispatched, writers)
+                    writers.finish()
+                raise
+            self._collect_all(dispatched, writers)
+            with self._meter.waiting_for("disk"):
+                writers.finish()
+        finally:
+            writers.stop()
+
+    def _collect_all(
+        self, dispatched: collections.deque[_Dispatched], writers: ShardWriters
+    ) -> None:
+        while dispatched:
+            self._collect(dispatched.popleft(), writers)
+
+    def _dispatch(self, task: BatchTask) -> _Dispatched:
+        """Start everything that a batch needs, and wait for none of it."""
+        batch = gather(task.batch)
+        mask = read_mask(batch, self._keep)
+        result = self._program(task.batch, mask)
+        self._check_arrays(task, result.sites, self._manifest.sites)
+        kept = None if mask is None else np.flatnonzero(spread_mask(mask, result.row_sizes, np))
+        columns = make_columns(batch, task.number, result.row_sizes, self._beside)
+        names = list(result.arrays)
+        arrays = [result.arrays[name] for name in names]
+        if self._group is None:
+            self._check_addressable(task, arrays)
+            copies = start_copies(arrays, kept)
+        else:
+            rows = math.prod(result.row_sizes)
+            here = self._group.row_numbers(rows)
+            kept = here if kept is None else np.intersect1d(here, kept, assume_unique=True)
+            copies = self._group.start_copies(arrays, rows, kept)
+        if kept is not None:
+            columns = {name: x[kept] for name, x in columns.items()}
+        return _Dispatched(task, dict(zip(names, copies, strict=True)), columns, result)
+
+    def _check_addressable(self, task: BatchTask, arrays: Sequence[Value]) -> None:
+        if not all(x.is_fully_addressable for x in arrays):
+            raise ValueError(
+                f"The values of batch {task.number} span processes, but no input of the function "
+                "does, so `harvest` cannot tell which processes take part. Put the batches or the "
+                "weights on the mesh, with a jax.sharding.NamedSharding."
+            )
+
+    def _collect(self, batch: _Dispatched, writers: ShardWriters) -> None:
+        """Wait for the rows of a batch; hand its unit to a writer if that is whole."""
+        task, result = batch.task, batch.result
+        with self._meter.waiting_for("device"):
+            small = jax.device_get(gather((result.statistics, result.ran)))
+        statistics, ran = small
+        for name, did_run in ran.items():
+            if not did_run:
+                raise SiteError(
+                    f"The site {name!r} is in a branch or a loop that batch {task.number} did not "
+                    "run, so there is no value to store. Mark a value outside of it, or leave the "
+                    "site out of the selection."
+                )
+        with self._meter.waiting_for("transfer"):
+            arrays = {name: copy.wait() for name, copy in batch.copies.items()}
+        arrays.update(batch.columns)
+        self._check_columns(task, batch.columns)
+        found = {name: Statistics.of(parts) for name, parts in statistics.items()}
+        self._warn_of_bad_rows(task, found)
+        if self._group is not None:
+            found = {name: self._group.own_statistics(x) for name, x in found.items()}
+        shard = task.unit if self._group is None else self._group.shard(task.unit)
+        if self._unit is None or self._unit.unit != shard:  # or another worker was done with it
+            self._unit = _UnitRows(shard, self._names)
+        self._unit.add(arrays, found)
+        self._meter.batches += 1
+        self._meter.rows += len(batch.columns["batch"])
+        if task.ends_unit:
+            with self._meter.waiting_for("disk"):
+                writers.submit(self._write, self._unit)
+            self._unit = None
+
+    def _write(self, unit: _UnitRows) -> None:
+        path = self._folder.shard_path(unit.unit)
+        if path.exists():  # another worker took the unit too, and was faster
+            return
+        try:
+            nbytes = write_shard(
+                path,
+                configuration=self._hash,
+                unit=unit.unit,
+                chunks=unit.chunks,
+                statistics=unit.statistics,
+                owner=self._owner,
+            )
+        except OSError as error:
+            raise self._folder.unwritable(error) from error
+        self._meter.add_unit(nbytes)
+
+    def _warn_of_bad_rows(self, task: BatchTask, found: dict[str, Statistics]) -> None:
+        """Warn of the first rows of a site that are not finite, or do not fit their type."""
+        for fault, sentence in (("nonfinite", _NOT_FINITE), ("overflowed", _OVERFLOWED)):
+            counts = {name: getattr(x, fault) for name, x in found.items()}
+            new = [n for n, bad in counts.items() if bad and f"{fault} {n}" not in self._warned]
+            if new:
+                self._warned.update(f"{fault} {name}" for name in new)
+                listed = ", ".join(f"{name!r} ({counts[name]} rows)" for name in new)
+                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=6)
+
+    def _check_columns(self, task: BatchTask, columns: dict[str, np.ndarray]) -> None:
+        found = [
+            RowSite(name, "column", x.dtype.name, x.dtype.name, x.shape[1:], "")
+            for name, x in columns.items()
+        ]
+        self._check_arrays(task, found, self._manifest.columns)
+
+    def _check_arrays(
+        self, task: BatchTask, found: Sequence[RowSite], expected: Sequence[DatasetArray]
+    ) -> None:
+        """Raise if a batch does not have the arrays that the first one had."""
+        here = {x.name: f"{x.dtype}{list(x.shape)}" for x in found}
+        first = {x.name: f"{x.dtype}{list(x.shape)}" for x in expected}
+        for name in {**first, **here}:
+            before, now = first.get(name, "nothing"), here.get(name, "nothing")
+            if before != now:
+                raise SiteError(
+                    f"Every batch must give the same arrays, but in batch {task.number} a row of "
+                    f"{name!r} is {now}, and in the first it is {before}."
+                )

@@ -1,0 +1,144 @@
+"""Several processes that run one program: `jax.distributed`, with a model that spans them.
+
+All of them call `harvest` alike and dispatch the same batches. The rows of a batch are divided over
+all devices, whatever the sharding of the value was, so that every process copies and writes an
+equal part of them, and each row once. A unit has one shard for each process. The statistics, which
+are those of all rows, are in the shard of the first process.
+
+Processes are told apart by the devices that they can address, not by `jax.process_index()`, which
+is not always a name of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tapax._jax import Value
+from tapax.data._statistics import Statistics
+from tapax.data._transfer import PendingCopy
+
+_NO_UNIT = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessGroup:
+    """The processes that a sharded program runs on; `sharding` divides rows over their devices."""
+
+    sharding: NamedSharding
+
+    @classmethod
+    def of(cls, arrays: Iterable[Any]) -> ProcessGroup | None:
+        """Return the group of processes that the inputs of a program span; None for one process."""
+        for x in arrays:
+            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+                mesh = getattr(x.sharding, "mesh", None)
+                if not isinstance(mesh, jax.sharding.Mesh):
+                    raise TypeError(
+                        f"An input of the function spans processes by a {type(x.sharding).__name__}"
+                        ". `harvest` needs a jax.sharding.NamedSharding there."
+                    )
+                return cls(NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+        return None
+
+    @functools.cached_property
+    def _devices(self) -> list[Any]:
+        return np.asarray(self.sharding.mesh.devices).ravel().tolist()
+
+    @functools.cached_property
+    def _local(self) -> list[int]:
+        """The places of this process's devices among all."""
+        addressable = self.sharding.addressable_devices
+        return [place for place, device in enumerate(self._devices) if device in addressable]
+
+    @functools.cached_property
+    def _processes(self) -> list[int]:
+        return list(dict.fromkeys(device.process_index for device in self._devices))
+
+    @property
+    def count(self) -> int:
+        """How many processes there are."""
+        return len(self._processes)
+
+    @functools.cached_property
+    def index(self) -> int:
+        """The place of this process among them."""
+        return self._processes.index(self._devices[self._local[0]].process_index)
+
+    def shard(self, unit: int) -> int:
+        """Return the number of the shard of a unit that this process writes."""
+        return unit * self.count + self.index
+
+    def agree(self, number: int) -> int:
+        """Return the number that the first process gave. All processes must call this."""
+
+        def part(index: Any) -> np.ndarray:
+            is_first = (index[0].start or 0) == 0
+            return np.array([number if is_first else 0], np.int32)
+
+        parts = jax.make_array_from_callback((len(self._devices),), self.sharding, part)
+        return int(self._sum(parts))
+
+    def agree_on_units(self, units: Iterable[int]) -> Iterator[int]:
+        """Iterate over the units that the first process takes from its queue."""
+        mine = iter(units)
+        while (unit := self.agree(next(mine, _NO_UNIT) if self.index == 0 else 0)) != _NO_UNIT:
+            yield unit
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        self.agree(0)
+
+    def row_numbers(self, rows: int) -> np.ndarray:
+        """Return the rows, out of so many, that this process holds once they are divided."""
+        block = -(-rows // len(self._devices))
+        starts = np.array(self._local, np.int64) * block
+        numbers = (starts[:, None] + np.arange(block)).reshape(-1)
+        return numbers[numbers < rows]
+
+    def start_copies(
+        self, arrays: Sequence[Value], rows: int, chosen: np.ndarray
+    ) -> list[PendingRows]:
+        """Divide arrays, and start to copy the rows that this process holds to the host.
+
+        `chosen` are those of them that are wanted.
+        """
+        places = np.searchsorted(self.row_numbers(rows), chosen)
+        return [PendingRows(x, places) for x in self._divide(list(arrays))]
+
+    @functools.cached_property
+    def _divide(self) -> Any:
+        devices = len(self._devices)
+
+        def pad(arrays: list[Value]) -> list[Value]:
+            return [jnp.pad(x, [(0, -len(x) % devices), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
+
+        return jax.jit(pad, out_shardings=self.sharding)
+
+    @functools.cached_property
+    def _sum(self) -> Any:
+        return jax.jit(jnp.sum, out_shardings=NamedSharding(self.sharding.mesh, PartitionSpec()))
+
+    def own_statistics(self, found: Statistics) -> Statistics:
+        """Return the statistics for this process to store: those of no rows, but for the first."""
+        return found if self.index == 0 else found.emptied()
+
+
+class PendingRows:
+    """A copy to the host of the rows that this process holds of a divided array."""
+
+    def __init__(self, x: Value, places: np.ndarray):
+        shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        self._copies = [PendingCopy(shard.data, None) for shard in shards]
+        self._places = places
+
+    def wait(self) -> np.ndarray:
+        """Return the rows that are wanted; wait until they are on the host."""
+        return np.concatenate([copy.wait() for copy in self._copies])[self._places]

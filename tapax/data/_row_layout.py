@@ -1,0 +1,135 @@
+"""Rows of captured arrays: which axes become rows, and how scanned layers become sites.
+
+A captured array has the axes of loops and meshes first, then those of `vmap`, then those of the
+value. Loops of layers become sites of their own, `Stack/layers/3`, or stay an axis of each row, as
+the axes of other loops do. Of the remaining axes, `rows="tokens"` makes all but the last rows, and
+`rows="examples"` the first.
+
+>>> import jax.numpy as jnp
+>>> layout = RowLayout("tokens")
+>>> found = layout.split(Site("h"), jnp.zeros((2, 3, 4)))
+>>> [(site.name, x.shape) for site, sizes, x in found]
+[('h', (6, 4))]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from tapax._jax import Value
+from tapax._sites import Site, SiteError, name_layers, wrong_type
+
+_LOOPS = ("scan[", "while[")
+"""What the names of loops that add an axis begin with; others are the axes of meshes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """Which axes of captured arrays become rows.
+
+    `rows` is "tokens", "examples", or the numbers of axes of the captured array. `layers` is
+    "sites" if every scanned layer becomes a site, or "axis".
+    """
+
+    rows: str | tuple[int, ...]
+    layers: str = "sites"
+
+    @classmethod
+    def of(cls, rows: Any, layers: Any) -> RowLayout:
+        """Check the arguments `rows` and `layers`."""
+        if not isinstance(rows, str):
+            if not isinstance(rows, Sequence) or not rows or not all(type(a) is int for a in rows):
+                raise wrong_type("`rows` takes 'tokens', 'examples', or axes, but is", rows)
+            rows = tuple(rows)
+        elif rows not in ("tokens", "examples"):
+            raise ValueError(
+                f"`rows` must be 'tokens', 'examples' or a tuple of axes, not {rows!r}."
+            )
+        if layers not in ("sites", "axis"):
+            raise ValueError(f"`layers` must be 'sites' or 'axis', but is {layers!r}.")
+        return cls(rows, layers)
+
+    def split(self, site: Site, x: Value) -> Iterator[tuple[Site, tuple[int, ...], Value]]:
+        """Yield the sites that a captured array becomes, each with the sizes of its row axes.
+
+        The array of each has the rows as its first axis.
+        """
+        if not isinstance(self.rows, str):
+            yield site, *_with_rows_first(x, self._given_axes(site, x.ndim))
+            return
+        added = [loop for loop in site.loops if "[" in loop]
+        for loop in added:
+            if not loop.startswith(_LOOPS):
+                raise SiteError(
+                    f"The {site.described}, is inside of a shard_map over {loop}, so which of its "
+                    f"axes are rows cannot be told. Name them: its shape is {list(x.shape)}, with "
+                    f"the axis of {loop} in front, and rows=(0, 1) makes rows of the first two."
+                )
+        layers = [each for each in site.layers if _axis_of(site, each.loop) is not None]
+        if self.layers == "axis" or not layers:
+            yield site, *self._rows_of(site, x, len(added))
+            return
+        for numbers in itertools.product(*(range(each.length) for each in layers)):
+            chosen = list(zip(layers, numbers, strict=True))
+            index: list[Any] = [slice(None)] * len(added)
+            for each, number in chosen:
+                axis = _axis_of(site, each.loop)
+                assert axis is not None
+                index[axis] = number
+            path = name_layers(site.path, chosen).path
+            one = dataclasses.replace(site, path=path, layers=())
+            yield one, *self._rows_of(one, x[tuple(index)], len(added) - len(layers))
+
+    def _rows_of(self, site: Site, x: Value, lead: int) -> tuple[tuple[int, ...], Value]:
+        """Make rows of an array whose first `lead` axes are those of loops."""
+        stop = x.ndim - 1 if self.rows == "tokens" else lead + 1
+        if not lead < stop <= x.ndim:
+            least = 2 if self.rows == "tokens" else 1
+            raise SiteError(
+                f"The {site.described}, has the shape {list(x.shape[lead:])}, but "
+                f"rows={self.rows!r} needs {least} axes at least. Leave it out of the selection, "
+                "or give the axes that become rows."
+            )
+        return _with_rows_first(x, tuple(range(lead, stop)))
+
+    def _given_axes(self, site: Site, ndim: int) -> tuple[int, ...]:
+        axes = [axis + ndim * (axis < 0) for axis in self.rows if isinstance(axis, int)]
+        if any(not 0 <= axis < ndim for axis in axes) or len(set(axes)) < len(axes):
+            raise SiteError(
+                f"`rows` is {self.rows}, but the {site.described}, has {ndim} axes: its shape is "
+                f"{list(site.shape)}."
+            )
+        return tuple(axes)
+
+
+def _axis_of(site: Site, loop: int) -> int | None:
+    """The axis that a loop added, if it did; the loops are counted from the innermost."""
+    name = site.loops[-1 - loop] if loop < len(site.loops) else ""
+    if "[" not in name:
+        return None
+    return sum("[" in other for other in site.loops[: len(site.loops) - 1 - loop])
+
+
+def _with_rows_first(x: Value, axes: tuple[int, ...]) -> tuple[tuple[int, ...], Value]:
+    sizes = tuple(x.shape[axis] for axis in axes)
+    x = jnp.moveaxis(x, axes, range(len(axes)))
+    return sizes, x.reshape(math.prod(sizes), *x.shape[len(axes) :])
+
+
+def check_same_rows(sizes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the sizes of the row axes, which must be the same for all sites."""
+    (first, shared), *others = sizes.items()
+    for name, other in others:
+        if other != shared:
+            raise SiteError(
+                f"Every site of a dataset needs the same rows, but {first!r} has rows of the axes "
+                f"{list(shared)} and {name!r} of {list(other)}. Harvest them into two datasets, or "
+                "give `rows` axes that both have, such as rows='examples'."
+            )
+    return shared

@@ -1,0 +1,223 @@
+"""The programs of a harvest: from a batch to the rows of every site, on the device.
+
+The first is the user's function cut after the last site: nothing is computed that no selected value
+or gradient needs. It returns what a capture returns, in rows. The second converts the rows to the
+type in which they are stored, and measures them. It is a program of its own because the compiler
+could else fuse it with the first, and so move the last bits of the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tapax import _jax
+from tapax._api.cut import evaluate_needed
+from tapax._calling.program import TracedCall
+from tapax._calling.transform import Transform, TransformedFunction
+from tapax._jax import PyTree, Value
+from tapax._results import SiteDict, Taps
+from tapax._sites import Site, SiteError, nearest
+from tapax._walk.plan import Plan
+from tapax.data._columns import spread_mask
+from tapax.data._row_layout import RowLayout, check_same_rows
+from tapax.data._shard_format import check_storable, dtype_of
+from tapax.data._statistics import measure_rows
+
+GRADIENT = ".grad"
+"""The end of the name under which the gradient of a site is stored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSite:
+    """A site of a dataset: what each of its rows is, and where the value comes from."""
+
+    name: str
+    kind: str
+    dtype: str
+    computed_dtype: str
+    shape: tuple[int, ...]
+    source: str
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "ran"],
+    meta_fields=["sites", "row_sizes"],
+)
+@dataclasses.dataclass(frozen=True)
+class ComputedRows:
+    """The rows of one batch: an array for each site, with the rows as its first axis.
+
+    `ran` says of a site in a branch or a while loop whether its value was computed at all.
+    `row_sizes` are the sizes of the axes that became rows.
+    """
+
+    arrays: SiteDict
+    ran: SiteDict
+    sites: tuple[RowSite, ...]
+    row_sizes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBatch:
+    """The rows of one batch as they are stored, and what was measured of them."""
+
+    arrays: Mapping[str, Value]
+    statistics: Mapping[str, Mapping[str, Value]]
+    ran: Mapping[str, Value]
+    sites: tuple[RowSite, ...]
+    row_sizes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowTransform(Transform):
+    """Returns the rows of what the plan selects."""
+
+    plan: Plan
+    layout: RowLayout
+    dtype: str | None
+    stateless = True
+
+    def run(self, call: TracedCall, prepared: PyTree) -> Any:
+        def captured(*arrays: Value) -> Taps:
+            return call.program.walk(self.plan, arrays, warn=True)[1]
+
+        return None, self._rows_of(evaluate_needed(captured, call.arrays))
+
+    def finish(self, out: PyTree, extra: PyTree) -> Any:
+        return extra
+
+    def _rows_of(self, taps: Taps) -> ComputedRows:
+        by_name = {site.name: site for site in taps.sites}
+        arrays, ran, sizes = SiteDict(), SiteDict(), {}
+        sites: list[RowSite] = []
+        for kind, end, found in (("value", "", taps.values), ("grad", GRADIENT, taps.grads)):
+            for name, x in found.items():
+                for site, row_sizes, rows in self.layout.split(by_name[name], x):
+                    stored_name = site.name + end
+                    if stored_name in arrays:
+                        raise SiteError(f"Two arrays would both be stored as {stored_name!r}.")
+                    sizes[stored_name], arrays[stored_name] = row_sizes, rows
+                    if name in taps.valid:
+                        ran[stored_name] = jnp.all(taps.valid[name].astype(bool))
+                    sites.append(self._describe(site, stored_name, kind, rows))
+        if not sites:
+            raise _nothing_selected(self.plan, taps)
+        return ComputedRows(arrays, ran, tuple(sites), check_same_rows(sizes))
+
+    def _describe(self, site: Site, name: str, kind: str, rows: Value) -> RowSite:
+        computed = np.dtype(rows.dtype).name
+        is_float = jnp.issubdtype(rows.dtype, jnp.floating)
+        stored = self.dtype if self.dtype is not None and is_float else computed
+        check_storable(dtype_of(stored), f"The {site.described}, which")
+        return RowSite(name, kind, stored, computed, rows.shape[1:], site.source)
+
+
+def _nothing_selected(plan: Plan, taps: Taps) -> SiteError:
+    asked = f"values={plan.values!r}" + (f", grads={plan.grads!r}" if plan.grads else "")
+    names = [site.name for site in taps.sites]
+    return SiteError(f"The harvest has no sites: {asked} selects none. {nearest('', names)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The types of what a batch gives, the fingerprint of the weights, and all inputs."""
+
+    rows: ComputedRows
+    weights: str
+    inputs: Sequence[Value]
+
+
+class RowProgram:
+    """A function of a batch that returns the `RowBatch` of it, compiled once for each shape."""
+
+    def __init__(self, fn: Callable[..., Any], plan: Plan, layout: RowLayout, dtype: str | None):
+        # What a partial function was given is traced, as arguments are; weights would else become
+        # constants of the compiled program.
+        self._given: tuple[Any, ...] = ()
+        self._keywords: dict[str, Any] = {}
+        while isinstance(fn, functools.partial):
+            self._given = (*fn.args, *self._given)
+            self._keywords = {**fn.keywords, **self._keywords}
+            fn = fn.func
+        self._transform = _RowTransform(plan, layout, dtype)
+        self._function = TransformedFunction(fn, self._transform)
+
+    def __call__(self, batch: PyTree, mask: Value | None) -> RowBatch:
+        """Dispatch the programs on a batch; `mask` tells the rows that statistics are about."""
+        rows: ComputedRows = self._function((), (*self._given, batch), self._keywords)
+        types = tuple(site.dtype for site in rows.sites)
+        converted, statistics = _store(rows.arrays, mask, types, rows.row_sizes)
+        arrays = {**rows.arrays, **converted}
+        return RowBatch(arrays, statistics, rows.ran, rows.sites, rows.row_sizes)
+
+    def describe(self, batch: PyTree) -> Description:
+        """Describe what a batch gives, and the weights; only their fingerprint is computed."""
+        traced = self._function.traced_call((*self._given, batch), self._keywords)
+
+        def rows(*arrays: Value) -> Any:
+            return self._transform.run(TracedCall(traced.program, arrays), None)[1]
+
+        described = jax.eval_shape(rows, *traced.arrays)
+        given = {id(leaf) for leaf in jax.tree.leaves(batch)}
+        constants = list(_jax.jaxpr_consts(traced.program.jaxpr))
+        weights = [x for x in traced.arrays if id(x) not in given]
+        inputs = [*traced.arrays, *constants]
+        return Description(described, fingerprint([*weights, *constants]), inputs)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _store(
+    arrays: SiteDict, mask: Value | None, types: tuple[str, ...], row_sizes: tuple[int, ...]
+) -> tuple[SiteDict, SiteDict]:
+    """Convert the arrays that are stored in another type, and measure all of them."""
+    kept = None if mask is None else spread_mask(mask, row_sizes, jnp)
+    converted, statistics = SiteDict(), SiteDict()
+    for (name, x), dtype in zip(arrays.items(), types, strict=True):
+        statistics[name] = measure_rows(x, dtype, kept)
+        if x.dtype != dtype_of(dtype):
+            converted[name] = x.astype(dtype)
+    return converted, statistics
+
+
+def fingerprint(arrays: Sequence[Any]) -> str:
+    """Return a checksum of the floating-point arrays among some, the same on every device.
+
+    Integers are left out: counters and random keys change without the model being another.
+    """
+    found = [x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    if not found:
+        return ""
+    words = "".join(
+        f"{jnp.result_type(x)}{list(jnp.shape(x))}:{int(total)};"
+        for x, total in zip(found, _sum_bits(found), strict=True)
+    )
+    return f"{zlib.crc32(words.encode()):08x}"
+
+
+@jax.jit
+def _sum_bits(arrays: Sequence[Value]) -> list[Value]:
+    """Sum the bits of each array as integers that wrap around, weighted by their places."""
+    return [_weighted_sum(jnp.asarray(x)) for x in arrays]
+
+
+def _weighted_sum(x: Value) -> Value:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return _weighted_sum(x.real) * 3 + _weighted_sum(x.imag)
+    word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
+    weight = jnp.ones(bits.shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(bits.ndim)):
+        places = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        weight = weight + places * jnp.uint32(2 * stride % 2**32)
+        stride *= bits.shape[axis]
+    return (bits * weight).sum(dtype=jnp.uint32)

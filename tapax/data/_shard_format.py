@@ -1,0 +1,225 @@
+"""The header of a shard: a safetensors file that says of itself what it holds and checks it.
+
+The metadata of the file has two strings. `tapax_shard` is JSON: the unit, the configuration, the
+number of rows, the arrays with their places and checksums, and the statistics that are single
+numbers. `crc32` is the checksum of that string, so nothing in it is trusted before it is checked.
+`docs/format.md` specifies the format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+VERSION = 1
+BLOCK = 1 << 18
+"""How many bytes of an array share a checksum."""
+ALIGNMENT = 64
+"""The data of a shard starts at a multiple of so many bytes."""
+_LONGEST_HEADER = 100_000_000
+"""The limit of safetensors' own reader, in bytes."""
+
+SAFETENSORS_TYPES: Mapping[str, str] = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""What safetensors calls the types that a shard can hold."""
+
+
+class ShardError(ValueError):
+    """A shard is not what was written: it is cut off, altered, or of another dataset."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """An array in a shard: its type, where its bytes are in the data, and their checksums."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    checksums: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardHeader:
+    """All that a shard says of itself; `data_start` is where the arrays begin in the file."""
+
+    configuration: str
+    unit: int
+    rows: int
+    arrays: Mapping[str, StoredArray]
+    numbers: Mapping[str, Any]
+    data_start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the whole file."""
+        return self.data_start + max((array.stop for array in self.arrays.values()), default=0)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the NumPy type of that name, bfloat16 and float8 included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def place_arrays(
+    arrays: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]],
+) -> dict[str, StoredArray]:
+    """Lay arrays, given as type, shape and checksums, one behind another.
+
+    Those with the largest elements come first, so that each begins at a multiple of its own.
+    """
+    order = sorted(arrays, key=lambda key: -dtype_of(arrays[key][0]).itemsize)
+    placed: dict[str, StoredArray] = {}
+    start = 0
+    for key in order:
+        placed[key] = StoredArray(arrays[key][0], arrays[key][1], start, arrays[key][2])
+        start = placed[key].stop
+    return placed
+
+
+def block_checksums(chunks: Iterable[memoryview]) -> tuple[int, ...]:
+    """Return the CRC-32 of each block of the bytes that the chunks are in a row."""
+    found: list[int] = []
+    filled = value = 0
+    for chunk in chunks:
+        start = 0
+        while start < len(chunk):
+            part = chunk[start : start + BLOCK - filled]
+            value, filled, start = zlib.crc32(part, value), filled + len(part), start + len(part)
+            if filled == BLOCK:
+                found.append(value)
+                filled = value = 0
+    return (*found, value) if filled else tuple(found)
+
+
+def encode_header(header: ShardHeader) -> bytes:
+    """Write the beginning of the file: the length of the header, and the header."""
+    about = json.dumps(
+        {
+            "version": VERSION,
+            "configuration": header.configuration,
+            "unit": header.unit,
+            "rows": header.rows,
+            "block_bytes": BLOCK,
+            "arrays": {
+                key: {
+                    "dtype": array.dtype,
+                    "shape": array.shape,
+                    "start": array.start,
+                    "crc32": "".join(f"{checksum:08x}" for checksum in array.checksums),
+                }
+                for key, array in header.arrays.items()
+            },
+            "numbers": header.numbers,
+        },
+        separators=(",", ":"),
+    )
+    entries: dict[str, Any] = {
+        "__metadata__": {"tapax_shard": about, "crc32": f"{zlib.crc32(about.encode()):08x}"}
+    }
+    for key, array in header.arrays.items():
+        entries[key] = {
+            "dtype": SAFETENSORS_TYPES[array.dtype],
+            "shape": array.shape,
+            "data_offsets": [array.start, array.stop],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
+    """Read the header of a shard, and check it and the length of the file.
+
+    Args:
+        beginning: the bytes of the file as far as the header goes, or further.
+        file_bytes: how long the file is.
+        name: names the file in errors.
+    """
+    length = int.from_bytes(beginning[:8], "little")
+    if len(beginning) < 8 + length or length > _LONGEST_HEADER:
+        raise ShardError(f"The shard {name!r} is cut off in its header, or is no shard at all.")
+    try:
+        entries = json.loads(beginning[8 : 8 + length])
+        about, checksum = (entries["__metadata__"][key] for key in ("tapax_shard", "crc32"))
+        is_intact = zlib.crc32(about.encode()) == int(checksum, 16)
+        content = json.loads(about) if is_intact else {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_intact, content = False, {}
+    if not is_intact:
+        raise ShardError(f"The header of the shard {name!r} was altered, or is no shard's at all.")
+    if content["version"] != VERSION or content["block_bytes"] != BLOCK:
+        raise ShardError(
+            f"The shard {name!r} is of version {content['version']} of the format, but this tapax "
+            f"knows version {VERSION}. Use the version of tapax that wrote it."
+        )
+    arrays = {
+        key: StoredArray(
+            array["dtype"], tuple(array["shape"]), array["start"], _checksums(array["crc32"])
+        )
+        for key, array in content["arrays"].items()
+    }
+    header = ShardHeader(
+        content["configuration"],
+        content["unit"],
+        content["rows"],
+        arrays,
+        content["numbers"],
+        8 + length,
+    )
+    if file_bytes != header.nbytes:
+        raise ShardError(
+            f"The shard {name!r} is not whole: it should have {header.nbytes} bytes, but has "
+            f"{file_bytes}."
+        )
+    return header
+
+
+def _checksums(text: str) -> tuple[int, ...]:
+    return tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
+
+
+def row_key(name: str) -> str:
+    """The key under which a shard holds the rows of a site or a column."""
+    return f"rows/{name}"
+
+
+def statistic_key(name: str, statistic: str) -> str:
+    """The key under which a shard holds a statistic of a site that is an array."""
+    return f"statistics/{name}/{statistic}"
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array, without a copy."""
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def check_storable(dtype: Any, what: str) -> str:
+    """Return the name of a type that a shard can hold; raise for another."""
+    name = np.dtype(dtype).name
+    if name not in SAFETENSORS_TYPES:
+        known: Sequence[str] = list(SAFETENSORS_TYPES)
+        raise TypeError(
+            f"{what} is of type {name}, which a dataset cannot hold. It can hold "
+            f"{', '.join(known)}."
+        )
+    return name

@@ -1,0 +1,103 @@
+"""The shards of a dataset as one sequence of rows, in the order of their units."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from tapax._jax import Value
+from tapax.data._folder import DatasetFolder
+from tapax.data._mapped_shard import MappedShard
+from tapax.data._shard_format import ShardError
+
+_MAPPED = 1024
+"""How many shards stay mapped; the operating system limits them."""
+
+
+class ShardSet:
+    """Shards whose rows follow one another.
+
+    `counts` says how many rows each of the `units` has.
+    """
+
+    def __init__(
+        self, folder: DatasetFolder, units: Sequence[int], counts: Sequence[int], hash: str
+    ):
+        self._folder, self._hash = folder, hash
+        self.units = list(units)
+        self.counts = np.asarray(counts, np.int64)
+        self.ends = np.cumsum(self.counts)
+        self._mapped: collections.OrderedDict[int, MappedShard] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def rows(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def shard(self, place: int) -> MappedShard:
+        """Return a shard, by its place among the shards."""
+        with self._lock:
+            shard = self._mapped.get(place)
+            if shard is None:
+                shard = MappedShard(self._folder.shard_path(self.units[place]), self._hash)
+                if shard.rows != self.counts[place]:
+                    raise ShardError(
+                        f"The shard {str(shard.path)!r} has {shard.rows} rows, but the index of "
+                        f"the dataset says {self.counts[place]}."
+                    )
+                self._mapped[place] = shard
+                if len(self._mapped) > _MAPPED:
+                    self._mapped.popitem(last=False)
+            else:
+                self._mapped.move_to_end(place)
+            return shard
+
+    def row_numbers(self, index: Value) -> np.ndarray:
+        """Convert a list of rows, or a mask of all of them, to numbers from 0 on."""
+        index = np.asarray(index)
+        if index.dtype == bool:
+            if index.shape != (self.rows,):
+                raise IndexError(
+                    f"A mask of rows needs the shape [{self.rows}], but has {list(index.shape)}."
+                )
+            return np.flatnonzero(index)
+        if index.size == 0:
+            index = index.astype(np.int64)
+        if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
+            raise IndexError(
+                "Rows are chosen by an integer, a slice, a list of integers or a mask, not by an "
+                f"array of type {index.dtype}{list(index.shape)}."
+            )
+        index = index.astype(np.int64)
+        wrong = (index < -self.rows) | (index >= self.rows)
+        if wrong.any():
+            raise IndexError(
+                f"The dataset has {self.rows} rows, so there is no row {index[wrong][0]}."
+            )
+        return np.where(index < 0, index + self.rows, index)
+
+    def slices(self, key: str, start: int, stop: int) -> list[np.ndarray]:
+        """Return rows from `start` to `stop` of an array: a view for each shard."""
+        if stop <= start:
+            return []
+        first, last = (int(n) for n in np.searchsorted(self.ends, [start, stop - 1], "right"))
+        found: list[np.ndarray] = []
+        for place in range(first, last + 1):
+            offset = int(self.ends[place] - self.counts[place])
+            low, high = max(start - offset, 0), min(stop - offset, int(self.counts[place]))
+            if high > low:
+                found.append(self.shard(place).slice(key, low, high))
+        return found
+
+    def take(self, key: str, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Copy the rows with some numbers, in ascending order, to `out`."""
+        places = np.searchsorted(self.ends, numbers, "right")
+        starts = np.flatnonzero(np.diff(places, prepend=-1, append=-1))
+        for start, stop in itertools.pairwise(starts):
+            place = int(places[start])
+            offset = self.ends[place] - self.counts[place]
+            self.shard(place).take(key, numbers[start:stop] - offset, out[start:stop])

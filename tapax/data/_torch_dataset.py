@@ -1,0 +1,48 @@
+"""A dataset of activations as PyTorch's loaders take it. This module imports PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+
+from tapax.data._row_source import RowReader
+
+_BITS = {"bfloat16": np.int16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
+"""Types that PyTorch does not take from NumPy, and integer types with as many bits."""
+
+
+class TorchDataset(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows as dicts of tensors; tensors of single rows are views of the mapped files."""
+
+    def __init__(self, acts: RowReader, names: Sequence[str]):
+        self._acts, self._names = acts, list(names)
+        with warnings.catch_warnings():
+            # PyTorch warns once that nobody may write to the tensors, which is as it should be.
+            warnings.simplefilter("ignore")
+            frozen = np.zeros(1)
+            frozen.flags.writeable = False
+            torch.from_numpy(frozen)
+
+    def __len__(self) -> int:
+        return len(self._acts)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {name: as_tensor(self._acts[name][number]) for name in self._names}
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Read several rows at once, as a loader does for a batch."""
+        found = {name: as_tensor(self._acts[name][list(numbers)]) for name in self._names}
+        return [{name: x[i] for name, x in found.items()} for i in range(len(numbers))]
+
+
+def as_tensor(x: np.ndarray) -> Any:
+    """Convert an array to a tensor of the same memory."""
+    x = np.asarray(x)
+    bits = _BITS.get(x.dtype.name)
+    if bits is None:
+        return torch.from_numpy(x)
+    return torch.from_numpy(x.view(bits)).view(getattr(torch, x.dtype.name))

@@ -1,0 +1,90 @@
+"""Checking a dataset: every byte of every shard against its checksum."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from tapax.data._folder import DatasetFolder
+from tapax.data._manifest import Manifest
+from tapax.data._mapped_shard import MappedShard
+from tapax.data._shard_format import ShardError, row_key, statistic_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What a check of a dataset found: `faults` has a sentence for each shard that is not whole."""
+
+    path: str
+    shards: int
+    nbytes: int
+    faults: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.faults
+
+    def __str__(self) -> str:
+        checked = f"{self.shards} shards of {self.path!r} were read, {self.nbytes:,} bytes"
+        if self.is_whole:
+            return f"{checked}: every checksum is right."
+        return "\n".join([f"{checked}: {len(self.faults)} faults.", *self.faults])
+
+
+def verify_dataset(path: str | os.PathLike[str]) -> Verification:
+    """Read all of a dataset, and compare it with its checksums and its manifest."""
+    folder = DatasetFolder(path)
+    manifest = Manifest.read(folder.path)
+    counts, done = folder.read_index(), folder.units_done()
+    expected = range(len(counts)) if counts is not None else done
+    missing = [folder.shard_path(unit) for unit in expected if unit not in done]
+    faults = [f"The shard {str(path)!r} is missing." for path in missing]
+    check = functools.partial(_check_shard, folder, manifest, counts)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        results = list(threads.map(check, sorted(done)))
+    faults += [fault for fault, _ in results if fault]
+    return Verification(str(path), len(done), sum(nbytes for _, nbytes in results), tuple(faults))
+
+
+def _check_shard(
+    folder: DatasetFolder, manifest: Manifest, counts: list[int] | None, unit: int
+) -> tuple[str, int]:
+    """Return what is wrong with a shard, and how many bytes it has."""
+    path = folder.shard_path(unit)
+    try:
+        shard = MappedShard(path, manifest.hash)
+        wrong = next(_differences(shard, manifest, unit, counts), "")
+        if wrong:
+            raise ShardError(f"The shard {str(path)!r} {wrong}.")
+        for key in shard.header.arrays:
+            shard.array(key)
+    except (ShardError, OSError) as error:
+        return str(error), path.stat().st_size if path.exists() else 0
+    return "", shard.header.nbytes
+
+
+def _differences(
+    shard: MappedShard, manifest: Manifest, unit: int, counts: list[int] | None
+) -> Iterator[str]:
+    header = shard.header
+    if header.unit != unit:
+        yield f"holds unit {header.unit} instead of the unit of its name"
+    if counts is not None and (unit >= len(counts) or counts[unit] != header.rows):
+        yield f"has {header.rows} rows, but the index of the dataset does not say so"
+    for array in manifest.arrays:
+        found = header.arrays.get(row_key(array.name))
+        if found is None or (found.dtype, found.shape) != (
+            array.dtype,
+            (header.rows, *array.shape),
+        ):
+            yield f"does not hold {array.name!r} as the manifest describes it"
+    wanted = {row_key(array.name) for array in manifest.arrays} | set(_statistic_keys(manifest))
+    for key in header.arrays.keys() ^ wanted:
+        yield f"has {key!r} too" if key in header.arrays else f"lacks {key!r}"
+
+
+def _statistic_keys(manifest: Manifest) -> Iterable[str]:
+    return (statistic_key(x.name, part) for x in manifest.sites for part in ("mean", "squares"))

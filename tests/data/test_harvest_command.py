@@ -1,0 +1,67 @@
+"""The command `tapax harvest`."""
+
+import re
+
+import pytest
+
+import tapax
+from tapax.__main__ import main
+from tests.models import harvested
+
+SCRIPT = """
+from tests.models.harvested import make_batches, model
+
+assert __name__ == "script"
+
+
+def make():
+    sites = ["net/embed", "net/hidden"]
+    return {"fn": model, "batches": make_batches(), "to": "acts", "values": sites, "units": 4}
+
+
+def nothing():
+    return None
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return "script.py:make"
+
+
+def test_workers_of_an_array_job_write_the_dataset_of_one_process(script, tmp_path, capsys):
+    for worker in ("2/3", "0/3", "1/3"):
+        last = worker == "1/3"
+        assert main(["harvest", script, "--worker", worker, "--no-take-over"]) == 0
+        assert ("4 of 4 units" in capsys.readouterr().out) == last
+    harvested.harvest(tmp_path / "alone")
+    assert harvested.read_files(tmp_path / "acts") == harvested.read_files(tmp_path / "alone")
+
+
+def test_one_worker_is_enough_to_complete_the_dataset(script, tmp_path, capsys):
+    assert main(["harvest", script, "--worker", "2/3", "--to", "there"]) == 0
+    assert tapax.open(tmp_path / "there").is_complete
+    assert capsys.readouterr().out == "there: 65 rows, 4 of 4 units\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["script.py"], "The command takes SCRIPT:FUNCTION, such as script.py:make"),
+        (["other.py:make"], "There is no script 'other.py'."),
+        (["script.py:number"], "The script 'script.py' has no function 'number'."),
+        (["script.py:nothing"], "should return a dict with the arguments of tapax.harvest"),
+        (["script.py:make", "--worker", "3"], "--worker takes I/N"),
+        (["script.py:make", "--worker", "3/3"], "of which the first is 0, not '3/3'"),
+    ],
+)
+def test_commands_that_make_no_sense_are_refused(script, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["harvest", *arguments])
+    assert message in re.sub(r"\s+", " ", capsys.readouterr().err)

@@ -1,0 +1,280 @@
+"""Harvests that stop and go on: kills, workers, other configurations, folders that fail."""
+
+import contextlib
+import errno
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tapax
+from tapax.data import _atomic_files, _shard_writer
+from tapax.data._folder import DatasetFolder
+from tests.models.harvested import harvest, make_batches, read_files
+
+BATCHES = make_batches()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The files of a harvest that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    harvest(folder)
+    return read_files(folder)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path, whole, workers):
+    for index in reversed(range(workers)):
+        acts = harvest(tmp_path, (index, workers), take_over=False)
+        assert acts.is_complete == (index == 0)
+    assert read_files(tmp_path) == whole
+
+
+def test_a_worker_does_what_others_have_left(tmp_path, whole):
+    harvest(tmp_path, (1, 3), take_over=False)
+    assert harvest(tmp_path, (0, 3)).is_complete
+    assert read_files(tmp_path) == whole
+
+
+def test_a_worker_leaves_a_unit_that_another_is_done_with(tmp_path, whole):
+    class SlowBatches(list):
+        """Batches during the second of which another worker does everything."""
+
+        def __getitem__(self, number):
+            seen.append(number)
+            if len(seen) == 3:  # the first is read to describe the dataset
+                harvest(tmp_path, (1, 2))
+            return super().__getitem__(number)
+
+    seen = []
+    acts = harvest(tmp_path, (0, 2), SlowBatches(make_batches()))
+    assert acts.is_complete and seen == [0, 0, 1]
+    assert read_files(tmp_path) == whole
+
+
+def test_without_taking_over_a_worker_does_its_share_alone(tmp_path):
+    acts = harvest(tmp_path, (1, 3), take_over=False)
+    assert sorted(set(acts["batch"][:].tolist())) == [2, 3] and acts.progress == "1 of 4 units"
+    with pytest.warns(UserWarning, match="not complete: 1 of 4 units"):
+        tapax.open(tmp_path)
+
+
+class FailingBatches(list):
+    """Batches of which some raise when they are read."""
+
+    def __init__(self, batches, bad):
+        super().__init__(batches)
+        self.bad = bad
+        self.read = []
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        if number in self.bad:
+            raise LookupError(f"batch {number} is on a disk that burned")
+        return super().__getitem__(number)
+
+
+def test_a_batch_that_raises_leaves_the_units_before_it(tmp_path, whole):
+    batches = FailingBatches(BATCHES, {5})
+    with pytest.raises(LookupError, match="burned") as caught:
+        harvest(tmp_path, batches=batches)
+    assert "stopped with 2 of 4 units done" in "".join(caught.value.__notes__)
+    batches.bad, batches.read = set(), []
+    harvest(tmp_path, batches=batches)
+    assert batches.read == [0, 4, 5, 6]  # the first tells the configuration
+    assert read_files(tmp_path) == whole
+
+
+def test_an_interrupt_leaves_whole_units_alone(tmp_path, whole):
+    class Interrupted(FailingBatches):
+        def __getitem__(self, number):
+            if number == 6:
+                raise KeyboardInterrupt
+            return list.__getitem__(self, number)
+
+    with pytest.raises(KeyboardInterrupt):
+        harvest(tmp_path, batches=Interrupted(BATCHES, ()))
+    assert set(read_files(tmp_path)) < set(whole)
+    assert not list(tmp_path.rglob("*.tmp"))
+    harvest(tmp_path)
+    assert read_files(tmp_path) == whole
+
+
+def test_a_harvest_that_is_done_reads_one_batch(tmp_path, whole):
+    harvest(tmp_path)
+    batches = FailingBatches(BATCHES, ())
+    acts = harvest(tmp_path, batches=batches)
+    assert batches.read == [0] and len(acts) == 65
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"dtype": "bfloat16"}, "`dtype` was None there and is 'bfloat16' here"),
+        ({"values": "net/embed"}, "'net/hidden' is a value of type float32[4] there and missing"),
+        ({"units": 2}, "which `shard_bytes` and `units` decide, was 2 there and is 4 here"),
+        ({"seed": 1}, "`seed` was None there and is 1 here"),
+        ({"rows": "examples"}, "`rows` was 'tokens' there and is 'examples' here"),
+        ({"keep": lambda b: b > 0}, "`keep` was None there and is 'a function' here"),
+        ({"beside": lambda b: {"x": b}}, "'x' is missing there and a column of type int32[] here"),
+        ({"batches": BATCHES[:-1], "units": 3}, "the number of batches was 7 there and is 6 here"),
+        ({"batches": [b % 3 for b in BATCHES]}, "the checksum of the first batch was"),
+    ],
+)
+def test_another_configuration_is_refused_with_the_difference(tmp_path, whole, options, difference):
+    harvest(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(difference)):
+        harvest(tmp_path, **options)
+    assert read_files(tmp_path) == whole
+
+
+def test_other_weights_are_refused(tmp_path):
+    def harvest_with(weights):
+        return tapax.harvest(lambda x: tapax.sow(x @ weights, "h"), [np.ones((2, 4))], to=tmp_path)
+
+    weights = jnp.arange(16.0).reshape(4, 4)
+    harvest_with(weights)
+    harvest_with(weights + 0)
+    with pytest.raises(ValueError, match="the checksum of the function's weights was"):
+        harvest_with(weights.T)
+
+
+def test_two_processes_with_one_worker_number_are_refused(tmp_path):
+    with (
+        DatasetFolder(tmp_path).lock(tapax.data._units.Worker(0, 1)),
+        pytest.raises(RuntimeError, match=rf"process {os.getpid()} on .* as worker 0 of 1 already"),
+    ):
+        harvest(tmp_path)
+    harvest(tmp_path)
+
+
+def test_processes_that_share_a_number_become_different_workers(tmp_path, whole, monkeypatch):
+    """Under Pathways every process has the number 0."""
+    monkeypatch.setattr("jax.process_count", lambda: 3)
+    Worker = tapax.data._units.Worker
+    locked = DatasetFolder(tmp_path)
+    with locked.lock(Worker(0, 3)), locked.lock(Worker(1, 3)):
+        harvest(tmp_path, None)
+    assert (tmp_path / ".worker-2-of-3.lock").exists()
+    assert read_files(tmp_path) == whole
+    with contextlib.ExitStack() as stack:
+        for index in range(3):
+            stack.enter_context(locked.lock(Worker(index, 3)))
+        stack.enter_context(pytest.raises(RuntimeError, match="as worker 2 of 3 already"))
+        harvest(tmp_path, None)
+
+
+def test_a_full_disk_stops_with_a_sentence_and_loses_nothing(tmp_path, whole, monkeypatch):
+    written = []
+
+    def write(path, parts, owner):
+        if len(written) == 2 and path.suffix == ".safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(path)
+        _atomic_files.write_whole(path, parts, owner)
+
+    monkeypatch.setattr(_shard_writer, "write_whole", write)
+    with pytest.raises(OSError, match="cannot be written: No space left on device") as caught:
+        harvest(tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert len(DatasetFolder(tmp_path).units_done()) == 2
+    harvest(tmp_path)
+    assert read_files(tmp_path) == whole
+
+
+def test_a_write_that_fails_halfway_leaves_no_file(tmp_path):
+    def parts():
+        yield b"a" * 100
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        _atomic_files.write_whole(tmp_path / "shard", parts(), "worker")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"The dataset '.*file/acts' cannot be written: Not a dir"):
+        harvest(tmp_path / "file" / "acts")
+
+
+def test_leftovers_of_a_killed_worker_are_removed(tmp_path, whole):
+    (tmp_path / "shards").mkdir()
+    left = tmp_path / "shards" / ".unit-00000001.safetensors.worker-0-of-1.abcd1234.tmp"
+    left.write_bytes(b"half")
+    harvest(tmp_path)
+    assert not left.exists() and read_files(tmp_path) == whole
+
+
+def test_a_shard_that_is_removed_is_harvested_again(tmp_path, whole):
+    harvest(tmp_path)
+    (tmp_path / "shards" / "unit-00000002.safetensors").unlink()
+    harvest(tmp_path)
+    assert read_files(tmp_path) == whole
+
+
+def test_a_shard_that_is_cut_off_stops_the_index(tmp_path):
+    harvest(tmp_path, (0, 2), take_over=False)
+    path = tmp_path / "shards" / "unit-00000002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(tapax.data.ShardError, match=r"unit-00000002.* is not whole"):
+        harvest(tmp_path, (1, 2))
+
+
+def start_harvest(folder, units):
+    command = [sys.executable, "-m", "tests.models.harvested", str(folder), str(units)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def kill_while_it_writes(process, folder, delay):
+    """Kill a process some time after it has begun to write its next shard, or it may end."""
+    shards = folder / "shards"
+    before = set(os.listdir(shards)) if shards.exists() else set()
+    while process.poll() is None:
+        if shards.exists() and set(os.listdir(shards)) - before:
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.0005)
+    process.communicate()
+
+
+def kill_and_resume(folder, kills, units):
+    """Kill harvests at random moments, and let the last one end; compare with one that was not."""
+    expected, killed, chance = folder / "expected", folder / "killed", random.Random(0)
+    harvest(expected, batches=make_batches(2 * units), units=units)
+    for kill in range(kills):
+        process = start_harvest(killed, units)
+        if kill % 5 == 4:  # at any moment, the start included
+            time.sleep(chance.uniform(0, 3))
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        else:
+            kill_while_it_writes(process, killed, chance.uniform(0, 0.02))
+        for name, content in read_files(killed).items():
+            assert content == (expected / name).read_bytes()
+    left = units - len(DatasetFolder(killed).units_done())
+    process = start_harvest(killed, units)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert read_files(killed) == read_files(expected)
+    return left
+
+
+@pytest.mark.once
+def test_a_harvest_that_is_killed_loses_and_repeats_nothing(tmp_path):
+    assert kill_and_resume(tmp_path, kills=4, units=80) > 0
+
+
+@pytest.mark.many
+def test_a_harvest_that_is_killed_a_hundred_times_loses_nothing(tmp_path):
+    kill_and_resume(tmp_path, kills=100, units=1000)

@@ -1,0 +1,61 @@
+"""A small model of plain JAX whose values NumPy computes exactly, and its batches.
+
+Every number is a small multiple of a power of two, so that no sum is rounded, and values are equal
+bit for bit whatever a compiler does.
+
+`python -m tests.models.harvested FOLDER UNITS` harvests it: a process to be killed.
+"""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import tapax
+
+WORDS, WIDTH = 13, 4
+TABLE = (np.arange(WORDS * WIDTH).reshape(WORDS, WIDTH) % 7 - 3).astype(np.float32)
+WEIGHTS = (np.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH) % 5 - 2).astype(np.float32) / 2
+
+
+def model(tokens):
+    """Embed tokens, and apply one layer with a rectifier."""
+    x = tapax.sow(jnp.asarray(TABLE)[tokens], "net/embed")
+    h = tapax.sow(jnp.maximum(x @ WEIGHTS, 0), "net/hidden")
+    return tapax.sow(h.sum(-1), "net/score")
+
+
+def embed(tokens):
+    """Compute the site `net/embed` by NumPy."""
+    return TABLE[np.asarray(tokens)]
+
+
+def hidden(tokens):
+    """Compute the site `net/hidden` by NumPy."""
+    return np.maximum(embed(tokens) @ WEIGHTS, 0)
+
+
+def make_batches(count=7, shape=(2, 5)):
+    """Make batches of tokens, of which the last has one example only."""
+    generator = np.random.default_rng(0)
+    found = [generator.integers(0, WORDS, shape).astype(np.int32) for _ in range(count)]
+    return [*found[:-1], found[-1][:1]]
+
+
+def read_files(folder):
+    """Read the files of a dataset, but for those that are not part of it."""
+    found = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+def harvest(folder, worker=(0, 1), batches=None, **options):
+    """Harvest the two wide sites of the model."""
+    batches = make_batches() if batches is None else batches
+    options = {"values": ["net/embed", "net/hidden"], "units": 4, **options}
+    return tapax.harvest(model, batches, to=folder, worker=worker, **options)
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[2])
+    harvest(Path(sys.argv[1]), batches=make_batches(2 * count), units=count)
