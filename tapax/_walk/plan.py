@@ -67,6 +67,11 @@ class Reading:
         """The numbers of the scanned layers in its path, outermost first."""
         return tuple(step for step in reversed(self.steps) if isinstance(step, LayerNumber))
 
+    @property
+    def is_part(self) -> bool:
+        """Return whether only some entries or iterations of the value are kept."""
+        return self.index is not None or any(step is not None for step in self.steps)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
