@@ -4,8 +4,9 @@
 
 The log is written twice, in JSON lines and as TensorBoard's events, with the same numbers. Measured
 are the file that `save` writes, how long that takes, how long a browser takes to draw it, and how
-long TensorBoard's data server takes to know all tags and to answer for one chart with all of its
-steps. A second, smaller log is followed: a record is written, and a browser draws it.
+long TensorBoard's data server takes to know all tags and to answer for one chart, which has only
+the steps that it has read by then; the page has all. A second, smaller log is followed: a record is
+written, and a browser draws it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ def measured(sites: int, steps: int, rounds: int) -> list[Result]:
         make_page(log).save(page)
         saving = time.perf_counter() - start
         log.unlink()
-        drawn = [_draw(browser, page) for _ in range(rounds)]
-        shown = statistics.median(drawn)
-        board = _time_tensorboard(events, sites, steps)
+        shown, board = race_tensorboard(browser, page, events, sites, rounds)
         followed = _follow(browser, Path(folder) / "followed.jsonl", names[:400], rounds)
         size = page.stat().st_size / MIB
     topic = f"page, {sites} sites x {steps} steps"
@@ -61,7 +60,12 @@ def measured(sites: int, steps: int, rounds: int) -> list[Result]:
         Result(topic, "saving, over a minute", saving, 60, "s"),
         Result(topic, "first view, over its bar", shown, FIRST_VIEW_SECONDS, "s", 1.0),
         Result(
-            topic, "first view over TensorBoard's chart", shown, board, "s", OURS_OVER_TENSORBOARD
+            topic,
+            "first view over TensorBoard's first chart",
+            shown,
+            board,
+            "s",
+            OURS_OVER_TENSORBOARD,
         ),
         Result(
             "page", "record written until drawn, over its bar", followed, UPDATE_SECONDS, "s", 1.0
@@ -150,15 +154,24 @@ def _draw(browser: Chromium, page: Path) -> float:
     return seconds
 
 
-def _time_tensorboard(events: Path, tags: int, steps: int) -> float:
-    """Seconds until TensorBoard has listed all tags, and has all steps of a chart."""
+def race_tensorboard(
+    browser: Chromium, page: Path, events: Path, tags: int, rounds: int
+) -> tuple[float, float]:
+    """Seconds until the page is drawn, and until TensorBoard has a chart: medians over rounds."""
+    times = [(_draw(browser, page), _time_tensorboard(events, tags)) for _ in range(rounds)]
+    ours, theirs = (statistics.median(column) for column in zip(*times, strict=True))
+    return ours, theirs
+
+
+def _time_tensorboard(events: Path, tags: int) -> float:
+    """Seconds until TensorBoard has listed all tags, and has read some steps of one."""
     with _tensorboard(events) as (start, address):
         while True:
             listed = _ask(f"{address}/data/plugin/scalars/tags") or {}
             known = [tag for run in listed.values() for tag in run]
             if len(known) >= tags:
                 chart = _ask(f"{address}/data/plugin/scalars/scalars?run=.&tag={known[0]}") or []
-                if chart and chart[-1][1] == steps - 1:
+                if chart:
                     return time.perf_counter() - start
             time.sleep(0.1)
 

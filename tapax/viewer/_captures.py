@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -106,6 +107,14 @@ def _add_tokens(
         if grid is not None:
             grids.append(grid)
     return grids
+
+
+def _render(array: np.ndarray) -> str:
+    """The summary of an array by treescope."""
+    with warnings.catch_warnings():
+        # treescope looks through all of NumPy, names that are deprecated among them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return treescope.render_to_text(array)
 
 
 class _TapsReader:
@@ -211,7 +220,7 @@ class _TapsReader:
                 real = np.abs(array) if np.iscomplexobj(array) else array
                 with np.errstate(over="ignore"):
                     entry["data"] = blobs.add_array(real.astype(np.float32), "f32")
-                    entry["rendering"] = treescope.render_to_text(array)
+                    entry["rendering"] = _render(array)
             else:
                 entry["omitted"] = (
                     f"The arrays of this page take {ARRAY_BYTES // 2**20} MiB at most, and this "
