@@ -109,14 +109,6 @@ def _add_tokens(
     return grids
 
 
-def _render(array: np.ndarray) -> str:
-    """The summary of an array by treescope."""
-    with warnings.catch_warnings():
-        # treescope looks through all of NumPy, names that are deprecated among them.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return treescope.render_to_text(array)
-
-
 class _TapsReader:
     """Reads taps row by row: rows, numbers, histograms and arrays."""
 
@@ -220,7 +212,7 @@ class _TapsReader:
                 real = np.abs(array) if np.iscomplexobj(array) else array
                 with np.errstate(over="ignore"):
                     entry["data"] = blobs.add_array(real.astype(np.float32), "f32")
-                    entry["rendering"] = _render(array)
+                    entry["rendering"] = _summarise(array)
             else:
                 entry["omitted"] = (
                     f"The arrays of this page take {ARRAY_BYTES // 2**20} MiB at most, and this "
@@ -228,3 +220,11 @@ class _TapsReader:
                 )
             entries.append(cast(ArrayEntry, entry))
         return entries
+
+
+def _summarise(array: np.ndarray) -> str:
+    """The text by which treescope shows an array."""
+    with warnings.catch_warnings():
+        # Treescope looks at every name of NumPy once, those that NumPy is to drop among them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return treescope.render_to_text(array)

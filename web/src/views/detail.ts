@@ -20,6 +20,7 @@ export class Detail {
   readonly element = el("aside", { class: "detail", "aria-label": "Selected site" });
   private plots: uPlot[] = [];
   private turn = 0;
+  private drawnKey = "";
   private lines: Line[] = [];
 
   constructor(private readonly context: PageContext) {}
@@ -29,6 +30,13 @@ export class Detail {
   }
 
   update(): void {
+    const { state } = this.context.store;
+    const subject = this.context.subject();
+    const { revision } = subject.data;
+    const chosen = [subject.index, revision, subject.steps.length, state.site, state.step, state.stat, state.scale];
+    const key = JSON.stringify([...chosen, this.context.theme().name, this.element.clientWidth]);
+    if (key === this.drawnKey) return;
+    this.drawnKey = key;
     this.draw().catch((error: unknown) => this.context.report(error));
   }
 
