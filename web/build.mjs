@@ -36,7 +36,13 @@ const plainNumbers = {
   },
 };
 
-const common = { bundle: true, logLevel: "warning", plugins: [asText, plainNumbers], loader: { ".css": "text" }, absWorkingDir: here };
+const common = {
+  bundle: true,
+  logLevel: "warning",
+  plugins: [asText, plainNumbers],
+  loader: { ".css": "text" },
+  absWorkingDir: here,
+};
 
 if (process.argv.includes("--tests")) {
   const tests = readdirSync(join(here, "tests")).filter((name) => name.endsWith(".test.ts"));

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -211,7 +212,7 @@ class _TapsReader:
                 real = np.abs(array) if np.iscomplexobj(array) else array
                 with np.errstate(over="ignore"):
                     entry["data"] = blobs.add_array(real.astype(np.float32), "f32")
-                    entry["rendering"] = treescope.render_to_text(array)
+                    entry["rendering"] = _summarise(array)
             else:
                 entry["omitted"] = (
                     f"The arrays of this page take {ARRAY_BYTES // 2**20} MiB at most, and this "
@@ -219,3 +220,11 @@ class _TapsReader:
                 )
             entries.append(cast(ArrayEntry, entry))
         return entries
+
+
+def _summarise(array: np.ndarray) -> str:
+    """The text by which treescope shows an array."""
+    with warnings.catch_warnings():
+        # Treescope looks at every name of NumPy once, those that NumPy is to drop among them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return treescope.render_to_text(array)

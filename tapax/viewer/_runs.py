@@ -153,7 +153,7 @@ class RunColumns:
     def _write_number(self, at: int, name: str, number: Number) -> None:
         of, stat, site = self._key(name)
         place = self.sites.setdefault(site, len(self.sites))
-        merged = merge_units(stat, number)
+        merged = number if type(number) is float else merge_units(stat, number)
         if merged is None:
             return
         if isinstance(merged, Histogram):

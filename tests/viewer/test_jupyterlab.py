@@ -26,11 +26,13 @@ _, taps = tapax.capture(net, grads=None)(jnp.zeros((2, 8)))
 tapax.view(taps)
 """,
     """
-import time
+import os, time
 with tapax.monitor(lambda x: tapax.sow(2 * x, "h"), every=1, grads=None, to="page") as step:
-    for i in range(60):
+    for i in range(1000):
         step(jnp.float32(i))
-        time.sleep(0.25)
+        time.sleep(0.1)
+        if os.path.exists("stop"):
+            break
 """,
 ]
 FIND = "[...document.querySelectorAll('.jp-OutputArea-output div')].filter((x) => x.tapaxPage)"
@@ -112,7 +114,7 @@ def test_the_widget_draws_what_was_captured(notebook):
     assert notebook._call("evaluate", script=f"{FIND}[0].tapaxPage.inspect().errors") == []
 
 
-def test_the_widget_follows_a_run_while_its_cell_runs(notebook):
+def test_the_widget_follows_a_run_while_its_cell_runs(notebook, folder):
     notebook.click(".jp-Notebook .jp-CodeCell:nth-of-type(2) .cm-content")
     notebook.press("Shift+Enter")
     wait(notebook, f"{FIND}[1]?.tapaxPage.inspect().drawn?.width > 3")
@@ -120,6 +122,7 @@ def test_the_widget_follows_a_run_while_its_cell_runs(notebook):
     assert "*" in notebook._call("evaluate", script=busy), "the cell has ended already"
     drawn = notebook._call("evaluate", script=f"{FIND}[1].tapaxPage.inspect().drawn")
     assert drawn["numbers"][:4] == [0, 2, 4, 6]
+    (folder / "stop").touch()
 
 
 def test_the_saved_notebook_shows_the_page_without_a_kernel(notebook, chromium, folder):

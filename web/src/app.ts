@@ -6,6 +6,7 @@ import { compileSelection } from "./model/glob";
 import { type LoadedStatistic, type Model, type Site, SubjectModel } from "./model/subject";
 import { BlobReader } from "./payload/blobs";
 import type { Payload } from "./payload/hosts";
+import type { SubjectKind } from "./payload/types";
 import { type State, Store } from "./state";
 import { emptyState, segmented, select } from "./ui/controls";
 import { append, clear, el } from "./ui/dom";
@@ -18,6 +19,9 @@ import type { PageContext, ViewInstance, ViewKind } from "./views/view";
 
 const SCALES = [{ value: "log", label: "Log" }, { value: "linear", label: "Linear" }, { value: "diverging", label: "±" }];
 const GROUPS: Record<string, string> = { value: "Values", grad: "Gradients", param: "Parameters", param_grad: "Parameter gradients", update: "Updates", "": "Numbers" };
+
+/** The view that a subject is shown in first, if that is not the first one that it has. */
+const FIRST_VIEWS: Partial<Record<SubjectKind, string>> = { difference: "compare", finding: "alerts", activations: "dataset" };
 
 export class App implements PageContext {
   readonly tooltip = new Tooltip();
@@ -177,7 +181,8 @@ export class App implements PageContext {
 
   private view(): ViewKind {
     const { view } = this.store.state;
-    return VIEWS.find((each) => each.id === view) ?? VIEWS.find((each) => each.has(this)) ?? VIEWS[0]!;
+    const first = FIRST_VIEWS[this.subject().data.kind];
+    return VIEWS.find((each) => each.id === view) ?? VIEWS.find((each) => each.id === first && each.has(this)) ?? VIEWS.find((each) => each.has(this)) ?? VIEWS[0]!;
   }
 
   private update(): void {

@@ -11,7 +11,9 @@ declare global {
 function show(element: HTMLElement, address: { hash: string } | null, open: () => Promise<Payload>): void {
   const app = new App(element, address);
   element.tapaxPage = app;
-  open().then((payload) => app.start(payload)).catch((error: unknown) => app.fail(error));
+  open()
+    .then((payload) => app.start(payload))
+    .catch((error: unknown) => app.fail(error));
 }
 
 /** The entry point of anywidget. */

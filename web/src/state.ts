@@ -15,7 +15,18 @@ export interface State {
   more: Record<string, string>;
 }
 
-const PLAIN: State = { view: "", run: 0, other: -1, site: "", stat: "", scale: "", filter: "", step: null, theme: "auto", more: {} };
+const PLAIN: State = {
+  view: "",
+  run: 0,
+  other: -1,
+  site: "",
+  stat: "",
+  scale: "",
+  filter: "",
+  step: null,
+  theme: "auto",
+  more: {},
+};
 
 export function readAddress(hash: string): State {
   const state: State = { ...PLAIN, more: {} };
@@ -23,7 +34,8 @@ export function readAddress(hash: string): State {
     if (name === "run" || name === "other") state[name] = Number.parseInt(value, 10) || 0;
     else if (name === "step") state.step = Number.isFinite(Number(value)) ? Number(value) : null;
     else if (name === "theme") state.theme = value === "light" || value === "dark" ? value : "auto";
-    else if (name === "view" || name === "site" || name === "stat" || name === "scale" || name === "filter") state[name] = value;
+    else if (name === "view" || name === "site" || name === "stat" || name === "scale" || name === "filter")
+      state[name] = value;
     else state.more[name] = value;
   }
   return state;

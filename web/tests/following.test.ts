@@ -18,7 +18,18 @@ class Blobs {
     const columns = rows[0]!.length;
     const column: Column = { blob: this.add(Int32Array.from(sites)), dtype: "i32", shape: [sites.length] };
     const blob = this.add(Float32Array.from(rows.flat()));
-    return { of: "value", stat, unit: "", scale: "log", matrix: { sites: column, rows: sites.length, columns, levels: [{ factor: 1, columns, codec: "f32", tileRows: 64, tileColumns: 64, blob }] } };
+    return {
+      of: "value",
+      stat,
+      unit: "",
+      scale: "log",
+      matrix: {
+        sites: column,
+        rows: sites.length,
+        columns,
+        levels: [{ factor: 1, columns, codec: "f32", tileRows: 64, tileColumns: 64, blob }],
+      },
+    };
   }
 }
 
@@ -29,15 +40,43 @@ function sitesOf(names: string[]): Subject["sites"] {
 test("a followed run gets steps, sites and statistics that it had not", async () => {
   const blobs = new Blobs();
   const subject: Subject = {
-    kind: "log", name: "run", sites: sitesOf(["a"]), steps: { blob: blobs.add(Float64Array.of(0, 10)), dtype: "f64", shape: [2] },
-    statistics: [blobs.statistic("rms", [0], [[1, 2]])], histograms: [], arrays: [], tokens: [], edges: [], events: [], messages: [],
+    kind: "log",
+    name: "run",
+    sites: sitesOf(["a"]),
+    steps: { blob: blobs.add(Float64Array.of(0, 10)), dtype: "f64", shape: [2] },
+    statistics: [blobs.statistic("rms", [0], [[1, 2]])],
+    histograms: [],
+    arrays: [],
+    tokens: [],
+    edges: [],
+    events: [],
+    messages: [],
   };
   const run = new SubjectModel(0, subject, blobs.reader);
   await run.load();
   const update: Update = {
-    format: "tapax.page", version: 1, subject: 0, revision: 1, keep: 1, sites: sitesOf(["b"]), steps: [10, 20],
-    statistics: [blobs.statistic("rms", [0, 1], [[3, 4], [5, 6]]), blobs.statistic("norm", [1], [[7, 8]])],
-    histograms: [], events: [{ kind: "alert", step: 20, site: 1, siteName: "b", message: "b is large" }], messages: [], blobs: 0,
+    format: "tapax.page",
+    version: 1,
+    subject: 0,
+    revision: 1,
+    keep: 1,
+    sites: sitesOf(["b"]),
+    steps: [10, 20],
+    statistics: [
+      blobs.statistic(
+        "rms",
+        [0, 1],
+        [
+          [3, 4],
+          [5, 6],
+        ],
+      ),
+      blobs.statistic("norm", [1], [[7, 8]]),
+    ],
+    histograms: [],
+    events: [{ kind: "alert", step: 20, site: 1, siteName: "b", message: "b is large" }],
+    messages: [],
+    blobs: 0,
   };
   await run.apply(update);
   assert.deepEqual(run.steps, [0, 10, 20]);
@@ -53,11 +92,33 @@ test("a followed run gets steps, sites and statistics that it had not", async ()
 test("a statistic that an update does not have is missing at its steps", async () => {
   const blobs = new Blobs();
   const subject: Subject = {
-    kind: "log", name: "run", sites: sitesOf(["a"]), steps: { blob: blobs.add(Float64Array.of(0)), dtype: "f64", shape: [1] },
-    statistics: [blobs.statistic("rms", [0], [[1]])], histograms: [], arrays: [], tokens: [], edges: [], events: [], messages: [],
+    kind: "log",
+    name: "run",
+    sites: sitesOf(["a"]),
+    steps: { blob: blobs.add(Float64Array.of(0)), dtype: "f64", shape: [1] },
+    statistics: [blobs.statistic("rms", [0], [[1]])],
+    histograms: [],
+    arrays: [],
+    tokens: [],
+    edges: [],
+    events: [],
+    messages: [],
   };
   const run = new SubjectModel(0, subject, blobs.reader);
   await run.load();
-  await run.apply({ format: "tapax.page", version: 1, subject: 0, revision: 1, keep: 1, sites: sitesOf([]), steps: [5], statistics: [], histograms: [], events: [], messages: [], blobs: 0 });
+  await run.apply({
+    format: "tapax.page",
+    version: 1,
+    subject: 0,
+    revision: 1,
+    keep: 1,
+    sites: sitesOf([]),
+    steps: [5],
+    statistics: [],
+    histograms: [],
+    events: [],
+    messages: [],
+    blobs: 0,
+  });
   assert.deepEqual([...(await run.statistic("value.rms")!.matrix.readRow(0))], [1, MISSING]);
 });

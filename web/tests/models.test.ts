@@ -11,37 +11,91 @@ import { readAddress, writeAddress } from "../src/state";
 
 function makeSite(index: number, name: string, more: Partial<Site> = {}): Site {
   const path = name.replace(/\[.*$/, "");
-  return { index, name, path, call: 0, pullback: 0, iteration: [], kind: "module", shape: [2], dtype: "float32", nbytes: 8, source: null, loops: [], module: "", op: "", conditional: false, role: "", stack: "", depth: [], ...more };
+  return {
+    index,
+    name,
+    path,
+    call: 0,
+    pullback: 0,
+    iteration: [],
+    kind: "module",
+    shape: [2],
+    dtype: "float32",
+    nbytes: 8,
+    source: null,
+    loops: [],
+    module: "",
+    op: "",
+    conditional: false,
+    role: "",
+    stack: "",
+    depth: [],
+    ...more,
+  };
 }
 
 const SITES = [
-  makeSite(0, "GPT/embed"), makeSite(1, "GPT/layers/mlp[0]", { iteration: [0] }), makeSite(2, "GPT/layers/mlp[1]", { iteration: [1] }),
-  makeSite(3, "GPT/layers[0]", { iteration: [0] }), makeSite(4, "GPT/layers[1]", { iteration: [1] }), makeSite(5, "GPT/head", { conditional: true, shape: [7, 3] }), makeSite(6, "GPT"),
+  makeSite(0, "GPT/embed"),
+  makeSite(1, "GPT/layers/mlp[0]", { iteration: [0] }),
+  makeSite(2, "GPT/layers/mlp[1]", { iteration: [1] }),
+  makeSite(3, "GPT/layers[0]", { iteration: [0] }),
+  makeSite(4, "GPT/layers[1]", { iteration: [1] }),
+  makeSite(5, "GPT/head", { conditional: true, shape: [7, 3] }),
+  makeSite(6, "GPT"),
 ];
 
 test("modules are a tree, and a loop is one node with its number of iterations", () => {
   const tree = buildTree(SITES);
   const [gpt] = tree.children;
-  assert.deepEqual(gpt!.children.map((node) => [node.label, node.repeats]), [["embed", ""], ["layers", "× 2"], ["head", ""]]);
+  assert.deepEqual(
+    gpt!.children.map((node) => [node.label, node.repeats]),
+    [
+      ["embed", ""],
+      ["layers", "× 2"],
+      ["head", ""],
+    ],
+  );
   assert.equal(gpt!.count, 7);
   assert.equal(gpt!.children[2]!.isConditional, true);
-  assert.deepEqual(gpt!.children[1]!.children.map((node) => node.sites.length), [2]);
+  assert.deepEqual(
+    gpt!.children[1]!.children.map((node) => node.sites.length),
+    [2],
+  );
 });
 
 test("containers open level by level, as many as fit", () => {
   const tree = buildTree(SITES);
   assert.deepEqual([...openByDefault(tree, 3)], [""]);
   assert.deepEqual([...openByDefault(tree, 5)], ["", "GPT", "GPT/layers"]);
-  assert.deepEqual(visibleNodes(tree, new Set(["", "GPT"])).map((node) => node.path), ["GPT", "GPT/embed", "GPT/layers", "GPT/head"]);
+  assert.deepEqual(
+    visibleNodes(tree, new Set(["", "GPT"])).map((node) => node.path),
+    ["GPT", "GPT/embed", "GPT/layers", "GPT/head"],
+  );
 });
 
 test("edges are the data flow where it is known, and the order of siblings where it is not", () => {
   const tree = buildTree(SITES);
   const open = new Set(["", "GPT"]);
   const ordered = visibleEdges(tree, open, SITES, []);
-  assert.deepEqual(ordered.map((edge) => [edge.from.label, edge.to.label, edge.isOrder]), [["embed", "layers", true], ["layers", "head", true]]);
-  const known = visibleEdges(tree, open, SITES, [{ from: 0, to: 5, shape: [4, 4], dtype: "float32" }, { from: 1, to: 5, shape: null, dtype: "" }, { from: 1, to: 2, shape: null, dtype: "" }]);
-  assert.deepEqual(known.map((edge) => [edge.from.label, edge.to.label, edge.label]), [["embed", "head", "4 × 4"], ["layers", "head", "2"]]);
+  assert.deepEqual(
+    ordered.map((edge) => [edge.from.label, edge.to.label, edge.isOrder]),
+    [
+      ["embed", "layers", true],
+      ["layers", "head", true],
+    ],
+  );
+  const known = visibleEdges(tree, open, SITES, [
+    { from: 0, to: 5, shape: [4, 4], dtype: "float32" },
+    { from: 1, to: 5, shape: null, dtype: "" },
+    { from: 1, to: 2, shape: null, dtype: "" },
+  ]);
+  assert.deepEqual(
+    known.map((edge) => [edge.from.label, edge.to.label, edge.label]),
+    [
+      ["embed", "head", "4 × 4"],
+      ["layers", "head", "2"],
+    ],
+  );
 });
 
 test("without a worker the graph is an indented list that does not overlap", () => {
@@ -54,12 +108,18 @@ test("without a worker the graph is an indented list that does not overlap", () 
 
 test("sites of layers are cells by role, and sites outside of them rows of their own", () => {
   const sites = [
-    makeSite(0, "n/embed"), makeSite(1, "n/b/0/a", { role: "a", stack: "n/b", depth: [0] }), makeSite(2, "n/b/0/c", { role: "c", stack: "n/b", depth: [0] }),
-    makeSite(3, "n/b/1/a", { role: "a", stack: "n/b", depth: [1] }), makeSite(4, "n/head"),
+    makeSite(0, "n/embed"),
+    makeSite(1, "n/b/0/a", { role: "a", stack: "n/b", depth: [0] }),
+    makeSite(2, "n/b/0/c", { role: "c", stack: "n/b", depth: [0] }),
+    makeSite(3, "n/b/1/a", { role: "a", stack: "n/b", depth: [1] }),
+    makeSite(4, "n/head"),
   ];
   const grid = layOutLayers(sites);
   assert.deepEqual(grid.columns, ["", "a", "c"]);
-  assert.deepEqual(grid.rows.map((row) => row.label), ["n/embed", "n/b/0", "n/b/1", "n/head"]);
+  assert.deepEqual(
+    grid.rows.map((row) => row.label),
+    ["n/embed", "n/b/0", "n/b/1", "n/head"],
+  );
   assert.deepEqual([...grid.rows[1]!.cells.keys()], [1, 2]);
   assert.equal(grid.rows[2]!.cells.get(1)![0]!.index, 3);
 });
@@ -67,7 +127,10 @@ test("sites of layers are cells by role, and sites outside of them rows of their
 test("slices and statistics of an array are those of its axes", () => {
   const numbers = Float32Array.from({ length: 24 }, (_, i) => i);
   const slice = takeSlice(numbers, [2, 3, 4], [1, 0, 2], 1, 2);
-  assert.deepEqual([slice.rows, slice.columns, ...slice.numbers], [3, 4, ...Array.from({ length: 12 }, (_, i) => 12 + i)]);
+  assert.deepEqual(
+    [slice.rows, slice.columns, ...slice.numbers],
+    [3, 4, ...Array.from({ length: 12 }, (_, i) => 12 + i)],
+  );
   assert.deepEqual([...takeSlice(numbers, [2, 3, 4], [0, 2, 1], 0, 1).numbers], [1, 5, 9, 13, 17, 21]);
   assert.deepEqual([...takeSlice(new Float32Array([5]), [], [], -1, -1).numbers], [5]);
   const rms = axisStatistics(new Float32Array([3, 4, 0, 0]), [2, 2], 0);
@@ -78,12 +141,36 @@ test("sites are compared within a tolerance, and one that is not finite in one o
   const a = [1, 1, NaN, NaN, MISSING, 0];
   const b = [1.005, 1.5, 1, NaN, 1, 0];
   const sites = SITES.slice(0, 6);
-  const found = compareSites(sites, (site) => a[site.index]!, (site) => b[site.index]!, 0.01);
-  assert.deepEqual(found.map((each) => [each.site.index, each.differs]), [[0, false], [1, true], [2, true], [3, false], [5, false]]);
+  const found = compareSites(
+    sites,
+    (site) => a[site.index]!,
+    (site) => b[site.index]!,
+    0.01,
+  );
+  assert.deepEqual(
+    found.map((each) => [each.site.index, each.differs]),
+    [
+      [0, false],
+      [1, true],
+      [2, true],
+      [3, false],
+      [5, false],
+    ],
+  );
 });
 
 test("the state survives a round trip through the address", () => {
-  const state = { ...readAddress(""), view: "sites", run: 1, site: "GPT/<img src=x>&a=b/3", stat: "grad.rms", filter: "**/attn, ~**/0/**", step: 120, theme: "dark" as const, more: { sort: "grad.rms", rows: "3-9" } };
+  const state = {
+    ...readAddress(""),
+    view: "sites",
+    run: 1,
+    site: "GPT/<img src=x>&a=b/3",
+    stat: "grad.rms",
+    filter: "**/attn, ~**/0/**",
+    step: 120,
+    theme: "dark" as const,
+    more: { sort: "grad.rms", rows: "3-9" },
+  };
   assert.deepEqual(readAddress(writeAddress(state)), state);
   assert.equal(writeAddress(readAddress("")), "#");
   assert.deepEqual(readAddress("#run=x&step=y&theme=z").run, 0);

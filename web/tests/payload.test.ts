@@ -45,7 +45,11 @@ test("a tile that is not whole is refused", () => {
 });
 
 test("columns are typed, and may share a blob", async () => {
-  const reader = readerOf([bytesOf(new Float32Array([1, 2, 3, 4])), bytesOf(new Float64Array([0.5, -1])), new TextEncoder().encode("größe")]);
+  const reader = readerOf([
+    bytesOf(new Float32Array([1, 2, 3, 4])),
+    bytesOf(new Float64Array([0.5, -1])),
+    new TextEncoder().encode("größe"),
+  ]);
   assert.deepEqual([...(await reader.floats({ blob: 0, dtype: "f32", shape: [2, 2] }))], [1, 2, 3, 4]);
   assert.deepEqual([...(await reader.floats({ blob: 0, dtype: "f32", shape: [2], offset: 1 }))], [2, 3]);
   assert.deepEqual([...(await reader.doubles({ blob: 1, dtype: "f64", shape: [2] }))], [0.5, -1]);
@@ -65,13 +69,27 @@ test("NaN outweighs infinity, infinity any number, and every number a missing on
 
 async function tiledMatrix(): Promise<MatrixReader> {
   // [3, 5] in tiles of 2 x 3 columns, and a coarse level of two columns to one.
-  const tiles = [[0, 1, 2, 10, 11, 12], [3, 4, 13, 14], [20, 21, 22], [23, 24], [1, 3, 4, 11, 13, 14, 21, 23, 24]];
+  const tiles = [
+    [0, 1, 2, 10, 11, 12],
+    [3, 4, 13, 14],
+    [20, 21, 22],
+    [23, 24],
+    [1, 3, 4, 11, 13, 14, 21, 23, 24],
+  ];
   const level = { codec: "f32" as const, tileRows: 2, tileColumns: 3 };
   const matrix: Matrix = {
-    sites: { blob: 5, dtype: "i32", shape: [3] }, rows: 3, columns: 5,
-    levels: [{ ...level, factor: 1, columns: 5, blob: 0 }, { codec: "f32", tileRows: 3, tileColumns: 3, factor: 2, columns: 3, blob: 4 }],
+    sites: { blob: 5, dtype: "i32", shape: [3] },
+    rows: 3,
+    columns: 5,
+    levels: [
+      { ...level, factor: 1, columns: 5, blob: 0 },
+      { codec: "f32", tileRows: 3, tileColumns: 3, factor: 2, columns: 3, blob: 4 },
+    ],
   };
-  const reader = readerOf([...tiles.map((tile) => bytesOf(new Float32Array(tile))), bytesOf(new Int32Array([4, 7, 9]))]);
+  const reader = readerOf([
+    ...tiles.map((tile) => bytesOf(new Float32Array(tile))),
+    bytesOf(new Int32Array([4, 7, 9])),
+  ]);
   const made = new MatrixReader(matrix, reader);
   await made.load();
   return made;
@@ -90,9 +108,19 @@ test("a tiled matrix is read by row, by tile and at its coarse level", async () 
 
 test("a followed run appends columns and sites, and replaces steps from the one it was resumed at", async () => {
   const level = { factor: 1, columns: 2, codec: "f32" as const, tileRows: 8, tileColumns: 8, blob: 0 };
-  const matrix = new MatrixReader({ sites: null, rows: 2, columns: 2, levels: [level] }, readerOf([bytesOf(new Float32Array([1, 2, 3, 4]))]));
+  const matrix = new MatrixReader(
+    { sites: null, rows: 2, columns: 2, levels: [level] },
+    readerOf([bytesOf(new Float32Array([1, 2, 3, 4]))]),
+  );
   await matrix.load();
-  matrix.append(2, 1, new Map([[0, new Float32Array([5])], [6, new Float32Array([7])]]));
+  matrix.append(
+    2,
+    1,
+    new Map([
+      [0, new Float32Array([5])],
+      [6, new Float32Array([7])],
+    ]),
+  );
   assert.deepEqual([...(await matrix.readRow(0))], [1, 2, 5]);
   assert.deepEqual([...(await matrix.readRow(1))], [3, 4, MISSING]);
   assert.deepEqual([...(await matrix.readRow(matrix.row(6)))], [MISSING, MISSING, 7]);

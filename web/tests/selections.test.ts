@@ -7,7 +7,19 @@ function site(name: string) {
   return { name, path: found[1]!, call: Number(found[2] ?? 0), pullback: Number(found[3] ?? 0) };
 }
 
-const NAMES = ["GPT", "GPT/embed", "GPT/blocks/0", "GPT/blocks/0/attn", "GPT/blocks/0/attn:weights", "GPT/blocks/1/attn", "GPT/head", "GPT/head@1", "GPT/scan/mlp[0]", "GPT/scan/mlp[1]", "a.b+c"];
+const NAMES = [
+  "GPT",
+  "GPT/embed",
+  "GPT/blocks/0",
+  "GPT/blocks/0/attn",
+  "GPT/blocks/0/attn:weights",
+  "GPT/blocks/1/attn",
+  "GPT/head",
+  "GPT/head@1",
+  "GPT/scan/mlp[0]",
+  "GPT/scan/mlp[1]",
+  "a.b+c",
+];
 
 const CASES: [string, string[]][] = [
   ["", NAMES],
@@ -31,6 +43,9 @@ const CASES: [string, string[]][] = [
 for (const [pattern, wanted] of CASES) {
   test(`the selection ${JSON.stringify(pattern)} picks what it picks in Python`, () => {
     const picks = compileSelection(pattern);
-    assert.deepEqual(NAMES.filter((name) => picks(site(name))), wanted);
+    assert.deepEqual(
+      NAMES.filter((name) => picks(site(name))),
+      wanted,
+    );
   });
 }

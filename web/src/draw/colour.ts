@@ -19,7 +19,9 @@ export function parseHex(hex: string): Rgb {
 }
 
 function toOklab([r8, g8, b8]: Rgb): Rgb {
-  const r = toLinear(r8), g = toLinear(g8), b = toLinear(b8);
+  const r = toLinear(r8),
+    g = toLinear(g8),
+    b = toLinear(b8);
   const l = Math.cbrt(0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b);
   const m = Math.cbrt(0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b);
   const s = Math.cbrt(0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b);
@@ -50,7 +52,8 @@ function ramp(stops: string[]): Uint8ClampedArray {
     const place = (i / (STEPS - 1)) * (labs.length - 1);
     const at = Math.min(labs.length - 2, Math.floor(place));
     const t = place - at;
-    const low = labs[at]!, high = labs[at + 1]!;
+    const low = labs[at]!,
+      high = labs[at + 1]!;
     const rgb = fromOklab([0, 1, 2].map((k) => low[k]! * (1 - t) + high[k]! * t) as Rgb);
     table.set([...rgb, 255], 4 * i);
   }

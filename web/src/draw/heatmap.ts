@@ -35,7 +35,13 @@ function edges(from: number, to: number, count: number): Int32Array {
 }
 
 /** The number to show in each of at most `width` x `height` pixels: the one of largest magnitude in it. */
-export function aggregate(matrix: MatrixReader, rows: Int32Array, window: Window, width: number, height: number): Aggregate {
+export function aggregate(
+  matrix: MatrixReader,
+  rows: Int32Array,
+  window: Window,
+  width: number,
+  height: number,
+): Aggregate {
   const nRows = window.rowTo - window.rowFrom;
   const nColumns = window.columnTo - window.columnFrom;
   const w = Math.max(1, Math.min(width, nColumns));
@@ -51,14 +57,28 @@ export function aggregate(matrix: MatrixReader, rows: Int32Array, window: Window
   for (let y = 0; y < h; y++) {
     for (let i = rowEdges[y]!; i < rowEdges[y + 1]!; i++) {
       if (rows[i]! < 0) continue;
-      for (const stretch of stretchesOf(matrix, rows[i]!, window, fine)) fold(stretch, columnEdges, numbers, magnitudes, y * w);
+      for (const stretch of stretchesOf(matrix, rows[i]!, window, fine))
+        fold(stretch, columnEdges, numbers, magnitudes, y * w);
     }
   }
-  return { width: w, height: h, numbers, columnEdges, rowEdges, isExact: matrix.isWhole || fine, wanted: [...wanted.values()] };
+  return {
+    width: w,
+    height: h,
+    numbers,
+    columnEdges,
+    rowEdges,
+    isExact: matrix.isWhole || fine,
+    wanted: [...wanted.values()],
+  };
 }
 
 /** Note the tiles of a window that are not in memory; return whether all are, and whether they are few enough to read. */
-function needTiles(matrix: MatrixReader, rows: Int32Array, window: Window, wanted: Map<string, [number, number]>): boolean {
+function needTiles(
+  matrix: MatrixReader,
+  rows: Int32Array,
+  window: Window,
+  wanted: Map<string, [number, number]>,
+): boolean {
   const [tileRows, tileColumns] = matrix.tileShape;
   const seen = new Set<number>();
   const last = Math.min(window.columnTo, matrix.storedColumns);
@@ -90,23 +110,48 @@ function stretchesOf(matrix: MatrixReader, row: number, window: Window, fine: bo
   const made: Stretch[] = [];
   const stored = Math.min(window.columnTo, matrix.storedColumns);
   if (!fine) {
-    made.push({ numbers: matrix.coarse, start: row * matrix.coarseColumns, from: 0, to: stored, factor: matrix.coarseFactor });
+    made.push({
+      numbers: matrix.coarse,
+      start: row * matrix.coarseColumns,
+      from: 0,
+      to: stored,
+      factor: matrix.coarseFactor,
+    });
   } else {
     const [tileRows, tileColumns] = matrix.tileShape;
     for (let left = Math.floor(window.columnFrom / tileColumns) * tileColumns; left < stored; left += tileColumns) {
       const tile = matrix.tileAt(row, left);
-      if (tile) made.push({ numbers: tile.numbers, start: (row % tileRows) * tile.columns, from: left, to: Math.min(stored, left + tileColumns), factor: 1 });
+      if (tile)
+        made.push({
+          numbers: tile.numbers,
+          start: (row % tileRows) * tile.columns,
+          from: left,
+          to: Math.min(stored, left + tileColumns),
+          factor: 1,
+        });
     }
   }
   if (window.columnTo > matrix.storedColumns) {
     const from = Math.max(window.columnFrom, matrix.storedColumns);
-    made.push({ numbers: matrix.appendedRow(row, from, window.columnTo), start: 0, from, to: window.columnTo, factor: 1 });
+    made.push({
+      numbers: matrix.appendedRow(row, from, window.columnTo),
+      start: 0,
+      from,
+      to: window.columnTo,
+      factor: 1,
+    });
   }
   return made;
 }
 
 /** Fold a stretch of a row into the numbers shown; `magnitudes` has theirs, -1 where there is none yet. */
-function fold(stretch: Stretch, columnEdges: Int32Array, out: Float32Array, magnitudes: Float32Array, at: number): void {
+function fold(
+  stretch: Stretch,
+  columnEdges: Int32Array,
+  out: Float32Array,
+  magnitudes: Float32Array,
+  at: number,
+): void {
   const { numbers, start, from, to, factor } = stretch;
   for (let x = 0; x + 1 < columnEdges.length; x++) {
     const first = Math.max(columnEdges[x]!, from);
@@ -158,17 +203,30 @@ export function paint(numbers: Float32Array, width: number, height: number, scal
   const [r, g, b] = palette.nonfinite;
   const bad = (255 << 24) | (b << 16) | (g << 8) | r;
   const table = tableOf(scale);
-  const own = table && numbers.byteOffset % 4 === 0 ? new Uint32Array(numbers.buffer, numbers.byteOffset, numbers.length) : null;
+  const own =
+    table && numbers.byteOffset % 4 === 0 ? new Uint32Array(numbers.buffer, numbers.byteOffset, numbers.length) : null;
   for (let i = 0; i < numbers.length; i++) {
     const number = numbers[i]!;
     if (number === MISSING) continue;
-    pixels[i] = number - number !== 0 ? bad : table && own ? colours[table[own[i]! >>> 16]!]! : colours[Math.round(scale.place(number) * 255)]!;
+    pixels[i] =
+      number - number !== 0
+        ? bad
+        : table && own
+          ? colours[table[own[i]! >>> 16]!]!
+          : colours[Math.round(scale.place(number) * 255)]!;
   }
   return image;
 }
 
 /** Draw an image of pixels into a rectangle of a canvas, with sharp edges. */
-export function drawPixels(context: CanvasRenderingContext2D, image: ImageData, x: number, y: number, width: number, height: number): void {
+export function drawPixels(
+  context: CanvasRenderingContext2D,
+  image: ImageData,
+  x: number,
+  y: number,
+  width: number,
+  height: number,
+): void {
   const small = document.createElement("canvas");
   small.width = image.width;
   small.height = image.height;

@@ -8,7 +8,11 @@ const WIDTH = 220;
 const BAR = 10;
 
 export function legend(scale: Scale, palette: Palette, label: string, unit: string, ink: string): HTMLElement {
-  const canvas = el("canvas", { class: "legend-bar", role: "img", "aria-label": `${label}: from ${tickLabel(scale.low)} to ${tickLabel(scale.high)} ${unit}` });
+  const canvas = el("canvas", {
+    class: "legend-bar",
+    role: "img",
+    "aria-label": `${label}: from ${tickLabel(scale.low)} to ${tickLabel(scale.high)} ${unit}`,
+  });
   const context = fitCanvas(canvas, WIDTH + 40, BAR + 18);
   for (let x = 0; x < WIDTH; x++) {
     context.fillStyle = css(colourAt(palette, x / (WIDTH - 1)));
@@ -29,7 +33,8 @@ export function legend(scale: Scale, palette: Palette, label: string, unit: stri
   }
   const kind = scale.kind === "log" ? ", log scale" : "";
   return el(
-    "div", { class: "legend" },
+    "div",
+    { class: "legend" },
     el("span", { class: "legend-label" }, `${label}${unit ? ` (${unit})` : ""}${kind}`),
     canvas,
     el("span", { class: "legend-mark" }, swatch(css(palette.nonfinite)), "not finite"),

@@ -17,7 +17,12 @@ export function makeScale(kind: ScaleKind, low: number, high: number): Scale {
     const floor = low > 0 ? low : 1e-30;
     const from = Math.log(floor);
     const span = Math.log(Math.max(high, floor * 1.0001)) - from;
-    return { kind, low: floor, high: Math.exp(from + span), place: (x) => (x > 0 ? clamp((Math.log(x) - from) / span) : 0) };
+    return {
+      kind,
+      low: floor,
+      high: Math.exp(from + span),
+      place: (x) => (x > 0 ? clamp((Math.log(x) - from) / span) : 0),
+    };
   }
   if (kind === "diverging") {
     const bound = Math.max(Math.abs(low), Math.abs(high)) || 1;
@@ -44,7 +49,8 @@ export function fitScale(kind: ScaleKind, numbers: Float32Array | number[], trim
   const at = (q: number) => sample[Math.min(sample.length - 1, Math.max(0, Math.round(q * (sample.length - 1))))]!;
   let low = at(sample.length > 100 ? trim : 0);
   let high = at(sample.length > 100 ? 1 - trim : 1);
-  if (low === high) [low, high] = kind === "log" ? [low / 2, high * 2] : [low - Math.abs(low || 1) / 2, high + Math.abs(high || 1) / 2];
+  if (low === high)
+    [low, high] = kind === "log" ? [low / 2, high * 2] : [low - Math.abs(low || 1) / 2, high + Math.abs(high || 1) / 2];
   return makeScale(kind, low, high);
 }
 

@@ -3,8 +3,15 @@ import { MISSING } from "../payload/types";
 import type { Scale } from "./scale";
 
 export function drawSparkline(
-  graphics: CanvasRenderingContext2D, numbers: Float32Array, scale: Scale, colour: string, bad: string,
-  x: number, y: number, width: number, height: number,
+  graphics: CanvasRenderingContext2D,
+  numbers: Float32Array,
+  scale: Scale,
+  colour: string,
+  bad: string,
+  x: number,
+  y: number,
+  width: number,
+  height: number,
 ): void {
   graphics.strokeStyle = colour;
   graphics.lineWidth = 1.2;

@@ -12,16 +12,28 @@ export interface ComparedSite {
   differs: boolean;
 }
 
-export function numberAt(subject: SubjectModel, statistic: LoadedStatistic | undefined, site: Site | undefined, column: number): number {
+export function numberAt(
+  subject: SubjectModel,
+  statistic: LoadedStatistic | undefined,
+  site: Site | undefined,
+  column: number,
+): number {
   if (!statistic || !site) return MISSING;
   const row = statistic.matrix.row(site.index);
   if (row < 0) return MISSING;
   const at = subject.steps.length ? Math.min(column, subject.steps.length - 1) : 0;
   const { matrix } = statistic;
-  return matrix.at(row, at) ?? matrix.coarse[row * matrix.coarseColumns + Math.floor(at / matrix.coarseFactor)] ?? MISSING;
+  return (
+    matrix.at(row, at) ?? matrix.coarse[row * matrix.coarseColumns + Math.floor(at / matrix.coarseFactor)] ?? MISSING
+  );
 }
 
-export function compareSites(sites: Site[], readA: (site: Site) => number, readB: (site: Site) => number, tolerance: number): ComparedSite[] {
+export function compareSites(
+  sites: Site[],
+  readA: (site: Site) => number,
+  readB: (site: Site) => number,
+  tolerance: number,
+): ComparedSite[] {
   const made: ComparedSite[] = [];
   for (const site of sites) {
     const a = readA(site);

@@ -46,7 +46,11 @@ function toElk(root: ModuleNode, open: Set<string>, edges: ModuleEdge[]): ElkNod
   const convert = (node: ModuleNode): ElkNode => {
     const children = open.has(node.path) ? node.children.map(convert) : [];
     return children.length
-      ? { id: node.path, children, layoutOptions: { "elk.padding": `[top=${TITLE + 10},left=14,bottom=14,right=14]` } }
+      ? {
+          id: node.path,
+          children,
+          layoutOptions: { "elk.padding": `[top=${TITLE + 10},left=14,bottom=14,right=14]` },
+        }
       : { id: node.path, width: boxWidth(node), height: HEIGHT };
   };
   return {
@@ -75,7 +79,13 @@ function read(laid: ElkNode, root: ModuleNode, edges: ModuleEdge[]): GraphLayout
   const boxes: Box[] = [];
   const place = (node: ElkNode, x: number, y: number) => {
     for (const child of node.children ?? []) {
-      const box = { node: byPath.get(child.id)!, x: x + (child.x ?? 0), y: y + (child.y ?? 0), width: child.width ?? 0, height: child.height ?? 0 };
+      const box = {
+        node: byPath.get(child.id)!,
+        x: x + (child.x ?? 0),
+        y: y + (child.y ?? 0),
+        width: child.width ?? 0,
+        height: child.height ?? 0,
+      };
       boxes.push(box);
       place(child, box.x, box.y);
     }
@@ -86,7 +96,10 @@ function read(laid: ElkNode, root: ModuleNode, edges: ModuleEdge[]): GraphLayout
     const section = edge.sections?.[0];
     if (!section) continue;
     const points = [section.startPoint, ...(section.bendPoints ?? []), section.endPoint];
-    lines.set(edges[Number(edge.id.slice(1))]!, points.map(({ x, y }) => [x, y]));
+    lines.set(
+      edges[Number(edge.id.slice(1))]!,
+      points.map(({ x, y }) => [x, y]),
+    );
   }
   return { boxes, lines, width: laid.width ?? 0, height: laid.height ?? 0 };
 }

@@ -51,7 +51,17 @@ export function buildTree(sites: Site[]): ModuleNode {
 }
 
 function makeNode(path: string, label: string, parent: ModuleNode | null): ModuleNode {
-  return { path, label, parent, children: [], sites: [], first: Infinity, count: 0, repeats: "", isConditional: false };
+  return {
+    path,
+    label,
+    parent,
+    children: [],
+    sites: [],
+    first: Infinity,
+    count: 0,
+    repeats: "",
+    isConditional: false,
+  };
 }
 
 function finish(node: ModuleNode): void {
@@ -99,7 +109,8 @@ export function visibleEdges(root: ModuleNode, open: Set<string>, sites: Site[],
     const [from, to] = [owner.get(edge.from), owner.get(edge.to)];
     if (!from || !to || from === to || contains(from, to) || contains(to, from)) continue;
     const key = `${from.path}>${to.path}`;
-    if (!made.has(key)) made.set(key, { from, to, label: shapeLabel(edge.shape ?? sites[edge.from]!.shape), isOrder: false });
+    if (!made.has(key))
+      made.set(key, { from, to, label: shapeLabel(edge.shape ?? sites[edge.from]!.shape), isOrder: false });
   }
   return [...made.values()];
 }
@@ -120,7 +131,8 @@ function orderEdges(node: ModuleNode, open: Set<string>): ModuleEdge[] {
 
 /** The shape of what a module returns: of its own site, or of the last one in it. */
 export function outputShape(node: ModuleNode): number[] | null {
-  const own = node.sites.find((site) => site.shape && !site.path.includes(":")) ?? node.sites.find((site) => site.shape);
+  const own =
+    node.sites.find((site) => site.shape && !site.path.includes(":")) ?? node.sites.find((site) => site.shape);
   if (own) return own.shape;
   for (let i = node.children.length - 1; i >= 0; i--) {
     const shape = outputShape(node.children[i]!);

@@ -13,7 +13,13 @@ function strides(shape: number[]): number[] {
 }
 
 /** Two axes of an array, with the others at fixed indices; an axis of -1 has one element. */
-export function takeSlice(numbers: Float32Array, shape: number[], indices: number[], down: number, across: number): Slice {
+export function takeSlice(
+  numbers: Float32Array,
+  shape: number[],
+  indices: number[],
+  down: number,
+  across: number,
+): Slice {
   const steps = strides(shape);
   const rows = down < 0 ? 1 : shape[down]!;
   const columns = across < 0 ? 1 : shape[across]!;
@@ -24,7 +30,8 @@ export function takeSlice(numbers: Float32Array, shape: number[], indices: numbe
   const made = new Float32Array(rows * columns);
   for (let row = 0; row < rows; row++) {
     for (let column = 0; column < columns; column++) {
-      made[row * columns + column] = numbers[base + (down < 0 ? 0 : row * steps[down]!) + (across < 0 ? 0 : column * steps[across]!)]!;
+      made[row * columns + column] =
+        numbers[base + (down < 0 ? 0 : row * steps[down]!) + (across < 0 ? 0 : column * steps[across]!)]!;
     }
   }
   return { rows, columns, numbers: made };

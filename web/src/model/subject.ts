@@ -35,7 +35,12 @@ export interface LoadedStatistic {
 }
 
 export const KINDS: Record<Of, string> = {
-  value: "value", grad: "gradient", param: "parameter", param_grad: "parameter gradient", update: "update", "": "",
+  value: "value",
+  grad: "gradient",
+  param: "parameter",
+  param_grad: "parameter gradient",
+  update: "update",
+  "": "",
 };
 
 export function statisticKey(of: Of, stat: string): string {
@@ -76,7 +81,11 @@ export class SubjectModel {
   statistics: LoadedStatistic[] = [];
   private byName: Map<string, Site>;
 
-  constructor(readonly index: number, public data: Subject, readonly reader: BlobReader) {
+  constructor(
+    readonly index: number,
+    public data: Subject,
+    readonly reader: BlobReader,
+  ) {
     this.sites = makeSites(data.sites);
     this.byName = new Map(this.sites.map((site) => [site.name, site]));
   }
@@ -135,7 +144,8 @@ export class SubjectModel {
     }
     this.steps.length = update.keep;
     this.steps.push(...update.steps);
-    const same = (a: { of: string; stat: string; site: number }, b: typeof a) => a.of === b.of && a.stat === b.stat && a.site === b.site;
+    const same = (a: { of: string; stat: string; site: number }, b: typeof a) =>
+      a.of === b.of && a.stat === b.stat && a.site === b.site;
     const others = this.data.histograms.filter((old) => !update.histograms.some((each) => same(old, each)));
     this.data = {
       ...this.data,
@@ -146,7 +156,11 @@ export class SubjectModel {
     };
   }
 
-  private async emptyStatistic(statistic: Statistic, update: Update, rows: Map<number, Float32Array>): Promise<LoadedStatistic> {
+  private async emptyStatistic(
+    statistic: Statistic,
+    update: Update,
+    rows: Map<number, Float32Array>,
+  ): Promise<LoadedStatistic> {
     const { of, stat, unit, scale } = statistic;
     const level = { factor: 1, columns: 0, codec: "f32" as const, tileRows: 1, tileColumns: 1, blob: 0 };
     const matrix = new MatrixReader({ sites: null, rows: 0, columns: 0, levels: [level] }, this.reader);

@@ -52,13 +52,15 @@ export class BlobReader {
   }
 
   private async checked(column: Column, dtype: Column["dtype"]): Promise<Uint8Array> {
-    if (column.dtype !== dtype) throw new Error(`Blob ${column.blob} holds ${column.dtype}, but ${dtype} was expected.`);
+    if (column.dtype !== dtype)
+      throw new Error(`Blob ${column.blob} holds ${column.dtype}, but ${dtype} was expected.`);
     const size = SIZES[dtype];
     const wanted = size * column.shape.reduce((product, n) => product * n, 1);
     const start = size * (column.offset ?? 0);
     const bytes = await (column.offset === undefined ? this.bytes(column.blob) : this.sharedBytes(column.blob));
     const isWhole = column.offset === undefined ? bytes.byteLength === wanted : bytes.byteLength >= start + wanted;
-    if (!isWhole) throw new Error(`Blob ${column.blob} has ${bytes.byteLength} bytes, but ${start + wanted} were expected.`);
+    if (!isWhole)
+      throw new Error(`Blob ${column.blob} has ${bytes.byteLength} bytes, but ${start + wanted} were expected.`);
     return column.offset === undefined ? bytes : bytes.slice(start, start + wanted);
   }
 

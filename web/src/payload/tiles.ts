@@ -13,7 +13,12 @@ export interface Tile {
 
 /** Decode one row of a tile in codec q13 into `out`, from `at` on. */
 export function decodeQuantisedRow(
-  bytes: Uint8Array, rows: number, columns: number, row: number, out: Float32Array, at: number,
+  bytes: Uint8Array,
+  rows: number,
+  columns: number,
+  row: number,
+  out: Float32Array,
+  at: number,
 ): void {
   const view = new DataView(bytes.buffer, bytes.byteOffset + 12 * row, 12);
   const low = view.getFloat32(0, true);
@@ -70,7 +75,10 @@ export class MatrixReader {
   private appended: Float32Array[] = [];
   private stored: number;
 
-  constructor(private readonly matrix: Matrix, private readonly reader: BlobReader) {
+  constructor(
+    private readonly matrix: Matrix,
+    private readonly reader: BlobReader,
+  ) {
     this.rows = matrix.rows;
     this.columns = matrix.columns;
     this.stored = matrix.columns;
@@ -78,7 +86,9 @@ export class MatrixReader {
 
   async load(): Promise<void> {
     const { matrix, reader } = this;
-    this.sites = matrix.sites ? await reader.integers(matrix.sites) : Int32Array.from({ length: matrix.rows }, (_, i) => i);
+    this.sites = matrix.sites
+      ? await reader.integers(matrix.sites)
+      : Int32Array.from({ length: matrix.rows }, (_, i) => i);
     this.rowOfSite = new Map(Array.from(this.sites, (site, row) => [site, row]));
     const level = matrix.levels[matrix.levels.length - 1]!;
     this.coarseFactor = level.factor;
@@ -87,11 +97,16 @@ export class MatrixReader {
     const jobs: Promise<void>[] = [];
     for (let top = 0; top < matrix.rows; top += level.tileRows) {
       for (let left = 0; left < level.columns; left += level.tileColumns) {
-        jobs.push(this.decode(level, top, left).then((tile) => {
-          for (let row = 0; row < tile.rows; row++) {
-            this.coarse.set(tile.numbers.subarray(row * tile.columns, (row + 1) * tile.columns), (top + row) * level.columns + left);
-          }
-        }));
+        jobs.push(
+          this.decode(level, top, left).then((tile) => {
+            for (let row = 0; row < tile.rows; row++) {
+              this.coarse.set(
+                tile.numbers.subarray(row * tile.columns, (row + 1) * tile.columns),
+                (top + row) * level.columns + left,
+              );
+            }
+          }),
+        );
       }
     }
     await Promise.all(jobs);
@@ -169,7 +184,11 @@ export class MatrixReader {
         const columns = Math.min(level.tileColumns, level.columns - left);
         const bytes = await this.reader.bytes(this.blobOf(level, top, left));
         if (level.codec === "q13") decodeQuantisedRow(bytes, rows, columns, row - top, out, left);
-        else out.set(decodeTile(bytes, "f32", rows, columns).subarray((row - top) * columns, (row - top + 1) * columns), left);
+        else
+          out.set(
+            decodeTile(bytes, "f32", rows, columns).subarray((row - top) * columns, (row - top + 1) * columns),
+            left,
+          );
       }
     }
     this.appended.forEach((column, i) => (out[this.stored + i] = column[row] ?? MISSING));
@@ -193,7 +212,8 @@ export class MatrixReader {
 
   /** Keep the first `keep` columns, and append others: `numbers` by site and new column. */
   append(keep: number, columns: number, rows: Map<number, Float32Array>): void {
-    if (keep < this.stored && !this.isWhole) throw new Error("A run replaced steps of a quantised payload. Load the page again.");
+    if (keep < this.stored && !this.isWhole)
+      throw new Error("A run replaced steps of a quantised payload. Load the page again.");
     if (keep < this.stored) {
       const coarse = new Float32Array(this.rows * keep);
       for (let row = 0; row < this.rows; row++) {

@@ -18,12 +18,32 @@ export interface Theme {
 
 export const THEMES: Record<ThemeName, Theme> = {
   light: {
-    name: "light", background: "#f6f6f4", panel: "#ffffff", raised: "#ffffff", ink: "#1c1d20", muted: "#62666d", faint: "#9a9ea5",
-    line: "#e4e4e0", accent: "#2f5fd0", accentSoft: "#e8eefc", bad: "#c2136d", warning: "#a85a00",
+    name: "light",
+    background: "#f6f6f4",
+    panel: "#ffffff",
+    raised: "#ffffff",
+    ink: "#1c1d20",
+    muted: "#62666d",
+    faint: "#9a9ea5",
+    line: "#e4e4e0",
+    accent: "#2f5fd0",
+    accentSoft: "#e8eefc",
+    bad: "#c2136d",
+    warning: "#a85a00",
   },
   dark: {
-    name: "dark", background: "#121315", panel: "#191b1e", raised: "#22252a", ink: "#e6e6e3", muted: "#9aa0a8", faint: "#6d737b",
-    line: "#2b2e33", accent: "#86a9ff", accentSoft: "#232d47", bad: "#ff5aac", warning: "#f0a95a",
+    name: "dark",
+    background: "#121315",
+    panel: "#191b1e",
+    raised: "#22252a",
+    ink: "#e6e6e3",
+    muted: "#9aa0a8",
+    faint: "#6d737b",
+    line: "#2b2e33",
+    accent: "#86a9ff",
+    accentSoft: "#232d47",
+    bad: "#ff5aac",
+    warning: "#f0a95a",
   },
 };
 

@@ -42,7 +42,9 @@ export class Toolbar {
       return;
     }
     const values = made.querySelectorAll<HTMLInputElement>("input[type=range]");
-    this.element.querySelectorAll<HTMLInputElement>("input[type=range]").forEach((slider, i) => (slider.value = values[i]!.value));
+    this.element
+      .querySelectorAll<HTMLInputElement>("input[type=range]")
+      .forEach((slider, i) => (slider.value = values[i]!.value));
     const texts = made.querySelectorAll("output");
     this.element.querySelectorAll("output").forEach((output, i) => (output.textContent = texts[i]!.textContent));
   }

@@ -6,7 +6,10 @@ export class Tooltip {
 
   show(event: MouseEvent, lines: [string, string?][]): void {
     clear(this.element);
-    append(this.element, lines.map(([text, kind]) => el("div", { class: kind ?? "" }, text)));
+    append(
+      this.element,
+      lines.map(([text, kind]) => el("div", { class: kind ?? "" }, text)),
+    );
     this.element.hidden = false;
     const host = (this.element.offsetParent ?? document.body).getBoundingClientRect();
     const box = this.element.getBoundingClientRect();

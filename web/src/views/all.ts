@@ -12,4 +12,16 @@ import { source } from "./source";
 import { tokens } from "./tokens";
 import type { ViewKind } from "./view";
 
-export const VIEWS: ViewKind[] = [layers, sites, histograms, events, modules, source, tokens, heads, arrays, compare, dataset];
+export const VIEWS: ViewKind[] = [
+  layers,
+  sites,
+  histograms,
+  events,
+  modules,
+  source,
+  tokens,
+  heads,
+  arrays,
+  compare,
+  dataset,
+];

@@ -26,13 +26,21 @@ interface Cell {
 
 export class CaptureGrid implements ViewInstance {
   private readonly toolbar = new Toolbar();
-  private readonly canvas = el("canvas", { class: "plot", tabindex: 0, role: "application", "aria-label": "Heat map of layers by modules" });
+  private readonly canvas = el("canvas", {
+    class: "plot",
+    tabindex: 0,
+    role: "application",
+    "aria-label": "Heat map of layers by modules",
+  });
   private readonly frame = el("div", { class: "plot-frame scrolls" }, this.canvas);
   private readonly footer = el("div", { class: "legend-row" });
   private cells: Cell[] = [];
   private statistic: LoadedStatistic | undefined;
 
-  constructor(private readonly context: PageContext, host: HTMLElement) {
+  constructor(
+    private readonly context: PageContext,
+    host: HTMLElement,
+  ) {
     host.append(this.toolbar.element, this.frame, this.footer);
     this.canvas.addEventListener("mousemove", (event) => this.hover(event));
     this.canvas.addEventListener("mouseleave", () => context.tooltip.hide());
@@ -49,7 +57,11 @@ export class CaptureGrid implements ViewInstance {
     if (!this.statistic) {
       clear(this.footer);
       this.frame.replaceChildren(
-        emptyState("No numbers here", "A table of sites has types and sources, but no values. A capture has them:", "_, taps = tapax.capture(step)(...)\ntapax.view(taps)"),
+        emptyState(
+          "No numbers here",
+          "A table of sites has types and sources, but no values. A capture has them:",
+          "_, taps = tapax.capture(step)(...)\ntapax.view(taps)",
+        ),
       );
       return;
     }
@@ -60,7 +72,10 @@ export class CaptureGrid implements ViewInstance {
   }
 
   inspect(): unknown {
-    return { statistic: this.statistic?.key, cells: this.cells.map((cell) => ({ ...cell, sites: cell.sites.map((site) => site.name) })) };
+    return {
+      statistic: this.statistic?.key,
+      cells: this.cells.map((cell) => ({ ...cell, sites: cell.sites.map((site) => site.name) })),
+    };
   }
 
   private draw(grid: LayerGrid): void {
@@ -100,7 +115,14 @@ export class CaptureGrid implements ViewInstance {
           const each = statistic.matrix.at(statistic.matrix.row(site.index), 0) ?? MISSING;
           if (outweighs(each, number)) number = each;
         }
-        const cell = { sites, number, x: gutter + column * cellWidth + 1, y: y + 1, width: cellWidth - 2, height: rowHeight - 2 };
+        const cell = {
+          sites,
+          number,
+          x: gutter + column * cellWidth + 1,
+          y: y + 1,
+          width: cellWidth - 2,
+          height: rowHeight - 2,
+        };
         this.cells.push(cell);
         if (number === MISSING) continue;
         const colour = Number.isFinite(number) ? colourAt(palette, scale.place(number)) : palette.nonfinite;

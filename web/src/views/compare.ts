@@ -10,7 +10,12 @@ import { Toolbar } from "../ui/toolbar";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 const SHOWN = 600;
-const TOLERANCES = [{ value: "0", label: "exact" }, { value: "0.001", label: "0.1 %" }, { value: "0.01", label: "1 %" }, { value: "0.1", label: "10 %" }];
+const TOLERANCES = [
+  { value: "0", label: "exact" },
+  { value: "0.001", label: "0.1 %" },
+  { value: "0.01", label: "1 %" },
+  { value: "0.1", label: "10 %" },
+];
 
 class Compare implements ViewInstance {
   private readonly toolbar = new Toolbar();
@@ -18,7 +23,10 @@ class Compare implements ViewInstance {
   private readonly body = el("div", { class: "compare scrolls" });
   private shown: unknown = null;
 
-  constructor(private readonly context: PageContext, host: HTMLElement) {
+  constructor(
+    private readonly context: PageContext,
+    host: HTMLElement,
+  ) {
     host.append(this.toolbar.element, this.summary, this.body);
   }
 
@@ -33,7 +41,14 @@ class Compare implements ViewInstance {
     if (subject.data.difference) this.showDifference(subject.data.difference);
     else if (this.context.model.subjects.length > 1) this.showRuns();
     else if (subject.steps.length > 1) this.showSteps();
-    else this.body.replaceChildren(emptyState("Nothing to compare with", "View two captures or two runs together, or a difference:", "tapax.view(before, after)\ntapax.view(tapax.diff(before, after))"));
+    else
+      this.body.replaceChildren(
+        emptyState(
+          "Nothing to compare with",
+          "View two captures or two runs together, or a difference:",
+          "tapax.view(before, after)\ntapax.view(tapax.diff(before, after))",
+        ),
+      );
   }
 
   private showRuns(): void {
@@ -42,18 +57,39 @@ class Compare implements ViewInstance {
     const a = context.subject();
     const b = model.subjects[store.state.other] ?? model.subjects.find((each) => each !== a)!;
     const statistic = context.statistic();
-    const options = model.subjects.filter((each) => each !== a).map((each) => ({ value: String(each.index), label: each.data.name }));
-    this.toolbar.append(select("With", options, String(b.index), (value) => store.set({ other: Number(value) })), ...context.statisticControls().slice(0, 1), this.toleranceControl());
-    if (!statistic) return void this.body.replaceChildren(emptyState("No numbers", "The first of them has no statistics."));
+    const options = model.subjects
+      .filter((each) => each !== a)
+      .map((each) => ({ value: String(each.index), label: each.data.name }));
+    this.toolbar.append(
+      select("With", options, String(b.index), (value) => store.set({ other: Number(value) })),
+      ...context.statisticControls().slice(0, 1),
+      this.toleranceControl(),
+    );
+    if (!statistic)
+      return void this.body.replaceChildren(emptyState("No numbers", "The first of them has no statistics."));
     const twin = b.statistic(statistic.key);
-    const last = (steps: number[], step: number | null) => (step === null ? Infinity : steps.findIndex((each) => each >= step) >>> 0);
+    const last = (steps: number[], step: number | null) =>
+      step === null ? Infinity : steps.findIndex((each) => each >= step) >>> 0;
     const { step } = store.state;
     const compared = compareSites(
-      context.filtered(), (site) => numberAt(a, statistic, site, last(a.steps, step)), (site) => numberAt(b, twin, b.site(site.name), last(b.steps, step)), this.tolerance(),
+      context.filtered(),
+      (site) => numberAt(a, statistic, site, last(a.steps, step)),
+      (site) => numberAt(b, twin, b.site(site.name), last(b.steps, step)),
+      this.tolerance(),
     );
     const onlyA = context.filtered().filter((site) => !b.site(site.name)).length;
     const onlyB = b.sites.filter((site) => !a.site(site.name)).length;
-    this.showTable(compared, a.data.name, b.data.name, [onlyA ? `${formatCount(onlyA)} sites only in ${a.data.name}` : "", onlyB ? `${formatCount(onlyB)} only in ${b.data.name}` : ""].filter(Boolean).join(", "));
+    this.showTable(
+      compared,
+      a.data.name,
+      b.data.name,
+      [
+        onlyA ? `${formatCount(onlyA)} sites only in ${a.data.name}` : "",
+        onlyB ? `${formatCount(onlyB)} only in ${b.data.name}` : "",
+      ]
+        .filter(Boolean)
+        .join(", "),
+    );
   }
 
   private showSteps(): void {
@@ -69,17 +105,37 @@ class Compare implements ViewInstance {
     const from = at(store.state.more.from, 0);
     const to = at(store.state.more.to, steps.length - 1);
     const input = (label: string, name: string, column: number) => {
-      const field = el("input", { type: "number", list: "", min: steps[0], max: steps[steps.length - 1], value: steps[column], "aria-label": label });
+      const field = el("input", {
+        type: "number",
+        list: "",
+        min: steps[0],
+        max: steps[steps.length - 1],
+        value: steps[column],
+        "aria-label": label,
+      });
       field.addEventListener("change", () => {
         const wanted = Number(field.value);
-        const nearest = steps.reduce((best, each) => (Math.abs(each - wanted) < Math.abs(best - wanted) ? each : best), steps[0]!);
+        const nearest = steps.reduce(
+          (best, each) => (Math.abs(each - wanted) < Math.abs(best - wanted) ? each : best),
+          steps[0]!,
+        );
         store.set({ more: { [name]: String(nearest) } });
       });
       return el("label", { class: "control" }, el("span", { class: "control-label" }, label), field);
     };
-    this.toolbar.append(input("Step", "from", from), input("and step", "to", to), ...context.statisticControls().slice(0, 1), this.toleranceControl());
+    this.toolbar.append(
+      input("Step", "from", from),
+      input("and step", "to", to),
+      ...context.statisticControls().slice(0, 1),
+      this.toleranceControl(),
+    );
     if (!statistic) return void this.body.replaceChildren(emptyState("No numbers", "The log has no statistics yet."));
-    const compared = compareSites(context.filtered(), (site) => numberAt(subject, statistic, site, from), (site) => numberAt(subject, statistic, site, to), this.tolerance());
+    const compared = compareSites(
+      context.filtered(),
+      (site) => numberAt(subject, statistic, site, from),
+      (site) => numberAt(subject, statistic, site, to),
+      this.tolerance(),
+    );
     this.showTable(compared, `step ${formatCount(steps[from]!)}`, `step ${formatCount(steps[to]!)}`, "");
   }
 
@@ -88,25 +144,66 @@ class Compare implements ViewInstance {
   }
 
   private toleranceControl(): HTMLElement {
-    return segmented("Tolerance", TOLERANCES, this.context.store.state.more.tolerance || "0.01", (value) => this.context.store.set({ more: { tolerance: value } }));
+    return segmented("Tolerance", TOLERANCES, this.context.store.state.more.tolerance || "0.01", (value) =>
+      this.context.store.set({ more: { tolerance: value } }),
+    );
   }
 
   private showTable(compared: ComparedSite[], a: string, b: string, remark: string): void {
     const { context } = this;
     const { order = "program" } = context.store.state.more;
     const first = compared.find((each) => each.differs);
-    this.toolbar.append(segmented("Order", [{ value: "program", label: "Program" }, { value: "change", label: "Change" }], order, (value) => context.store.set({ more: { order: value } })));
+    this.toolbar.append(
+      segmented(
+        "Order",
+        [
+          { value: "program", label: "Program" },
+          { value: "change", label: "Change" },
+        ],
+        order,
+        (value) => context.store.set({ more: { order: value } }),
+      ),
+    );
     const differing = compared.filter((each) => each.differs).length;
     this.summary.replaceChildren(
-      el("strong", {}, first ? `${formatCount(differing)} of ${formatCount(compared.length)} sites differ` : `All ${formatCount(compared.length)} sites are equal within the tolerance`),
-      first ? el("span", {}, " first: ", el("button", { type: "button", class: "link mono", onclick: () => context.selectSite(first.site.name) }, first.site.name)) : "",
+      el(
+        "strong",
+        {},
+        first
+          ? `${formatCount(differing)} of ${formatCount(compared.length)} sites differ`
+          : `All ${formatCount(compared.length)} sites are equal within the tolerance`,
+      ),
+      first
+        ? el(
+            "span",
+            {},
+            " first: ",
+            el(
+              "button",
+              { type: "button", class: "link mono", onclick: () => context.selectSite(first.site.name) },
+              first.site.name,
+            ),
+          )
+        : "",
       remark ? el("span", { class: "muted" }, ` ${remark}`) : "",
     );
-    const size = (each: ComparedSite) => (Number.isFinite(each.change) ? Math.abs(each.change) : Number.isNaN(each.change) ? (each.differs ? Infinity : 0) : Infinity);
+    const size = (each: ComparedSite) =>
+      Number.isFinite(each.change)
+        ? Math.abs(each.change)
+        : Number.isNaN(each.change)
+          ? each.differs
+            ? Infinity
+            : 0
+          : Infinity;
     const sorted = order === "change" ? [...compared].sort((x, y) => size(y) - size(x)) : compared;
     const most = Math.max(1, ...compared.map((each) => (Number.isFinite(each.change) ? Math.abs(each.change) : 0)));
     const scale = makeScale("diverging", -most, most);
-    this.shown = { a, b, first: first?.site.name ?? null, rows: compared.map((each) => ({ site: each.site.name, a: each.a, b: each.b, differs: each.differs })) };
+    this.shown = {
+      a,
+      b,
+      first: first?.site.name ?? null,
+      rows: compared.map((each) => ({ site: each.site.name, a: each.a, b: each.b, differs: each.differs })),
+    };
     const palette = paletteOf(context.theme().name, true);
     const selected = context.store.state.site;
     const rows = sorted.slice(0, SHOWN).map((each) => {
@@ -115,45 +212,114 @@ class Compare implements ViewInstance {
       bar.style.left = `${Math.min(0.5, t) * 100}%`;
       bar.style.width = `${Math.abs(t - 0.5) * 100}%`;
       bar.style.background = css(colourAt(palette, t < 0.5 ? 0.18 : 0.82));
-      return el("tr", { class: `${each.site.name === selected ? "selected " : ""}${each === first ? "first" : ""}`, onclick: () => context.selectSite(each.site.name) },
+      return el(
+        "tr",
+        {
+          class: `${each.site.name === selected ? "selected " : ""}${each === first ? "first" : ""}`,
+          onclick: () => context.selectSite(each.site.name),
+        },
         el("td", { class: "mono site-name", title: each.site.name }, shorten(each.site.name, 64)),
         el("td", { class: "number" }, formatNumber(each.a)),
         el("td", { class: "number" }, formatNumber(each.b)),
         el("td", { class: "number" }, Number.isFinite(each.change) ? `× ${formatNumber(2 ** each.change)}` : ""),
-        el("td", { class: "change" }, el("span", { class: "change-track" }, bar)));
+        el("td", { class: "change" }, el("span", { class: "change-track" }, bar)),
+      );
     });
     this.body.replaceChildren(
-      el("table", { class: "plain" },
-        el("thead", {}, el("tr", {}, el("th", {}, "Site"), el("th", { class: "number" }, a), el("th", { class: "number" }, b), el("th", { class: "number" }, "Ratio"), el("th", {}, "Smaller or larger"))),
-        el("tbody", {}, ...rows)),
-      sorted.length > SHOWN ? el("p", { class: "hint padded" }, `and ${formatCount(sorted.length - SHOWN)} more; filter by site, or order by change.`) : "",
+      el(
+        "table",
+        { class: "plain" },
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            el("th", {}, "Site"),
+            el("th", { class: "number" }, a),
+            el("th", { class: "number" }, b),
+            el("th", { class: "number" }, "Ratio"),
+            el("th", {}, "Smaller or larger"),
+          ),
+        ),
+        el("tbody", {}, ...rows),
+      ),
+      sorted.length > SHOWN
+        ? el(
+            "p",
+            { class: "hint padded" },
+            `and ${formatCount(sorted.length - SHOWN)} more; filter by site, or order by change.`,
+          )
+        : "",
     );
   }
 
   private showDifference(difference: DifferenceEntry): void {
     const { context } = this;
     const { sites } = context.subject();
-    const name = (entry: SiteDifference) => `${sites[entry.site]!.name}${entry.iteration.length ? `[${entry.iteration.join(",")}]` : ""}`;
+    const name = (entry: SiteDifference) =>
+      `${sites[entry.site]!.name}${entry.iteration.length ? `[${entry.iteration.join(",")}]` : ""}`;
     const link = (label: string, at: number | null) => {
       if (at === null) return el("div", {}, `${label}: none differs`);
       const entry = difference.entries[at]!;
-      return el("div", {}, `${label}: `, el("button", { type: "button", class: "link mono", onclick: () => context.selectSite(sites[entry.site]!.name) }, name(entry)), el("div", { class: "muted" }, entry.sentence));
+      return el(
+        "div",
+        {},
+        `${label}: `,
+        el(
+          "button",
+          { type: "button", class: "link mono", onclick: () => context.selectSite(sites[entry.site]!.name) },
+          name(entry),
+        ),
+        el("div", { class: "muted" }, entry.sentence),
+      );
     };
     this.summary.replaceChildren(
-      link("First value that differs, forward", difference.first), link("First gradient that differs, backward", difference.firstGrad),
-      el("div", { class: "muted" }, `Tolerance: ${difference.tolerance}.${difference.onlyA.length ? ` Only ${difference.a} has ${difference.onlyA.length} sites.` : ""}${difference.onlyB.length ? ` Only ${difference.b} has ${difference.onlyB.length} sites.` : ""}`),
+      link("First value that differs, forward", difference.first),
+      link("First gradient that differs, backward", difference.firstGrad),
+      el(
+        "div",
+        { class: "muted" },
+        `Tolerance: ${difference.tolerance}.${difference.onlyA.length ? ` Only ${difference.a} has ${difference.onlyA.length} sites.` : ""}${difference.onlyB.length ? ` Only ${difference.b} has ${difference.onlyB.length} sites.` : ""}`,
+      ),
     );
     const picked = new Set(context.filtered().map((site) => site.index));
     const entries = difference.entries.filter((entry) => picked.has(entry.site));
     this.shown = { first: difference.first, entries };
     const selected = context.store.state.site;
-    const rows = entries.slice(0, SHOWN).map((entry) => el("tr", { class: `${sites[entry.site]!.name === selected ? "selected " : ""}${difference.entries[difference.first ?? -1] === entry ? "first" : ""}`, onclick: () => context.selectSite(sites[entry.site]!.name) },
-      el("td", { class: "mono site-name" }, shorten(name(entry), 60)), el("td", {}, entry.of === "grad" ? "gradient" : "value"),
-      el("td", { class: "number" }, entry.reason ? "" : formatNumber(Number(entry.absolute))), el("td", { class: "number" }, entry.reason ? "" : formatNumber(Number(entry.relative))),
-      el("td", { class: "number" }, entry.reason ? "" : formatNumber(Number(entry.ulps))), el("td", { class: entry.differs ? "bad" : "muted" }, entry.reason || (entry.differs ? "differs" : "equal"))));
-    this.body.replaceChildren(el("table", { class: "plain" },
-      el("thead", {}, el("tr", {}, ...["Site", "Of", "Error", "Relative", "Units in the last place", ""].map((title, i) => el("th", { class: i > 1 && i < 5 ? "number" : "" }, title)))),
-      el("tbody", {}, ...rows)));
+    const rows = entries.slice(0, SHOWN).map((entry) =>
+      el(
+        "tr",
+        {
+          class: `${sites[entry.site]!.name === selected ? "selected " : ""}${difference.entries[difference.first ?? -1] === entry ? "first" : ""}`,
+          onclick: () => context.selectSite(sites[entry.site]!.name),
+        },
+        el("td", { class: "mono site-name" }, shorten(name(entry), 60)),
+        el("td", {}, entry.of === "grad" ? "gradient" : "value"),
+        el("td", { class: "number" }, entry.reason ? "" : formatNumber(Number(entry.absolute))),
+        el("td", { class: "number" }, entry.reason ? "" : formatNumber(Number(entry.relative))),
+        el("td", { class: "number" }, entry.reason ? "" : formatNumber(Number(entry.ulps))),
+        el("td", { class: entry.differs ? "bad" : "muted" }, entry.reason || (entry.differs ? "differs" : "equal")),
+      ),
+    );
+    this.body.replaceChildren(
+      el(
+        "table",
+        { class: "plain" },
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            ...["Site", "Of", "Error", "Relative", "Units in the last place", ""].map((title, i) =>
+              el("th", { class: i > 1 && i < 5 ? "number" : "" }, title),
+            ),
+          ),
+        ),
+        el("tbody", {}, ...rows),
+      ),
+    );
   }
 }
 
@@ -161,6 +327,9 @@ export const compare: ViewKind = {
   id: "compare",
   title: "Compare",
   group: "More",
-  has: (context) => Boolean(context.subject().data.difference) || context.model.subjects.length > 1 || context.subject().steps.length > 1,
+  has: (context) =>
+    Boolean(context.subject().data.difference) ||
+    context.model.subjects.length > 1 ||
+    context.subject().steps.length > 1,
   make: (context, host) => new Compare(context, host),
 };

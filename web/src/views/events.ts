@@ -16,7 +16,10 @@ class Events implements ViewInstance {
   private readonly list = el("div", { class: "events", role: "list" });
   private marks: { x: number; event: PageEvent; number: number }[] = [];
 
-  constructor(private readonly context: PageContext, private readonly host: HTMLElement) {
+  constructor(
+    private readonly context: PageContext,
+    private readonly host: HTMLElement,
+  ) {
     this.canvas.addEventListener("click", (event) => {
       const mark = this.nearest(event);
       if (mark) this.choose(mark.number, mark.event);
@@ -30,25 +33,44 @@ class Events implements ViewInstance {
   }
 
   inspect(): unknown {
-    return this.marks.map(({ x, event }) => ({ x, step: event.step, site: event.siteName, message: event.message }));
+    return this.marks.map(({ x, event }) => ({
+      x,
+      step: event.step,
+      site: event.siteName,
+      message: event.message,
+    }));
   }
 
   update(): void {
     const subject = this.context.subject();
     const { events } = subject.data;
     if (!events.length) {
-      this.host.replaceChildren(emptyState("No alerts", subject.isRun ? "No alert went off in this run." : "A capture has no alerts. A monitor that watches for them does:", subject.isRun ? "" : "tapax.monitor(step, alerts=[tapax.alert.nonfinite()])"));
+      this.host.replaceChildren(
+        emptyState(
+          "No alerts",
+          subject.isRun
+            ? "No alert went off in this run."
+            : "A capture has no alerts. A monitor that watches for them does:",
+          subject.isRun ? "" : "tapax.monitor(step, alerts=[tapax.alert.nonfinite()])",
+        ),
+      );
       return;
     }
-    const shown = this.context.isFiltered() ? events.filter((event) => this.context.filtered().some((site) => site.index === event.site)) : events;
+    const shown = this.context.isFiltered()
+      ? events.filter((event) => this.context.filtered().some((site) => site.index === event.site))
+      : events;
     const timed = events.some((event) => event.step !== null);
     this.host.replaceChildren(...(timed ? [this.frame] : []), this.list);
     if (timed) this.drawTimeline(shown, subject.steps);
     const chosen = Number(this.context.store.state.more.event ?? -1);
     clear(this.list);
-    if (!shown.length) this.list.append(el("p", { class: "hint padded" }, "No alert is of a site that the filter picks."));
+    if (!shown.length)
+      this.list.append(el("p", { class: "hint padded" }, "No alert is of a site that the filter picks."));
     shown.slice(0, ROW).forEach((event) => this.list.append(this.entry(event, events.indexOf(event), chosen)));
-    if (shown.length > ROW) this.list.append(el("p", { class: "hint padded" }, `and ${formatCount(shown.length - ROW)} more. Filter by site to see them.`));
+    if (shown.length > ROW)
+      this.list.append(
+        el("p", { class: "hint padded" }, `and ${formatCount(shown.length - ROW)} more. Filter by site to see them.`),
+      );
   }
 
   private drawTimeline(events: PageEvent[], steps: number[]): void {
@@ -82,7 +104,8 @@ class Events implements ViewInstance {
       const y = base - 8 - Math.min(level, 5) * 9;
       graphics.beginPath();
       graphics.arc(column * 9, y, 3.6, 0, 7);
-      graphics.fillStyle = event.kind === "finding" || !Number.isFinite(Number(event.number ?? 0)) ? theme.bad : theme.warning;
+      graphics.fillStyle =
+        event.kind === "finding" || !Number.isFinite(Number(event.number ?? 0)) ? theme.bad : theme.warning;
       graphics.globalAlpha = selected && event.siteName !== selected ? 0.45 : 1;
       graphics.fill();
       graphics.globalAlpha = 1;
@@ -114,17 +137,66 @@ class Events implements ViewInstance {
     if (event.shape) facts.push(["type", formatType(event.dtype ?? "", event.shape)]);
     if (event.count !== undefined) facts.push(["bad elements", formatCount(event.count)]);
     const source = event.source ?? this.context.subject().site(event.siteName)?.source ?? null;
-    const path = source ? this.context.model.header.sources[source[0]]?.path ?? "" : "";
+    const path = source ? (this.context.model.header.sources[source[0]]?.path ?? "") : "";
     return el(
-      "article", { class: `event ${event.kind}${isChosen ? " selected" : ""}`, role: "listitem" },
-      el("button", { type: "button", class: "event-title", onclick: () => this.choose(number, event) },
-        el("span", { class: `event-mark ${event.kind === "finding" || !Number.isFinite(Number(event.number ?? 0)) ? "bad" : "warning"}` }),
-        event.message),
-      el("dl", { class: "facts" }, ...facts.flatMap(([term, text]) => [el("dt", {}, term), el("dd", { class: "mono" }, text)])),
-      el("div", { class: "event-links" },
-        event.siteName ? el("button", { type: "button", class: "link mono", onclick: () => this.choose(number, event) }, event.siteName) : null,
-        source ? el("button", { type: "button", class: "link mono", title: `${path}:${source[1]}`, onclick: () => this.context.store.set({ view: "source", site: event.siteName, more: { file: String(source[0]), line: String(source[1]) } }) }, `${fileName(path)}:${source[1]}`) : null),
-      event.operands?.length ? el("table", { class: "operands" }, ...event.operands.map((operand) => el("tr", {}, el("th", {}, operand.label), el("td", { class: "mono" }, operand.type), el("td", {}, operand.text)))) : null,
+      "article",
+      { class: `event ${event.kind}${isChosen ? " selected" : ""}`, role: "listitem" },
+      el(
+        "button",
+        { type: "button", class: "event-title", onclick: () => this.choose(number, event) },
+        el("span", {
+          class: `event-mark ${event.kind === "finding" || !Number.isFinite(Number(event.number ?? 0)) ? "bad" : "warning"}`,
+        }),
+        event.message,
+      ),
+      el(
+        "dl",
+        { class: "facts" },
+        ...facts.flatMap(([term, text]) => [el("dt", {}, term), el("dd", { class: "mono" }, text)]),
+      ),
+      el(
+        "div",
+        { class: "event-links" },
+        event.siteName
+          ? el(
+              "button",
+              { type: "button", class: "link mono", onclick: () => this.choose(number, event) },
+              event.siteName,
+            )
+          : null,
+        source
+          ? el(
+              "button",
+              {
+                type: "button",
+                class: "link mono",
+                title: `${path}:${source[1]}`,
+                onclick: () =>
+                  this.context.store.set({
+                    view: "source",
+                    site: event.siteName,
+                    more: { file: String(source[0]), line: String(source[1]) },
+                  }),
+              },
+              `${fileName(path)}:${source[1]}`,
+            )
+          : null,
+      ),
+      event.operands?.length
+        ? el(
+            "table",
+            { class: "operands" },
+            ...event.operands.map((operand) =>
+              el(
+                "tr",
+                {},
+                el("th", {}, operand.label),
+                el("td", { class: "mono" }, operand.type),
+                el("td", {}, operand.text),
+              ),
+            ),
+          )
+        : null,
     );
   }
 }

@@ -13,9 +13,14 @@ import type { PageContext, ViewInstance, ViewKind } from "./view";
 /** Values of attention weights: [..., heads, queries, keys]. */
 export function weightArrays(context: PageContext): ArrayEntry[] {
   const { sites } = context.subject();
-  return context.subject().data.arrays.filter(
-    ({ of, site, shape }) => of === "value" && shape.length >= 3 && (sites[site]!.kind === "weights" || sites[site]!.path.endsWith(":weights")),
-  );
+  return context
+    .subject()
+    .data.arrays.filter(
+      ({ of, site, shape }) =>
+        of === "value" &&
+        shape.length >= 3 &&
+        (sites[site]!.kind === "weights" || sites[site]!.path.endsWith(":weights")),
+    );
 }
 
 class Heads implements ViewInstance {
@@ -26,7 +31,10 @@ class Heads implements ViewInstance {
   private turn = 0;
   private shown: { site: string; example: number; heads: { head: number; numbers: number[] }[] } | null = null;
 
-  constructor(private readonly context: PageContext, host: HTMLElement) {
+  constructor(
+    private readonly context: PageContext,
+    host: HTMLElement,
+  ) {
     host.append(this.toolbar.element, this.frame, this.footer);
   }
 
@@ -45,18 +53,39 @@ class Heads implements ViewInstance {
     this.toolbar.clear();
     if (!all.length) {
       clear(this.footer);
-      this.frame.replaceChildren(emptyState("No attention weights", "Weights of attention are captured where a selection asks for them. Fused attention never computes them; tapax then computes them once more from the queries and keys.", "tapax.capture(model, values=\"**:weights\")(tokens)"));
+      this.frame.replaceChildren(
+        emptyState(
+          "No attention weights",
+          "Weights of attention are captured where a selection asks for them. Fused attention never computes them; tapax then computes them once more from the queries and keys.",
+          'tapax.capture(model, values="**:weights")(tokens)',
+        ),
+      );
       return;
     }
     const { sites } = context.subject();
-    const chosen = all.find((entry) => sites[entry.site]!.name === context.store.state.site) ?? all.find((entry) => sites[entry.site]!.name === context.store.state.more.weights) ?? all[0]!;
+    const chosen =
+      all.find((entry) => sites[entry.site]!.name === context.store.state.site) ??
+      all.find((entry) => sites[entry.site]!.name === context.store.state.more.weights) ??
+      all[0]!;
     const name = sites[chosen.site]!.name;
     const shape = chosen.shape;
     const [heads, queries, keys] = shape.slice(-3) as [number, number, number];
     const examples = shape.slice(0, -3).reduce((product, n) => product * n, 1);
     const example = Math.min(examples - 1, Number(context.store.state.more.example ?? 0) || 0);
-    this.toolbar.append(select("Layer", all.map((entry) => ({ value: sites[entry.site]!.name, label: shorten(sites[entry.site]!.name, 46) })), name, (value) => context.store.set({ site: value, more: { weights: value } })));
-    if (examples > 1) this.toolbar.append(slider("Example", example, examples - 1, `${example + 1} of ${examples}`, (value) => context.store.set({ more: { example: String(value), weights: name } })));
+    this.toolbar.append(
+      select(
+        "Layer",
+        all.map((entry) => ({ value: sites[entry.site]!.name, label: shorten(sites[entry.site]!.name, 46) })),
+        name,
+        (value) => context.store.set({ site: value, more: { weights: value } }),
+      ),
+    );
+    if (examples > 1)
+      this.toolbar.append(
+        slider("Example", example, examples - 1, `${example + 1} of ${examples}`, (value) =>
+          context.store.set({ more: { example: String(value), weights: name } }),
+        ),
+      );
     this.toolbar.append(el("span", { class: "hint mono" }, formatType(chosen.dtype, shape)));
     if (!chosen.data) {
       this.frame.replaceChildren(emptyState("These weights are not in the page", chosen.omitted ?? ""));
@@ -79,19 +108,35 @@ class Heads implements ViewInstance {
       const part = numbers.subarray(at, at + queries * keys);
       this.shown.heads.push({ head, numbers: Array.from(part) });
       const canvas = el("canvas", { role: "img", "aria-label": `head ${head}` });
-      drawPixels(fitCanvas(canvas, size, (size * queries) / keys), paint(part, keys, queries, scale, palette), 0, 0, size, (size * queries) / keys);
+      drawPixels(
+        fitCanvas(canvas, size, (size * queries) / keys),
+        paint(part, keys, queries, scale, palette),
+        0,
+        0,
+        size,
+        (size * queries) / keys,
+      );
       canvas.addEventListener("mousemove", (event) => {
         const box = canvas.getBoundingClientRect();
         const key = Math.min(keys - 1, Math.floor(((event.clientX - box.left) / box.width) * keys));
         const query = Math.min(queries - 1, Math.floor(((event.clientY - box.top) / box.height) * queries));
         const tokens = context.subject().data.tokens[0]?.tokens?.[example];
         const label = (i: number) => `${i}${tokens?.[i] === undefined ? "" : ` ${JSON.stringify(tokens[i])}`}`;
-        context.tooltip.show(event, [[formatNumber(part[query * keys + key]!), "big"], ["attention weight", "muted"], [`query ${label(query)}`], [`key ${label(key)}`], [`head ${head}`, "muted"]]);
+        context.tooltip.show(event, [
+          [formatNumber(part[query * keys + key]!), "big"],
+          ["attention weight", "muted"],
+          [`query ${label(query)}`],
+          [`key ${label(key)}`],
+          [`head ${head}`, "muted"],
+        ]);
       });
       canvas.addEventListener("mouseleave", () => context.tooltip.hide());
       this.frame.append(el("figure", { class: "panel" }, el("figcaption", {}, `head ${head}`), canvas));
     }
-    this.footer.replaceChildren(legend(scale, palette, "attention weight", "", theme.muted), el("span", { class: "hint" }, "queries down, keys across"));
+    this.footer.replaceChildren(
+      legend(scale, palette, "attention weight", "", theme.muted),
+      el("span", { class: "hint" }, "queries down, keys across"),
+    );
   }
 }
 

@@ -1,5 +1,6 @@
 /** Histograms of the selected site: ridgelines over time or a heat map; of a capture, one outline for each site. */
 import { colourAt, css, LINES, paletteOf } from "../draw/colour";
+import { clamp, isGeometric, powerOfTwo, shareOf, signedLog2 } from "../draw/bins";
 import { formatCount, shorten } from "../draw/format";
 import { drawPixels, paint } from "../draw/heatmap";
 import { legend } from "../draw/legend";
@@ -40,12 +41,18 @@ class Histograms implements ViewInstance {
   private turn = 0;
   private panels: Panel[] = [];
 
-  constructor(private readonly context: PageContext, host: HTMLElement) {
+  constructor(
+    private readonly context: PageContext,
+    host: HTMLElement,
+  ) {
     host.append(this.toolbar.element, this.frame, this.footer);
   }
 
   inspect(): unknown {
-    return this.panels.map((panel) => ({ ...panel, lines: panel.lines.map((line) => ({ label: line.label, edges: [...line.edges], counts: [...line.counts] })) }));
+    return this.panels.map((panel) => ({
+      ...panel,
+      lines: panel.lines.map((line) => ({ label: line.label, edges: [...line.edges], counts: [...line.counts] })),
+    }));
   }
 
   update(): void {
@@ -61,7 +68,13 @@ class Histograms implements ViewInstance {
     this.toolbar.clear();
     if (!all.length) {
       clear(this.footer);
-      this.frame.replaceChildren(emptyState("No histograms", "This has none. A monitor logs them where a histogram is among its reducers:", "bins = tapax.reduce.histogram(log2=(-14, 4))\ntapax.monitor(step, values={\"**\": bins}, grads={\"**\": bins})"));
+      this.frame.replaceChildren(
+        emptyState(
+          "No histograms",
+          "This has none. A monitor logs them where a histogram is among its reducers:",
+          'bins = tapax.reduce.histogram(log2=(-14, 4))\ntapax.monitor(step, values={"**": bins}, grads={"**": bins})',
+        ),
+      );
       return;
     }
     const { form = "ridges", range = "shared" } = store.state.more;
@@ -70,11 +83,34 @@ class Histograms implements ViewInstance {
     const withSite = [...new Set(here.map((each) => each.site))].map((index) => subject.sites[index]!);
     const chosen = withSite.find((site) => site.name === store.state.site) ?? withSite[0];
     if (subject.isRun) {
-      this.toolbar.append(select("Site", withSite.map((site) => ({ value: site.name, label: shorten(site.name, 46) })), chosen?.name ?? "", (name) => context.selectSite(name)));
+      this.toolbar.append(
+        select(
+          "Site",
+          withSite.map((site) => ({ value: site.name, label: shorten(site.name, 46) })),
+          chosen?.name ?? "",
+          (name) => context.selectSite(name),
+        ),
+      );
     }
     this.toolbar.append(
-      segmented("Form", [{ value: "ridges", label: "Ridgelines" }, { value: "heat", label: "Heat map" }], form, (value) => store.set({ more: { form: value } })),
-      segmented("Range", [{ value: "shared", label: "Shared" }, { value: "own", label: "Own" }], range, (value) => store.set({ more: { range: value } })),
+      segmented(
+        "Form",
+        [
+          { value: "ridges", label: "Ridgelines" },
+          { value: "heat", label: "Heat map" },
+        ],
+        form,
+        (value) => store.set({ more: { form: value } }),
+      ),
+      segmented(
+        "Range",
+        [
+          { value: "shared", label: "Shared" },
+          { value: "own", label: "Own" },
+        ],
+        range,
+        (value) => store.set({ more: { range: value } }),
+      ),
     );
     const wanted = subject.isRun ? here.filter((each) => each.site === chosen?.index) : here;
     const loaded = await Promise.all(wanted.map((entry) => this.load(entry)));
@@ -87,9 +123,20 @@ class Histograms implements ViewInstance {
     const known = this.cache.get(entry);
     if (known) return known;
     const { reader } = this.context.model;
-    const [edges, counts, steps] = await Promise.all([reader.doubles(entry.edges), reader.floats(entry.counts), entry.steps ? reader.doubles(entry.steps) : null]);
+    const [edges, counts, steps] = await Promise.all([
+      reader.doubles(entry.edges),
+      reader.floats(entry.counts),
+      entry.steps ? reader.doubles(entry.steps) : null,
+    ]);
     const [lines, bins] = entry.counts.shape as [number, number];
-    const made = { entry, edges, counts, lines, bins, labels: Array.from(steps ?? [], (step) => formatCount(step)) };
+    const made = {
+      entry,
+      edges,
+      counts,
+      lines,
+      bins,
+      labels: Array.from(steps ?? [], (step) => formatCount(step)),
+    };
     this.cache.set(entry, made);
     return made;
   }
@@ -99,7 +146,11 @@ class Histograms implements ViewInstance {
     return {
       title: statisticLabel(entry.of, entry.stat),
       axis: "step",
-      lines: Array.from({ length: lines }, (_, i) => ({ label: labels[i] ?? "", edges, counts: counts.subarray(i * bins, (i + 1) * bins) })),
+      lines: Array.from({ length: lines }, (_, i) => ({
+        label: labels[i] ?? "",
+        edges,
+        counts: counts.subarray(i * bins, (i + 1) * bins),
+      })),
     };
   }
 
@@ -118,36 +169,54 @@ class Histograms implements ViewInstance {
 
   private show(form: string, range: string): void {
     if (!this.panels.length) {
-      this.frame.replaceChildren(emptyState("No histogram of these sites", "No site that the filter picks has a histogram."));
+      this.frame.replaceChildren(
+        emptyState("No histogram of these sites", "No site that the filter picks has a histogram."),
+      );
       return;
     }
     const width = Math.max(280, (this.frame.clientWidth - 24) / Math.min(2, this.panels.length) - 12);
     const isHeat = form === "heat" && this.panels[0]!.axis === "step";
-    const shares = this.panels.map(shareOf);
-    const scale = makeScale("linear", 0, Math.max(...shares.map((each) => each.reduce((most, x) => (x > most ? x : most), 0)), 1e-9));
+    const shares = this.panels.map((panel) => shareOf(panel.lines));
+    const scale = makeScale(
+      "linear",
+      0,
+      Math.max(...shares.map((each) => each.reduce((most, x) => (x > most ? x : most), 0)), 1e-9),
+    );
     const theme = this.context.theme();
-    this.footer.replaceChildren(...(isHeat ? [legend(scale, paletteOf(theme.name, false), "share of elements", "", theme.muted)] : []));
-    this.frame.replaceChildren(...this.panels.map((panel, number) => {
-      const isLong = panel.axis === "site";
-      const height = isLong ? Math.max(220, 22 * panel.lines.length + BOTTOM + 50) : Math.max(260, this.frame.clientHeight - 48);
-      const canvas = el("canvas", { role: "img", "aria-label": `${panel.title}: ${panel.lines.length} histograms` });
-      const figure = el("figure", { class: "panel" }, el("figcaption", {}, panel.title), canvas);
-      const left = isLong ? Math.min(210, width * 0.42) : LEFT;
-      if (isHeat) this.drawHeat(canvas, panel, shares[number]!, scale, width, height, left);
-      else this.drawRidges(canvas, panel, width, height, left, range === "own");
-      canvas.addEventListener("click", (event) => {
-        if (!isLong) return;
-        const y = event.clientY - canvas.getBoundingClientRect().top;
-        const at = Math.floor(((y - 30) / (height - BOTTOM - 34)) * panel.lines.length);
-        const line = panel.lines[Math.max(0, Math.min(panel.lines.length - 1, at))];
-        if (line) this.context.selectSite(line.label);
-      });
-      return figure;
-    }));
+    this.footer.replaceChildren(
+      ...(isHeat ? [legend(scale, paletteOf(theme.name, false), "share of elements", "", theme.muted)] : []),
+    );
+    this.frame.replaceChildren(
+      ...this.panels.map((panel, number) => {
+        const isLong = panel.axis === "site";
+        const height = isLong
+          ? Math.max(220, 22 * panel.lines.length + BOTTOM + 50)
+          : Math.max(260, this.frame.clientHeight - 48);
+        const canvas = el("canvas", {
+          role: "img",
+          "aria-label": `${panel.title}: ${panel.lines.length} histograms`,
+        });
+        const figure = el("figure", { class: "panel" }, el("figcaption", {}, panel.title), canvas);
+        const left = isLong ? Math.min(210, width * 0.42) : LEFT;
+        if (isHeat) this.drawHeat(canvas, panel, shares[number]!, scale, width, height, left);
+        else this.drawRidges(canvas, panel, width, height, left, range === "own");
+        canvas.addEventListener("click", (event) => {
+          if (!isLong) return;
+          const y = event.clientY - canvas.getBoundingClientRect().top;
+          const at = Math.floor(((y - 30) / (height - BOTTOM - 34)) * panel.lines.length);
+          const line = panel.lines[Math.max(0, Math.min(panel.lines.length - 1, at))];
+          if (line) this.context.selectSite(line.label);
+        });
+        return figure;
+      }),
+    );
   }
 
   /** Where a value is along the axis: on the bins themselves if they are log2 bins, else linear. */
-  private axis(panel: Panel, own: boolean): { place(x: number, line: number): number; ticks: number[]; label: string; isLog: boolean } {
+  private axis(
+    panel: Panel,
+    own: boolean,
+  ): { place(x: number, line: number): number; ticks: number[]; label: string; isLog: boolean } {
     const isLog = panel.lines.every(({ edges }) => isGeometric(edges));
     if (isLog) {
       const edges = panel.lines[0]!.edges;
@@ -180,7 +249,14 @@ class Histograms implements ViewInstance {
     return { place: (x) => (x - low) / (high - low), ticks: niceTicks(low, high, 5), label: "value", isLog: false };
   }
 
-  private drawRidges(canvas: HTMLCanvasElement, panel: Panel, width: number, height: number, left: number, own: boolean): void {
+  private drawRidges(
+    canvas: HTMLCanvasElement,
+    panel: Panel,
+    width: number,
+    height: number,
+    left: number,
+    own: boolean,
+  ): void {
     const theme = this.context.theme();
     const graphics = fitCanvas(canvas, width, height);
     const every = panel.axis === "step" ? Math.max(1, Math.ceil(panel.lines.length / RIDGES)) : 1;
@@ -208,7 +284,10 @@ class Histograms implements ViewInstance {
       }
       graphics.lineTo(left + clamp(axis.place(edges[edges.length - 1]!, i)) * plotWidth, base);
       const isSelected = panel.axis === "site" && label === this.context.store.state.site;
-      const colour = panel.axis === "step" ? css(colourAt(palette, 0.25 + (0.55 * n) / Math.max(1, lines.length - 1))) : LINES[theme.name][panel.title.startsWith("gradient") ? 1 : 0]!;
+      const colour =
+        panel.axis === "step"
+          ? css(colourAt(palette, 0.25 + (0.55 * n) / Math.max(1, lines.length - 1)))
+          : LINES[theme.name][panel.title.startsWith("gradient") ? 1 : 0]!;
       graphics.globalAlpha = panel.axis === "step" ? 0.82 : 0.35;
       graphics.fillStyle = colour;
       graphics.fill();
@@ -227,27 +306,59 @@ class Histograms implements ViewInstance {
     this.drawAxis(graphics, axis, panel, width, height, left);
   }
 
-  private drawHeat(canvas: HTMLCanvasElement, panel: Panel, shares: Float32Array, scale: Scale, width: number, height: number, left: number): void {
+  private drawHeat(
+    canvas: HTMLCanvasElement,
+    panel: Panel,
+    shares: Float32Array,
+    scale: Scale,
+    width: number,
+    height: number,
+    left: number,
+  ): void {
     const theme = this.context.theme();
     const graphics = fitCanvas(canvas, width, height);
     const bins = panel.lines[0]!.counts.length;
     const plot = { x: left, y: 12, width: width - left - RIGHT, height: height - BOTTOM - 16 };
-    drawPixels(graphics, paint(shares, panel.lines.length, bins, scale, paletteOf(theme.name, false)), plot.x, plot.y, plot.width, plot.height);
+    drawPixels(
+      graphics,
+      paint(shares, panel.lines.length, bins, scale, paletteOf(theme.name, false)),
+      plot.x,
+      plot.y,
+      plot.width,
+      plot.height,
+    );
     graphics.font = "11px system-ui, sans-serif";
     graphics.fillStyle = theme.muted;
     graphics.textAlign = "right";
     const { edges } = panel.lines[0]!;
     const stride = Math.max(1, Math.ceil(bins / (plot.height / 26)));
     for (let i = 0; i <= bins; i += stride) {
-      if (Number.isFinite(edges[i]!)) graphics.fillText(isGeometric(edges) ? powerOfTwo(edges[i]!) : tickLabel(edges[i]!), left - 8, plot.y + plot.height - (i / bins) * plot.height + 4);
+      if (Number.isFinite(edges[i]!))
+        graphics.fillText(
+          isGeometric(edges) ? powerOfTwo(edges[i]!) : tickLabel(edges[i]!),
+          left - 8,
+          plot.y + plot.height - (i / bins) * plot.height + 4,
+        );
     }
     graphics.textAlign = "center";
     const across = Math.max(1, Math.ceil(panel.lines.length / (plot.width / 70)));
-    for (let i = 0; i < panel.lines.length; i += across) graphics.fillText(panel.lines[i]!.label, plot.x + ((i + 0.5) / panel.lines.length) * plot.width, height - BOTTOM + 14);
+    for (let i = 0; i < panel.lines.length; i += across)
+      graphics.fillText(
+        panel.lines[i]!.label,
+        plot.x + ((i + 0.5) / panel.lines.length) * plot.width,
+        height - BOTTOM + 14,
+      );
     graphics.fillText("step", plot.x + plot.width / 2, height - 8);
   }
 
-  private drawAxis(graphics: CanvasRenderingContext2D, axis: ReturnType<Histograms["axis"]>, panel: Panel, width: number, height: number, left: number): void {
+  private drawAxis(
+    graphics: CanvasRenderingContext2D,
+    axis: ReturnType<Histograms["axis"]>,
+    panel: Panel,
+    width: number,
+    height: number,
+    left: number,
+  ): void {
     const theme = this.context.theme();
     graphics.fillStyle = theme.muted;
     graphics.font = "11px system-ui, sans-serif";
@@ -263,39 +374,6 @@ class Histograms implements ViewInstance {
       graphics.fillText("step", left - 8, 24);
     }
   }
-}
-
-/** The share of the elements of each line in each bin, the highest bin first. */
-function shareOf({ lines }: Panel): Float32Array {
-  const bins = lines[0]!.counts.length;
-  const shares = new Float32Array(bins * lines.length);
-  lines.forEach(({ counts }, x) => {
-    const total = counts.reduce((sum, count) => sum + count, 0) || 1;
-    for (let bin = 0; bin < Math.min(bins, counts.length); bin++) shares[(bins - 1 - bin) * lines.length + x] = counts[bin]! / total;
-  });
-  return shares;
-}
-
-function clamp(x: number): number {
-  return x < 0 ? 0 : x > 1 ? 1 : x;
-}
-
-/** A power of two as such: 2⁻¹². */
-function powerOfTwo(x: number): string {
-  const digits = "⁰¹²³⁴⁵⁶⁷⁸⁹";
-  const exponent = Math.round(Math.log2(Math.abs(x)));
-  const text = String(Math.abs(exponent)).replace(/\d/g, (digit) => digits[Number(digit)]!);
-  return x === 0 ? "0" : `${x < 0 ? "−" : ""}2${exponent < 0 ? "⁻" : ""}${text}`;
-}
-
-function signedLog2(x: number): number {
-  return Math.log2(Math.abs(x));
-}
-
-/** Whether edges are powers of two, infinities and zero apart: the bins of a log2 histogram. */
-function isGeometric(edges: Float64Array): boolean {
-  const finite = [...edges].filter((edge) => Number.isFinite(edge) && edge !== 0);
-  return finite.length > 2 && finite.every((edge) => Math.abs(Math.log2(Math.abs(edge)) % 1) < 1e-9);
 }
 
 export const histograms: ViewKind = {

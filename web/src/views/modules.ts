@@ -3,13 +3,20 @@ import { colourAt, css, inkOn, paletteOf } from "../draw/colour";
 import { formatCount, formatType, formatWithUnit } from "../draw/format";
 import { legend } from "../draw/legend";
 import { type Box, type GraphLayout, layOutGraph } from "../model/graph_layout";
-import { buildTree, type ModuleEdge, type ModuleNode, openByDefault, visibleEdges, visibleNodes } from "../model/module_tree";
+import {
+  buildTree,
+  type ModuleEdge,
+  type ModuleNode,
+  openByDefault,
+  visibleEdges,
+  visibleNodes,
+} from "../model/module_tree";
 import { outweighs } from "../payload/tiles";
 import { MISSING } from "../payload/types";
 import { emptyState } from "../ui/controls";
 import { clear, el } from "../ui/dom";
 import { Toolbar } from "../ui/toolbar";
-import { lowerBound } from "./run_heatmap";
+import { lowerBound } from "../model/windows";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -31,7 +38,10 @@ class ModuleGraph implements ViewInstance {
   private turn = 0;
   private numbers = new Map<string, number>();
 
-  constructor(private readonly context: PageContext, host: HTMLElement) {
+  constructor(
+    private readonly context: PageContext,
+    host: HTMLElement,
+  ) {
     host.append(this.toolbar.element, this.frame, this.footer);
     this.svg.setAttribute("class", "graph");
     this.svg.setAttribute("role", "group");
@@ -42,10 +52,25 @@ class ModuleGraph implements ViewInstance {
   }
 
   inspect(): unknown {
-    return this.layout && {
-      boxes: this.layout.boxes.map(({ node, x, y, width, height }) => ({ path: node.path, repeats: node.repeats, x, y, width, height, number: this.numbers.get(node.path) ?? null })),
-      edges: [...this.layout.lines.keys()].map(({ from, to, label, isOrder }) => ({ from: from.path, to: to.path, label, isOrder })),
-    };
+    return (
+      this.layout && {
+        boxes: this.layout.boxes.map(({ node, x, y, width, height }) => ({
+          path: node.path,
+          repeats: node.repeats,
+          x,
+          y,
+          width,
+          height,
+          number: this.numbers.get(node.path) ?? null,
+        })),
+        edges: [...this.layout.lines.keys()].map(({ from, to, label, isOrder }) => ({
+          from: from.path,
+          to: to.path,
+          label,
+          isOrder,
+        })),
+      }
+    );
   }
 
   update(): void {
@@ -65,11 +90,16 @@ class ModuleGraph implements ViewInstance {
     if (this.svg.parentElement !== this.frame) this.frame.replaceChildren(this.svg);
     this.tree = buildTree(sites);
     const folded = context.store.state.more.open;
-    this.open = folded === undefined ? openByDefault(this.tree, FIRST) : new Set(["", ...folded.split("|").filter(Boolean)]);
+    this.open =
+      folded === undefined ? openByDefault(this.tree, FIRST) : new Set(["", ...folded.split("|").filter(Boolean)]);
     const statistic = context.statistic();
     this.toolbar.append(
       ...(statistic ? context.statisticControls() : []),
-      el("button", { type: "button", class: "quiet", onclick: () => this.setOpen(openByDefault(this.tree, MOST)) }, "Open all"),
+      el(
+        "button",
+        { type: "button", class: "quiet", onclick: () => this.setOpen(openByDefault(this.tree, MOST)) },
+        "Open all",
+      ),
       el("button", { type: "button", class: "quiet", onclick: () => this.setOpen(new Set([""])) }, "Close all"),
       el("button", { type: "button", class: "quiet", onclick: () => this.fit() }, "Fit"),
     );
@@ -103,12 +133,18 @@ class ModuleGraph implements ViewInstance {
     const { matrix } = statistic;
     const { steps } = this.context.subject();
     const { step } = this.context.store.state;
-    const column = steps.length ? Math.min(steps.length - 1, step === null ? steps.length - 1 : lowerBound(steps, step)) : 0;
+    const column = steps.length
+      ? Math.min(steps.length - 1, step === null ? steps.length - 1 : lowerBound(steps, step))
+      : 0;
     let found = MISSING;
     const take = (each: ModuleNode, deep: boolean) => {
       for (const site of each.sites) {
         const row = matrix.row(site.index);
-        const number = row < 0 ? MISSING : matrix.at(row, column) ?? matrix.coarse[row * matrix.coarseColumns + Math.floor(column / matrix.coarseFactor)]!;
+        const number =
+          row < 0
+            ? MISSING
+            : (matrix.at(row, column) ??
+              matrix.coarse[row * matrix.coarseColumns + Math.floor(column / matrix.coarseFactor)]!);
         if (outweighs(number, found)) found = number;
       }
       if (deep) each.children.forEach((child) => take(child, true));
@@ -130,17 +166,32 @@ class ModuleGraph implements ViewInstance {
       const isOpen = this.open!.has(box.node.path) && box.node.children.length > 0;
       const number = this.numberOf(box.node, isOpen);
       this.numbers.set(box.node.path, number);
-      const colour = scale && number !== MISSING ? (Number.isFinite(number) ? colourAt(palette, scale.place(number)) : palette.nonfinite) : null;
+      const colour =
+        scale && number !== MISSING
+          ? Number.isFinite(number)
+            ? colourAt(palette, scale.place(number))
+            : palette.nonfinite
+          : null;
       this.layer.append(this.drawBox(box, isOpen, colour && css(colour), colour && inkOn(colour)));
     }
     for (const edge of edges) {
-      const points = layout.lines.get(edge) ?? layout.lines.get([...layout.lines.keys()].find((each) => each.from.path === edge.from.path && each.to.path === edge.to.path)!);
+      const points =
+        layout.lines.get(edge) ??
+        layout.lines.get(
+          [...layout.lines.keys()].find((each) => each.from.path === edge.from.path && each.to.path === edge.to.path)!,
+        );
       if (points) this.layer.append(...this.drawEdge(edge, points));
     }
-    const order = edges.some((edge) => edge.isOrder) ? "Lines join modules in the order in which the program runs them" : "Lines show the flow of data";
+    const order = edges.some((edge) => edge.isOrder)
+      ? "Lines join modules in the order in which the program runs them"
+      : "Lines show the flow of data";
     this.footer.replaceChildren(
       ...(statistic && scale ? [legend(scale, palette, statistic.label, statistic.unit, theme.muted)] : []),
-      el("span", { class: "hint" }, `${formatCount(layout.boxes.length)} of ${formatCount(this.tree.count)} shown. ${order}.`),
+      el(
+        "span",
+        { class: "hint" },
+        `${formatCount(layout.boxes.length)} of ${formatCount(this.tree.count)} shown. ${order}.`,
+      ),
     );
   }
 
@@ -148,7 +199,12 @@ class ModuleGraph implements ViewInstance {
     const { node } = box;
     const selected = this.context.store.state.site;
     const isSelected = node.sites.some((site) => site.name === selected);
-    const group = shape("g", { class: `module${isOpen ? " open" : ""}${isSelected ? " selected" : ""}${node.isConditional ? " conditional" : ""}`, tabindex: 0, role: "button", transform: `translate(${box.x} ${box.y})` });
+    const group = shape("g", {
+      class: `module${isOpen ? " open" : ""}${isSelected ? " selected" : ""}${node.isConditional ? " conditional" : ""}`,
+      tabindex: 0,
+      role: "button",
+      transform: `translate(${box.x} ${box.y})`,
+    });
     const rectangle = shape("rect", { width: box.width, height: box.height, rx: 6 });
     if (fill && !isOpen) rectangle.style.fill = fill;
     group.append(rectangle);
@@ -173,7 +229,8 @@ class ModuleGraph implements ViewInstance {
     group.addEventListener("mouseleave", () => this.context.tooltip.hide());
     const act = (event: Event) => {
       event.stopPropagation();
-      if (node.children.length && (!node.sites.length || event.type === "dblclick" || isMark(event, box))) this.toggle(node);
+      if (node.children.length && (!node.sites.length || event.type === "dblclick" || isMark(event, box)))
+        this.toggle(node);
       else if (node.sites[0]) this.context.selectSite(node.sites[0].name);
     };
     group.addEventListener("click", act);
@@ -190,7 +247,10 @@ class ModuleGraph implements ViewInstance {
 
   private drawEdge(edge: ModuleEdge, points: [number, number][]): SVGElement[] {
     const made: SVGElement[] = [];
-    const line = shape("polyline", { points: points.map((point) => point.join(",")).join(" "), class: edge.isOrder ? "edge order" : "edge" });
+    const line = shape("polyline", {
+      points: points.map((point) => point.join(",")).join(" "),
+      class: edge.isOrder ? "edge order" : "edge",
+    });
     const [x, y] = points[points.length - 1]!;
     made.push(line, shape("path", { d: `M${x - 4} ${y - 7} L${x} ${y} L${x + 4} ${y - 7}`, class: "edge arrow" }));
     if (edge.label) {
@@ -209,7 +269,8 @@ class ModuleGraph implements ViewInstance {
     const lines: [string, string?][] = [[node.path, "mono"]];
     if (site?.module) lines.push([site.module]);
     if (site?.shape) lines.push([formatType(site.dtype, site.shape), "mono muted"]);
-    if (statistic && number !== MISSING) lines.unshift([formatWithUnit(number, statistic.unit), "big"], [statistic.label, "muted"]);
+    if (statistic && number !== MISSING)
+      lines.unshift([formatWithUnit(number, statistic.unit), "big"], [statistic.label, "muted"]);
     if (node.children.length) lines.push([`${formatCount(node.count)} sites in it`, "muted"]);
     this.context.tooltip.show(event, lines);
   }
@@ -217,7 +278,10 @@ class ModuleGraph implements ViewInstance {
   private fit(): void {
     if (!this.layout) return;
     const { clientWidth, clientHeight } = this.frame;
-    const k = Math.max(0.35, Math.min(1, (clientWidth - 40) / this.layout.width, Math.max(0.9, (clientHeight - 30) / this.layout.height)));
+    const k = Math.max(
+      0.35,
+      Math.min(1, (clientWidth - 40) / this.layout.width, Math.max(0.9, (clientHeight - 30) / this.layout.height)),
+    );
     this.transform = { k, x: Math.max(20, (clientWidth - this.layout.width * k) / 2), y: 14 };
     this.move();
   }
@@ -229,26 +293,41 @@ class ModuleGraph implements ViewInstance {
 
   private listen(): void {
     let drag: { x: number; y: number } | null = null;
-    this.svg.addEventListener("pointerdown", (event) => (drag = { x: event.clientX - this.transform.x, y: event.clientY - this.transform.y }));
+    this.svg.addEventListener(
+      "pointerdown",
+      (event) => (drag = { x: event.clientX - this.transform.x, y: event.clientY - this.transform.y }),
+    );
     this.svg.addEventListener("pointermove", (event) => {
       if (!drag || !event.buttons) return;
       this.transform = { ...this.transform, x: event.clientX - drag.x, y: event.clientY - drag.y };
       this.move();
     });
     this.svg.addEventListener("pointerup", () => (drag = null));
-    this.svg.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      const box = this.svg.getBoundingClientRect();
-      const [px, py] = [event.clientX - box.left, event.clientY - box.top];
-      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) {
-        this.transform = { ...this.transform, x: this.transform.x - event.deltaX, y: this.transform.y - event.deltaY };
-      } else {
-        const k = Math.max(0.15, Math.min(2.5, this.transform.k * Math.exp(-(event.deltaY || event.deltaX) / 300)));
-        const ratio = k / this.transform.k;
-        this.transform = { k, x: px - (px - this.transform.x) * ratio, y: py - (py - this.transform.y) * ratio };
-      }
-      this.move();
-    }, { passive: false });
+    this.svg.addEventListener(
+      "wheel",
+      (event) => {
+        event.preventDefault();
+        const box = this.svg.getBoundingClientRect();
+        const [px, py] = [event.clientX - box.left, event.clientY - box.top];
+        if (!event.ctrlKey && !event.metaKey && !event.shiftKey) {
+          this.transform = {
+            ...this.transform,
+            x: this.transform.x - event.deltaX,
+            y: this.transform.y - event.deltaY,
+          };
+        } else {
+          const k = Math.max(0.15, Math.min(2.5, this.transform.k * Math.exp(-(event.deltaY || event.deltaX) / 300)));
+          const ratio = k / this.transform.k;
+          this.transform = {
+            k,
+            x: px - (px - this.transform.x) * ratio,
+            y: py - (py - this.transform.y) * ratio,
+          };
+        }
+        this.move();
+      },
+      { passive: false },
+    );
   }
 }
 
@@ -260,7 +339,10 @@ function isMark(event: Event, box: Box): boolean {
   return event.clientX - target.left < 44 * scale && event.clientY - target.top < 34 * scale;
 }
 
-function shape<K extends keyof SVGElementTagNameMap>(tag: K, attributes: Record<string, string | number>): SVGElementTagNameMap[K] {
+function shape<K extends keyof SVGElementTagNameMap>(
+  tag: K,
+  attributes: Record<string, string | number>,
+): SVGElementTagNameMap[K] {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
   return element;

@@ -27,14 +27,22 @@ class SitesTable implements ViewInstance {
   private readonly toolbar = new Toolbar();
   private readonly head = el("div", { class: "table-head", role: "row" });
   private readonly body = el("div", { class: "table-body", role: "rowgroup" });
-  private readonly scroller = el("div", { class: "table-scroller", tabindex: 0, role: "table", "aria-label": "Sites" }, this.head, this.body);
+  private readonly scroller = el(
+    "div",
+    { class: "table-scroller", tabindex: 0, role: "table", "aria-label": "Sites" },
+    this.head,
+    this.body,
+  );
   private columns: Column[] = [];
   private sorted: Site[] = [];
   private range: [number, number] = [0, 0];
   private lastSite = "";
   private readonly rows = new Map<number, HTMLElement>();
 
-  constructor(private readonly context: PageContext, host: HTMLElement) {
+  constructor(
+    private readonly context: PageContext,
+    host: HTMLElement,
+  ) {
     host.append(this.toolbar.element, this.scroller);
     this.scroller.addEventListener("scroll", () => this.fill(false));
     this.scroller.addEventListener("keydown", (event) => this.key(event));
@@ -61,7 +69,11 @@ class SitesTable implements ViewInstance {
   }
 
   inspect(): unknown {
-    return { sites: this.sorted.map((site) => site.name), range: this.range, columns: this.columns.map((column) => column.id) };
+    return {
+      sites: this.sorted.map((site) => site.name),
+      range: this.range,
+      columns: this.columns.map((column) => column.id),
+    };
   }
 
   private makeColumns(): Column[] {
@@ -70,24 +82,50 @@ class SitesTable implements ViewInstance {
     const { sites } = subject;
     const made: Column[] = [
       {
-        id: "site", title: "Site", width: "minmax(240px, 2.2fr)", key: (site) => site.name,
+        id: "site",
+        title: "Site",
+        width: "minmax(240px, 2.2fr)",
+        key: (site) => site.name,
         cell: (site) => el("span", { class: "mono site-name", title: site.name }, shorten(site.name, 70)),
       },
     ];
     if (sites.some((site) => site.module)) {
-      made.push({ id: "class", title: "Class", width: "minmax(80px, 0.8fr)", key: (site) => site.module, cell: (site) => site.module });
+      made.push({
+        id: "class",
+        title: "Class",
+        width: "minmax(80px, 0.8fr)",
+        key: (site) => site.module,
+        cell: (site) => site.module,
+      });
     }
     if (sites.some((site) => site.shape)) {
-      made.push({
-        id: "type", title: "Type", width: "minmax(130px, 1fr)", key: (site) => formatType(site.dtype, site.shape),
-        cell: (site) => el("span", { class: "mono muted" }, formatType(site.dtype, site.shape)),
-      }, {
-        id: "bytes", title: "Size", width: "84px", isNumber: true, key: (site) => site.nbytes, cell: (site) => formatBytes(site.nbytes),
-      });
+      made.push(
+        {
+          id: "type",
+          title: "Type",
+          width: "minmax(130px, 1fr)",
+          key: (site) => formatType(site.dtype, site.shape),
+          cell: (site) => el("span", { class: "mono muted" }, formatType(site.dtype, site.shape)),
+        },
+        {
+          id: "bytes",
+          title: "Size",
+          width: "84px",
+          isNumber: true,
+          key: (site) => site.nbytes,
+          cell: (site) => formatBytes(site.nbytes),
+        },
+      );
     }
     const chosen = context.statistic();
     if (chosen) {
-      const pairs: [Of, string][] = chosen.of === "value" || chosen.of === "grad" ? [["value", "Value"], ["grad", "Gradient"]] : [[chosen.of, chosen.label]];
+      const pairs: [Of, string][] =
+        chosen.of === "value" || chosen.of === "grad"
+          ? [
+              ["value", "Value"],
+              ["grad", "Gradient"],
+            ]
+          : [[chosen.of, chosen.label]];
       for (const [of, title] of pairs) {
         const statistic = subject.statistics.find((each) => each.of === of && each.stat === chosen.stat);
         if (statistic) made.push(this.numberColumn(statistic, title));
@@ -96,7 +134,10 @@ class SitesTable implements ViewInstance {
     }
     if (sites.some((site) => site.source)) {
       made.push({
-        id: "source", title: "Source", width: "minmax(110px, 0.8fr)", key: (site) => (site.source ? site.source[0] * 1e6 + site.source[1] : -1),
+        id: "source",
+        title: "Source",
+        width: "minmax(110px, 0.8fr)",
+        key: (site) => (site.source ? site.source[0] * 1e6 + site.source[1] : -1),
         cell: (site) => this.sourceLink(site),
       });
     }
@@ -111,7 +152,11 @@ class SitesTable implements ViewInstance {
       event.stopPropagation();
       this.context.store.set({ view: "source", site: site.name });
     };
-    return el("button", { type: "button", class: "link mono", title: `${path}:${line}`, onclick: open }, `${fileName(path)}:${line}`);
+    return el(
+      "button",
+      { type: "button", class: "link mono", title: `${path}:${line}`, onclick: open },
+      `${fileName(path)}:${line}`,
+    );
   }
 
   private latest(statistic: LoadedStatistic, site: Site): number {
@@ -124,12 +169,17 @@ class SitesTable implements ViewInstance {
 
   private numberColumn(statistic: LoadedStatistic, title: string): Column {
     return {
-      id: statistic.key, title: `${title} ${statistic.of ? statistic.stat.replace(/_/g, " ") : ""}${statistic.unit ? `, ${statistic.unit}` : ""}`.trim(),
-      width: "minmax(92px, 0.6fr)", isNumber: true,
+      id: statistic.key,
+      title:
+        `${title} ${statistic.of ? statistic.stat.replace(/_/g, " ") : ""}${statistic.unit ? `, ${statistic.unit}` : ""}`.trim(),
+      width: "minmax(92px, 0.6fr)",
+      isNumber: true,
       key: (site) => this.latest(statistic, site),
       cell: (site) => {
         const number = this.latest(statistic, site);
-        return number === MISSING ? "" : el("span", { class: Number.isFinite(number) ? "" : "bad" }, formatNumber(number));
+        return number === MISSING
+          ? ""
+          : el("span", { class: Number.isFinite(number) ? "" : "bad" }, formatNumber(number));
       },
     };
   }
@@ -137,7 +187,10 @@ class SitesTable implements ViewInstance {
   private seriesColumn(statistic: LoadedStatistic, line: number): Column {
     const kind = this.context.scaleKind(statistic);
     return {
-      id: `${statistic.key}.series`, title: "over steps", width: "132px", key: (site) => this.latest(statistic, site),
+      id: `${statistic.key}.series`,
+      title: "over steps",
+      width: "132px",
+      key: (site) => this.latest(statistic, site),
       cell: (site) => {
         const row = statistic.matrix.row(site.index);
         if (row < 0) return "";
@@ -145,7 +198,17 @@ class SitesTable implements ViewInstance {
         const graphics = fitCanvas(canvas, 116, 20);
         const numbers = statistic.matrix.coarseRow(row);
         const theme = this.context.theme();
-        drawSparkline(graphics, numbers, fitScale(kind, numbers, 0), LINES[theme.name][line]!, theme.bad, 1, 2, 114, 16);
+        drawSparkline(
+          graphics,
+          numbers,
+          fitScale(kind, numbers, 0),
+          LINES[theme.name][line]!,
+          theme.bad,
+          1,
+          2,
+          114,
+          16,
+        );
         return canvas;
       },
     };
@@ -154,21 +217,41 @@ class SitesTable implements ViewInstance {
   private drawHead(sort: string, descending: boolean): void {
     const template = this.columns.map((column) => column.width).join(" ");
     this.scroller.style.setProperty("--columns", template);
-    this.head.replaceChildren(...this.columns.map((column) => {
-      const isSorted = column.id === sort;
-      const onclick = () => {
-        const next = !isSorted ? { sort: column.id, descending: column.isNumber ? "1" : "" }
-          : descending === Boolean(column.isNumber) ? { sort: column.id, descending: column.isNumber ? "" : "1" } : { sort: "", descending: "" };
-        this.context.store.set({ more: next });
-      };
-      return el("div", { role: "columnheader", class: column.isNumber ? "number" : "", "aria-sort": isSorted ? (descending ? "descending" : "ascending") : "none" },
-        el("button", { type: "button", onclick }, column.title, isSorted ? el("span", { class: "sort-mark" }, descending ? " ↓" : " ↑") : null));
-    }));
+    this.head.replaceChildren(
+      ...this.columns.map((column) => {
+        const isSorted = column.id === sort;
+        const onclick = () => {
+          const next = !isSorted
+            ? { sort: column.id, descending: column.isNumber ? "1" : "" }
+            : descending === Boolean(column.isNumber)
+              ? { sort: column.id, descending: column.isNumber ? "" : "1" }
+              : { sort: "", descending: "" };
+          this.context.store.set({ more: next });
+        };
+        return el(
+          "div",
+          {
+            role: "columnheader",
+            class: column.isNumber ? "number" : "",
+            "aria-sort": isSorted ? (descending ? "descending" : "ascending") : "none",
+          },
+          el(
+            "button",
+            { type: "button", onclick },
+            column.title,
+            isSorted ? el("span", { class: "sort-mark" }, descending ? " ↓" : " ↑") : null,
+          ),
+        );
+      }),
+    );
   }
 
   private fill(always: boolean): void {
     const top = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - BEYOND);
-    const end = Math.min(this.sorted.length, Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / ROW) + BEYOND);
+    const end = Math.min(
+      this.sorted.length,
+      Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / ROW) + BEYOND,
+    );
     if (!always && top === this.range[0] && end === this.range[1]) return;
     this.range = [top, end];
     if (always) {
@@ -176,7 +259,13 @@ class SitesTable implements ViewInstance {
       clear(this.body);
     }
     if (!this.sorted.length) {
-      this.body.replaceChildren(emptyState("No site matches", "A glob picks whole names: ** spans any number of segments, * stays inside one.", "**/mlp"));
+      this.body.replaceChildren(
+        emptyState(
+          "No site matches",
+          "A glob picks whole names: ** spans any number of segments, * stays inside one.",
+          "**/mlp",
+        ),
+      );
       return;
     }
     for (const [i, row] of this.rows) {
@@ -194,10 +283,19 @@ class SitesTable implements ViewInstance {
 
   private makeRow(site: Site, i: number): HTMLElement {
     const isSelected = site.name === this.context.store.state.site;
-    const row = el("div", {
-      class: isSelected ? "row selected" : "row", role: "row", "aria-selected": String(isSelected), "aria-rowindex": i + 1,
-      onclick: () => this.context.selectSite(site.name),
-    }, ...this.columns.map((column) => el("div", { role: "cell", class: column.isNumber ? "number" : "" }, column.cell(site))));
+    const row = el(
+      "div",
+      {
+        class: isSelected ? "row selected" : "row",
+        role: "row",
+        "aria-selected": String(isSelected),
+        "aria-rowindex": i + 1,
+        onclick: () => this.context.selectSite(site.name),
+      },
+      ...this.columns.map((column) =>
+        el("div", { role: "cell", class: column.isNumber ? "number" : "" }, column.cell(site)),
+      ),
+    );
     row.style.top = `${i * ROW}px`;
     return row;
   }
@@ -208,11 +306,19 @@ class SitesTable implements ViewInstance {
     const { scrollTop, clientHeight } = this.scroller;
     const head = this.head.offsetHeight;
     if (at * ROW < scrollTop) this.scroller.scrollTop = at * ROW;
-    else if ((at + 1) * ROW + head > scrollTop + clientHeight) this.scroller.scrollTop = (at + 1) * ROW + head - clientHeight;
+    else if ((at + 1) * ROW + head > scrollTop + clientHeight)
+      this.scroller.scrollTop = (at + 1) * ROW + head - clientHeight;
   }
 
   private key(event: KeyboardEvent): void {
-    const moves: Record<string, number> = { ArrowDown: 1, ArrowUp: -1, PageDown: 15, PageUp: -15, Home: -Infinity, End: Infinity };
+    const moves: Record<string, number> = {
+      ArrowDown: 1,
+      ArrowUp: -1,
+      PageDown: 15,
+      PageUp: -15,
+      Home: -Infinity,
+      End: Infinity,
+    };
     const by = moves[event.key];
     if (by === undefined || !this.sorted.length) return;
     event.preventDefault();

@@ -14,10 +14,17 @@ class Source implements ViewInstance {
   private readonly code = el("div", { class: "code", tabindex: 0, role: "document", "aria-label": "Source" });
   private readonly texts = new Map<number, string[]>();
   private turn = 0;
-  private shown: { file: string; lines: number; margins: { line: number; sites: string[]; number: number | null }[] } | null = null;
+  private shown: {
+    file: string;
+    lines: number;
+    margins: { line: number; sites: string[]; number: number | null }[];
+  } | null = null;
   private lastTarget = "";
 
-  constructor(private readonly context: PageContext, host: HTMLElement) {
+  constructor(
+    private readonly context: PageContext,
+    host: HTMLElement,
+  ) {
     host.append(this.toolbar.element, this.code);
   }
 
@@ -37,20 +44,37 @@ class Source implements ViewInstance {
     const state = context.store.state;
     const selected = context.subject().site(state.site);
     const wanted = state.more.file !== undefined && state.more.file !== "" ? Number(state.more.file) : undefined;
-    const file = selected?.source?.[0] ?? wanted ?? context.subject().sites.find((site) => site.source)?.source?.[0] ?? 0;
+    const file =
+      selected?.source?.[0] ?? wanted ?? context.subject().sites.find((site) => site.source)?.source?.[0] ?? 0;
     const line = selected?.source?.[1] ?? (wanted === file ? Number(state.more.line ?? 0) : 0);
     const entry = sources[file];
     if (!entry) {
-      this.code.replaceChildren(emptyState("No source", "A log has the names of sites, but not the lines that marked them. View a capture of the same step beside it:", "tapax.view(log, taps)"));
+      this.code.replaceChildren(
+        emptyState(
+          "No source",
+          "A log has the names of sites, but not the lines that marked them. View a capture of the same step beside it:",
+          "tapax.view(log, taps)",
+        ),
+      );
       return;
     }
     this.toolbar.append(
-      select("File", sources.map((source, i) => ({ value: String(i), label: fileName(source.path) })), String(file), (value) => context.store.set({ site: "", more: { file: value, line: "" } })),
+      select(
+        "File",
+        sources.map((source, i) => ({ value: String(i), label: fileName(source.path) })),
+        String(file),
+        (value) => context.store.set({ site: "", more: { file: value, line: "" } }),
+      ),
       ...(context.statistic() ? context.statisticControls() : []),
       el("span", { class: "hint mono" }, entry.path),
     );
     if (!entry.text) {
-      this.code.replaceChildren(emptyState("This file was not read", "It is not a Python file of the program, or it could not be opened when the page was made."));
+      this.code.replaceChildren(
+        emptyState(
+          "This file was not read",
+          "It is not a Python file of the program, or it could not be opened when the page was made.",
+        ),
+      );
       return;
     }
     if (!this.texts.has(file)) this.texts.set(file, (await context.model.reader.text(entry.text)).split("\n"));
@@ -85,19 +109,38 @@ class Source implements ViewInstance {
           const last = numbers[numbers.length - 1] ?? MISSING;
           if (outweighs(last, shown)) shown = last;
         }
-        margins.push({ line: number, sites: sites.map((site) => site.name), number: shown === MISSING ? null : shown });
-        const button = el("button", { type: "button", class: "margin-site", title: sites.slice(0, 12).map((site) => site.name).join("\n"), onclick: () => context.selectSite(sites[0]!.name) });
+        margins.push({
+          line: number,
+          sites: sites.map((site) => site.name),
+          number: shown === MISSING ? null : shown,
+        });
+        const button = el("button", {
+          type: "button",
+          class: "margin-site",
+          title: sites
+            .slice(0, 12)
+            .map((site) => site.name)
+            .join("\n"),
+          onclick: () => context.selectSite(sites[0]!.name),
+        });
         if (shown !== MISSING && scale) {
           const swatch = el("span", { class: "swatch" });
-          swatch.style.background = css(Number.isFinite(shown) ? colourAt(palette, scale.place(shown)) : palette.nonfinite);
+          swatch.style.background = css(
+            Number.isFinite(shown) ? colourAt(palette, scale.place(shown)) : palette.nonfinite,
+          );
           button.append(swatch, el("span", { class: "mono" }, formatNumber(shown)));
         }
         button.append(el("span", { class: "muted" }, sites.length === 1 ? sites[0]!.role : `${sites.length} sites`));
         margin.append(button);
       }
       const isTarget = number === target;
-      return el("div", { class: isTarget ? "line selected" : sites.length ? "line marked" : "line", id: `line-${number}` },
-        margin, el("span", { class: "line-number" }, number), el("code", {}, text || " "));
+      return el(
+        "div",
+        { class: isTarget ? "line selected" : sites.length ? "line marked" : "line", id: `line-${number}` },
+        margin,
+        el("span", { class: "line-number" }, number),
+        el("code", {}, text || " "),
+      );
     });
     this.code.replaceChildren(...rows);
     this.shown = { file: this.context.model.header.sources[file]!.path, lines: lines.length, margins };
