@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tapax._calling.transform import check_function
+from tapax._jax import trace_state_clean
 from tapax._sites import Selection
 from tapax._walk.plan import Plan
 from tapax.data._activations import Activations
@@ -95,6 +96,11 @@ def harvest(
     ((12, 4), [0, 1, 2, 3, 4])
     """
     check_function(fn, "harvest")
+    if not trace_state_clean():
+        raise TypeError(
+            "`harvest` writes to disk, so it cannot be called under jax.jit, grad, vmap or scan. "
+            "Give it the function, and call it outside."
+        )
     share = Worker.of(worker)
     seed = None if seed is None else as_integer("seed", seed)
     layout = RowLayout.of(rows, layers)
