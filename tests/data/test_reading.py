@@ -13,6 +13,7 @@ import pytest
 import tapax
 from tapax.__main__ import main
 from tapax.data._batch_order import BatchOrder
+from tapax.data._mapped_shard import MappedShard
 from tests.models.harvested import embed, harvest, hidden, make_batches
 
 TOKENS = np.concatenate([batch.ravel() for batch in make_batches()])
@@ -347,3 +348,19 @@ def test_many_shards_are_read_though_few_stay_mapped(acts, monkeypatch):
     monkeypatch.setattr("tapax.data._shard_set._MAPPED", 2)
     np.testing.assert_array_equal(acts["net/hidden"][:], ROWS)
     assert len(acts._shards._mapped) == 2
+
+
+def test_memory_of_shards_that_are_not_used_is_released(acts, monkeypatch):
+    released = []
+
+    def release(shard):
+        released.append(shard.path.name)
+
+    monkeypatch.setattr("tapax.data._shard_set._RESIDENT", 1)
+    monkeypatch.setattr(MappedShard, "release_pages", release)
+    np.testing.assert_array_equal(acts["net/hidden"][:], ROWS)
+    np.testing.assert_array_equal(acts["net/hidden"][:25], ROWS[:25])
+    assert [int(name[5:13]) for name in released] == [0, 1, 2, 3, 0]
+    monkeypatch.undo()
+    acts._shards.shard(0).release_pages()
+    np.testing.assert_array_equal(acts["net/hidden"][:25], ROWS[:25])
