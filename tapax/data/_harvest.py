@@ -19,7 +19,7 @@ from tapax.data._configuration import check_dtype, make_manifest
 from tapax.data._folder import DatasetFolder
 from tapax.data._meter import Meter
 from tapax.data._pipeline import Pipeline
-from tapax.data._process_group import ProcessGroup
+from tapax.data._process_group import find_processes
 from tapax.data._progress import show_progress
 from tapax.data._row_layout import RowLayout
 from tapax.data._row_program import RowProgram
@@ -117,8 +117,8 @@ def harvest(
     source.check(share or Worker(), seed)
     program = RowProgram(fn, plan, layout, stored)
     described = program.describe(source.first)
-    group = ProcessGroup.of(described.inputs)
-    workers = [share] if share else worker_choices(group)
+    processes = find_processes(described.inputs)
+    workers = [share] if share else worker_choices(processes)
     source.check(workers[0], seed)
     manifest = make_manifest(
         described,
@@ -132,35 +132,32 @@ def harvest(
         units=units,
         seed=seed,
         batches=source.count,
-        processes=1 if group is None else group.count,
+        processes=processes.count,
     )
     folder = DatasetFolder(to)
     with contextlib.ExitStack() as stack:
-        share, owner = lock_worker(folder, workers, group, stack)
+        share, owner = lock_worker(folder, workers, processes, stack)
         source.check_new(folder)
-        if group is not None:
-            group.wait()
+        processes.wait()
         folder.create(owner)
         folder.begin(manifest, owner)
         storage = FolderUnits(folder, manifest.unit_plan)
         meter = Meter()
-        pipeline = Pipeline(program, folder, manifest, keep, beside, meter, owner, group)
-        chosen = choose_units(storage, share, group, take_over=take_over, meter=meter)
-        # Processes of a group must leave a unit together, so they never do.
-        is_done = (lambda unit: False) if group is not None else storage.is_done
+        pipeline = Pipeline(program, folder, manifest, keep, beside, meter, owner, processes)
+        chosen = choose_units(storage, share, processes, take_over=take_over, meter=meter)
+        # Several processes would have to leave a unit together, so they never do.
+        is_done = storage.is_done if processes.count == 1 else lambda unit: False
         tasks = source.tasks(storage.plan, chosen, meter, is_done)
         try:
-            with show_progress(meter, enabled=progress and (group is None or group.index == 0)):
+            with show_progress(meter, enabled=progress and processes.index == 0):
                 pipeline.run(tasks)
         except Exception as error:
             error.add_note(_progress_note(folder, storage.plan))
             raise
-        if group is not None:
-            group.wait()
-        if group is None or group.index == 0:
+        processes.wait()
+        if processes.index == 0:
             _write_index(folder, storage.plan, owner)
-        if group is not None:
-            group.wait()
+        processes.wait()
     return Activations(folder.path)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tapax.data._folder import DatasetFolder, WorkerTakenError
 from tapax.data._meter import Meter
-from tapax.data._process_group import ProcessGroup
+from tapax.data._process_group import Processes
 from tapax.data._unit_queue import UnitQueue
 from tapax.data._units import UnitPlan, Worker
 
@@ -28,27 +28,27 @@ class FolderUnits:
         return all(self._folder.has_shard(shard) for shard in self.plan.shards(unit))
 
 
-def worker_choices(group: ProcessGroup | None) -> list[Worker]:
+def worker_choices(processes: Processes) -> list[Worker]:
     """Return the workers that this process may be if the user does not say, the likeliest first.
 
     The number of a process is not always a name of its own: under Pathways it is 0 in each. Whoever
     finds a worker locked is another one.
     """
-    count = jax.process_count() if group is None else 1
+    count = jax.process_count() if processes.count == 1 else 1
     return [Worker((jax.process_index() + i) % count, count) for i in range(count)]
 
 
 def lock_worker(
     folder: DatasetFolder,
     workers: Sequence[Worker],
-    group: ProcessGroup | None,
+    processes: Processes,
     stack: contextlib.ExitStack,
 ) -> tuple[Worker, str]:
     """Lock the first worker that is free until the stack is closed.
 
     Returns it, and the name under which it writes.
     """
-    process = None if group is None else group.index
+    process = processes.index if processes.count > 1 else None
     for worker in workers[:-1]:
         with contextlib.suppress(WorkerTakenError):
             return worker, stack.enter_context(folder.lock(worker, process))
@@ -56,12 +56,7 @@ def lock_worker(
 
 
 def choose_units(
-    storage: FolderUnits,
-    worker: Worker,
-    group: ProcessGroup | None,
-    *,
-    take_over: bool,
-    meter: Meter,
+    storage: FolderUnits, worker: Worker, processes: Processes, *, take_over: bool, meter: Meter
 ) -> Iterable[int] | None:
     """Return the units to do, each chosen when its turn comes; None if their number is not known.
 
@@ -73,5 +68,4 @@ def choose_units(
     done = set(storage.units_done().tolist())
     own = plan.units()[worker.index :: worker.count]
     meter.expected = sum(len(plan.batch_numbers(unit)) for unit in own if unit not in done)
-    queue = UnitQueue(plan, worker, storage, take_over=take_over)
-    return queue if group is None else group.agree_on_units(queue)
+    return processes.agree_on_units(UnitQueue(plan, worker, storage, take_over=take_over))
