@@ -157,7 +157,7 @@ class Pipeline:
             arrays = {name: copy.wait() for name, copy in batch.copies.items()}
         arrays.update(batch.columns)
         self._check_columns(task, batch.columns)
-        found = {name: Statistics.of(parts) for name, parts in statistics.items()}
+        found = {name: Statistics.measured(parts) for name, parts in statistics.items()}
         self._warn_of_bad_rows(task, found)
         if self._unit is None:
             self._unit = _UnitRows(task.unit, self._names)
