@@ -24,7 +24,7 @@ from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._meter import Meter
 from tapax.data._row_program import RowBatch, RowProgram, RowSite
 from tapax.data._shard_writer import write_shard
-from tapax.data._shard_writers import ShardWriters, writer_count
+from tapax.data._writer_threads import ShardWriters, writer_count
 from tapax.data._statistics import Statistics
 from tapax.data._transfer import PendingCopy, start_copies
 
