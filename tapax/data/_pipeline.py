@@ -26,7 +26,7 @@ from tapax.data._meter import Meter
 from tapax.data._process_group import PendingRows, Processes
 from tapax.data._row_program import RowBatch, RowProgram, RowSite
 from tapax.data._shard_writer import write_shard
-from tapax.data._shard_writers import ShardWriters, writer_count
+from tapax.data._writer_threads import ShardWriters, writer_count
 from tapax.data._statistics import Statistics
 from tapax.data._transfer import PendingCopy
 
@@ -164,7 +164,7 @@ class Pipeline:
             arrays = {name: copy.wait() for name, copy in batch.copies.items()}
         arrays.update(batch.columns)
         self._check_columns(task, batch.columns)
-        found = {name: Statistics.of(parts) for name, parts in statistics.items()}
+        found = {name: Statistics.measured(parts) for name, parts in statistics.items()}
         self._warn_of_bad_rows(task, found)
         found = {name: self._processes.own_statistics(x) for name, x in found.items()}
         shard = self._manifest.unit_plan.shard(task.unit, self._processes.index)

@@ -155,6 +155,12 @@ def test_rows_that_are_not_finite_are_counted_and_left_out_of_statistics(tmp_pat
     equal(acts["h"], batch)
 
 
+def test_norms_of_huge_numbers_do_not_overflow(tmp_path):
+    batch = np.array([[3e38, 3e38], [1e-30, 0], [0, 0]], np.float32)
+    acts = tapax.harvest(lambda x: tapax.sow(x, "h"), [batch], to=tmp_path)
+    np.testing.assert_allclose(acts.stats["h"].norm, 3e38 * 2**0.5 / 3, rtol=1e-5)
+
+
 def scanned(tokens):
     """Three layers in a scan; tapax knows nothing of layers, since they are no modules."""
     x = jnp.asarray(embed(np.arange(13)))[tokens]
