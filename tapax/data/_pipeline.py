@@ -26,9 +26,9 @@ from tapax.data._meter import Meter
 from tapax.data._process_group import PendingRows, Processes
 from tapax.data._row_program import RowBatch, RowProgram, RowSite
 from tapax.data._shard_writer import write_shard
-from tapax.data._writer_threads import ShardWriters, writer_count
 from tapax.data._statistics import Statistics
 from tapax.data._transfer import PendingCopy
+from tapax.data._writer_threads import ShardWriters, writer_count
 
 AHEAD = 2
 """How many batches are dispatched before the rows of the first are collected."""
