@@ -262,7 +262,7 @@ def _write_raw(to: Path, batch_bytes: int, count: int) -> float:
     """Seconds to write as many bytes with safetensors, by as many threads as a harvest."""
     from safetensors.numpy import save_file
 
-    from tapax.data._shard_writers import writer_count
+    from tapax.data._writer_threads import writer_count
 
     to.mkdir()
     array = {"h": np.random.default_rng(0).integers(0, 2**16, batch_bytes, np.uint16)}

@@ -53,7 +53,7 @@ def make_columns(
         for name, x in given.items():
             columns[name] = _spread(np.asarray(x), sizes, f"The column {name!r} of `beside`")
     for name, x in columns.items():
-        check_storable(x.dtype, f"The column {name!r}, which")
+        check_storable(x.dtype, f"The column {name!r}")
     return columns
 
 

@@ -67,7 +67,7 @@ def check_dtype(dtype: Any) -> str | None:
         name = jnp.dtype(dtype).name
     except TypeError:
         raise wrong_type("`dtype` takes a floating-point type, but is", dtype) from None
-    check_storable(dtype_of(name), "`dtype`, which")
+    check_storable(dtype_of(name), "`dtype`")
     if not jnp.issubdtype(dtype_of(name), jnp.floating):
         raise TypeError(f"`dtype` takes a floating-point type, but is {name}.")
     return name

@@ -56,9 +56,9 @@ class DatasetFolder:
         """Make the folder, and find out whether it can be written."""
         try:
             self.shards.mkdir(parents=True, exist_ok=True)
-            probe = self.shards / ".probe"
-            write_whole(probe.with_name(f".{owner}.probe"), [b""], owner)
-            probe.with_name(f".{owner}.probe").unlink()
+            probe = self.shards / f".{owner}.probe"
+            write_whole(probe, [b"probe"], owner)
+            probe.unlink()
         except OSError as error:
             raise self.unwritable(error) from error
 

@@ -7,10 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from tapax._calling.transform import check_function
+from tapax._jax import trace_state_clean
 from tapax._sites import Selection
 from tapax._walk.plan import Plan
 from tapax.data._activations import Activations
@@ -18,15 +16,15 @@ from tapax.data._arguments import as_integer
 from tapax.data._batch_source import BatchSource
 from tapax.data._columns import Beside, Keep
 from tapax.data._configuration import check_dtype, make_manifest
-from tapax.data._folder import DatasetFolder, WorkerTakenError
+from tapax.data._folder import DatasetFolder
 from tapax.data._meter import Meter
 from tapax.data._pipeline import Pipeline
-from tapax.data._process_group import ProcessGroup
+from tapax.data._process_group import find_processes
 from tapax.data._progress import show_progress
 from tapax.data._row_layout import RowLayout
 from tapax.data._row_program import RowProgram
-from tapax.data._unit_queue import UnitQueue
 from tapax.data._units import UnitPlan, Worker
+from tapax.data._work_sharing import FolderUnits, choose_units, lock_worker, worker_choices
 
 
 def harvest(
@@ -105,6 +103,11 @@ def harvest(
     ((12, 4), [0, 1, 2, 3, 4])
     """
     check_function(fn, "harvest")
+    if not trace_state_clean():
+        raise TypeError(
+            "`harvest` writes to disk, so it cannot be called under jax.jit, grad, vmap or scan. "
+            "Give it the function, and call it outside."
+        )
     share = None if worker is None else Worker.of(worker)
     seed = None if seed is None else as_integer("seed", seed)
     layout = RowLayout.of(rows, layers)
@@ -114,8 +117,8 @@ def harvest(
     source.check(share or Worker(), seed)
     program = RowProgram(fn, plan, layout, stored)
     described = program.describe(source.first)
-    group = ProcessGroup.of(described.inputs)
-    workers = [share] if share else _worker_choices(group)
+    processes = find_processes(described.inputs)
+    workers = [share] if share else worker_choices(processes)
     source.check(workers[0], seed)
     manifest = make_manifest(
         described,
@@ -129,88 +132,33 @@ def harvest(
         units=units,
         seed=seed,
         batches=source.count,
-        processes=1 if group is None else group.count,
+        processes=processes.count,
     )
     folder = DatasetFolder(to)
     with contextlib.ExitStack() as stack:
-        share, owner = _lock_worker(folder, workers, group, stack)
+        share, owner = lock_worker(folder, workers, processes, stack)
         source.check_new(folder)
-        if group is not None:
-            group.wait()
+        processes.wait()
         folder.create(owner)
         folder.begin(manifest, owner)
-        storage = _Storage(folder, manifest.unit_plan)
+        storage = FolderUnits(folder, manifest.unit_plan)
         meter = Meter()
-        pipeline = Pipeline(program, folder, manifest, keep, beside, meter, owner, group)
-        chosen = _choose_units(source, storage, share, group, take_over, meter)
-        # Processes of a group must leave a unit together, so they never do.
-        is_done = (lambda unit: False) if group is not None else storage.is_done
+        pipeline = Pipeline(program, folder, manifest, keep, beside, meter, owner, processes)
+        chosen = choose_units(storage, share, processes, take_over=take_over, meter=meter)
+        # Several processes would have to leave a unit together, so they never do.
+        is_done = storage.is_done if processes.count == 1 else lambda unit: False
         tasks = source.tasks(storage.plan, chosen, meter, is_done)
         try:
-            with show_progress(meter, enabled=progress and (group is None or group.index == 0)):
+            with show_progress(meter, enabled=progress and processes.index == 0):
                 pipeline.run(tasks)
         except Exception as error:
             error.add_note(_progress_note(folder, storage.plan))
             raise
-        if group is not None:
-            group.wait()
-        if group is None or group.index == 0:
+        processes.wait()
+        if processes.index == 0:
             _write_index(folder, storage.plan, owner)
-        if group is not None:
-            group.wait()
+        processes.wait()
     return Activations(folder.path)
-
-
-class _Storage:
-    """The units of a dataset in its folder."""
-
-    def __init__(self, folder: DatasetFolder, plan: UnitPlan):
-        self._folder, self.plan = folder, plan
-
-    def units_done(self) -> np.ndarray:
-        return self.plan.units_done(self._folder.units_done())
-
-    def is_done(self, unit: int) -> bool:
-        return all(self._folder.has_shard(shard) for shard in self.plan.shards(unit))
-
-
-def _worker_choices(group: ProcessGroup | None) -> list[Worker]:
-    """Return the workers that this process may be, the likeliest first."""
-    count = jax.process_count() if group is None else 1
-    # The number of a process is not always a name of its own: whoever finds it taken is another.
-    return [Worker((jax.process_index() + i) % count, count) for i in range(count)]
-
-
-def _lock_worker(
-    folder: DatasetFolder,
-    workers: Sequence[Worker],
-    group: ProcessGroup | None,
-    stack: contextlib.ExitStack,
-) -> tuple[Worker, str]:
-    """Lock the first worker that is free; return it and the name under which it writes."""
-    process = None if group is None else group.index
-    for worker in workers[:-1]:
-        with contextlib.suppress(WorkerTakenError):
-            return worker, stack.enter_context(folder.lock(worker, process))
-    return workers[-1], stack.enter_context(folder.lock(workers[-1], process))
-
-
-def _choose_units(
-    source: BatchSource,
-    storage: _Storage,
-    share: Worker,
-    group: ProcessGroup | None,
-    take_over: bool,
-    meter: Meter,
-) -> Iterable[int] | None:
-    """Return the units to do, each chosen when its turn comes; None for an iterable of batches."""
-    if source.count is None:
-        return None
-    done = set(storage.units_done().tolist())
-    own = storage.plan.units()[share.index :: share.count]
-    meter.expected = sum(len(storage.plan.batch_numbers(unit)) for unit in own if unit not in done)
-    queue = UnitQueue(storage.plan, share, storage, take_over=take_over)
-    return queue if group is None else group.agree_on_units(queue)
 
 
 def _progress_note(folder: DatasetFolder, plan: UnitPlan) -> str:

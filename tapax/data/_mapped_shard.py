@@ -6,6 +6,7 @@ that was altered raises instead of giving rows that nobody computed, and each by
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,19 @@ class MappedShard:
         """Copy the rows with some numbers, in ascending order, to `out`."""
         view = self._view(key)
         width = view.nbytes // max(len(view), 1)
-        if width:
+        if width and not self._blocks_checked(key).all():
             first, last = numbers * width // BLOCK, (numbers * width + width - 1) // BLOCK
-            spans = last - first
-            blocks = [first + step for step in range(int(spans.max(initial=0)) + 1)]
-            self._check(key, np.unique(np.minimum(np.concatenate(blocks), last.max(initial=0))))
+            steps = range(int((last - first).max(initial=0)) + 1)
+            spanned = np.concatenate([np.minimum(first + step, last) for step in steps])
+            self._check(key, np.unique(spanned))
         # Bytes, because NumPy copies elements of types that are not its own one by one.
         rows = view.reshape(len(view), -1).view(np.uint8)
         np.take(rows, numbers, 0, out.reshape(len(out), -1).view(np.uint8), mode="clip")
+
+    def release_pages(self) -> None:
+        """Take the pages that were read out of the process's memory; the file stays mapped."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped._mmap.madvise(mmap.MADV_DONTNEED)
 
     def _view(self, key: str) -> np.ndarray:
         found = self.header.arrays[key]
@@ -70,10 +76,13 @@ class MappedShard:
         data = self._mapped[start : start + found.nbytes]
         return np.asarray(data).view(dtype_of(found.dtype)).reshape(found.shape)
 
+    def _blocks_checked(self, key: str) -> np.ndarray:
+        count = len(self.header.arrays[key].checksums)
+        return self._checked.setdefault(key, np.zeros(count, bool))
+
     def _check(self, key: str, blocks: np.ndarray) -> None:
         """Compare blocks with their checksums, those that were not compared before."""
-        found = self.header.arrays[key]
-        checked = self._checked.setdefault(key, np.zeros(len(found.checksums), bool))
+        found, checked = self.header.arrays[key], self._blocks_checked(key)
         start = self.header.data_start + found.start
         for block in blocks[~checked[blocks]].tolist():
             first = start + block * BLOCK

@@ -17,18 +17,18 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
-from tapax._jax import PyTree, Value, gather
+from tapax._jax import PyTree, gather
 from tapax._sites import SiteError
 from tapax.data._columns import Beside, Keep, make_columns, read_mask, spread_mask
 from tapax.data._folder import DatasetFolder
 from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._meter import Meter
-from tapax.data._process_group import PendingRows, ProcessGroup
+from tapax.data._process_group import PendingRows, Processes
 from tapax.data._row_program import RowBatch, RowProgram, RowSite
 from tapax.data._shard_writer import write_shard
-from tapax.data._shard_writers import ShardWriters, writer_count
 from tapax.data._statistics import Statistics
-from tapax.data._transfer import PendingCopy, start_copies
+from tapax.data._transfer import PendingCopy
+from tapax.data._writer_threads import ShardWriters, writer_count
 
 AHEAD = 2
 """How many batches are dispatched before the rows of the first are collected."""
@@ -91,11 +91,11 @@ class Pipeline:
         beside: Beside,
         meter: Meter,
         owner: str,
-        group: ProcessGroup | None,
+        processes: Processes,
     ):
         self._program, self._folder, self._manifest = program, folder, manifest
         self._keep, self._beside = keep, beside
-        self._meter, self._owner, self._group = meter, owner, group
+        self._meter, self._owner, self._processes = meter, owner, processes
         self._names = [array.name for array in manifest.arrays]
         self._hash = manifest.hash
         self._unit: _UnitRows | None = None
@@ -140,25 +140,12 @@ class Pipeline:
         columns = make_columns(batch, task.number, result.row_sizes, self._beside)
         names = list(result.arrays)
         arrays = [result.arrays[name] for name in names]
-        if self._group is None:
-            self._check_addressable(task, arrays)
-            copies = start_copies(arrays, kept)
-        else:
-            rows = math.prod(result.row_sizes)
-            here = self._group.row_numbers(rows)
-            kept = here if kept is None else np.intersect1d(here, kept, assume_unique=True)
-            copies = self._group.start_copies(arrays, rows, kept)
+        rows = math.prod(result.row_sizes)
+        kept = self._processes.choose_rows(rows, kept)
+        copies = self._processes.start_copies(arrays, rows, kept)
         if kept is not None:
             columns = {name: x[kept] for name, x in columns.items()}
         return _Dispatched(task, dict(zip(names, copies, strict=True)), columns, result)
-
-    def _check_addressable(self, task: BatchTask, arrays: Sequence[Value]) -> None:
-        if not all(x.is_fully_addressable for x in arrays):
-            raise ValueError(
-                f"The values of batch {task.number} span processes, but no input of the function "
-                "does, so `harvest` cannot tell which processes take part. Put the batches or the "
-                "weights on the mesh, with a jax.sharding.NamedSharding."
-            )
 
     def _collect(self, batch: _Dispatched, writers: ShardWriters) -> None:
         """Wait for the rows of a batch; hand its unit to a writer if that is whole."""
@@ -177,11 +164,10 @@ class Pipeline:
             arrays = {name: copy.wait() for name, copy in batch.copies.items()}
         arrays.update(batch.columns)
         self._check_columns(task, batch.columns)
-        found = {name: Statistics.of(parts) for name, parts in statistics.items()}
+        found = {name: Statistics.measured(parts) for name, parts in statistics.items()}
         self._warn_of_bad_rows(task, found)
-        if self._group is not None:
-            found = {name: self._group.own_statistics(x) for name, x in found.items()}
-        shard = task.unit if self._group is None else self._group.shard(task.unit)
+        found = {name: self._processes.own_statistics(x) for name, x in found.items()}
+        shard = self._manifest.unit_plan.shard(task.unit, self._processes.index)
         if self._unit is None or self._unit.unit != shard:  # or another worker was done with it
             self._unit = _UnitRows(shard, self._names)
         self._unit.add(arrays, found)

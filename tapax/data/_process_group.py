@@ -1,9 +1,9 @@
-"""Several processes that run one program: `jax.distributed`, with a model that spans them.
+"""The processes that run one program: one, or those of `jax.distributed` that its arrays span.
 
-All of them call `harvest` alike and dispatch the same batches. The rows of a batch are divided over
-all devices, whatever the sharding of the value was, so that every process copies and writes an
-equal part of them, and each row once. A unit has one shard for each process. The statistics, which
-are those of all rows, are in the shard of the first process.
+Several processes act together: all of them call `harvest` alike and dispatch the same batches. The
+rows of a batch are divided over all devices, whatever the sharding of the value was, so that every
+process copies and writes an equal part of them, and each row once. A unit has one shard for each
+process. The statistics, which are those of all rows, are in the shard of the first process.
 
 Processes are told apart by the devices that they can address, not by `jax.process_index()`, which
 is not always a name of its own.
@@ -23,9 +23,45 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tapax._jax import Value
 from tapax.data._statistics import Statistics
-from tapax.data._transfer import PendingCopy
+from tapax.data._transfer import PendingCopy, start_copies
 
 _NO_UNIT = -1
+
+
+class OneProcess:
+    """A process that runs its program alone."""
+
+    count = 1
+    """How many processes there are."""
+    index = 0
+    """The place of this process among them."""
+
+    def agree_on_units(self, units: Iterable[int]) -> Iterable[int]:
+        """Iterate over the units that the first process takes from its queue."""
+        return units
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+
+    def choose_rows(self, rows: int, kept: np.ndarray | None) -> np.ndarray | None:
+        """Return which of the kept rows, or of all, this process stores; None for all."""
+        return kept
+
+    def start_copies(
+        self, arrays: Sequence[Value], rows: int, chosen: np.ndarray | None
+    ) -> Sequence[PendingCopy | PendingRows]:
+        """Start to copy the chosen rows to the host."""
+        if not all(x.is_fully_addressable for x in arrays):
+            raise ValueError(
+                "The values of the function span processes, but none of its inputs does, so "
+                "`harvest` cannot tell which processes take part. Put the batches or the weights "
+                "on the mesh, with a jax.sharding.NamedSharding."
+            )
+        return start_copies(arrays, chosen)
+
+    def own_statistics(self, found: Statistics) -> Statistics:
+        """Return the statistics for this process to store."""
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +69,6 @@ class ProcessGroup:
     """The processes that a sharded program runs on; `sharding` divides rows over their devices."""
 
     sharding: NamedSharding
-
-    @classmethod
-    def of(cls, arrays: Iterable[Any]) -> ProcessGroup | None:
-        """Return the group of processes that the inputs of a program span; None for one process."""
-        for x in arrays:
-            if isinstance(x, jax.Array) and not x.is_fully_addressable:
-                mesh = getattr(x.sharding, "mesh", None)
-                if not isinstance(mesh, jax.sharding.Mesh):
-                    raise TypeError(
-                        f"An input of the function spans processes by a {type(x.sharding).__name__}"
-                        ". `harvest` needs a jax.sharding.NamedSharding there."
-                    )
-                return cls(NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
-        return None
 
     @functools.cached_property
     def _devices(self) -> list[Any]:
@@ -71,10 +93,6 @@ class ProcessGroup:
     def index(self) -> int:
         """The place of this process among them."""
         return self._processes.index(self._devices[self._local[0]].process_index)
-
-    def shard(self, unit: int) -> int:
-        """Return the number of the shard of a unit that this process writes."""
-        return unit * self.count + self.index
 
     def agree(self, number: int) -> int:
         """Return the number that the first process gave. All processes must call this."""
@@ -103,14 +121,17 @@ class ProcessGroup:
         numbers = (starts[:, None] + np.arange(block)).reshape(-1)
         return numbers[numbers < rows]
 
-    def start_copies(
-        self, arrays: Sequence[Value], rows: int, chosen: np.ndarray
-    ) -> list[PendingRows]:
-        """Divide arrays, and start to copy the rows that this process holds to the host.
+    def choose_rows(self, rows: int, kept: np.ndarray | None) -> np.ndarray:
+        """Return which of the kept rows, or of all, this process stores: those that it holds."""
+        here = self.row_numbers(rows)
+        return here if kept is None else np.intersect1d(here, kept, assume_unique=True)
 
-        `chosen` are those of them that are wanted.
-        """
-        places = np.searchsorted(self.row_numbers(rows), chosen)
+    def start_copies(
+        self, arrays: Sequence[Value], rows: int, chosen: np.ndarray | None
+    ) -> Sequence[PendingCopy | PendingRows]:
+        """Divide arrays, and start to copy the chosen rows to the host; this process holds them."""
+        here = self.row_numbers(rows)
+        places = np.arange(len(here)) if chosen is None else np.searchsorted(here, chosen)
         return [PendingRows(x, places) for x in self._divide(list(arrays))]
 
     @functools.cached_property
@@ -142,3 +163,20 @@ class PendingRows:
     def wait(self) -> np.ndarray:
         """Return the rows that are wanted; wait until they are on the host."""
         return np.concatenate([copy.wait() for copy in self._copies])[self._places]
+
+
+Processes = OneProcess | ProcessGroup
+
+
+def find_processes(inputs: Iterable[Any]) -> Processes:
+    """Return the processes that the inputs of a program span."""
+    for x in inputs:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            mesh = getattr(x.sharding, "mesh", None)
+            if not isinstance(mesh, jax.sharding.Mesh):
+                raise TypeError(
+                    f"An input of the function spans processes by a {type(x.sharding).__name__}. "
+                    "`harvest` needs a jax.sharding.NamedSharding there."
+                )
+            return ProcessGroup(NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+    return OneProcess()

@@ -23,7 +23,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from tapax._jax import Value
-from tapax._sites import Site, SiteError, name_layers, wrong_type
+from tapax._sites import (
+    At,
+    Selection,
+    Site,
+    SiteError,
+    StepSlice,
+    flatten,
+    matches,
+    name_layers,
+    wrong_type,
+)
 
 _LOOPS = ("scan[", "while[")
 """What the names of loops that add an axis begin with; others are the axes of meshes."""
@@ -106,6 +116,21 @@ class RowLayout:
                 f"{list(site.shape)}."
             )
         return tuple(axes)
+
+
+def leave_out_step(site: Site, selection: Selection) -> Site:
+    """Describe a site without the axis of the loop of which a selection picks one iteration."""
+    steps = [
+        part.step
+        for part in flatten(selection)
+        if isinstance(part, At) and part.step is not None and matches(part, site)
+    ]
+    looped = [i for i, loop in enumerate(site.loops) if loop.startswith(_LOOPS)]
+    if not looped or all(isinstance(step, StepSlice) for step in steps):
+        return site
+    loops = list(site.loops)
+    loops[looped[-1]] = loops[looped[-1]].partition("[")[0]
+    return dataclasses.replace(site, loops=tuple(loops))
 
 
 def _axis_of(site: Site, loop: int) -> int | None:

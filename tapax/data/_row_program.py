@@ -27,7 +27,7 @@ from tapax._results import SiteDict, Taps
 from tapax._sites import Site, SiteError, nearest
 from tapax._walk.plan import Plan
 from tapax.data._columns import spread_mask
-from tapax.data._row_layout import RowLayout, check_same_rows
+from tapax.data._row_layout import RowLayout, check_same_rows, leave_out_step
 from tapax.data._shard_format import check_storable, dtype_of
 from tapax.data._statistics import measure_rows
 
@@ -99,9 +99,14 @@ class _RowTransform(Transform):
         by_name = {site.name: site for site in taps.sites}
         arrays, ran, sizes = SiteDict(), SiteDict(), {}
         sites: list[RowSite] = []
-        for kind, end, found in (("value", "", taps.values), ("grad", GRADIENT, taps.grads)):
+        values, grads = self.plan.values, self.plan.grads
+        for kind, end, selection, found in (
+            ("value", "", values, taps.values),
+            ("grad", GRADIENT, grads, taps.grads),
+        ):
             for name, x in found.items():
-                for site, row_sizes, rows in self.layout.split(by_name[name], x):
+                captured = leave_out_step(by_name[name], selection)
+                for site, row_sizes, rows in self.layout.split(captured, x):
                     stored_name = site.name + end
                     if stored_name in arrays:
                         raise SiteError(f"Two arrays would both be stored as {stored_name!r}.")
@@ -114,10 +119,15 @@ class _RowTransform(Transform):
         return ComputedRows(arrays, ran, tuple(sites), check_same_rows(sizes))
 
     def _describe(self, site: Site, name: str, kind: str, rows: Value) -> RowSite:
+        if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"The {site.described}, holds random keys, which a dataset cannot hold. Leave it "
+                "out of the selection."
+            )
         computed = np.dtype(rows.dtype).name
         is_float = jnp.issubdtype(rows.dtype, jnp.floating)
         stored = self.dtype if self.dtype is not None and is_float else computed
-        check_storable(dtype_of(stored), f"The {site.described}, which")
+        check_storable(dtype_of(stored), f"The {site.described},")
         return RowSite(name, kind, stored, computed, rows.shape[1:], site.source)
 
 
@@ -196,17 +206,18 @@ def fingerprint(arrays: Sequence[Any]) -> str:
     found = [x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     if not found:
         return ""
+    sums = [_sum_bits(x) for x in found]
     words = "".join(
         f"{jnp.result_type(x)}{list(jnp.shape(x))}:{int(total)};"
-        for x, total in zip(found, _sum_bits(found), strict=True)
+        for x, total in zip(found, sums, strict=True)
     )
     return f"{zlib.crc32(words.encode()):08x}"
 
 
 @jax.jit
-def _sum_bits(arrays: Sequence[Value]) -> list[Value]:
-    """Sum the bits of each array as integers that wrap around, weighted by their places."""
-    return [_weighted_sum(jnp.asarray(x)) for x in arrays]
+def _sum_bits(x: Value) -> Value:
+    """Sum the bits of an array as integers that wrap around, weighted by their places."""
+    return _weighted_sum(jnp.asarray(x))
 
 
 def _weighted_sum(x: Value) -> Value:

@@ -131,6 +131,7 @@ def encode_header(header: ShardHeader) -> bytes:
             "numbers": header.numbers,
         },
         separators=(",", ":"),
+        allow_nan=False,
     )
     entries: dict[str, Any] = {
         "__metadata__": {"tapax_shard": about, "crc32": f"{zlib.crc32(about.encode()):08x}"}

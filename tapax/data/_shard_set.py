@@ -16,6 +16,8 @@ from tapax.data._shard_format import ShardError
 
 _MAPPED = 1024
 """How many shards stay mapped; the operating system limits them."""
+_RESIDENT = 1 << 32
+"""About how many bytes of mapped shards the process keeps in memory."""
 
 
 class ShardSet:
@@ -32,6 +34,8 @@ class ShardSet:
         self.counts = np.asarray(counts, np.int64)
         self.ends = np.cumsum(self.counts)
         self._mapped: collections.OrderedDict[int, MappedShard] = collections.OrderedDict()
+        self._resident: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._resident_bytes = 0
         self._lock = threading.Lock()
 
     @property
@@ -43,18 +47,34 @@ class ShardSet:
         with self._lock:
             shard = self._mapped.get(place)
             if shard is None:
-                shard = MappedShard(self._folder.shard_path(self.units[place]), self._hash)
-                if shard.rows != self.counts[place]:
-                    raise ShardError(
-                        f"The shard {str(shard.path)!r} has {shard.rows} rows, but the index of "
-                        f"the dataset says {self.counts[place]}."
-                    )
-                self._mapped[place] = shard
-                if len(self._mapped) > _MAPPED:
-                    self._mapped.popitem(last=False)
-            else:
+                shard = self._map(place)
+            if next(reversed(self._mapped), None) != place:
                 self._mapped.move_to_end(place)
+                self._release_pages(place, shard.header.nbytes)
             return shard
+
+    def _map(self, place: int) -> MappedShard:
+        shard = MappedShard(self._folder.shard_path(self.units[place]), self._hash)
+        if shard.rows != self.counts[place]:
+            raise ShardError(
+                f"The shard {str(shard.path)!r} has {shard.rows} rows, but the index of the "
+                f"dataset says {self.counts[place]}."
+            )
+        self._mapped[place] = shard
+        self._release_pages(place, shard.header.nbytes)
+        if len(self._mapped) > _MAPPED:
+            oldest, _ = self._mapped.popitem(last=False)
+            self._resident_bytes -= self._resident.pop(oldest, 0)
+        return shard
+
+    def _release_pages(self, place: int, nbytes: int) -> None:
+        """Note that a shard is in use, and let go of the memory of those not used for long."""
+        self._resident_bytes += nbytes - self._resident.pop(place, 0)
+        self._resident[place] = nbytes
+        while self._resident_bytes > _RESIDENT and len(self._resident) > 1:
+            oldest, released = self._resident.popitem(last=False)
+            self._resident_bytes -= released
+            self._mapped[oldest].release_pages()
 
     def row_numbers(self, index: Value) -> np.ndarray:
         """Convert a list of rows, or a mask of all of them, to numbers from 0 on."""

@@ -22,8 +22,16 @@ NUMBERS = ("rows", "nonfinite", "overflowed", "norm_sum", "largest")
 """The parts that are single numbers; `mean` and `squares` have the shape of a row."""
 
 
+_SCALES = 2.0**-100, 2.0**100
+"""The smallest and the largest unit of norms: the reciprocals of others are not normal numbers."""
+
+
 def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
-    """Measure the rows of a site that the mask keeps, before they are stored as `dtype`."""
+    """Measure the rows of a site that the mask keeps, before they are stored as `dtype`.
+
+    Norms are in units of about the largest magnitude, so that no square overflows;
+    `Statistics.measured` converts the result.
+    """
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     axes = tuple(range(1, x.ndim))
     kept = jnp.ones(x.shape[:1], bool) if mask is None else mask
@@ -33,14 +41,13 @@ def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
     used = finite.reshape(-1, *(1 for _ in axes))
     count = finite.sum()
     largest = jnp.where(finite, magnitudes, 0).max(initial=0)
-    scale = jnp.where(largest > 0, largest, 1)  # so that no square overflows
-    norms = scale * jnp.sqrt(jnp.square(wide / scale).sum(axes))
+    norms = jnp.sqrt(jnp.square(wide / jnp.clip(largest, *_SCALES)).sum(axes))
     mean = jnp.where(used, wide, 0).sum(0) / jnp.maximum(count, 1).astype(wide.dtype)
     return {
         "rows": count,
         "nonfinite": kept.sum() - count,
         "overflowed": (finite & (magnitudes > _largest_stored(wide, dtype))).sum(),
-        "norm_sum": jnp.where(finite, norms, 0).sum(),
+        "scaled_norm_sum": jnp.where(finite, norms, 0).sum(),
         "largest": largest,
         "mean": mean,
         "squares": jnp.where(used, jnp.square(wide - mean), 0).sum(0),
@@ -77,8 +84,15 @@ class Statistics:
     squares: np.ndarray
 
     @classmethod
+    def measured(cls, parts: Mapping[str, Any]) -> Statistics:
+        """Convert what `measure_rows` returned."""
+        scale = np.clip(np.float64(parts["largest"]), *_SCALES)
+        norm_sum = float(parts["scaled_norm_sum"]) * scale
+        return cls.of({**parts, "norm_sum": norm_sum})
+
+    @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Statistics:
-        """Convert what `measure_rows` returned, or what a shard holds."""
+        """Convert what a shard holds: numbers, and arrays."""
         return cls(
             rows=int(parts["rows"]),
             nonfinite=int(parts["nonfinite"]),

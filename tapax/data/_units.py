@@ -82,6 +82,10 @@ class UnitPlan:
         """The numbers of the shards of a unit."""
         return range(unit * self.parts, (unit + 1) * self.parts)
 
+    def shard(self, unit: int, part: int) -> int:
+        """The number of one shard of a unit."""
+        return unit * self.parts + part
+
     def units_done(self, shards: Collection[int]) -> np.ndarray:
         """Return the units of which all shards are among some."""
         units, found = np.unique(np.fromiter(shards, np.int64) // self.parts, return_counts=True)

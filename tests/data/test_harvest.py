@@ -155,6 +155,12 @@ def test_rows_that_are_not_finite_are_counted_and_left_out_of_statistics(tmp_pat
     equal(acts["h"], batch)
 
 
+def test_norms_of_huge_numbers_do_not_overflow(tmp_path):
+    batch = np.array([[3e38, 3e38], [1e-30, 0], [0, 0]], np.float32)
+    acts = tapax.harvest(lambda x: tapax.sow(x, "h"), [batch], to=tmp_path)
+    np.testing.assert_allclose(acts.stats["h"].norm, 3e38 * 2**0.5 / 3, rtol=1e-5)
+
+
 def scanned(tokens):
     """Three layers in a scan; tapax knows nothing of layers, since they are no modules."""
     x = jnp.asarray(embed(np.arange(13)))[tokens]
@@ -170,6 +176,15 @@ def test_axes_of_loops_stay_in_the_row(tmp_path):
     acts = tapax.harvest(scanned, BATCHES, to=tmp_path, values="layer")
     x = embed(TOKENS)
     equal(acts["layer"], np.stack([2 * x, x, 4 * x], 1))
+
+
+@pytest.mark.parametrize(
+    ("step", "scales"), [(2, [4]), (slice(1, 3), [1, 4]), (slice(0, 3, 2), [2, 4])]
+)
+def test_iterations_that_are_picked_are_the_row_or_an_axis_of_it(tmp_path, step, scales):
+    acts = tapax.harvest(scanned, BATCHES, to=tmp_path, values=tapax.at("layer", step=step))
+    expected = np.stack([scale * embed(TOKENS) for scale in scales], 1)
+    equal(acts["layer"], expected if isinstance(step, slice) else expected[:, 0])
 
 
 def test_gradients_are_stored_beside_values(tmp_path):
@@ -245,6 +260,25 @@ def test_a_branch_that_did_not_run_raises_and_names_the_batch(tmp_path):
     assert len(tapax.harvest(branching, [ones, ones], to=tmp_path / "all")) == 4
     with pytest.raises(tapax.SiteError, match="'h' is in a branch or a loop that batch 1 did not"):
         tapax.harvest(branching, [ones, -ones], to=tmp_path / "some")
+
+
+@pytest.mark.parametrize(
+    ("site", "message"),
+    [
+        (lambda x: x * 1j, "is of type complex64, which a dataset cannot hold"),
+        (lambda x: jax.random.split(jax.random.key(0), (2, 3)), "holds random keys"),
+        (lambda x: x.sum((0, 1)), "has the shape [4], but rows='tokens' needs 2 axes"),
+    ],
+)
+def test_values_that_a_dataset_cannot_hold_are_refused(tmp_path, site, message):
+    batches = [np.ones((2, 3, 4), np.float32)]
+    with pytest.raises((TypeError, tapax.SiteError), match=re.escape(message)):
+        tapax.harvest(lambda x: tapax.sow(site(x), "h"), batches, to=tmp_path)
+
+
+def test_a_harvest_under_a_transformation_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"cannot be called under jax\.jit"):
+        jax.jit(lambda x: len(harvest(tmp_path, batches=[x])))(BATCHES[0])
 
 
 @pytest.mark.parametrize(

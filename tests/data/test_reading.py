@@ -13,6 +13,7 @@ import pytest
 import tapax
 from tapax.__main__ import main
 from tapax.data._batch_order import BatchOrder
+from tapax.data._mapped_shard import MappedShard
 from tests.models.harvested import embed, harvest, hidden, make_batches
 
 TOKENS = np.concatenate([batch.ravel() for batch in make_batches()])
@@ -347,3 +348,33 @@ def test_many_shards_are_read_though_few_stay_mapped(acts, monkeypatch):
     monkeypatch.setattr("tapax.data._shard_set._MAPPED", 2)
     np.testing.assert_array_equal(acts["net/hidden"][:], ROWS)
     assert len(acts._shards._mapped) == 2
+
+
+def test_memory_of_shards_that_are_not_used_is_released(acts, monkeypatch):
+    released = []
+
+    def release(shard):
+        released.append(shard.path.name)
+
+    monkeypatch.setattr("tapax.data._shard_set._RESIDENT", 1)
+    monkeypatch.setattr(MappedShard, "release_pages", release)
+    np.testing.assert_array_equal(acts["net/hidden"][:], ROWS)
+    np.testing.assert_array_equal(acts["net/hidden"][:25], ROWS[:25])
+    assert [int(name[5:13]) for name in released] == [0, 1, 2, 3, 0]
+    monkeypatch.undo()
+    acts._shards.shard(0).release_pages()
+    np.testing.assert_array_equal(acts["net/hidden"][:25], ROWS[:25])
+
+
+def test_rows_longer_than_a_block_are_checked_to_their_end(tmp_path):
+    batch = np.arange(3 * 200_000, dtype=np.float32).reshape(3, 200_000)  # 800,000 bytes a row
+    acts = tapax.harvest(lambda x: tapax.sow(x + 1, "h"), [batch], to=tmp_path, rows="examples")
+    np.testing.assert_array_equal(acts["h"][[2, 0]], batch[[2, 0]] + 1)
+    [path] = (tmp_path / "shards").iterdir()
+    first = path.read_bytes().index(np.float32(200_001).tobytes())  # of the row in the middle
+    damage(path, first + 700_000)
+    damaged = tapax.open(tmp_path)
+    np.testing.assert_array_equal(damaged["h"][[0]], batch[[0]] + 1)
+    for index in (1, [0, 1], slice(0, 2)):
+        with pytest.raises(tapax.data.ShardError, match="was altered"):
+            damaged["h"][index]

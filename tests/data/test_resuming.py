@@ -230,8 +230,9 @@ def test_a_shard_that_is_cut_off_stops_the_index(tmp_path):
         harvest(tmp_path, (1, 2))
 
 
-def start_harvest(folder, units):
-    command = [sys.executable, "-m", "tests.models.harvested", str(folder), str(units)]
+def start_harvest(folder, units, worker=(0, 1)):
+    arguments = [str(folder), str(units), *map(str, worker)]
+    command = [sys.executable, "-m", "tests.models.harvested", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -268,6 +269,16 @@ def kill_and_resume(folder, kills, units):
     assert process.returncode == 0, errors
     assert read_files(killed) == read_files(expected)
     return left
+
+
+@pytest.mark.once
+def test_processes_that_run_at_once_write_one_dataset(tmp_path):
+    harvest(tmp_path / "expected", batches=make_batches(60), units=30)
+    processes = [start_harvest(tmp_path / "shared", 30, (index, 3)) for index in range(3)]
+    for process in processes:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    assert read_files(tmp_path / "shared") == read_files(tmp_path / "expected")
 
 
 @pytest.mark.once

@@ -3,7 +3,8 @@
 Every number is a small multiple of a power of two, so that no sum is rounded, and values are equal
 bit for bit whatever a compiler does.
 
-`python -m tests.models.harvested FOLDER UNITS` harvests it: a process to be killed.
+`python -m tests.models.harvested FOLDER UNITS INDEX COUNT` harvests it as one of several workers:
+a process to be killed.
 """
 
 import sys
@@ -57,5 +58,5 @@ def harvest(folder, worker=(0, 1), batches=None, **options):
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[2])
-    harvest(Path(sys.argv[1]), batches=make_batches(2 * count), units=count)
+    UNITS, INDEX, COUNT = map(int, sys.argv[2:])
+    harvest(Path(sys.argv[1]), (INDEX, COUNT), make_batches(2 * UNITS), units=UNITS)

@@ -1,0 +1,71 @@
+"""Which worker a process is, and which units of a folder it does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from tapax.data._folder import DatasetFolder, WorkerTakenError
+from tapax.data._meter import Meter
+from tapax.data._process_group import Processes
+from tapax.data._unit_queue import UnitQueue
+from tapax.data._units import UnitPlan, Worker
+
+
+class FolderUnits:
+    """Tells which units of a plan are done, by the shards in a folder."""
+
+    def __init__(self, folder: DatasetFolder, plan: UnitPlan):
+        self._folder, self.plan = folder, plan
+
+    def units_done(self) -> np.ndarray:
+        return self.plan.units_done(self._folder.units_done())
+
+    def is_done(self, unit: int) -> bool:
+        return all(self._folder.has_shard(shard) for shard in self.plan.shards(unit))
+
+
+def worker_choices(processes: Processes) -> list[Worker]:
+    """Return the workers that this process may be if the user does not say, the likeliest first.
+
+    The number of a process is not always a name of its own: under Pathways it is 0 in each. Whoever
+    finds a worker locked is another one.
+    """
+    count = jax.process_count() if processes.count == 1 else 1
+    return [Worker((jax.process_index() + i) % count, count) for i in range(count)]
+
+
+def lock_worker(
+    folder: DatasetFolder,
+    workers: Sequence[Worker],
+    processes: Processes,
+    stack: contextlib.ExitStack,
+) -> tuple[Worker, str]:
+    """Lock the first worker that is free until the stack is closed.
+
+    Returns it, and the name under which it writes.
+    """
+    process = processes.index if processes.count > 1 else None
+    for worker in workers[:-1]:
+        with contextlib.suppress(WorkerTakenError):
+            return worker, stack.enter_context(folder.lock(worker, process))
+    return workers[-1], stack.enter_context(folder.lock(workers[-1], process))
+
+
+def choose_units(
+    storage: FolderUnits, worker: Worker, processes: Processes, *, take_over: bool, meter: Meter
+) -> Iterable[int] | None:
+    """Return the units to do, each chosen when its turn comes; None if their number is not known.
+
+    The meter is told how many batches the worker's own units have.
+    """
+    plan = storage.plan
+    if plan.count is None:
+        return None
+    done = set(storage.units_done().tolist())
+    own = plan.units()[worker.index :: worker.count]
+    meter.expected = sum(len(plan.batch_numbers(unit)) for unit in own if unit not in done)
+    return processes.agree_on_units(UnitQueue(plan, worker, storage, take_over=take_over))
