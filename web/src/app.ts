@@ -87,7 +87,19 @@ export class App implements PageContext {
 
   /** What is drawn, for tests. */
   inspect(): unknown {
-    return { state: this.store.state, view: this.shownView, drawn: this.instance?.inspect?.() ?? null, series: this.detail.inspect(), errors: this.errors };
+    const { instance, detail } = this;
+    return {
+      state: this.store.state,
+      view: this.shownView,
+      errors: this.errors,
+      // Copies of all numbers, made only for who asks.
+      get drawn() {
+        return instance?.inspect?.() ?? null;
+      },
+      get series() {
+        return detail.inspect();
+      },
+    };
   }
 
   theme(): Theme {
