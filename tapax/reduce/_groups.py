@@ -21,6 +21,9 @@ MOST = 128
 _LEAST = 16
 """In smaller groups than this, what follows for each group would be most of the work."""
 
+_PARTS = 16
+"""An axis has at least so many groups if it can: over as many devices, it is divided by groups."""
+
 Combine = Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
 
 
@@ -53,8 +56,9 @@ def _group(x: Value) -> tuple[int, int]:
 
 
 def _divisor(n: int) -> int:
-    """The largest size of a group that divides an axis."""
-    return next((g for g in range(min(n, MOST), 0, -1) if n % g == 0), 1)
+    """The largest size of a group that divides an axis into enough groups."""
+    most = min(n, MOST, max(n // _PARTS, _LEAST))
+    return next((g for g in range(most, 0, -1) if n % g == 0), 1)
 
 
 def _grouped(x: Value, axis: int, size: int, fill: np.generic) -> Any:

@@ -22,7 +22,7 @@ _FEW = 2**16
 
 def count_many(places: Value, bins: int) -> Any:
     """Counts how often each bin is named by `places`, of int32; from `bins` on, none is."""
-    return _bind_count(places.ravel(), bins=bins)[0]
+    return _bind_count(places, bins=bins)[0]
 
 
 def count_by_scatter(places: Value, *, bins: int) -> list[Any]:
@@ -32,6 +32,7 @@ def count_by_scatter(places: Value, *, bins: int) -> list[Any]:
 def count_in_copies(places: Value, *, bins: int, copies: int = COPIES) -> list[Any]:
     if places.size < _FEW:
         return count_by_scatter(places, bins=bins)
+    places = places.ravel()
     copy = jnp.arange(places.size, dtype=jnp.int32) % np.int32(copies)
     counts = jnp.zeros((copies, bins), COUNT)
     return [counts.at[copy, places].add(np.uint32(1), mode="drop").sum(0, dtype=COUNT)]

@@ -229,6 +229,22 @@ def test_sharded_statistics_add_only_small_reductions():
     assert max(added) <= LOG2.start(x).size
 
 
+def test_divided_features_are_not_gathered():
+    # A group of 128 elements would be on four devices.
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    value = np.asarray(sample((4, 8, 256), special=False))
+    x = jax.device_put(value, NamedSharding(mesh, P(None, None, "d")))
+    few = [R.rms, R.minmax, R.nonfinite, LOG2, R.quantiles([0.5])]
+    step = jax.jit(tapax.capture(lambda x: tapax.sow(2 * x, "h"), values={"h": few}))
+    text = step.lower(x).compile().as_text()
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+    found = step(x)[1].values
+    assert found["h:minmax"].tolist() == [2 * value.min(), 2 * value.max()]
+    assert found["h:histogram"].tolist() == counted(2 * value).tolist()
+    middle = np.quantile(2 * value, 0.5, method="lower")
+    np.testing.assert_allclose(found["h:quantiles"], [middle], rtol=0.0101, atol=1e-10)
+
+
 def test_counts_in_copies_are_those_of_numpy():
     places = np.random.default_rng(3).integers(0, 90, 2**16 + 7, np.int32)
     expected = np.bincount(places, minlength=90)[:80]  # from the number of bins on, none is counted
