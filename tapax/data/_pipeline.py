@@ -24,9 +24,9 @@ from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._meter import Meter
 from tapax.data._row_program import RowBatch, RowProgram, RowSite
 from tapax.data._shard_writer import write_shard
-from tapax.data._writer_threads import ShardWriters, writer_count
 from tapax.data._statistics import Statistics
 from tapax.data._transfer import PendingCopy, start_copies
+from tapax.data._writer_threads import ShardWriters, writer_count
 
 AHEAD = 2
 """How many batches are dispatched before the rows of the first are collected."""
@@ -66,15 +66,28 @@ class _UnitRows:
 
     def __init__(self, unit: int, names: Sequence[str]):
         self.unit = unit
-        self.chunks: dict[str, list[np.ndarray]] = {name: [] for name in names}
         self.statistics: dict[str, Statistics] = {}
+        self._chunks: dict[str, list[PendingCopy | np.ndarray]] = {name: [] for name in names}
 
-    def add(self, arrays: dict[str, np.ndarray], statistics: dict[str, Statistics]) -> None:
+    def add(
+        self, arrays: dict[str, PendingCopy | np.ndarray], statistics: dict[str, Statistics]
+    ) -> None:
         for name, x in arrays.items():
-            self.chunks[name].append(x)
+            self._chunks[name].append(x)
         for name, found in statistics.items():
             known = self.statistics.get(name)
             self.statistics[name] = found if known is None else known.merge(found)
+
+    def take_chunks(self) -> dict[str, list[np.ndarray]]:
+        """Return the rows as NumPy arrays, and let go of the memory that they were copied to."""
+        return {
+            name: [_to_numpy(parts.pop(0)) for _ in range(len(parts))]
+            for name, parts in self._chunks.items()
+        }
+
+
+def _to_numpy(chunk: PendingCopy | np.ndarray) -> np.ndarray:
+    return chunk.rows() if isinstance(chunk, PendingCopy) else chunk
 
 
 class Pipeline:
@@ -154,14 +167,14 @@ class Pipeline:
                     "site out of the selection."
                 )
         with self._meter.waiting_for("transfer"):
-            arrays = {name: copy.wait() for name, copy in batch.copies.items()}
-        arrays.update(batch.columns)
+            for copy in batch.copies.values():
+                copy.wait()
         self._check_columns(task, batch.columns)
         found = {name: Statistics.measured(parts) for name, parts in statistics.items()}
         self._warn_of_bad_rows(task, found)
         if self._unit is None:
             self._unit = _UnitRows(task.unit, self._names)
-        self._unit.add(arrays, found)
+        self._unit.add({**batch.copies, **batch.columns}, found)
         self._meter.batches += 1
         self._meter.rows += len(batch.columns["batch"])
         if task.ends_unit:
@@ -175,7 +188,7 @@ class Pipeline:
                 self._folder.shard_path(unit.unit),
                 configuration=self._hash,
                 unit=unit.unit,
-                chunks=unit.chunks,
+                chunks=unit.take_chunks(),
                 statistics=unit.statistics,
                 owner=self._owner,
             )
