@@ -11,7 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -114,31 +114,37 @@ class Pipeline:
     def run(self, tasks: Iterable[BatchTask]) -> None:
         """Harvest all tasks; the batches of a unit follow one another."""
         writers = ShardWriters(writer_count())
-        dispatched: collections.deque[_Dispatched] = collections.deque()
         try:
-            try:
-                for task in tasks:
-                    with self._meter.waiting_for("device"):
-                        dispatched.append(self._dispatch(task))
-                    if len(dispatched) > AHEAD:
-                        self._collect(dispatched.popleft(), writers)
-            except Exception:
-                # Batches before the one that failed may make units whole.
-                with contextlib.suppress(Exception):
-                    self._collect_all(dispatched, writers)
-                    writers.finish()
-                raise
-            self._collect_all(dispatched, writers)
+            for batch in self._dispatch_all(tasks):
+                self._collect(batch, writers)
             with self._meter.waiting_for("disk"):
                 writers.finish()
+        except Exception:
+            # Units that are whole are written, whatever became of the others.
+            with contextlib.suppress(Exception):
+                writers.finish()
+            raise
         finally:
             writers.stop()
 
-    def _collect_all(
-        self, dispatched: collections.deque[_Dispatched], writers: ShardWriters
-    ) -> None:
-        while dispatched:
-            self._collect(dispatched.popleft(), writers)
+    def _dispatch_all(self, tasks: Iterable[BatchTask]) -> Iterator[_Dispatched]:
+        """Dispatch batches, and yield each once some more are dispatched.
+
+        An error is raised after the batches before it: they may make units whole.
+        """
+        dispatched: collections.deque[_Dispatched] = collections.deque()
+        error = None
+        try:
+            for task in tasks:
+                with self._meter.waiting_for("device"):
+                    dispatched.append(self._dispatch(task))
+                if len(dispatched) > AHEAD:
+                    yield dispatched.popleft()
+        except Exception as failed:
+            error = failed
+        yield from dispatched
+        if error is not None:
+            raise error
 
     def _dispatch(self, task: BatchTask) -> _Dispatched:
         """Start everything that a batch needs, and wait for none of it."""
@@ -204,7 +210,7 @@ class Pipeline:
             if new:
                 self._warned.update(f"{fault} {name}" for name in new)
                 listed = ", ".join(f"{name!r} ({counts[name]} rows)" for name in new)
-                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=6)
+                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=5)
 
     def _check_columns(self, task: BatchTask, columns: dict[str, np.ndarray]) -> None:
         found = [
