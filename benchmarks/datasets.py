@@ -180,13 +180,19 @@ def _time_workers(count: int, path: Path) -> float:
         subprocess.Popen([*command, str(index)], env=environment, stdout=subprocess.PIPE)
         for index in range(count)
     ]
-    for process in running:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    _wait_for(b"ready\n", running)
     start = time.perf_counter()
     (path / "go").touch()
+    _wait_for(b"done\n", running)
+    seconds = time.perf_counter() - start
     for process in running:
-        assert process.wait() == 0
-    return time.perf_counter() - start
+        process.wait()
+    return seconds
+
+
+def _wait_for(line: bytes, running: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in running:
+        assert process.stdout is not None and process.stdout.readline() == line
 
 
 def _be_worker(path: Path, count: int, index: int) -> None:
@@ -204,6 +210,7 @@ def _be_worker(path: Path, count: int, index: int) -> None:
     while not (path / "go").exists():
         time.sleep(0.001)
     tapax.harvest(fn, data, path / "acts", "h", units=24, worker=(index, count))
+    print("done", flush=True)
 
 
 def harvested(cfg: Config, rounds: int) -> list[Result]:

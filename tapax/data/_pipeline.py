@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -63,20 +63,35 @@ class _Dispatched:
     result: RowBatch
 
 
+_Chunk = PendingCopy | PendingRows | np.ndarray
+"""The rows of one batch, which may still be on their way."""
+
+
 class _UnitRows:
     """The rows of a unit, as its batches come in."""
 
     def __init__(self, unit: int, names: Sequence[str]):
         self.unit = unit
-        self.chunks: dict[str, list[np.ndarray]] = {name: [] for name in names}
         self.statistics: dict[str, Statistics] = {}
+        self._chunks: dict[str, list[_Chunk]] = {name: [] for name in names}
 
-    def add(self, arrays: dict[str, np.ndarray], statistics: dict[str, Statistics]) -> None:
+    def add(self, arrays: dict[str, _Chunk], statistics: dict[str, Statistics]) -> None:
         for name, x in arrays.items():
-            self.chunks[name].append(x)
+            self._chunks[name].append(x)
         for name, found in statistics.items():
             known = self.statistics.get(name)
             self.statistics[name] = found if known is None else known.merge(found)
+
+    def take_chunks(self) -> dict[str, list[np.ndarray]]:
+        """Return the rows as NumPy arrays, and let go of the memory that they were copied to."""
+        return {
+            name: [_to_numpy(parts.pop(0)) for _ in range(len(parts))]
+            for name, parts in self._chunks.items()
+        }
+
+
+def _to_numpy(chunk: _Chunk) -> np.ndarray:
+    return chunk if isinstance(chunk, np.ndarray) else chunk.rows()
 
 
 class Pipeline:
@@ -104,31 +119,37 @@ class Pipeline:
     def run(self, tasks: Iterable[BatchTask]) -> None:
         """Harvest all tasks; the batches of a unit follow one another."""
         writers = ShardWriters(writer_count())
-        dispatched: collections.deque[_Dispatched] = collections.deque()
         try:
-            try:
-                for task in tasks:
-                    with self._meter.waiting_for("device"):
-                        dispatched.append(self._dispatch(task))
-                    if len(dispatched) > AHEAD:
-                        self._collect(dispatched.popleft(), writers)
-            except Exception:
-                # Batches before the one that failed may make units whole.
-                with contextlib.suppress(Exception):
-                    self._collect_all(dispatched, writers)
-                    writers.finish()
-                raise
-            self._collect_all(dispatched, writers)
+            for batch in self._dispatch_all(tasks):
+                self._collect(batch, writers)
             with self._meter.waiting_for("disk"):
                 writers.finish()
+        except Exception:
+            # Units that are whole are written, whatever became of the others.
+            with contextlib.suppress(Exception):
+                writers.finish()
+            raise
         finally:
             writers.stop()
 
-    def _collect_all(
-        self, dispatched: collections.deque[_Dispatched], writers: ShardWriters
-    ) -> None:
-        while dispatched:
-            self._collect(dispatched.popleft(), writers)
+    def _dispatch_all(self, tasks: Iterable[BatchTask]) -> Iterator[_Dispatched]:
+        """Dispatch batches, and yield each once some more are dispatched.
+
+        An error is raised after the batches before it: they may make units whole.
+        """
+        dispatched: collections.deque[_Dispatched] = collections.deque()
+        error = None
+        try:
+            for task in tasks:
+                with self._meter.waiting_for("device"):
+                    dispatched.append(self._dispatch(task))
+                if len(dispatched) > AHEAD:
+                    yield dispatched.popleft()
+        except Exception as failed:
+            error = failed
+        yield from dispatched
+        if error is not None:
+            raise error
 
     def _dispatch(self, task: BatchTask) -> _Dispatched:
         """Start everything that a batch needs, and wait for none of it."""
@@ -161,8 +182,8 @@ class Pipeline:
                     "site out of the selection."
                 )
         with self._meter.waiting_for("transfer"):
-            arrays = {name: copy.wait() for name, copy in batch.copies.items()}
-        arrays.update(batch.columns)
+            for copy in batch.copies.values():
+                copy.wait()
         self._check_columns(task, batch.columns)
         found = {name: Statistics.measured(parts) for name, parts in statistics.items()}
         self._warn_of_bad_rows(task, found)
@@ -170,7 +191,7 @@ class Pipeline:
         shard = self._manifest.unit_plan.shard(task.unit, self._processes.index)
         if self._unit is None or self._unit.unit != shard:  # or another worker was done with it
             self._unit = _UnitRows(shard, self._names)
-        self._unit.add(arrays, found)
+        self._unit.add({**batch.copies, **batch.columns}, found)
         self._meter.batches += 1
         self._meter.rows += len(batch.columns["batch"])
         if task.ends_unit:
@@ -187,7 +208,7 @@ class Pipeline:
                 path,
                 configuration=self._hash,
                 unit=unit.unit,
-                chunks=unit.chunks,
+                chunks=unit.take_chunks(),
                 statistics=unit.statistics,
                 owner=self._owner,
             )
@@ -203,7 +224,7 @@ class Pipeline:
             if new:
                 self._warned.update(f"{fault} {name}" for name in new)
                 listed = ", ".join(f"{name!r} ({counts[name]} rows)" for name in new)
-                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=6)
+                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=5)
 
     def _check_columns(self, task: BatchTask, columns: dict[str, np.ndarray]) -> None:
         found = [

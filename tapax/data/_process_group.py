@@ -160,9 +160,14 @@ class PendingRows:
         self._copies = [PendingCopy(shard.data, None) for shard in shards]
         self._places = places
 
-    def wait(self) -> np.ndarray:
-        """Return the rows that are wanted; wait until they are on the host."""
-        return np.concatenate([copy.wait() for copy in self._copies])[self._places]
+    def wait(self) -> None:
+        """Wait until the rows are on the host, or as near to it as JAX lets one wait for."""
+        for copy in self._copies:
+            copy.wait()
+
+    def rows(self) -> np.ndarray:
+        """Return the rows that are wanted."""
+        return np.concatenate([copy.rows() for copy in self._copies])[self._places]
 
 
 Processes = OneProcess | ProcessGroup

@@ -1,7 +1,8 @@
 """From the device to the host: rows that are kept, in memory that is used again.
 
 An NVIDIA GPU copies to pinned memory at many times the speed of other memory, once JAX has had that
-memory before: JAX keeps it when an array is dropped, for the next one. On a CPU nothing is copied.
+memory before: JAX keeps it when an array is dropped, for the next one. NumPy arrays are made of it
+by the threads that write, several at a time. On a CPU nothing is copied.
 
 Rows are dropped on the device, before the copy. The number of rows left is rounded up to a
 sixteenth of the batch, so that XLA compiles at most sixteen versions of the selection for each
@@ -58,16 +59,19 @@ class PendingCopy:
             x = jax.device_put(x, x.sharding.with_memory_kind(kind))
         self._array = x
 
-    def wait(self) -> np.ndarray:
-        """Return the rows that are wanted; wait until they are on the host."""
+    def wait(self) -> None:
+        """Wait until the rows are on the host, or as near to it as JAX lets one wait for."""
+        jax.block_until_ready(self._array)
+
+    def rows(self) -> np.ndarray:
+        """Return the rows that are wanted."""
         host = np.asarray(self._array)
         return host[: self._count] if self._kept is None else host[self._kept]
 
 
 def _pinned_kind(x: Value) -> str | None:
-    """The kind of memory on the host that the device of an array copies to fastest."""
-    devices = x.sharding.device_set
-    return _pinned_kind_of(next(iter(devices))) if len(devices) == 1 else None
+    """The kind of memory on the host that the devices of an array copy to fastest."""
+    return _pinned_kind_of(next(iter(x.sharding.device_set)))
 
 
 @functools.cache

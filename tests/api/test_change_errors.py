@@ -334,7 +334,7 @@ def test_gradients_that_no_site_has_are_refused():
 def test_gradients_of_nothing_are_refused():
     for at in ((), None, "**"):
         assert "picks no site, so there is no gradient" in message(tapax.grad(jnp.sum, at), X)
-    assert "it picks none of the 0 sites" in message(tapax.grad(jnp.sum, lambda site: False), X)
+    assert "picks none of the 0 sites" in message(tapax.grad(jnp.sum, lambda site: False), X)
 
 
 def test_only_real_scalar_losses_have_gradients():

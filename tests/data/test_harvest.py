@@ -262,6 +262,13 @@ def test_a_branch_that_did_not_run_raises_and_names_the_batch(tmp_path):
         tapax.harvest(branching, [ones, -ones], to=tmp_path / "some")
 
 
+def test_a_batch_that_fails_commits_no_unit_without_it(tmp_path):
+    ones = np.ones((2, 3), np.float32)
+    with pytest.raises(tapax.SiteError, match="batch 1 did not"):
+        tapax.harvest(branching, [ones, -ones, ones, ones], to=tmp_path, units=1)
+    assert list((tmp_path / "shards").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("site", "message"),
     [

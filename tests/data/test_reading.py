@@ -211,6 +211,13 @@ def test_a_source_for_grain_gives_rows_and_can_be_pickled(acts):
         acts.source("net/hiden")
 
 
+def test_grain_shuffles_and_batches_a_source(acts):
+    grain = pytest.importorskip("grain")
+    batches = grain.MapDataset.source(acts.source("net/hidden")).shuffle(seed=0).batch(13)
+    found = np.concatenate([np.asarray(batch) for batch in batches])
+    assert sorted(map(tuple, found)) == sorted(map(tuple, ROWS))
+
+
 def test_a_dataset_of_torch_shares_the_mapped_memory(tmp_path):
     torch = pytest.importorskip("torch")
     acts = harvest(tmp_path, dtype="bfloat16")
@@ -223,9 +230,9 @@ def test_a_dataset_of_torch_shares_the_mapped_memory(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "lance"])
 def test_exports_hold_every_row(tmp_path, suffix, dtype):
-    pa = pytest.importorskip("pyarrow")
+    library = pytest.importorskip("lance" if suffix == "lance" else "pyarrow")
     acts = harvest(tmp_path / "acts", dtype=dtype)
     path = tmp_path / f"acts.{suffix}"
     acts.export(path, sites=["net/hidden", "token"])
@@ -233,8 +240,10 @@ def test_exports_hold_every_row(tmp_path, suffix, dtype):
         import pyarrow.parquet
 
         table = pyarrow.parquet.read_table(path)
+    elif suffix == "lance":
+        table = library.dataset(str(path)).to_table()
     else:
-        table = pa.ipc.open_file(str(path)).read_all()
+        table = library.ipc.open_file(str(path)).read_all()
     assert table.column_names == ["net/hidden", "token"]
     np.testing.assert_array_equal(np.array(table["net/hidden"].to_pylist(), np.float32), ROWS)
     assert table["token"].to_pylist() == TOKENS.tolist()

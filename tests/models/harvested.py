@@ -8,6 +8,7 @@ a process to be killed.
 """
 
 import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -44,6 +45,14 @@ def make_batches(count=7, shape=(2, 5)):
     return [*found[:-1], found[-1][:1]]
 
 
+class SlowBatches(list):
+    """Batches that take some time to read, so that a harvest can be killed while it runs."""
+
+    def __getitem__(self, number):
+        time.sleep(0.004)
+        return super().__getitem__(number)
+
+
 def read_files(folder):
     """Read the files of a dataset, but for those that are not part of it."""
     found = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
@@ -59,4 +68,4 @@ def harvest(folder, worker=(0, 1), batches=None, **options):
 
 if __name__ == "__main__":
     UNITS, INDEX, COUNT = map(int, sys.argv[2:])
-    harvest(Path(sys.argv[1]), (INDEX, COUNT), make_batches(2 * UNITS), units=UNITS)
+    harvest(Path(sys.argv[1]), (INDEX, COUNT), SlowBatches(make_batches(2 * UNITS)), units=UNITS)
