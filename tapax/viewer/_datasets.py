@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 
 from tapax._sites import Site
+from tapax.data._activations import Activations
 from tapax.viewer._blobs import Blobs
 from tapax.viewer._format import Context, DatasetColumn, Of, Subject, TopContexts, empty_subject
 from tapax.viewer._matrices import add_statistics, as_float32
@@ -27,22 +28,8 @@ Directions = Mapping[str, tuple[str, Any]]
 Decode = Callable[[int], str]
 
 
-@runtime_checkable
-class RowDataset(Protocol):
-    """What the page asks of a dataset: arrays of rows by name, on disk, and their statistics."""
-
-    @property
-    def sites(self) -> Sequence[str]: ...
-    @property
-    def columns(self) -> Sequence[str]: ...
-    @property
-    def stats(self) -> Mapping[str, Any]: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, key: Any) -> Any: ...
-
-
 def add_dataset(
-    dataset: RowDataset,
+    dataset: Activations,
     name: str,
     blobs: Blobs,
     sources: Sources,
@@ -72,18 +59,18 @@ def add_dataset(
     return cast(Subject, subject)
 
 
-def _make_row(dataset: RowDataset, name: str) -> SiteRow:
+def _make_row(dataset: Activations, name: str) -> SiteRow:
     array = dataset[name]
     nbytes = int(np.prod(array.shape, dtype=np.int64)) * array.dtype.itemsize
     return SiteRow(name, Site(name), (), tuple(array.shape[1:]), str(array.dtype), nbytes)
 
 
-def _describe_column(dataset: RowDataset, name: str) -> DatasetColumn:
+def _describe_column(dataset: Activations, name: str) -> DatasetColumn:
     array = dataset[name]
     return {"name": name, "dtype": str(array.dtype), "shape": [int(n) for n in array.shape[1:]]}
 
 
-def _add_numbers(dataset: RowDataset, blobs: Blobs) -> list[Any]:
+def _add_numbers(dataset: Activations, blobs: Blobs) -> list[Any]:
     """One number for each site of every statistic that was taken while harvesting."""
     numbers: dict[tuple[Of, str], dict[int, float]] = {}
     for i, name in enumerate(dataset.sites):
@@ -112,7 +99,7 @@ def _add_numbers(dataset: RowDataset, blobs: Blobs) -> list[Any]:
     )
 
 
-def _default_directions(dataset: RowDataset) -> Directions:
+def _default_directions(dataset: Activations) -> Directions:
     """The neuron of largest variance of each site."""
     found: dict[str, tuple[str, Any]] = {}
     for name in dataset.sites:
@@ -124,7 +111,7 @@ def _default_directions(dataset: RowDataset) -> Directions:
 
 
 def _find_top(
-    dataset: RowDataset, label: str, site: str, direction: Any, decode: Decode | None
+    dataset: Activations, label: str, site: str, direction: Any, decode: Decode | None
 ) -> TopContexts:
     array = dataset[site]
     if len(array.shape) != 2:
@@ -139,9 +126,11 @@ def _find_top(
     activations = np.concatenate(parts) if parts else np.zeros(0)
     usable = np.where(np.isfinite(activations), activations, -np.inf)
     order = np.argsort(-usable, kind="stable")[:TOPS]
-    tokens = _tokens_of(dataset, rows, decode)
+    tokens, examples = _tokens_of(dataset, rows, decode), _examples_of(dataset, rows)
     contexts = [
-        _make_context(int(row), activations, tokens) for row in order if np.isfinite(usable[row])
+        _make_context(int(row), activations, tokens, examples)
+        for row in order
+        if np.isfinite(usable[row])
     ]
     return {"label": label, "site": list(dataset.sites).index(site), "contexts": contexts}
 
@@ -159,15 +148,24 @@ def _make_projection(site: str, width: int, direction: Any) -> Callable[[Any], n
     )
 
 
-def _tokens_of(dataset: RowDataset, rows: int, decode: Decode | None) -> Callable[[int], str]:
+def _tokens_of(dataset: Activations, rows: int, decode: Decode | None) -> Callable[[int], str]:
     if "token" not in dataset.columns or len(dataset["token"].shape) != 1:
         return lambda row: f"row {row}"
     tokens = np.asarray(dataset["token"][:rows])
     return lambda row: decode(int(tokens[row])) if decode is not None else str(tokens[row])
 
 
-def _make_context(row: int, activations: np.ndarray, token: Callable[[int], str]) -> Context:
-    around = range(max(0, row - AROUND), min(len(activations), row + AROUND + 1))
+def _examples_of(dataset: Activations, rows: int) -> np.ndarray:
+    """Number the rows by their example."""
+    pairs = np.stack([np.asarray(dataset[name][:rows]) for name in ("batch", "example")])
+    return np.cumsum(np.any(np.diff(pairs, prepend=pairs[:, :1]) != 0, axis=0))
+
+
+def _make_context(
+    row: int, activations: np.ndarray, token: Callable[[int], str], examples: np.ndarray
+) -> Context:
+    near = range(max(0, row - AROUND), min(len(activations), row + AROUND + 1))
+    around = [i for i in near if examples[i] == examples[row]]
     return {
         "row": row,
         "activation": float(activations[row]),
@@ -176,7 +174,7 @@ def _make_context(row: int, activations: np.ndarray, token: Callable[[int], str]
     }
 
 
-def _sample(dataset: RowDataset, columns: Sequence[str], decode: Decode | None) -> Any:
+def _sample(dataset: Activations, columns: Sequence[str], decode: Decode | None) -> Any:
     rows = min(len(dataset), SAMPLE_ROWS)
     arrays = {name: np.asarray(dataset[name][:rows]) for name in columns}
     token = _tokens_of(dataset, rows, decode)

@@ -12,13 +12,15 @@ from tapax._results.difference import Difference
 from tapax._results.residual_table import ResidualTable
 from tapax._results.taps_file import holds_taps
 from tapax._sites import wrong_type
+from tapax.data._activations import Activations
+from tapax.data._folder import is_dataset
 from tapax.monitoring._log import Log
 from tapax.monitoring._log_tail import LogTail
 from tapax.nonfinite._finding import Finding
 from tapax.viewer._blobs import Blobs
 from tapax.viewer._by_token import ByToken, add_by_token
 from tapax.viewer._captures import Tokens, add_site_table, add_taps
-from tapax.viewer._datasets import Decode, Directions, RowDataset, add_dataset
+from tapax.viewer._datasets import Decode, Directions, add_dataset
 from tapax.viewer._differences import add_difference
 from tapax.viewer._findings import add_finding
 from tapax.viewer._followed_run import FollowedRun
@@ -36,7 +38,7 @@ Viewable: TypeAlias = (
     | Finding
     | Difference
     | ByToken
-    | RowDataset
+    | Activations
     | str
     | os.PathLike[str]
 )
@@ -83,14 +85,14 @@ _KINDS: Sequence[tuple[type, str, _Add]] = (
     (Difference, "difference", lambda x, to: add_difference(x, to.name, to.blobs, to.sources)),
     (ByToken, "tokens", lambda x, to: add_by_token(x, to.name, to.blobs, to.sources)),
     (
-        RowDataset,
+        Activations,
         "dataset",
         lambda x, to: add_dataset(
             x, to.name, to.blobs, to.sources, to.options.directions, to.options.decode
         ),
     ),
 )
-"""What is viewed, its name on the page, and what makes its subject. The last is for any dataset."""
+"""Each type that can be viewed, its name on the page, and the function that makes its subject."""
 
 
 def make_subjects(
@@ -117,11 +119,13 @@ def _open(what: Any) -> tuple[Any, str]:
         return what, what.name
     if not isinstance(what, (str, os.PathLike)):
         kind, _ = _find_kind(what)
-        return what, os.path.basename(getattr(what, "path", "")) if kind == "dataset" else ""
+        return what, os.path.basename(what.path) if kind == "dataset" else ""
     path = os.fspath(what)
     name = os.path.basename(os.path.abspath(path))
     if holds_taps(path):
         return load_taps(path), name
+    if is_dataset(path):
+        return Activations(path), name
     run = FollowedRun(name, LogTail(path))
     run.read(READ_SECONDS)
     run.raise_if_unreadable()

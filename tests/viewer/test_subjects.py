@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,84 +141,67 @@ def test_numbers_by_token_of_shapes_that_do_not_fit_are_refused(numbers, sites, 
     assert text in str(error.value)
 
 
-@dataclasses.dataclass
-class Moments:
-    mean: np.ndarray
-    var: np.ndarray
-    norm: float
-    nonfinite: int
+WIDTH, LENGTH = 6, 25
 
 
-class Rows:
-    """A dataset in memory, with what the page asks of one on disk."""
+@pytest.fixture(scope="module")
+def acts(tmp_path_factory):
+    """A dataset on disk, of 8 examples of 25 tokens."""
+    table = np.random.default_rng(0).normal(size=(50, WIDTH)) * np.arange(1, WIDTH + 1)
 
-    path = "somewhere/acts"
+    def model(tokens):
+        return tapax.sow(jnp.asarray(table, jnp.float32)[tokens], "h")
 
-    def __init__(self, rows=200, width=6):
-        rng = np.random.default_rng(0)
-        self._arrays: dict[str, Any] = {
-            "h": rng.normal(size=(rows, width)).astype(np.float32) * np.arange(1, width + 1),
-            "token": rng.integers(0, 50, rows),
-        }
-
-    sites = ("h",)
-    columns = ("token",)
-
-    @property
-    def stats(self):
-        h = self._arrays["h"].astype(float)
-        return {"h": Moments(h.mean(0), h.var(0), float(np.linalg.norm(h, axis=1).mean()), 0)}
-
-    def __len__(self):
-        return len(self._arrays["token"])
-
-    def __getitem__(self, key):
-        return self._arrays[key]
+    tokens = np.random.default_rng(1).integers(0, 50, (4, 2, LENGTH), np.int32)
+    folder = tmp_path_factory.mktemp("harvested") / "acts"
+    return tapax.harvest(model, list(tokens), to=folder, values="h", progress=False)
 
 
-def test_a_dataset_shows_its_columns_rows_and_most_active_contexts():
-    acts = Rows()
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_dataset_shows_its_columns_rows_and_most_active_contexts(acts, by_path):
     direction = np.array([1.0, -2, 0, 0, 0, 1])
     directions = {"a latent": ("h", direction), "neuron": ("h", 3)}
-    header, blob = read(acts, directions=directions, decode=lambda i: f"t{i}")
+    header, blob = read(
+        acts.path if by_path else acts, directions=directions, decode=lambda i: f"t{i}"
+    )
+    h, tokens = np.asarray(acts["h"][:], float), np.asarray(acts["token"][:])
     (subject,) = header["subjects"]
     dataset = subject["dataset"]
     assert (subject["name"], subject["kind"], dataset["rows"]) == ("acts", "activations", 200)
-    assert [each["name"] for each in dataset["columns"]] == ["token", "h"]
-    assert dataset["sample"]["cells"][5][0] == f"t{acts['token'][5]}"
-    for top, scores in zip(
-        dataset["tops"], (acts["h"] @ direction, acts["h"][:, 3].astype(float)), strict=True
-    ):
+    names = [each["name"] for each in dataset["columns"]]
+    assert sorted(names) == ["batch", "example", "h", "position", "token"]
+    assert dataset["sample"]["cells"][5][names.index("token")] == f"t{tokens[5]}"
+    for top, scores in zip(dataset["tops"], (h @ direction, h[:, 3]), strict=True):
         order = np.argsort(-scores, kind="stable")[:16]
         assert [each["row"] for each in top["contexts"]] == order.tolist()
         first = top["contexts"][0]
-        begin = max(0, order[0] - 10)
-        around = slice(begin, order[0] + 11)
+        begin = order[0] // LENGTH * LENGTH  # of its example
+        around = slice(max(begin, order[0] - 10), min(begin + LENGTH, order[0] + 11))
         np.testing.assert_allclose(first["activations"], scores[around], rtol=1e-6)
-        assert first["tokens"] == [f"t{i}" for i in acts["token"][around]]
+        assert first["tokens"] == [f"t{i}" for i in tokens[around]]
     found = numbers_by_name(subject, blob)
-    rms = np.sqrt(np.mean(acts["h"].astype(float) ** 2))
+    rms = np.sqrt(np.mean(h**2))
     np.testing.assert_allclose(found["h", "value", "rms"], rms, rtol=1e-6)
 
 
-def test_a_dataset_without_directions_shows_the_neuron_that_varies_most():
-    acts = Rows()
+def test_a_dataset_without_directions_shows_the_neuron_that_varies_most(acts):
     header, _ = read(acts)
     (top,) = header["subjects"][0]["dataset"]["tops"]
-    neuron = int(acts["h"].var(0).argmax())
+    h = np.asarray(acts["h"][:])
+    neuron = int(h.var(0).argmax())
     assert top["label"] == f"h, neuron {neuron}"
-    assert top["contexts"][0]["row"] == int(acts["h"][:, neuron].argmax())
+    assert top["contexts"][0]["row"] == int(h[:, neuron].argmax())
 
 
 @pytest.mark.parametrize("direction", [6, -1, np.zeros(5), 0.5])
-def test_a_direction_that_does_not_fit_its_site_is_refused(direction):
+def test_a_direction_that_does_not_fit_its_site_is_refused(acts, direction):
     with pytest.raises(ValueError, match="a neuron below 6, or a vector of 6 numbers"):
-        read(Rows(), directions={"bad": ("h", direction)})
+        read(acts, directions={"bad": ("h", direction)})
 
 
-def test_several_subjects_of_one_kind_are_told_apart():
+def test_several_subjects_of_one_kind_are_told_apart(acts):
     taps = [tapax.capture(lambda x: tapax.sow(x, "h"))(x)[1] for x in (1.0, 2.0)]
-    header, blob = read(*taps, tapax.Log(), Rows())
+    header, blob = read(*taps, tapax.Log(), acts)
     names = [subject["name"] for subject in header["subjects"]]
     assert names == ["capture a", "capture b", "run", "acts"]
     found = [numbers_by_name(subject, blob) for subject in header["subjects"][:2]]
