@@ -17,18 +17,40 @@ import { Detail } from "./views/detail";
 import { VIEWS } from "./views/all";
 import type { PageContext, ViewInstance, ViewKind } from "./views/view";
 
-const SCALES = [{ value: "log", label: "Log" }, { value: "linear", label: "Linear" }, { value: "diverging", label: "±" }];
-const GROUPS: Record<string, string> = { value: "Values", grad: "Gradients", param: "Parameters", param_grad: "Parameter gradients", update: "Updates", "": "Numbers" };
+const SCALES = [
+  { value: "log", label: "Log" },
+  { value: "linear", label: "Linear" },
+  { value: "diverging", label: "±" },
+];
+const GROUPS: Record<string, string> = {
+  value: "Values",
+  grad: "Gradients",
+  param: "Parameters",
+  param_grad: "Parameter gradients",
+  update: "Updates",
+  "": "Numbers",
+};
 
 /** The view that a subject is shown in first, if that is not the first one that it has. */
-const FIRST_VIEWS: Partial<Record<SubjectKind, string>> = { difference: "compare", finding: "alerts", activations: "dataset" };
+const FIRST_VIEWS: Partial<Record<SubjectKind, string>> = {
+  difference: "compare",
+  finding: "alerts",
+  activations: "dataset",
+};
 
 export class App implements PageContext {
   readonly tooltip = new Tooltip();
   readonly store: Store;
   model!: Model;
   private readonly root = el("div", { class: "page" });
-  private readonly filterInput = el("input", { type: "search", class: "filter", placeholder: "Filter sites: **/attn", "aria-label": "Filter sites by a glob", spellcheck: "false", autocomplete: "off" });
+  private readonly filterInput = el("input", {
+    type: "search",
+    class: "filter",
+    placeholder: "Filter sites: **/attn",
+    "aria-label": "Filter sites by a glob",
+    spellcheck: "false",
+    autocomplete: "off",
+  });
   private readonly filterCount = el("span", { class: "filter-count", role: "status" });
   private readonly runs = el("div", { class: "runs" });
   private readonly liveMark = el("span", { class: "live", hidden: true });
@@ -71,18 +93,28 @@ export class App implements PageContext {
     this.store.onChange((state, before) => this.changed(state, before));
     this.update();
     let applied = Promise.resolve();
-    payload.follow?.((update) => {
-      // One after the other: each reads blobs before it appends.
-      applied = applied.then(() => subjects[update.subject]?.apply(update)).then(() => this.refresh(), (error: unknown) => this.report(error));
-    }, (state) => {
-      this.liveMark.hidden = false;
-      this.liveMark.textContent = state === "live" ? "live" : "connection lost";
-      this.liveMark.classList.toggle("lost", state === "lost");
-    });
+    payload.follow?.(
+      (update) => {
+        // One after the other: each reads blobs before it appends.
+        applied = applied
+          .then(() => subjects[update.subject]?.apply(update))
+          .then(
+            () => this.refresh(),
+            (error: unknown) => this.report(error),
+          );
+      },
+      (state) => {
+        this.liveMark.hidden = false;
+        this.liveMark.textContent = state === "live" ? "live" : "connection lost";
+        this.liveMark.classList.toggle("lost", state === "lost");
+      },
+    );
   }
 
   fail(error: unknown): void {
-    this.root.replaceChildren(emptyState("The page cannot be shown", error instanceof Error ? error.message : String(error)));
+    this.root.replaceChildren(
+      emptyState("The page cannot be shown", error instanceof Error ? error.message : String(error)),
+    );
   }
 
   /** What is drawn, for tests. */
@@ -118,7 +150,11 @@ export class App implements PageContext {
   filtered(): Site[] {
     const subject = this.subject();
     const key = JSON.stringify([subject.index, this.store.state.filter, subject.sites.length]);
-    if (this.selection?.key !== key) this.selection = { key, sites: this.isFiltered() ? subject.sites.filter(compileSelection(this.store.state.filter)) : subject.sites };
+    if (this.selection?.key !== key)
+      this.selection = {
+        key,
+        sites: this.isFiltered() ? subject.sites.filter(compileSelection(this.store.state.filter)) : subject.sites,
+      };
     return this.selection.sites;
   }
 
@@ -129,7 +165,9 @@ export class App implements PageContext {
 
   scaleKind(statistic: LoadedStatistic): ScaleKind {
     const { scale } = this.store.state;
-    return statistic.key === this.statistic()?.key && (scale === "log" || scale === "linear" || scale === "diverging") ? scale : statistic.scale;
+    return statistic.key === this.statistic()?.key && (scale === "log" || scale === "linear" || scale === "diverging")
+      ? scale
+      : statistic.scale;
   }
 
   scale(statistic: LoadedStatistic): Scale {
@@ -137,7 +175,15 @@ export class App implements PageContext {
     const key = `${this.subject().index} ${statistic.key} ${kind} ${statistic.matrix.columns}`;
     let scale = this.scales.get(key);
     if (!scale) {
-      scale = fitScale(kind, statistic.matrix.coarse.length ? statistic.matrix.coarse : Array.from({ length: statistic.matrix.rows }, (_, row) => statistic.matrix.at(row, statistic.matrix.columns - 1) ?? NaN));
+      scale = fitScale(
+        kind,
+        statistic.matrix.coarse.length
+          ? statistic.matrix.coarse
+          : Array.from(
+              { length: statistic.matrix.rows },
+              (_, row) => statistic.matrix.at(row, statistic.matrix.columns - 1) ?? NaN,
+            ),
+      );
       this.scales.set(key, scale);
     }
     return scale;
@@ -150,7 +196,11 @@ export class App implements PageContext {
   statisticControls(): HTMLElement[] {
     const statistic = this.statistic();
     if (!statistic) return [];
-    const options = this.subject().statistics.map((each) => ({ value: each.key, label: each.label, group: GROUPS[each.of] }));
+    const options = this.subject().statistics.map((each) => ({
+      value: each.key,
+      label: each.label,
+      group: GROUPS[each.of],
+    }));
     return [
       select("Statistic", options, statistic.key, (key) => this.store.set({ stat: key, scale: "" })),
       segmented("Scale", SCALES, this.scaleKind(statistic), (scale) => this.store.set({ scale })),
@@ -166,13 +216,30 @@ export class App implements PageContext {
     const { header, subjects } = this.model;
     this.filterInput.value = this.store.state.filter;
     this.filterInput.addEventListener("input", () => this.store.set({ filter: this.filterInput.value }));
-    const theme = el("button", { type: "button", class: "quiet", title: "Light or dark (t)", onclick: () => this.toggleTheme() }, "Theme");
+    const theme = el(
+      "button",
+      { type: "button", class: "quiet", title: "Light or dark (t)", onclick: () => this.toggleTheme() },
+      "Theme",
+    );
     this.root.replaceChildren(
-      el("header", { class: "top" },
-        el("div", { class: "brand" }, el("span", { class: "wordmark" }, "tapax"), subjects.length > 1 ? null : el("span", { class: "title", title: header.title }, header.title), this.runs, this.liveMark),
+      el(
+        "header",
+        { class: "top" },
+        el(
+          "div",
+          { class: "brand" },
+          el("span", { class: "wordmark" }, "tapax"),
+          subjects.length > 1 ? null : el("span", { class: "title", title: header.title }, header.title),
+          this.runs,
+          this.liveMark,
+        ),
         el("div", { class: "filter-box" }, this.filterInput, this.filterCount),
-        theme),
-      this.nav, this.main, this.detail.element, this.tooltip.element,
+        theme,
+      ),
+      this.nav,
+      this.main,
+      this.detail.element,
+      this.tooltip.element,
     );
     // In a document of its own the page has all keys; in a notebook only those pressed inside it.
     (this.isGuest ? this.root : document).addEventListener("keydown", (event) => this.key(event as KeyboardEvent));
@@ -194,7 +261,12 @@ export class App implements PageContext {
   private view(): ViewKind {
     const { view } = this.store.state;
     const first = FIRST_VIEWS[this.subject().data.kind];
-    return VIEWS.find((each) => each.id === view) ?? VIEWS.find((each) => each.id === first && each.has(this)) ?? VIEWS.find((each) => each.has(this)) ?? VIEWS[0]!;
+    return (
+      VIEWS.find((each) => each.id === view) ??
+      VIEWS.find((each) => each.id === first && each.has(this)) ??
+      VIEWS.find((each) => each.has(this)) ??
+      VIEWS[0]!
+    );
   }
 
   private update(): void {
@@ -204,7 +276,9 @@ export class App implements PageContext {
     this.showNav();
     this.showMessages();
     const total = this.subject().sites.length;
-    this.filterCount.textContent = this.isFiltered() ? `${formatCount(this.filtered().length)} of ${formatCount(total)} sites` : `${formatCount(total)} ${total === 1 ? "site" : "sites"}`;
+    this.filterCount.textContent = this.isFiltered()
+      ? `${formatCount(this.filtered().length)} of ${formatCount(total)} sites`
+      : `${formatCount(total)} ${total === 1 ? "site" : "sites"}`;
     this.filterCount.classList.toggle("bad", this.isFiltered() && this.filtered().length === 0);
     this.root.classList.toggle("has-site", this.store.state.site !== "");
     const view = this.view();
@@ -227,10 +301,22 @@ export class App implements PageContext {
   private showRuns(): void {
     clear(this.runs);
     if (this.model.subjects.length < 2) return;
-    append(this.runs, this.model.subjects.map((subject) => el("button", {
-      type: "button", class: "run", "aria-pressed": String(subject === this.subject()), title: `Show ${subject.data.name}`,
-      onclick: () => this.store.set({ run: subject.index }),
-    }, subject.data.name)));
+    append(
+      this.runs,
+      this.model.subjects.map((subject) =>
+        el(
+          "button",
+          {
+            type: "button",
+            class: "run",
+            "aria-pressed": String(subject === this.subject()),
+            title: `Show ${subject.data.name}`,
+            onclick: () => this.store.set({ run: subject.index }),
+          },
+          subject.data.name,
+        ),
+      ),
+    );
   }
 
   private showNav(): void {
@@ -241,18 +327,52 @@ export class App implements PageContext {
       if (view.group !== group) this.nav.append(el("div", { class: "nav-group" }, view.group));
       group = view.group;
       const count = view.id === "alerts" ? this.subject().data.events.length : 0;
-      this.nav.append(el("button", {
-        type: "button", class: view.has(this) ? "nav-item" : "nav-item without", "aria-current": view.id === current ? "page" : undefined,
-        title: i < 9 ? `${view.title} (${i + 1})` : view.title, onclick: () => this.store.set({ view: view.id }),
-      }, view.title, count ? el("span", { class: "count" }, formatCount(count)) : null));
+      this.nav.append(
+        el(
+          "button",
+          {
+            type: "button",
+            class: view.has(this) ? "nav-item" : "nav-item without",
+            "aria-current": view.id === current ? "page" : undefined,
+            title: i < 9 ? `${view.title} (${i + 1})` : view.title,
+            onclick: () => this.store.set({ view: view.id }),
+          },
+          view.title,
+          count ? el("span", { class: "count" }, formatCount(count)) : null,
+        ),
+      );
     });
   }
 
   private showMessages(): void {
     const found = this.dismissed ? [] : this.subject().data.messages;
-    const entries = [...found.map(({ level, text }) => [level, text] as const), ...this.errors.slice(-2).map((text) => ["error", text] as const)];
-    this.messages.replaceChildren(...entries.map(([level, text]) => el("div", { class: `message ${level}`, role: level === "error" ? "alert" : "status" }, el("span", {}, text),
-      el("button", { type: "button", class: "close", "aria-label": "Dismiss", onclick: () => { this.dismissed = true; this.errors = []; this.showMessages(); } }, "×"))));
+    const entries = [
+      ...found.map(({ level, text }) => [level, text] as const),
+      ...this.errors.slice(-2).map((text) => ["error", text] as const),
+    ];
+    this.messages.replaceChildren(
+      ...entries.map(([level, text]) =>
+        el(
+          "div",
+          { class: `message ${level}`, role: level === "error" ? "alert" : "status" },
+          el("span", {}, text),
+          el(
+            "button",
+            {
+              type: "button",
+              class: "close",
+              "aria-label": "Dismiss",
+              onclick: () => {
+                this.dismissed = true;
+                this.errors = [];
+                this.showMessages();
+              },
+            },
+            "×",
+          ),
+        ),
+      ),
+    );
   }
 
   private toggleTheme(): void {
@@ -262,11 +382,19 @@ export class App implements PageContext {
   private key(event: KeyboardEvent): void {
     const target = event.composedPath()[0];
     if (event.key === "Escape" && target === this.filterInput) return this.filterInput.blur();
-    if (target instanceof HTMLInputElement || target instanceof HTMLSelectElement || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (
+      target instanceof HTMLInputElement ||
+      target instanceof HTMLSelectElement ||
+      event.ctrlKey ||
+      event.metaKey ||
+      event.altKey
+    )
+      return;
     const at = VIEWS.findIndex((view) => view.id === this.view().id);
     const digit = Number(event.key);
     if (digit >= 1 && digit <= 9) this.store.set({ view: VIEWS[digit - 1]!.id });
-    else if (event.key === "]" || event.key === "[") this.store.set({ view: VIEWS[(at + (event.key === "]" ? 1 : VIEWS.length - 1)) % VIEWS.length]!.id });
+    else if (event.key === "]" || event.key === "[")
+      this.store.set({ view: VIEWS[(at + (event.key === "]" ? 1 : VIEWS.length - 1)) % VIEWS.length]!.id });
     else if (event.key === "/") this.filterInput.focus();
     else if (event.key === "t") this.toggleTheme();
     else if (event.key === "Escape") this.store.set({ site: "", step: null });

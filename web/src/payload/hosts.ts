@@ -67,7 +67,9 @@ export async function openServer(token: string): Promise<Payload> {
     follow(onUpdate, onState) {
       // A page that is not followed listens too: the server goes on while someone listens.
       const events = new EventSource(`updates?token=${encodeURIComponent(token)}&after=${revisionOf(header)}`);
-      events.onopen = () => { if (isFollowed(header)) onState("live"); };
+      events.onopen = () => {
+        if (isFollowed(header)) onState("live");
+      };
       events.onerror = () => onState("lost");
       events.onmessage = (event) => onUpdate(JSON.parse(event.data) as Update);
       events.addEventListener("reload", () => location.reload());
@@ -93,7 +95,8 @@ export interface WidgetModel {
 export function openWidget(model: WidgetModel): Payload {
   const header = checkHeader(JSON.parse(model.get("header") as string) as Header);
   const known = new Map<number, Uint8Array>();
-  for (const [blob, content] of Object.entries((model.get("blobs") ?? {}) as Record<string, DataView>)) known.set(Number(blob), bytesOf(content));
+  for (const [blob, content] of Object.entries((model.get("blobs") ?? {}) as Record<string, DataView>))
+    known.set(Number(blob), bytesOf(content));
   const waiting = new Map<number, ((bytes: Uint8Array) => void)[]>();
   const listeners: ((update: Update) => void)[] = [];
   model.on("msg:custom", (content, buffers) => {
