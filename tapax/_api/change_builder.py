@@ -1,4 +1,4 @@
-"""How the rules of an edit become the changes of a walk, at one site and for one value.
+"""The conversion of the rules of an edit to the changes of a walk, for one value of a site.
 
 An edit function is traced on the type of the value. The trace shows whether the function keeps that
 type, and which traced arrays it closes over: the walk has to pass these down to the site.
@@ -25,7 +25,7 @@ from tapax._walk.changes import Change, Changes, Key, Part, PartKey
 
 
 class ChangeBuilder:
-    """Collects the changes of each site, and the arrays that they need."""
+    """A builder that collects the changes of each site, and the arrays that they need."""
 
     def __init__(self, checked: bool = True):
         self._checked = checked

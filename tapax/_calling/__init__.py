@@ -1,1 +1,1 @@
-"""From a user's call to a walked program: its arguments, its trace, what is compiled and kept."""
+"""From a user's call to a walked program: arguments, tracing, compilation and caches."""

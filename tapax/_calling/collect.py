@@ -1,4 +1,4 @@
-"""Taps out of what a walk recorded."""
+"""Collection of `Taps` from the entries that a walk recorded."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from tapax._walk.walk import Walk
 
 
 def collect(walk: Walk, *, warn: bool) -> Taps:
-    """Returns what a walk recorded. With `warn`, a program without sites is warned of."""
+    """Make `Taps` from the records of a walk; with `warn`, warn if the program has no sites."""
     entries = recorded(walk)
     reduced = [(e.site, e.reduction.reducer) for e in entries if e.reduction is not None]
     walk.plan.verify_reduced(reduced, walk.refused)
@@ -40,12 +40,12 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
 
 
 def recorded(walk: Recorder) -> list[Entry]:
-    """The entries and folds of a walk, with the cotangents of copies where they belong."""
+    """Return the entries and folds of a walk, with cotangents of copies assigned to their calls."""
     return [*_summed(walk.entries), *walk.fold_entries()]
 
 
 def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
-    """Finishes entries, in the order of the `sites` of their program."""
+    """Finish entries, in the order of the `sites` of their program."""
     values, grads, valid = SiteDict(), SiteDict(), SiteDict()
     found: dict[str, Site] = {}
     place = _places(sites)
@@ -71,7 +71,8 @@ def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
                 f"`step` was given for the {site.described}, which is in no loop. Leave `step` out."
             )
         into[name] = entry.value
-        # A gradient that was not computed is zero, and so right: its mask is that of the value.
+        # Where the program did not compute a gradient, zero is its correct value, so a gradient has
+        # the mask of its value.
         if entry.valid is not None and name not in valid and not (entry.grad and name in values):
             valid[name] = entry.valid
         known = found.setdefault(name, site)
@@ -80,9 +81,10 @@ def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
 
 
 def _places(sites: Sequence[Site]) -> Callable[[Entry], tuple[int, tuple[int, ...], int]]:
-    """Where an entry is in the program; the arrays of a fold are where its first value is.
+    """Make a sort key for entries: their position in the program.
 
-    Values of single layers come in the order of the layers, as if those were written out.
+    The arrays of a fold have the position of its first value. Values of single layers come in the
+    order of the layers, as if the program ran the layers without a loop.
     """
     marked = [site for site in sites if site.kind != "grad"]
     order = {site.name: i for i, site in reversed([*enumerate(marked)])}
@@ -98,11 +100,11 @@ def _places(sites: Sequence[Site]) -> Callable[[Entry], tuple[int, tuple[int, ..
 
 
 _SMALL = 4096
-"""How many numbers a state may have to be finished together with others."""
+"""The most elements of a state that `_finish` finishes together with other states."""
 
 
 def _finish(entries: Sequence[Entry]) -> list[Any]:
-    """The results of the entries that have a state; of equal reducers together."""
+    """Compute the results of the entries with a state; equal reducers finish together."""
     results: list[Any] = [None] * len(entries)
     alike: dict[Any, list[int]] = {}
     for i, entry in enumerate(entries):
@@ -124,7 +126,7 @@ def _finish(entries: Sequence[Entry]) -> list[Any]:
 
 
 def _results(entry: Entry, result: PyTree) -> Iterator[Entry]:
-    """An entry with a result in the place of its state; a structured one has several."""
+    """Replace the state of an entry by its result; yield an entry for each leaf of the result."""
     reduction = entry.reduction
     if reduction is None:
         yield entry
@@ -141,17 +143,17 @@ def _results(entry: Entry, result: PyTree) -> Iterator[Entry]:
 
 
 def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Puts the cotangents of copies that remat made where they belong.
+    """Assign the cotangents of copies that remat made to the gradients of their calls.
 
-    JAX's newer remat takes gradients through the copy alone: then they are the gradients. Otherwise
-    the first gradient of a call is that of its own loss; a second one, of a loss made from that, is
-    the sum over the value and its copy.
+    JAX's newer remat differentiates through the copy alone, whose cotangents are then the
+    gradients. Otherwise the first gradient of a call is that of the loss itself. A second gradient,
+    of a loss that contains the first gradient, is the sum over the value and its copy.
     """
     copies: dict[Any, list[Entry]] = {}
     direct: dict[Any, list[Entry]] = {}
     for entry in entries:
         if entry.grad:
-            # The gradient of a call may be captured whole, and by several reducers.
+            # The plan may capture the gradient of a call whole, and by several reducers.
             which = entry.call, entry.reduction and entry.reduction.reducer
             (copies if entry.recomputed else direct).setdefault(which, []).append(entry)
         else:

@@ -1,7 +1,7 @@
-"""A program: a function traced with its marks; and the walk over it, which gives the results.
+"""A program, which is a function traced with its marks, and the walk that evaluates it.
 
-What happens to a function here does not depend on where its arguments came from, or on whether it
-is compiled: see `_calling.transform` for that.
+This module depends neither on the origin of the arguments nor on whether the function is compiled:
+see `_calling.transform` for both.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ mapped_predicates.register()
 
 @dataclasses.dataclass(frozen=True)
 class ResultNumber:
-    """Stands for a result of a program."""
+    """A placeholder for a result of a program, by its number."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function: its jaxpr, and how its results are put together again.
+    """A traced function: its jaxpr, and the structure that joins its results.
 
     `keys` are the paths of the arrays among the arguments.
     """
@@ -60,12 +60,12 @@ class Program:
         return self.structure.join(arrays)
 
     def only(self, pick: Callable[[Any], Any]) -> Program:
-        """The program with a part of its results."""
+        """Return the program with only the results that `pick` selects."""
         kept, structure = split_arrays(self.numbered(pick), lambda x: isinstance(x, ResultNumber))
         return Program(_jax.dce(self.jaxpr, [x.number for x in kept]), structure, self.keys)
 
     def numbered(self, pick: Callable[[Any], Any]) -> Any:
-        """A part of what the function returned, with `ResultNumber`s in the place of arrays."""
+        """Apply `pick` to the result of the function, with `ResultNumber`s in place of arrays."""
         count = len(_jax.open_jaxpr(self.jaxpr).outvars)
         return pick(self.join([ResultNumber(i) for i in range(count)]))
 
@@ -77,9 +77,9 @@ class Program:
         *,
         warn: bool = False,
     ) -> tuple[list[Any], Taps]:
-        """Evaluates the program; its results as arrays, and what the plan selects.
+        """Evaluate the program; return its results as arrays, and the sites that the plan selects.
 
-        With `warn`, a program without sites is warned of.
+        With `warn`, warn if the program has no sites.
         """
         walk = Walk(plan, changes)
         outs = self.run(walk, arrays)
@@ -87,7 +87,7 @@ class Program:
             return outs, collect(walk, warn=warn)
 
     def run(self, walk: Walk, arrays: Sequence[Any]) -> list[Any]:
-        """Evaluates the program; its results as arrays."""
+        """Evaluate the program; return its results as arrays."""
         with internal_operations():
             outs = walk.run(self.jaxpr, arrays)
             return walk.materialize(_jax.open_jaxpr(self.jaxpr).outvars, outs)
@@ -95,11 +95,12 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """A program, and the arrays of one call of it.
+    """A program, and the arrays of one call.
 
     `operands`, a pytree of arrays, are inputs of a transform that the program does not have. They
-    are `checked` if their values were known, and `Transform.check` has seen them. `returned` is the
-    result of the function itself, without the state of objects, with `ResultNumber`s for arrays.
+    are `checked` if their values were known and `Transform.check` has accepted them. `returned` is
+    the result of the function itself, without the state of objects, with `ResultNumber`s in place
+    of arrays.
     """
 
     program: Program
@@ -109,12 +110,12 @@ class TracedCall:
     returned: PyTree = None
 
     def run_changed(self, changes: Changes) -> list[Any]:
-        """Evaluates the program with some of its values changed; its results as arrays."""
+        """Evaluate the program with `changes` of some values; return its results as arrays."""
         return self.program.run(Walk(Plan(None, None), changes), self.arrays)
 
 
 def trace(fn: Function, call: FunctionCall, plan: Plan, signature: Signature) -> Program:
-    """Traces the call of `fn`, with those of its arguments traced that are not static."""
+    """Trace a call of `fn`; arguments that are not static in `signature` are traced."""
     arguments = call.arguments
     keyed = pytrees.leaves_with_path(arguments)
     arrays = signature.traced([leaf for _, leaf in keyed])
@@ -125,7 +126,7 @@ def trace(fn: Function, call: FunctionCall, plan: Plan, signature: Signature) ->
         out = call.run(arguments)
         results, structure = split_arrays(out, lambda x: isinstance(x, jax.Array))
         for _, x in structure.fixed:
-            # A function in a model that comes out as it went in has nothing traced in it.
+            # A function that the model contains and returns unchanged hides no traced values.
             if not (callable(x) and id(x) in given):
                 _check_result(fn, x)
         return results, Static(structure)
@@ -151,7 +152,7 @@ def trace(fn: Function, call: FunctionCall, plan: Plan, signature: Signature) ->
 
 
 def _check_result(fn: Function, x: Value) -> None:
-    """Refuses a result that may hide traced values where nothing can find them."""
+    """Refuse a result that may hide traced values from JAX."""
     if not isinstance(x, (str, bytes, bool, int, float, complex, np.generic, np.ndarray, *_FIXED)):
         raise TypeError(
             f"{name_of(fn)} returns {type(x).__name__}, which is neither an array nor a container "

@@ -1,8 +1,9 @@
-"""How arguments are seen: which of a call's leaves are traced, and which are static.
+"""Signatures, which divide the leaves of a call into traced and static ones.
 
 In a plain Python function arrays and numbers are traced; bools, strings, callables and other
-objects are static. A number whose value the function needs while it is traced, for a `range` or an
-`if`, becomes static too: which ones is found by trying, once for each structure of arguments.
+objects are static. A number whose value the function needs during tracing, for a `range` or an
+`if`, is static too. `find_needed` finds such numbers by trial, once for each structure of
+arguments.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from tapax._sites import name_of
 
 _NUMBERS: tuple[type[Any], ...] = (int, float, complex, np.generic)
 _ARRAYS: tuple[type[Any], ...] = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-# What is raised where a traced number is used as a shape, an index, a condition or a key: errors of
-# JAX's, which are TypeErrors, and Python's own.
+# The errors of code that uses a traced number as a shape, an index, a condition or a key: JAX's
+# errors, which are TypeErrors, and Python's.
 _NEEDS_A_VALUE = (TypeError, LookupError, ValueError, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The static half of a call: its structure, and its static leaves with their places.
+    """The static half of a call: its structure, and its static leaves with their positions.
 
-    It is `is_repeatable` if equal signatures mean equal calls. They do not where an object is
-    compared by its identity, since it may have changed in between.
+    The signature `is_repeatable` if equal signatures mean equal calls. They do not if a static leaf
+    is compared by identity, because the object may have changed between the calls.
     """
 
     treedef: Any
@@ -42,14 +43,14 @@ class Signature:
     order: Any = None
 
     def join(self, arrays: Sequence[Any]) -> Any:
-        """The arguments that the leaves were taken from, with other arrays in their places."""
+        """Join the static leaves and other arrays to arguments of the same structure."""
         leaves = list(arrays)
         for i, leaf, _ in self.statics:
             leaves.insert(i, leaf)
         return unflatten_in_order(self.treedef, leaves, self.order)
 
     def traced(self, leaves: Sequence[Any]) -> list[Any]:
-        """Of something for every leaf, what there is for those that are traced."""
+        """Return the elements of `leaves` at the positions of traced leaves."""
         fixed = {i for i, _, _ in self.statics}
         return [leaf for i, leaf in enumerate(leaves) if i not in fixed]
 
@@ -70,9 +71,9 @@ class FlatArguments:
 def split(
     fn: Function, arguments: FlatArguments, needed: frozenset[int]
 ) -> tuple[Signature, list[Any]]:
-    """Splits the arguments of `fn` into their static half and their arrays.
+    """Split the arguments of `fn` into their static half and their arrays.
 
-    `needed` are the places of numbers that are static because the function needs their values.
+    `needed` has the positions of numbers that are static because `fn` needs their values.
     """
     arrays: list[Value] = []
     statics: list[tuple[int, Any, Any]] = []
@@ -95,7 +96,7 @@ def split(
 
 
 def split_traced(arguments: PyTree) -> tuple[Signature, list[Value]]:
-    """Splits the arguments of a jitted function: tracers are traced, everything else is static.
+    """Split the arguments of a jitted function: tracers are traced, everything else is static.
 
     Under `jax.disable_jit()` there are no tracers, so arrays count as traced.
     """
@@ -107,7 +108,7 @@ def split_traced(arguments: PyTree) -> tuple[Signature, list[Value]]:
 
 
 def _is_value(leaf: PyTree) -> bool:
-    """Whether an object stays what it is; functions are taken to, as `jax.jit` does."""
+    """Return whether an object counts as unchangeable; functions do, as in `jax.jit`."""
     return (
         callable(leaf) or isinstance(leaf, enum.Enum) or type(leaf).__hash__ is not object.__hash__
     )
@@ -119,18 +120,18 @@ def _is_traced(leaf: PyTree) -> bool:
     if isinstance(leaf, _ARRAYS):
         return leaf.dtype != object
     if isinstance(leaf, int) and not -(2**31) <= leaf < 2**31:
-        return False  # it has no type of JAX's, unless 64 bits are enabled
+        return False  # JAX has no type for it, unless 64 bits are enabled
     return isinstance(leaf, _NUMBERS) or hasattr(leaf, "__jax_array__")
 
 
 def numbers(arguments: PyTree) -> list[int]:
-    """The places of the leaves that are single numbers, which a function may need the value of."""
+    """Return the positions of single numbers, whose values a function may need."""
     leaves = jax.tree.leaves(arguments)
     return [i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS) and _is_traced(leaf)]
 
 
 def places_in(arguments: PyTree, parts: Callable[[Any], bool]) -> frozenset[int]:
-    """The places of the leaves in some parts of `arguments`, but for numbers of NumPy's."""
+    """Return the positions of all leaves in some parts of `arguments`, except NumPy scalars."""
     places: list[int] = []
     start = 0
     for node in jax.tree.leaves(arguments, is_leaf=parts):
@@ -144,9 +145,10 @@ def places_in(arguments: PyTree, parts: Callable[[Any], bool]) -> frozenset[int]
 def find_needed(
     trace: Callable[[frozenset[int]], Any], candidates: Sequence[int], known: frozenset[int]
 ) -> tuple[frozenset[int], Any]:
-    """The fewest numbers that must be static for `trace` to succeed, and what it then returns.
+    """Find the fewest numbers that must be static for `trace` to succeed; return its result too.
 
-    All are tried as static; then each is let go that is not needed.
+    If `trace` fails with only `known` static, all `candidates` become static; then each becomes
+    traced if `trace` still succeeds.
     """
     candidates = [place for place in candidates if place not in known]
     try:
@@ -159,7 +161,7 @@ def find_needed(
     try:
         result = trace(needed)
     except _NEEDS_A_VALUE:
-        raise first from None  # it is not for want of a value
+        raise first from None  # the values of numbers are not the cause
     for place in candidates:
         try:
             result = trace(needed - {place})

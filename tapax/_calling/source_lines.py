@@ -17,14 +17,14 @@ _LIBRARIES = ("optax", "chex", "saiunit")
 
 
 def line_of(equations: Sequence[Equation]) -> str:
-    """`file:line` of the user's code; of a framework's, or JAX's, if there is none.
+    """Return the `file:line` of the user's code, else the line of a framework, else "".
 
-    `equations` are the one in question and, before it, those that it runs in.
+    `equations` are the equation in question and, before it, the equations around it.
     """
     packages = {adapter.package for adapter in loaded_adapters()} | set(_LIBRARIES)
     theirs = [f"{os.sep}site-packages{os.sep}{p.split('.')[0]}{os.sep}" for p in packages]
     spare = ""
-    # Functions of JAX's own have no frame of the user's: whoever calls them does.
+    # JAX's functions have no frame of the user, but the equations that call them have.
     for eqn in reversed(equations):
         for name, line in lines_outside_jax(eqn):
             spare = spare or f"{name}:{line}"
@@ -34,7 +34,7 @@ def line_of(equations: Sequence[Equation]) -> str:
 
 
 def lines_outside_jax(eqn: Equation) -> list[tuple[str, int]]:
-    """The files and lines that an equation was traced from, innermost first, without JAX's."""
+    """Return the files and lines that traced an equation, innermost first, without JAX's."""
     return [
         (name, line)
         for name, line in _jax.lines_of(eqn)
@@ -43,7 +43,7 @@ def lines_outside_jax(eqn: Equation) -> list[tuple[str, int]]:
 
 
 class ArgumentNames:
-    """Names the arrays in the arguments of one call of `fn`."""
+    """Names for the arrays in the arguments of one call of `fn`."""
 
     def __init__(self, fn: Function, args: Args, kwargs: Kwargs):
         self._fn = fn
@@ -51,18 +51,18 @@ class ArgumentNames:
 
     @functools.cached_property
     def _places(self) -> dict[int, list[Any]]:
-        """The paths under which the user passed each array, by its id."""
+        """The paths under which the user passed each array, by the id of the array."""
         found: dict[int, list[Any]] = {}
         for path, x in pytrees.leaves_with_path(self._arguments):
             found.setdefault(id(x), []).append(path)
         return found
 
     def name(self, keys: Any, array: Any) -> str:
-        """The parameter of `fn` that holds an array, and the path to the array in there.
+        """Return the parameter of `fn` that contains an array, and the path of the array within it.
 
-        `keys` are the path of the array in the traced call, in which objects are taken apart.
+        `keys` is the path of the array in the traced call, which splits objects into arrays.
         """
-        # What an object holds that was taken apart may not be among them, or under other keys.
+        # An array of a split object may be absent from the arguments, or have other keys there.
         places = self._places.get(id(array), [])
         known: Any = keys if keys in places else next(iter(places), None)
         rest: list[Any] = list(known or keys)

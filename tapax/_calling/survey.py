@@ -1,4 +1,4 @@
-"""A survey: where in a traced program the chosen sites are, before anything is done to them."""
+"""Surveys, which find the chosen sites of a traced program before a transform changes them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,13 +20,18 @@ from tapax._walk.walk import Walk
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """A site, where it is: what is `around` it, and the type of the value as it was marked.
+    """A site at its place in the program.
 
-    `site` has the shape of what a capture returns of it. `mapped` are the sizes of its mapped axes,
-    `mesh` is that of the shard_map that it is in, `readings` are what is asked for of it.
-    `level` is that of the innermost derivative, if it is a gradient. `reaches` if results of the
-    program depend on it. `spec` names the axes of a mesh that each axis of `site` is divided over,
-    where that is a part of its type. `shield` is what it is in that has no derivative by it.
+    - `site`: the site, with the shape that a capture returns.
+    - `around`: the loops and mesh axes around it.
+    - `mapped`: the sizes of its batch axes.
+    - `own`: the type of the value as it was marked.
+    - `mesh`: the mesh of the shard_map around it.
+    - `readings`: the results that the plan keeps of it.
+    - `level`: the level of the innermost derivative, if it is a gradient.
+    - `reaches`: whether results of the program depend on it.
+    - `spec`: the mesh axes over which each axis of `site` is divided, where its type tells.
+    - `shield`: the function around it, in words, if no derivative from outside enters it.
     """
 
     key: Key
@@ -45,12 +50,12 @@ class Spot:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """For which of what is around it a captured value has an axis."""
+        """The depths of the loops and mesh axes for which a captured value has an axis."""
         return tuple(i for i, a in enumerate(self.around) if a.size is not None)
 
     @property
     def loops(self) -> list[int]:
-        """The depths of the loops around it, from the innermost on."""
+        """The depths of the loops around the site, innermost first."""
         return [i for i, a in reversed([*enumerate(self.around)]) if a.is_loop]
 
     @property
@@ -59,7 +64,7 @@ class Spot:
         return next(iter(self.loops), None)
 
     def check_step(self, step: int, loop: int | None) -> None:
-        """Raises for an iteration of the loop at a depth that there is not, or if there is none."""
+        """Raise unless there is a loop at depth `loop` with an iteration `step`."""
         if loop is None:
             raise SiteError(
                 f"`step` was given for the {self.site.described}, which is in no loop. Leave it "
@@ -75,7 +80,7 @@ class Spot:
 
 
 class SurveyHooks(WalkHooks):
-    """Notes where the sites are, instead of recording their values."""
+    """Hooks that record the places of sites instead of their values."""
 
     def __init__(self, reached: frozenset[int]):
         self.spots: dict[Key, Spot] = {}
@@ -88,7 +93,7 @@ class SurveyHooks(WalkHooks):
         if not readings:
             return
         mapped, own = split_shape(eqn)
-        # An axis of a mesh over which the value does not vary is none of its own.
+        # A captured value has no axis for a mesh axis over which the value does not vary.
         varying = varying_axes(jax.typeof(x))
         around = tuple(
             a if a.is_loop or a.unchecked or a.name in varying else a._replace(size=None)
@@ -113,7 +118,7 @@ class SurveyHooks(WalkHooks):
 
 
 def _spec_of(x: Value, axes: tuple[int, ...], around: Sequence[Around]) -> tuple[Any, ...]:
-    """The axes of a mesh that what is captured of a value is divided over."""
+    """Return the mesh axes over which the captured value is divided."""
     aval: Any = jax.typeof(x)
     spec = (*aval.sharding.spec, *(None for _ in range(aval.ndim - len(aval.sharding.spec))))
     lead = (None if a.is_loop else a.name for a in around if a.size is not None)
@@ -122,16 +127,16 @@ def _spec_of(x: Value, axes: tuple[int, ...], around: Sequence[Around]) -> tuple
 
 
 def survey(call: TracedCall, plan: Plan, results: Sequence[int] | None = None) -> list[Spot]:
-    """The sites that a plan chooses; raises for what it asks for in vain.
+    """Find the sites that a plan chooses; raise if a selection picks nothing.
 
-    What they reach are the results of the program, or some of them.
+    `results` are the numbers of the results for `Spot.reaches`; None means all results.
     """
     hooks = SurveyHooks(reaching(call.program.jaxpr, results))
     return survey_with(hooks, call, plan)
 
 
 def survey_with(hooks: SurveyHooks, call: TracedCall, plan: Plan) -> list[Spot]:
-    """The sites that a plan chooses, as the hooks note them."""
+    """Find the sites that a plan chooses, as `hooks` record them."""
     walk = Walk(plan, hooks=hooks)
     typed.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
     spots = list(hooks.spots.values())

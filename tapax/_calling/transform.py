@@ -1,8 +1,8 @@
-"""From the call of a function to a walked program: when it is traced, compiled, and kept.
+"""From the call of a function to a walked program: when to trace, to compile, and to reuse it.
 
-A `Transform` says what to do with the program. The function is compiled once for each structure,
-shape and type of its arguments, as a function under `jax.jit` is, and keeps the closed-over values
-it was traced with. Under a transformation, or in another jitted function, it becomes part of that
+A `Transform` says what to do with the program. Like a function under `jax.jit`, the function is
+compiled once for each structure, shape and type of its arguments, and keeps the closed-over values
+from its trace. Under a transformation, or in another jitted function, it becomes part of that
 program instead. Under `jax.disable_jit()` it is evaluated one operation at a time.
 """
 
@@ -40,46 +40,46 @@ P = ParamSpec("P")
 
 
 class Transform:
-    """Something to do with a traced program. Equal transforms do the same."""
+    """A task for a traced program. Equal transforms perform equal tasks."""
 
     plan: Plan
     stateless = False
-    """Whether objects that the function changes stay as they are."""
+    """True if a call does not update the objects that the function changes."""
     is_traceable = True
-    """Whether `run` can be traced; if not, it is called on arrays whose values are known."""
+    """True if JAX can trace `run`; otherwise `run` takes only arrays whose values are known."""
     no_values = ""
-    """The error for a call under a transformation, if it is not; `{}` is the function's name."""
+    """The error for a call under a transformation, unless `is_traceable`; `{}` is the function."""
 
     @property
     def is_reusable(self) -> bool:
-        """Whether equal transforms do the same at any time: objects in them may change."""
+        """Return whether equal transforms always do equal work: objects in them may change."""
         return True
 
     def prepare(self, call: TracedCall) -> Any:
-        """What it has to know about the program. Only the types of the arrays may be looked at."""
+        """Compute from the program what `run` needs; only the types of the arrays are known."""
         return None
 
     def check(self, prepared: PyTree, operands: PyTree) -> None:
-        """Raises for operands whose values are wrong, where they are known."""
+        """Raise for operands whose values are wrong, if the values are known."""
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
-        """The results of the program, or None if it has none; and a pytree of whatever else."""
+        """Return the results of the program, or None if there are none, and an extra pytree."""
         raise NotImplementedError
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
-        """What the user gets, of the function's result and whatever else."""
+        """Make the user's result from the result of the function and the extra pytree."""
         return out
 
 
 class _KnownStructure(NamedTuple):
-    """The structure of arguments, and the places of numbers that the function needs there."""
+    """The structure of arguments, and the positions of the numbers whose values are needed."""
 
     treedef: Any
     needed: frozenset[int]
 
 
 class _CallCache:
-    """What calls of a function have found out, for the calls that come after."""
+    """The programs and structures from earlier calls of a function, for later calls."""
 
     def __init__(self) -> None:
         self.programs: dict[Any, Any] = {}
@@ -92,9 +92,9 @@ _caches: dict[int, dict[Transform, _CallCache]] = {}
 
 
 def _cache_of(fn: Function, transform: Transform) -> _CallCache:
-    """The cache of a function, shared by equal transforms if calls of it can be repeated.
+    """Return the cache of a function, which equal transforms share if its calls are repeatable.
 
-    It is forgotten with the function, which it must not keep alive.
+    The cache disappears with the function, which it must not keep alive.
     """
     repeatable = registry.has_repeatable_calls(fn) or _jax.jit_options(fn) is not None
     if not transform.is_reusable or not repeatable:
@@ -105,15 +105,15 @@ def _cache_of(fn: Function, transform: Transform) -> _CallCache:
         weakref.finalize(fn, _caches.pop, id(fn), None).atexit = False
     try:
         known = found.setdefault(transform, _CallCache())
-    except TypeError:  # a predicate that cannot be hashed
+    except TypeError:  # the transform contains a predicate that is not hashable
         return _CallCache()
-    if len(found) > 64:  # predicates that are written in a loop
+    if len(found) > 64:  # a loop may create a new predicate in each iteration
         found.pop(next(iter(found)), None)
     return known
 
 
 class _Compiled(NamedTuple):
-    """A traced function under a transform: what the transform knows of it, and how it is run."""
+    """A program under a transform: the result of `prepare`, and the function that runs it."""
 
     program: Program
     prepared: Any
@@ -121,14 +121,15 @@ class _Compiled(NamedTuple):
 
 
 _FoundProgram = tuple[_Compiled, list[Value]] | None
-"""The program of a call, and its arrays; None if there is more to take apart."""
+"""The program of a call and its arrays; None if the call has more state to split."""
 
 
 class TransformedFunction:
     """A function under a transform, traced and compiled once for each kind of call.
 
-    A call under a transformation becomes a part of that, and is traced each time. If it is
-    `jitted`, that is a `jax.jit` made for it: all that is not traced there is static.
+    A call under a transformation becomes part of the transformed program, and is traced each time.
+    `jitted` means that the transformation is a `jax.jit` made for this function: everything that
+    it does not trace is static.
     """
 
     def __init__(self, fn: Callable[..., Any], transform: Transform, *, jitted: bool = False):
@@ -138,7 +139,7 @@ class TransformedFunction:
         self._known = _cache_of(fn, transform)
 
     def __call__(self, operands: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the function."""
+        """Call the function with `operands` of the transform."""
         call = self._open(args, kwargs)
         is_clean = _jax.trace_state_clean()
         if not (is_clean or self._transform.is_traceable):
@@ -155,7 +156,7 @@ class TransformedFunction:
             )
 
     def traced_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
-        """The traced function, and the arrays among these arguments."""
+        """Trace the function; return the program and the arrays among these arguments."""
         call = self._open(args, kwargs)
         with _jax.known_loops():
             return registry.run_opened(call, self._trace, self._traced_call)
@@ -164,12 +165,12 @@ class TransformedFunction:
         self, call: FunctionCall, traced: tuple[Program, Signature, list[Value]]
     ) -> TracedCall:
         program, _, arrays = traced
-        if self._transform.stateless:  # then the program returns nothing but the function's own
+        if self._transform.stateless:  # the program returns only the result of the function
             return TracedCall(program, arrays, returned=program.numbered(lambda out: out))
         return TracedCall(program, arrays, returned=program.numbered(call.user_result))
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
-        """The arrays among the arguments, those in objects included."""
+        """Return the arrays among the arguments, including arrays in objects."""
         call = self._open(args, kwargs)
         return registry.run_opened(call, self._split, lambda call, parts: parts[1])
 
@@ -191,11 +192,11 @@ class TransformedFunction:
         known = self._known.structures.get(flat.treedef)
         if known is None:
             return split(self.fn, flat, frozenset())
-        # Large structures are slow to compare, unless they are the same object.
+        # Comparing large structures is slow, unless they are the same object.
         return split(self.fn, dataclasses.replace(flat, treedef=known.treedef), known.needed)
 
     def _trace(self, call: FunctionCall) -> tuple[Program, Signature, list[Value]]:
-        """The traced function; numbers that it needs the values of are made static."""
+        """Trace the function, with the numbers static whose values it needs."""
         flat = FlatArguments.of(call.arguments)
 
         def attempt(needed: frozenset[int]) -> Any:
@@ -217,7 +218,7 @@ class TransformedFunction:
         return result
 
     def _stage(self, call: FunctionCall, operands: PyTree) -> _FoundProgram:
-        """The program of a call that becomes a part of another, or is evaluated step by step."""
+        """Trace a call that becomes part of another program, or runs one operation at a time."""
         program, _, arrays = self._trace(call)
         if call.found_more():
             return None
@@ -225,7 +226,7 @@ class TransformedFunction:
         return self._prepare(program, TracedCall(program, arrays, operands, known)), arrays
 
     def _find_compiled(self, call: FunctionCall, operands: PyTree) -> _FoundProgram:
-        """The compiled program of a call, from the cache if an equal call came before."""
+        """Return the compiled program of a call, from the cache if an equal call came before."""
         signature, arrays = self._split(call)
         found = None
         if signature.is_repeatable:
@@ -245,7 +246,7 @@ class TransformedFunction:
         transform, checked = self._transform, call.checked
         prepared = transform.prepare(call)
 
-        # It is kept for later calls, and must not keep the arrays of this one.
+        # Later calls reuse this function, so it must not keep the arrays of this call alive.
         def captured(operands: PyTree, *arrays: Value) -> Any:
             return transform.run(TracedCall(program, arrays, operands, checked), prepared)
 
@@ -262,7 +263,7 @@ class TransformedFunction:
 
 
 def static_numbers(call: FunctionCall) -> frozenset[int]:
-    """The places among the arguments of a call at which a framework keeps numbers static."""
+    """Return the positions in the arguments of a call at which a framework keeps numbers static."""
     found = (places_in(call.arguments, parts) for parts in registry.static_parts(call))
     return frozenset[int]().union(*found)
 
@@ -274,7 +275,7 @@ def _key(signature: Signature, operands: PyTree, arrays: Sequence[Any]) -> Any:
 
 
 def _donated(jaxpr: Jaxpr) -> tuple[int, ...]:
-    """The inputs of a program that a jitted function in it is given for good."""
+    """Return the inputs of a program that are donated to a jitted function inside."""
     inner = _jax.open_jaxpr(jaxpr)
     read = itertools.chain(*(eqn.invars for eqn in inner.eqns), inner.outvars)
     uses = Counter(v for v in read if not isinstance(v, _jax.Literal))
@@ -290,7 +291,7 @@ def _donated(jaxpr: Jaxpr) -> tuple[int, ...]:
 def transformed(
     fn: Callable[P, Any], transform: Transform, operands: PyTree = ()
 ) -> Callable[P, Any]:
-    """A function of the arguments of `fn` that returns what the transform gives."""
+    """Make a function of the arguments of `fn` that returns the result of the transform."""
     call = TransformedFunction(fn, transform)
 
     @functools.wraps(fn, updated=())
@@ -301,7 +302,7 @@ def transformed(
 
 
 def check_function(fn: Function, function: str) -> None:
-    """Refuses what is no function, or none that can be traced."""
+    """Refuse an object that is not a function, or that JAX cannot trace."""
     if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered, jax.stages.Traced)):
         raise TypeError(
             f"`{function}` was given a {type(fn).__name__}, a function already traced or compiled "

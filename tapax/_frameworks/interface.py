@@ -22,7 +22,7 @@ Module: TypeAlias = Any
 
 
 def key_path(keys: Iterable[Any]) -> str:
-    """Join the keys of a leaf to a path; a key of Haiku, `mlp/~/linear_0`, is a path itself."""
+    """Join the keys of a leaf to a path; a Haiku key, `mlp/~/linear_0`, is a path itself."""
     texts = (jax.tree_util.keystr((key,), simple=True) for key in keys)
     parts = (part for text in texts for part in re.sub(r"/~[^/]*", "", text).split("/"))
     return "/".join(map(segment, parts))
@@ -89,7 +89,7 @@ class Adapter:
         return trace()
 
     def context(self) -> Hashable:
-        """Return a value of all settings of the framework that a trace depends on."""
+        """Return a value of all settings of the framework on which a trace depends."""
         return None
 
     def has_repeatable_calls(self, fn: Function) -> bool:
@@ -131,11 +131,11 @@ class FunctionCall:
     kwargs: dict[str, Any]
     close: Callable[[Any], Any] = lambda out: out
     memory: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    """What adapters remember about the function from one call to the next."""
+    """Facts about the function that adapters remember from one call to the next."""
     user_result: Callable[[Any], Any] = lambda out: out
-    """Extracts the result of the user's function from the result of `fn`, without state."""
+    """A function from the result of `fn` to the result of the user's function, without state."""
     found_more: Callable[[], bool] = lambda: False
-    """Returns whether the trace met state that was not split, so that its program is useless."""
+    """A function that tells whether the trace met unsplit state, so that its program is useless."""
     user_keys: tuple[int, ...] = ()
     """The indices in `arguments` of those of the user's call: positional, keywords, function."""
 

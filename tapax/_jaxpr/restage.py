@@ -187,7 +187,7 @@ class While:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether `vmap` has given the test a result for each example."""
+        """Return whether `vmap` has given the test a result for each example."""
         return bool(_jax.open_jaxpr(self.test).outvars[0].aval.shape)
 
     def goes_on(self, state: Sequence[Value]) -> Value:

@@ -49,7 +49,7 @@ class Place:
 
     @property
     def is_part(self) -> bool:
-        """Whether the row is the result of a part of a layer."""
+        """Return whether the row is the result of a part of a layer."""
         return bool(self.depth) and not self.is_layer
 
 

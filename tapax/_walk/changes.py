@@ -43,7 +43,7 @@ class Around(NamedTuple):
 
     @property
     def is_loop(self) -> bool:
-        """Whether it is a loop; otherwise `name` is the name of a mesh axis."""
+        """Return whether it is a loop; otherwise `name` is the name of a mesh axis."""
         return bool(self.kind & LOOPS)
 
 

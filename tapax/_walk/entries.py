@@ -82,12 +82,12 @@ class Entry(NamedTuple):
 
     @property
     def is_over_loops(self) -> bool:
-        """Whether its reducer merges the iterations of the loops around it."""
+        """Return whether its reducer merges the iterations of the loops around it."""
         return self.reduction is not None and self.reduction.reducer.over_loops
 
     @property
     def is_total(self) -> bool:
-        """Whether the innermost loop carries it instead of stacking it."""
+        """Return whether the innermost loop carries it instead of stacking it."""
         return self.is_over_loops and self.step is None
 
     @property

@@ -74,7 +74,7 @@ class Folds:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the walk has met some, but not all arrays of a value."""
+        """Return whether the walk has met some, but not all arrays of a value."""
         return bool(self._arrays)
 
     def add(self, mark: Mark, x: Value, mapped: int, active: Value) -> None:

@@ -1,7 +1,7 @@
 """Small states of reducers, packed into few arrays where a scan stacks them.
 
-A scan of a GPU runs one kernel in each iteration for every array that it stacks. A hundred sites
-have hundreds of numbers; packed, they are one array for each type.
+A scan on a GPU runs a kernel in each iteration for every array that it stacks. A hundred sites have
+hundreds of statistics; packed, they are one array for each dtype.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tapax import _jax
 from tapax._jax import Value
 
 _SMALL = 4096
-"""The most elements of an array that is packed."""
+"""The most elements of an array that `pack` packs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where packed arrays are: those of one type lie one after the other along the last axis."""
+    """The layout of packed arrays, concatenated along the last axis for each dtype."""
 
     shapes: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
 
     def unpack(self, arrays: Sequence[Value]) -> list[Any]:
-        """The arrays that were packed, of arrays that a loop has stacked."""
+        """Return the arrays from before `pack`, with the first axis that a loop has added."""
         packed, rest = arrays[: len(self.groups)], iter(arrays[len(self.groups) :])
         found = dict(self._parts(packed))
         return [found[i] if i in found else next(rest) for i in range(len(self.shapes))]
@@ -45,7 +45,7 @@ class Packing:
 
 
 def pack(arrays: Sequence[Value], states: set[int]) -> tuple[list[Any], Packing]:
-    """Packs the arrays that are states, by their ids, and are small; the packed ones come first."""
+    """Pack the small arrays whose ids are in `states`; the packed arrays come first."""
     by_type: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         if id(array) in states and array.size <= _SMALL and _is_anywhere(array):
@@ -58,6 +58,6 @@ def pack(arrays: Sequence[Value], states: set[int]) -> tuple[list[Any], Packing]
 
 
 def _is_anywhere(array: Value) -> bool:
-    """Whether an array is the same on all devices of a mesh, as far as its type says."""
+    """Return whether an array is equal on all devices of a mesh, as far as its type tells."""
     aval = jax.typeof(array)
     return not _jax.varying_axes(aval) and not any(aval.sharding.spec)

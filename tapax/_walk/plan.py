@@ -131,14 +131,14 @@ class Plan:
 
     @property
     def asks(self) -> bool:
-        """Whether the plan selects anything, without a restriction of `modules`."""
+        """Return whether the plan selects anything, without a restriction of `modules`."""
         parts = (*flatten(self.values), *flatten(self.grads))
         every = self.policy is True and self.modules == "**"
         return every and bool(parts)
 
     @property
     def over_loops(self) -> bool:
-        """Whether the plan has reducers over loops."""
+        """Return whether the plan has reducers over loops."""
         return any(reducer.over_loops for _, reducer in self.reducers)
 
     @property

@@ -1,12 +1,12 @@
 """Reductions: the states of reducers in a walk, from the value at a tap to the result.
 
-At a tap the value is reduced to a state, over the examples of a vmap too. Out of a scan come the
-states of its iterations, stacked, or, for a reducer over loops, one; a while loop always carries
-one. A mesh's devices are combined where their `shard_map` ends. So a state is all that is ever kept
-of a value. The result is made of it when the walk is over.
+At a tap a reducer turns the value into a state, also over the examples of a vmap. A scan stacks the
+states of its iterations, or carries one state for a reducer over loops; a while loop always carries
+one state. Where a `shard_map` ends, the states of its devices are combined. So the walk keeps only
+the state of a value, and computes the result from it at the end.
 
-A state where nothing ran, in a branch not taken, is filled with zeros and masked: it is never
-combined with another.
+Where nothing ran, as in a branch not taken, zeros fill the state and a mask hides it: such a state
+is never combined with another.
 """
 
 import functools
@@ -25,10 +25,10 @@ from tapax.reduce import Reducer
 
 
 class Reduction(NamedTuple):
-    """How the value of a site is being reduced. It is static: the state goes its own way.
+    """The reduction of the value of a site, without the arrays of its state.
 
-    `own` is the type of the value as it was marked; `mapped` are the sizes of the mapped axes that
-    its state has kept, after those of loops. `label` goes behind the name of the site.
+    `own` is the type of the value as it was marked; `mapped` has the sizes of the batch axes of the
+    state, which come after the axes of loops. `label` follows the name of the site.
     """
 
     reducer: Reducer
@@ -39,42 +39,42 @@ class Reduction(NamedTuple):
 
     @property
     def arrays(self) -> int:
-        """How many arrays the state has."""
+        """The number of arrays of the state."""
         return self.treedef.num_leaves
 
     def empty(self, like: Sequence[Any]) -> list[Any]:
-        """A state that has seen nothing, of the types of another, with all of its axes."""
+        """Make a state that has seen nothing, with the types and all axes of `like`."""
         start = jax.tree.leaves(_started(self.reducer, self.own))
         both = zip(start, like, strict=True)
         return [_jax.like(jnp.broadcast_to(x, t.shape), t) for x, t in both]
 
     def combine(self, a: Sequence[Any], b: Sequence[Any], lead: int) -> list[Any]:
-        """Two states as one; `lead` axes of loops come first."""
+        """Combine two states whose first `lead` axes are those of loops."""
         fn = vmapped(self.reducer.combine, lead + len(self.mapped))
         return jax.tree.leaves(fn(self.treedef.unflatten(a), self.treedef.unflatten(b)))
 
     def merge(self, state: Sequence[Any], lead: int) -> list[Any]:
-        """As many states as the first axis is long, as one; `lead` axes of loops come next."""
+        """Combine the states along the first axis; the next `lead` axes are those of loops."""
 
         def merged(*leaves: Any) -> Any:
             if not leaves[0].shape[0]:
                 return _started(self.reducer, self.own)
             return _merged(self.reducer, self.treedef.unflatten(leaves))
 
-        # The states of one place in the loops lie along the first axis, so that stays the first.
+        # The states to combine are along the first axis, so map over the axis after it each time.
         for _ in range(lead + len(self.mapped)):
             merged = jax.vmap(merged, in_axes=1, out_axes=0)
         return jax.tree.leaves(merged(*state))
 
     def masked(self, state: Sequence[Any], valid: Value) -> list[Any]:
-        """The state where it is valid, and one that has seen nothing elsewhere."""
+        """Return the state where it is valid, and elsewhere a state that has seen nothing."""
         if valid is None:
             return list(state)
         empty = self.empty([jax.typeof(x) for x in state])
         return [where(valid, x, y) for x, y in zip(state, empty, strict=True)]
 
     def finish(self, state: Sequence[Any], valid: Value, lead: int) -> Any:
-        """The result: zeros where nothing ran."""
+        """Compute the result: zeros where nothing ran."""
         fn = _finishing(self.reducer, lead + len(self.mapped))
         result = fn(self.treedef.unflatten(self.masked(state, valid)))
         if valid is None:
@@ -82,7 +82,7 @@ class Reduction(NamedTuple):
         return map_leaves(lambda x: where(valid, x, _jax.zeros(jax.typeof(x))), result)
 
     def finish_all(self, states: Sequence[Sequence[Any]], lead: int) -> list[Any]:
-        """The results of states of one type that are all valid."""
+        """Compute the results of several states of equal types, which are all valid."""
         if len(states) == 1:
             return [self.finish(states[0], None, lead)]
         options = {"treedef": self.treedef, "lead": lead + len(self.mapped)}
@@ -103,10 +103,11 @@ def reduce(
     live: Value,
     seen: PyTree = None,
 ) -> tuple[Reduction, list[Any], Any]:
-    """The state of a reducer that has seen a value, whose mapped axes lead; and where it counts.
+    """Make the state of a reducer that has seen a value; return its reduction and its mask too.
 
-    `operands` are the value, or a gradient and its value. `live` has the outermost mapped axes.
-    `seen` is the state, if it is known already.
+    `operands` are the value, or a gradient and its value; their first `mapped` axes are batch axes.
+    `live` is the mask of the examples that count, over the outermost batch axes. `seen` is the
+    state, if it is known already.
     """
     x = operands[0]
     own = jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype)
@@ -114,7 +115,7 @@ def reduce(
 
     reduction = Reduction(reducer, label, own, x.shape[:mapped], treedef)
     if live is None and reducer.is_builtin and reducer.over_maps and reducer.axis is None:
-        # The examples are elements like all others.
+        # The reducer treats the examples like all other elements.
         mapped, reduction = 0, reduction._replace(mapped=())
     state = _seeing(reducer, own, mapped)(*operands) if seen is None else seen
     state = jax.tree.leaves(state)
@@ -127,7 +128,7 @@ def reduce(
 
 
 def _seeing(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
-    """The function that makes a state of a value."""
+    """Return the function from a value to a state."""
     return _seeing_once(reducer, own, mapped) if reducer.is_builtin else _see(reducer, own, mapped)
 
 
@@ -139,12 +140,12 @@ def _see(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _seeing_once(reducer: Reducer, own: PyTree, mapped: int) -> Callable[..., Any]:
-    # JAX traces and lowers it once for all sites with values of a type.
+    # JAX traces and lowers this function once for all sites with values of one type.
     return typed.jit(_see(reducer, own, mapped))
 
 
 def _finishing(reducer: Reducer, lead: int) -> Callable[..., Any]:
-    """The function that makes a result of states that have so many leading axes."""
+    """Return the function from states with `lead` leading axes to results."""
     made = vmapped(reducer.finish, lead)
     return _finishing_once(reducer, lead) if reducer.is_builtin else made
 
@@ -155,13 +156,13 @@ def _finishing_once(reducer: Reducer, lead: int) -> Callable[..., Any]:
 
 
 def _unflatten_all(structure: Any, leaves: Sequence[Value]) -> list[Any]:
-    """As many pytrees of one structure as there are leaves for."""
+    """Divide leaves into pytrees of one structure."""
     count = structure.num_leaves
     return [structure.unflatten(leaves[i : i + count]) for i in range(0, len(leaves), count)]
 
 
 def _finish_each(*arrays: Value, reducer: Reducer, treedef: Any, lead: int) -> list[Value]:
-    # XLA compiles equal operations once for a CPU, but every slice of an array by itself.
+    # For a CPU, XLA compiles equal operations once, but compiles every slice of an array.
     finish = _finishing(reducer, lead)
     return jax.tree.leaves([finish(state) for state in _unflatten_all(treedef, arrays)])
 
@@ -177,18 +178,18 @@ _bind_finish = _jax.for_gpu("finish", _finish_each, _finish_stacked)
 
 
 def along_one_axis(arrays: Sequence[Any], axes: int) -> list[Any]:
-    """Arrays whose first few axes are one, and are whole on every device of an explicit mesh."""
+    """Reshape the first `axes` axes to one axis, unsharded in an explicit mesh."""
     return [_jax.whole(x).reshape(-1, *x.shape[axes:]) for x in arrays]
 
 
 def _started(reducer: Reducer, own: PyTree) -> Any:
-    """The state that has seen nothing, of the types of one that has."""
+    """Make the state that has seen nothing, with the dtypes of a state that has seen a value."""
     like = _types_of(reducer, own)
     return map_leaves(lambda x, t: typed.asarray(x, t.dtype), reducer.start(own), like)
 
 
 def _types_of(reducer: Reducer, own: PyTree) -> Any:
-    """The types of a state that has seen something; Python's numbers have none of their own."""
+    """Return the types of a state that has seen a value; Python numbers take their dtype then."""
     return _known_types(reducer, own, _jax.trace_context())
 
 
@@ -208,7 +209,7 @@ def _given(reducer: Reducer, own: PyTree) -> list[Any]:
 
 
 def refusal(site: Site, reducer: Reducer, own: PyTree) -> str | None:
-    """Why a reducer is not for values of a type, in a sentence; None if it is."""
+    """Say in a sentence why a reducer rejects values of a type; None if it accepts them."""
     if not reducer.takes(own.dtype):
         return (
             f"tapax.reduce.{reducer} needs {reducer.needs}, but the {site.described}, has values "
@@ -225,7 +226,7 @@ def refusal(site: Site, reducer: Reducer, own: PyTree) -> str | None:
 
 
 def _checked(site: Site, reducer: Reducer, own: PyTree) -> Any:
-    """The structure of the state of a reducer; raises if it does not keep its types."""
+    """Return the structure of the state of a reducer; raise if its types are not stable."""
     wrong = _instability(reducer, own, _jax.trace_context())
     if wrong is not None:
         raise SiteError(
@@ -237,7 +238,7 @@ def _checked(site: Site, reducer: Reducer, own: PyTree) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _instability(reducer: Reducer, own: PyTree, context: Any) -> str | None:
-    """How the state of a reducer changes its types, in words; None if it does not."""
+    """Say how the state of a reducer changes its types; None if it keeps them."""
     del context
     given = _given(reducer, own)
     start = typed.eval_shape(lambda: _started(reducer, own))
@@ -255,7 +256,7 @@ def _shown(state: PyTree) -> str:
 
 
 def _merged(reducer: Reducer, states: Any) -> Any:
-    """Many states, along the first axis, as one; in order, two by two."""
+    """Combine many states along the first axis, in order, two by two."""
     count = jax.tree.leaves(states)[0].shape[0]
     if reducer.merge is not None and count != 1:
         return reducer.merge(states)

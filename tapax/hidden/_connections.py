@@ -1,4 +1,4 @@
-"""How results of a program depend on its inputs: unit by unit, by mixing, or in another way.
+"""Dependences of the results of a program on its inputs: by units, by mixing, or in other ways.
 
 A *mixing* operation, a product with a matrix or a convolution, combines the units of a network. The
 effect of one state on another without mixing is its dynamics: a leak, a gate, a reset.
@@ -40,7 +40,7 @@ NOTHING: Dependences = frozenset()
 
 
 class _ConnectionAnalysis(ForwardAnalysis[Dependences]):
-    """Follows the named inputs of a program to its results."""
+    """An analysis that follows the named inputs of a program to its results."""
 
     nothing = NOTHING
 

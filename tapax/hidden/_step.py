@@ -58,7 +58,7 @@ class HiddenState:
 
     @property
     def is_float(self) -> bool:
-        """Whether the state contains real or complex numbers."""
+        """Return whether the state contains real or complex numbers."""
         return self.dtype is not None and bool(jnp.issubdtype(self.dtype, jnp.inexact))
 
     @property

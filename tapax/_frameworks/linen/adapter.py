@@ -2,7 +2,7 @@
 
 The adapter observes calls through `nn.intercept_methods`. A bound module knows its path, so its
 name is that of its variables: `CNN/Conv_0`, `Net/layers_0/attn`. Its scope is relative to the
-running module, so that a function that JAX traces once has the right names wherever it is called.
+running module, so that a function that JAX traces once has the right names at every call.
 
 A lifted transformation runs a method on a clone of the module inside. So in `nn.scan` the site is
 the result of the method in every iteration, and not the result of the loop.
@@ -59,7 +59,7 @@ class _RunningFunction(NamedTuple):
 
     @property
     def is_method(self) -> bool:
-        """Whether it is a method of the module; `nn.scan` and others also lift functions."""
+        """Return whether it is a method of the module; `nn.scan` and others also lift functions."""
         dunder = self.method.startswith("__") and self.method != "__call__"
         owners = (cls.__dict__.get(self.method) for cls in type(self.module).__mro__)
         return not dunder and any(inspect.unwrap(f) is self.function for f in owners if callable(f))

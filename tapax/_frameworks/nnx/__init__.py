@@ -1,1 +1,1 @@
-"""The adapter of Flax NNX, and the parts it is made of."""
+"""The adapter of Flax NNX, and its parts."""

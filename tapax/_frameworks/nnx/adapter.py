@@ -1,13 +1,13 @@
-"""Flax NNX: modules are objects with attributes; their state is changed in place.
+"""Flax NNX: modules are objects with attributes, and a call changes their state in place.
 
-Calls are seen by replacing the methods of all classes while a capture traces. Arguments that hold
-modules, optimizers, random streams or variables are taken apart into arrays and put together again
-inside, by NNX's own `update_context`, which is what `nnx.jit` does: afterwards they are as they
-would be without capture.
+While a capture traces, the adapter replaces the methods of all classes to observe calls. It splits
+arguments that contain modules, optimizers, random streams or variables into arrays, and merges them
+inside, by NNX's `update_context`, as `nnx.jit` does. After the call the objects are as they would
+be without a capture.
 
-Objects that the function closes over are taken apart too, be they in its closure, its module, a
-helper's closure, or attributes of the object whose method it is. `self.sow` and `self.perturb` are
-marks: see `_frameworks.nnx.marks`.
+The adapter also splits objects that the function closes over: in its closure, its Python module,
+the closure of a helper, or the attributes of the object whose method it is. `self.sow` and
+`self.perturb` are marks: see `_frameworks.nnx.marks`.
 """
 
 import contextlib
@@ -60,14 +60,14 @@ class NNX(PatchedAdapter):
         return is_object(value)
 
     def recurrent_cell(self, module: Module, inputs: Sequence[Any], state: PyTree) -> RecurrentCell:
-        """Describes a module of NNX; a cell starts from its own initial carry."""
+        """Describe a module of NNX; a cell starts from its initial carry."""
         check_inputs(module, inputs)
         if isinstance(module, nnx.RNN):
             refuse_loop(module, "model.cell")
         graph, params = nnx.split(module)
 
         def step(params: PyTree, state: PyTree, *inputs: PyTree, **keywords: PyTree) -> Any:
-            # Variables of this trace: those that were split off may not be updated in it.
+            # Make variables of this trace, because it may not update those from outside.
             return nnx.merge(graph, jax.tree.map(lambda x: x, params))(state, *inputs, **keywords)
 
         if state is not None or not isinstance(module, nnx.RNNCellBase):
@@ -102,7 +102,7 @@ class NNX(PatchedAdapter):
         if not objects.taken:
             yield call
             return
-        # In a transformation it is traced for every call, and numbers stay what they are.
+        # A transformation traces the function at every call, so numbers need not become arrays.
         inline = not _jax.trace_state_clean()
         missed = False
 
@@ -149,7 +149,7 @@ class NNX(PatchedAdapter):
 
         with nnx.update_context(_TAG):
             with nnx.split_context(_TAG) as context:
-                # The keys say where each was, by which the arrays inside are known.
+                # The paths identify the origins of the arrays inside the program.
                 named = dict(zip(objects.paths, objects.taken, strict=True))
                 state, references = TakenState.of(named, context), context.ref_index
             order = AttributeOrder.of(objects.taken)
@@ -160,7 +160,7 @@ class NNX(PatchedAdapter):
 
 
 def _forget_inner() -> None:
-    """Has NNX forget the objects of a trace that is over, where they are not split again."""
+    """Make NNX forget the objects of a finished trace that does not split them."""
     with nnx.split_context(_TAG) as context:
         context.split(())
 
@@ -172,9 +172,9 @@ def _variables(objects: PyTree) -> list[Any]:
 class _Variables:
     """The variables of some objects before a function runs.
 
-    Most often it gives some of them other values, and does nothing else to the objects. Then those
-    are all that has to be returned; and objects of an outer transformation, which nobody may change
-    inside, can be used there.
+    Most functions only set values of variables, and leave the objects unchanged otherwise. Then the
+    program returns only these values. So a function can also use objects of an outer
+    transformation, which NNX does not let it update.
     """
 
     def __init__(self, objects: Any):
@@ -184,14 +184,14 @@ class _Variables:
         self._before = [jax.tree.flatten(x.get_raw_value()) for x in self._all]
 
     def are_all(self) -> bool:
-        """Whether the objects have no other state, and are put together as they were."""
+        """Return whether the objects have no other state, and still have the same graph."""
         state = flatten_objects(self._objects).leaves
-        # A new variable may be in the place of an old one, and the graph be equal all the same.
+        # A new variable may replace an old one without a difference in the graph.
         same = len(state) == len(self._all) and all(map(operator.is_, state, self._all))
         return same and nnx.graphdef(self._objects, graph=True) == self._graph
 
     def changed(self) -> dict[int, Any]:
-        """The values of those that have others now."""
+        """Return the values of the variables that have changed, by number."""
         found = {}
         for number, (variable, before) in enumerate(zip(self._all, self._before, strict=True)):
             leaves, treedef = jax.tree.flatten(variable.get_raw_value())
@@ -202,10 +202,11 @@ class _Variables:
 
 
 def _of_foreign_objects(original: Function) -> Any:
-    """The call of a function that `nnx.jit` made, on objects of an outer transformation too.
+    """Wrap the call of a function from `nnx.jit`, to allow objects of an outer transformation.
 
-    `nnx.jit` updates all objects that it is called on, be they changed or not, and those may not be
-    updated: it raises, and leaves them broken. So it is left out, and what it does is traced alone.
+    `nnx.jit` updates all objects among its arguments, whether they changed or not. For objects that
+    it may not update, it raises and leaves them broken. So the wrapper skips `nnx.jit`, and calls
+    the function inside.
     """
 
     @functools.wraps(original)
@@ -218,7 +219,7 @@ def _of_foreign_objects(original: Function) -> Any:
 
 
 def _is_foreign(arguments: PyTree) -> bool:
-    """Whether there are variables in some arguments that may not be updated here."""
+    """Return whether some arguments contain variables that may not be updated here."""
     objects = [x for x in jax.tree.leaves(arguments, is_leaf=is_object) if is_object(x)]
     return any(not x._can_update for x in _variables(objects))
 

@@ -1,7 +1,7 @@
-"""The order of the attributes of objects, which NNX sorts when it puts objects together.
+"""The order of the attributes of objects, which NNX sorts when it merges objects.
 
-A model may go through its parts in the order in which they were given: the keys of an `nnx.Dict`
-are attributes.
+A model may iterate over its parts in the order of their assignment: the keys of an `nnx.Dict` are
+attributes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flax import nnx
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class AttributeOrder:
-    """The names of the attributes of some objects and of all that they hold, in order."""
+    """The names of the attributes of some objects and of all objects inside, in order."""
 
     names: tuple[tuple[str, ...], ...]
 
@@ -26,25 +26,25 @@ class AttributeOrder:
         return cls(tuple(tuple(vars(x)) for x in _nodes(objects)))
 
     def restore(self, objects: Sequence[Any]) -> None:
-        """Puts the attributes of objects that are put together in the same way in this order."""
+        """Reorder the attributes of `objects`, which have the same structure, to this order."""
         for node, names in zip(_nodes(objects), self.names, strict=True):
             _reorder(vars(node), names)
 
 
 class OuterOrder:
-    """The order of the attributes of objects that may be given others."""
+    """The order of the attributes of objects that may get more attributes."""
 
     def __init__(self, objects: Sequence[Any]):
         self._names = [(x, tuple(vars(x))) for x in _nodes(objects)]
 
     def restore(self) -> None:
-        """Puts the attributes in the order in which they were; new ones come last."""
+        """Restore the order of the attributes; new attributes come last."""
         for node, names in self._names:
             _reorder(vars(node), names)
 
 
 def _nodes(objects: Sequence[Any]) -> list[Any]:
-    """The objects with attributes in a structure, each once, in an order that NNX keeps."""
+    """List the objects with attributes in a structure, each once, in an order that NNX keeps."""
     found: dict[int, Any] = {}
     pending: list[Any] = [objects]
     while pending:

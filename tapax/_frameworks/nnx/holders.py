@@ -1,6 +1,7 @@
-"""What holds objects of NNX and is none itself: functions, trainers, containers.
+"""Values that contain objects of NNX and are not such objects: functions, trainers, containers.
 
-What such a value holds, which of its attributes are state, and what code uses and assigns.
+These functions find the parts of such a value, the attributes that are state, and the names that
+its code uses and assigns.
 """
 
 import dis
@@ -25,7 +26,7 @@ TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True
 
 
 def is_object(value: PyTree) -> bool:
-    """Whether a value is an object of NNX that has state, or holds some that have."""
+    """Return whether a value is an object of NNX, which has state or may contain some."""
     return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
@@ -34,12 +35,12 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, np.ndarra
 
 
 def holds_object(value: PyTree) -> bool:
-    """Whether there is an object in a value, in what it holds, and so on for a few levels."""
+    """Return whether a value contains an object of NNX, within a few levels."""
     level, seen = [value], {id(value): value}
     for _ in range(_DEPTH):
         if any(map(is_object, level)):
             return True
-        # There may be very many that are plain, and the other tests are slow.
+        # A model may contain very many plain values, and the other tests are slow.
         parts = (x for held in level for x in _parts(held) if type(x) not in _PLAIN)
         new = {id(x): x for x in parts if id(x) not in seen}
         seen |= new
@@ -48,7 +49,7 @@ def holds_object(value: PyTree) -> bool:
 
 
 def _parts(value: PyTree) -> list[Any]:
-    """What a value holds."""
+    """Return the direct parts of a value."""
     if is_plain(value):
         return []
     if isinstance(value, dict):
@@ -65,19 +66,19 @@ def _parts(value: PyTree) -> list[Any]:
 
 
 def is_plain(value: PyTree) -> bool:
-    """Whether a value can hold no object."""
+    """Return whether a value cannot contain an object."""
     return type(value) in _PLAIN or isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
 def has_attributes(value: PyTree) -> bool:
-    """Whether a value is one that a copy with other attributes can stand for."""
-    # The transformations of NNX know themselves by their identity.
+    """Return whether a copy with other attributes can replace a value."""
+    # NNX compares its transformations by identity.
     kept = (type, types.ModuleType, *TRANSFORMED)
     if isinstance(value, kept) or inspect.isroutine(value) or not attributes(value):
         return False
     try:
         object.__new__(type(value))
-    except TypeError:  # it is more than its attributes, as a dict is
+    except TypeError:  # the value is more than its attributes, like a dict
         return False
     return True
 
@@ -95,24 +96,24 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def set_attributes(value: PyTree, new: dict[str, Any]) -> None:
-    """Sets attributes, of frozen objects too."""
+    """Set attributes, even of frozen objects."""
     for name, attribute in new.items():
         object.__setattr__(value, name, attribute)
 
 
 def is_state(attribute: Any, changes: bool) -> bool:
-    """Whether an attribute is state: arrays, or something plain that changes."""
+    """Return whether an attribute is state: arrays, or a plain value that changes."""
     if attribute is None or type(attribute) in (bool, int, float, complex, str):
         return changes
     leaves = _leaves(attribute)
-    if not leaves:  # arrays may be put into it
+    if not leaves:  # code may put arrays into it
         return leaves is not None and type(attribute) in (list, dict)
-    # A traced value has been left there by a transformation that is over.
+    # A traced value is a remnant of a finished transformation.
     return all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves)
 
 
 def is_result(value: PyTree) -> bool:
-    """Whether a value can be returned from the function that is being traced."""
+    """Return whether the function that is being traced can return a value."""
     leaves = _leaves(value)
     return leaves is not None and all(map(_is_returned, leaves))
 
@@ -124,7 +125,7 @@ def _is_returned(leaf: PyTree) -> bool:
 
 
 def is_number(value: PyTree) -> bool:
-    """Whether an array stands for a number of Python's."""
+    """Return whether an array represents a Python number."""
     return isinstance(value, jax.Array) and value.ndim == 0 and jax.typeof(value).weak_type
 
 
@@ -136,7 +137,7 @@ def _leaves(value: PyTree) -> list[Any] | None:
 
 
 def identity(value: PyTree) -> Any:
-    """What is another when something in a container is; None if that cannot be told."""
+    """Return an object that differs once a part of a container differs; None if unknown."""
     leaves = _leaves(value)
     if leaves is None:
         return None
@@ -144,7 +145,7 @@ def identity(value: PyTree) -> Any:
 
 
 def refilled(old: Value, new: Value) -> Any:
-    """The old containers with what is in the new ones."""
+    """Fill the old containers with the contents of the new containers."""
     if type(old) is not type(new) or type(old) not in (list, dict):
         return new
     if type(old) is dict:
@@ -162,19 +163,19 @@ _MAKERS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__"})
 
 @functools.lru_cache(maxsize=4096)
 def assigned_by_methods(cls: type) -> frozenset[str]:
-    """The attributes that the methods of a class assign, but for those that make an object."""
+    """Return the attributes that the methods of a class assign, except its constructors."""
     found = (m for c in cls.__mro__ for name, m in vars(c).items() if name not in _MAKERS)
     functions = filter(inspect.isfunction, map(inspect.unwrap, filter(callable, found)))
     return frozenset(name for fn in functions for name in _stores(fn.__code__, "STORE_ATTR"))
 
 
 def is_anothers(value: PyTree, fn: types.FunctionType) -> bool:
-    """Whether a global is a function of another file, which is not looked into."""
+    """Return whether a global is a function of another file, which the adapter does not enter."""
     return inspect.isfunction(value) and value.__globals__ is not fn.__globals__
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of those defined in it."""
+    """Yield the code of a function and of the functions defined inside."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -188,7 +189,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def assigned_globals(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function assigns."""
+    """Return the globals that a function assigns."""
     return frozenset(_stores(code, "STORE_GLOBAL"))
 
 

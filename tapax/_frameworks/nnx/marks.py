@@ -1,13 +1,13 @@
 """The marks of NNX, `self.sow` and `self.perturb`, as tapax sees them.
 
-They are sites; a reducer of theirs is folded, unless it keeps every call. Besides, they do what
-they do without a capture: where NNX stores attributes on the module (its older form), the program
-may well read them again, so they are stored; when the captured function is done they are taken
-away, and the model has not grown. A program that cannot have them, for they change the structure of
-what a loop carries, is traced once more without.
+They are sites; a site with a reducer is a fold, unless the reducer keeps every call. They also have
+their effect without a capture: if NNX stores attributes on the module (its older form), the program
+may read the attributes later, so the marks store them. When the captured function returns, tapax
+removes them, so that the model does not grow. If stored attributes change the structure of a
+loop's carry, JAX cannot trace the program; then tapax traces it a second time without them.
 
-`recording` is what `tapax.compat.nnx` looks through: marks then say what they were made from, and
-`perturb` adds what the module carries for it.
+`tapax.compat.nnx` captures within `recording`: then a mark records the `NNXSownValue` of its site,
+and `perturb` adds the perturbation that the module carries.
 """
 
 import contextlib
@@ -32,26 +32,26 @@ from tapax._marks.context import ContextVariable, active_policy
 from tapax._marks.sow import SownValue, mark
 from tapax._sites import SiteError, segment
 
-# Both are part of the key of every `jit` cache, as what is traced depends on them.
+# Both are part of the key of every `jit` cache, because the trace depends on them.
 _storing = ContextVariable(True)
 _recording = ContextVariable[Any](None)
 _thread = threading.local()
-# What marks have stored, ever: a function that NNX jitted has what it stored in the structure that
-# it was traced to, and stores it again without a mark being run.
+# All attributes that marks have stored, ever: the structure from the trace of an `nnx.jit` contains
+# the stored attributes, and stores them in later calls without running a mark.
 _stored: set[tuple[type, str]] = set()
 _PREFIX = "_perturbation_"
 _NAME = "_tapax_name"
 
 
-# --- what a mark says, for those who put results together again ---------------------------------
+# --- the records from which `tapax.compat.nnx` joins results ------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class NNXSownValue(SownValue):
-    """The sown or perturbed value that a site is a leaf of.
+    """The sown or perturbed value of which a site is a leaf.
 
-    `calls` is the container in which every call is kept; None if they are folded into one. `index`
-    counts the calls of a `perturb` whose perturbation was added; it is None if there was none.
+    `calls` is the container that keeps every call; None if the mark folds the calls into one value.
+    `index` numbers the calls of a `perturb` that adds a perturbation; None for other marks.
     """
 
     kind: Any
@@ -62,7 +62,7 @@ class NNXSownValue(SownValue):
 
 @dataclasses.dataclass(frozen=True)
 class NNXRecordOptions:
-    """Options of a recording: variable types, the one for method results, whether to perturb."""
+    """Options of a recording: variable types, the type for method results, whether to perturb."""
 
     kinds: frozenset[Any] = frozenset()
     outputs: Any = None
@@ -71,7 +71,7 @@ class NNXRecordOptions:
 
 @contextlib.contextmanager
 def recording(what: NNXRecordOptions) -> Iterator[None]:
-    """Within, marks are `NNXSownValue`s."""
+    """Record `NNXSownValue`s for marks within the context."""
     before = getattr(_thread, "calls", None)
     _thread.calls = {}
     try:
@@ -82,27 +82,27 @@ def recording(what: NNXRecordOptions) -> Iterator[None]:
 
 
 def carry(module: Module, name: str, perturbation: PyTree) -> None:
-    """Has a module carry a perturbation, through whatever transformation it goes."""
+    """Make a module carry a perturbation, through any transformation."""
     setattr(module, _PREFIX + name, perturbation)
 
 
 def rename(module: Module, name: str) -> None:
-    """Gives a model another name than that of its class, through whatever it goes."""
+    """Give a model another name than that of its class, through any transformation."""
     setattr(module, _NAME, name)
 
 
 def name_of(module: Module) -> str:
-    """The name of a model."""
+    """Return the name of a model."""
     return getattr(module, _NAME, type(module).__name__)
 
 
 def is_own(path: tuple[Any, ...], _: Any) -> bool:
-    """Whether a variable is a module's own, and not one that it was given to carry."""
+    """Return whether a variable belongs to its module, and is not a carried perturbation."""
     return not str(path[-1]).startswith(_PREFIX)
 
 
 def drop(module: Module) -> None:
-    """Takes from a module what it was given."""
+    """Remove the carried perturbations and the name from a module."""
     for name in [name for name in vars(module) if name.startswith((_PREFIX, _NAME))]:
         delattr(module, name)
 
@@ -125,7 +125,7 @@ def _arguments(original: Function) -> Callable[..., dict[str, Any]]:
 
 
 def sow(adapter: Adapter, original: Function) -> Any:
-    """`Module.sow`, with marks."""
+    """Wrap `Module.sow`, to add marks."""
     bind = _arguments(original)
 
     @functools.wraps(original)
@@ -153,7 +153,7 @@ def sow(adapter: Adapter, original: Function) -> Any:
 
 
 def _said(given: dict[str, Any], calls: Any = tuple, index: int | None = None) -> dict[str, Any]:
-    """What a mark of NNX says of itself."""
+    """Return the arguments of `mark` that describe a mark of NNX."""
     kind, name = given["variable_type"], given["name"]
     recorded = _recording.value is not None
     return {"collection": NNXSownValue(kind, name, calls, index) if recorded else kind}
@@ -163,7 +163,7 @@ _NOTHING = object()
 
 
 def _go_on(module: Module, given: dict[str, Any]) -> None:
-    """Has a fold that has seen nothing begin with what its module carries for it."""
+    """Start an empty fold from the value that its module carries, if there is one."""
     held: Any = getattr(module, _PREFIX + given["name"], None)
     if type(held) is given["variable_type"]:
         begin = {"reduce": lambda a, v: v if a is _NOTHING else a, "init": lambda: _NOTHING}
@@ -171,7 +171,7 @@ def _go_on(module: Module, given: dict[str, Any]) -> None:
 
 
 def perturb(adapter: Adapter, original: Function) -> Any:
-    """`Module.perturb`, with marks."""
+    """Wrap `Module.perturb`, to add marks."""
     bind = _arguments(original)
 
     @functools.wraps(original)
@@ -194,7 +194,7 @@ def perturb(adapter: Adapter, original: Function) -> Any:
 
 
 def _perturbed(module: Module, name: str, value: PyTree) -> tuple[Any, int]:
-    """A value with the perturbation that its module carries for this call of it."""
+    """Add the perturbation that the module carries for this call; return the call's index too."""
     where = f"perturb({name!r}) of a {type(module).__name__}"
     held = getattr(module, _PREFIX + name, None)
     if held is None:
@@ -227,7 +227,7 @@ def _perturbed(module: Module, name: str, value: PyTree) -> tuple[Any, int]:
 
 
 def outputs(adapter: Adapter, owner: type, name: str, wrap: Function, original: Function) -> Any:
-    """What `wrap` makes of a method, with results sown under its name where that is recorded."""
+    """Wrap a method by `wrap`, and sow its results under its name if a recording asks for them."""
     method = wrap(original)
     public = name == "__call__" or not name.startswith("_")
 
@@ -250,7 +250,7 @@ def outputs(adapter: Adapter, owner: type, name: str, wrap: Function, original: 
 
 
 def _stores(given: dict[str, Any]) -> bool:
-    """Whether a mark stores an attribute: NNX's older form does, outside of `nnx.capture`."""
+    """Return whether a mark stores an attribute: NNX's older form does, outside `nnx.capture`."""
     without = given.get("capture_noop")
     if without is None:
         without = getattr(config, "nnx_sow_capture_noop", False)
@@ -261,7 +261,7 @@ def _store(module: Module, given: dict[str, Any], original: Function) -> None:
     name, kind, value = given["name"], given["variable_type"], given["value"]
     held = getattr(module, name, None)
     if hasattr(module, name) and type(held) is not kind:
-        original(**given)  # it raises
+        original(**given)  # raises
     if not _storing.value:
         return
     try:
@@ -271,7 +271,7 @@ def _store(module: Module, given: dict[str, Any], original: Function) -> None:
             held.set_value(given["reduce_fn"](held.get_value(), value))
         _stored.add((type(module), name))
     except errors.TraceContextError:
-        pass  # the module is not the transformation's: nothing can be stored on it
+        pass  # the module belongs to an outer trace, so nothing can be stored on it
 
 
 def _add(module: Module, given: dict[str, Any], original: Function) -> Any:
@@ -291,7 +291,7 @@ def _add(module: Module, given: dict[str, Any], original: Function) -> Any:
 
 
 class Attributes:
-    """The variables that modules have before a function runs, to be found so afterwards."""
+    """The variables that modules have before a function runs, to restore them afterwards."""
 
     def __init__(self, nodes: Any):
         self._before = dict(self._all(nodes))
@@ -305,7 +305,7 @@ class Attributes:
                         yield (id(module), name), (module, value, value.get_value())
 
     def restore(self, nodes: Any) -> None:
-        """Takes away what marks have stored since."""
+        """Remove the attributes that marks have stored since."""
         if not _stored:
             return
         for key, (module, variable, _) in list(self._all(nodes)):
@@ -318,7 +318,7 @@ class Attributes:
 
 
 def traced(trace: Callable[[], Any]) -> Any:
-    """Traces a program; without storing attributes where they cannot be."""
+    """Trace a program; if that fails with stored attributes, trace it without storing any."""
     try:
         return trace()
     except Exception as error:
@@ -328,4 +328,4 @@ def traced(trace: Callable[[], Any]) -> Any:
             try:
                 return trace()
             except Exception:
-                raise error from None  # it was not for the attributes
+                raise error from None  # the stored attributes are not the cause

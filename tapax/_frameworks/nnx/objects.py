@@ -1,12 +1,13 @@
-"""The objects of NNX that a call holds: modules, optimizers, random streams, variables.
+"""The objects of NNX in a call: modules, optimizers, random streams, variables.
 
-They are taken out of the arguments, and out of the function: out of what it closes over, the
-globals that it uses, the functions that it calls by either, a partial's arguments, the object whose
-method it is. `Objects` leaves slots, or a recipe of the function, to be filled with others.
+`Objects` takes them out of the arguments and out of the function: its closure, the globals that it
+uses, the functions that it calls through either, the arguments of a partial, the object whose
+method it is. It leaves slots in the arguments, and a recipe that makes the function from other
+objects.
 
-An object that is none of NNX's and holds some, as a trainer does, has state of its own: its arrays,
-and the numbers, flags and strings that are assigned. They are read anew for every call, and written
-after it.
+An object of another class that contains objects of NNX, such as a trainer, has state too: its
+arrays, and the numbers, flags and strings that code assigns. Every call reads this state before it
+runs, and writes it afterwards.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from tapax._sites import join, segment
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ObjectSlot:
-    """Where an object was taken from."""
+    """A placeholder for an object that was taken out of a structure."""
 
     number: int
 
 
 class Holder:
-    """An argument that is no structure, and holds objects; its recipe makes it with others.
+    """An argument that is not a structure but contains objects; `recipe` makes it from others.
 
-    What else it holds may change from call to call: no two are equal.
+    No two holders are equal, because their other contents may change from call to call.
     """
 
     def __init__(self, value: PyTree, recipe: Recipe):
@@ -50,7 +51,7 @@ class Holder:
 
 
 class FunctionHolder(Holder):
-    """An argument that is a function, and closes over objects. Equal functions are the same."""
+    """A function that closes over objects, as an argument; equal functions have equal holders."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is FunctionHolder and self.value == other.value
@@ -60,7 +61,7 @@ class FunctionHolder(Holder):
 
 
 def fill(tree: PyTree, objects: Any, bindings: Any = None) -> Any:
-    """The structure with objects in the place of its slots; `bindings` makes what holds some."""
+    """Replace slots in a structure by objects, and holders by what they make from `bindings`."""
     is_slot = lambda x: type(x) is ObjectSlot  # noqa: E731
 
     def filled(value: PyTree) -> Any:
@@ -72,27 +73,27 @@ def fill(tree: PyTree, objects: Any, bindings: Any = None) -> Any:
 
 
 class ObjectBindings:
-    """Objects with which functions are made; what these assign is handed on when they are done."""
+    """The objects for recipes to fill in; on exit, they pass on what the made functions assigned."""
 
     def __init__(self, objects: Any, values: Any = ()):
         self.objects = objects
-        self.values = map_in_order(lambda x: x, values)  # containers may be changed in place
+        self.values = map_in_order(lambda x: x, values)  # functions may change containers in place
         self.made: dict[int, Any] = {}
         self.assigned: dict[tuple[int, str, bool], Any] = {}
         self.changed: set[str] = set()
-        self.missed = False  # whether something changed that was not known to
+        self.missed = False  # true if an attribute changed that was not known to be state
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any], set[str]]] = {}
         self._twins: list[_TwinObject] = []
 
     def namespace(self, fn: types.FunctionType) -> dict[str, Any]:
-        """A copy of the globals of a function, one for all functions of a file."""
+        """Return a copy of the globals of a function, shared by all functions of a file."""
         new = fn.__globals__, dict(fn.__globals__), set()
         _, copied, assigned = self._globals.setdefault(id(fn.__globals__), new)
         assigned |= holders.assigned_globals(fn.__code__)
         return copied
 
     def twin(self, number: int, owner: Any, used: dict[str, Recipe], state: dict[str, int]) -> Any:
-        """A copy of an object that is not one of NNX's, with some attributes filled."""
+        """Copy an object that is not of NNX, and set its attributes `used` and `state`."""
         if id(owner) not in self.made:
             made = self.made[id(owner)] = object.__new__(type(owner))
             holders.set_attributes(made, holders.attributes(owner))
@@ -120,7 +121,7 @@ class ObjectBindings:
                     self.assigned[twin.number, name, same] = value
                     continue
                 if error is None and holders.is_number(value) and any(map(_is_traced, self.values)):
-                    # Numbers are not traced any more when this has been raised, and it is one.
+                    # After this error the next attempt keeps numbers static, such as this one.
                     raise TypeError(
                         f"`{name}` of {type(twin.owner).__name__} is assigned in a transformation, "
                         "so that nothing traced can come out by it. Return it instead."
@@ -146,10 +147,10 @@ Recipe = Callable[[ObjectBindings], Any]
 
 
 class Objects:
-    """Objects taken out of structures and functions; each is there once.
+    """Objects taken out of structures and functions, each once.
 
-    `changing` are names of attributes that are known to be assigned, `fn` is the function whose
-    arguments are taken.
+    `changing` has the names of attributes that calls are known to assign; `fn` is the function
+    whose arguments these are.
     """
 
     def __init__(self, changing: Iterable[str] = (), fn: Function = lambda: None) -> None:
@@ -178,14 +179,14 @@ class Objects:
         return ObjectSlot(number)
 
     def take(self, tree: PyTree) -> Any:
-        """The structure with a slot in the place of each."""
+        """Take the objects out of a structure; return it with a slot in place of each object."""
         is_leaf = holders.is_object
         leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
         slots = [self._slot(keys, leaf) for keys, leaf in leaves]
         return unflatten_in_order(treedef, slots, order_of(tree, is_leaf))
 
     def take_arguments(self, tree: PyTree) -> Any:
-        """As `take`; and those that functions and other arguments hold are taken too."""
+        """Take objects out of arguments like `take`, also out of functions and other holders."""
         return map_in_order(self._held, self.take(tree))
 
     def _held(self, value: PyTree) -> Any:
@@ -196,7 +197,7 @@ class Objects:
         return (FunctionHolder if is_function else Holder)(value, recipe)
 
     def lift(self, value: PyTree) -> Recipe | None:
-        """How to make a value from other objects; None if it holds none."""
+        """Make a recipe that makes a value from other objects; None if it contains no objects."""
         if holders.is_object(value):
             number = self._slot((), value).number
             return lambda bindings: bindings.objects[number]
@@ -212,7 +213,7 @@ class Objects:
         return lifted or self._lift_structure(value)
 
     def _lift_structure(self, value: PyTree) -> Recipe | None:
-        """A structure that JAX knows: a named tuple, say."""
+        """Make a recipe for another structure that JAX knows, such as a named tuple."""
         parts, treedef = jax.tree.flatten(value, is_leaf=holders.is_object)
         if jax.tree_util.treedef_is_leaf(treedef):
             return None
@@ -222,7 +223,7 @@ class Objects:
     def _lift_container(self, value: PyTree) -> Recipe | None:
         kind = type(value)
         keys = list(value) if kind is dict else range(len(value))
-        if id(value) in self._inside:  # it is in itself
+        if id(value) in self._inside:  # the container contains itself
             return None
         self._inside.add(id(value))
         lifted = self._lift_all({key: value[key] for key in keys})
@@ -237,7 +238,7 @@ class Objects:
         return make
 
     def _lift_all(self, values: dict[Any, Any], names: Sequence[str] = ()) -> dict[Any, Recipe]:
-        """How to make those values that hold objects; they are known by their keys, or `names`."""
+        """Make recipes for the values that contain objects, which `names` or their keys name."""
         found = {}
         for name, (key, value) in zip(names or values, values.items(), strict=True):
             self._trail.append(segment(name))
@@ -246,7 +247,7 @@ class Objects:
         return {key: recipe for key, recipe in found.items() if recipe is not None}
 
     def _lift_attributes(self, value: PyTree) -> Recipe | None:
-        if id(value) in self._inside:  # it holds another that holds it
+        if id(value) in self._inside:  # two objects contain each other
             return lambda bindings: bindings.made[id(value)]
         held = {k: v for k, v in holders.attributes(value).items() if holders.holds_object(v)}
         self._inside.add(id(value))
@@ -264,7 +265,7 @@ class Objects:
         return lambda bindings: bindings.twin(number, value, used, state)
 
     def assign(self, assigned: dict[tuple[int, str, bool], Any]) -> None:
-        """Gives the attributes of objects that hold some of NNX's what a call has made of them."""
+        """Assign values that a call computed to the attributes of objects that are not of NNX."""
         for (number, name, in_place), value in assigned.items():
             owner = self.owners[number]
             before = getattr(owner, name, None)
@@ -277,7 +278,7 @@ class Objects:
     def _lift_method(self, value: PyTree) -> Recipe | None:
         owner, method = self.lift(value.__self__), value.__func__
         if owner is not None and holders.is_object(value.__self__):
-            # Its class may be patched by now.
+            # Look up the method at the call: its class may be patched by then.
             return lambda bindings: getattr(owner(bindings), value.__name__)
         fn = self._lift_function(method) if inspect.isfunction(method) else None
         if owner is None and fn is None:
@@ -324,7 +325,7 @@ class Objects:
             if id(fn) in bindings.made:
                 return bindings.made[id(fn)]
             closure = fn.__closure__ or ()
-            # A cell that holds nothing of interest is shared: the function may assign to it.
+            # Share a cell without objects, because the function may assign to it.
             fresh = tuple(types.CellType() if i in cells else c for i, c in enumerate(closure))
             space = bindings.namespace(fn) if lifted else fn.__globals__
             made = types.FunctionType(fn.__code__, space, fn.__name__, fn.__defaults__, fresh)

@@ -1,7 +1,7 @@
-"""The state of objects that a call has taken apart, as one node of a pytree.
+"""The state of the objects that a call has taken, as one node of a pytree.
 
-`nnx.split` makes a node for every variable and every module. JAX would take all of them apart for
-every call, and more than once.
+`nnx.split` makes a node for every variable and every module. JAX would flatten all of these nodes
+at every call, and more than once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tapax._sites import join
 
 @jax.tree_util.register_pytree_with_keys_class
 class TakenState:
-    """The arrays of some objects, and how NNX puts the objects together.
+    """The arrays of some objects, and the structure from which NNX makes the objects.
 
-    `named` are the objects by path. They are known before the node is taken apart, and their paths
+    `named` has the objects by path. They are known until JAX flattens the node, and their paths
     are the keys of the arrays.
     """
 
@@ -38,13 +38,13 @@ class TakenState:
 
     @classmethod
     def of(cls, named: Mapping[PathKey, Any], context: Any) -> TakenState:
-        """Takes objects apart in a context of NNX."""
+        """Split objects into arrays in a context of NNX."""
         graphdef, values = context.flatten(named, with_paths=False)
         arrays, structure = jax.tree.flatten(values)
         return cls(arrays, graphdef, structure, named)
 
     def merge(self, context: Any) -> dict[PathKey, Any]:
-        """Makes objects of these arrays in a context of NNX."""
+        """Make objects from the arrays in a context of NNX."""
         return context.unflatten(self._graphdef, self._structure.unflatten(self._arrays))
 
     def tree_flatten(self) -> tuple[Any, Any]:
@@ -70,6 +70,6 @@ class TakenState:
 
 
 def flatten_objects(objects: Any) -> Any:
-    """The variables and arrays of objects, each once, with their paths."""
+    """List the variables and arrays of objects, each once, with their paths."""
     with nnx.split_context() as context:
         return context.flatten(objects)[1]

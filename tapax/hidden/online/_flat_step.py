@@ -27,7 +27,7 @@ from tapax.hidden._definitions import is_copy
 from tapax.hidden._step import HiddenState, list_hidden_states, trace_leaves
 
 INLINED = CALLS | Kind.REMAT
-"""Equations whose values are those of their body."""
+"""The kinds of equations whose results are the results of their body."""
 
 
 def is_variable(atom: Atom) -> bool:
@@ -89,7 +89,7 @@ class FlatStep:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another call may use the step, which must not close over traced values."""
+        """Return whether another call may use the step: it must not close over traced values."""
         return not any(isinstance(x, Tracer) for x in self.values.values())
 
     def prepare(
