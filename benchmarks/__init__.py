@@ -1,5 +1,5 @@
-"""Speed and memory of tapax, as ratios taken in one run.
+"""Speed and memory of tapax, as ratios measured in one run.
 
-`python -m benchmarks.run` measures everything on the machine at hand; `python -m benchmarks.gpu`
-the first three topics at the size of a GPU.
+`python -m benchmarks.run` measures everything on the current machine; `python -m benchmarks.gpu`
+measures the first three topics at the size of a GPU.
 """

@@ -1,7 +1,8 @@
-"""Calling a captured jitted function, over calling a jitted function with the same outputs.
+"""Calls of a captured jitted function, over calls of a jitted function with the same outputs.
 
-Small: nothing to compute, so that the call itself is all there is. Medium: enough to compute that
-the call should vanish in it. Many leaves: a dict of 4,000 arrays goes in and comes out.
+Small: almost no computation, so that the call takes all of the time. Medium: enough computation
+that the overhead of the call should not be noticeable. Many leaves: a dict of 4,000 arrays is the
+argument and the result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SITES = 8
 
 
 def functions(width: int):
-    """`(marked, by hand, arguments)`: a small tanh network and its gradient, eight sites."""
+    """Make `(marked, by hand, arguments)`: a small tanh network and its gradient, eight sites."""
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(0, width**-0.5, (SITES, width, width)), jnp.float32)
     x = jnp.asarray(rng.normal(size=(width, width)), jnp.float32)

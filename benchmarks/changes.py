@@ -1,4 +1,4 @@
-"""Editing, differentiating and cutting a GPT at one site, over the same written by hand."""
+"""Edits, gradients and prefixes of a GPT at one site, over hand-written equivalents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.step import tolerance
 
 
 def edited(cfg: Config, rounds: int) -> list[Result]:
-    """One forward pass with one value changed, over the plain one."""
+    """Time a forward pass with one changed value, over the plain forward pass."""
     args = cfg.arguments()
     middle = cfg.layers // 2
     site = f"block{middle}/out"
@@ -34,7 +34,7 @@ def edited(cfg: Config, rounds: int) -> list[Result]:
 
 
 def gradient(cfg: Config, rounds: int) -> list[Result]:
-    """The gradient by one value, over `jax.vjp` of the function split there by hand."""
+    """Measure the gradient with respect to one value, over `jax.vjp` of a hand-split function."""
     args = cfg.arguments()
     middle = cfg.layers // 2
 
@@ -69,7 +69,7 @@ def gradient(cfg: Config, rounds: int) -> list[Result]:
 
 
 def prefix(cfg: Config, rounds: int) -> list[Result]:
-    """The function up to the end of the first quarter of its blocks, over all of it."""
+    """Time the function up to the end of the first quarter of its blocks, over the whole."""
     args = cfg.arguments()
     loss = gpt.unrolled(cfg, tapax)
     last = max(cfg.layers // 4 - 1, 0)
@@ -89,7 +89,7 @@ def _scaled(x: jax.Array) -> jax.Array:
 
 
 def _before(cfg: Config, last: int, params: gpt.Params, tokens: jax.Array) -> jax.Array:
-    """The stream after the block `last`."""
+    """Compute the stream after the block `last`."""
     x = gpt.embed(params, tokens)
     for p in params["blocks"][: last + 1]:
         x = gpt.block(p, x, cfg.heads, gpt.Bare())

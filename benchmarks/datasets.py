@@ -1,8 +1,8 @@
 """Datasets of activations: harvesting, reading, and training from them.
 
-Bars for rates are bars for times here: at least 0.9 of a rate is at most 1.11 of the time. What is
-written is synced to the disk on both sides. The topics of a CPU are in `benchmarks.run`, those of
-a GPU in `benchmarks.gpu`.
+Bars for rates are bars for times here: at least 0.9 of a rate is at most 1.11 of the time. Both
+sides sync the files that they write to the disk. The topics of a CPU are in `benchmarks.run`, those
+of a GPU in `benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from benchmarks.gpt import Config, unrolled
 from benchmarks.measure import MIB, Result, race
 
 SITES = 10
-"""How many layers of the GPT are harvested."""
+"""The number of layers of the GPT to harvest."""
 
 
 @contextmanager
 def folder(parent: str | None = None) -> Iterator[Path]:
-    """A new folder, which is removed afterwards."""
+    """Make a new folder, and remove it afterwards."""
     path = Path(tempfile.mkdtemp(prefix="tapax-bench-", dir=parent))
     try:
         yield path
@@ -46,7 +46,7 @@ def folder(parent: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def numbered(parent: str | None = None) -> Iterator[Iterator[Path]]:
-    """Paths in a new folder, one after the other; each that follows removes the one before."""
+    """Yield paths in a new folder, one after the other; each path removes its predecessor."""
     with folder(parent) as root:
 
         def paths() -> Iterator[Path]:
@@ -58,12 +58,12 @@ def numbered(parent: str | None = None) -> Iterator[Iterator[Path]]:
 
 
 def looked_up(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """A model that computes next to nothing."""
+    """Look up rows of a table: a model with almost no computation."""
     return tapax.sow(jnp.take(table, rows, axis=0), "h")
 
 
 def written(rounds: int) -> list[Result]:
-    """Harvesting to disk over writing the same bytes in the same shards with safetensors."""
+    """Compare harvesting to disk with writing the same bytes and shards with safetensors."""
     from safetensors.numpy import save_file
 
     width, rows, batches, units = 1024, 4096, 32, 8
@@ -94,14 +94,14 @@ def written(rounds: int) -> list[Result]:
 
 
 def make_dataset(to: Path, rows: int, width: int, dtype: Any, units: int = 8) -> tapax.Activations:
-    """A dataset of random numbers."""
+    """Harvest a dataset of random numbers."""
     table = jnp.asarray(np.random.default_rng(0).normal(size=(4096, width)), dtype)
     data = np.arange(rows, dtype=np.int32).reshape(-1, 4096) * 7919 % 4096
     return tapax.harvest(functools.partial(looked_up, table), data, to, "h", units=units)
 
 
 def read(rounds: int) -> list[Result]:
-    """Random rows over a bare memory map, and shuffled batches over sequential ones."""
+    """Compare random rows with a bare memory map, and shuffled batches with sequential ones."""
     with folder() as path:
         acts = make_dataset(path / "acts", 196_608, 1024, jnp.bfloat16)
         maps, ends = _memory_maps(acts)
@@ -142,7 +142,7 @@ def read(rounds: int) -> list[Result]:
 
 
 def _memory_maps(acts: tapax.Activations) -> tuple[list[np.ndarray], np.ndarray]:
-    """The rows of `h` in each shard as 16-bit integers, by the header of safetensors alone."""
+    """Map the rows of `h` in each shard as 16-bit integers, by the header of safetensors alone."""
     import json
 
     maps = []
@@ -162,7 +162,7 @@ def _last(batches: Iterator[Any]) -> Any:
 
 
 def workers(rounds: int) -> list[Result]:
-    """Two workers over one, each on one core."""
+    """Compare two workers with one, each on one core."""
     times: dict[str, list[float]] = {"two": [], "one": []}
     for _ in range(rounds):
         for name, count in (("one", 1), ("two", 2)):
@@ -172,7 +172,7 @@ def workers(rounds: int) -> list[Result]:
 
 
 def _time_workers(count: int, path: Path) -> float:
-    """Seconds from when all workers have compiled until the dataset is complete."""
+    """Return the seconds from when all workers have compiled until the dataset is complete."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.datasets", str(path), str(count)]
     running = [
@@ -195,7 +195,7 @@ def _wait_for(line: bytes, running: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _be_worker(path: Path, count: int, index: int) -> None:
-    """Compile on a core of its own, say so, wait for the others, and harvest."""
+    """Compile on a separate core, report, wait for the other workers, and harvest."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})  # before XLA makes its threads
 
@@ -215,10 +215,10 @@ def _be_worker(path: Path, count: int, index: int) -> None:
 
 
 def harvested(cfg: Config, rounds: int) -> list[Result]:
-    """Harvesting a GPT on the GPU to memory and to disk, over the plain forward pass.
+    """Compare harvesting a GPT on the GPU, to memory and to disk, with the plain forward pass.
 
-    The time of a batch is the slope between a short harvest and a long one, so that what is done
-    once does not count.
+    The time of a batch is the slope between a short harvest and a long harvest, so that one-time
+    costs do not count.
     """
     params, tokens = cfg.arguments()
     loss = unrolled(cfg, tapax)  # type: ignore[arg-type]
@@ -267,7 +267,7 @@ def harvested(cfg: Config, rounds: int) -> list[Result]:
 
 
 def _write_raw(to: Path, batch_bytes: int, count: int) -> float:
-    """Seconds to write as many bytes with safetensors, by as many threads as a harvest."""
+    """Return the seconds to write the same bytes with safetensors and the threads of a harvest."""
     from safetensors.numpy import save_file
 
     from tapax.data._writer_threads import writer_count
@@ -288,7 +288,7 @@ def _write_raw(to: Path, batch_bytes: int, count: int) -> float:
 
 
 def trained(cfg: Config, rounds: int) -> list[Result]:
-    """Training a top-k autoencoder from the dataset over training it from device memory."""
+    """Compare training a top-k autoencoder from the dataset with training from device memory."""
     rows, size = 128 * 4096, 4096
     latents, active = 8 * cfg.width, 32
     keys = jax.random.split(jax.random.key(0), 2)

@@ -1,9 +1,9 @@
-"""An ensemble of four members in one model against four models in one compiled function.
+"""An ensemble of four members in one model, over four models in one compiled function.
 
-The four run in a loop or mapped over a stack, whichever is faster. The bar is for a few rows, where
-reading the weights takes the time, as the paper has it. Besides: one row, for which a CPU has a
-faster way to multiply than for the four of an ensemble; and many rows, where arithmetic takes the
-time, of which an ensemble needs as much as four models.
+The four models run in a loop, or mapped over a stack, whichever is faster. The bar is for a few
+rows, where reading the weights takes most of the time, as in the paper. Two further cases have no
+bar: one row, which a CPU multiplies in a faster way than the four rows of an ensemble; and many
+rows, where arithmetic takes most of the time, and an ensemble needs as much of it as four models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MLP(nnx.Module):
 
 
 def separate(rounds: int) -> list[Result]:
-    """An ensemble of four over four models."""
+    """Compare an ensemble of four members with four models."""
     wide = 4096 if jax.default_backend() == "cpu" else 16384
     cases = [(2, wide, 2, 1 / 3), (1, wide, 2, None), (256, 512, 4, None)]
     return [result for case in cases for result in _separate(rounds, *case)]
@@ -59,10 +59,10 @@ def _separate(rounds: int, rows: int, width: int, depth: int, bar: float | None)
 
     programs = {"ensemble": (together, state), "loop": (looped, states), "map": (mapped, stacked)}
     runs = {name: flat(f, given, x) for name, (f, given) in programs.items()}
-    # On a GPU products are not in full precision.
+    # A GPU does not compute products in full precision.
     tolerance = 1e-5 if jax.default_backend() == "cpu" else 2e-3
     require_equal("models", runs["loop"](), runs["map"](), tolerance)
-    # One member must be the plain model with its weights.
+    # One member must equal the plain model with the weights of that member.
     alone = nnx.clone(models[0])
     for own, layer in zip(
         [*alone.layers, alone.head], [*ensemble.layers, ensemble.head], strict=True

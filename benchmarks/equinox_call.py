@@ -1,4 +1,4 @@
-"""Calling a captured `eqx.filter_jit`, over calling it: a model of 4,000 arrays goes in and out."""
+"""Calls of a captured `eqx.filter_jit`, over plain calls: a model of 4,000 arrays in and out."""
 
 from __future__ import annotations
 

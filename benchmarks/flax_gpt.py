@@ -1,7 +1,7 @@
-"""The GPT of `gpt` in Flax NNX and in Flax Linen, as one writes it who never heard of tapax.
+"""The GPT of `gpt` in Flax NNX and in Flax Linen, without any use of tapax.
 
-Every layer is a module, nine to a block, and nothing in them records anything. `Kinds` makes of
-each NNX class one that does: marks written into its `__call__`.
+Every layer is a module, nine in a block, and none records anything. `Kinds` derives a class that
+records from each NNX class, with marks in its `__call__`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flax import nnx
 from benchmarks.gpt import Config
 
 Keep = Callable[[Any, Callable[[], Any]], Any]
-"""How a module that records runs its own `__call__`: `(module, run) -> result`."""
+"""A function `(module, run) -> result` that runs the `__call__` of a module and records."""
 
 
 def mix(qkv: jax.Array, heads: int) -> jax.Array:
-    """Causal attention of queries, keys and values that lie beside each other."""
+    """Compute causal attention of queries, keys and values that are concatenated in `qkv`."""
     batch, length, width = qkv.shape
     parts = qkv.reshape(batch, length, 3, heads, width // 3 // heads)
     q, k, v = jnp.moveaxis(parts, (2, 3), (0, 2))
@@ -37,7 +37,7 @@ def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 class Kinds:
-    """The classes that a model is made of: as they are, or recording what they return."""
+    """The classes of the modules of a model: plain, or derived to record their results."""
 
     def __init__(self, keep: Keep | None = None) -> None:
         self._keep = keep
@@ -52,7 +52,7 @@ class Kinds:
 
 
 def recording(cls: type, keep: Keep) -> type:
-    """The class with `keep` in its `__call__`."""
+    """Derive a class whose `__call__` runs within `keep`."""
 
     def __call__(self: Any, *args: Any) -> Any:
         return keep(self, lambda: cls.__call__(self, *args))
@@ -94,7 +94,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """The blocks in a list; or stacked, in a scan that recomputes them in the backward pass."""
+    """A GPT with its blocks in a list, or stacked in a scan with recomputation of each block."""
 
     def __init__(self, cfg: Config, kinds: Kinds, *, scanned: bool = False) -> None:
         rngs = nnx.Rngs(0)

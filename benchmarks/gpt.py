@@ -1,8 +1,8 @@
 """A GPT in plain JAX, and its train step: bare, marked, and written by hand to return its sites.
 
-Each block has three sites: `attn`, `mlp` (what they add to the stream) and `out` (the stream after
-them). The model takes its marks as an argument: `tapax` itself, or `Bare`, under which the program
-is the one somebody who never heard of tapax would have written.
+Each block has three sites: `attn` and `mlp` (their contributions to the stream), and `out` (the
+stream after the block). The model takes its marks as an argument: `tapax` itself, or `Bare`, which
+makes the program that a user writes without tapax.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Config:
     dtype: Any = jnp.float32
 
     def arguments(self, *, stacked: bool = False) -> tuple[Params, jax.Array]:
-        """Parameters and one batch of tokens; the blocks as a list, or stacked for a scan."""
+        """Make parameters and a batch of tokens; the blocks are a list, or `stacked` for a scan."""
         rng = np.random.default_rng(0)
 
         def matrix(rows: int, cols: int) -> jax.Array:
@@ -58,14 +58,14 @@ class Config:
 
 
 class Marks(Protocol):
-    """What the model needs in order to be marked; the module `tapax` is one."""
+    """The functions with which the model marks its values; the module `tapax` has them."""
 
     def sow(self, value: jax.Array, name: str, /) -> jax.Array: ...
     def scope(self, name: str, /) -> AbstractContextManager[Any]: ...
 
 
 class Bare:
-    """No marks."""
+    """Functions that mark nothing."""
 
     def sow(self, value: jax.Array, name: str, /) -> jax.Array:
         return value
@@ -104,13 +104,13 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def head(params: Params, x: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The loss, from the last value of the stream."""
+    """Compute the loss from the last value of the stream."""
     logp = jax.nn.log_softmax((norm(x) @ params["head"]).astype(jnp.float32))
     return -jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1).mean()
 
 
 def unrolled(cfg: Config, marks: Marks) -> Callable[[Params, jax.Array], jax.Array]:
-    """The loss with one block written after the other."""
+    """Make the loss with the blocks one after the other."""
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         x = embed(params, tokens)
@@ -123,7 +123,7 @@ def unrolled(cfg: Config, marks: Marks) -> Callable[[Params, jax.Array], jax.Arr
 
 
 def scanned(cfg: Config, marks: Marks) -> Callable[[Params, jax.Array], jax.Array]:
-    """The loss with the blocks in a scan, each recomputed in the backward pass."""
+    """Make the loss with the blocks in a scan that recomputes each in the backward pass."""
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         @jax.checkpoint

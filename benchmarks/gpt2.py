@@ -1,12 +1,12 @@
-"""A GPT-2 in plain JAX, with its sites marked: the same function as PyTorch's, on the same weights.
+"""A GPT-2 in plain JAX with marked sites, equal to PyTorch's GPT-2 for equal weights.
 
     cfg = Config(width=64, heads=4)
     params = init(0, cfg)
     logits = forward(params, tokens, cfg)  # [batch, length] -> [batch, length, vocab]
     save("weights.npz", params, cfg)  # for a peer to read
 
-Each block has three sites: `blocks/3/attn` and `blocks/3/mlp`, what they add to the stream, and
-`blocks/3/resid`, the stream after them.
+Each block has three sites: `blocks/3/attn` and `blocks/3/mlp`, their contributions to the stream,
+and `blocks/3/resid`, the stream after the block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Config:
 
 
 def init(seed: int, cfg: Config) -> Params:
-    """Random weights at which every block, bias and position matters and logits are about 2."""
+    """Make random weights with which every block, bias and position matters; logits are about 2."""
     rng = np.random.default_rng(seed)
 
     def normal(scale: float, *shape: int) -> jax.Array:
@@ -114,7 +114,7 @@ def unembed(params: Params, x: jax.Array) -> jax.Array:
 
 
 def stream(params: Params, tokens: jax.Array, cfg: Config) -> jax.Array:
-    """The stream after the last block."""
+    """Compute the stream after the last block."""
     x = embed(params, tokens)
     for i, p in enumerate(params["blocks"]):
         with tapax.scope(f"blocks/{i}"):

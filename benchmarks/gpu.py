@@ -1,11 +1,11 @@
-"""The train steps at the size of a GPU: 12 layers of width 1024, 8 x 1024 tokens, bfloat16.
+"""Train steps at the size of a GPU: 12 layers of width 1024, 8 x 1024 tokens, bfloat16.
 
 The topic `statistics` has 24 layers of width 2048, which are 1.27 billion parameters.
 
     PYTHONPATH=. python -m benchmarks.gpu [--only NAME] [--json PATH]
 
-Needs jax, and flax for the topics of NNX; without rich the table is plain text. Results are printed
-and written after each topic, so that a run cut short leaves what it had.
+It needs jax, and flax for the topics of NNX; without rich the table is plain text. It prints and
+writes the results after each topic, so that an interrupted run keeps its finished topics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TINY = Config(layers=2, width=32, length=32, batch=2, vocab=32, dtype=jnp.bfloat
 
 
 def nnx(function: str) -> Callable[[Config, int], list[Result]]:
-    """A topic that needs flax, which is imported when it is its turn."""
+    """Make a topic that imports flax only when it runs."""
 
     def topic(cfg: Config, rounds: int) -> list[Result]:
         return getattr(import_module("benchmarks.nnx_step"), function)(cfg, rounds)

@@ -1,9 +1,10 @@
-"""Counting on a GPU, on its own: histograms and quantiles of one large value.
+"""Counting on a GPU: histograms and quantiles of one large value.
 
     PYTHONPATH=. python -m benchmarks.gpu_counts [--log2-size 28] [--rounds 10] [--json PATH]
 
-Each way to count is checked against NumPy, and then timed over one read of the value, its sum. The
-quantiles are those of the default sketch, by a scatter and with several copies of its counts.
+The script checks each way to count against NumPy, and then times it over the sum of the value,
+which reads the value once. The quantiles use the default sketch, which counts by a scatter or in
+several copies.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from tapax.reduce._scattered_counts import count_by_scatter, count_in_copies
 
 R = tapax.reduce
 BINS = 4661
-"""About as many as the default sketch of `quantiles` has."""
+"""The number of bins, about that of the default sketch of `quantiles`."""
 
 EDGES = {28: np.linspace(-4, 4, 29).tolist(), 256: np.linspace(-4, 4, 257).tolist()}
 
 
 def captured(reducer: Any) -> Callable[[jax.Array], Any]:
-    """The statistic of a value, in a program of its own."""
+    """Make a function that computes only the statistic of a value."""
     capture = tapax.capture(lambda x: tapax.sow(x, "h").ravel()[0], values={"h": reducer})
     return lambda x: capture(x)[1].values["h"]
 
 
 def places(x: jax.Array) -> jax.Array:
-    """Bins of a logarithmic sketch, without the rest of a quantile."""
+    """Compute the bins of a logarithmic sketch, the part of a quantile before counting."""
     magnitude = jnp.maximum(jnp.abs(x.astype(jnp.float32)), 1e-10)
     return jnp.clip((jnp.log(magnitude) * 50 + BINS // 2).astype(jnp.int32), 0, BINS - 1).ravel()
 
@@ -61,7 +62,7 @@ def ways() -> dict[str, Callable[[jax.Array], Any]]:
 
 
 def check(size: int) -> None:
-    """Raises unless the counts of a smaller value are those of NumPy."""
+    """Raise unless the counts of a smaller value equal those of NumPy."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(size // 1024, 1024)), jnp.bfloat16)
     wide = np.asarray(x, np.float64)
     expected = np.bincount(np.asarray(places(x)), minlength=BINS)

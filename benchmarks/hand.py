@@ -1,7 +1,7 @@
-"""The same train step, written by hand to return the values and gradients of its sites.
+"""The train step of `gpt`, written by hand to return the values and gradients of its sites.
 
-Three ways people do it, all returning `((params, loss), values, grads)`. None is best everywhere,
-so tapax is held against whichever takes the least on the machine at hand.
+There are three common ways, which all return `((params, loss), values, grads)`. None is the best
+everywhere, so benchmarks compare tapax with the fastest, or the smallest, on the current machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Port = Callable[[jax.Array, jax.Array], jax.Array]
 
 @jax.custom_vjp
 def port(x: jax.Array, slot: jax.Array) -> jax.Array:
-    """The identity on `x`, which sends the gradient to `slot` as well."""
+    """Return `x`, and send its gradient to `slot` as well."""
     return x
 
 
@@ -32,7 +32,7 @@ port.defvjp(lambda x, slot: (x, None), lambda _, g: (g, g))
 
 
 class Slots:
-    """Marks that keep each value and pass it through `join` with a slot of its own."""
+    """Marks that keep each value and pass it through `join` with a separate slot."""
 
     def __init__(self, slots: Sites, join: Port) -> None:
         self.slots, self.join, self.values, self.prefix = slots, join, Sites(), ""
@@ -53,7 +53,7 @@ class Slots:
 
 
 def by_slots(cfg: Config, join: Port) -> Step:
-    """Zeros joined to every site, and the gradient with respect to them."""
+    """Make a step that joins zeros to every site and differentiates with respect to them."""
 
     def step(params: Params, tokens: jax.Array) -> Hand:
         def loss(params: Params, slots: Sites) -> tuple[jax.Array, Sites]:
@@ -70,7 +70,7 @@ def by_slots(cfg: Config, join: Port) -> Step:
 
 
 def forward(p: Params, x: jax.Array, heads: int) -> tuple[tuple[Any, Any], jax.Array, Sites]:
-    """One block cut at its sites: the pullback of each piece, what comes out, the values."""
+    """Run a block in pieces between its sites; return the pullbacks, the output and the values."""
     attn, pull_attn = jax.vjp(partial(gpt.attention, heads=heads), p, x)
     mlp, pull_mlp = jax.vjp(gpt.mlp, p, x + attn)
     out = x + attn + mlp
@@ -78,7 +78,7 @@ def forward(p: Params, x: jax.Array, heads: int) -> tuple[tuple[Any, Any], jax.A
 
 
 def backward(pulls: tuple[Any, Any], dout: jax.Array) -> tuple[Params, jax.Array, Sites]:
-    """Its gradients: of the parameters, of what came in, of the sites."""
+    """Compute the gradients of a block: of its parameters, its input and its sites."""
     pull_attn, pull_mlp = pulls
     dp_mlp, through = pull_mlp(dout)
     dmid = dout + through
@@ -88,7 +88,7 @@ def backward(pulls: tuple[Any, Any], dout: jax.Array) -> tuple[Params, jax.Array
 
 
 def by_vjp(cfg: Config) -> Step:
-    """Forward and backward pass written out block by block: nothing is added to the program."""
+    """Make a step with both passes written block by block, which adds nothing to the program."""
 
     def step(params: Params, tokens: jax.Array) -> Hand:
         x, pull_embed = jax.vjp(lambda p: gpt.embed(p, tokens), params)
@@ -110,7 +110,7 @@ def by_vjp(cfg: Config) -> Step:
 
 
 def by_vjp_scanned(cfg: Config) -> Step:
-    """The same with the blocks in a scan, recomputed in a second scan that runs backwards."""
+    """Make a step like `by_vjp` with a scan over blocks; a reverse scan recomputes the blocks."""
 
     def step(params: Params, tokens: jax.Array) -> Hand:
         def ahead(x: jax.Array, p: Params) -> tuple[jax.Array, tuple[jax.Array, Sites]]:

@@ -1,4 +1,4 @@
-"""Hidden states over a whole sequence: two layers of GRU, a hundred steps, one backward pass."""
+"""Hidden states over a whole sequence: two GRU layers, a hundred steps, one backward pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _gru(p: dict[str, jax.Array], h: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def unrolled(rounds: int) -> list[Result]:
-    """The gradients by all hidden states, beside those by the parameters, over these alone."""
+    """Compare the gradients of parameters and all hidden states with those of parameters alone."""
     rng = np.random.default_rng(0)
     params = {"one": _layer(rng), "two": _layer(rng)}
     xs = jnp.asarray(rng.normal(size=(LENGTH, BATCH, WIDTH)), jnp.float32)

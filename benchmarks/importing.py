@@ -1,4 +1,4 @@
-"""The time of `import tapax`, over that of `import jax` alone, each in a process of its own."""
+"""The time of `import tapax`, over that of `import jax`, each in a new process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CODE = "import time; start = time.process_time(); import {}; print(time.process_
 
 
 def import_seconds(package: str) -> float:
-    """Processor time that a new process takes to import a package."""
+    """Return the processor time that a new process takes to import a package."""
     command = [sys.executable, "-c", CODE.format(package)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def over_jax(rounds: int) -> list[Result]:
-    """Import both packages in turns; the first round fills the caches of bytecode."""
+    """Import both packages alternately; the first round fills the caches of bytecode."""
     packages = ("tapax", "jax")
     times: dict[str, list[float]] = {package: [] for package in packages}
     for _ in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""Races against libraries of JAX, in the environment that has them and tapax."""
+"""Races against JAX libraries, in the environment that contains them and tapax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def raced(module: str, rounds: int) -> list[Result]:
-    """What `python -m benchmarks.peers.<module> ROUNDS` measures there."""
+    """Run `python -m benchmarks.peers.<module> ROUNDS` there; return its results."""
     made = [sys.executable, str(ROOT / "scripts" / "environment.py"), "--jax-peers"]
     python = subprocess.run(made, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     command = [python, "-m", f"benchmarks.peers.{module}", str(rounds)]
@@ -25,5 +25,5 @@ def raced(module: str, rounds: int) -> list[Result]:
 
 
 def tell(results: list[Result]) -> None:
-    """Prints what was measured, for the process that asked."""
+    """Print results for the process that asked for them."""
     print(json.dumps([result.record() for result in results]))

@@ -1,7 +1,7 @@
-"""Capturing every module of a Linen step, over `capture_intermediates` and `perturb`.
+"""Captures of every module of a Linen step, over `capture_intermediates` and `perturb`.
 
-Neither side edits the model. For Flax, values are what `capture_intermediates` collects; gradients
-need a zero for every module, added to its result by an interceptor.
+Neither side edits the model. With Flax, `capture_intermediates` collects the values; the gradients
+need a zero for every module, which an interceptor adds to the result of the module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def perturbing(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
 
 
 class Steps:
-    """The plain step of a model, and the one that Flax needs to record its modules."""
+    """The plain step of a model, and the step with which Flax records its modules."""
 
     def __init__(self, cfg: Config, rule: optax.GradientTransformation) -> None:
         self.model, self.rule = LinenGPT(cfg), rule
@@ -68,10 +68,10 @@ class Steps:
 
 
 def named(tree: Tree) -> dict[str, jax.Array]:
-    """What Flax returns, by the names of tapax."""
+    """Rename the values that Flax returns to the names of tapax."""
     found = {}
     for keys, x in jax.tree.leaves_with_path(tree):
-        # The last is that of the method, or of the perturbation; before an index, in a tuple.
+        # The last key is the name of the method or the perturbation; an index may follow it.
         path = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)][:-1]
         found["/".join(["LinenGPT", *path])] = x
     return found

@@ -1,11 +1,11 @@
-"""How a ratio is taken, judged and shown.
+"""Measurement, judgement and display of ratios.
 
     times = race({"captured": f, "hand": g}, rounds=40)
     Result.timed("step", "run time", times, "captured", "hand", bar=1.03)
 
-Two programs are timed in one process, in turns, so that whatever else the machine does falls on
-both alike; their ratio is the median over the rounds. Memory is what the compiler says the program
-takes, which is exact.
+Two programs run in one process, in turns, so that other work of the machine slows both equally;
+their ratio is the median over the rounds. Memory is the exact amount that the compiler reports for
+a program.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Result:
-    """`top` over `base`, both in `unit`, which may be at most `bar`.
+    """The ratio of `top` to `base`, both in `unit`, which may be at most `bar`.
 
-    What was timed has the quartiles of its ratio over the rounds; their median is its ratio.
-    `holds` is a condition that must be met besides the bar. Without a bar a result only informs.
+    The result of a race has the quartiles of its ratio over the rounds; the median is the ratio.
+    `holds` is a further condition for passing. A result without a bar is only informative.
     """
 
     topic: str
@@ -74,11 +74,11 @@ def race(
     warmup: int = 2,
     before: Callable[[], object] = lambda: None,
 ) -> Times:
-    """Seconds per call of each entrant, one figure per round.
+    """Measure the seconds per call of each entrant, once per round.
 
-    Each round runs every entrant once, in an order reversed from round to round, so that none
-    always profits from what the one before it left in the caches. `calls` repeats inside one timing
-    what is too short to be timed alone; `before` is run, untimed, before each timing.
+    Each round runs every entrant once. The order is reversed from round to round, so that no
+    entrant always profits from the caches that another has filled. Each timing repeats an entrant
+    `calls` times, for calls that are too short to time alone, and runs `before` first, untimed.
     """
     times: Times = {name: [] for name in entrants}
     for turn in range(-warmup, rounds):
@@ -111,27 +111,27 @@ def build(
 
 
 def flat(f: Callable[..., Any], state: Any, x: jax.Array) -> Callable[[], Any]:
-    """A compiled call of a function on a list of arrays: structures take time to be taken apart."""
+    """Make a compiled call of `f` that takes a list of arrays, as flattening pytrees takes time."""
     leaves, treedef = jax.tree.flatten(state)
     compiled = build(lambda leaves, x: f(treedef.unflatten(leaves), x), leaves, x)
     return lambda: compiled(leaves, x)
 
 
 def memory(compiled: jax.stages.Compiled) -> float:
-    """MiB of temporaries and of outputs, less those that lie in donated arguments."""
+    """Return the MiB of temporaries and outputs, without outputs that reuse donated arguments."""
     stats: Any = compiled.memory_analysis()
     taken = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return taken / MIB
 
 
 def in_all(compiled: jax.stages.Compiled) -> float:
-    """MiB of a program and of its arguments."""
+    """Return the MiB of a program and its arguments."""
     stats: Any = compiled.memory_analysis()
     return memory(compiled) + stats.argument_size_in_bytes / MIB
 
 
 def size(tree: Any) -> float:
-    """MiB of the arrays in a tree."""
+    """Return the MiB of the arrays in a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / MIB
 
 
@@ -142,10 +142,10 @@ def _distance(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def require_equal(what: str, actual: Any, expected: Any, tolerance: float) -> None:
-    """Raise unless two trees of arrays agree: a ratio is worth nothing over another program.
+    """Raise unless two trees of arrays agree: the ratio of different programs means nothing.
 
-    The difference is taken relative to the size of each array, by root mean square, which rounding
-    in another order leaves small in any precision.
+    The difference of two arrays is the root mean square of their difference, relative to that of
+    the expected array. Rounding in another order keeps it small in any precision.
     """
     distances = jax.tree.map(_distance, actual, expected)
     for path, distance in jax.tree.leaves_with_path(distances):
@@ -193,6 +193,6 @@ def show(results: Iterable[Result]) -> None:
     for line in lines:
         table.add_row(*line, style=styles.get(line[4]))
     console = Console()
-    # A report read from a file or a pipe must not be cut to the width of a screen.
+    # Do not cut a report in a file or a pipe to the width of a screen.
     console.width = max(console.width, sum(widths) + 3 * len(widths) + 1)
     console.print(table)

@@ -1,4 +1,4 @@
-"""What seeing modules costs: a model called eagerly, and the tracing of a step."""
+"""The cost of observing modules: an eager call of a model, and the tracing of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tapax import adapters
 
 
 class Net(nnx.Module):
-    """Many small layers."""
+    """A model of many small layers."""
 
     def __init__(self, layers: int, width: int) -> None:
         rngs = nnx.Rngs(0)
@@ -35,7 +35,7 @@ class Net(nnx.Module):
 
 
 def eager(layers: int, rounds: int) -> list[Result]:
-    """A captured model is compiled, where the plain call runs one operation after the other."""
+    """Compare a captured model, which is compiled, with the plain call, operation by operation."""
     model, x = Net(layers, 8), jnp.ones((4, 8))
     captured = tapax.capture(model)
     out, taps = captured(x)
@@ -62,7 +62,7 @@ def mark_by_hand(module: Any, run: Callable[[], Any]) -> Any:
 
 
 def tracing(blocks: int, rounds: int) -> list[Result]:
-    """The adapters, over marks written into every module, which are traced with none at work."""
+    """Time tracing with adapters, over tracing marks in every module without any adapter."""
     cfg = Config(layers=blocks, width=16, length=16, batch=1, vocab=16)
     kinds = Kinds(mark_by_hand)
     models = {"adapters": GPT(cfg, Kinds()), "by hand": kinds(GPT)(cfg, kinds)}
@@ -77,7 +77,7 @@ def tracing(blocks: int, rounds: int) -> list[Result]:
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         unseen = mock.patch.object(adapters, "seen", nullcontext)
         with unseen if name == "by hand" else nullcontext():
-            # A function of its own each time, of which nothing is known yet.
+            # Make a new function each time, for which all caches are empty.
             step: Any = nnx.jit(functools.partial(plain_step))
             return tapax.sites(step)(model, optimizer, tokens)
 

@@ -1,10 +1,10 @@
-"""Capturing every module of an NNX train step, over `nnx.capture` and `perturb` written into it.
+"""Captures of every module of an NNX train step, over `nnx.capture` and `perturb` in the model.
 
 The captured step is unmodified: `nnx.jit`, `nnx.value_and_grad`, an `nnx.Optimizer` updated in
 place. Flax needs a copy of the model in which every module sows its result and perturbs it, a zero
-for each result, made once, and a step that takes the gradient with respect to them.
+for each result, made once, and a step that differentiates with respect to these zeros.
 
-Memory is that of the whole program, with its arguments: the zeros are among those of Flax's.
+Memory is that of the whole program and its arguments, which contain the zeros of Flax.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sow_and_perturb(module: Any, run: Callable[[], Any]) -> Any:
 
 
 def written_step(model: GPT, optimizer: nnx.Optimizer, zeros: nnx.State, tokens: jax.Array) -> Any:
-    """The step as Flax documents it: the value, what was sown, and the gradients of the zeros."""
+    """Run the step as Flax documents it; return the value, the sown values, and the gradients."""
 
     def captured(model: GPT, zeros: nnx.State, tokens: jax.Array) -> Any:
         return nnx.capture(loss, nnx.Intermediate, init=zeros)(model, tokens)
@@ -57,7 +57,7 @@ def written_step(model: GPT, optimizer: nnx.Optimizer, zeros: nnx.State, tokens:
 
 
 def named(state: nnx.State) -> Named:
-    """What Flax returns, by the names of tapax."""
+    """Rename the values that Flax returns to the names of tapax."""
     found = {}
     for path, variable in nnx.to_flat_state(state):
         value = variable.get_value()
@@ -67,7 +67,7 @@ def named(state: nnx.State) -> Named:
 
 
 class Sides:
-    """One model twice, as it is and with the marks of Flax, and what each needs for a step."""
+    """A model in two forms, plain and with Flax's marks, and the arguments of a step of each."""
 
     def __init__(self, cfg: Config, rule: optax.GradientTransformation, *, scanned: bool) -> None:
         self.cfg = cfg
@@ -96,7 +96,7 @@ class Sides:
         }
 
     def check(self) -> None:
-        """Makes a step on both sides; raises unless they agree."""
+        """Run a step on both sides; raise unless they agree."""
         value, sown, found = self.calls["flax"]()
         out, taps = self.calls["captured"]()
         expected = value, named(sown), named(found)
@@ -106,7 +106,7 @@ class Sides:
         require_equal("the model", params, expected, tolerance(self.cfg))
 
     def programs(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-        """The steps as functions of arrays, with their arguments; the first is the state."""
+        """Return the steps as functions of arrays, with their arguments; the first is the state."""
         plain, plain_state = pure(plain_step, self.plain_state)
         written, state = pure(written_step, self.written_state)
 
@@ -164,7 +164,7 @@ def unrolled(cfg: Config, rounds: int) -> list[Result]:
 
 
 def calling(cfg: Config, rounds: int) -> list[Result]:
-    """The time of a call of the step, of a model so small that little is computed."""
+    """Measure the time to call the step of a model that is so small that little is computed."""
     sides = Sides(cfg, optax.adam(1e-3), scanned=False)
     sides.check()
     entrants = {name: sides.calls[name] for name in ("captured", "plain")}
@@ -174,11 +174,11 @@ def calling(cfg: Config, rounds: int) -> list[Result]:
 
 
 def remat(cfg: Config, rounds: int) -> list[Result]:
-    """Memory alone, which needs no run.
+    """Compare memory, without running the programs.
 
-    Both sides return what they capture. Where that is most of the memory, and it is where there are
-    many more tokens than the model is wide, Flax's zeros make it half as much again for values and
-    gradients, and twice as much for gradients alone: no ratio can be below 2/3, or below 1/2.
+    Both sides return what they capture. If there are many more tokens than the width of the model,
+    these results are most of the memory. Then the zeros of Flax multiply the memory by 3/2 for
+    values and gradients, and by 2 for gradients alone: no ratio can be below 2/3, or below 1/2.
     """
     del rounds
     sides = Sides(cfg, optax.sgd(1e-2), scanned=True)

@@ -1,13 +1,13 @@
 """Activation patching of a GPT-2, layer by position, raced against TransformerLens and nnsight.
 
-The same sweep on the same weights: for every layer and position, the corrupt prompt with the stream
-after that block at that position taken from the clean prompt, and the difference of two logits at
-the last position. The peers run in a process of their own, with PyTorch, and take turns with
+All run one sweep on equal weights: for every layer and position, they run the corrupt prompt with
+the stream after that block at that position from the clean prompt, and compute the difference of
+two logits at the last position. The peers run in a separate process, with PyTorch, in turns with
 tapax. Before a time counts, logits and sweeps must agree to 1e-4.
 
-`by pair` is how the peers' own guides write it: one run for each layer and position. `lean` is that
-without the logits of other positions. `by layer` puts all positions into one batch; `skipping`
-leaves out the blocks before the patch, as tapax does by itself.
+`by pair` follows the guides of the peers: one run for each layer and position. `lean` also leaves
+out the logits of other positions. `by layer` puts all positions into one batch; `skipping` leaves
+out the blocks before the patch, as tapax does automatically.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOLERANCE = 1e-4
 
 
 def raced(width: int, bar: float, limit: float, rounds: int) -> list[Result]:
-    """The peers' times over that of tapax; `limit` is how long one sweep of a peer may take."""
+    """Compare tapax with the peers; `limit` is the longest time for one sweep of a peer."""
     cfg = gpt2.Config(width=width, heads=max(4, width // 64))
     params = gpt2.init(0, cfg)
     rng = np.random.default_rng(1)
@@ -85,7 +85,7 @@ def raced(width: int, bar: float, limit: float, rounds: int) -> list[Result]:
 
 
 class _Peers:
-    """The process of the peers: the ways it knows, and what they gave when it is done."""
+    """The process of the peers: their ways to sweep, and their results once it has finished."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._process = process

@@ -34,16 +34,16 @@ Topic = Callable[[int], list[Result]]
 
 
 def framework(module: str, function: str, *args: Any) -> Topic:
-    """A topic that imports a framework: only when it is its turn, since it weighs on the others."""
+    """Make a topic that imports a framework only when it runs, as imports slow other topics."""
     return lambda rounds: getattr(import_module(f"benchmarks.{module}"), function)(*args, rounds)
 
 
 CALLED = Config(layers=24, width=16, heads=2, length=8, batch=1, vocab=16)
-"""A model whose step takes more time to call than to compute."""
+"""A model whose step takes longer to call than to compute."""
 EACH = Config(layers=57, width=64, length=64)
-"""Three sites in each block, with the statistics of a value and a gradient: 342 in all."""
+"""A model with three sites in each block: 342 statistics of values and gradients."""
 
-# Each topic with its number of rounds, and with the number under --quick.
+# Each topic with its number of rounds, and its number of rounds under --quick.
 TOPICS: dict[str, tuple[Topic, int, int]] = {
     "import": (importing.over_jax, 15, 5),
     "step": (lambda rounds: step.unrolled(Config(), rounds), 60, 8),

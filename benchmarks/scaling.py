@@ -1,11 +1,11 @@
-"""How the cost of a capture grows: with the sites, the depth of nested loops, and the devices.
+"""The growth of the cost of a capture with the sites, the depth of nested loops, and the devices.
 
     python -m benchmarks.scaling [--only PART] [--most SITES] [--json PATH] [--plots FOLDER]
 
 `sites`: a chain of marked operations and its gradient, plain, with everything captured, and with
-the rms of everything: processor time to trace and to compile, and time to run. `depth`: scans
-inside each other. `devices`: a sharded train step with statistics: its run time, and what its
-collectives move more than those of the plain step, as the compiled program says.
+the rms of everything: processor time to trace and to compile, and time to run. `depth`: nested
+scans. `devices`: a sharded train step with statistics: its run time, and the elements that its
+collectives move beyond those of the plain step, according to the compiled program.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TIMED = ("rms", "histogram")
 
 
 def chain(sites: int) -> Callable[[jax.Array], Any]:
-    """A loss with so many marked values in a row, and its gradient."""
+    """Make a loss with `sites` marked values in a chain, and its gradient."""
 
     def loss(x: jax.Array) -> jax.Array:
         for i in range(sites):
@@ -67,7 +67,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def measure_sites(counts: Sequence[int], rounds: int) -> list[Row]:
-    """The least processor time to trace, the time to compile and to run, of each kind and count."""
+    """Measure the least processor time to trace, and the times to compile and run, of each kind."""
     x = jnp.ones(64)
     rows: list[Row] = []
     for wrap in KINDS.values():
@@ -92,7 +92,7 @@ def measure_sites(counts: Sequence[int], rounds: int) -> list[Row]:
 
 
 def measure_depth(depths: Sequence[int], rounds: int) -> list[Row]:
-    """The least processor time to trace one equation in nested scans."""
+    """Measure the least processor time to trace an equation in nested scans."""
     x = np.ones(2, np.float32)
     rows: list[Row] = []
     for depth in depths:
@@ -109,7 +109,7 @@ def measure_depth(depths: Sequence[int], rounds: int) -> list[Row]:
 
 
 def sharded_step(params: Sequence[jax.Array], x: jax.Array) -> Any:
-    """A train step of a few layers: the batch is divided, or the features are."""
+    """Run a train step of a few layers, whose batch or features are divided over devices."""
 
     def loss(params: Sequence[jax.Array]) -> jax.Array:
         h = x
@@ -122,9 +122,9 @@ def sharded_step(params: Sequence[jax.Array], x: jax.Array) -> Any:
 
 
 def measure_devices(counts: Sequence[int], rounds: int) -> list[Row]:
-    """Run time and the collectives of a sharded step, with and without statistics.
+    """Measure the run time and the collectives of a sharded step, with and without statistics.
 
-    All statistics are compiled for the most devices alone.
+    It compiles all statistics only for the largest number of devices.
     """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 32, 256)).astype(np.float32)
@@ -162,7 +162,7 @@ def measure_devices(counts: Sequence[int], rounds: int) -> list[Row]:
 
 
 def moved(compiled: jax.stages.Compiled) -> Counter[str]:
-    """How many elements the collectives of a program give, by operation."""
+    """Count the elements that the collectives of a program return, by operation."""
     found: Counter[str] = Counter()
     pattern = (
         r"= (\(?[^=]*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
@@ -176,7 +176,7 @@ def moved(compiled: jax.stages.Compiled) -> Counter[str]:
 
 
 def judged(rows: dict[str, list[Row]]) -> list[Result]:
-    """The rows as ratios with their bars."""
+    """Convert the rows to ratios with their bars."""
     results: list[Result] = []
     for kind in KINDS if "sites" in rows else ():
         each = {r["sites"]: r["trace"] / r["sites"] for r in rows["sites"] if r["kind"] == kind}
@@ -195,7 +195,7 @@ def judged(rows: dict[str, list[Row]]) -> list[Result]:
 
 
 def measure_part(part: str, most: int, rounds: int) -> list[Row]:
-    """One of `PARTS`; the devices are as many of the first eight as there are."""
+    """Measure one of `PARTS`, on at most eight devices."""
     if part == "sites":
         return measure_sites([n for n in COUNTS if n <= most], rounds)
     if part == "depth":
@@ -207,7 +207,7 @@ PARTS = ("devices", "depth", "sites")
 
 
 def plot(rows: dict[str, list[Row]], folder: Path) -> None:
-    """Draws `scaling_sites.png` and `scaling_devices.png`."""
+    """Draw `scaling_sites.png` and `scaling_devices.png`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.8), layout="constrained")

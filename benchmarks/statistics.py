@@ -1,8 +1,8 @@
-"""Statistics of every layer's value and gradient, over the plain train step.
+"""Statistics of the value and gradient of every layer, over the plain train step.
 
-The blocks of `gpt` have a site for each layer here: both norms, the projections, and the stream.
-Of all of them come `rms`, a log2 histogram of 28 bins, and both with `minmax` and `nonfinite`: run
-time, and memory. `first_calls` traces and compiles the step with its layers written out.
+Here the blocks of `gpt` have a site for each layer: both norms, the projections, and the stream.
+The benchmark measures run time and memory for `rms`, for a log2 histogram of 28 bins, and for both
+with `minmax` and `nonfinite`. `first_calls` traces and compiles the step with unrolled layers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def block(p: Params, x: jax.Array, heads: int, marks: Marks) -> jax.Array:
 
 
 def scanned(cfg: Config, marks: Marks) -> Loss:
-    """The loss with recomputed blocks in a scan."""
+    """Make the loss with recomputed blocks in a scan."""
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         body = jax.checkpoint(lambda x, p: (block(p, x, cfg.heads, marks), None))
@@ -54,7 +54,7 @@ def scanned(cfg: Config, marks: Marks) -> Loss:
 
 
 def unrolled(cfg: Config, marks: Marks) -> Loss:
-    """The loss with one recomputed block written after the other."""
+    """Make the loss with recomputed blocks one after the other."""
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         x = gpt.embed(params, tokens)
@@ -70,7 +70,7 @@ def unrolled(cfg: Config, marks: Marks) -> Loss:
 def measured(
     cfg: Config, rounds: int, *, histogram: tuple[float, float] = (1.25, 1.25), rms: float = 1.05
 ) -> list[Result]:
-    """Both forms of the model; `histogram` has the bars of the scanned and the unrolled one."""
+    """Measure both forms of the model; `histogram` has the bars of scanned and unrolled blocks."""
     _require_exact_counts(cfg)
     kinds = (("scan", scanned, histogram[0]), ("unrolled", unrolled, histogram[1]))
     return [row for kind in kinds for row in _measure(cfg, rounds, *kind, rms)]
@@ -98,7 +98,7 @@ def _measure(
     built: dict[str, Any] = {}
     for name, step in steps.items():
         built[name] = build(step, *args, donate=(0,))
-    # The results of a step are the arguments of the next one, as in training.
+    # The results of a step are the arguments of the next step, as in training.
     states = {name: jax.tree.map(jnp.copy, args[0]) for name in built}
 
     def run(name: str) -> Callable[[], Any]:
@@ -128,7 +128,7 @@ def _measure(
 
 
 def first_calls(cfg: Config, rounds: int) -> list[Result]:
-    """Tracing and compiling, over the plain step; every function is new, and no cache is filled."""
+    """Time tracing and compiling, over the plain step, with new functions and empty caches."""
     args = cfg.arguments()
 
     def compiled(name: str) -> Callable[[], Any]:
@@ -160,7 +160,7 @@ def first_calls(cfg: Config, rounds: int) -> list[Result]:
 
 
 def _require_exact_counts(cfg: Config) -> None:
-    """Raise unless the histogram of a small model of the same type is NumPy's."""
+    """Raise unless the histogram of a small model with the same dtype equals that of NumPy."""
     small = Config(layers=2, width=64, heads=4, length=64, batch=2, vocab=64, dtype=cfg.dtype)
     marked = gpt.train_step(scanned(small, tapax))
     args = small.arguments(stacked=True)

@@ -1,9 +1,8 @@
-"""Capturing every site of a train step, over returning them by hand.
+"""Captures of every site of a train step, over a step that returns them by hand.
 
-`unrolled`: a 12-layer GPT, 36 values and 36 gradients, held against the best of three handwritten
-steps. `remat`: the same blocks in a scan that recomputes them, where the captured step may take
-what the plain step takes and the captured arrays, and hardly more. `idle`: marks that nobody
-captures.
+`unrolled`: a 12-layer GPT, 36 values and 36 gradients, over the best of three handwritten steps.
+`remat`: these blocks in a scan that recomputes them; the captured step may take hardly more memory
+than the plain step and the captured arrays together. `idle`: marks without a capture.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from benchmarks.measure import Result, build, fastest, memory, race, require_equ
 
 
 def tolerance(cfg: Config) -> float:
-    """Rounding in another order, layer after layer."""
+    """Return a tolerance for the rounding of all layers in another order."""
     return max(1e-5, 4 * float(jax.numpy.finfo(cfg.dtype).eps) * cfg.layers**0.5)
 
 
@@ -35,8 +34,8 @@ def unrolled(cfg: Config, rounds: int) -> list[Result]:
     expected = written["vjp by block"](*args)
     require_equal("captured", as_hand(*captured(*args)), expected, tolerance(cfg))
 
-    # The best by hand is chosen before the race that counts: the least of three noisy figures of
-    # one race would be too good.
+    # Choose the best handwritten step before the race that counts: the least of three noisy times
+    # in one race would be too low.
     heats = race({name: lambda f=f: f(*args) for name, f in written.items()}, max(rounds // 4, 3))
     best, least = fastest(heats), min(written, key=lambda name: memory(written[name]))
     entrants = {"captured": captured, "hand": written[best], "plain": plain}
@@ -76,9 +75,9 @@ def remat(cfg: Config, rounds: int) -> list[Result]:
     require_equal("captured", as_hand(*built["captured"](*args)), expected, tolerance(cfg))
     times = race({name: lambda f=f: f(*args) for name, f in built.items()}, rounds)
 
-    # Where the parameters are not donated, the compiler keeps temporaries in the outputs before
-    # these are written, as they happen to fit: whole stacks more or fewer, by hand as well. A step
-    # that trains donates them, and then nothing is left to chance.
+    # Without donated parameters, the compiler keeps temporaries in the space of outputs that are
+    # not yet written, if they happen to fit: by whole stacks more or fewer, also in the handwritten
+    # step. A training step donates its parameters, which leaves nothing to chance.
     kept = {name: memory(f) for name, f in built.items()}
     donated = {name: memory(build(step, *args, donate=(0,))) for name, step in steps.items()}
     outputs = size(expected[1:])
@@ -112,7 +111,7 @@ def idle(cfg: Config, rounds: int) -> list[Result]:
         "marked": gpt.train_step(gpt.unrolled(cfg, tapax)),
         "bare": gpt.train_step(gpt.unrolled(cfg, gpt.Bare())),
     }
-    # A capture that came before must leave nothing behind.
+    # An earlier capture must not leave anything behind.
     jax.eval_shape(tapax.capture(steps["marked"]), *args)
     jaxprs = {name: jax.make_jaxpr(step)(*args) for name, step in steps.items()}
     identical = str(jaxprs["marked"]) == str(jaxprs["bare"])

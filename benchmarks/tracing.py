@@ -1,7 +1,6 @@
-"""What capture adds to tracing, and that it grows with the program alone.
+"""The time that a capture adds to tracing, which must grow only with the size of the program.
 
-Every figure is taken on functions made for it, with all of JAX's caches cleared, so that nothing
-traced before is found again.
+Every measurement uses new functions and clears all caches of JAX, so that no trace is reused.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ Make = Callable[[], Callable[..., Any]]
 
 
 def equations(jaxpr: Any) -> int:
-    """Equations of a jaxpr and of all the jaxprs inside it."""
+    """Count the equations of a jaxpr and of all jaxprs inside it."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     inner = (sub for eqn in jaxpr.eqns for sub in jax.tree.leaves(list(eqn.params.values())))
     return len(jaxpr.eqns) + sum(equations(sub) for sub in inner if hasattr(sub, "eqns"))
 
 
 def tracers(make: Make, args: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
-    """Trace `make()` with and without capture; the results are dropped, as only time counts."""
+    """Make functions that trace `make()` with and without capture, and drop the results."""
 
     def plain() -> None:
         jax.make_jaxpr(make())(*args)
@@ -56,9 +55,9 @@ def unrolled(blocks: int, rounds: int) -> list[Result]:
 
 
 def nest(depth: int, products: int = 32) -> Callable[[jax.Array], jax.Array]:
-    """`depth` scans inside each other, each with as many marked products.
+    """Nest `depth` scans, each with `products` marked products.
 
-    There are enough of them that what a trace costs once weighs little at depth 1.
+    The number of products is so large that the fixed cost of a trace matters little at depth 1.
     """
 
     def level(n: int, x: jax.Array) -> jax.Array:
@@ -73,10 +72,10 @@ def nest(depth: int, products: int = 32) -> Callable[[jax.Array], jax.Array]:
 
 
 def nested(deepest: int, rounds: int) -> list[Result]:
-    """Cost per equation of the plain program, in the deepest nest and in one scan alone.
+    """Measure the cost per equation of the plain program, in the deepest nest and in one scan.
 
-    JAX's own differentiation of nested scans costs more per equation the deeper they are. There
-    the bar is on what capture makes of it: captured over plain, and that over the same in one scan.
+    JAX's differentiation of nested scans costs more per equation the deeper they are. So, with a
+    gradient, the bar is for the ratio of captured to plain in the nest, over that in one scan.
     """
     args = (np.ones(2, np.float32),)
     topic, results = f"{deepest} nested scans", []

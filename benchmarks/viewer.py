@@ -1,12 +1,12 @@
-"""The page of `tapax.view`, beside TensorBoard: one log of many sites and steps in both.
+"""The page of `tapax.view` and TensorBoard, for one log of many sites and steps.
 
     python -m benchmarks.viewer [SITES STEPS]
 
-The log is written twice, in JSON lines and as TensorBoard's events, with the same numbers. Measured
-are the file that `save` writes, how long that takes, and how long a browser takes to draw it, with
-all of its steps. `tapax view` and TensorBoard start from the log: measured is how long they take to
-know all sites and to show some steps of them, those that they have read by then. A second, smaller
-log is followed: a record is written, and a browser draws it.
+The benchmark writes the log twice, as JSON lines and as TensorBoard's events, with equal numbers.
+It measures the file that `save` writes, the time to save, and the time of a browser to draw the
+file with all steps. `tapax view` and TensorBoard start from the log: it measures their time to
+know all sites and to show the steps that they have read by then. Finally it follows a smaller log:
+it writes a record, and a browser draws it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAVED_OVER_BOARD = 0.2
 
 
 def measured(sites: int, steps: int, rounds: int) -> list[Result]:
-    """Measure a log of so many sites and steps; drawing and following are done `rounds` times."""
+    """Measure a log of `sites` and `steps`; draw and follow it `rounds` times."""
     names = [f"GPT/blocks/{i // 8}/part{i % 8}" for i in range(sites)]
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Chromium()) as browser:
         log, events, page = (Path(folder) / name for name in ("run.jsonl", "events", "run.html"))
@@ -58,7 +58,7 @@ def measured(sites: int, steps: int, rounds: int) -> list[Result]:
         size = page.stat().st_size / MIB
     topic = f"page, {sites} sites x {steps} steps"
     floats = 4 * sites * steps
-    # A small log is saved as it is, and the page itself takes more.
+    # `save` keeps a small log exactly, and most of the file is then the page itself.
     bar = SAVED_OVER_FLOATS if floats > EXACT_BYTES else None
     return [
         Result(topic, "saved file over float32", size, floats / MIB, "MiB", bar),
@@ -81,7 +81,7 @@ def write_logs(names: list[str], steps: int, log: Path, events: Path) -> None:
     with open(log, "w") as lines, open(events / "events.out.tfevents.0.host", "wb") as board:
         writer.begin(board)
         for step in range(steps):
-            # A random walk of the logarithm, as statistics of layers change in a training.
+            # The logarithm is a random walk, like statistics of layers in training.
             level *= np.exp(0.01 * rng.normal(size=len(names)))
             numbers = level.astype(np.float32)
             values = ", ".join(
@@ -92,9 +92,9 @@ def write_logs(names: list[str], steps: int, log: Path, events: Path) -> None:
 
 
 class _EventWriter:
-    """Writes events with one number for each of some tags, in the form that TensorBoard reads.
+    """A writer of events with one number for each tag, in TensorBoard's format.
 
-    The bytes of an event are the same at every step, but for its numbers, time and step.
+    Only the numbers, the time and the step differ between the bytes of two events.
     """
 
     def __init__(self, tags: list[str]):
@@ -120,7 +120,7 @@ class _EventWriter:
 
     def _append(self, file: IO[bytes], event: bytes) -> None:
         length = struct.pack("<Q", len(event))
-        # The data server checks the sum of the length, and that of the event only if asked to.
+        # The data server checks the checksum of the length, but that of the event only on request.
         file.write(length + struct.pack("<I", _masked_crc(length)) + event + bytes(4))
 
 
@@ -154,7 +154,7 @@ def _draw(browser: Chromium, page: Path) -> float:
 
 
 def _draw_served(browser: Chromium, log: Path) -> float:
-    """Seconds from the start of `tapax view` to a heat map with all sites, and some steps."""
+    """Return the seconds from the start of `tapax view` to a heat map of all sites, some steps."""
     start = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "tapax", "view", str(log)],
@@ -176,7 +176,7 @@ def _draw_served(browser: Chromium, log: Path) -> float:
 
 
 def _time_tensorboard(events: Path, tags: int) -> float:
-    """Seconds until TensorBoard has listed all tags, and has read some steps of one."""
+    """Return the seconds until TensorBoard has listed all tags, and read some steps of one tag."""
     with _tensorboard(events) as (start, address):
         while True:
             listed = _ask(f"{address}/data/plugin/scalars/tags") or {}
@@ -190,7 +190,7 @@ def _time_tensorboard(events: Path, tags: int) -> float:
 
 @contextlib.contextmanager
 def _tensorboard(events: Path) -> Iterator[tuple[float, str]]:
-    """TensorBoard with its data server: when it was started, and its address."""
+    """Start TensorBoard with its data server; yield the time of the start, and its address."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(events)]
     command += ["--load_fast=true", "--port=0", "--reload_interval=1"]
     start = time.perf_counter()
@@ -216,7 +216,7 @@ def _ask(address: str) -> Any:
 
 
 def _follow(browser: Chromium, path: Path, names: list[str], rounds: int) -> float:
-    """The median of the seconds from a record that is being written to its number on the page."""
+    """Return the median seconds from the start of writing a record to its number on the page."""
     log = sink.jsonl(path)
     log(0, {f"{name}/value_rms": 1.0 for name in names})
     delays = []

@@ -1,13 +1,13 @@
 """Statistics inside the program, a monitor around a train step, and the search for a NaN.
 
 `reduced`: the root mean square of every value and every gradient of scanned, recomputed layers,
-over the plain step. `monitored`: a step that is watched on every hundredth call, over the step.
-`monitored_each`: a step that is watched on every call, over the step; and a step that returns the
-same statistics with its state, which may differ from that of the step in the last bit.
-`streamed`: a scan of 10,000 train steps that sends statistics of every hundredth, over the scan.
-`searched`: the first pass of `find_nonfinite`, which is all there is if nothing is found, and
-`checkify`, over the step. `found`: the processor time to trace and compile the second pass, which
-runs if something is found, over that of the step.
+over the plain step. `monitored`: a step with a monitor on every hundredth call, over the plain
+step. `monitored_each`: a step with a monitor on every call, over the plain step; and a step that
+returns the same statistics with its state. That state may differ from the state of the plain step
+in the last bit. `streamed`: a scan of 10,000 train steps that sends statistics of every hundredth
+step, over the plain scan. `searched`: the first pass of `find_nonfinite`, which is the only pass if
+it finds nothing, and `checkify`, over the plain step. `found`: the processor time to trace and
+compile the second pass, which runs if the first finds something, over that of the plain step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ STEPS = 300
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two runs ended alike. A GPU may add numbers up in another order each time."""
+    """Return whether two runs ended equally; a GPU may add numbers in another order each time."""
     return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 

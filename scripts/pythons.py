@@ -1,9 +1,9 @@
-"""Finds the Pythons of this machine that can build an environment for tapax.
+"""Find the Pythons of this machine that can build an environment for tapax.
 
-`python scripts/pythons.py` prints one line for each supported minor version, with the interpreter
-found for it or "not found". A candidate counts only if it runs, is a CPython with the GIL, and has
-`venv`, `ensurepip` and the modules pip needs: a pyenv shim of a version that is not selected, or a
-Debian Python without its venv package, is passed over for the next candidate.
+`python scripts/pythons.py` prints a line for each supported minor version, with its interpreter or
+"not found". A candidate counts only if it runs, is a CPython with the GIL, and has `venv`,
+`ensurepip` and the modules that pip needs. A pyenv shim of a version that is not selected, or a
+Debian Python without its venv package, does not count, and the next candidate is tried.
 
 Candidates, in order: the interpreter that runs this script, every directory of PATH, pyenv, uv, and
 the conventional prefixes. Within pyenv and uv the newest patch release comes first.
@@ -45,7 +45,7 @@ class Python(NamedTuple):
 
 
 def probe(command: str) -> Python | None:
-    """The Python that `command` starts, or None if it cannot build an environment."""
+    """Return the Python that `command` starts, or None if it cannot build an environment."""
     try:
         answer = subprocess.run(
             [command, "-I", "-c", _PROBE],
@@ -66,7 +66,7 @@ def _natural(path: str) -> list[int]:
 
 
 def _candidates(name: str) -> Iterator[str]:
-    """Paths that may be a Python of minor version `name`, such as "3.12", the best first."""
+    """Yield paths that may be a Python of minor version `name`, such as "3.12", best first."""
     home = Path.home()
     pyenv = os.environ.get("PYENV_ROOT") or home / ".pyenv"
     data = os.environ.get("XDG_DATA_HOME") or home / ".local" / "share"
@@ -90,13 +90,13 @@ def _candidates(name: str) -> Iterator[str]:
 
 
 def default() -> Python | None:
-    """The interpreter that runs this script, if it is a supported one."""
+    """Return the interpreter that runs this script, if it is supported."""
     python = probe(sys.executable)
     return python if python and python.minor in SUPPORTED else None
 
 
 def find() -> dict[tuple[int, int], Python]:
-    """The Python found for each supported minor version, oldest first."""
+    """Find a Python for each supported minor version, oldest first."""
     found: dict[tuple[int, int], Python] = {}
     seen: dict[str, Python | None] = {}
     here = default()

