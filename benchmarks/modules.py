@@ -18,7 +18,7 @@ from benchmarks.flax_gpt import GPT, Kinds
 from benchmarks.gpt import Config
 from benchmarks.measure import Result, race, require_equal
 from benchmarks.nnx_step import plain_step
-from tapax import adapters
+from tapax._frameworks import registry
 
 
 class Net(nnx.Module):
@@ -75,7 +75,7 @@ def tracing(blocks: int, rounds: int) -> list[Result]:
     def trace(name: str) -> tapax.SiteTable:
         model = models[name]
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        unseen = mock.patch.object(adapters, "seen", nullcontext)
+        unseen = mock.patch.object(registry, "observe_calls", nullcontext)
         with unseen if name == "by hand" else nullcontext():
             # Make a new function each time, for which all caches are empty.
             step: Any = nnx.jit(functools.partial(plain_step))

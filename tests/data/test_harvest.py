@@ -292,7 +292,7 @@ def test_a_harvest_under_a_transformation_is_refused(tmp_path):
     ("options", "message"),
     [
         ({"values": "net/hiden"}, "'net/hidden'"),
-        ({"values": "nothing/*"}, "values='nothing/*' was asked for, but it matches no site"),
+        ({"values": "nothing/*"}, "values='nothing/*' picks nothing: tracing the function reached"),
         ({"values": None}, "The harvest has no sites"),
         ({"values": ["net/embed", "net/score"]}, "'net/score' of [2]"),
         ({"values": "net/score", "rows": (0, 3)}, "`rows` is (0, 3)"),

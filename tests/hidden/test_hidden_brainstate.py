@@ -418,7 +418,7 @@ def test_the_order_of_the_program():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(HiddenError, match="has no hidden states: they come to be with"):
+    with pytest.raises(HiddenError, match="has no hidden states yet: create them with"):
         add_hidden_perturbation(nn.GRUCell(3, 4), X)
 
     def run(m, x):
