@@ -1,4 +1,4 @@
-"""`open`: read whatever tapax wrote to disk."""
+"""`open`: the reader of everything that tapax writes to disk."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from tapax.monitoring._log import Log, open_log
 
 
 def open(path: str | os.PathLike[str]) -> Log | Taps | Activations:
-    """Read what tapax wrote to disk: the log of a monitored run, taps, or a dataset of activations.
+    """Read a log of a monitored run, taps, or a dataset of activations from disk.
 
-    Records of a log that were not written to their end, as when the run was killed or the disk was
-    full, are left out, with a warning; so are those that a resumed run replaced: see `Log`. A
-    dataset whose harvest has not come to its end has the rows that are there, with a warning.
+    A log leaves out incomplete records, as when the run was killed or the disk was full, and
+    records that a resumed run replaced (see `Log`); it warns of both. A dataset whose harvest has
+    not finished has the rows written so far, with a warning.
 
     Args:
-        path: a log that a sink wrote, which is a `.jsonl` file or a folder of `.parquet` or
+        path: A log that a sink wrote, which is a `.jsonl` file or a folder of `.parquet` or
             `.safetensors` parts; a file that `Taps.save` wrote; or the folder of a harvest.
 
     Returns:
-        A `Log`; `Taps` with NumPy arrays; or `Activations`, whose arrays are read when used.
+        A `Log`; `Taps` with NumPy arrays; or `Activations`, which reads its arrays on use.
 
     Raises:
-        FileNotFoundError: if there is nothing at `path`.
-        ValueError: if `path` is none of these, or if the file of the taps is not whole.
-        RuntimeError: if another version of the format was used.
+        FileNotFoundError: If there is nothing at `path`.
+        ValueError: If tapax did not write `path`, or a file of taps is incomplete.
+        RuntimeError: If another version of the format was used.
 
-    >>> import tempfile
-    >>> from tapax import sink
-    >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
-    >>> sink.jsonl(path)(0, {"Net/mlp/value_rms": 0.5})
-    >>> open(path)["Net/mlp/value_rms"].values.tolist()
-    [0.5]
+    Example:
+        >>> import tempfile, tapax
+        >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
+        >>> tapax.sink.jsonl(path)(0, {"Net/mlp/value_rms": 0.5})
+        >>> log = tapax.open(path)
+        >>> log["Net/mlp/value_rms"].values.tolist()
+        [0.5]
     """
     if is_dataset(path):
         acts = Activations(path)

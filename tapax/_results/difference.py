@@ -1,4 +1,4 @@
-"""`Difference`: how two captures differ, site by site."""
+"""`Difference`: the differences of two captures, site by site."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SiteDifference:
 
     @property
     def is_identical(self) -> bool:
-        """Whether the arrays are equal bit for bit, with NaN at the same indices."""
+        """True if the arrays are equal bit for bit, with NaN at the same indices."""
         return not self.reason and not self.absolute
 
     def __str__(self) -> str:
@@ -86,14 +86,15 @@ class SiteDifference:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Difference(Tabular):
-    """The differences of two captures `a` and `b`, site by site; `tapax.diff` returns it.
+    """The differences of two captures `a` and `b`, site by site, as `tapax.diff` returns them.
 
-    It is true if the captures differ, as in `if tapax.diff(a, b): ...`, and prints as a table.
+    A difference is true if the captures differ, as in `if tapax.diff(a, b): ...`. It prints as a
+    table.
 
     Attributes:
         values: A `SiteDifference` for each value that both captures contain, by its name in `a`, in
             the order of the program.
-        grads: The same for each gradient.
+        grads: A `SiteDifference` for each gradient that both captures contain, likewise.
         first: The site whose value differs first when the program runs; None if all are equal.
         first_grad: The site whose gradient differs first when the backward pass runs, from the last
             site to the first; None if all are equal.
@@ -121,11 +122,11 @@ class Difference(Tabular):
     tolerance: Tolerance
 
     plotter: ClassVar[Callable[..., Any]]
-    """Draws a difference. The package sets it, so that this module need not import plots."""
+    """The function that draws a difference. The package sets it: this module imports no plots."""
 
     @property
     def equal(self) -> bool:
-        """Whether all values and gradients in both captures are equal within the tolerance."""
+        """True if all values and gradients in both captures are equal within the tolerance."""
         return self.first is None and self.first_grad is None
 
     def __bool__(self) -> bool:
@@ -190,7 +191,7 @@ class Difference(Tabular):
 
 
 _NAMED = 5
-"""The number of sites to name among those that only one capture contains."""
+"""The number of sites that a remark names, of the sites that only one capture contains."""
 
 
 def _label(found: SiteDifference) -> str:

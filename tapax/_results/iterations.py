@@ -1,7 +1,7 @@
-"""The parts of a captured array that belong to one iteration each.
+"""The parts of a captured array, one for each iteration of the loops around its site.
 
-A site in a scan has an array for each iteration. Plots and the page show these one by one, under
-the name of the site with the iteration behind it: `GPT/blocks/mlp[3]`.
+A site in a scan has an array for each iteration. Plots and the page show these arrays one by one,
+each under the name of the site and the iteration: `GPT/blocks/mlp[3]`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tapax.reduce import Reducer
 
 
 class Iteration(NamedTuple):
-    """What a site returned in one iteration of the loops around it.
+    """The array of a site in one iteration of the loops around it.
 
-    `mask` says which elements were computed, and has the leading axes of `array`.
+    `mask` has the leading axes of `array`, and is True for the elements that were computed.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Iteration(NamedTuple):
 def split_iterations(
     site: Site, array: Value, valid: Value | None, lead: int, purpose: str
 ) -> Iterator[Iteration]:
-    """Take a captured array apart by the iterations of the loops around its site.
+    """Split a captured array by the iterations of the loops around its site.
 
-    `valid` is its entry in `Taps.valid`, and `lead` how many axes come before those of the site.
-    `purpose` is what needs the numbers, such as "A plot", for an error.
+    `valid` is the entry of the array in `Taps.valid`, and `lead` the number of axes before the axes
+    of the site. An error names `purpose`, such as "A plot", as the reader of the numbers.
     """
     if isinstance(array, Tracer):
         raise TypeError(
@@ -75,7 +75,7 @@ def _verb(purpose: str) -> str:
 
 
 def split_statistic(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
-    """The site as it was marked, and the statistic: one of several is behind the last colon."""
+    """Return the marked site and the statistic, which follows the last colon of several."""
     if reducer is None:
         return site, "rms"
     path, _, leaf = site.path.rpartition(":")
@@ -85,12 +85,12 @@ def split_statistic(site: Site, reducer: Reducer | None) -> tuple[Site, str]:
 
 
 def is_whole(reducer: Reducer | None) -> bool:
-    """Whether a reducer leaves values as they are."""
+    """Return whether a reducer keeps values unchanged."""
     return reducer is None or reducer.name == "last"
 
 
 def rms(array: np.ndarray) -> float:
-    """The root mean square, of numbers of any size and type."""
+    """Compute the root mean square of numbers of any magnitude and dtype."""
     x = np.abs(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
     largest = x.max()
     if not np.isfinite(largest) or not largest:

@@ -1,4 +1,4 @@
-"""Watching a training run: the monitor, its alerts, its sinks, and logs."""
+"""Monitoring of training runs: monitors, streams, alerts, sinks and logs."""
 
 from tapax.monitoring import alert, sink
 from tapax.monitoring._log import Log

@@ -1,4 +1,4 @@
-"""The records of a log as a pandas data frame."""
+"""The conversion of a log to a pandas data frame."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def to_data_frame(records: Iterable[tuple[int, dict[str, Number]]]) -> pd.DataFrame:
-    """Make a row for each step and a column for each number; NaN where a step lacks one."""
+    """Make a data frame with a row for each step and a column for each number.
+
+    A number that a step does not have is NaN.
+    """
     try:
         import pandas as pd
     except ModuleNotFoundError as error:
@@ -41,7 +44,7 @@ def to_data_frame(records: Iterable[tuple[int, dict[str, Number]]]) -> pd.DataFr
 
 
 def _elements(name: str, number: Number) -> Iterator[tuple[str, float]]:
-    """Yield the name of the column and the value of each number in one entry of a record."""
+    """Yield the name of the column and the value of each element of a number."""
     array = np.asarray(number.counts if isinstance(number, Histogram) else number, np.float64)
     for index, value in np.ndenumerate(array):
         yield f"{name}[{','.join(map(str, index))}]" if index else name, value

@@ -1,8 +1,9 @@
-"""Delivery: passes the reports of a monitor to its sinks, in order, on a thread of its own.
+"""Delivery: a thread that passes the reports of a monitor to its sinks, in order.
 
-No error in that thread stops the training. A sink that fails is dropped, with one warning; what it
-has written before stays. `close` waits until everything is delivered, and closes the sinks. So do
-the end of the interpreter, and the end of a monitor that nobody closed.
+No error on this thread stops the training. If a sink raises, the delivery drops it with one
+warning; the records that the sink has written stay. `close` waits until every report is delivered,
+and closes the sinks. The exit of the interpreter closes them too, as does the garbage collection of
+a monitor that the user never closed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _unfinished: set[Delivery] = set()
 class Delivery:
     """A queue of reports, and the thread that delivers them.
 
-    `put` takes a function that fetches a report, and is called on that thread. If it raises, the
-    thread warns once, and calls `on_error`. Of several processes, the first one alone delivers,
-    unless `every_process` is True; the others fetch.
+    `put` takes a function that fetches a report; the thread calls this function. If it raises, the
+    thread warns once and calls `on_error`. In a run of several processes only process 0 delivers,
+    unless `every_process` is True; the other processes only fetch.
     """
 
     def __init__(
@@ -44,34 +45,34 @@ class Delivery:
         self._sinks = list(sinks)
         self._every_process = every_process
         self._on_error = on_error
-        # Its `put` may be called by the garbage collector, in the midst of another.
+        # Simple, because the garbage collector may call its `put` in the middle of another `put`.
         self._queue: queue.SimpleQueue[Callable[[], Report] | threading.Event | None]
         self._queue = queue.SimpleQueue()
         self._held: Callable[[], Report] | None = None
         self._thread = threading.Thread(target=self._work, name="tapax-monitor", daemon=True)
         _unfinished.add(self)
-        # What is registered last is called first: before JAX, and what the sinks use, is shut down.
+        # The function registered last runs first: before JAX and the packages of sinks shut down.
         atexit.unregister(_finish)
         atexit.register(_finish)
         self._thread.start()
 
     def put(self, fetch: Callable[[], Report]) -> None:
-        """Deliver a report later; return at once."""
+        """Queue a report for delivery, and return at once."""
         self._queue.put(fetch)
 
     def hold(self, fetch: Callable[[], Report]) -> None:
-        """Keep a report that may yet be added to, until `release`, or the end."""
+        """Keep a report, which may still change, until `release` or `end`."""
         self.release()
         self._held = fetch
 
     def release(self) -> None:
-        """Deliver the report that is held, if there is one."""
+        """Queue the report that `hold` kept, if there is one."""
         held, self._held = self._held, None
         if held is not None:
             self.put(held)
 
     def wait(self, seconds: float) -> None:
-        """Wait until all reports put so far are delivered, but no longer than this."""
+        """Wait until all queued reports are delivered, but at most `seconds`."""
         delivered = threading.Event()
         self._queue.put(delivered)
         if threading.current_thread() is self._thread:
@@ -81,12 +82,12 @@ class Delivery:
             pass
 
     def end(self) -> None:
-        """Close the sinks after all reports put or held so far; return at once."""
+        """Have the thread close the sinks after all reports so far, and return at once."""
         self.release()
         self._queue.put(None)
 
     def close(self) -> None:
-        """Close the sinks, and wait until they are closed."""
+        """Close the sinks after all reports so far, and wait until they are closed."""
         self.end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -106,7 +107,7 @@ class Delivery:
                 failed = True
             else:
                 self._deliver(found)
-            # What was fetched must not be kept alive while the thread waits.
+            # Drop both references, so that the thread keeps no arrays alive while it waits.
             del fetch
             found = None
         for sink in self._sinks:
@@ -114,7 +115,7 @@ class Delivery:
         _unfinished.discard(self)
 
     def _deliver(self, found: Report) -> None:
-        # Not before: a monitor may be made before `jax.distributed.initialize` is called.
+        # Not in `__init__`: a monitor may be older than the call of jax.distributed.initialize.
         if jax.process_index() and not self._every_process:
             return
         step, record, alerts = found
@@ -125,7 +126,7 @@ class Delivery:
                         break
 
     def _try(self, sink: Any, method: str, *args: Any) -> bool:
-        """Call a sink, or a method that it may have; False if the sink was dropped."""
+        """Call a sink or one of its optional methods; return False if the sink is dropped."""
         call = getattr(sink, method, None) if method else sink
         try:
             if call is not None:
@@ -144,7 +145,7 @@ class Delivery:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn from the thread; where warnings are errors, nothing would catch one."""
+    """Warn; where warnings are errors, print, because nothing on the thread would catch one."""
     try:
         warnings.warn(message, category, stacklevel=2)
     except Exception:

@@ -1,16 +1,16 @@
-"""Emission: the primitive by which a running loop sends a record to the host.
+"""Emission: the primitive with which a running loop sends a record to the host.
 
-`emit` takes the number of an iteration and the states of reducers, and has no results. It is
-compiled to a callback, which gets what the states finish to. JAX's rules see to it that each record
-is sent once:
+`emit` takes the number of an iteration and the states of reducers, and has no results. It compiles
+to a callback, which receives the finished statistics. The rules of the primitive ensure that the
+program sends each record once:
 
-- under `vmap` the states of the examples are merged first, as they are where the loop itself maps;
-  an example whose loop is over no longer counts;
+- under `vmap` the states of the examples are merged first, as for a `vmap` inside the loop; an
+  example whose loop has ended no longer counts;
 - under a derivative nothing is differentiated: the states are those of the primal values;
-- under `remat` the copy that the backward pass computes sends nothing.
+- under `remat` the copy in the backward pass sends nothing.
 
-The callback is not ordered, which would put a token through the whole program. The loop calls it
-after each chunk of iterations, so records come in order all the same.
+The callback is not ordered, because an ordered callback passes a token through the whole program.
+The loop calls it after each chunk of iterations, so records arrive in order anyway.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from tapax._walk.entries import Entry
 from tapax.monitoring._packed_arrays import PackedArrays
 
 Receiver = Callable[[int, Callable[[], Taps] | None], None]
-"""A function on the host, which the running program waits for.
+"""A function on the host, for which the running program waits.
 
-Its arguments are the number of an iteration and a function that makes its statistics, or the number
-of all iterations and None, where a loop is over."""
+Its arguments are the number of an iteration and a function that makes its statistics; or, at the
+end of a loop, the number of all iterations and None."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Emission:
-    """What a loop emits: entries, without their arrays, and who receives them.
+    """The entries that a loop emits, without their arrays, and the function that receives them.
 
-    `sites` are those of the program, in order. If it is `conditional`, the loop is in a branch.
+    `sites` lists the sites of the program in order. `conditional` is True if the loop is in a
+    branch.
     """
 
     receive: Receiver
@@ -57,7 +58,10 @@ class Emission:
 
 @dataclasses.dataclass(frozen=True)
 class When:
-    """The number of an iteration, and whether it counts: for this example, on this device."""
+    """The number of an iteration, and whether it counts.
+
+    `live` says so for the example, and `here` for the device.
+    """
 
     number: Value
     live: Value
@@ -69,7 +73,7 @@ class When:
 
 
 class EmitEffect(_jax.Effect):
-    """Keeps emissions alive."""
+    """The effect that keeps dead-code elimination from removing emissions."""
 
     def __repr__(self) -> str:
         return "Emit"
@@ -81,14 +85,14 @@ emit_p.multiple_results = True
 
 
 def emit(emission: Emission, when: When, arrays: Sequence[Value]) -> None:
-    """Sends the arrays of the entries to the host."""
+    """Send the arrays of the entries of `emission` to the host."""
     emit_p.bind(*when.arrays, *arrays, emission=emission)
 
 
 def merge_examples(entry: Entry, size: int, live: Value) -> Entry:
-    """The entry of several examples, or devices, whose arrays lie along a new first axis.
+    """Merge the examples, or the devices, along a new first axis of the arrays of an entry.
 
-    `live` says which of them count, or is None.
+    `live` masks the examples that count; it is None if all of them count.
     """
     reduction, state, valid = entry.reduction, entry.state, entry.valid
     assert reduction is not None
@@ -96,7 +100,7 @@ def merge_examples(entry: Entry, size: int, live: Value) -> Entry:
         valid = live if valid is None else valid * align(live, valid.ndim).astype(valid.dtype)
     if reduction.reducer.over_maps:
         merged = reduction.merge(reduction.masked(state, valid), entry.lead)
-        # Where no entry had a mask, one of the examples counts, or nothing would be emitted.
+        # Without a mask every entry is valid: nothing is emitted unless some example counts.
         ran = None if entry.valid is None else valid.max(0)
         return entry._replace(value=tuple(merged), valid=ran)
     state = [jnp.moveaxis(x, 0, entry.lead) for x in state]
@@ -112,7 +116,7 @@ def merge_examples(entry: Entry, size: int, live: Value) -> Entry:
 
 
 def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emission) -> list[Any]:
-    """Calls the host, with one operand for all numbers of a type."""
+    """Call the host, with one operand for all numbers of a dtype."""
     given = iter(arrays)
     entries = [entry.with_arrays(given) for entry in emission.entries]
     statistics = PackedArrays.of(make_taps(entries, emission.sites) if entries else None)
@@ -121,12 +125,12 @@ def _send(number: Value, live: Value, here: Value, *arrays: Value, emission: Emi
     def receive(when: np.ndarray, *packed: np.ndarray) -> None:
         number, counts = when.tolist()
         if counts:
-            # Copies: the program uses its memory again.
+            # Copy the operands, because the program reuses their memory.
             copies = [x.copy() for x in packed]
             unpack = functools.partial(layout.unpack, copies)
             emission.receive(number, unpack if copies else None)
 
-    # Every operand of a callback takes its time: there are as few as there can be.
+    # Each operand of a callback costs time, so pass as few as possible.
     when = jnp.stack([number, jnp.asarray(live & here, number.dtype)])
     _jax.call_host(receive, when, *statistics.packed)
     return []
@@ -138,7 +142,7 @@ def _abstract_eval(*avals: Any, emission: Emission) -> Any:
 
 
 def _io_effects() -> frozenset[Any]:
-    """The effects of a callback, for which JAX refuses to run a branch that is not taken."""
+    """Return the effects of a callback, with which JAX refuses to run a branch not taken."""
     return frozenset(jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects)
 
 
@@ -149,7 +153,7 @@ def _batch(axis_data: Any, args: Args, dims: Any, *, emission: Emission) -> Any:
     when, dim = When(*args[:3]), When(*dims[:3])
     mask = None if dim.live is None else jnp.moveaxis(when.live, dim.live, 0)
     when = When(
-        # Where examples end their loops one by one, that of those still running.
+        # If the examples end their loops one by one, the running examples have the largest.
         when.number if dim.number is None else jnp.max(when.number),
         when.live if mask is None else jnp.any(mask),
         when.here if dim.here is None else jnp.all(when.here),
@@ -179,7 +183,7 @@ def _transpose(cts: PyTree, *args: Any, emission: Emission) -> Any:
 
 
 def _partial_eval_custom(saveable: Any, unknown: Any, known: Any, eqn: Equation) -> Any:
-    """Remat sends in the forward pass, not once more where it computes the values again."""
+    """Send in the forward pass of a remat, but not where the backward pass recomputes."""
     del saveable
     if not any(unknown):
         return eqn, None, [], [], []

@@ -1,7 +1,7 @@
 """Logs in JSON lines: `{"tapax": 1, "step": 100, "record": {"Net/mlp/value_rms": 0.5}}`.
 
-A histogram is `{"counts": [...], "edges": [...]}`, an array a list, and a number that JSON does not
-have a string: "NaN". A line that could not be written to its end is taken back.
+A histogram is `{"counts": [...], "edges": [...]}`, an array is a list, and a number that JSON lacks
+is a string: "NaN". If a line cannot be written to its end, the sink removes it.
 """
 
 import contextlib
@@ -18,7 +18,27 @@ from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_
 
 
 class jsonl:
-    """A file with a line of JSON for each record."""
+    """A sink that appends a line of JSON to a file for each record and each alert.
+
+    A line is on disk when the call returns. `tapax.open` reads the file.
+
+    Args:
+        path: The path of the file, such as `"run.jsonl"`. The sink makes its folder, and continues
+            a log that is already there.
+
+    Raises:
+        OSError: If the file cannot be written.
+        ValueError: If the file is not a log of tapax.
+        RuntimeError: If another version of the format wrote the file.
+
+    Example:
+        >>> import tempfile, tapax
+        >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
+        >>> write = tapax.sink.jsonl(path)
+        >>> write(0, {"Net/mlp/value_rms": 0.5})
+        >>> tapax.open(path)["Net/mlp/value_rms"].values.tolist()
+        [0.5]
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -38,6 +58,22 @@ class jsonl:
         self._append({"tapax": log_format.VERSION, "step": int(step), "record": numbers})
 
     def alert(self, event: AlertEvent) -> None:
+        """Append an alert to the file.
+
+        Args:
+            event: The alert that went off.
+
+        Raises:
+            OSError: If the line cannot be written, as when the disk is full.
+
+        Example:
+            >>> import tempfile, tapax
+            >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
+            >>> event = tapax.alert.AlertEvent(7, "h", "value_rms", 9.0, "step 7: h has rms 9.")
+            >>> tapax.sink.jsonl(path).alert(event)
+            >>> tapax.open(path).alerts[0].message
+            'step 7: h has rms 9.'
+        """
         self._append({"tapax": log_format.VERSION, "alert": log_format.alert_to_json(event)})
 
     def _append(self, content: dict[str, Any]) -> None:
@@ -54,7 +90,7 @@ class jsonl:
 
 
 def _resume(path: Path, file: Any) -> None:
-    """Check that the file is a log, and take back a line that was not written to its end."""
+    """Check that the file is a log, and remove a last line that is not complete."""
     file.seek(0)
     first = file.readline()
     if not first:
@@ -89,7 +125,7 @@ def _number_from_json(content: Any) -> Number:
 
 
 def parse_line(path: Path, line: bytes, number: int) -> log_format.LogEntry:
-    """Parse a line of the log at `path`. Raises `IncompleteLine` if it is not whole."""
+    """Parse line `number` of the log at `path`; raise `IncompleteLine` if it is not complete."""
     if number == 1:
         _check_line(path, line)
     try:
@@ -109,11 +145,11 @@ def parse_line(path: Path, line: bytes, number: int) -> log_format.LogEntry:
 
 
 class IncompleteLine(Exception):
-    """A line that was not written to its end."""
+    """The error for a line that a run did not write to its end."""
 
 
 def read_lines(path: Path) -> Iterator[log_format.LogEntry]:
-    """Read a file of JSON lines."""
+    """Read a file of JSON lines; leave incomplete lines out, with a warning."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -1,21 +1,4 @@
-"""`Log`: the records of a monitored run, by step and by name, and how one is read from disk.
-
-A *record* has the numbers of one watched step: a dict of numbers by names such as
-`GPT/blocks/3/mlp/value_rms` and `GPT/blocks/3/mlp/grad_norm`. The name of a site comes first, then
-`value` or `grad`, then the statistic. A site in a scan has a number for each iteration,
-`GPT/blocks/mlp[3]/value_rms`. A number is a float, an array (one for each unit), or a `Histogram`.
-
->>> log = Log()
->>> for step in range(0, 300, 100):
-...     log(step, {"Net/mlp/value_rms": 1.0 + step, "Net/mlp/grad_rms": 0.5})
->>> len(log), log.names
-(3, ['Net/mlp/value_rms', 'Net/mlp/grad_rms'])
->>> log["Net/mlp/value_rms"].values.tolist()
-[1.0, 101.0, 201.0]
-
-A log is a sink: `tapax.monitor(step, to=log)`. `tapax.open` reads one that was written to disk;
-`Log.to_pandas` makes a data frame of it.
-"""
+"""`Log`: the records of a monitored run by step and by name, and the reader of logs on disk."""
 
 from __future__ import annotations
 
@@ -44,10 +27,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Series:
-    """The numbers of one name, one for each step that has it.
+    """The numbers of one name in a log, one for each step that has it.
 
-    `values` has the steps as its first axis. Those of a histogram are its counts, [step, bin], and
-    `edges` are where its bins begin and end.
+    Attributes:
+        steps: The steps.
+        values: The numbers, with the steps along the first axis. For a histogram these are the
+            counts, [step, bin].
+        edges: The edges of the bins of a histogram; None for other numbers.
     """
 
     steps: np.ndarray
@@ -56,7 +42,7 @@ class Series:
 
     @property
     def counts(self) -> np.ndarray | None:
-        """The counts of a histogram; None if it is none."""
+        """The counts of a histogram; None for other numbers."""
         return None if self.edges is None else self.values
 
     def __len__(self) -> int:
@@ -64,10 +50,33 @@ class Series:
 
 
 class Log(Tabular):
-    """The records of a run, by step. `log(step, record)` adds one; `log[name]` is a `Series`.
+    """The records of a run, by step and by name.
 
-    A record replaces those of its step and of later steps that have a name in common with it, as
-    when a run is resumed from an earlier step; the log warns of it.
+    A record maps names to the numbers of one watched step. A name consists of the name of a site,
+    `value` or `grad`, and the statistic: `GPT/blocks/3/mlp/value_rms`. A site in a scan has a
+    number for each iteration: `GPT/blocks/mlp[3]/value_rms`. A number is a float, an array with an
+    element for each unit, or a `Histogram`.
+
+    A log is a sink: `tapax.monitor(step, to=log)`, or `log(step, record)` by hand. `log[name]` is a
+    series with the arrays `steps` and `values`; the values of a histogram are its counts, and the
+    series has its `edges`. Iterating over a log yields pairs of a step and a record. A log prints
+    as a table. `tapax.open` reads a log from disk.
+
+    A record replaces the records of its step and of later steps that share a name with it, as when
+    a run resumes from an earlier step; the log then warns.
+
+    Attributes:
+        alerts: The alerts that went off, a list of `tapax.alert.AlertEvent`.
+
+    Example:
+        >>> import tapax
+        >>> log = tapax.Log()
+        >>> for step in range(0, 300, 100):
+        ...     log(step, {"Net/mlp/value_rms": 1.0 + step, "Net/mlp/grad_rms": 0.5})
+        >>> log.steps.tolist(), log.names
+        ([0, 100, 200], ['Net/mlp/value_rms', 'Net/mlp/grad_rms'])
+        >>> log["Net/mlp/value_rms"].values.tolist()
+        [1.0, 101.0, 201.0]
     """
 
     def __init__(self) -> None:
@@ -82,7 +91,7 @@ class Log(Tabular):
             warn(f"In a log, {replaced}")
 
     def _add(self, step: int, record: Record) -> str:
-        """Add a record in the order of steps; return a sentence on those that it replaces."""
+        """Insert a record by its step; return a sentence if it replaces others, else ''."""
         at = bisect.bisect_left(self._records, step, key=_step)
         later = self._records[at:]
         kept = [(n, other) for n, other in later if other and other.keys().isdisjoint(record)]
@@ -97,7 +106,21 @@ class Log(Tabular):
         )
 
     def alert(self, event: AlertEvent) -> None:
-        """Add an alert that went off."""
+        """Add an alert that went off. A monitor calls this for each alert.
+
+        Args:
+            event: The alert.
+
+        Raises:
+            Nothing: the log does not check `event`.
+
+        Example:
+            >>> import tapax
+            >>> log = tapax.Log()
+            >>> log.alert(tapax.alert.AlertEvent(7, "h", "value_rms", 9.0, "h has rms 9."))
+            >>> log.alerts[0].step
+            7
+        """
         self.alerts.append(event)
 
     @property
@@ -107,7 +130,7 @@ class Log(Tabular):
 
     @property
     def names(self) -> list[str]:
-        """Every name that a record has, in the order in which they came."""
+        """The names of all numbers, in the order in which they first appear."""
         return list(dict.fromkeys(name for _, record in self._records for name in record))
 
     def __getitem__(self, name: str) -> Series:
@@ -144,22 +167,24 @@ class Log(Tabular):
     def to_pandas(self) -> pd.DataFrame:
         """Convert the log to a pandas data frame: a row for each step, a column for each number.
 
-        The index holds the steps, the columns have the names of the numbers, and a number that a
+        The index contains the steps, and the columns have the names of the numbers. A number that a
         step does not have is NaN. An array has a column for each of its elements, such as
-        `Net/mlp/value_zeros[3]`, and a histogram one for each of its bins; `frame.attrs["edges"]`
-        has the edges of histograms by name.
+        `Net/mlp/value_zeros[3]`, and a histogram has a column for each of its bins;
+        `frame.attrs["edges"]` maps the names of histograms to their edges.
 
         Returns:
             A `pandas.DataFrame`.
 
         Raises:
-            ModuleNotFoundError: if pandas is not installed.
+            ModuleNotFoundError: If pandas is not installed.
 
-        >>> log = Log()
-        >>> for step in range(0, 300, 100):
-        ...     log(step, {"Net/mlp/value_rms": 1.0 + step})
-        >>> log.to_pandas()["Net/mlp/value_rms"].tolist()
-        [1.0, 101.0, 201.0]
+        Example:
+            >>> import tapax
+            >>> log = tapax.Log()
+            >>> for step in range(0, 300, 100):
+            ...     log(step, {"Net/mlp/value_rms": 1.0 + step})
+            >>> log.to_pandas()["Net/mlp/value_rms"].tolist()
+            [1.0, 101.0, 201.0]
         """
         from tapax.monitoring._data_frame import to_data_frame
 
@@ -181,7 +206,7 @@ def _step(entry: tuple[int, dict[str, Number]]) -> int:
 
 
 def open_log(path: str | os.PathLike[str]) -> Log:
-    """Read a log. Warnings are for the caller of the function that calls this."""
+    """Read the log at `path`. Warnings point to the caller of the function that calls this."""
     log, replaced = Log(), ""
     for entry in _read(Path(path)):
         if isinstance(entry, AlertEvent):
@@ -194,10 +219,10 @@ def open_log(path: str | os.PathLike[str]) -> Log:
 
 
 def next_step(sinks: Sequence[Any], every: int) -> int:
-    """The first step to watch after those in the logs among some sinks, of which it warns; or 0.
+    """Return the first step to watch after the logs among `sinks`, with a warning; 0 without logs.
 
-    It is a multiple of `every`, so that all processes of a run watch the same calls, whether or not
-    they find a log.
+    The step is a multiple of `every`, so that all processes of a run watch the same calls, whether
+    or not they find a log.
     """
     start = 0
     for sink in sinks:
@@ -215,7 +240,7 @@ def next_step(sinks: Sequence[Any], every: int) -> int:
 
 
 def _held_steps(sink: Any) -> tuple[str, int, str] | None:
-    """The name of a log, its last step, and in words which steps it holds; None if it has none."""
+    """Return the name of a log, its last step, and its steps in words; None if it is empty."""
     if isinstance(sink, (Log, jsonl, PartFolder)):
         steps = (sink if isinstance(sink, Log) else open_log(sink.path)).steps
         if not len(steps):
@@ -227,7 +252,7 @@ def _held_steps(sink: Any) -> tuple[str, int, str] | None:
 
 
 def _read(path: Path) -> Iterator[LogEntry]:
-    """Read every record of a log, and every alert."""
+    """Read every record and every alert of a log."""
     for file in find_files(path):
         if file.suffix == ".jsonl":
             yield from read_lines(file)
@@ -242,7 +267,7 @@ def _read(path: Path) -> Iterator[LogEntry]:
 
 
 def find_files(path: Path) -> list[Path]:
-    """Find the files of a log: the file at `path`, or the parts in that folder.
+    """Find the files of a log: the file at `path`, or the parts in the folder at `path`.
 
     Raises `FileNotFoundError` or `ValueError` if there is no log at `path`.
     """

@@ -1,7 +1,7 @@
-"""The common part of all logs on disk: their version, how alerts are written, and errors.
+"""The common parts of all logs on disk: the version, numbers and alerts as JSON, and errors.
 
-Every file says in which version of the format it is. A record is on disk as soon as it is written,
-and earlier records stay whole whatever happens.
+Every file states the version of its format. A record is on disk as soon as a sink has written it,
+and no later failure damages it.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def unwritable(path: Path, error: OSError) -> OSError:
 
 
 def check_version(path: Path, version: Any) -> None:
-    """Refuse a log that another version of the format wrote."""
+    """Raise if the log at `path` has another version of the format."""
     if version != VERSION:
         raise RuntimeError(
             f"{str(path)!r} was written in version {version} of the format of logs, but this "
@@ -36,7 +36,7 @@ def check_version(path: Path, version: Any) -> None:
 
 
 def not_a_log(path: Path, why: str) -> ValueError:
-    """The error for a path that is not a log."""
+    """Make the error for a path that is not a log, with the reason `why`."""
     return ValueError(
         f"{str(path)!r} is no log that tapax wrote: {why}. A log is a .jsonl file, or a folder "
         "of .parquet or .safetensors parts; taps are a .safetensors file that `Taps.save` wrote."
@@ -44,7 +44,7 @@ def not_a_log(path: Path, why: str) -> ValueError:
 
 
 def describe_left_out(path: Path, what: str) -> str:
-    """A sentence on a part of a log that is not whole."""
+    """Describe in a sentence that `what`, a part of a log, is not complete."""
     return (
         f"In the log {str(path)!r}, {what} was left out: it is not whole, as if the run that wrote "
         "it had been killed, or the disk had been full."
@@ -52,7 +52,7 @@ def describe_left_out(path: Path, what: str) -> str:
 
 
 def warn_left_out(path: Path, what: str, stacklevel: int) -> None:
-    """Warn of a part of a log that is not whole."""
+    """Warn that `what`, a part of a log, is not complete."""
     warnings.warn(describe_left_out(path, what), stacklevel=stacklevel)
 
 

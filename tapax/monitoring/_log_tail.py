@@ -1,7 +1,7 @@
-"""`LogTail`: reads a log that another process is still writing.
+"""`LogTail`: the new entries of a log that another process is still writing.
 
-Each call of `read` returns the records and alerts that were written since the last one. A log that
-cannot be read to its end is read as far as it goes, and `messages` says why.
+Each call of `read` yields the records and alerts that were written since the last call. If a part
+of a log cannot be read, `read` yields the entries before it, and `messages` says why.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from tapax.monitoring._records import AlertEvent
 class LogTail:
     """The entries of a log on disk that have not been read yet.
 
-    `error` is why the rest of the log cannot be read. `is_at_end` tells whether the last `read`
-    returned everything that there was.
+    `error` is the reason why the rest of the log cannot be read. `is_at_end` is True if the last
+    `read` yielded every entry.
 
     Raises:
-        FileNotFoundError, ValueError: if there is no log at `path`.
+        FileNotFoundError: If there is nothing at `path`.
+        ValueError: If `path` is not a log.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -41,22 +42,22 @@ class LogTail:
 
     @property
     def messages(self) -> list[str]:
-        """Sentences on what could not be read so far."""
+        """Sentences about the parts that could not be read so far."""
         found = [sentence for reader in self._readers.values() for sentence in reader.messages]
         return found if self.error is None else [*found, str(self.error)]
 
     def was_replaced(self) -> bool:
-        """Whether what was read is gone, as when a new run writes to the path; then forget it."""
+        """Return whether a new log replaced the entries read so far; if so, forget them."""
         replaced = any(reader.was_replaced() for reader in self._readers.values())
         if replaced:
             self._forget()
         return replaced
 
     def read(self, seconds: float = float("inf")) -> Iterator[LogEntry]:
-        """Read new entries, and stop after about so many seconds."""
+        """Yield new entries, and stop after about `seconds`."""
         until = time.monotonic() + seconds
         self.is_at_end = False
-        if self.error is not None:  # it stays so until the log is replaced
+        if self.error is not None:  # the error remains until the log is replaced
             self.is_at_end = True
             return
         try:
@@ -74,7 +75,7 @@ class LogTail:
 
 
 class _LineReader:
-    """Reads lines that were appended to a file."""
+    """A reader of the lines that a run appends to a file."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -121,7 +122,7 @@ class _LineReader:
 
 
 class _PartReader:
-    """Reads records that were added to a part, which is replaced as a whole for each of them."""
+    """A reader of the records that a run adds to a part, which each record replaces as a whole."""
 
     def __init__(self, file: Path):
         self._file = file

@@ -1,24 +1,7 @@
-"""`monitor`: a train step that is watched now and then.
+"""`monitor`: a train step that reports statistics on every n-th call.
 
->>> import jax, jax.numpy as jnp, tapax
->>> @jax.jit
-... def step(w, x):
-...     loss = lambda w: jnp.sum(tapax.sow(jnp.tanh(x @ w), "h") ** 2)
-...     return w - 0.1 * jax.grad(loss)(w)
->>> log, w = tapax.Log(), jnp.ones((3, 2))
->>> with tapax.monitor(step, every=100, to=log) as watched:
-...     for _ in range(300):
-...         w = watched(w, jnp.ones(3))
->>> log.steps.tolist(), log.names
-([0, 100, 200], ['h/value_rms', 'h/grad_rms'])
-
-On the calls 0, `every`, 2 * `every`, ... the step is run twice: first a copy of it, compiled once,
-of which the statistics are all that is computed; it changes nothing and keeps its arguments. Then,
-as on every other call, the step itself, whose result is returned. So the run is the one without a
-monitor, bit for bit. The numbers are fetched, and handed on, by another thread.
-
-Sharp edges: what a step does besides computing is done twice on those calls, `jax.debug.print` and
-callbacks; Python side effects once more, when the copy is traced.
+On a watched call the monitor runs a copy of the step for the statistics, then the step itself. The
+thread of the delivery fetches the statistics and passes them to the sinks.
 """
 
 from __future__ import annotations
@@ -69,29 +52,64 @@ def monitor(
     start: int | None = None,
     every_process: bool = False,
 ) -> Monitor[P, R]:
-    """The train step `step`, watched on every n-th call.
+    """Make a train step that reports statistics of its sites on every n-th call.
 
-    `values` and `grads` select the sites, and say which statistics to take of them, as in
-    `tapax.capture`: `{"**/mlp": [tapax.reduce.rms, tapax.reduce.minmax]}`. A selection without a
-    reducer stands for the root mean square.
+    On the calls 0, `every`, 2 * `every`, ... the monitor first runs a copy of `step`, compiled
+    once, which computes only the statistics; the copy changes nothing and keeps its arguments.
+    Then, as on every other call, the monitor runs `step` and returns its result. So the run is bit
+    for bit the run without a monitor. Another thread fetches the numbers and passes them to the
+    sinks.
 
-    `params` adds weights, their gradients, and how much the step changes them: True for all
-    parameters, a selection of their paths or of modules, such as `"**/kernel"`, or a mapping from
-    these to reducers. A parameter is an array by which the step takes a gradient, among the
-    arguments or in a model of NNX, brainstate or Keras that the step closes over; `Net/mlp/kernel`
-    has the numbers `param_rms`, `param_grad_rms` and `update_ratio`, the root mean square of the
-    change over that of the parameter; so has the module `Net/mlp`, of all parameters below it.
+    On these calls `jax.debug.print` and other callbacks in `step` run twice. Python side effects
+    happen once more, when the monitor traces the copy. If `jax.distributed` runs several processes,
+    all of them must call the monitored step.
 
-    `to` says where the numbers go: a sink, a function of a step and a record, a path, or a list of
-    these: see `tapax.sink`. `alerts` are rules by which to warn: see `tapax.alert`.
+    Args:
+        step: The train step, jitted or not.
+        every: The number of calls from one record to the next.
+        values: Selects sites and the statistics of their values, as in `tapax.capture`:
+            `{"**/mlp": [tapax.reduce.rms, tapax.reduce.minmax]}`. A selection without a reducer
+            records the root mean square; None records nothing.
+        grads: Selects sites and the statistics of their gradients, as `values` does.
+        to: The destination of the records: a sink, a function of a step and a record, a path such
+            as `"run.jsonl"`, `"table"`, `"page"`, or a list of these; see `tapax.sink`.
+        params: Selects parameters: True for all, a selection of the paths of parameters or modules
+            such as `"**/kernel"`, or a mapping from selections to reducers. A parameter is an array
+            by which `step` takes a gradient, among the arguments or in a model of NNX, brainstate
+            or Keras that `step` closes over. `Net/mlp/kernel` has the numbers `param_rms`,
+            `param_grad_rms` and `update_ratio`, the root mean square of the change over that of the
+            parameter. The module `Net/mlp` has these numbers for all parameters below it.
+        alerts: The rules by which the monitor warns, from `tapax.alert`.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+        start: The number of the first call, for a resumed run. By default it is 0, or the first
+            multiple of `every` after the steps of a log in `to`, with a warning.
+        every_process: If True, the sinks of every process get the records, so each process needs a
+            different path. If False, only the sinks of process 0 get them.
 
-    `start` is the number of the first call: give it where a run is resumed. By default it is 0, or,
-    if `to` has a log with records already, the first multiple of `every` after their steps, with a
-    warning.
+    Returns:
+        A `Monitor`, which is called like `step`. Close it at the end of the run.
 
-    Where `jax.distributed` runs several processes, all of them call the monitored step, and the
-    sinks of process 0 alone get the records. With `every_process` those of every process do: give
-    each process a path of its own.
+    Raises:
+        TypeError: If `step` is not a function, or another argument has a wrong type.
+        ValueError: If there is nothing to monitor, `every` or `start` is too small, or the suffix
+            of a path in `to` is unknown.
+        OSError: If a path in `to` cannot be written.
+        SiteError: At the first call of the monitor, if a selection names a site or a parameter that
+            `step` does not have.
+        RuntimeError: At a call of the monitor inside a function that JAX traces.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> @jax.jit
+        ... def step(w, x):
+        ...     loss = lambda w: jnp.sum(tapax.sow(jnp.tanh(x @ w), "h") ** 2)
+        ...     return w - 0.1 * jax.grad(loss)(w)
+        >>> log, w = tapax.Log(), jnp.ones((3, 2))
+        >>> with tapax.monitor(step, every=100, to=log) as watched:
+        ...     for _ in range(300):
+        ...         w = watched(w, jnp.ones(3))
+        >>> log.steps.tolist(), log.names
+        ([0, 100, 200], ['h/value_rms', 'h/grad_rms'])
     """
     check_function(step, "monitor")
     return Monitor(
@@ -109,12 +127,34 @@ def monitor(
 
 
 class Monitor(Generic[P, R]):
-    """A step that is watched: see `monitor`.
+    """A train step with a monitor; `tapax.monitor` makes it, and explains the arguments.
 
-    `step_number` is the number of its next call, and may be set. `log` adds scalars to the record
-    of the last call. `alerts` are those that went off so far. `close`, or the end of a `with`
-    block, waits for reports to be delivered, and closes the sinks; the step can be called on,
-    without being watched.
+    Call it like the step. The end of a `with` block closes it. If the monitor fails during the run,
+    it warns and stops watching, and the training goes on.
+
+    Args:
+        step: The train step.
+        every: The number of calls from one record to the next.
+        values: The statistics of values.
+        grads: The statistics of gradients.
+        to: The sinks.
+        params: The parameters to record.
+        alerts: The rules by which the monitor warns.
+        modules: The modules whose results are sites.
+        start: The number of the first call.
+        every_process: True if the sinks of every process get the records.
+
+    Attributes:
+        step_number: The number of the next call. It may be set.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> step = jax.jit(lambda x: tapax.sow(x / 2, "h"))
+        >>> rule = tapax.alert.below("h", value_rms=1e-3)
+        >>> with tapax.monitor(step, every=2, to=tapax.Log(), alerts=rule) as watched:
+        ...     x = watched(jnp.ones(3))
+        >>> watched.step_number, watched.alerts
+        (1, [])
     """
 
     def __init__(
@@ -148,7 +188,7 @@ class Monitor(Generic[P, R]):
         self._ran = False
         self._called: int | None = None
         self._scalars: dict[str, Any] | None = None
-        # Last, so that nothing is left open if an argument is wrong.
+        # Make the sinks last, so that a wrong argument leaves no sink open.
         sinks = make(to)
         self.step_number = next_step(sinks, every) if start is None else start
         self._delivery = Delivery(sinks, self._reader.stop, every_process)
@@ -182,16 +222,30 @@ class Monitor(Generic[P, R]):
     def log(
         self, scalars: Mapping[str, Any] = NOTHING, /, *, always: bool = False, **named: Any
     ) -> None:
-        """Adds scalars to the record of the step that was called last: `step.log(loss=loss)`.
+        """Add scalars, such as the loss, to the record of the last call.
 
-        They are Python numbers or arrays without axes, by name; names that are not identifiers go
-        in a mapping: `step.log({"train/loss": loss})`. Nothing waits for them: another thread
-        fetches arrays when it delivers the record, after the next call of the step, or `close`.
+        `log` does not wait for arrays: another thread fetches them when it delivers the record,
+        after the next call of the step or `close`.
 
-        If the step was not watched, nothing is logged, and it costs nothing; with `always` the step
-        gets a record of these scalars alone.
+        Args:
+            scalars: Maps names that are not identifiers to scalars: `{"train/loss": loss}`.
+            always: If True, a call without a record gets a record of these scalars alone. If False,
+                `log` does nothing after such a call, and costs nothing.
+            **named: Scalars by name: Python numbers, or arrays without axes.
 
-        Raises `RuntimeError` before the first call, `TypeError` for what is not a number.
+        Raises:
+            RuntimeError: If the step has not been called yet.
+            TypeError: If a scalar is not a real number, is an array with axes, or is traced.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, tapax
+            >>> step, log = jax.jit(lambda x: tapax.sow(2 * x, "h")), tapax.Log()
+            >>> with tapax.monitor(step, every=2, grads=None, to=log) as watched:
+            ...     for i in range(4):
+            ...         loss = watched(jnp.float32(i))
+            ...         watched.log(loss=loss)
+            >>> log["loss"].steps.tolist(), log["loss"].values.tolist()
+            ([0, 2], [0.0, 4.0])
         """
         if self._called is None:
             raise RuntimeError(
@@ -208,7 +262,7 @@ class Monitor(Generic[P, R]):
         self._scalars.update(checked)
 
     def _watch(self, number: int, args: Args, kwargs: Kwargs) -> Callable[[Any], None] | None:
-        """Runs the copy of the step; what to do with the result of the step, if it is not off."""
+        """Run the copy of the step; return a function of the result, or None if the copy failed."""
         try:
             if self._parameters is not None:
                 self._parameters.open(args, kwargs)
@@ -216,7 +270,7 @@ class Monitor(Generic[P, R]):
             if self._parameters is not None and captured.parameters is not None:
                 self._parameters.hold(captured.parameters)
         except Exception as error:
-            # What cannot be traced is told at once; what fails later must not stop the training.
+            # Raise at once if the step cannot be traced; later failures must not stop the training.
             if not self._ran and not isinstance(error, jax.errors.JaxRuntimeError):
                 if not isinstance(error, SiteError):
                     error.add_note(_NOTE)
@@ -233,7 +287,7 @@ class Monitor(Generic[P, R]):
         return functools.partial(self._report, number, captured)
 
     def _report(self, number: int, captured: Captured, out: Any) -> None:
-        """Has the record of a step delivered, once it is known what else is logged."""
+        """Prepare the record of a step; it is delivered when `log` can no longer add to it."""
         self._scalars = {}
         fetch = captured.statistics.fetch
         read = functools.partial(self._reader.read, number, fetch, self._scalars)
@@ -255,11 +309,19 @@ class Monitor(Generic[P, R]):
 
     @property
     def alerts(self) -> list[AlertEvent]:
-        """The alerts that went off so far; all of them, once the monitor is closed."""
+        """The alerts that went off so far; after `close`, all alerts of the run."""
         return list(self._reader.alerts)
 
     def close(self) -> None:
-        """Waits until everything is delivered, and closes the sinks."""
+        """Wait until all records are delivered, and close the sinks.
+
+        The step can still be called, but is no longer watched.
+
+        Example:
+            >>> import tapax
+            >>> watched = tapax.monitor(lambda x: tapax.sow(x, "h"))
+            >>> watched.close()
+        """
         self._reader.stop()
         self._delivery.close()
 

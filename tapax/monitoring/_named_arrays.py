@@ -1,14 +1,14 @@
-"""The arrays among the arguments of a step by name, and those that the step puts in their place.
+"""The arrays among the arguments of a step by name, and the arrays that replace them.
 
-A name is that of the argument and the path from there: `state/params/Dense_0/kernel`. A module of a
-framework is named by its class, as its sites are: `Net/blocks/0/mlp/kernel`; or by the argument, if
-there are several of one class.
+A name consists of the name of the argument and the path of the array in it:
+`state/params/Dense_0/kernel`. A module of a framework has the name of its class, as its sites do:
+`Net/blocks/0/mlp/kernel`. If several modules have one class, each has the name of its argument.
 
-Models that the step closes over, or is a method of, count as arguments.
+Models that the step closes over, or of which the step is a method, count as arguments.
 
-A step changes objects in place, or returns new arrays. What it returned for an argument is the part
-of the result that has the structure, shapes and dtypes of the argument; and if there is none, of
-the smallest part of it that holds all parameters.
+A step changes objects in place, or returns new arrays. The new value of an argument is the part of
+the result with the structure, shapes and dtypes of the argument. If the result has no such part,
+the smallest part of the argument that contains all parameters takes the place of the argument.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tapax._sites import join
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument of a step, with what its arrays are called: a prefix for each module in it."""
+    """An argument of a step; `roots` maps the `id` of each module in it to a prefix of names."""
 
     name: str
     value: Any
     roots: Mapping[int, str]
 
     def arrays(self) -> dict[str, Any]:
-        """The arrays in it as they are now, by name."""
+        """Return the current arrays in the argument, by name."""
         leaves = jax.tree_util.tree_flatten_with_path(self.value, is_leaf=_is_object)[0]
         found: dict[str, Any] = {}
         for keys, leaf in leaves:
@@ -51,19 +51,19 @@ class Argument:
 
 
 def list_arguments(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Argument]:
-    """The arguments of a call by name, and the models that the step holds by itself."""
+    """List the arguments of a call by name, and the models that the step closes over."""
     given = list(_bound(step, args, kwargs))
     objects = [(name, leaf) for name, value in given for leaf in _objects_in(value)]
     names = _name_objects(objects)
     held = closed_over_modules(step, registry.loaded_adapters())
     held = [(name, module) for name, module in held if id(module) not in names]
-    # Whatever the step holds, the names of its arguments stay what they are.
+    # The models that the step closes over do not change the names of its arguments.
     names = _name_objects([*objects, *held]) | names
     return [Argument(name, value, names) for name, value in (*given, *held)]
 
 
 def _name_objects(objects: Sequence[tuple[str, Any]]) -> dict[int, str]:
-    """The names of objects: that of the class, or, of several of one class, the given ones."""
+    """Name each object by its class, or by its given name if several objects have that class."""
     names = {id(value): _class_name(value) for _, value in objects}
     counts = Counter(names.values())
     for name, value in objects:
@@ -93,9 +93,9 @@ def _bound(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterator[tup
 def find_updated(
     arguments: Iterable[Argument], result: PyTree, before: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The parameters after a call; and the names of the arguments for which they are not known.
+    """Find the parameters after a call, and the names of the arguments without known parameters.
 
-    `before` has the parameters as they were.
+    `before` maps names to the parameters before the call.
     """
     after: dict[str, Any] = {}
     unknown: list[str] = []
@@ -115,7 +115,7 @@ def find_updated(
 
 
 def _returned(argument: Argument, names: frozenset[str], result: PyTree) -> dict[str, Any] | None:
-    """The parameters of an argument in a result; None if it is not known where they are."""
+    """Find the parameters of an argument in a result; return None if their place is unclear."""
     parts = [(argument.name, argument.value)]
     while parts:
         prefix, part = parts[0]
@@ -146,19 +146,19 @@ def _children(prefix: str, part: PyTree) -> Iterator[tuple[str, Any]]:
 
 
 def _twin_roots(argument: Argument, twin: PyTree) -> dict[int, str]:
-    """The names of the modules in the twin of an argument."""
+    """Name the modules in the twin of an argument, by their `id`."""
     pairs = zip(_objects_in(argument.value), _objects_in(twin), strict=True)
     return {id(new): argument.roots[id(old)] for old, new in pairs}
 
 
 def _signature(tree: PyTree) -> tuple[Any, ...]:
-    """The structure of a tree, and the types of its arrays."""
+    """Return the structure of a tree, and the shapes and dtypes of its arrays."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((x.shape, x.dtype) if _is_array(x) else None for x in leaves)
 
 
 def _shallowest(tree: PyTree, signature: tuple[Any, ...]) -> list[Any]:
-    """The parts of a tree of a signature that are nearest to its root."""
+    """Find the parts of a tree with this signature that are nearest to its root."""
     level = [tree]
     while level:
         found = [part for part in level if _signature(part) == signature]
@@ -192,7 +192,7 @@ def _class_name(value: Any) -> str:
 
 
 def _object_arrays(value: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays of an object of a framework, by their paths in it."""
+    """Return the arrays of an object of a framework, each with its path in the object."""
     adapter = _adapter(value)
     assert adapter is not None
     return ((path, x) for path, x in adapter.named_arrays(value) if _is_array(x))

@@ -1,4 +1,4 @@
-"""Arrays packed into one for each dtype: every array that a program returns takes its time."""
+"""Arrays packed into one for each dtype, because each array that a program returns costs time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tapax._jax import PyTree, Value
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
-    """Where the arrays of a structure are: the places of each packed array, and all shapes."""
+    """The arrays of a structure in each packed array, by their indices, and their shapes."""
 
     treedef: Any
     places: tuple[tuple[int, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
 
     def unpack(self, packed: Sequence[np.ndarray]) -> Any:
-        """Makes the structure from packed NumPy arrays."""
+        """Rebuild the structure from packed NumPy arrays."""
         arrays: list[Any] = [None] * len(self.shapes)
         for places, flat in zip(self.places, packed, strict=True):
             start = 0
@@ -38,7 +38,7 @@ class ArrayLayout:
 class PackedArrays:
     """The arrays of a structure, packed into one for each dtype.
 
-    An array that an explicit mesh divides stays as it is.
+    An array that is sharded over an explicit mesh is not packed.
     """
 
     def __init__(self, packed: Iterable[Value], layout: ArrayLayout):
@@ -46,7 +46,7 @@ class PackedArrays:
 
     @classmethod
     def of(cls, tree: PyTree) -> PackedArrays:
-        """Packs the arrays of a structure."""
+        """Pack the arrays of a structure."""
         leaves, treedef = jax.tree.flatten(tree)
         groups: dict[Any, list[int]] = {}
         for i, x in enumerate(leaves):
@@ -61,7 +61,7 @@ class PackedArrays:
         return cls(packed, ArrayLayout(treedef, tuple(map(tuple, groups.values())), shapes))
 
     def fetch(self) -> Any:
-        """Waits for the arrays; returns the structure with NumPy arrays."""
+        """Wait for the arrays, and return the structure with NumPy arrays."""
         return self.layout.unpack(jax.device_get(self.packed))
 
     def tree_flatten(self) -> tuple[Any, Any]:

@@ -1,10 +1,9 @@
-"""Gradients of parameters: which marks of a program are on which of its arguments, and what of
-their cotangents is recorded.
+"""Gradients of parameters: the argument behind each parameter mark, and records of its cotangents.
 
-An argument is followed through the program, from body to body, to the marks that the wrapped
-`jax.vjp` left on what it differentiates by: see `_marks.parameters`. It may be cast and reshaped on
-the way. If it cannot be told which argument a mark is on, as where one traced function takes the
-gradients of several models, nothing is recorded.
+`find_parameters` follows each argument through the program, from body to body, to the marks that
+the wrapped `jax.vjp` puts on the values by which it differentiates: see `_marks.parameters`. The
+program may cast and reshape the argument on the way. If several arguments reach one mark, as when
+one traced function takes the gradients of several models, the monitor records nothing for the mark.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from tapax.reduce import Reducer
 
 _SAME_ELEMENTS = {convert_element_type_p, reshape_p, squeeze_p, transpose_p}
 _ONCE = CALLS | Kind.REMAT
-"""Equations whose results are those of their body."""
+"""The kinds of equations that return the results of their body."""
 
 Origin = int | None
-"""The number of an argument of the program; None for everything else."""
+"""The index of an argument of the program; None for every other value."""
 
 
 def find_parameters(jaxpr: Jaxpr) -> tuple[dict[int, int], frozenset[int]]:
-    """The argument that each parameter mark is on, as a number, by the `uid` of the mark.
+    """Find the argument behind each parameter mark: its index, by the `uid` of the mark.
 
-    And the arguments that share a mark, so that it cannot be told which of them it is on.
+    Also return the arguments that share a mark, whose gradients cannot be told apart.
     """
     found: dict[int, set[Origin]] = {}
     count = len(_jax.open_jaxpr(jaxpr).invars)
@@ -52,7 +51,7 @@ def find_parameters(jaxpr: Jaxpr) -> tuple[dict[int, int], frozenset[int]]:
 
 
 def _follow(jaxpr: Jaxpr, origins: Sequence[Origin], found: dict[int, set[Origin]]) -> list[Origin]:
-    """Notes what parameter marks are on; the origins of the results."""
+    """Add the origins of parameter marks to `found`; return the origins of the results."""
     inner = _jax.open_jaxpr(jaxpr)
     known: dict[Any, Origin] = dict(zip(inner.invars, origins, strict=True))
 
@@ -79,7 +78,7 @@ def _follow(jaxpr: Jaxpr, origins: Sequence[Origin], found: dict[int, set[Origin
 
 
 def _body_origins(eqn: Equation, body: Jaxpr, given: list[Origin]) -> list[Origin]:
-    """The origins of the inputs of a body. What a loop carries is named by what it starts with."""
+    """Return the origins of the inputs of a body; a carry has that of its initial value."""
     count = len(_jax.open_jaxpr(body).invars)
     if kind_of(eqn) & Kind.WHILE:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -94,7 +93,7 @@ def _body_origins(eqn: Equation, body: Jaxpr, given: list[Origin]) -> list[Origi
 
 @dataclasses.dataclass(frozen=True)
 class GradientHooks(WalkHooks):
-    """Records gradients of parameters: `names` has that of each by the `uid` of its mark."""
+    """Hooks that record gradients of parameters; `names` maps the `uid` of a mark to a name."""
 
     names: Mapping[int, str]
     reducers: Mapping[str, Sequence[Reducer]]

@@ -1,11 +1,11 @@
-"""What a monitor records of parameters: weights, gradients, and the update ratio.
+"""Statistics of parameters in a monitor: weights, gradients, and the update ratio.
 
 A parameter is an array by which the step takes a gradient, among the arguments of the step or in a
-model that the step closes over. Of each, and of each module that has some, a record has statistics
-of the weights before the step, `Net/mlp/kernel/param_rms`; of the gradient,
-`Net/mlp/kernel/param_grad_rms`; and how much the step changes them, `Net/mlp/kernel/update_ratio`:
-the root mean square of the change over that of the weights. The numbers of a module,
-`Net/mlp/param_rms`, are those of all parameters below it.
+model that the step closes over. For each parameter, and for each module with parameters, a record
+has statistics of the weights before the step, `Net/mlp/kernel/param_rms`; statistics of the
+gradient, `Net/mlp/kernel/param_grad_rms`; and `Net/mlp/kernel/update_ratio`, the root mean square
+of the change in the step over that of the weights. The numbers of a module, `Net/mlp/param_rms`,
+cover all parameters below it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tapax.reduce import Reducer, rms
 
 @dataclasses.dataclass(frozen=True)
 class ParameterPlan(Plan):
-    """A plan under which parameters are marked too."""
+    """A plan that also marks parameters."""
 
     def marking_policy(self, structure: Any = None) -> Any:
         return dataclasses.replace(super().marking_policy(structure), parameters=True)
@@ -52,14 +52,14 @@ class ParameterPlan(Plan):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KnownParameters:
-    """The parameters of a program: the name of each by its mark; those that it donates."""
+    """The parameters of a program: their names by the `uid` of the mark, and the donated ones."""
 
     names: Mapping[int, str]
     donated: frozenset[str]
 
     @functools.cached_property
     def nodes(self) -> dict[str, list[str]]:
-        """The parameters, and the modules that have some, each with all parameters in it."""
+        """The parameters and the modules with parameters, each with all parameters in it."""
         nodes: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.names.values()):
             segments = name.split("/")
@@ -69,23 +69,23 @@ class KnownParameters:
 
 
 class ParameterCapture(NamedTuple):
-    """The parameters of a step, and statistics of their gradients."""
+    """The parameters of a step, and the statistics of their gradients."""
 
     known: Static[KnownParameters]
     gradients: Taps
 
 
 class StepStatistics(NamedTuple):
-    """Statistics of one step, on the device: of gradients; of weights and updates, by module."""
+    """Statistics of one step, on the device: of gradients, and of weights and updates by module."""
 
     gradients: Taps
     numbers: dict[tuple[str, str], Any]
 
 
 class ParameterWatch:
-    """The parameters of a monitored step: which are selected, and how they are measured.
+    """The selection and the measurement of the parameters of a monitored step.
 
-    A watched call is: `open`, the copy of the step, `hold`, the step, `measure`.
+    A watched call runs, in this order: `open`, the copy of the step, `hold`, the step, `measure`.
     """
 
     def __init__(self, step: Callable[..., Any], selection: Any):
@@ -109,16 +109,16 @@ class ParameterWatch:
         self._measure = jax.jit(self._statistics, static_argnums=2)
 
     def open(self, args: Args, kwargs: Kwargs) -> None:
-        """Sees the arguments of a call before the step runs."""
+        """Note the arguments of a call before the step runs."""
         self._arguments = list_arguments(self._step, args, kwargs)
 
     def prepare(self, call: TracedCall) -> KnownParameters:
-        """Finds the parameters of a program that was traced for the call."""
+        """Find the parameters of the program that was traced for a call."""
         places: dict[int, list[str]] = {}
         for argument in self._arguments:
             for name, x in argument.arrays().items():
                 places.setdefault(id(x), []).append(name)
-        # An array may be in two places, as if a target network were made of the model's own.
+        # An array may have two names, as when a target network shares the arrays of the model.
         given = {i: names.pop(0) for i, x in enumerate(call.arrays) if (names := places.get(id(x)))}
         found, shared = find_parameters(call.program.jaxpr)
         names = {uid: given[origin] for uid, origin in found.items() if origin in given}
@@ -149,7 +149,7 @@ class ParameterWatch:
         return [r for r in requests if matches(r.selection, _site(node))]
 
     def hooks(self, known: KnownParameters) -> GradientHooks:
-        """The hooks that record the gradients of parameters, for them and for their modules."""
+        """Make the hooks that record gradients, for the parameters and for their modules."""
         reducers: dict[str, dict[Reducer, None]] = {}
         for node, members in known.nodes.items():
             for request in self._chosen(node, self._gradient_requests):
@@ -159,7 +159,7 @@ class ParameterWatch:
         return GradientHooks(known.names, {name: list(r) for name, r in reducers.items()})
 
     def gradients(self, known: KnownParameters, entries: Sequence[Entry]) -> ParameterCapture:
-        """Makes the statistics of gradients out of what the hooks recorded."""
+        """Make the statistics of gradients from the entries that the hooks recorded."""
         numbered = list(_numbered(entries))
         made: list[Entry] = []
         for node, members in known.nodes.items():
@@ -175,14 +175,14 @@ class ParameterWatch:
         return ParameterCapture(Static(known), taps)
 
     def hold(self, captured: ParameterCapture) -> None:
-        """Keeps the parameters before the step, in copies if the step is given them for good."""
+        """Keep the parameters from before the step, as copies if the step donates them."""
         known = captured.known.value
         arrays = {n: x for argument in self._arguments for n, x in argument.arrays().items()}
         self._before = {n: arrays[n] for n in dict.fromkeys(known.names.values())}
         self._copies = {n: jnp.copy(self._before[n]) for n in known.donated & set(self._before)}
 
     def measure(self, captured: ParameterCapture, result: PyTree) -> StepStatistics:
-        """Measures the weights and what the step has made of them."""
+        """Measure the weights before the step, and their change in the step."""
         arguments, self._arguments = self._arguments, []
         before, self._before = self._before, {}
         after, unknown = find_updated(arguments, result, before)
@@ -215,7 +215,7 @@ class ParameterWatch:
         return found
 
     def read(self, found: StepStatistics) -> dict[str, Number]:
-        """Reads the numbers of a step, on the thread of the delivery."""
+        """Read the numbers of a step, on the thread of the delivery."""
         record: dict[str, Number] = {}
         by_key = {r.key: r for r in self._requests}
         for (node, key), result in jax.device_get(found.numbers).items():
@@ -242,7 +242,7 @@ def _reducer(entry: Entry) -> Reducer:
 
 
 def _numbered(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Entries as those of the first, the second, ... gradient by a parameter."""
+    """Number the entries of each parameter as its first, second, ... gradient."""
     calls: dict[tuple[str, Any], list[Any]] = {}
     for entry in entries:
         if entry.recomputed:  # a part of a second derivative
@@ -253,7 +253,7 @@ def _numbered(entries: Sequence[Entry]) -> Iterator[Entry]:
 
 
 def _alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Groups of entries of one gradient, in the same loops."""
+    """Group the entries that have one gradient number and the same loops."""
     groups: dict[Any, list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.site.call, entry.lead, entry.loops), []).append(entry)
@@ -265,7 +265,7 @@ def _types(state: Iterable[Any]) -> list[Any]:
 
 
 def _merged(entries: Sequence[Entry]) -> Entry | None:
-    """The entry of several parameters; None if a reducer tells their units apart."""
+    """Merge the entries of several parameters; return None if a reducer keeps units apart."""
     first = entries[0]
     reduction = first.reduction
     assert reduction is not None
@@ -279,7 +279,7 @@ def _merged(entries: Sequence[Entry]) -> Entry | None:
 
 
 def _state_of(reducer: Reducer, arrays: Sequence[Value]) -> Any:
-    """The state of a reducer that has seen some arrays; None if it is not for them."""
+    """Reduce some arrays to one state; return None if the reducer does not suit them."""
     if not all(reducer.takes(x.dtype) for x in arrays):
         return None
     states = [reducer.see(x) for x in arrays]
@@ -314,7 +314,7 @@ def _warn_shared(names: Sequence[str]) -> None:
 
 
 def _donated(jaxpr: Any) -> set[int]:
-    """The arguments of a program that a jitted function in it is given for good."""
+    """Find the arguments of a program that a jitted function in it donates."""
     inner = _jax.open_jaxpr(jaxpr)
     places = {v: i for i, v in enumerate(inner.invars)}
     given = (

@@ -1,12 +1,12 @@
 """Logs in folders of parts: files of many records each, in Parquet or in safetensors.
 
-The last part is written again for each record, to another name that then replaces it.
+For each record the sink writes the whole last part to a temporary file, which replaces the part.
 
-- Parquet: a row for each number, with the columns `step`, `name`, and `value` of a number, `values`
-  and `shape` of an array, `counts` and `edges` of a histogram.
-- safetensors: an array for each name, its first axis the records. `/steps` are their steps,
-  `/at/NAME` says which records have the name, if not all do, and `/edges/NAME` are the edges
-  of a histogram, whose array are its counts.
+- Parquet: a row for each number, with the columns `step` and `name`; `value` for a float; `values`
+  and `shape` for an array; `counts`, `shape` and `edges` for a histogram.
+- safetensors: an array for each name, with the records along the first axis; for a histogram, these
+  are its counts, and `/edges/NAME` contains its edges. `/steps` contains the steps of the records.
+  If some records lack the name, `/at/NAME` contains the indices of the records that have it.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ import tapax.monitoring._log_format as log_format
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 RECORDS, BYTES = 256, 1 << 20
-"""The most that a part holds: it is written again for each of its records."""
+"""The limits of a part. They are low because each record rewrites the whole part."""
 
 
 class PartFolder:
-    """Writes a folder of parts. Each record is written with its part, until the part is full."""
+    """A sink that writes a folder of parts. Each record rewrites its part until that is full."""
 
     suffix = ""
 
@@ -39,7 +39,7 @@ class PartFolder:
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # Two runs that write into one folder at a time must not write the same parts.
+            # Two runs that write to one folder at the same time must not write the same parts.
             self._run = uuid.uuid4().hex[:8]
             probe = self.path / f".{self._run}.tmp"
             probe.write_bytes(b"")
@@ -75,6 +75,7 @@ class PartFolder:
             self._begin(self._number + 1)
 
     def alert(self, event: AlertEvent) -> None:
+        """Add an alert to the last part."""
         self._alerts.append(event)
         self._write()
 
@@ -99,12 +100,12 @@ class PartFolder:
 
     @classmethod
     def read(cls, path: Path) -> list[log_format.LogEntry]:
-        """Read one part."""
+        """Read the records and the alerts of one part."""
         about, records = cls._decode(path)
         return [*records, *map(log_format.alert_from_json, json.loads(about["alerts"]))]
 
     def _fits(self, record: Mapping[str, Number]) -> bool:
-        """Whether a record can be in the part that is open."""
+        """Return whether the last part can take a record."""
         return True
 
     def _add(self, step: int, record: dict[str, Number]) -> None:
@@ -119,7 +120,7 @@ class PartFolder:
 
 
 class IncompletePart(Exception):
-    """A part that was not written to its end."""
+    """The error for a part that a run did not write to its end."""
 
 
 def _nbytes(number: Number) -> int:
@@ -129,7 +130,7 @@ def _nbytes(number: Number) -> int:
 
 
 def find_parts(folder: Path, suffix: str) -> list[Path]:
-    """The parts in a folder, in order."""
+    """List the parts in a folder, in order."""
     name = re.compile(r"part-\d+-\w+" + re.escape(suffix))
     found = [p for p in folder.iterdir() if name.fullmatch(p.name)]
     return sorted(found, key=lambda p: (_part_number(p), p.name))
@@ -140,7 +141,27 @@ def _part_number(part: Path) -> int:
 
 
 class safetensors(PartFolder):
-    """A folder of safetensors files with an array for each name."""
+    """A sink that writes a folder of safetensors files, with an array for each name.
+
+    A record is on disk when the call returns. `tapax.open` reads the folder.
+
+    Args:
+        path: The path of the folder, such as `"run.safetensors"`. The sink makes the folder, and
+            continues a log that is already there.
+
+    Raises:
+        OSError: If the folder cannot be written.
+        ValueError: If the folder contains other files.
+        RuntimeError: If another version of the format wrote the log.
+
+    Example:
+        >>> import tempfile, tapax
+        >>> path = f"{tempfile.mkdtemp()}/run.safetensors"
+        >>> write = tapax.sink.safetensors(path)
+        >>> write(0, {"Net/mlp/value_rms": 0.5})
+        >>> tapax.open(path)["Net/mlp/value_rms"].values.tolist()
+        [0.5]
+    """
 
     suffix = ".safetensors"
 
@@ -169,7 +190,7 @@ class safetensors(PartFolder):
                 arrays[f"/edges/{name}"] = np.array(edges, np.float64)
             if len(places) < len(self._records):
                 arrays[f"/at/{name}"] = np.array(places, np.int64)
-        # safetensors sorts them; the order of the names is that of the program.
+        # safetensors sorts its arrays, so write the names in the order of the program.
         about = {**about, "names": json.dumps(list(self._found))}
         return save(arrays, about)
 
@@ -200,12 +221,34 @@ def _shape_and_edges(number: Number) -> tuple[Any, Any]:
 
 
 class parquet(PartFolder):
-    """A folder of Parquet files with a row for each number: step, name, value, counts, edges."""
+    """A sink that writes a folder of Parquet files, with a row for each number.
+
+    The columns are `step`, `name`, `value`, `values`, `shape`, `counts` and `edges`. A record is on
+    disk when the call returns. `tapax.open` reads the folder.
+
+    Args:
+        path: The path of the folder, such as `"run.parquet"`. The sink makes the folder, and
+            continues a log that is already there.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        OSError: If the folder cannot be written.
+        ValueError: If the folder contains other files.
+        RuntimeError: If another version of the format wrote the log.
+
+    Example:
+        >>> import tempfile, tapax
+        >>> path = f"{tempfile.mkdtemp()}/run.parquet"
+        >>> write = tapax.sink.parquet(path)
+        >>> write(0, {"Net/mlp/value_rms": 0.5})
+        >>> tapax.open(path)["Net/mlp/value_rms"].values.tolist()
+        [0.5]
+    """
 
     suffix = ".parquet"
 
     def __init__(self, path: str | os.PathLike[str]):
-        _pyarrow()  # told at once if it is missing
+        _pyarrow()  # raise at once if pyarrow is missing
         super().__init__(path)
 
     def _add(self, step: int, record: dict[str, Number]) -> None:

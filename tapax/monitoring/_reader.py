@@ -1,7 +1,7 @@
-"""The reader: turns what watched steps and streamed iterations captured into reports.
+"""`Reader`: the conversion of captures, from watched steps or streamed iterations, to reports.
 
-It keeps what the records of a run have in common: the statistics that were requested, the limits of
-the alerts, and which alerts have gone off.
+A reader keeps the state that all records of a run share: the requested statistics, the limits of
+the alerts, and the alerts that have gone off.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Reader:
-    """Turns captures into reports, on the thread of the delivery.
+    """A converter of captures to reports, which works on the thread of the delivery.
 
     `values`, `grads` and `alerts` are the arguments of the monitor. The reader has no reference to
-    the monitor, which may be gone when the last capture comes.
+    the monitor, which may no longer exist when the last capture arrives.
     """
 
     def __init__(self, values: Any, grads: Any, alerts: Any):
@@ -58,7 +58,7 @@ class Reader:
         self._warned: set[tuple[int, str]] = set()
 
     def make_plan(self, modules: Any) -> Plan:
-        """Makes the plan that captures every requested statistic."""
+        """Make the plan that captures every requested statistic."""
         values, grads = (
             [request.mapping for request in self.requests if request.kind == kind]
             for kind in ("value", "grad")
@@ -75,9 +75,9 @@ class Reader:
         scalars: Mapping[str, Any] = NOTHING,
         read_parameters: Callable[[], Mapping[str, Number]] = dict,
     ) -> Report:
-        """Reads the record of a step: its statistics, and the scalars that the user logged.
+        """Read the record of a step: its statistics, and the scalars that the user logged.
 
-        `fetch` returns the statistics as NumPy arrays; None for a record without any.
+        `fetch` returns the statistics as NumPy arrays; it is None if the record has no statistics.
         """
         record, alerts = ({}, []) if fetch is None else self._read_taps(step, fetch())
         numbers = {name: float(x) for name, x in jax.device_get(dict(scalars)).items()}
@@ -91,7 +91,7 @@ class Reader:
         return record, alerts
 
     def _label(self, sites: SiteTable) -> list[ResultLabels]:
-        """The labels of the results of some sites; to hash a table of sites takes its time."""
+        """Return the labels of the results at `sites`, with two caches: hashing `sites` is slow."""
         if self._last[0] is not sites:
             labels = self._labels.get(sites)
             if labels is None:
@@ -100,7 +100,7 @@ class Reader:
         return self._last[1]
 
     def _check(self, step: int, readings: Sequence[Reading]) -> list[AlertEvent]:
-        """The alerts that go off at a step: those of numbers that were within limits before."""
+        """Find the alerts that go off at a step: the numbers were within their limits before."""
         begun: list[tuple[int, AlertEvent]] = []
         for reading in readings:
             rule, limit = self._limits[reading.request.key]
@@ -119,7 +119,7 @@ class Reader:
         return found
 
     def _warn(self, begun: list[tuple[int, AlertEvent]]) -> None:
-        """Warn once for each rule and layer, with one warning for all layers of a step."""
+        """Warn once for each rule and layer; one warning names all layers of a rule at a step."""
         new: dict[int, list[AlertEvent]] = {}
         for rule, event in begun:
             if (rule, event.site) not in self._warned:
@@ -135,7 +135,7 @@ class Reader:
 
 
 def check_integer(name: str, given: Any, least: int) -> int:
-    """Check an argument that counts steps, and return it as an integer."""
+    """Check an argument that counts steps, and convert it to an integer."""
     try:
         number = operator.index(given)
     except TypeError:
@@ -148,7 +148,7 @@ def check_integer(name: str, given: Any, least: int) -> int:
 
 
 def check_scalar(name: str, given: Any) -> Any:
-    """Check a scalar that the user logs; copy an array, which may be donated to the next step."""
+    """Check a scalar that the user logs; copy an array, because the next step may donate it."""
     if isinstance(given, Tracer):
         raise TypeError(
             f"`log` was given the traced value {name!r}, inside a function that JAX is tracing. "

@@ -1,9 +1,9 @@
-"""Readings: the numbers that a monitor requests, and how they get their names.
+"""Readings: the numbers that a monitor requests, and their names.
 
 A monitor requests many statistics at once, some for its records and some for its alerts, perhaps
 several of one site. A `StatisticRequest` finds its result by a key: its reducer returns a dict with
-that key. So a statistic of a value is never taken for one of a gradient, or for another of the same
-name.
+that key. So the monitor never confuses a statistic of a value with a statistic of a gradient, nor
+two statistics that share a name.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from tapax.reduce import Reducer, rms
 
 @dataclasses.dataclass(frozen=True)
 class StatisticRequest:
-    """A statistic of the values, or of the gradients, of some sites."""
+    """A request for a statistic of the values, or of the gradients, of some sites."""
 
     kind: str
     selection: Any
@@ -34,19 +34,19 @@ class StatisticRequest:
 
     @property
     def mapping(self) -> dict[Any, Reducer]:
-        """The selection and the reducer to capture with."""
+        """The selection, mapped to a reducer whose result has the key of the request."""
         return {self.selection: _keyed(self.reducer, self.key)}
 
 
 @functools.lru_cache(maxsize=1024)
 def _keyed(reducer: Reducer, key: str) -> Reducer:
-    # Kept, so that monitors with the same requests are equal, and the step is traced once for them.
+    # Cached, so that monitors with equal requests are equal and share one trace of the step.
     finish = reducer.finish
     return dataclasses.replace(reducer, finish=lambda state: {key: finish(state)})
 
 
 class Reading(NamedTuple):
-    """A requested number: of which site, in which iteration, by which name."""
+    """A requested number, with the label of its site and iteration, and its statistic."""
 
     request: StatisticRequest
     label: str
@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
 
 def _pair_reducers(kind: str, selection: Any) -> Iterator[tuple[Any, Reducer]]:
-    """Pair each selection in one with each of its reducers, or with `rms` if it has none."""
+    """Pair each part of a selection with each of its reducers; without reducers, with `rms`."""
     argument = f"{kind}s"
     if isinstance(selection, (Mapping, Reducer)):
         for part in flatten(check(selection, argument, reducing=True)):
@@ -79,7 +79,7 @@ def _pair_reducers(kind: str, selection: Any) -> Iterator[tuple[Any, Reducer]]:
 
 
 def make_requests(kind: str, selection: Any) -> list[StatisticRequest]:
-    """Make requests, each with a key; reducers that differ but share a name get two names."""
+    """Make a request for each reducer; different reducers that share a label get full names."""
     pairs = list(_pair_reducers(kind, selection))
     labels: dict[str, set[Reducer]] = {}
     stats: dict[str, Reducer] = {}
@@ -98,7 +98,7 @@ def make_requests(kind: str, selection: Any) -> list[StatisticRequest]:
 
 
 class ResultLabels(NamedTuple):
-    """The labels of the numbers in one result, by their places along its axes of loops."""
+    """The labels of the numbers in one result, by their indices along the axes of loops."""
 
     name: str
     request: StatisticRequest
@@ -107,7 +107,7 @@ class ResultLabels(NamedTuple):
 
 
 def label_results(requests: Sequence[StatisticRequest], sites: SiteTable) -> list[ResultLabels]:
-    """Label the result of each request, once for all steps of one shape."""
+    """Label the result of each request; the labels serve all steps with these sites."""
     by_key = {r.key: r for r in requests}
     labels = []
     for site in sites:
@@ -120,7 +120,7 @@ def label_results(requests: Sequence[StatisticRequest], sites: SiteTable) -> lis
 
 
 def _split_path(path: str) -> tuple[str, str, str]:
-    """The path of a site as it was marked, the key of the request, and the leaf of its result."""
+    """Split a path into the path of the mark, the key of the request, and the result's leaf."""
     found = re.fullmatch(r"(.*?):(?:[^:/]*\.)?((?:value|grad|param_grad)#\w+)(?:\.(.*))?", path)
     assert found is not None, path
     return found[1], found[2], found[3] or ""
@@ -136,7 +136,7 @@ def _places(request: StatisticRequest, site: Site) -> Iterator[tuple[tuple[int, 
 
 
 def _iterations(request: StatisticRequest, site: Site) -> list[Any]:
-    """The iterations along each axis of a loop; an integer for a loop with one selected."""
+    """List the iterations along each axis of a loop; an integer if one iteration is selected."""
     if request.reducer.over_loops:
         return []
     step = _step(request.selection, site)
@@ -162,7 +162,7 @@ def _step(selection: Any, site: Site) -> Any:
 def read_numbers(
     labels: Sequence[ResultLabels], arrays: Mapping[str, Any], valid: Mapping[str, Any]
 ) -> Iterator[Reading]:
-    """Read captured NumPy arrays as numbers, of the iterations that ran."""
+    """Read the numbers of the iterations that ran from captured NumPy arrays."""
     for name, request, stat, places in labels:
         array = np.asarray(arrays[name])
         mask = valid.get(name)

@@ -10,7 +10,21 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Histogram:
-    """Counts of the numbers between each edge and the next."""
+    """A histogram in a record: the number of elements between each edge and the next.
+
+    Attributes:
+        counts: The count of each bin, along the last axis.
+        edges: The edges of the bins, one more than there are bins. The first and the last may be
+            infinite.
+
+    Example:
+        >>> import numpy as np, tapax
+        >>> found = tapax.Histogram(counts=np.array([3.0, 1.0]), edges=np.array([0.0, 1.0, 2.0]))
+        >>> log = tapax.Log()
+        >>> log(0, {"Net/mlp/value_histogram": found})
+        >>> log["Net/mlp/value_histogram"].counts.tolist()
+        [[3.0, 1.0]]
+    """
 
     counts: np.ndarray
     edges: np.ndarray
@@ -18,7 +32,27 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class AlertEvent:
-    """An alert that went off: the step, the site, the statistic, its number, and a sentence."""
+    """An alert that went off.
+
+    Attributes:
+        step: The step of the record.
+        site: The name of the site, with the iteration for a site in a loop.
+        stat: The statistic, such as `grad_norm`.
+        number: The number that passed the limit.
+        message: A sentence for the user.
+
+    Example:
+        >>> import warnings, jax.numpy as jnp, tapax
+        >>> step, rule = lambda x: tapax.sow(2 * x, "h"), tapax.alert.above("h", value_max=3.0)
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     with tapax.monitor(step, alerts=rule) as watched:
+        ...         x = watched(jnp.arange(3.0))
+        >>> event = watched.alerts[0]
+        >>> event.step, event.site, event.stat, event.number
+        (0, 'h', 'value_max', 4.0)
+        >>> event.message
+        'step 0: the value of h has max 4, above the limit of 3.'
+    """
 
     step: int
     site: str
@@ -32,9 +66,10 @@ Record: TypeAlias = "Mapping[str, Number]"
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """The site, the kind and the statistic: `Net/mlp/value_rms` is ("Net/mlp", "value", "rms").
+    """Split a name into site, kind and statistic: "Net/mlp", "value", "rms" of `Net/mlp/value_rms`.
 
-    A name of another form is the site; the kind and the statistic are then empty.
+    If the name has another form, the site is the whole name, and the kind and the statistic are
+    empty.
     """
     found = re.fullmatch(r"(.+)/(value|grad|param_grad|param|update)_([^/]+)", name)
     return (found[1], found[2], found[3]) if found else (name, "", "")

@@ -1,21 +1,6 @@
-"""`stream`: statistics out of a loop while it runs.
+"""`stream`: a function whose outermost loop sends statistics to sinks while it runs.
 
->>> import jax, jax.numpy as jnp, tapax
->>> @jax.jit
-... def train(w, xs):
-...     def step(w, x):
-...         loss = lambda w: jnp.sum(tapax.sow(jnp.tanh(x @ w), "h") ** 2)
-...         value, grad = jax.value_and_grad(loss)(w)
-...         return w - 0.1 * grad, value
-...
-...     return jax.lax.scan(step, w, xs)
->>> log = tapax.Log()
->>> with tapax.stream(train, every=100, to=log) as streamed:
-...     w, losses = streamed(jnp.ones((3, 2)), jnp.ones((300, 3)))
->>> log.steps.tolist(), log.names
-([0, 100, 200], ['h/value_rms', 'h/grad_rms'])
-
-See `_streamed_loops` for what becomes of the loop, and what it costs.
+`_streamed_loops` explains how the stream transforms the loop, and the cost.
 """
 
 from __future__ import annotations
@@ -53,7 +38,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PATIENCE = 30.0
-"""How many seconds the end of a loop waits for slow sinks."""
+"""The number of seconds that the end of a loop waits for slow sinks."""
 
 
 def stream(
@@ -67,26 +52,58 @@ def stream(
     modules: Any = True,
     start: int | None = None,
 ) -> Stream[P, R]:
-    """The function `fn`, whose outermost loop sends statistics to sinks while it runs.
+    """Make a function like `fn` whose outermost loop sends statistics to sinks while it runs.
 
-    The iterations 0, `every`, 2 * `every`, ... of a `lax.scan`, `fori_loop` or `while_loop` make a
-    record each. What the function returns is what it returns without the stream. `values` and
-    `grads` select sites inside the loop and say which statistics to take, as in `tapax.monitor`:
-    a selection without a reducer stands for the root mean square. A site in a loop inside the
-    streamed one has a number for each iteration of that; `tapax.reduce.rms.total` merges them.
-    Examples of a `vmap`, inside or around the stream, and devices are merged, as in a capture.
+    Each of the iterations 0, `every`, 2 * `every`, ... of a `lax.scan`, `fori_loop` or `while_loop`
+    makes a record. The stream does not change the results. A site in a loop inside the streamed
+    loop has a number for each iteration of the inner loop; `tapax.reduce.rms.total` merges these
+    numbers. As in a capture, statistics merge the devices and the examples of a `vmap` inside or
+    around the stream.
 
-    `to` and `alerts` are those of `tapax.monitor`. `start` is the number of the first iteration. By
-    default it is 0, or, if `to` has a log with records already, the first multiple of `every` after
-    their steps, with a warning. The next call goes on with the next number; inside another jitted
-    function every call begins at `start`.
+    A call returns when the loop has ended and its records are delivered. If the call is inside
+    `jax.jit` or `jax.vmap`, the records are complete when the results are. A sink that raises is
+    dropped, with a warning.
 
-    A call returns when the loop is over and its records are delivered. Where the stream is called
-    inside `jax.jit` or `jax.vmap`, records are there when the results are. `close`, or the end of a
-    `with` block, closes the sinks. A sink that raises is dropped, with a warning.
+    Args:
+        fn: The function with the loop, jitted or not.
+        values: Selects sites inside the loop and the statistics of their values, as in
+            `tapax.monitor`. A selection without a reducer records the root mean square.
+        grads: Selects sites inside the loop and the statistics of their gradients, as `values`
+            does.
+        every: The number of iterations from one record to the next.
+        to: The destination of the records, as in `tapax.monitor`; see `tapax.sink`.
+        alerts: The rules by which the stream warns, from `tapax.alert`.
+        modules: The modules whose results are sites, as in `tapax.capture`.
+        start: The number of the first iteration. By default it is 0, or the first multiple of
+            `every` after the steps of a log in `to`, with a warning. The next call continues with
+            the next number; inside another jitted function every call begins at `start`.
 
-    Raises `SiteError` if the function has no loop, if nothing that is selected is in one, or if a
-    site that is named exactly is not.
+    Returns:
+        A `Stream`, which is called like `fn`. Close it at the end of the run.
+
+    Raises:
+        TypeError: If `fn` is not a function, or another argument has a wrong type.
+        ValueError: If there is nothing to stream, `every` or `start` is too small, or the suffix of
+            a path in `to` is unknown.
+        OSError: If a path in `to` cannot be written.
+        SiteError: When the stream is called, if `fn` has no loop, if no selected site is in a loop,
+            or if a selection names a site outside all loops exactly.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> @jax.jit
+        ... def train(w, xs):
+        ...     def step(w, x):
+        ...         loss = lambda w: jnp.sum(tapax.sow(jnp.tanh(x @ w), "h") ** 2)
+        ...         value, grad = jax.value_and_grad(loss)(w)
+        ...         return w - 0.1 * grad, value
+        ...
+        ...     return jax.lax.scan(step, w, xs)
+        >>> log = tapax.Log()
+        >>> with tapax.stream(train, every=100, to=log) as streamed:
+        ...     w, losses = streamed(jnp.ones((3, 2)), jnp.ones((300, 3)))
+        >>> log.steps.tolist(), log.names
+        ([0, 100, 200], ['h/value_rms', 'h/grad_rms'])
     """
     check_function(fn, "stream")
     return Stream(
@@ -102,10 +119,32 @@ def stream(
 
 
 class Stream(Generic[P, R]):
-    """A function whose outermost loop is streamed: see `stream`.
+    """A function whose outermost loop is streamed; `tapax.stream` makes it.
 
-    `step_number` is the number of the first iteration of the next call, and may be set. `alerts`
-    are those that went off so far.
+    Call it like the function. The end of a `with` block closes it. `tapax.stream` explains the
+    arguments.
+
+    Args:
+        fn: The function with the loop.
+        values: The statistics of values.
+        grads: The statistics of gradients.
+        every: The number of iterations from one record to the next.
+        to: The sinks.
+        alerts: The rules by which the stream warns.
+        modules: The modules whose results are sites.
+        start: The number of the first iteration.
+
+    Example:
+        >>> import jax, tapax
+        >>> def double(x):
+        ...     return jax.lax.fori_loop(0, 10, lambda i, x: tapax.sow(2 * x, "h"), x)
+        >>> log = tapax.Log()
+        >>> with tapax.stream(double, grads=None, every=5, to=log) as streamed:
+        ...     x = streamed(1.0)
+        >>> float(x), log["h/value_rms"].values.tolist()
+        (1024.0, [2.0, 64.0])
+        >>> streamed.step_number, streamed.alerts
+        (10, [])
     """
 
     def __init__(
@@ -128,13 +167,13 @@ class Stream(Generic[P, R]):
             )
         plan = self._reader.make_plan(modules)
         self._fn = fn
-        # Last, so that nothing is left open if an argument is wrong.
+        # Make the sinks last, so that a wrong argument leaves no sink open.
         sinks = make(to)
         first = next_step(sinks, every) if start is None else start
         self._delivery = Delivery(sinks, self._reader.stop)
         self._channel = _Channel(self._reader, self._delivery, every, first)
         self._call = TransformedFunction(fn, _StreamTransform(plan, every, self._channel))
-        # A program that was traced with the stream in it may outlive it, and has the channel.
+        # The channel, because a program traced with the stream refers to it and may outlive `self`.
         weakref.finalize(self._channel, self._delivery.end).atexit = False
 
     def __repr__(self) -> str:
@@ -155,7 +194,7 @@ class Stream(Generic[P, R]):
 
     @property
     def step_number(self) -> int:
-        """The number of the first iteration of the next call."""
+        """The number of the first iteration of the next call. It may be set."""
         return self._channel.first
 
     @step_number.setter
@@ -164,11 +203,17 @@ class Stream(Generic[P, R]):
 
     @property
     def alerts(self) -> list[AlertEvent]:
-        """The alerts that went off so far; all of them, once the stream is closed."""
+        """The alerts that went off so far; after `close`, all alerts of the run."""
         return list(self._reader.alerts)
 
     def close(self) -> None:
-        """Waits until everything is delivered, and closes the sinks."""
+        """Wait until all records are delivered, and close the sinks.
+
+        Example:
+            >>> import tapax
+            >>> streamed = tapax.stream(lambda x: x)
+            >>> streamed.close()
+        """
         jax.effects_barrier()
         self._reader.stop()
         self._delivery.close()
@@ -181,9 +226,10 @@ class Stream(Generic[P, R]):
 
 
 class _Channel:
-    """Takes what loops emit, on threads of JAX, to the delivery.
+    """A channel to the delivery from the loops, which emit on threads of JAX.
 
-    `first` is the number of their first iteration, `longest` how often the longest of them ran.
+    `first` is the number of the first iteration of each loop, and `longest` the number of
+    iterations of the longest loop.
     """
 
     def __init__(self, reader: Reader, delivery: Delivery, every: int, first: int):
@@ -192,9 +238,9 @@ class _Channel:
         self._lock = threading.Lock()
 
     def receiver(self, *, length: int | None, reverse: bool) -> Receiver:
-        """Makes the receiver of a loop of this `length`, None if that is not known.
+        """Make the receiver of a loop. `length` is None if it is unknown.
 
-        The records of a loop that runs backwards are kept until the last of them has come.
+        The receiver of a reverse loop keeps the records until the last of them has arrived.
         """
         kept: list[tuple[int, Callable[[], Taps]]] = []
         last = 0 if reverse or not length else (length - 1) // self._every * self._every
@@ -224,7 +270,7 @@ class _Channel:
 
 @dataclasses.dataclass(frozen=True)
 class _StreamTransform(Transform):
-    """Evaluates the program with its outermost loops streamed."""
+    """A transform that streams the outermost loops of a program."""
 
     plan: Plan
     every: int
@@ -232,7 +278,7 @@ class _StreamTransform(Transform):
 
     @property
     def is_reusable(self) -> bool:
-        return False  # the sinks are those of one stream
+        return False  # the sinks belong to one stream
 
     def run(self, call: TracedCall, prepared: PyTree) -> Any:
         if active_policy() is not None:
@@ -242,7 +288,7 @@ class _StreamTransform(Transform):
                 "tapax.stream(tapax.edit(fn, ...))."
             )
         hooks = StreamHooks(self.plan, self.every, self.channel.receiver)
-        # The walk itself records nothing: what the loops do not emit is not wanted.
+        # The walk itself records nothing, because only the loops emit statistics.
         walk = Walk(dataclasses.replace(self.plan, values=None, grads=None), hooks=hooks)
         outs = call.program.run(walk, call.arrays)
         _verify(self.plan, walk, hooks)
@@ -250,7 +296,7 @@ class _StreamTransform(Transform):
 
 
 def _verify(plan: Plan, walk: Walk, hooks: StreamHooks) -> None:
-    """Raises for what was asked for and is not streamed."""
+    """Raise if a selection asks for statistics that are not streamed."""
     if not hooks.loops:
         raise SiteError(
             "The function has no loop to stream from: no lax.scan, fori_loop or while_loop. "

@@ -1,13 +1,13 @@
-"""Streamed loops: a program whose outermost loops emit statistics of every n-th iteration.
+"""Streamed loops: the outermost loops of a program, which emit statistics of every n-th iteration.
 
 A scan of 10,000 iterations with `every=100` becomes a scan of 100 chunks. A chunk first evaluates a
-copy of the loop's body on what its first iteration gets, of which statistics are all that is kept,
-and emits those; then it runs its 100 iterations as the plain program does. So the results are those
-of the plain program, the other iterations have nothing added to them, not even a test, and a record
-costs one more iteration. A while loop becomes two, one in the other, that count.
+copy of the loop body on the inputs of its first iteration, keeps only the statistics, and emits
+them; then it runs its 100 iterations as the plain program does. So the results equal those of the
+plain program, the other iterations do no extra work, not even a test, and a record costs one more
+iteration. A while loop becomes two nested while loops that count iterations.
 
-A scan that runs backwards, as that of a gradient does, has its chunks at the same places, and emits
-at the end of each.
+A reverse scan, such as the scan of a gradient, has the same chunks, and emits at the end of each
+chunk.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tapax.monitoring._emission import Emission, Receiver, When, emit, merge_exa
 
 
 class Receivers(Protocol):
-    """Makes the receiver of a loop of this `length`, None if that is not known."""
+    """A function that makes the receiver of a loop. `length` is None if it is unknown."""
 
     def __call__(self, *, length: int | None, reverse: bool) -> Receiver: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class _WatchedBody:
-    """A copy of the body of a loop that returns what the plan selects in it, and nothing else."""
+    """A copy of the body of a loop that returns only the entries that the plan selects."""
 
     jaxpr: Jaxpr
     ins: Slots
@@ -57,9 +57,9 @@ class _WatchedBody:
 
 
 class StreamHooks(WalkHooks):
-    """Streams the outermost loops of a program, which the walk itself records nothing of.
+    """Hooks that stream the outermost loops of a program; the walk itself records nothing.
 
-    `entries` are those that the loops emit, `loops` is how many loops there are.
+    `entries` lists the entries that the loops emit; `loops` is the number of loops.
     """
 
     def __init__(self, plan: Plan, every: int, receivers: Receivers):
@@ -73,7 +73,7 @@ class StreamHooks(WalkHooks):
     def equation(self, walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
         kind = kind_of(eqn)
         if self._watching and kind & Kind.DEBUG:
-            return []  # the plain iteration prints
+            return []  # only the plain iteration prints
         if self._depth or not kind & LOOPS:
             return walk.evaluate_equation(eqn, args)
         self.loops += 1
@@ -97,7 +97,7 @@ class StreamHooks(WalkHooks):
     def _watch(
         self, walk: Interpreter, body: Jaxpr, around: Around, args: Sequence[Any]
     ) -> _WatchedBody:
-        """The copy of a body that is watched; `args` may be types."""
+        """Make the watched copy of a body; `args` are its arguments, or their types."""
         ins = Slots.of(args)
         alone = _jax.dce(body, [])
 
@@ -126,14 +126,14 @@ class StreamHooks(WalkHooks):
         number: Value,
         live: Value,
     ) -> None:
-        """Emits the entries of one iteration; in a shard_map those of all devices, by the first."""
+        """Emit the entries of one iteration; in a shard_map, the first device emits for all."""
         here = typed.asarray(True)
         for axis in (a for a in walk.around if a.kind is Kind.SHARD_MAP):
             here &= jax.lax.axis_index(axis.name) == 0
             entries = [_gathered(entry, axis) for entry in entries]
         arrays = [a for e in entries for a in e.arrays]
         bare = tuple(e.bare for e in entries)
-        # A new one each time: the compiler must not take two callbacks for one.
+        # A new emission each time, so that the compiler does not merge two callbacks.
         own = dataclasses.replace(emission, entries=bare, conditional=bool(self._branches))
         emit(own, When(number, live, here), arrays)
 
@@ -156,7 +156,7 @@ class StreamHooks(WalkHooks):
         ys_slots: list[Slots] = []
 
         def run_plain(state: list[Value], xs: list[Value], length: int) -> Any:
-            """Runs some iterations as they are in the program."""
+            """Run `length` iterations as the plain program does."""
             rewind()
             part = eqn.replace(params=dict(eqn.params, length=length))
             given = [*loop.consts, *state, *slots.fill(iter(xs))]
@@ -165,7 +165,7 @@ class StreamHooks(WalkHooks):
             return outs[:ncarry], ys_slots[0].arrays(outs[ncarry:])
 
         def run_chunk(number: Value, state: list[Value], xs: list[Value], length: int) -> Any:
-            """Runs some iterations, the first of which is streamed."""
+            """Run `length` iterations, and stream the first of them."""
             parts: list[list[Value]] = []
             if loop.reverse and length > 1:
                 state, ys = run_plain(state, [x[1:] for x in xs], length - 1)
@@ -252,7 +252,7 @@ def _concatenated(parts: list[list[Value]]) -> list[Value]:
 
 
 def _gathered(entry: Entry, axis: Around) -> Entry:
-    """The entry of all devices along an axis of a mesh, if it varies over that."""
+    """Merge an entry over the devices along an axis of a mesh, if it varies over the axis."""
     entry = entry.even
     varying = _jax.varying_axes(jax.typeof(entry.arrays[0]))
     if not axis.unchecked and axis.name not in varying:
@@ -263,7 +263,7 @@ def _gathered(entry: Entry, axis: Around) -> Entry:
 
 
 def _refuse_uneven(walk: Interpreter, loop: While, entry: Entry) -> None:
-    """Refuses a loop that may end on one device before it does on another."""
+    """Raise if a loop may end on one device before it ends on another."""
     axes = [a for a in walk.around if a.kind is Kind.SHARD_MAP]
     over = _jax.varying_axes(_jax.open_jaxpr(loop.test).outvars[0].aval)
     if over or any(axis.unchecked for axis in axes):

@@ -1,4 +1,4 @@
-"""Tables of a log: the first and the last number of every name, and the trend between."""
+"""Tables of a log: the first number, the last number, and the trend of every name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def summary(number: Number) -> float:
-    """One number for any: the mean over units, and the mean that a histogram tells."""
+    """Summarize a number as a float: the mean over units, or the mean of a histogram."""
     if isinstance(number, (int, float)):
         return float(number)
     if isinstance(number, np.ndarray):
@@ -31,7 +31,7 @@ def summary(number: Number) -> float:
 
 
 def sparkline(numbers: Sequence[float], width: int = 16) -> str:
-    """A line of bars: some numbers, or the means of as many parts of them as there is room for."""
+    """Draw numbers as at most `width` bars; if there are more, a bar is the mean of several."""
     if not width:
         return ""
     if len(numbers) > width:
@@ -40,14 +40,14 @@ def sparkline(numbers: Sequence[float], width: int = 16) -> str:
         numbers = [_mean(part) for part in parts]
     finite = [x for x in numbers if math.isfinite(x)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    if low > 0 and high / low > 100:  # over some orders of magnitude, by the order
+    if low > 0 and high / low > 100:  # several orders of magnitude need a log scale
         numbers = [math.log(x) if math.isfinite(x) else x for x in numbers]
         low, high = math.log(low), math.log(high)
     return "".join(_bar(x, low, high) for x in numbers)
 
 
 def _mean(part: Sequence[float]) -> float:
-    # A single nan or inf must be seen.
+    # A single NaN or infinity must stay visible.
     bad = [x for x in part if not math.isfinite(x)]
     return bad[0] if bad else sum(part) / len(part)
 
@@ -63,7 +63,7 @@ def _bar(x: float, low: float, high: float) -> str:
 def log_table(
     records: Sequence[tuple[int, Record]], names: Sequence[str], alerts: int, rows: int
 ) -> Table:
-    """The first, the last and the trend of every name."""
+    """Make a table with the first number, the last number, and the trend of every name."""
     what = f"{len(records)} records" if len(records) != 1 else "1 record"
     if records:
         what += f", steps {records[0][0]} to {records[-1][0]}"
@@ -86,7 +86,7 @@ def log_table(
 
 
 def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
-    """A row for each site, a column for each statistic: its last number, and its trend."""
+    """Make a table of sites by statistics; a cell has the last number and the trend."""
     rows: dict[str, dict[str, Sequence[float]]] = {}
     for name, numbers in history.items():
         site, kind, stat = split_name(name)
@@ -99,6 +99,6 @@ def sites_table(step: int, history: Mapping[str, Sequence[float]]) -> Table:
         table.add_column(stat, no_wrap=True)
     for site, row in rows.items():
         cells = (f"{row[s][-1]:.3g} {sparkline(row[s], width)}" if s in row else "" for s in stats)
-        # A name may hold brackets, which are no markup.
+        # As text, because rich would read the brackets in a name as markup.
         table.add_row(Text(site), *cells)
     return table

@@ -1,4 +1,4 @@
-"""One number for a statistic that has a number for each unit, as a plot or the page shows it."""
+"""Merging of the numbers of several units into one, for plots and the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tapax.monitoring._records import Histogram
 
 
 def base_statistic(stat: str) -> str:
-    """The name of a statistic without its arguments: `rms` of `rms.total`."""
+    """Return the name of a statistic without its arguments: `rms` for `rms.total`."""
     return stat.partition(".total")[0].partition("(")[0]
 
 
@@ -27,9 +27,10 @@ _MERGES: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def merge_units(stat: str, number: Any) -> float | Histogram | None:
-    """Merge the numbers of several units into one number or histogram; None for no numbers.
+    """Merge the numbers of several units into one number or histogram; None without numbers.
 
-    The rms, norm, sum, least and largest are those of all units; another statistic is their mean.
+    The merged rms, norm, sum, minimum or maximum is that of all units; other statistics are
+    averaged.
     """
     if isinstance(number, Histogram):
         counts, edges = (np.asarray(x, np.float64) for x in (number.counts, number.edges))

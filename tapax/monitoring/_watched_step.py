@@ -23,15 +23,15 @@ from tapax.monitoring._parameters import (
 
 
 class Captured(NamedTuple):
-    """What the copy of a step computed: statistics of sites, and of the gradients of parameters."""
+    """The results of the copy of a step: statistics of sites, and of gradients of parameters."""
 
     statistics: PackedArrays
-    """The taps, packed."""
+    """The packed taps."""
     parameters: ParameterCapture | None
 
 
 def make_transform(plan: Plan, parameters: ParameterWatch | None) -> Transform:
-    """Makes the transform that captures what a plan selects, and gradients of parameters."""
+    """Make the transform that captures the selected sites and the gradients of parameters."""
     if parameters is None:
         return _WatchedStep(plan)
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
@@ -40,7 +40,7 @@ def make_transform(plan: Plan, parameters: ParameterWatch | None) -> Transform:
 
 @dataclasses.dataclass(frozen=True)
 class _WatchedStep(Transform):
-    """Returns what the plan selects, and computes nothing else."""
+    """A transform that computes the statistics that the plan selects, and nothing else."""
 
     plan: Plan
     parameters: ParameterWatch | None = None
@@ -48,7 +48,7 @@ class _WatchedStep(Transform):
 
     @property
     def is_reusable(self) -> bool:
-        return self.parameters is None  # names depend on the arguments that they were found in
+        return self.parameters is None  # the names of parameters depend on the arguments
 
     def prepare(self, call: TracedCall) -> KnownParameters | None:
         effects = {str(effect) for effect in call.program.jaxpr.effects}

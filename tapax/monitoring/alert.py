@@ -1,12 +1,13 @@
-"""Alerts: rules by which a monitor warns, layer by layer.
+"""Alerts: rules by which a monitor or a stream warns, layer by layer.
+
+A rule names the statistics that it needs, and the monitor captures them even if it does not record
+them. An alert goes off when a number passes its limit, and a second time only after the number has
+returned within the limit. The monitor adds the alert to `Monitor.alerts`, passes it to the sinks
+that have a method `alert`, and warns once for each rule and layer.
 
 >>> import tapax
 >>> alerts = [tapax.alert.nonfinite(), tapax.alert.above("**", grad_norm=1e3), tapax.alert.dead()]
-
-A rule names the statistics that it needs, and the monitor captures them, whether it records them or
-not. An alert goes off when a number passes its limit, and not again before the number is back: it
-is added to `monitor.alerts`, goes to the sinks that have a method `alert`, and warns, once for each
-rule and layer.
+>>> tapax.monitor(lambda x: tapax.sow(x, "h"), alerts=alerts).close()
 """
 
 import dataclasses
@@ -26,14 +27,26 @@ __all__ = ["AlertEvent", "AlertRule", "AlertWarning", "above", "below", "dead", 
 
 
 class AlertWarning(UserWarning):
-    """The category of the warnings of alerts."""
+    """The category of the warnings of alerts.
+
+    Example:
+        >>> import warnings, jax.numpy as jnp, tapax
+        >>> step = lambda x: tapax.sow(jnp.log(x), "h")
+        >>> with warnings.catch_warnings(record=True) as found:
+        ...     warnings.simplefilter("always", tapax.alert.AlertWarning)
+        ...     with tapax.monitor(step, alerts=tapax.alert.nonfinite()) as watched:
+        ...         x = watched(jnp.zeros(2))
+        >>> [str(each.message) for each in found if each.category is tapax.alert.AlertWarning]
+        ['step 0: the value of h has 2 numbers that are NaN or Inf.']
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """A statistic of the values or the gradients of some sites, and when it is too much.
+    """The limit of a statistic of the values or the gradients of some sites.
 
-    `rule` is the name of the function that made it: `nonfinite`, `above`, `below` or `dead`.
+    `rule` is the function that made the limit: `nonfinite`, `above`, `below` or `dead`. `kind` is
+    `value` or `grad`.
     """
 
     rule: str
@@ -44,7 +57,7 @@ class Limit:
     limit: float = 0.0
 
     def check(self, step: int, label: str, number: Any) -> AlertEvent | None:
-        """The alert that goes off for the number of a site at a step, if any."""
+        """Return the alert of the number of a site at a step; None if it is within the limit."""
         number = float(number)
         fault = self._fault(number)
         if fault is None:
@@ -54,7 +67,7 @@ class Limit:
         return AlertEvent(step, label, f"{self.kind}_{self.stat}", number, message)
 
     def _fault(self, number: float) -> str | None:
-        """The fault of a number, as the end of a sentence about it; None if it has none."""
+        """Describe the fault of a number, as the end of a sentence; None for a good number."""
         match self.rule:
             case "nonfinite" if number:
                 numbers = "number that is" if number == 1 else "numbers that are"
@@ -73,13 +86,44 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class AlertRule:
-    """A rule that goes off when any of its limits is passed."""
+    """A rule that goes off when a number passes any of its limits.
+
+    `nonfinite`, `above`, `below` and `dead` make rules.
+
+    Attributes:
+        limits: The limits, each with a statistic and a selection of sites.
+
+    Example:
+        >>> import tapax
+        >>> rule = tapax.alert.above("**", grad_norm=1e3, value_rms=50.0)
+        >>> [(limit.kind, limit.stat, limit.limit) for limit in rule.limits]
+        [('grad', 'norm', 1000.0), ('value', 'rms', 50.0)]
+    """
 
     limits: tuple[Limit, ...]
 
 
 def nonfinite(at: Selection = "**") -> AlertRule:
-    """Values and gradients that have a NaN or an Inf in them."""
+    """Make a rule that warns of values and gradients with a NaN or an infinity.
+
+    Args:
+        at: Selects the sites.
+
+    Returns:
+        A rule for `tapax.monitor` and `tapax.stream`.
+
+    Raises:
+        TypeError: If `at` is not a selection.
+
+    Example:
+        >>> import warnings, jax.numpy as jnp, tapax
+        >>> step = lambda x: tapax.sow(jnp.log(x), "h")
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     with tapax.monitor(step, alerts=tapax.alert.nonfinite()) as watched:
+        ...         x = watched(jnp.zeros(2))
+        >>> watched.alerts[0].message
+        'step 0: the value of h has 2 numbers that are NaN or Inf.'
+    """
     at = check(at, "at")
     both = (("value", at), ("grad", _make_optional(at)))
     name, reducer = "nonfinite", reduce.nonfinite
@@ -87,21 +131,84 @@ def nonfinite(at: Selection = "**") -> AlertRule:
 
 
 def above(at: Selection, /, **limits: float) -> AlertRule:
-    """Statistics above a limit: `above("**", grad_norm=1e3, value_rms=50.0)`.
+    """Make a rule that warns of statistics above a limit. A NaN is above any limit.
 
-    A keyword is `value_` or `grad_` and the name of a reducer, or `min` or `max`. A NaN is above
-    any limit.
+    Args:
+        at: Selects the sites.
+        **limits: The limit of each statistic. A keyword is `value_` or `grad_`, then `min`, `max`,
+            or one of the reducers `rms`, `norm`, `mean`, `var`, `sum`, `zeros` and `nonfinite`; or
+            `grad_` and one of the reducers `cosine` and `update_ratio`.
+
+    Returns:
+        A rule for `tapax.monitor` and `tapax.stream`.
+
+    Raises:
+        TypeError: If `at` is not a selection, there are no limits, a keyword is not a statistic, or
+            a limit is not a number.
+
+    Example:
+        >>> import warnings, jax.numpy as jnp, tapax
+        >>> step, rule = lambda x: tapax.sow(2 * x, "h"), tapax.alert.above("**", value_rms=50.0)
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     with tapax.monitor(step, every=1, alerts=rule) as watched:
+        ...         results = [watched(jnp.full(3, x)) for x in (1.0, 30.0)]
+        >>> [event.message for event in watched.alerts]
+        ['step 1: the value of h has rms 60, above the limit of 50.']
     """
     return AlertRule(tuple(_make_limits("above", at, limits)))
 
 
 def below(at: Selection, /, **limits: float) -> AlertRule:
-    """Statistics below a limit: `below("**/mlp", grad_rms=1e-12)`. A NaN is below any limit."""
+    """Make a rule that warns of statistics below a limit. A NaN is below any limit.
+
+    Args:
+        at: Selects the sites.
+        **limits: The limit of each statistic, with the keywords of `above`.
+
+    Returns:
+        A rule for `tapax.monitor` and `tapax.stream`.
+
+    Raises:
+        TypeError: If `at` is not a selection, there are no limits, a keyword is not a statistic, or
+            a limit is not a number.
+
+    Example:
+        >>> import warnings, jax.numpy as jnp, tapax
+        >>> step, rule = lambda x: tapax.sow(0 * x, "h"), tapax.alert.below("h", value_rms=1e-6)
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     with tapax.monitor(step, alerts=rule) as watched:
+        ...         x = watched(jnp.ones(3))
+        >>> watched.alerts[0].message
+        'step 0: the value of h has rms 0, below the limit of 1e-06.'
+    """
     return AlertRule(tuple(_make_limits("below", at, limits)))
 
 
 def dead(fraction: float = 0.9, at: Selection = "**") -> AlertRule:
-    """Values of which at least this fraction of units, along the last axis, is zero everywhere."""
+    """Make a rule that warns of values with many dead units.
+
+    A unit is an index of the last axis. It is dead if it is zero in the whole batch.
+
+    Args:
+        fraction: The least fraction of dead units that sets the alert off.
+        at: Selects the sites.
+
+    Returns:
+        A rule for `tapax.monitor` and `tapax.stream`.
+
+    Raises:
+        ValueError: If `fraction` is not a number above 0 and at most 1.
+        TypeError: If `at` is not a selection.
+
+    Example:
+        >>> import warnings, jax, jax.numpy as jnp, tapax
+        >>> step = lambda x: tapax.sow(jax.nn.relu(x), "h")
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     with tapax.monitor(step, alerts=tapax.alert.dead(0.5)) as watched:
+        ...         x = watched(jnp.array([[-1.0, 2.0], [-3.0, 4.0]]))
+        >>> watched.alerts[0].message
+        'step 0: the value of h has 50% dead units, zero in the whole batch.'
+    """
     number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
     if not number or not 0 < fraction <= 1:
         raise ValueError(f"`fraction` must be a number above 0 and at most 1, but is {fraction!r}.")
@@ -109,12 +216,12 @@ def dead(fraction: float = 0.9, at: Selection = "**") -> AlertRule:
 
 
 def _make_optional(at: Selection) -> Selection:
-    """The same sites, none of which must have a gradient, as one that is named must."""
+    """Allow the sites of a selection to have no gradients, even if it names them exactly."""
     return tuple(IfAny(part) for part in flatten(at))
 
 
 def _alive(x: Value) -> Any:
-    # A single number is no unit: it is never taken for dead.
+    # A scalar has no units, so it never counts as dead.
     return jnp.any(x != 0, tuple(range(x.ndim - 1))) if x.ndim else jnp.array(True)
 
 

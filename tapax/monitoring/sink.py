@@ -1,18 +1,14 @@
-"""Sinks: where the records of a monitor go.
+"""Sinks: the destinations of the records of a monitor.
 
-A sink is any function of a step and a record, a dict of numbers by name:
+A sink is any function of a step and a record, which is a dict of numbers by name. A thread calls it
+with one record after another. It may have a method `alert`, which the thread calls with each
+`AlertEvent`, and a method `close`, which the thread calls at the end. If a sink raises, the monitor
+drops it with a warning, and the training goes on.
 
->>> import tapax
->>> tapax.monitor(lambda x: x, to=lambda step, record: print(step, record)).close()
-
-A thread calls it, one record after the other. It may have a method `alert`, which the thread calls
-with each `AlertEvent`, and a method `close`, which it calls in the end. A sink that raises is
-dropped, with a warning; the training goes on.
-
-`to=` also takes a path, `"run.jsonl"`, `"run.parquet"` or `"run.safetensors"`, which `tapax.open`
-reads; `"table"`, in the terminal; `"page"`, in the browser or the notebook, which follows the run;
-or a list of sinks and paths. A log that is there already is continued: the
-argument `start` of `tapax.monitor` says from which step.
+The argument `to` of a monitor also takes a path, `"run.jsonl"`, `"run.parquet"` or
+`"run.safetensors"`, which `tapax.open` reads; `"table"`, for the terminal; `"page"`, for a page in
+the browser or the notebook that follows the run; or a list of sinks and paths. A log on disk is
+continued, from the step `start` of `tapax.monitor`.
 """
 
 from __future__ import annotations
@@ -41,9 +37,18 @@ To: TypeAlias = "Sink | str | os.PathLike[str] | Sequence[To] | None"
 
 
 class table:
-    """A table in the terminal that is kept up to date: a row for each site.
+    """A sink that shows a table in the terminal, with a row for each site, and keeps it up to date.
 
-    Where there is no terminal, it is printed once, in the end.
+    If the output is not a terminal, `close` prints the table once.
+
+    Args:
+        console: The console of rich that shows the table; by default a new one.
+
+    Example:
+        >>> from rich.console import Console
+        >>> import tapax
+        >>> show = tapax.sink.table(Console(stderr=True))
+        >>> show(0, {"Net/mlp/value_rms": 0.5})
     """
 
     def __init__(self, console: Console | None = None):
@@ -66,7 +71,7 @@ class table:
         for name, number in record.items():
             numbers = self._history.setdefault(name, [])
             numbers.append(summary(number))
-            if len(numbers) > 64:  # the trend is that of the last ones
+            if len(numbers) > 64:  # the trend shows the last 64 numbers
                 del numbers[0]
         if not self._console.is_terminal:
             return
@@ -76,12 +81,30 @@ class table:
         self._live.update(sites_table(step, self._history), refresh=True)
 
     def alert(self, event: AlertEvent) -> None:
+        """Print an alert.
+
+        Args:
+            event: The alert that went off.
+
+        Raises:
+            OSError: If the output cannot be written.
+
+        Example:
+            >>> event = AlertEvent(7, "h", "value_rms", 9.0, "step 7: h has rms 9.")
+            >>> table().alert(event)
+            step 7: h has rms 9.
+        """
         if self._console.is_terminal:
             self._console.print(event.message, style="bold red", markup=False, highlight=False)
-        else:  # rich would display it in a notebook, where the table is text
+        else:  # in a notebook rich would display HTML, but the table is text
             print(event.message, file=self._console.file)
 
     def close(self) -> None:
+        """Stop updating the table, or print it if the output is not a terminal.
+
+        Example:
+            >>> table().close()
+        """
         from tapax._results.tables import render
         from tapax.monitoring._trend import sites_table
 
@@ -93,9 +116,18 @@ class table:
 
 
 class tensorboard:
-    """Event files for TensorBoard, by tensorboardX: scalars, and histograms as they are.
+    """A sink that writes scalars and histograms to event files of TensorBoard, with tensorboardX.
 
-    An array, one number for each unit, is shown as the histogram of its numbers.
+    An array with a number for each unit becomes the histogram of its numbers.
+
+    Args:
+        folder: The folder of the event files.
+
+    Example:
+        >>> import tempfile, tapax
+        >>> write = tapax.sink.tensorboard(tempfile.mkdtemp())
+        >>> write(0, {"Net/mlp/value_rms": 0.5})
+        >>> write.close()
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -140,17 +172,44 @@ class tensorboard:
         )
 
     def alert(self, event: AlertEvent) -> None:
+        """Write an alert as a text with the tag `alerts`.
+
+        Args:
+            event: The alert that went off.
+
+        Raises:
+            OSError: If the event file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> event = AlertEvent(7, "h", "value_rms", 9.0, "step 7: h has rms 9.")
+            >>> tensorboard(tempfile.mkdtemp()).alert(event)
+        """
         self._writer.add_text("alerts", event.message, event.step)
 
     def close(self) -> None:
+        """Close the event file.
+
+        Example:
+            >>> import tempfile
+            >>> tensorboard(tempfile.mkdtemp()).close()
+        """
         self._writer.close()
 
 
 class wandb:
-    """Weights & Biases: logs to `run`, or to the run that `wandb.init` began.
+    """A sink that logs to a run of Weights & Biases.
 
-    Every number is plotted over `monitor/step`, the step of the monitor. The step that wandb counts
-    itself is left to the user's own calls of `wandb.log`.
+    Weights & Biases plots every number over `monitor/step`, the step of the monitor. The step that
+    wandb counts itself is for the calls of `wandb.log` in the user's code.
+
+    Args:
+        run: The run; by default the run that `wandb.init` began.
+
+    Example:
+        >>> import tapax, wandb  # doctest: +SKIP
+        >>> write = tapax.sink.wandb(wandb.init(resume="allow"))  # doctest: +SKIP
+        >>> write(write.last_step or 0, {"Net/mlp/value_rms": 0.5})  # doctest: +SKIP
     """
 
     _STEP = "monitor/step"
@@ -171,19 +230,19 @@ class wandb:
     def __call__(self, step: int, record: Record) -> None:
         run = self._run or self._wandb.run
         self._define(run, record)
-        # Without `step=`: the user's own calls count steps too, and wandb drops what goes back.
+        # Without `step=`: calls in the user's code count steps too, and wandb drops earlier steps.
         run.log({self._STEP: step, **{n: self._shown(x) for n, x in as_floats(record).items()}})
 
     @property
     def last_step(self) -> int | None:
-        """The last step of a run that is resumed, if it has one."""
+        """The last step of a resumed run; None for a new run."""
         run = self._run or self._wandb.run
         step = run.summary.get(self._STEP) if getattr(run, "resumed", False) else None
         return None if step is None else int(step)
 
     def _define(self, run: Any, record: Record) -> None:
-        """Tells wandb, once for each name, over what to plot it."""
-        define = getattr(run, "define_metric", None)  # a run that only records may have none
+        """Tell wandb, once for each name, to plot the number over the step of the monitor."""
+        define = getattr(run, "define_metric", None)  # a stand-in for a run may lack it
         if define is None:
             return
         if self._defined[0] is not run:
@@ -203,15 +262,31 @@ class wandb:
         return number
 
     def alert(self, event: AlertEvent) -> None:
+        """Send an alert of the run.
+
+        Args:
+            event: The alert that went off.
+
+        Raises:
+            Exception: If wandb cannot send the alert.
+
+        Example:
+            >>> tapax.sink.wandb().alert(event)  # doctest: +SKIP
+        """
         (self._run or self._wandb.run).alert(title=event.site, text=event.message)
 
 
 class mlflow:
-    """MLflow: logs the numbers to the active run. Histograms and arrays as their means."""
+    """A sink that logs to the active run of MLflow, or to a new run; arrays as their means.
+
+    Example:
+        >>> import tapax
+        >>> tapax.sink.mlflow()(0, {"Net/mlp/value_rms": 0.5})  # doctest: +SKIP
+    """
 
     def __init__(self) -> None:
         self._mlflow = _import_package("mlflow")
-        # The active run is that of a thread, and records are written by another one.
+        # The active run belongs to this thread, but another thread writes the records.
         self._run = (self._mlflow.active_run() or self._mlflow.start_run()).info.run_id
 
     def __repr__(self) -> str:
@@ -224,11 +299,22 @@ class mlflow:
         self._mlflow.log_metrics(numbers, step=step, run_id=self._run)
 
     def alert(self, event: AlertEvent) -> None:
+        """Set a tag of the run, `alert.STEP`, to the message of an alert.
+
+        Args:
+            event: The alert that went off.
+
+        Raises:
+            Exception: If MLflow cannot set the tag.
+
+        Example:
+            >>> tapax.sink.mlflow().alert(event)  # doctest: +SKIP
+        """
         self._mlflow.MlflowClient().set_tag(self._run, f"alert.{event.step}", event.message)
 
 
 def _close_edges(edges: np.ndarray) -> np.ndarray:
-    """Edges that can be drawn: a bin without an end is made as wide as its neighbour."""
+    """Replace infinite edges, so that their bins are as wide as the neighbouring bins."""
     edges = edges.copy()
     if not np.isfinite(edges[-1]):
         edges[-1] = 2 * edges[-2] - edges[-3] if len(edges) > 2 else edges[-2] + 1
@@ -238,7 +324,7 @@ def _close_edges(edges: np.ndarray) -> np.ndarray:
 
 
 def _tag_numbers(record: Record) -> dict[str, Number]:
-    """A record with names for those who take no brackets in one: `mlp[3,0]` is `mlp.3.0`."""
+    """Rename the numbers for packages that reject brackets: `mlp[3,0]` becomes `mlp.3.0`."""
     dots = str.maketrans({"[": ".", "]": None, ",": ".", ":": ".", "@": ".", "~": "."})
     return {
         re.sub(r"[^-/\w.]", "_", name.translate(dots)): x for name, x in as_floats(record).items()
@@ -254,7 +340,24 @@ def _import_package(package: str, extra: str | None = None) -> Any:
 
 
 def make(to: To) -> list[Sink]:
-    """The sinks that the argument `to` of a monitor stands for."""
+    """Make the sinks for the argument `to` of a monitor.
+
+    Args:
+        to: A sink, a path, `"table"`, `"page"`, a list of these, or None.
+
+    Returns:
+        A list of sinks.
+
+    Raises:
+        TypeError: If `to` is a class or has another wrong type.
+        ValueError: If the suffix of a path is unknown.
+        OSError: If a path cannot be written.
+
+    Example:
+        >>> import tapax
+        >>> tapax.sink.make(["table", None])
+        [table()]
+    """
     if to is None:
         return []
     if isinstance(to, (str, os.PathLike)):
@@ -275,7 +378,7 @@ def _make_sink(to: str | os.PathLike[str]) -> Sink:
     if to == "table":
         return table()
     if to == "page":
-        # The page is in a layer above this one, so it is loaded by name, as packages of sinks are.
+        # The page is in a layer above this one, so load it by name, as for the packages of sinks.
         return importlib.import_module("tapax.viewer._page_sink").PageSink()
     sinks = {".jsonl": jsonl, **FORMATS}
     suffix = Path(to).suffix
