@@ -1,4 +1,4 @@
-"""Datasets of activations: harvested into folders of safetensors shards, and read from them."""
+"""Datasets of activations, which `harvest` writes as safetensors shards and `Activations` reads."""
 
 from typing import TYPE_CHECKING
 

@@ -33,9 +33,32 @@ if TYPE_CHECKING:
 class Activations(Tabular):
     """A dataset of activations on disk, as `tapax.harvest` writes it and `tapax.open` reads it.
 
-    `acts["GPT/blocks/3"]` is the array of a site, [rows, width], and `acts["token"]` that of a
-    column. Both are read when they are indexed. `acts[5]`, `acts[10:20]` and `acts[[3, 17]]` are
-    rows of all of them, as a dict.
+    `acts["GPT/blocks/3"]` is the array of a site, [rows, width], and `acts["token"]` is the array
+    of a column. Both are `LazyArray`s: indexing them reads from disk. `acts[5]`, `acts[10:20]` and
+    `acts[[3, 17]]` read rows of all sites and columns, as a dict of arrays by name.
+
+    `len(acts)` is the number of rows, and `acts.is_complete` says whether every unit is done. If
+    the harvest has not finished, the dataset has the rows of the units that are done so far.
+
+    Args:
+        path: The folder of the dataset.
+
+    Raises:
+        FileNotFoundError: If `path` does not contain a dataset.
+        ValueError: If the manifest or the index of the dataset was altered.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, tapax
+        >>> double = lambda x: tapax.sow(2 * x, "h")
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = tapax.harvest(double, [jnp.ones((8, 3))], to=folder)
+        >>> acts = tapax.Activations(folder)
+        >>> acts.path == folder, len(acts), acts.sites, acts.columns
+        (True, 8, ['h'], ['batch', 'example'])
+        >>> acts["h"][:2].tolist(), acts[5]["example"].item()
+        ([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]], 5)
+        >>> acts.nbytes, acts.progress, acts.stats["h"].mean.tolist()
+        (192, '1 of 1 units', [2.0, 2.0, 2.0])
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -61,7 +84,7 @@ class Activations(Tabular):
 
     @property
     def sites(self) -> list[str]:
-        """The names of the sites, those of gradients with `.grad` at the end."""
+        """The names of the sites; the name of a gradient ends in `.grad`."""
         return [array.name for array in self.manifest.sites]
 
     @property
@@ -87,18 +110,18 @@ class Activations(Tabular):
 
     @property
     def nbytes(self) -> int:
-        """The size of all rows."""
+        """The size of all rows, in bytes."""
         return sum(array.nbytes for array in self._arrays.values())
 
     @property
     def progress(self) -> str:
-        """How much of the dataset there is, in words."""
+        """The number of units that are done, in words: `"3 of 8 units"`."""
         done, count = len(self._shards.units), self.manifest.unit_plan.shard_count
         return f"{done} units" if count is None else f"{done} of {count} units"
 
     @functools.cached_property
     def stats(self) -> Mapping[str, Statistics]:
-        """The `Statistics` of every site, taken while harvesting and merged over all shards."""
+        """The `Statistics` of every site, which `harvest` measured, merged over all shards."""
         shards = [self._shards.shard(place) for place in range(len(self._shards.units))]
         return SiteDict((name, read_statistics(name, shards)) for name in self.sites if shards)
 
@@ -114,29 +137,38 @@ class Activations(Tabular):
         window: int = WINDOW,
         drop_remainder: bool = False,
     ) -> Batches:
-        """Iterate over the dataset in batches that are on the device, read ahead by threads.
+        """Iterate over the dataset in batches on the device, which threads read ahead.
 
         Args:
-            size: how many rows a batch has.
-            seed: decides the order, which is the same on every machine; None for the order of the
-                dataset. Shards are shuffled, then the rows of `window` shards at a time. The rows
-                of one batch are in the order of the dataset.
-            sites: selects sites and columns by name or glob; all if None.
-            start: the number of the first batch, to go on where another reader stopped.
-            mesh: divides the rows of each batch over all devices of a mesh.
-            sharding: divides batches in another way.
-            window: how many shards have their rows mixed.
-            drop_remainder: whether to leave out the last batch if it has fewer rows.
+            size: The number of rows in a batch.
+            seed: Decides the order of the rows, which is equal on every machine: the shards are
+                shuffled, then the rows of `window` shards at a time. The rows within one batch
+                stay in the order of the dataset. If None, all rows come in that order.
+            sites: Selects sites and columns by name or glob; all of them if None.
+            start: The number of the first batch, to continue where another reader stopped.
+            mesh: A mesh; the rows of each batch are divided over all of its devices.
+            sharding: Divides each batch in another way than `mesh` does.
+            window: The number of shards whose rows are mixed.
+            drop_remainder: Whether to omit the last batch if it has fewer rows than `size`.
 
         Returns:
-            An iterator over dicts of arrays by name. Its `position` is the next batch, its length
-            the number of batches.
+            An iterator over dicts of arrays by name. Its `position` is the number of the next
+            batch, its length the number of all batches.
 
-        >>> import tempfile, jax.numpy as jnp, tapax
-        >>> double = lambda x: tapax.sow(2 * x, "h")
-        >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
-        >>> [batch["h"].shape for batch in acts.batches(5, seed=0, sites="h")]
-        [(5, 3), (3, 3)]
+        Raises:
+            TypeError: If an argument has the wrong type, or a number is too small.
+            ValueError: If both `mesh` and `sharding` are given, or a batch cannot be divided over
+                the devices.
+            SiteError: If `sites` selects nothing.
+            ShardError: While iterating: if a shard is missing or was altered.
+            OverflowError: While iterating: if an integer needs 64 bits, but JAX has 32.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, tapax
+            >>> double = lambda x: tapax.sow(2 * x, "h")
+            >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+            >>> [batch["h"].shape for batch in acts.batches(5, seed=0, sites="h")]
+            [(5, 3), (3, 3)]
         """
         size, start = as_integer("size", size, 1), as_integer("start", start, 0)
         window = as_integer("window", window, 1)
@@ -147,40 +179,90 @@ class Activations(Tabular):
         return Batches(self._select(sites), order, start, placed)
 
     def source(self, site: str | None = None) -> RowSource:
-        """Make a data source for Grain: rows of one site or column, or dicts of all of them."""
+        """Make a data source of rows for Grain.
+
+        Args:
+            site: The name of a site or a column, whose rows the source returns as arrays. If None,
+                a row is a dict of the arrays of all sites and columns.
+
+        Returns:
+            A `RowSource`, which worker processes can unpickle.
+
+        Raises:
+            KeyError: If the dataset has no site or column of that name.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, tapax
+            >>> double = lambda x: tapax.sow(2 * x, "h")
+            >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+            >>> source = acts.source("h")
+            >>> len(source), source[2].tolist()
+            (8, [2.0, 2.0, 2.0])
+        """
         return RowSource(self, site)
 
     def torch(self, sites: Any = None) -> Any:
-        """Make a `torch.utils.data.Dataset` of rows as dicts of tensors.
+        """Make a `torch.utils.data.Dataset` whose rows are dicts of tensors.
 
         Args:
-            sites: selects sites and columns by name or glob; all if None.
+            sites: Selects sites and columns by name or glob; all of them if None.
+
+        Returns:
+            The dataset for PyTorch. It reads a whole batch at once for a `DataLoader`.
 
         Raises:
-            ModuleNotFoundError: if PyTorch is not installed.
+            ModuleNotFoundError: If PyTorch is not installed.
+            SiteError: If `sites` selects nothing.
+
+        Example:
+            >>> import importlib.util, tempfile, jax.numpy as jnp, tapax
+            >>> double = lambda x: tapax.sow(2 * x, "h")
+            >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+            >>> if importlib.util.find_spec("torch"):
+            ...     assert acts.torch(sites="h")[2]["h"].tolist() == [2.0, 2.0, 2.0]
         """
         from tapax.data._torch_dataset import TorchDataset
 
         return TorchDataset(self, list(self._select(sites)))
 
     def export(self, path: str | os.PathLike[str], sites: Any = None) -> None:
-        """Write the dataset in another format, piece by piece, whole or not at all.
+        """Write the dataset to a Parquet, Arrow or Lance file.
+
+        The rows are written piece by piece, so that they need not fit in memory. `path` appears
+        once all of them are written.
 
         Args:
-            path: a new file or folder, whose name ends in `.parquet`, `.arrow` or `.lance`.
-            sites: selects sites and columns by name or glob; all if None.
+            path: A new file or folder, whose name ends in `.parquet`, `.arrow` or `.lance`.
+            sites: Selects sites and columns by name or glob; all of them if None.
 
         Raises:
-            ImportError: if pyarrow, or lance, is not installed; the message says how to.
-            FileExistsError: if there is something at `path`.
+            ImportError: If pyarrow or lance is not installed; the message says how to install it.
+            FileExistsError: If `path` exists.
+            ValueError: If `path` has another ending.
+            SiteError: If `sites` selects nothing.
+
+        Example:
+            >>> import importlib.util, os, tempfile, jax.numpy as jnp, tapax
+            >>> double = lambda x: tapax.sow(2 * x, "h")
+            >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+            >>> path = os.path.join(tempfile.mkdtemp(), "h.parquet")
+            >>> if importlib.util.find_spec("pyarrow"):
+            ...     acts.export(path, sites="h")
         """
         export_dataset(self._select(sites), path)
 
     def verify(self) -> Verification:
-        """Read every byte of the dataset, and compare it with its checksum.
+        """Read every byte of the dataset and compare it with the checksums.
 
         Returns:
-            A `Verification`, whose `faults` name every shard that is not whole.
+            A `Verification`, whose `faults` name every shard that is missing or was altered.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, tapax
+            >>> double = lambda x: tapax.sow(2 * x, "h")
+            >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+            >>> acts.verify().is_whole
+            True
         """
         return verify_dataset(self.path)
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that are integers."""
+"""Checks of integer arguments."""
 
 import operator
 from typing import Any
@@ -7,7 +7,7 @@ from tapax._sites import wrong_type
 
 
 def as_integer(name: str, value: Any, least: int | None = None) -> int:
-    """Convert an argument to an int, or raise a sentence that names it.
+    """Convert the argument `name` to an int of at least `least`, or raise an error that names it.
 
     >>> as_integer("size", 5, 1)
     5

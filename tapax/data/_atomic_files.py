@@ -1,7 +1,7 @@
-"""Files that are whole or not there: written beside their place, synced, and renamed.
+"""Atomic writes: a file is written under a temporary name, synced, and renamed.
 
-After `write_whole` returns, the file survives a crash of the machine. Whoever is killed before that
-leaves a file with the ending `.tmp`, which no reader looks at.
+Once `write_whole` returns, the file survives a crash of the machine. A process that is killed
+earlier leaves a file whose name ends in `.tmp`, which readers ignore.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ TEMPORARY = ".tmp"
 
 
 def write_whole(path: Path, parts: Iterable[bytes | memoryview], owner: str) -> None:
-    """Write `parts` one behind another to `path`, whole or not at all.
+    """Write `parts` to `path` atomically, one after another.
 
-    `owner` is a part of the temporary file's name, by which its leftovers are found.
+    The name of the temporary file contains `owner`, by which `remove_leftovers` finds it.
     """
     beside = path.with_name(f".{path.name}.{owner}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
     try:
@@ -34,9 +34,9 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], owner: str) -> 
 
 
 def create_whole(path: Path, content: bytes, owner: str) -> bool:
-    """Write a file unless there is one already; return whether this call wrote it.
+    """Write a file unless `path` exists, and return whether this call wrote it.
 
-    Of several processes that call this at once, one succeeds.
+    If several processes call this at once, exactly one succeeds.
     """
     beside = path.with_name(f".{path.name}.{owner}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
     try:
@@ -55,7 +55,7 @@ def create_whole(path: Path, content: bytes, owner: str) -> bool:
 
 
 def remove_leftovers(folder: Path, owner: str) -> None:
-    """Remove the temporary files that `owner` left when it was killed."""
+    """Remove the temporary files that a killed process left under the name `owner`."""
     for path in folder.glob(f".*.{owner}.*{TEMPORARY}"):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -71,7 +71,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _rename_to_new(source: Path, target: Path) -> None:
-    """Rename a file, unless there is one of that name."""
+    """Rename `source` to `target`, or raise FileExistsError if `target` exists."""
     try:
         os.link(source, target)  # unlike a rename, a link never replaces a file
     except FileExistsError:

@@ -1,9 +1,10 @@
-"""The order in which a dataset is read in batches: a shuffle in two levels, computed from a key.
+"""The order in which batches read the rows of a dataset: a shuffle in two levels, from a seed.
 
-The shards are put in a random order, and taken a few at a time: a window. The rows of a window are
-put in a random order. So rows that are read at about the same time lie in a few shards, which the
-operating system keeps in memory, and every row comes once. Only the window of a batch is computed,
-so a reader may start anywhere. See `docs/format.md` for how well rows are mixed.
+The first level shuffles the shards, and divides them into windows of a few shards. The second level
+shuffles the rows within each window. So batches that are read at about the same time need only a
+few shards, which the operating system keeps in memory, and every row comes once. A batch needs only
+the order of its window, so a reader can start anywhere. `docs/format.md` says how well the rows are
+mixed.
 
 >>> order = BatchOrder([4, 4, 4], size=5, seed=0)
 >>> sorted(n for batch in range(len(order)) for n in order.rows(batch).tolist()) == [*range(12)]
@@ -20,16 +21,16 @@ import numpy as np
 from tapax.data._shuffle import shuffled
 
 WINDOW = 16
-"""How many shards have their rows mixed."""
+"""The default number of shards whose rows are mixed."""
 _SHARDS, _ROWS = 0, 1
-"""Tell the keys of the two levels apart."""
+"""Distinguish the keys of the two levels."""
 
 
 class BatchOrder:
-    """Which rows each batch has. With no seed they come in the order of the dataset.
+    """The numbers of the rows of each batch, in the order of the dataset if `seed` is None.
 
-    `counts` are the numbers of rows of the shards. The last batch may be short; it is left out if
-    `drop_remainder`.
+    `counts` has the number of rows of each shard. The last batch may have fewer rows than `size`;
+    `drop_remainder` omits it.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class BatchOrder:
         if seed is not None:
             self._shards = shuffled(len(self._counts), seed, _SHARDS)
             ends = np.cumsum(self._counts[self._shards])
-            # A window ends after every so many shards, and after the last.
+            # A window ends after every `window` shards, and after the last shard.
             self._ends = np.append(ends[window - 1 : -1 : window], ends[-1:])
             self._permuted = functools.lru_cache(maxsize=3)(self._permute)
 
@@ -68,7 +69,7 @@ class BatchOrder:
         return np.sort(np.concatenate(parts))
 
     def _permute(self, window: int) -> np.ndarray:
-        """Return the rows of a window in their random order."""
+        """Shuffle the rows of a window."""
         assert self._seed is not None
         shards = self._shards[window * self._window : (window + 1) * self._window]
         rows = np.concatenate(

@@ -1,4 +1,4 @@
-"""Batches of a dataset on the device: read ahead by threads, and divided over a mesh if asked."""
+"""Batches of a dataset on the device, which threads read ahead and may divide over a mesh."""
 
 from __future__ import annotations
 
@@ -18,15 +18,35 @@ from tapax.data._batch_order import BatchOrder
 from tapax.data._lazy_array import LazyArray
 
 _THREADS = 3
-"""How many threads read, and how many batches they are ahead."""
+"""The number of threads that read, and of batches that they read ahead."""
 
 Batch = dict[str, Value]
 
 
 class Batches(Iterator[Batch]):
-    """Iterates over batches: dicts of arrays on the device, by the names of sites and columns.
+    """An iterator over batches: dicts of arrays on the device, by the names of sites and columns.
 
-    `position` is the number of the next batch: `acts.batches(..., start=position)` goes on there.
+    `Activations.batches` makes it. `position` is the number of the next batch, at which
+    `acts.batches(..., start=position)` continues. The length is the number of batches of the whole
+    dataset.
+
+    Args:
+        arrays: The arrays to read, by name.
+        order: The rows of each batch.
+        start: The number of the first batch.
+        sharding: Divides each batch over devices; None for the default device.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, tapax
+        >>> double = lambda x: tapax.sow(2 * x, "h")
+        >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+        >>> batches = acts.batches(5)
+        >>> next(batches)["h"].shape, batches.position, len(batches)
+        ((5, 3), 1, 2)
+        >>> [batch["h"].shape for batch in acts.batches(5, start=batches.position)]
+        [(3, 3)]
+        >>> [batch["h"].shape for batch in batches]
+        [(3, 3)]
     """
 
     def __init__(
@@ -41,11 +61,11 @@ class Batches(Iterator[Batch]):
         self._read = _reader(arrays, order, sharding)
         self._ahead: collections.deque[Future[Batch]] = collections.deque()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tapax-reader")
-        # Whoever stops in the middle leaves no threads behind.
+        # End the threads also if the iterator is dropped before its last batch.
         weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
 
     def __len__(self) -> int:
-        """The number of batches of the whole dataset."""
+        """Return the number of batches of the whole dataset."""
         return len(self._order)
 
     def __iter__(self) -> Batches:
@@ -65,7 +85,10 @@ class Batches(Iterator[Batch]):
 def _reader(
     arrays: Mapping[str, LazyArray], order: BatchOrder, sharding: Sharding | None
 ) -> Callable[[int], Batch]:
-    """Make the function that reads a batch; it must not keep the iterator alive."""
+    """Make the function that reads a batch.
+
+    It has no reference to the iterator, so that threads do not keep the iterator alive.
+    """
 
     def read(number: int) -> Batch:
         rows = order.rows(number)
@@ -78,7 +101,7 @@ def _read_rows(array: LazyArray, rows: np.ndarray, sharding: Sharding | None) ->
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(_check_integers(array, array.take(rows)), sharding)
 
-    # Each process reads only the rows of its own devices.
+    # Each process reads only the rows for its devices.
     def read_part(index: Any) -> np.ndarray:
         return _check_integers(array, array.take(rows[index[0]]))[(slice(None), *index[1:])]
 
@@ -87,7 +110,7 @@ def _read_rows(array: LazyArray, rows: np.ndarray, sharding: Sharding | None) ->
 
 
 def _check_integers(array: LazyArray, x: np.ndarray) -> np.ndarray:
-    """Raise for integers that JAX would cut off, because it has no 64 bits."""
+    """Raise for integers that JAX would truncate, because 64-bit types are disabled."""
     if (
         x.dtype not in (np.int64, np.uint64)
         or jax.dtypes.canonicalize_dtype(np.int64) == np.int64
@@ -105,7 +128,7 @@ def _check_integers(array: LazyArray, x: np.ndarray) -> np.ndarray:
 
 
 def make_sharding(mesh: Any, sharding: Any) -> Sharding | None:
-    """Check the arguments `mesh` and `sharding`; rows are divided over all axes of a mesh."""
+    """Check `mesh` and `sharding`, and make a sharding of rows over all axes of `mesh`."""
     if mesh is not None and sharding is not None:
         raise ValueError("Give `mesh` or `sharding`, not both: a sharding has a mesh already.")
     if mesh is not None:
@@ -118,7 +141,7 @@ def make_sharding(mesh: Any, sharding: Any) -> Sharding | None:
 
 
 def check_divisible(sharding: Sharding | None, size: int, rows: int, drop: bool) -> None:
-    """Raise before anything is read if a batch cannot be divided over the devices."""
+    """Raise, before anything is read, if `sharding` cannot divide a batch over the devices."""
     if sharding is None:
         return
     for count in (size, rows % size):

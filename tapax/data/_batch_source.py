@@ -1,4 +1,4 @@
-"""Where batches come from: a sequence, whose batches have numbers, or an iterable."""
+"""The source of batches: a sequence, whose batches have numbers, or an iterable."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NEEDS_SEQUENCE = (
 class BatchSource:
     """The batches of a harvest.
 
-    `first` is the first of them; `count` is how many there are, or None for an iterable, of which
-    that is not known.
+    `first` is the first batch. `count` is the number of batches, or None for an iterable, whose
+    length is unknown.
     """
 
     def __init__(self, batches: Iterable[Any]):
@@ -52,14 +52,14 @@ class BatchSource:
             raise ValueError("`batches` has no batches, so there is nothing to harvest.") from None
 
     def check(self, worker: Worker, seed: int | None) -> None:
-        """Raise if an iterable is asked for what only a sequence can do."""
+        """Raise if several workers or a seed need a sequence, but the source is an iterable."""
         if self.count is None and worker.count > 1:
             raise ValueError(f"Several workers cannot share these batches: {_NEEDS_SEQUENCE}.")
         if self.count is None and seed is not None:
             raise ValueError(f"`seed` cannot shuffle these batches: {_NEEDS_SEQUENCE}.")
 
     def check_new(self, folder: DatasetFolder) -> None:
-        """Raise if an iterable should go on with a dataset that is there already."""
+        """Raise if the folder contains a dataset that an iterable would have to continue."""
         if self.count is None and is_dataset(folder.path):
             raise ValueError(
                 f"The folder {str(folder.path)!r} holds a dataset already, and this harvest cannot "
@@ -73,9 +73,10 @@ class BatchSource:
         meter: Meter,
         is_done: Callable[[int], bool],
     ) -> Iterator[BatchTask]:
-        """Read the batches of units, or all of an iterable, one after the other.
+        """Read the batches of `units` in order; if `units` is None, all batches of the iterable.
 
-        A unit that another worker `is_done` with in the meantime is left.
+        If another worker finishes a unit meanwhile, as `is_done` tells, the rest of its batches is
+        skipped.
         """
         if units is None:
             yield from self._iterated(plan, meter)
@@ -109,7 +110,7 @@ _END = object()
 
 
 def as_arrays(batch: PyTree) -> PyTree:
-    """Convert lists of numbers in a batch, as Hugging Face gives them, to arrays."""
+    """Convert the lists of numbers in a batch, such as Hugging Face returns, to arrays."""
     if isinstance(batch, dict):
         return {key: as_arrays(value) for key, value in batch.items()}
     return np.asarray(batch) if isinstance(batch, list) and _are_numbers(batch) else batch

@@ -1,15 +1,19 @@
-"""Columns: small arrays beside the sites, with a value for every row, and which rows are kept.
+"""Columns, small arrays with a value for every row, and the masks of the rows to keep.
 
-Every dataset has `batch`, the number of the batch, and `example`, the number of the example in it;
-where an example has several rows, `position` numbers them; where the batch says which token each
-row is, `token` has it. `beside` adds others and replaces these.
+Every dataset has the columns `batch`, the number of the batch, and `example`, the number of the
+example within the batch. If an example has several rows, `position` numbers these rows. If the
+batch has a token for each row, `token` is that column. The argument `beside` of `harvest` adds
+columns, or replaces some of these.
 
 >>> import numpy as np
 >>> tokens = np.array([[5, 6, 7], [8, 9, 10]])
 >>> found = make_columns(tokens, 4, (2, 3))
->>> {name: x.tolist() for name, x in found.items()}
-{'batch': [4, 4, 4, 4, 4, 4], 'example': [0, 0, 0, 1, 1, 1], 'position': [0, 1, 2, 0, 1, 2],
- 'token': [5, 6, 7, 8, 9, 10]}
+>>> for name, column in found.items():
+...     print(name, column.tolist())
+batch [4, 4, 4, 4, 4, 4]
+example [0, 0, 0, 1, 1, 1]
+position [0, 1, 2, 0, 1, 2]
+token [5, 6, 7, 8, 9, 10]
 """
 
 import math
@@ -26,7 +30,7 @@ from tapax._sites import wrong_type
 from tapax.data._shard_format import check_storable
 
 _TOKENS = ("tokens", "token", "input_ids")
-"""The keys under which batches hold their tokens."""
+"""The keys under which a batch may have its tokens."""
 
 Keep = Callable[[PyTree], Value] | Value | None
 Beside = Callable[[PyTree], Mapping[str, Value]] | None
@@ -35,7 +39,7 @@ Beside = Callable[[PyTree], Mapping[str, Value]] | None
 def make_columns(
     batch: PyTree, number: int, sizes: tuple[int, ...], beside: Beside = None
 ) -> dict[str, np.ndarray]:
-    """Return the columns of all rows of a batch, whose axes of rows have these sizes."""
+    """Make the columns of a batch, for all rows; `sizes` are the sizes of the row axes."""
     rows, per_example = math.prod(sizes), math.prod(sizes[1:])
     columns = {
         "batch": np.full(rows, number, np.int64),
@@ -58,7 +62,7 @@ def make_columns(
 
 
 def read_mask(batch: PyTree, keep: Keep) -> np.ndarray | None:
-    """Return the mask of the rows of a batch to keep, as `keep` gives it; None if all are."""
+    """Return the mask of the rows of a batch to keep, or None to keep all rows."""
     if keep is None:
         return None
     mask = np.asarray(keep(batch) if callable(keep) else keep)
@@ -71,7 +75,7 @@ def read_mask(batch: PyTree, keep: Keep) -> np.ndarray | None:
 
 
 def spread_mask(mask: Value, sizes: tuple[int, ...], xp: ModuleType) -> Value:
-    """Give a mask one boolean for each row; `xp` is NumPy or `jax.numpy`."""
+    """Repeat a mask to one boolean for each row; `xp` is NumPy or `jax.numpy`."""
     if mask.ndim > len(sizes):
         raise ValueError(
             f"The mask of `keep` has the shape {list(mask.shape)}, but rows have the axes "
@@ -81,7 +85,7 @@ def spread_mask(mask: Value, sizes: tuple[int, ...], xp: ModuleType) -> Value:
 
 
 def _spread(x: Any, sizes: tuple[int, ...], what: str, xp: ModuleType = np) -> Any:
-    """Give an array one entry for each row: its first axes are those of the rows, or some."""
+    """Repeat the entries of `x` to one for each row; `x` begins with all or some row axes."""
     shared = min(x.ndim, len(sizes))
     if not shared or x.shape[:shared] != sizes[:shared]:
         fitting = " or ".join(str(list(sizes[: n + 1])) for n in range(len(sizes)))

@@ -1,9 +1,9 @@
 """The command `tapax data`, which describes or checks a dataset of activations.
 
     tapax data acts           prints the dataset as a table
-    tapax data verify acts    reads every byte, and names the shards that are not whole
+    tapax data verify acts    reads every byte and lists the damaged shards
 
-The exit code is 0, or 1 if a shard is not whole, or 2 if there is no dataset.
+The exit code is 0, 1 if a shard is damaged, or 2 if the folder does not contain a dataset.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     *before, path = options.words
     if before not in ([], ["verify"]):
         parser.error(f"The command takes a folder, or `verify` and a folder, not {options.words}.")

@@ -1,4 +1,4 @@
-"""From the arguments of a harvest to its manifest, without computing an activation."""
+"""Make the manifest of a harvest from its arguments, without computing an activation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_manifest(
     batches: int | None,
     processes: int,
 ) -> Manifest:
-    """Describe the dataset that a harvest makes; `first` is the first batch."""
+    """Describe the dataset that a harvest will write; `first` is the first batch."""
     rows = described.rows
     arrays = _describe_arrays(rows, gather(first), beside)
     configuration = {
@@ -60,7 +60,7 @@ def make_manifest(
 
 
 def check_dtype(dtype: Any) -> str | None:
-    """Check the argument `dtype`; return its name."""
+    """Check the argument `dtype` and return the name of the dtype."""
     if dtype is None:
         return None
     try:
@@ -119,7 +119,7 @@ def _describe_keep(keep: Keep) -> str | None:
 
 
 def _checksum(batch: PyTree) -> str | None:
-    """Return a checksum of a batch; None if this process does not hold all of it."""
+    """Return a checksum of a batch, or None if its arrays span processes."""
     leaves = jax.tree.leaves(batch)
     if any(spans_processes(x) for x in leaves):
         return None
@@ -135,7 +135,7 @@ def _checksum(batch: PyTree) -> str | None:
 
 def _versions() -> dict[str, str]:
     return {
-        # Importing the package itself would import it in a circle.
+        # An import of the package here would be circular.
         "tapax": sys.modules["tapax"].__version__,
         "jax": jax.__version__,
         "numpy": np.__version__,

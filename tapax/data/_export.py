@@ -1,7 +1,7 @@
-"""Datasets in the formats of others: Parquet, Arrow and Lance, written piece by piece.
+"""Exports of datasets to Parquet, Arrow and Lance, piece by piece.
 
-A site becomes a column of lists of a fixed size. Arrow has no bfloat16 and no float8: those are
-written as float32, which holds each of their numbers exactly.
+A site becomes a column of lists of a fixed size. Arrow lacks bfloat16 and float8, so these are
+written as float32, which represents all of their numbers exactly.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from tapax.data._lazy_array import LazyArray
 
 _PIECE = 1 << 25
-"""About how many bytes are converted at a time."""
+"""The approximate number of bytes that are converted at a time."""
 
 
 def export_dataset(arrays: Mapping[str, LazyArray], path: str | os.PathLike[str]) -> None:
-    """Write arrays to a file whose name says the format, whole or not at all."""
+    """Write arrays to a file atomically, in the format that the ending of `path` names."""
     path = Path(path)
     write = _FORMATS.get(path.suffix)
     if write is None:

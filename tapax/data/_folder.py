@@ -1,12 +1,12 @@
 """The folder of a dataset: its manifest, its shards, its index, and the locks of workers.
 
     acts/
-      manifest.json                   what the dataset is
+      manifest.json                      the configuration and the arrays
       shards/unit-00000000.safetensors   the rows of each unit of work
-      index.json                      the rows of every shard, once all units are done
+      index.json                         the number of rows of each shard, once all units are done
 
-A unit is done when its shard has its name. Files whose names begin with a dot are not part of the
-dataset.
+A unit is done once its shard has its final name. Files whose names begin with a dot do not belong
+to the dataset.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _INDEX = "index.json"
 
 
 class WorkerTakenError(RuntimeError):
-    """Another process harvests with the same worker number."""
+    """The error of a worker number under which another process harvests."""
 
 
 def is_dataset(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds the manifest of a dataset."""
+    """Return whether a folder contains the manifest of a dataset."""
     return (Path(path) / _manifest.NAME).is_file()
 
 
@@ -53,7 +53,7 @@ class DatasetFolder:
         return self.shards / f"unit-{unit:08d}.safetensors"
 
     def create(self, owner: str) -> None:
-        """Make the folder, and find out whether it can be written."""
+        """Make the folder, and raise if it cannot be written."""
         try:
             self.shards.mkdir(parents=True, exist_ok=True)
             probe = self.shards / f".{owner}.probe"
@@ -63,7 +63,7 @@ class DatasetFolder:
             raise self.unwritable(error) from error
 
     def begin(self, manifest: Manifest, owner: str) -> None:
-        """Write the manifest, or check that the one that is there is equal."""
+        """Write the manifest, or check that the folder has an equal one."""
         path = self.path / _manifest.NAME
         try:
             if not path.exists() and create_whole(path, manifest.encode(), owner):
@@ -73,7 +73,7 @@ class DatasetFolder:
         check_same(self.path, Manifest.read(self.path), manifest)
 
     def units_done(self) -> set[int]:
-        """Return the units whose shards are there."""
+        """Return the units whose shards exist."""
         try:
             names = os.listdir(self.shards)
         except FileNotFoundError:
@@ -81,12 +81,12 @@ class DatasetFolder:
         return {int(found[1]) for found in map(_SHARD.fullmatch, names) if found}
 
     def write_index(self, rows: Mapping[int, int], owner: str) -> None:
-        """Say that all units are done, and how many rows each has."""
+        """Record that all units are done, with the number of rows of each."""
         content = {"units": len(rows), "rows": [rows[unit] for unit in sorted(rows)]}
         write_whole(self.path / _INDEX, [(json.dumps(content) + "\n").encode()], owner)
 
     def read_index(self) -> list[int] | None:
-        """Return how many rows each unit has, or None if some are not done."""
+        """Return the number of rows of each unit, or None if some units are not done."""
         path = self.path / _INDEX
         try:
             content: Any = json.loads(path.read_bytes())
@@ -103,7 +103,7 @@ class DatasetFolder:
         return rows
 
     def has_shard(self, unit: int) -> bool:
-        """Return whether a shard is there."""
+        """Return whether the shard of a unit exists."""
         return self.shard_path(unit).exists()
 
     def read_header(self, unit: int) -> ShardHeader:
@@ -116,11 +116,12 @@ class DatasetFolder:
 
     @contextlib.contextmanager
     def lock(self, worker: Worker, process: int | None = None) -> Iterator[str]:
-        """Hold the lock of a worker; yield the name under which it writes.
+        """Lock a worker for the duration of the block, and yield the name under which it writes.
 
-        `process` numbers the processes that are one worker together. The operating system releases
-        the lock when the process ends, however it ends. A file system without locks is taken as it
-        is: two processes that do the same unit write the same shard.
+        `process` is the number of this process if several processes are one worker together. The
+        operating system releases the lock when the process ends for any reason. On a file system
+        without locks this locks nothing, which does no harm: two processes that do one unit write
+        equal shards.
         """
         owner = f"worker-{worker.index}-of-{worker.count}"
         if process is not None:
@@ -156,13 +157,13 @@ class DatasetFolder:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock an open file; return whether no other process has locked it."""
+    """Lock an open file, and return False if another process has locked it."""
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except (ImportError, OSError):  # no such locks, here or on this file system
+    except (ImportError, OSError):  # the system, or the file system, has no locks
         return True
     return True

@@ -1,4 +1,4 @@
-"""`harvest`: from a function and batches to a dataset of activations on disk."""
+"""`harvest`: run a function on batches and write a dataset of activations to disk."""
 
 from __future__ import annotations
 
@@ -48,59 +48,64 @@ def harvest(
 ) -> Activations:
     """Run `fn` on every batch and store the values of its sites as a dataset on disk.
 
-    Calling it again with the same arguments goes on where it stopped, whatever stopped it.
+    If a harvest stops, for whatever reason, a call with equal arguments continues it.
 
     Args:
-        fn: a function of one batch that `capture` takes: a model of any framework, a jitted or
-            sharded forward pass, a loss or train step whose gradients are wanted. What no selected
-            value or gradient needs is not computed, and objects such as the model stay as they are.
-        batches: a sequence of batches (a list, an array, a Grain source, a dataset of Hugging
-            Face), or an iterable, which cannot be resumed or shared. They may differ in shape.
-        to: the folder of the dataset.
-        values: selects the sites whose values to store.
-        grads: selects the sites whose gradients to store, as `GPT/blocks/3.grad`; `fn` must take a
-            gradient itself.
-        rows: `"tokens"`: all axes of a value but the last become rows; `"examples"`: the first
-            does; or the numbers of axes of the captured array. Axes of loops stay in the row.
-        layers: `"sites"`: every layer of scanned layers is a site, `Stack/layers/3`; `"axis"`: they
-            are an axis of each row.
-        keep: a mask of the rows to keep, or a function of a batch that returns one; its first axes
-            are those of the rows. The others are dropped on the device.
-        beside: a function of a batch that returns columns, a dict of arrays whose first axes are
-            those of the rows. The columns `batch`, `example`, `position` and, where the batch has
-            it, `token` are there without it.
-        dtype: the type in which floating-point values are stored, such as `jnp.bfloat16` or
-            `jnp.float8_e4m3fn`; their own if None. Numbers too large for it are counted and
-            warned of.
-        shard_bytes: about how large a shard is; its batches are one unit of work.
-        units: into how many units of work to divide the batches, instead of by `shard_bytes`.
-        seed: deals the batches out to the units in a random order, so that every shard has rows
-            from everywhere; in order if None.
+        fn: A function of one batch, as `tapax.capture` takes it: a model of any framework, a jitted
+            or sharded forward pass, or a loss or train step if you want its gradients. `harvest`
+            computes only what the selected values and gradients need, and never changes objects
+            such as the model.
+        batches: A sequence of batches (a list, an array, a Grain source, a Hugging Face dataset),
+            or an iterable, which cannot be resumed or shared. Batches may differ in shape.
+        to: The folder of the dataset.
+        values: Selects the sites whose values to store.
+        grads: Selects the sites whose gradients to store, under names like `GPT/blocks/3.grad`;
+            `fn` must take a gradient itself.
+        rows: The axes that become rows: `"tokens"` for all axes of a value except the last,
+            `"examples"` for the first, or the numbers of axes of the captured array. The axes of
+            loops stay within each row.
+        layers: `"sites"` makes each scanned layer a site, such as `Stack/layers/3`; `"axis"` makes
+            the layers an axis of each row.
+        keep: A mask of the rows to keep, or a function of a batch that returns a mask. The first
+            axes of the mask are the axes of the rows. The device drops all other rows.
+        beside: A function of a batch that returns more columns: a dict of arrays whose first axes
+            are the axes of the rows. A dataset always has the columns `batch` and `example`, also
+            `position` if an example has several rows, and `token` if the batch has tokens.
+        dtype: The dtype in which to store floating-point values, such as `jnp.bfloat16` or
+            `jnp.float8_e4m3fn`; the computed dtype if None. `harvest` counts the rows with numbers
+            too large for `dtype`, and warns.
+        shard_bytes: The approximate size of a shard, whose batches are one unit of work.
+        units: The number of units of work to divide the batches into, instead of `shard_bytes`.
+        seed: Deals the batches out to the units in a random order, so that every shard has rows
+            from all parts of `batches`; if None, the units follow the order of `batches`.
         worker: `(i, n)` for worker i of n, which begins with its share of the units. The dataset is
-            the same, byte for byte, however many workers there are. If None, a process harvests
-            alone; each of several processes of `jax.distributed` is a worker, unless the arrays of
-            `fn` span them: then they are one worker together, and each writes a part of the rows.
-        take_over: whether to go on with the units that other workers have not done, so that the
+            equal, byte for byte, for any number of workers. If None, a process harvests alone, and
+            each process of `jax.distributed` is a worker. If the arrays of `fn` span processes,
+            these are one worker together, and each writes a part of the rows.
+        take_over: Whether to continue with the units that other workers have not done, so that the
             dataset is complete when any worker ends; False if workers write to separate folders.
-        progress: whether to show a progress bar, in a terminal.
+        progress: Whether to show a progress bar, in a terminal.
 
     Returns:
         The dataset, which `tapax.open` reads later.
 
     Raises:
-        SiteError: if a selection picks no site, or if sites do not have the same rows.
-        ValueError: if the folder holds a dataset of another configuration; the message names the
-            difference.
-        OSError: if the folder cannot be written, or the disk is full.
-        RuntimeError: if another process harvests with the same worker number.
+        TypeError: If an argument has the wrong type, or `harvest` is called while JAX traces.
+        SiteError: If a selection picks no site, or the sites have different rows.
+        ValueError: If `batches` is empty, or is an iterable that `seed`, `units` or several workers
+            cannot divide; or if the folder contains a dataset of another configuration, in which
+            case the message names the difference.
+        OSError: If the folder cannot be written, or the disk is full.
+        RuntimeError: If another process harvests as the given `worker`.
 
-    >>> import tempfile, jax.numpy as jnp, tapax
-    >>> def model(tokens):
-    ...     return tapax.sow(jnp.sin(tokens[..., None] * jnp.arange(4.0)), "h")
-    >>> batches = [jnp.arange(6).reshape(2, 3), jnp.arange(6, 12).reshape(2, 3)]
-    >>> acts = tapax.harvest(model, batches, to=tempfile.mkdtemp(), values="h")
-    >>> acts["h"].shape, acts["token"][:5].tolist()
-    ((12, 4), [0, 1, 2, 3, 4])
+    Example:
+        >>> import tempfile, jax.numpy as jnp, tapax
+        >>> def model(tokens):
+        ...     return tapax.sow(jnp.sin(tokens[..., None] * jnp.arange(4.0)), "h")
+        >>> batches = [jnp.arange(6).reshape(2, 3), jnp.arange(6, 12).reshape(2, 3)]
+        >>> acts = tapax.harvest(model, batches, to=tempfile.mkdtemp(), values="h")
+        >>> acts["h"].shape, acts["token"][:5].tolist()
+        ((12, 4), [0, 1, 2, 3, 4])
     """
     check_function(fn, "harvest")
     if not trace_state_clean():
@@ -145,7 +150,7 @@ def harvest(
         meter = Meter()
         pipeline = Pipeline(program, folder, manifest, keep, beside, meter, owner, processes)
         chosen = choose_units(storage, share, processes, take_over=take_over, meter=meter)
-        # Several processes would have to leave a unit together, so they never do.
+        # Several processes would have to abandon a unit together, so they finish every unit.
         is_done = storage.is_done if processes.count == 1 else lambda unit: False
         tasks = source.tasks(storage.plan, chosen, meter, is_done)
         try:
@@ -162,7 +167,7 @@ def harvest(
 
 
 def _progress_note(folder: DatasetFolder, plan: UnitPlan) -> str:
-    """Say what an error leaves behind."""
+    """Describe the units that a failed harvest has finished, for the note of its error."""
     done, count = len(folder.units_done()), plan.shard_count
     if count is None:
         return f"The harvest into {str(folder.path)!r} stopped after {done} whole units."

@@ -1,16 +1,16 @@
-"""The command `tapax harvest script.py:make`, one worker of a harvest, for any scheduler.
+"""The command `tapax harvest script.py:make`: one worker of a harvest, for any scheduler.
 
     tapax harvest script.py:make                  harvests alone
-    tapax harvest script.py:make --worker 3/16    is worker 3 of 16, of which the first is 0
+    tapax harvest script.py:make --worker 3/16    harvests as worker 3 of 16, counted from 0
 
 `make` is a function of the script that returns the arguments of `tapax.harvest` as a dict:
 
     def make():
         return {"fn": load_model(), "batches": load_batches(), "to": "acts", "values": "**/mlp"}
 
-An array job runs the same command in all of its tasks, with the number of the task for the number
-of the worker. A task that was killed may be started again, or not: the others do its units. The
-exit code is 0, or 1 if the dataset is not complete, or 2 if the command makes no sense.
+An array job runs this command in each task, with the number of the task as the number of the
+worker. A task that was killed may be restarted, but need not be: the others do its units. The exit
+code is 0, 1 if the dataset is not complete, or 2 if an argument is wrong.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     script, _, name = options.make.rpartition(":")
     if not script or not name:
         parser.error(
@@ -67,7 +67,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _call(parser: argparse.ArgumentParser, script: str, name: str) -> Mapping[str, Any]:
-    """Run a script, which must not be the main program, and call its function."""
+    """Run a script, under a name other than `__main__`, and call one of its functions."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     space = runpy.run_path(script, run_name=os.path.splitext(os.path.basename(script))[0])
     if not callable(space.get(name)):

@@ -1,4 +1,4 @@
-"""Arrays of a dataset that are read from disk when they are indexed."""
+"""Arrays of a dataset that read their rows from disk when they are indexed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,26 @@ if TYPE_CHECKING:
 class LazyArray:
     """The rows of one site or column: an array on disk, of shape [rows, ...].
 
-    Indexing reads: `array[5]`, `array[10:20]`, `array[[3, 17, 5]]`, `array[mask]`, and after a
-    comma whatever NumPy takes, `array[:100, 0]`. A slice inside of one shard is a view of the file,
-    which takes no memory; others are copies. `np.asarray(array)` reads all of it.
+    Indexing reads rows: `array[5]`, `array[10:20]`, `array[[3, 17, 5]]`, `array[mask]`. After a
+    comma, any index of NumPy applies within the rows: `array[:100, 0]`. A slice within one shard is
+    a view of the file, which takes no memory; any other index makes a copy. `np.asarray(array)`
+    reads the whole array. `name`, `shape` and `dtype` describe it.
+
+    Args:
+        array: The entry of the site or column in the manifest.
+        shards: The shards that contain the rows.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, tapax
+        >>> double = lambda x: tapax.sow(2 * x, "h")
+        >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+        >>> array = acts["h"]
+        >>> array
+        LazyArray('h', shape=(8, 3), dtype=float32)
+        >>> array.ndim, array.size, array.nbytes
+        (2, 24, 96)
+        >>> array[[0, 7], 1].tolist()
+        [2.0, 2.0]
     """
 
     def __init__(self, array: DatasetArray, shards: ShardSet):
@@ -32,14 +49,17 @@ class LazyArray:
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size of all rows, in bytes."""
         return self.size * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -81,7 +101,27 @@ class LazyArray:
         return f"LazyArray({self.name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Read the rows with some numbers, from 0 on, in any order; return a copy of them."""
+        """Read the rows with the given numbers.
+
+        Unlike an index, `numbers` must not be negative, which `take` does not check.
+
+        Args:
+            numbers: The numbers of rows, counted from 0, in any order: an array of integers.
+
+        Returns:
+            A copy of the rows, in the order of `numbers`.
+
+        Raises:
+            IndexError: If a number is not below the number of rows.
+            ShardError: If a shard is missing or was altered.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, numpy as np, tapax
+            >>> same = lambda x: tapax.sow(x, "h")
+            >>> acts = tapax.harvest(same, [jnp.eye(3)], to=tempfile.mkdtemp())
+            >>> acts["h"].take(np.array([2, 0])).tolist()
+            [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+        """
         is_sorted = len(numbers) < 2 or bool((numbers[1:] >= numbers[:-1]).all())
         order = None if is_sorted else np.argsort(numbers, kind="stable")
         ordered = numbers if order is None else numbers[order]

@@ -1,7 +1,8 @@
 """The manifest of a dataset: `manifest.json`, written once before the first shard.
 
-It says what was asked for, what every row holds, and by which versions. Its configuration is all
-that decides the content of the dataset, so a harvest goes on only with an equal one.
+It records the arguments of the harvest, the arrays of a row, and the versions of the libraries. The
+configuration has everything that decides the content of the dataset, so a harvest continues a
+dataset only if their configurations are equal.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ NAME = "manifest.json"
 class DatasetArray:
     """An array of a dataset: a value or gradient of a site, or a column.
 
-    `shape` and `dtype` are those of a row as it is stored; `computed_dtype` is the type that the
-    program computed.
+    `shape` and `dtype` describe a stored row; `computed_dtype` is the dtype before the conversion.
     """
 
     name: str
@@ -40,8 +40,8 @@ class DatasetArray:
 class Manifest:
     """The content of `manifest.json`.
 
-    `configuration` has a JSON value for each thing that decides the content: the arguments of
-    `harvest`, the number of batches and checksums of the first one and of the weights.
+    `configuration` has a JSON value for everything that decides the content: the arguments of
+    `harvest`, the number of batches, and checksums of the first batch and of the weights.
     """
 
     configuration: Mapping[str, Any]
@@ -50,13 +50,13 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """A name for the configuration and the arrays, which every shard has in its header."""
+        """A hash of the configuration and the arrays, which the header of every shard repeats."""
         text = json.dumps([self.configuration, self._content], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
     def _content(self) -> list[Any]:
-        """What decides the content, of the arrays."""
+        """The properties of the arrays that decide the content."""
         return [[a.name, a.kind, a.dtype, list(a.shape)] for a in self.arrays]
 
     @property
@@ -119,7 +119,7 @@ class Manifest:
 
 
 def check_same(folder: Path, there: Manifest, here: Manifest) -> None:
-    """Raise if a harvest has another configuration than the dataset in its folder."""
+    """Raise if the manifest `here`, of a harvest, differs from the one `there`, in the folder."""
     differences = list(_differences(there, here))
     if differences:
         raise ValueError(

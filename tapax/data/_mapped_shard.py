@@ -1,7 +1,7 @@
-"""Shards in memory: files that are mapped, and whose bytes are checked before anybody sees them.
+"""Memory-mapped shards, which check their bytes before they return them.
 
-Every block of an array has a checksum, which is compared when a row in it is first read. So a shard
-that was altered raises instead of giving rows that nobody computed, and each byte is checked once.
+Every block of an array has a checksum, which is compared when a row of the block is first read. So
+a shard that was altered raises instead of returning wrong rows, and each byte is checked once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tapax.data._shard_format import BLOCK, ShardError, ShardHeader, decode_head
 
 
 class MappedShard:
-    """A shard whose arrays are read from the file when they are used."""
+    """A shard that reads its arrays from the file when they are used."""
 
     def __init__(self, path: Path, configuration: str):
         self.path = path
@@ -39,13 +39,13 @@ class MappedShard:
         return self.header.rows
 
     def array(self, key: str) -> np.ndarray:
-        """Return an array, all of it checked, without a copy."""
+        """Check all of an array, and return a view of it."""
         found = self.header.arrays[key]
         self._check(key, np.arange(len(found.checksums)))
         return self._view(key)
 
     def slice(self, key: str, start: int, stop: int) -> np.ndarray:
-        """Return rows from `start` to `stop` of an array, without a copy."""
+        """Return a view of the rows from `start` to `stop` of an array."""
         view = self._view(key)
         width = view.nbytes // max(len(view), 1)
         if stop > start and width:
@@ -53,7 +53,7 @@ class MappedShard:
         return view[start:stop]
 
     def take(self, key: str, numbers: np.ndarray, out: np.ndarray) -> None:
-        """Copy the rows with some numbers, in ascending order, to `out`."""
+        """Copy the rows with the given `numbers`, which ascend, to `out`."""
         view = self._view(key)
         width = view.nbytes // max(len(view), 1)
         if width and not self._blocks_checked(key).all():
@@ -61,12 +61,12 @@ class MappedShard:
             steps = range(int((last - first).max(initial=0)) + 1)
             spanned = np.concatenate([np.minimum(first + step, last) for step in steps])
             self._check(key, np.unique(spanned))
-        # Bytes, because NumPy copies elements of types that are not its own one by one.
+        # Copy bytes, because NumPy copies bfloat16 and float8 element by element.
         rows = view.reshape(len(view), -1).view(np.uint8)
         np.take(rows, numbers, 0, out.reshape(len(out), -1).view(np.uint8), mode="clip")
 
     def release_pages(self) -> None:
-        """Take the pages that were read out of the process's memory; the file stays mapped."""
+        """Release the memory of the pages that were read; the file stays mapped."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapped._mmap.madvise(mmap.MADV_DONTNEED)
 
@@ -81,7 +81,7 @@ class MappedShard:
         return self._checked.setdefault(key, np.zeros(count, bool))
 
     def _check(self, key: str, blocks: np.ndarray) -> None:
-        """Compare blocks with their checksums, those that were not compared before."""
+        """Compare blocks with their checksums, except blocks that were compared before."""
         found, checked = self.header.arrays[key], self._blocks_checked(key)
         start = self.header.data_start + found.start
         for block in blocks[~checked[blocks]].tolist():

@@ -1,4 +1,4 @@
-"""How fast a harvest is, and what holds it up."""
+"""The speed of a harvest, and its bottleneck."""
 
 import contextlib
 import threading
@@ -6,34 +6,34 @@ import time
 from collections.abc import Iterator
 
 STAGES = ("batches", "device", "transfer", "disk")
-"""What the harvest waits for: the next batch, its rows, their copy on the host, a writer."""
+"""The stages of a harvest: the next batch, its rows, their copy to the host, a writer."""
 
 
 class Meter:
-    """Counts rows and bytes, and the seconds that the harvest waited for each stage.
+    """A counter of rows and bytes, and of the seconds that the harvest waited for each stage.
 
-    One thread drives the harvest. It waits for one stage at a time, while the others go on, so the
-    stage with most of the waiting is the slowest.
+    One thread drives the harvest. It waits for one stage at a time, while the other stages
+    continue, so the stage with the longest wait is the slowest.
     """
 
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.rows = self.nbytes = self.batches = self.units = 0
         self.expected: int | None = None
-        """How many batches there are to do, as far as is known; None for an iterable."""
+        """The number of batches to do, as far as is known; None for an iterable."""
         self.waited: dict[str, float] = dict.fromkeys(STAGES, 0.0)
 
         self._lock = threading.Lock()
 
     def add_unit(self, nbytes: int) -> None:
-        """Count a shard; writers call this."""
+        """Count a shard of `nbytes` bytes; the writer threads call this."""
         with self._lock:
             self.units += 1
             self.nbytes += nbytes
 
     @contextlib.contextmanager
     def waiting_for(self, stage: str) -> Iterator[None]:
-        """Count the time spent within as waiting for a stage."""
+        """Count the duration of the block as time spent waiting for a stage."""
         start = time.monotonic()
         try:
             yield
@@ -46,5 +46,5 @@ class Meter:
 
     @property
     def bottleneck(self) -> str:
-        """The stage that the harvest waited for longest."""
+        """The stage with the longest wait."""
         return max(STAGES, key=lambda stage: self.waited[stage])

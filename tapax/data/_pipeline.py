@@ -1,8 +1,8 @@
 """The pipeline of a harvest: batches to the device, rows to the host, shards to the disk.
 
-One thread reads batches and dispatches them, a few ahead of the one whose rows it collects. Copies
-to the host run meanwhile, and threads write the shards of whole units. So the harvest takes as long
-as the slowest of these, and its memory is bounded whatever the size of the dataset.
+One thread reads batches and dispatches them, a few ahead of the batch whose rows it collects.
+Meanwhile copies to the host run, and other threads write the shards of finished units. So the
+harvest takes as long as its slowest stage, and its memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tapax.data._transfer import PendingCopy
 from tapax.data._writer_threads import ShardWriters, writer_count
 
 AHEAD = 2
-"""How many batches are dispatched before the rows of the first are collected."""
+"""The number of batches that are dispatched ahead of the batch whose rows are collected."""
 
 _NOT_FINITE = (
     "there are values that are not finite. Their rows are stored, left out of the statistics, and "
@@ -55,7 +55,7 @@ class BatchTask:
 
 @dataclasses.dataclass(frozen=True)
 class _Dispatched:
-    """A batch that the device computes."""
+    """A batch that the device is computing."""
 
     task: BatchTask
     copies: Mapping[str, PendingCopy | PendingRows]
@@ -64,11 +64,11 @@ class _Dispatched:
 
 
 _Chunk = PendingCopy | PendingRows | np.ndarray
-"""The rows of one batch, which may still be on their way."""
+"""The rows of one batch, whose copy to the host may still be running."""
 
 
 class _UnitRows:
-    """The rows of a unit, as its batches come in."""
+    """The rows of a unit, which grow batch by batch."""
 
     def __init__(self, unit: int, names: Sequence[str]):
         self.unit = unit
@@ -83,7 +83,7 @@ class _UnitRows:
             self.statistics[name] = found if known is None else known.merge(found)
 
     def take_chunks(self) -> dict[str, list[np.ndarray]]:
-        """Return the rows as NumPy arrays, and let go of the memory that they were copied to."""
+        """Return the rows as NumPy arrays, and release the memory that they were copied to."""
         return {
             name: [_to_numpy(parts.pop(0)) for _ in range(len(parts))]
             for name, parts in self._chunks.items()
@@ -95,7 +95,7 @@ def _to_numpy(chunk: _Chunk) -> np.ndarray:
 
 
 class Pipeline:
-    """Harvests batches into the shards of their units."""
+    """The pipeline from batches to the shards of their units."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Pipeline:
         self._warned: set[str] = set()
 
     def run(self, tasks: Iterable[BatchTask]) -> None:
-        """Harvest all tasks; the batches of a unit follow one another."""
+        """Harvest all tasks, in which the batches of a unit are consecutive."""
         writers = ShardWriters(writer_count())
         try:
             for batch in self._dispatch_all(tasks):
@@ -125,7 +125,7 @@ class Pipeline:
             with self._meter.waiting_for("disk"):
                 writers.finish()
         except Exception:
-            # Units that are whole are written, whatever became of the others.
+            # Write the finished units although a later one failed.
             with contextlib.suppress(Exception):
                 writers.finish()
             raise
@@ -133,9 +133,9 @@ class Pipeline:
             writers.stop()
 
     def _dispatch_all(self, tasks: Iterable[BatchTask]) -> Iterator[_Dispatched]:
-        """Dispatch batches, and yield each once some more are dispatched.
+        """Dispatch batches, and yield each batch once `AHEAD` more are dispatched.
 
-        An error is raised after the batches before it: they may make units whole.
+        If a batch raises, the earlier batches come before the error, since they may finish units.
         """
         dispatched: collections.deque[_Dispatched] = collections.deque()
         error = None
@@ -152,7 +152,7 @@ class Pipeline:
             raise error
 
     def _dispatch(self, task: BatchTask) -> _Dispatched:
-        """Start everything that a batch needs, and wait for none of it."""
+        """Start the computation and the copies of a batch, without waiting for them."""
         batch = gather(task.batch)
         mask = read_mask(batch, self._keep)
         result = self._program(task.batch, mask)
@@ -169,7 +169,7 @@ class Pipeline:
         return _Dispatched(task, dict(zip(names, copies, strict=True)), columns, result)
 
     def _collect(self, batch: _Dispatched, writers: ShardWriters) -> None:
-        """Wait for the rows of a batch; hand its unit to a writer if that is whole."""
+        """Wait for the rows of a batch; if its unit is finished, start to write the unit."""
         task, result = batch.task, batch.result
         with self._meter.waiting_for("device"):
             small = jax.device_get(gather((result.statistics, result.ran)))
@@ -189,7 +189,8 @@ class Pipeline:
         self._warn_of_bad_rows(task, found)
         found = {name: self._processes.own_statistics(x) for name, x in found.items()}
         shard = self._manifest.unit_plan.shard(task.unit, self._processes.index)
-        if self._unit is None or self._unit.unit != shard:  # or another worker was done with it
+        # The last unit stays unfinished if another worker finished it first.
+        if self._unit is None or self._unit.unit != shard:
             self._unit = _UnitRows(shard, self._names)
         self._unit.add({**batch.copies, **batch.columns}, found)
         self._meter.batches += 1
@@ -201,7 +202,7 @@ class Pipeline:
 
     def _write(self, unit: _UnitRows) -> None:
         path = self._folder.shard_path(unit.unit)
-        if path.exists():  # another worker took the unit too, and was faster
+        if path.exists():  # another worker did this unit too, and was faster
             return
         try:
             nbytes = write_shard(
@@ -217,7 +218,7 @@ class Pipeline:
         self._meter.add_unit(nbytes)
 
     def _warn_of_bad_rows(self, task: BatchTask, found: dict[str, Statistics]) -> None:
-        """Warn of the first rows of a site that are not finite, or do not fit their type."""
+        """Warn of the first batch in which a site has non-finite rows, or numbers that overflow."""
         for fault, sentence in (("nonfinite", _NOT_FINITE), ("overflowed", _OVERFLOWED)):
             counts = {name: getattr(x, fault) for name, x in found.items()}
             new = [n for n, bad in counts.items() if bad and f"{fault} {n}" not in self._warned]
@@ -236,7 +237,7 @@ class Pipeline:
     def _check_arrays(
         self, task: BatchTask, found: Sequence[RowSite], expected: Sequence[DatasetArray]
     ) -> None:
-        """Raise if a batch does not have the arrays that the first one had."""
+        """Raise if a batch has other arrays than the first batch."""
         here = {x.name: f"{x.dtype}{list(x.shape)}" for x in found}
         first = {x.name: f"{x.dtype}{list(x.shape)}" for x in expected}
         for name in {**first, **here}:

@@ -1,12 +1,13 @@
-"""The processes that run one program: one, or those of `jax.distributed` that its arrays span.
+"""The processes that run one program: a single one, or several that its arrays span.
 
-Several processes act together: all of them call `harvest` alike and dispatch the same batches. The
-rows of a batch are divided over all devices, whatever the sharding of the value was, so that every
-process copies and writes an equal part of them, and each row once. A unit has one shard for each
-process. The statistics, which are those of all rows, are in the shard of the first process.
+Several processes of `jax.distributed` act together: all of them call `harvest` with equal arguments
+and dispatch equal batches. Whatever the sharding of a value is, its rows are divided over all
+devices, so that every process copies and writes an equal part of the rows, and each row is written
+once. A unit has one shard for each process. The shard of the first process has the statistics of
+all rows.
 
-Processes are told apart by the devices that they can address, not by `jax.process_index()`, which
-is not always a name of its own.
+The devices that a process can address identify the process. `jax.process_index()` does not: it is
+not always unique.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class OneProcess:
     """A process that runs its program alone."""
 
     count = 1
-    """How many processes there are."""
+    """The number of processes."""
     index = 0
-    """The place of this process among them."""
+    """The place of this process among all."""
 
     def agree_on_units(self, units: Iterable[int]) -> Iterable[int]:
         """Iterate over the units that the first process takes from its queue."""
@@ -44,13 +45,13 @@ class OneProcess:
         """Wait until all processes are here."""
 
     def choose_rows(self, rows: int, kept: np.ndarray | None) -> np.ndarray | None:
-        """Return which of the kept rows, or of all, this process stores; None for all."""
+        """Choose the rows that this process stores, among the rows in `kept`; None for all."""
         return kept
 
     def start_copies(
         self, arrays: Sequence[Value], rows: int, chosen: np.ndarray | None
     ) -> Sequence[PendingCopy | PendingRows]:
-        """Start to copy the chosen rows to the host."""
+        """Start to copy the `chosen` rows to the host."""
         if not all(x.is_fully_addressable for x in arrays):
             raise ValueError(
                 "The values of the function span processes, but none of its inputs does, so "
@@ -60,13 +61,13 @@ class OneProcess:
         return start_copies(arrays, chosen)
 
     def own_statistics(self, found: Statistics) -> Statistics:
-        """Return the statistics for this process to store."""
+        """Return the statistics that this process stores."""
         return found
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that a sharded program runs on; `sharding` divides rows over their devices."""
+    """The processes that run a sharded program; `sharding` divides rows over their devices."""
 
     sharding: NamedSharding
 
@@ -76,7 +77,7 @@ class ProcessGroup:
 
     @functools.cached_property
     def _local(self) -> list[int]:
-        """The places of this process's devices among all."""
+        """The places of the devices of this process among all devices."""
         addressable = self.sharding.addressable_devices
         return [place for place, device in enumerate(self._devices) if device in addressable]
 
@@ -86,16 +87,16 @@ class ProcessGroup:
 
     @property
     def count(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return len(self._processes)
 
     @functools.cached_property
     def index(self) -> int:
-        """The place of this process among them."""
+        """The place of this process among all."""
         return self._processes.index(self._devices[self._local[0]].process_index)
 
     def agree(self, number: int) -> int:
-        """Return the number that the first process gave. All processes must call this."""
+        """Return the `number` of the first process. All processes must call this."""
 
         def part(index: Any) -> np.ndarray:
             is_first = (index[0].start or 0) == 0
@@ -115,21 +116,24 @@ class ProcessGroup:
         self.agree(0)
 
     def row_numbers(self, rows: int) -> np.ndarray:
-        """Return the rows, out of so many, that this process holds once they are divided."""
+        """Return the numbers of the rows that devices of this process have, among `rows` rows."""
         block = -(-rows // len(self._devices))
         starts = np.array(self._local, np.int64) * block
         numbers = (starts[:, None] + np.arange(block)).reshape(-1)
         return numbers[numbers < rows]
 
     def choose_rows(self, rows: int, kept: np.ndarray | None) -> np.ndarray:
-        """Return which of the kept rows, or of all, this process stores: those that it holds."""
+        """Choose the rows that this process stores: the rows in `kept` that are on its devices."""
         here = self.row_numbers(rows)
         return here if kept is None else np.intersect1d(here, kept, assume_unique=True)
 
     def start_copies(
         self, arrays: Sequence[Value], rows: int, chosen: np.ndarray | None
     ) -> Sequence[PendingCopy | PendingRows]:
-        """Divide arrays, and start to copy the chosen rows to the host; this process holds them."""
+        """Divide arrays over the devices, and start to copy the `chosen` rows to the host.
+
+        The `chosen` rows are on devices of this process.
+        """
         here = self.row_numbers(rows)
         places = np.arange(len(here)) if chosen is None else np.searchsorted(here, chosen)
         return [PendingRows(x, places) for x in self._divide(list(arrays))]
@@ -148,12 +152,12 @@ class ProcessGroup:
         return jax.jit(jnp.sum, out_shardings=NamedSharding(self.sharding.mesh, PartitionSpec()))
 
     def own_statistics(self, found: Statistics) -> Statistics:
-        """Return the statistics for this process to store: those of no rows, but for the first."""
+        """Return `found` in the first process, and the statistics of no rows in the others."""
         return found if self.index == 0 else found.emptied()
 
 
 class PendingRows:
-    """A copy to the host of the rows that this process holds of a divided array."""
+    """A copy to the host of the rows of a divided array that are on devices of this process."""
 
     def __init__(self, x: Value, places: np.ndarray):
         shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
@@ -161,12 +165,12 @@ class PendingRows:
         self._places = places
 
     def wait(self) -> None:
-        """Wait until the rows are on the host, or as near to it as JAX lets one wait for."""
+        """Wait until the rows are on the host, as far as JAX can wait for a copy."""
         for copy in self._copies:
             copy.wait()
 
     def rows(self) -> np.ndarray:
-        """Return the rows that are wanted."""
+        """Return the chosen rows."""
         return np.concatenate([copy.rows() for copy in self._copies])[self._places]
 
 
@@ -174,7 +178,7 @@ Processes = OneProcess | ProcessGroup
 
 
 def find_processes(inputs: Iterable[Any]) -> Processes:
-    """Return the processes that the inputs of a program span."""
+    """Find the processes that the inputs of a program span."""
     for x in inputs:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             mesh = getattr(x.sharding, "mesh", None)

@@ -1,4 +1,4 @@
-"""The progress bar of a harvest: rows and bytes a second, the time left, and what holds it up."""
+"""The progress bar of a harvest: rows and bytes per second, time left, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from tapax.data._meter import Meter
 
 _SECONDS = 0.25
-"""How often the bar is drawn."""
+"""The interval at which the bar is drawn."""
 
 
 @contextlib.contextmanager
 def show_progress(meter: Meter, *, enabled: bool) -> Iterator[None]:
-    """Show what a meter counts while the block runs; nothing unless in a terminal."""
+    """Show the counts of a meter while the block runs, if stderr is a terminal."""
     console = Console(stderr=True)
     if not enabled or not console.is_terminal or meter.expected == 0:
         yield

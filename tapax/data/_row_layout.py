@@ -1,9 +1,9 @@
-"""Rows of captured arrays: which axes become rows, and how scanned layers become sites.
+"""The layout of rows: the axes that become rows, and the sites that scanned layers become.
 
-A captured array has the axes of loops and meshes first, then those of `vmap`, then those of the
-value. Loops of layers become sites of their own, `Stack/layers/3`, or stay an axis of each row, as
-the axes of other loops do. Of the remaining axes, `rows="tokens"` makes all but the last rows, and
-`rows="examples"` the first.
+A captured array has the axes of loops and meshes first, then the axes of `vmap`, then the axes of
+the value. Each layer of a loop over layers becomes a site, such as `Stack/layers/3`, or the layers
+stay an axis of each row, as the axes of other loops do. `rows="tokens"` makes rows of all remaining
+axes except the last, and `rows="examples"` of the first.
 
 >>> import jax.numpy as jnp
 >>> layout = RowLayout("tokens")
@@ -36,15 +36,15 @@ from tapax._sites import (
 )
 
 _LOOPS = ("scan[", "while[")
-"""What the names of loops that add an axis begin with; others are the axes of meshes."""
+"""The beginnings of the names of loops that add an axis; other names are axes of meshes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Which axes of captured arrays become rows.
+    """The axes of captured arrays that become rows.
 
     `rows` is "tokens", "examples", or the numbers of axes of the captured array. `layers` is
-    "sites" if every scanned layer becomes a site, or "axis".
+    "sites" if every scanned layer becomes a site, or "axis" if the layers stay an axis.
     """
 
     rows: str | tuple[int, ...]
@@ -66,9 +66,9 @@ class RowLayout:
         return cls(rows, layers)
 
     def split(self, site: Site, x: Value) -> Iterator[tuple[Site, tuple[int, ...], Value]]:
-        """Yield the sites that a captured array becomes, each with the sizes of its row axes.
+        """Split a captured array into sites; yield each with the sizes of its row axes.
 
-        The array of each has the rows as its first axis.
+        The third element is the array of the site, with the rows as its first axis.
         """
         if not isinstance(self.rows, str):
             yield site, *_with_rows_first(x, self._given_axes(site, x.ndim))
@@ -97,7 +97,7 @@ class RowLayout:
             yield one, *self._rows_of(one, x[tuple(index)], len(added) - len(layers))
 
     def _rows_of(self, site: Site, x: Value, lead: int) -> tuple[tuple[int, ...], Value]:
-        """Make rows of an array whose first `lead` axes are those of loops."""
+        """Make rows of an array whose first `lead` axes are axes of loops."""
         stop = x.ndim - 1 if self.rows == "tokens" else lead + 1
         if not lead < stop <= x.ndim:
             least = 2 if self.rows == "tokens" else 1
@@ -119,7 +119,7 @@ class RowLayout:
 
 
 def leave_out_step(site: Site, selection: Selection) -> Site:
-    """Describe a site without the axis of the loop of which a selection picks one iteration."""
+    """Remove the axis of the innermost loop from a site if `selection` picks one iteration."""
     steps = [
         part.step
         for part in flatten(selection)
@@ -134,7 +134,7 @@ def leave_out_step(site: Site, selection: Selection) -> Site:
 
 
 def _axis_of(site: Site, loop: int) -> int | None:
-    """The axis that a loop added, if it did; the loops are counted from the innermost."""
+    """Return the axis that a loop added, or None; `loop` counts from the innermost loop."""
     name = site.loops[-1 - loop] if loop < len(site.loops) else ""
     if "[" not in name:
         return None
@@ -148,7 +148,7 @@ def _with_rows_first(x: Value, axes: tuple[int, ...]) -> tuple[tuple[int, ...], 
 
 
 def check_same_rows(sizes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the sizes of the row axes, which must be the same for all sites."""
+    """Return the sizes of the row axes, or raise if they differ between sites."""
     (first, shared), *others = sizes.items()
     for name, other in others:
         if other != shared:

@@ -1,9 +1,9 @@
-"""The programs of a harvest: from a batch to the rows of every site, on the device.
+"""The programs of a harvest, which compute the rows of every site of a batch on the device.
 
-The first is the user's function cut after the last site: nothing is computed that no selected value
-or gradient needs. It returns what a capture returns, in rows. The second converts the rows to the
-type in which they are stored, and measures them. It is a program of its own because the compiler
-could else fuse it with the first, and so move the last bits of the values.
+The first program is the user's function, cut down to what the selected values and gradients need.
+It returns the captured arrays as rows. The second program converts the rows to the dtype in which
+they are stored, and measures them. The two are separate because the compiler could otherwise fuse
+them, and change the last bits of the values.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tapax.data._shard_format import check_storable, dtype_of
 from tapax.data._statistics import measure_rows
 
 GRADIENT = ".grad"
-"""The end of the name under which the gradient of a site is stored."""
+"""The ending of the name under which the gradient of a site is stored."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowSite:
-    """A site of a dataset: what each of its rows is, and where the value comes from."""
+    """A site of a dataset: the dtype and shape of a row, and the source line of the value."""
 
     name: str
     kind: str
@@ -56,7 +56,7 @@ class RowSite:
 class ComputedRows:
     """The rows of one batch: an array for each site, with the rows as its first axis.
 
-    `ran` says of a site in a branch or a while loop whether its value was computed at all.
+    For a site in a branch or a while loop, `ran` says whether the program computed the value.
     `row_sizes` are the sizes of the axes that became rows.
     """
 
@@ -68,7 +68,7 @@ class ComputedRows:
 
 @dataclasses.dataclass(frozen=True)
 class RowBatch:
-    """The rows of one batch as they are stored, and what was measured of them."""
+    """The rows of one batch in the dtypes in which they are stored, and their statistics."""
 
     arrays: Mapping[str, Value]
     statistics: Mapping[str, Mapping[str, Value]]
@@ -79,7 +79,7 @@ class RowBatch:
 
 @dataclasses.dataclass(frozen=True)
 class _RowTransform(Transform):
-    """Returns the rows of what the plan selects."""
+    """A transform that returns the rows of the sites that the plan selects."""
 
     plan: Plan
     layout: RowLayout
@@ -139,7 +139,7 @@ def _nothing_selected(plan: Plan, taps: Taps) -> SiteError:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The types of what a batch gives, the fingerprint of the weights, and all inputs."""
+    """The types of the rows of a batch, the fingerprint of the weights, and all inputs."""
 
     rows: ComputedRows
     weights: str
@@ -147,11 +147,11 @@ class Description:
 
 
 class RowProgram:
-    """A function of a batch that returns the `RowBatch` of it, compiled once for each shape."""
+    """A function from a batch to its `RowBatch`, compiled once for each shape."""
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, layout: RowLayout, dtype: str | None):
-        # What a partial function was given is traced, as arguments are; weights would else become
-        # constants of the compiled program.
+        # Trace the arguments of a partial function too: weights would otherwise become constants
+        # of the compiled program.
         self._given: tuple[Any, ...] = ()
         self._keywords: dict[str, Any] = {}
         while isinstance(fn, functools.partial):
@@ -162,7 +162,7 @@ class RowProgram:
         self._function = TransformedFunction(fn, self._transform)
 
     def __call__(self, batch: PyTree, mask: Value | None) -> RowBatch:
-        """Dispatch the programs on a batch; `mask` tells the rows that statistics are about."""
+        """Dispatch the programs on a batch; `mask` selects the rows to measure."""
         rows: ComputedRows = self._function((), (*self._given, batch), self._keywords)
         types = tuple(site.dtype for site in rows.sites)
         converted, statistics = _store(rows.arrays, mask, types, rows.row_sizes)
@@ -170,7 +170,7 @@ class RowProgram:
         return RowBatch(arrays, statistics, rows.ran, rows.sites, rows.row_sizes)
 
     def describe(self, batch: PyTree) -> Description:
-        """Describe what a batch gives, and the weights; only their fingerprint is computed."""
+        """Describe the rows of a batch and the weights, of which it computes only a fingerprint."""
         traced = self._function.traced_call((*self._given, batch), self._keywords)
 
         def rows(*arrays: Value) -> Any:
@@ -188,7 +188,7 @@ class RowProgram:
 def _store(
     arrays: SiteDict, mask: Value | None, types: tuple[str, ...], row_sizes: tuple[int, ...]
 ) -> tuple[SiteDict, SiteDict]:
-    """Convert the arrays that are stored in another type, and measure all of them."""
+    """Convert the arrays that are stored in another dtype, and measure all arrays."""
     kept = None if mask is None else spread_mask(mask, row_sizes, jnp)
     converted, statistics = SiteDict(), SiteDict()
     for (name, x), dtype in zip(arrays.items(), types, strict=True):
@@ -199,9 +199,9 @@ def _store(
 
 
 def fingerprint(arrays: Sequence[Any]) -> str:
-    """Return a checksum of the floating-point arrays among some, the same on every device.
+    """Return a checksum of the floating-point arrays in `arrays`, equal on every device.
 
-    Integers are left out: counters and random keys change without the model being another.
+    It ignores integers, because counters and random keys change while the model stays as it is.
     """
     found = [x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     if not found:
@@ -216,7 +216,7 @@ def fingerprint(arrays: Sequence[Any]) -> str:
 
 @jax.jit
 def _sum_bits(x: Value) -> Value:
-    """Sum the bits of an array as integers that wrap around, weighted by their places."""
+    """Sum the bits of an array as integers modulo 2**32, weighted by their places."""
     return _weighted_sum(jnp.asarray(x))
 
 

@@ -1,9 +1,9 @@
-"""The header of a shard: a safetensors file that says of itself what it holds and checks it.
+"""The header of a shard: a safetensors file that describes its content and has checksums of it.
 
 The metadata of the file has two strings. `tapax_shard` is JSON: the unit, the configuration, the
-number of rows, the arrays with their places and checksums, and the statistics that are single
-numbers. `crc32` is the checksum of that string, so nothing in it is trusted before it is checked.
-`docs/format.md` specifies the format.
+number of rows, the arrays with their places and checksums, and the statistics that are numbers.
+`crc32` is the checksum of `tapax_shard`, which readers compare before they use it. `docs/format.md`
+specifies the format.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 
 VERSION = 1
 BLOCK = 1 << 18
-"""How many bytes of an array share a checksum."""
+"""The number of bytes of an array that share a checksum."""
 ALIGNMENT = 64
-"""The data of a shard starts at a multiple of so many bytes."""
+"""The number of bytes of which the data of a shard starts at a multiple."""
 _LONGEST_HEADER = 100_000_000
-"""The limit of safetensors' own reader, in bytes."""
+"""The limit of the reader of safetensors, in bytes."""
 
 SAFETENSORS_TYPES: Mapping[str, str] = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
@@ -32,16 +32,32 @@ SAFETENSORS_TYPES: Mapping[str, str] = {
     "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-"""What safetensors calls the types that a shard can hold."""
+"""The dtypes that a shard can contain, with their names in safetensors."""
 
 
 class ShardError(ValueError):
-    """A shard is not what was written: it is cut off, altered, or of another dataset."""
+    """The error for a shard that is truncated, altered, missing, or part of another dataset.
+
+    The message names the shard. Once a damaged shard is removed, a call of `tapax.harvest` with
+    equal arguments computes it.
+
+    Example:
+        >>> import pathlib, tempfile, jax.numpy as jnp, tapax
+        >>> double = lambda x: tapax.sow(2 * x, "h")
+        >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+        >>> for shard in pathlib.Path(acts.path).glob("shards/*"):
+        ...     _ = shard.write_bytes(b"")
+        >>> try:
+        ...     acts["h"][0]
+        ... except tapax.data.ShardError as error:
+        ...     print("is empty" in str(error))
+        True
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array in a shard: its type, where its bytes are in the data, and their checksums."""
+    """An array in a shard: its dtype, the place of its bytes in the data, and their checksums."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +75,7 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True)
 class ShardHeader:
-    """All that a shard says of itself; `data_start` is where the arrays begin in the file."""
+    """The content of the header of a shard; the arrays begin at byte `data_start` of the file."""
 
     configuration: str
     unit: int
@@ -70,21 +86,21 @@ class ShardHeader:
 
     @property
     def nbytes(self) -> int:
-        """The length of the whole file."""
+        """The length of the whole file, in bytes."""
         return self.data_start + max((array.stop for array in self.arrays.values()), default=0)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the NumPy type of that name, bfloat16 and float8 included."""
+    """Return the NumPy dtype of that name, including bfloat16 and float8."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def place_arrays(
     arrays: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]],
 ) -> dict[str, StoredArray]:
-    """Lay arrays, given as type, shape and checksums, one behind another.
+    """Place arrays, given as dtype, shape and checksums, one after another.
 
-    Those with the largest elements come first, so that each begins at a multiple of its own.
+    Arrays with larger elements come first, so that each array is aligned to its element size.
     """
     order = sorted(arrays, key=lambda key: -dtype_of(arrays[key][0]).itemsize)
     placed: dict[str, StoredArray] = {}
@@ -96,7 +112,7 @@ def place_arrays(
 
 
 def block_checksums(chunks: Iterable[memoryview]) -> tuple[int, ...]:
-    """Return the CRC-32 of each block of the bytes that the chunks are in a row."""
+    """Return the CRC-32 of each block of the concatenated chunks."""
     found: list[int] = []
     filled = value = 0
     for chunk in chunks:
@@ -111,7 +127,7 @@ def block_checksums(chunks: Iterable[memoryview]) -> tuple[int, ...]:
 
 
 def encode_header(header: ShardHeader) -> bytes:
-    """Write the beginning of the file: the length of the header, and the header."""
+    """Encode the beginning of the file: the length of the header, and the header."""
     about = json.dumps(
         {
             "version": VERSION,
@@ -148,12 +164,12 @@ def encode_header(header: ShardHeader) -> bytes:
 
 
 def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
-    """Read the header of a shard, and check it and the length of the file.
+    """Decode the header of a shard, and check it and the length of the file.
 
     Args:
-        beginning: the bytes of the file as far as the header goes, or further.
-        file_bytes: how long the file is.
-        name: names the file in errors.
+        beginning: The bytes of the file up to the end of the header, or further.
+        file_bytes: The length of the file, in bytes.
+        name: The name of the file in errors.
     """
     length = int.from_bytes(beginning[:8], "little")
     if len(beginning) < 8 + length or length > _LONGEST_HEADER:
@@ -199,23 +215,23 @@ def _checksums(text: str) -> tuple[int, ...]:
 
 
 def row_key(name: str) -> str:
-    """The key under which a shard holds the rows of a site or a column."""
+    """Return the key of the rows of a site or a column in a shard."""
     return f"rows/{name}"
 
 
 def statistic_key(name: str, statistic: str) -> str:
-    """The key under which a shard holds a statistic of a site that is an array."""
+    """Return the key of a statistic of a site in a shard, for a statistic that is an array."""
     return f"statistics/{name}/{statistic}"
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array, without a copy."""
+    """Return a view of the bytes of an array, or of a copy if the array is not contiguous."""
     flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
 def check_storable(dtype: Any, what: str) -> str:
-    """Return the name of a type that a shard can hold; raise for another."""
+    """Return the name of a dtype, or raise for `what` if a shard cannot contain the dtype."""
     name = np.dtype(dtype).name
     if name not in SAFETENSORS_TYPES:
         known: Sequence[str] = list(SAFETENSORS_TYPES)

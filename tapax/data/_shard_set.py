@@ -15,15 +15,15 @@ from tapax.data._mapped_shard import MappedShard
 from tapax.data._shard_format import ShardError
 
 _MAPPED = 1024
-"""How many shards stay mapped; the operating system limits them."""
+"""The largest number of shards that stay mapped; the operating system limits mappings."""
 _RESIDENT = 1 << 32
-"""About how many bytes of mapped shards the process keeps in memory."""
+"""The approximate number of bytes of mapped shards that the process keeps in memory."""
 
 
 class ShardSet:
-    """Shards whose rows follow one another.
+    """The shards of `units`, read as one sequence of rows.
 
-    `counts` says how many rows each of the `units` has.
+    `counts` has the number of rows of each unit, and `hash` is the hash of the manifest.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ShardSet:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def shard(self, place: int) -> MappedShard:
-        """Return a shard, by its place among the shards."""
+        """Return the shard at a place among the shards, and map it if necessary."""
         with self._lock:
             shard = self._mapped.get(place)
             if shard is None:
@@ -68,7 +68,7 @@ class ShardSet:
         return shard
 
     def _release_pages(self, place: int, nbytes: int) -> None:
-        """Note that a shard is in use, and let go of the memory of those not used for long."""
+        """Record that a shard is in use, and release the memory of the least recently used."""
         self._resident_bytes += nbytes - self._resident.pop(place, 0)
         self._resident[place] = nbytes
         while self._resident_bytes > _RESIDENT and len(self._resident) > 1:
@@ -77,7 +77,7 @@ class ShardSet:
             self._mapped[oldest].release_pages()
 
     def row_numbers(self, index: Value) -> np.ndarray:
-        """Convert a list of rows, or a mask of all of them, to numbers from 0 on."""
+        """Convert a list of rows, or a mask of all rows, to the numbers of the rows."""
         index = np.asarray(index)
         if index.dtype == bool:
             if index.shape != (self.rows,):
@@ -101,7 +101,7 @@ class ShardSet:
         return np.where(index < 0, index + self.rows, index)
 
     def slices(self, key: str, start: int, stop: int) -> list[np.ndarray]:
-        """Return rows from `start` to `stop` of an array: a view for each shard."""
+        """Return the rows from `start` to `stop` of an array: a view for each shard."""
         if stop <= start:
             return []
         first, last = (int(n) for n in np.searchsorted(self.ends, [start, stop - 1], "right"))
@@ -114,7 +114,7 @@ class ShardSet:
         return found
 
     def take(self, key: str, numbers: np.ndarray, out: np.ndarray) -> None:
-        """Copy the rows with some numbers, in ascending order, to `out`."""
+        """Copy the rows with the given `numbers`, which ascend, to `out`."""
         places = np.searchsorted(self.ends, numbers, "right")
         starts = np.flatnonzero(np.diff(places, prepend=-1, append=-1))
         for start, stop in itertools.pairwise(starts):

@@ -1,4 +1,4 @@
-"""Writing shards: the rows of a unit of work, and their statistics, to one safetensors file."""
+"""Write shards: the rows of a unit of work, and their statistics, in one safetensors file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from tapax.data._shard_format import (
 from tapax.data._statistics import Statistics
 
 Chunks = Mapping[str, Sequence[np.ndarray]]
-"""The rows of each site and column, in pieces that follow one another."""
+"""The rows of each site and column, in consecutive pieces."""
 
 
 def write_shard(
@@ -30,7 +30,7 @@ def write_shard(
     statistics: Mapping[str, Statistics],
     owner: str,
 ) -> int:
-    """Write the shard of a unit, whole or not at all; return the number of its bytes.
+    """Write the shard of a unit atomically, and return its size in bytes.
 
     `configuration` is the hash of the manifest.
     """

@@ -1,7 +1,7 @@
-"""Random orders that are computed from a key, the same on every machine and in every version.
+"""Random orders that depend only on a key, and are equal on every machine and in every version.
 
-NumPy's generators may change from one version to the next. These orders sort the numbers from 0 on
-by a hash: SplitMix64, a bijection of 64-bit integers, so that no two numbers have the same hash.
+The generators of NumPy may change between versions. An order here sorts the numbers from 0 to n - 1
+by a hash: SplitMix64, a bijection of 64-bit integers, so that all hashes are different.
 
 >>> shuffled(5, 0).tolist() == shuffled(5, 0).tolist()
 True
@@ -17,7 +17,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def shuffled(count: int, *key: int) -> np.ndarray:
-    """Return the numbers from 0 to `count` - 1 in the order that `key` decides."""
+    """Return the numbers from 0 to `count` - 1, in an order that `key` decides."""
     start = np.zeros(1, np.uint64)
     for part in key:
         start = _mix(start ^ _mix(np.array([part % 2**64], np.uint64)))

@@ -1,7 +1,7 @@
-"""Statistics of rows, taken on the device for each batch and merged on the host.
+"""Statistics of rows, which the device measures for each batch and the host merges.
 
-Rows with a NaN or an infinity are counted, and left out of everything else. Batches are merged in
-their order and units in theirs, with 64 bits, so the result does not depend on who harvested what.
+Rows with a NaN or an infinity are counted, and excluded from all other statistics. The host merges
+batches and units in order, in 64 bits, so that the result does not depend on the workers.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tapax._jax import Value
 from tapax.data._shard_format import dtype_of
 
 NUMBERS = ("rows", "nonfinite", "overflowed", "norm_sum", "largest")
-"""The parts that are single numbers; `mean` and `squares` have the shape of a row."""
+"""The fields of `Statistics` that are numbers; `mean` and `squares` have the shape of a row."""
 
 
 _SCALES = 2.0**-100, 2.0**100
-"""The smallest and the largest unit of norms: the reciprocals of others are not normal numbers."""
+"""The smallest and largest unit of norms; beyond them, a reciprocal is not a normal number."""
 
 
 def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
-    """Measure the rows of a site that the mask keeps, before they are stored as `dtype`.
+    """Measure the rows of a site that `mask` keeps, before they are converted to `dtype`.
 
-    Norms are in units of about the largest magnitude, so that no square overflows;
+    The unit of the norms is about the largest magnitude, so that no square overflows.
     `Statistics.measured` converts the result.
     """
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     axes = tuple(range(1, x.ndim))
     kept = jnp.ones(x.shape[:1], bool) if mask is None else mask
-    # One pass over the rows tells their largest magnitudes and which are finite.
+    # The largest magnitude of a row also says whether the row is finite.
     magnitudes = jnp.abs(wide).max(axes, initial=0)
     finite = kept & jnp.isfinite(magnitudes)
     used = finite.reshape(-1, *(1 for _ in axes))
@@ -55,9 +55,9 @@ def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
 
 
 def _largest_stored(wide: Value, dtype: str) -> float:
-    """The magnitude up to which numbers are rounded to a finite one of the type.
+    """Return the magnitude up to which a conversion to `dtype` rounds to a finite number.
 
-    Beyond it some conversions give NaN or an infinity, others the largest number.
+    Beyond it, some conversions return NaN or an infinity, and others the largest number.
     """
     if not jnp.issubdtype(dtype_of(dtype), jnp.floating):
         return math.inf
@@ -67,12 +67,27 @@ def _largest_stored(wide: Value, dtype: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Statistics of the rows of a site.
+    """Statistics of the rows of a site, which `harvest` measures before it converts the rows.
 
-    `rows` counts the rows that everything else is about: those that are finite. `nonfinite` counts
-    the others, and `overflowed` the rows with a number too large for the type in which it is
-    stored. `squares` is the sum of squared distances from the mean, `norm_sum` the sum of the
-    Euclidean norms of rows, `largest` the largest magnitude of an element.
+    Attributes:
+        rows: The number of finite rows, from which all other statistics except `nonfinite` come.
+        nonfinite: The number of rows with a NaN or an infinity.
+        overflowed: The number of rows with a number too large for the dtype in which it is stored.
+        norm_sum: The sum of the Euclidean norms of the rows.
+        largest: The largest magnitude of an element.
+        mean: The mean of each element of a row.
+        squares: The sum of squared distances from the mean, for each element of a row.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, tapax
+        >>> same = lambda x: tapax.sow(x, "h")
+        >>> x = jnp.array([[3.0, 4.0], [0.0, 0.0]])
+        >>> acts = tapax.harvest(same, [x], to=tempfile.mkdtemp())
+        >>> found = acts.stats["h"]
+        >>> found.mean.tolist(), found.var.tolist(), found.std.tolist(), found.norm
+        ([1.5, 2.0], [2.25, 4.0], [1.5, 2.0], 2.5)
+        >>> found.numbers
+        {'rows': 2, 'nonfinite': 0, 'overflowed': 0, 'norm_sum': 5.0, 'largest': 4.0}
     """
 
     rows: int
@@ -85,14 +100,46 @@ class Statistics:
 
     @classmethod
     def measured(cls, parts: Mapping[str, Any]) -> Statistics:
-        """Convert what `measure_rows` returned."""
+        """Convert the result of `measure_rows`, whose norms are in a unit that the rows decide.
+
+        Args:
+            parts: The numbers and arrays that `measure_rows` returned, by name.
+
+        Returns:
+            The statistics of the rows.
+
+        Raises:
+            KeyError: If `parts` lacks a number or an array.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> x = jnp.array([[3.0, 4.0], [0.0, 0.0]])
+            >>> Statistics.measured(measure_rows(x, "float32", None)).norm
+            2.5
+        """
         scale = np.clip(np.float64(parts["largest"]), *_SCALES)
         norm_sum = float(parts["scaled_norm_sum"]) * scale
         return cls.of({**parts, "norm_sum": norm_sum})
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Statistics:
-        """Convert what a shard holds: numbers, and arrays."""
+        """Make statistics of the numbers and arrays in a shard.
+
+        Args:
+            parts: The fields, by name.
+
+        Returns:
+            The statistics, with arrays of float64.
+
+        Raises:
+            KeyError: If `parts` lacks a field.
+
+        Example:
+            >>> import numpy as np
+            >>> numbers = dict(rows=1, nonfinite=0, overflowed=0, norm_sum=5.0, largest=4.0)
+            >>> Statistics.of({**numbers, "mean": np.array([3, 4]), "squares": np.zeros(2)}).norm
+            5.0
+        """
         return cls(
             rows=int(parts["rows"]),
             nonfinite=int(parts["nonfinite"]),
@@ -120,16 +167,43 @@ class Statistics:
 
     @property
     def numbers(self) -> dict[str, int | float]:
-        """The parts that are single numbers, for the header of a shard."""
+        """The fields that are numbers, by name, as in the header of a shard."""
         return {name: getattr(self, name) for name in NUMBERS}
 
     def emptied(self) -> Statistics:
-        """Return the statistics of no rows."""
+        """Make the statistics of no rows, with arrays of equal shape.
+
+        Returns:
+            Statistics with zeros, whose merge with others leaves the others as they are.
+
+        Example:
+            >>> import numpy as np
+            >>> Statistics(1, 0, 0, 5.0, 4.0, np.array([3.0, 4.0]), np.zeros(2)).emptied().rows
+            0
+        """
         nothing = np.zeros_like(self.mean)
         return Statistics(0, 0, 0, 0.0, 0.0, nothing, nothing)
 
     def merge(self, other: Statistics) -> Statistics:
-        """Return the statistics of the rows of both (Chan, Golub and LeVeque, 1979)."""
+        """Combine the statistics of two sets of rows (Chan, Golub and LeVeque, 1979).
+
+        Args:
+            other: The statistics of other rows of the site.
+
+        Returns:
+            The statistics of all rows.
+
+        Raises:
+            ValueError: If the rows of `other` have another shape.
+
+        Example:
+            >>> import numpy as np
+            >>> one = Statistics(1, 0, 0, 5.0, 4.0, np.array([3.0, 4.0]), np.zeros(2))
+            >>> zero = Statistics(1, 0, 0, 0.0, 0.0, np.zeros(2), np.zeros(2))
+            >>> both = one.merge(zero)
+            >>> both.rows, both.mean.tolist(), both.var.tolist()
+            (2, [1.5, 2.0], [2.25, 4.0])
+        """
         rows = self.rows + other.rows
         share = other.rows / max(rows, 1)
         apart = other.mean - self.mean
@@ -145,5 +219,5 @@ class Statistics:
 
 
 def merge_all(parts: Iterable[Statistics]) -> Statistics:
-    """Merge the statistics of several batches or units, in their order."""
+    """Merge the statistics of batches or units, in the given order."""
     return functools.reduce(Statistics.merge, parts)

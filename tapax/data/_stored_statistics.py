@@ -1,4 +1,4 @@
-"""Statistics that shards hold, merged."""
+"""Read the statistics in shards, and merge them."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from tapax.data._statistics import Statistics, merge_all
 
 
 def read_statistics(name: str, shards: Iterable[MappedShard]) -> Statistics:
-    """Merge the statistics of a site over shards, in their order."""
+    """Merge the statistics of a site over shards, in the given order."""
     return merge_all(
         Statistics.of(
             {

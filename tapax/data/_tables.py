@@ -18,9 +18,9 @@ from tapax.data._statistics import Statistics
 def dataset_table(
     arrays: Sequence[DatasetArray], rows: int, statistics: Mapping[str, Statistics], units: str
 ) -> Table:
-    """Every site and column of a dataset, with its type and its size.
+    """Make a table of every site and column of a dataset, with its dtype and its size.
 
-    `units` says in words how many units there are.
+    `units` is the number of units, in words.
     """
     sizes = [rows * math.prod(x.shape) * dtype_of(x.dtype).itemsize for x in arrays]
     table = Table(

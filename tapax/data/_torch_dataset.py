@@ -1,4 +1,4 @@
-"""A dataset of activations as PyTorch's loaders take it. This module imports PyTorch."""
+"""A dataset of activations for the loaders of PyTorch. This module imports PyTorch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch  # pyright: ignore[reportMissingImports]
 from tapax.data._row_source import RowReader
 
 _BITS = {"bfloat16": np.int16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
-"""Types that PyTorch does not take from NumPy, and integer types with as many bits."""
+"""Dtypes that PyTorch does not accept from NumPy, with integer dtypes of equal width."""
 
 
 class TorchDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows as dicts of tensors; tensors of single rows are views of the mapped files."""
+    """A dataset whose rows are dicts of tensors; the tensors of a single row are views of files."""
 
     def __init__(self, acts: RowReader, names: Sequence[str]):
         self._acts, self._names = acts, list(names)
         with warnings.catch_warnings():
-            # PyTorch warns once that nobody may write to the tensors, which is as it should be.
+            # PyTorch warns once that the tensors are not writable, which is intended.
             warnings.simplefilter("ignore")
             frozen = np.zeros(1)
             frozen.flags.writeable = False
@@ -40,7 +40,7 @@ class TorchDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def as_tensor(x: np.ndarray) -> Any:
-    """Convert an array to a tensor of the same memory."""
+    """Convert an array to a tensor that shares its memory."""
     x = np.asarray(x)
     bits = _BITS.get(x.dtype.name)
     if bits is None:

@@ -1,10 +1,10 @@
-"""From the device to the host: rows that are kept, in memory that is used again.
+"""Copies of rows from the device to the host, in memory that JAX reuses.
 
-An NVIDIA GPU copies to pinned memory at many times the speed of other memory, once JAX has had that
-memory before: JAX keeps it when an array is dropped, for the next one. NumPy arrays are made of it
-by the threads that write, several at a time. On a CPU nothing is copied.
+An NVIDIA GPU copies to pinned memory many times faster than to other memory, provided that JAX has
+allocated that memory before: JAX keeps the memory of a deleted array for the next one. The writer
+threads convert it to NumPy arrays, several at a time. On a CPU there is nothing to copy.
 
-Rows are dropped on the device, before the copy. The number of rows left is rounded up to a
+The device drops rows before the copy. The number of remaining rows is rounded up to a multiple of a
 sixteenth of the batch, so that XLA compiles at most sixteen versions of the selection for each
 shape, whatever the counts are.
 """
@@ -21,15 +21,15 @@ import numpy as np
 from tapax._jax import Value
 
 _PARTS = 16
-"""Into how many parts the numbers of rows are rounded."""
+"""The number of parts of a batch to which numbers of rows are rounded."""
 
 
 def start_copies(arrays: Sequence[Value], kept: np.ndarray | None) -> list[PendingCopy]:
-    """Start to copy arrays to the host; of their rows those with the numbers `kept`, or all."""
+    """Start to copy arrays to the host: the rows with the numbers `kept`, or all if it is None."""
     if kept is None or not len(arrays):
         return [PendingCopy(x, None) for x in arrays]
     if any(len(x.sharding.device_set) > 1 for x in arrays):
-        # To select rows that are divided over devices would move them between the devices.
+        # A selection of rows that are divided over devices would move rows between the devices.
         return [PendingCopy(x, None, kept) for x in arrays]
     rows = arrays[0].shape[0]
     part = -(-rows // _PARTS)
@@ -45,9 +45,10 @@ def _select_rows(arrays: list[Value], numbers: Value) -> list[Value]:
 
 
 class PendingCopy:
-    """A copy of an array to the host that has been started.
+    """A running copy of an array to the host.
 
-    `count` rows of it are wanted, the first ones, or those that `kept` names, or all.
+    `rows` returns the rows with the numbers `kept`, or the first `count` rows, or all rows if both
+    are None.
     """
 
     def __init__(self, x: Value, count: int | None, kept: np.ndarray | None = None):
@@ -60,17 +61,17 @@ class PendingCopy:
         self._array = x
 
     def wait(self) -> None:
-        """Wait until the rows are on the host, or as near to it as JAX lets one wait for."""
+        """Wait until the rows are on the host, as far as JAX can wait for a copy."""
         jax.block_until_ready(self._array)
 
     def rows(self) -> np.ndarray:
-        """Return the rows that are wanted."""
+        """Return the chosen rows."""
         host = np.asarray(self._array)
         return host[: self._count] if self._kept is None else host[self._kept]
 
 
 def _pinned_kind(x: Value) -> str | None:
-    """The kind of memory on the host that the devices of an array copy to fastest."""
+    """Return the kind of host memory to which the devices of an array copy fastest."""
     return _pinned_kind_of(next(iter(x.sharding.device_set)))
 
 

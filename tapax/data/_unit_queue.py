@@ -1,13 +1,13 @@
-"""The units that a worker does, and their order: its own, then those that nobody has done.
+"""The order in which a worker does units: first its share, then the units that nobody has done.
 
-Workers have no coordinator, hold no leases and read no clock. A worker begins with its own units.
-Then it goes through all others in a random order of its own, so that two workers seldom meet, and
-does those whose shards are not there. So the fast ones relieve the slow ones, whoever was killed is
-replaced by all others, and every worker ends when the dataset is complete. A unit may be done
-twice, if its shard comes late into sight; both shards are the same, and one stays.
+Workers need no coordinator, leases or clock. A worker begins with its share of the units. Then it
+visits all other units in a random order that differs between workers, so that two workers seldom
+meet, and does the units whose shards are missing. So fast workers relieve slow ones, all workers
+replace a worker that was killed, and every worker ends when the dataset is complete. If a shard
+becomes visible late, two workers may do its unit; their shards are equal, and one of them stays.
 
-Little is asked of the storage: one lookup a unit, and a listing whenever half of what the last one
-left open has turned out to be done.
+The load on the storage is small: one lookup for each unit, and a new listing whenever more than
+half of the units that were looked up since the last listing turned out to be done.
 
 >>> class Folder:
 ...     def units_done(self):
@@ -32,25 +32,25 @@ from tapax.data._shuffle import shuffled
 from tapax.data._units import UnitPlan, Worker
 
 _LATE = 8
-"""How many units may turn out to be done before the storage is listed again."""
+"""The number of units that may turn out to be done before the storage is listed anew."""
 
 
 class UnitStorage(Protocol):
-    """Tells which units are done. It may learn of them late."""
+    """A record of the units that are done, which may be late."""
 
     def units_done(self) -> Collection[int] | np.ndarray:
         """Return the units that are done."""
         ...
 
     def is_done(self, unit: int) -> bool:
-        """Look up one unit."""
+        """Return whether a unit is done."""
         ...
 
 
 class UnitQueue:
-    """Iterates over the units that a worker is to do, looking each up when its turn comes.
+    """An iterable of the units that a worker has to do, which looks up each unit at its turn.
 
-    Without `take_over` they are only those of the worker itself.
+    Without `take_over`, it has only the share of the worker.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class UnitQueue:
         self._plan, self._worker, self._storage = plan, worker, storage
         self._take_over = take_over
         self._settled = np.zeros(len(plan.units()), bool)
-        """The units that are done, and those that this worker has begun."""
+        """True for each unit that is done or that this worker has begun."""
 
     def __iter__(self) -> Iterator[int]:
         self._list_done()

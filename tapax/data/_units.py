@@ -1,9 +1,9 @@
-"""Units of work: which there are, which batches each has, and which worker does which.
+"""Units of work: their number, their batches and shards, and the share of each worker.
 
 A unit is a range of batches whose rows become one shard, or one shard for each of several processes
-that run one program. Everything here is a pure function of numbers: no clock, no file, no array of
-activations. A unit is done when its shards are in the folder, so nothing but the list of shards
-says what is left to do, and any process may do it.
+that run one program. Everything here is a pure function of numbers, without clocks, files or
+activations. A unit is done when its shards are in the folder, so the list of shards alone says
+which units remain, and any process may do them.
 
 >>> plan = UnitPlan(batches=10, batches_per_unit=3)
 >>> [list(plan.batch_numbers(unit)) for unit in plan.units()]
@@ -26,7 +26,7 @@ from tapax.data._shuffle import shuffled
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """One of `count` workers that share the units: it owns `index`, `index + count`, ..."""
+    """One of `count` workers; its share is the units `index`, `index + count`, ..."""
 
     index: int = 0
     count: int = 1
@@ -52,9 +52,9 @@ class Worker:
 class UnitPlan:
     """The units of a harvest.
 
-    `batches` is how many batches there are, or None if only their end will tell. With a `seed` the
-    batches are dealt out to the units in a random order, so that every shard has rows from
-    everywhere. Each unit has as many shards as `parts`, which are numbered through.
+    `batches` is the number of batches, or None for an iterable, whose length is unknown. A `seed`
+    deals the batches out to the units in a random order, so that every shard has rows from all
+    parts of the data. Each unit has `parts` shards; the shards of all units are numbered together.
     """
 
     batches: int | None
@@ -64,30 +64,30 @@ class UnitPlan:
 
     @property
     def count(self) -> int | None:
-        """How many units there are; None if the number of batches is not known."""
+        """The number of units; None if the number of batches is unknown."""
         return None if self.batches is None else -(-self.batches // self.batches_per_unit)
 
     def units(self) -> range:
-        """The numbers of all units."""
+        """Return the numbers of all units."""
         if self.count is None:
             raise ValueError("The number of units is not known before the batches end.")
         return range(self.count)
 
     @property
     def shard_count(self) -> int | None:
-        """How many shards there are; None if the number of batches is not known."""
+        """The number of shards; None if the number of batches is unknown."""
         return None if self.count is None else self.count * self.parts
 
     def shards(self, unit: int) -> range:
-        """The numbers of the shards of a unit."""
+        """Return the numbers of the shards of a unit."""
         return range(unit * self.parts, (unit + 1) * self.parts)
 
     def shard(self, unit: int, part: int) -> int:
-        """The number of one shard of a unit."""
+        """Return the number of the shard of a unit that the process `part` writes."""
         return unit * self.parts + part
 
     def units_done(self, shards: Collection[int]) -> np.ndarray:
-        """Return the units of which all shards are among some."""
+        """Return the units whose shards are all in `shards`."""
         units, found = np.unique(np.fromiter(shards, np.int64) // self.parts, return_counts=True)
         return units[found == self.parts]
 

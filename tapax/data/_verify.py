@@ -1,4 +1,4 @@
-"""Checking a dataset: every byte of every shard against its checksum."""
+"""Check a dataset: compare every byte of every shard with the checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,22 @@ from tapax.data._shard_format import ShardError, row_key, statistic_key
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What a check of a dataset found: `faults` has a sentence for each shard that is not whole."""
+    """The result of a check of a dataset, which prints as a report.
+
+    Attributes:
+        path: The folder of the dataset.
+        shards: The number of shards that were read.
+        nbytes: The size of the shards, in bytes.
+        faults: A sentence for each shard that is missing, truncated or altered.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, tapax
+        >>> double = lambda x: tapax.sow(2 * x, "h")
+        >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
+        >>> found = acts.verify()
+        >>> found.is_whole, found.shards, found.faults
+        (True, 1, ())
+    """
 
     path: str
     shards: int
@@ -25,6 +40,7 @@ class Verification:
 
     @property
     def is_whole(self) -> bool:
+        """True if no shard has a fault."""
         return not self.faults
 
     def __str__(self) -> str:
@@ -35,7 +51,7 @@ class Verification:
 
 
 def verify_dataset(path: str | os.PathLike[str]) -> Verification:
-    """Read all of a dataset, and compare it with its checksums and its manifest."""
+    """Read a whole dataset and compare it with its checksums and its manifest."""
     folder = DatasetFolder(path)
     manifest = Manifest.read(folder.path)
     counts, done = folder.read_index(), folder.units_done()
@@ -52,7 +68,7 @@ def verify_dataset(path: str | os.PathLike[str]) -> Verification:
 def _check_shard(
     folder: DatasetFolder, manifest: Manifest, counts: list[int] | None, unit: int
 ) -> tuple[str, int]:
-    """Return what is wrong with a shard, and how many bytes it has."""
+    """Return the fault of a shard, or an empty string, and the size of the shard in bytes."""
     path = folder.shard_path(unit)
     try:
         shard = MappedShard(path, manifest.hash)

@@ -1,4 +1,4 @@
-"""Which worker a process is, and which units of a folder it does."""
+"""The choice of a worker for this process, and of the units in a folder that it does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tapax.data._units import UnitPlan, Worker
 
 
 class FolderUnits:
-    """Tells which units of a plan are done, by the shards in a folder."""
+    """A record of the units of a plan that are done, read from the shards in a folder."""
 
     def __init__(self, folder: DatasetFolder, plan: UnitPlan):
         self._folder, self.plan = folder, plan
@@ -29,10 +29,10 @@ class FolderUnits:
 
 
 def worker_choices(processes: Processes) -> list[Worker]:
-    """Return the workers that this process may be if the user does not say, the likeliest first.
+    """List the workers that this process may be if the user does not say, the likeliest first.
 
-    The number of a process is not always a name of its own: under Pathways it is 0 in each. Whoever
-    finds a worker locked is another one.
+    The number of a process is not always unique: under Pathways it is 0 in every process. A process
+    that finds a worker locked becomes the next one.
     """
     count = jax.process_count() if processes.count == 1 else 1
     return [Worker((jax.process_index() + i) % count, count) for i in range(count)]
@@ -44,9 +44,9 @@ def lock_worker(
     processes: Processes,
     stack: contextlib.ExitStack,
 ) -> tuple[Worker, str]:
-    """Lock the first worker that is free until the stack is closed.
+    """Lock the first free worker until `stack` is closed.
 
-    Returns it, and the name under which it writes.
+    Return the worker and the name under which it writes.
     """
     process = processes.index if processes.count > 1 else None
     for worker in workers[:-1]:
@@ -58,9 +58,9 @@ def lock_worker(
 def choose_units(
     storage: FolderUnits, worker: Worker, processes: Processes, *, take_over: bool, meter: Meter
 ) -> Iterable[int] | None:
-    """Return the units to do, each chosen when its turn comes; None if their number is not known.
+    """Return the units to do, each chosen at its turn, or None if their number is unknown.
 
-    The meter is told how many batches the worker's own units have.
+    Set `meter.expected` to the number of batches in the share of the worker.
     """
     plan = storage.plan
     if plan.count is None:

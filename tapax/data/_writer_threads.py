@@ -1,4 +1,4 @@
-"""Threads that write shards while the device computes, and no more shards at a time than fit."""
+"""Threads that write shards while the device computes, with a bounded number in memory."""
 
 import os
 import threading
@@ -8,15 +8,15 @@ from typing import Any
 
 
 def writer_count() -> int:
-    """How many threads write at a time."""
+    """Return the number of threads that write."""
     return min(8, max(2, (os.cpu_count() or 2) // 2))
 
 
 class ShardWriters:
-    """Runs the writing of shards in threads.
+    """A pool of threads that write shards.
 
-    `submit` waits until less than `threads + 1` shards are in memory, so that a slow disk holds up
-    the harvest instead of filling the memory. An error in a thread is raised by the next call.
+    `submit` waits until fewer than `threads + 1` shards are in memory, so that a slow disk delays
+    the harvest instead of filling the memory. The next call raises the error of a thread.
     """
 
     def __init__(self, threads: int):
@@ -25,7 +25,7 @@ class ShardWriters:
         self._running: list[Future[None]] = []
 
     def submit(self, write: Callable[..., None], *args: Any) -> None:
-        """Have a thread call `write`."""
+        """Call `write` in a thread."""
         self._slots.acquire()
         self._raise_errors()
         future = self._executor.submit(write, *args)
@@ -33,12 +33,12 @@ class ShardWriters:
         self._running.append(future)
 
     def finish(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all shards are written."""
         self._executor.shutdown(wait=True)
         self._raise_errors()
 
     def stop(self) -> None:
-        """Finish the shards that are being written, and write no other."""
+        """Finish the shards that threads are writing, and cancel the others."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _raise_errors(self) -> None:

@@ -8,7 +8,7 @@ NAME = "page.js"
 
 @functools.cache
 def read_bundle() -> str:
-    """The page as one script, which defines the global `tapaxPage`."""
+    """Read the page as one script, which defines the global `tapaxPage`."""
     try:
         return (resources.files("tapax.viewer") / "assets" / NAME).read_text("utf-8")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Blobs: arrays, texts and matrices as compressed bytes, as `_format` specifies them."""
+"""Blobs: compressed arrays, texts and matrices, as `_format` specifies them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tapax.viewer._format import EXACT_BYTES, MISSING, Codec, Column, Level, Mat
 TILE_ROWS = 256
 TILE_COLUMNS = 1024
 OVERVIEW_COLUMNS = 512
-"""The most columns of the coarse level of a matrix that has one."""
+"""The largest number of columns of the coarse level of a matrix."""
 LEAST_FACTOR = 16
-"""A coarse level of a quantised matrix adds at most a sixteenth to its size."""
+"""The least factor of the coarse level of a quantised matrix; it adds at most a sixteenth."""
 _DTYPES = {"f32": "<f4", "f64": "<f8", "i32": "<i4", "u8": "|u1"}
 _RESERVED = 5
 _TOP_CODE = 2**13 - 1 - _RESERVED
 _SMALLEST = 1e-6
-"""Numbers of a row with both signs are told from zero down to this fraction of the largest."""
+"""The fraction of its largest number down to which a row of both signs resolves numbers."""
 
 
 class Blobs:
-    """The blobs of a payload, as they are added. `first` is the number of the first one.
+    """The blobs of a payload, numbered from `first` in the order in which they are added.
 
-    Blobs that the first view needs are `urgent`: a saved file has these before the others.
+    `urgent` has the numbers of the blobs that the first view needs. A saved file has these first.
     """
 
     def __init__(self, first: int = 0):
@@ -43,14 +43,14 @@ class Blobs:
         return enumerate(self._blobs, self.first)
 
     def copy(self, count: int) -> Blobs:
-        """The first `count` blobs, to which others can be added."""
+        """Copy the first `count` blobs to a new object, to which blobs can be added."""
         copied = Blobs(self.first)
         copied._blobs = self._blobs[:count]
         copied.urgent = {number for number in self.urgent if number < self.first + count}
         return copied
 
     def add(self, content: bytes, *, urgent: bool = False, effort: int = 1) -> int:
-        """Compress some bytes; return the number of the blob."""
+        """Compress bytes into a new blob, and return its number."""
         number = self.first + len(self._blobs)
         compressor = zlib.compressobj(effort, zlib.DEFLATED, -zlib.MAX_WBITS)
         self._blobs.append(compressor.compress(content) + compressor.flush())
@@ -59,13 +59,13 @@ class Blobs:
         return number
 
     def add_array(self, array: np.ndarray, dtype: str, *, urgent: bool = False) -> Column:
-        """Add an array, converted to one of the dtypes of columns."""
+        """Add an array, converted to `dtype`, a dtype of columns."""
         content = np.ascontiguousarray(array, _DTYPES[dtype])
         shape = [int(n) for n in np.shape(array)]
         return {"blob": self.add(content.tobytes(), urgent=urgent), "dtype": dtype, "shape": shape}  # type: ignore[typeddict-item]
 
     def add_arrays(self, arrays: Sequence[np.ndarray], dtype: str) -> list[Column]:
-        """Add small arrays that are read together, in one blob."""
+        """Add small arrays that the page reads together, in one blob."""
         if not arrays:
             return []
         whole = self.add_array(np.concatenate([array.ravel() for array in arrays]), dtype)
@@ -84,10 +84,10 @@ class Blobs:
     def add_matrix(
         self, matrix: np.ndarray, sites: np.ndarray | None = None, *, exact: bool | None = None
     ) -> Matrix:
-        """Add a matrix [rows, steps] of float32 in which `MISSING` stands for no number.
+        """Add a float32 matrix [rows, steps], in which `MISSING` marks steps without a number.
 
-        `sites` has the site of each row. The matrix is quantised unless it is `exact`, which small
-        ones are by default.
+        `sites` has the site of each row. The matrix is quantised unless `exact`, which is True by
+        default for small matrices.
         """
         rows, columns = matrix.shape
         exact = matrix.nbytes <= EXACT_BYTES if exact is None else exact
@@ -120,8 +120,8 @@ class Blobs:
 
 
 def summarise(matrix: np.ndarray, factor: int) -> np.ndarray:
-    """Reduce each `factor` columns of a matrix to the number of largest magnitude among them."""
-    # Some rows at a time, to stay small beside the matrix itself.
+    """Reduce each group of `factor` columns to the number of largest magnitude in the group."""
+    # Summarise some rows at a time, to use little memory compared with the matrix.
     tops = range(0, len(matrix), TILE_ROWS)
     return np.concatenate([_summarise(matrix[top : top + TILE_ROWS], factor) for top in tops])
 
@@ -133,7 +133,7 @@ def _summarise(matrix: np.ndarray, factor: int) -> np.ndarray:
     groups = padded.reshape(rows, -1, factor)
     magnitudes = np.abs(groups)
     magnitudes[groups == np.float32(MISSING)] = -1
-    # argmax takes the first NaN, if there is one.
+    # argmax returns the first NaN, if there is one.
     return np.take_along_axis(groups, magnitudes.argmax(-1)[..., None], -1)[..., 0]
 
 

@@ -1,4 +1,4 @@
-"""Opens a page in the browser, and keeps a script that ends there running while someone looks."""
+"""Open a page in the browser, and keep a script alive while a browser shows its page."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tapax.viewer._assets import read_bundle
 from tapax.viewer._server import Server
 
 OPEN_SECONDS = 0.2
-"""A page that is not saved within this time is opened: `view(what).save(path)` opens nothing."""
+"""The time before a page opens, within which `view(what).save(path)` cancels the opening."""
 ARRIVAL_SECONDS = 20.0
 LEAVING_SECONDS = 3.0
-"""A script that has ended waits for the browser to load the page, and for its user to close it."""
+"""The times that a finished script waits: for a first browser, and after the last one left."""
 
 
 def is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this program."""
+    """Return whether a Jupyter kernel runs this program."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 
 
 def open_soon(serve: Callable[[], Server], waits: bool) -> threading.Timer:
-    """Serve a page and open it in the browser, unless the timer is cancelled at once.
+    """Serve a page and open it in the browser, unless the caller cancels the returned timer.
 
-    A program that ends while the page is open goes on serving it, if it `waits`.
+    If `waits`, a program that ends while a browser shows the page continues to serve it.
     """
-    read_bundle()  # an installation without the page is an error of the caller
+    read_bundle()  # raises here, in the thread of the caller, if the page was not built
     timer = threading.Timer(OPEN_SECONDS, lambda: _open(serve(), waits))
     timer.name = "tapax-browser"
     timer.daemon = not waits
@@ -46,7 +46,7 @@ def _open(server: Server, waits: bool) -> None:
 
 
 def open_browser(url: str) -> bool:
-    """Open an address in a graphical browser; False if there is none."""
+    """Open an address in a graphical browser, and return whether one opened."""
     is_graphical = sys.platform in ("darwin", "win32") or any(
         os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
     )
@@ -57,7 +57,7 @@ def open_browser(url: str) -> bool:
 
 
 def _wait_for_readers(server: Server) -> None:
-    """Keep the program running while a browser shows the page of a script that has ended."""
+    """Serve until the script has ended and no browser shows the page, then close the server."""
     began = time.monotonic()
     while not server.is_closed:
         if not threading.main_thread().is_alive():

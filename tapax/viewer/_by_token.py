@@ -1,4 +1,4 @@
-"""`ByToken`: numbers by site and token, such as the results of patching, for the page."""
+"""`ByToken`: numbers by site and token for the page, such as the results of patching."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
 class ByToken:
     """Numbers by site and token, which `tapax.view` shows as a map of layers and tokens.
 
-    Args:
-        numbers: [sites, positions], as `tapax.attribute.activation_patching` returns them, or
-            [sites, examples, positions].
-        sites: the name of each row.
-        tokens: the text of each token: by position, or by example and position.
-        label: what the numbers are, and `unit` their unit.
-        texts: a text for each number, in the shape of `numbers`, such as the likeliest token.
+    Attributes:
+        numbers: An array [sites, positions], as `tapax.attribute.activation_patching` returns it,
+            or [sites, examples, positions]. It is stored as [sites, examples, positions].
+        sites: The name of each row; all names differ.
+        tokens: The text of each token, by position, or by example and position.
+        label: The name of the quantity, such as `"effect"`.
+        unit: The unit of the numbers.
+        texts: A text for each number, such as the likeliest token, in the shape of `numbers`.
 
     Raises:
-        ValueError: if the shapes do not fit together.
+        ValueError: If the shapes do not match, or two sites have one name.
 
-    >>> import numpy as np
-    >>> ByToken(np.zeros((2, 3)), ["h/0", "h/1"], tokens=["a", "b", "c"]).numbers.shape
-    (2, 1, 3)
+    Example:
+        >>> import numpy as np
+        >>> from tapax.viewer import ByToken
+        >>> effects = ByToken(np.zeros((2, 3)), ["h/0", "h/1"], tokens=["a", "b", "c"])
+        >>> effects.numbers.shape, effects.tokens
+        ((2, 1, 3), [['a', 'b', 'c']])
     """
 
     numbers: Any
@@ -79,18 +83,28 @@ class ByToken:
         decode: Callable[[int], str] = str,
         tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
     ) -> ByToken:
-        """Read the result of a logit lens: the likeliest token at each site, and how likely.
+        """Find the likeliest tokens and their probabilities in the result of a logit lens.
 
         Args:
-            logits: [sites, positions, vocabulary], or with examples after the sites.
-            sites: the name of each row.
-            decode: turns the number of a token into its text.
-            tokens: the text of the tokens that the model was given.
+            logits: An array [sites, positions, vocabulary] or [sites, examples, positions,
+                vocabulary].
+            sites: The name of each row.
+            decode: Converts the number of a token to its text.
+            tokens: The text of each input token, by position, or by example and position.
 
-        >>> import numpy as np
-        >>> lens = ByToken.of_logits(np.log([[[1.0, 3.0], [1.0, 1e-9]]]), ["h"], "ab".__getitem__)
-        >>> lens.texts.tolist(), lens.numbers.round(2).tolist()
-        ([[['b', 'a']]], [[[0.75, 1.0]]])
+        Returns:
+            The probabilities as `numbers`, and the likeliest tokens as `texts`.
+
+        Raises:
+            ValueError: If the shapes do not match, or two sites have one name.
+
+        Example:
+            >>> import numpy as np
+            >>> from tapax.viewer import ByToken
+            >>> logits = np.log([[[1.0, 3.0], [1.0, 1e-9]]])
+            >>> lens = ByToken.of_logits(logits, ["h"], decode="ab".__getitem__)
+            >>> lens.texts.tolist(), lens.numbers.round(2).tolist()
+            ([[['b', 'a']]], [[[0.75, 1.0]]])
         """
         array = np.asarray(logits, np.float64)
         best = array.argmax(-1)

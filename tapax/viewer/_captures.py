@@ -1,8 +1,8 @@
-"""The payload of taps and of a table of sites.
+"""The payload of taps, and of a table of sites.
 
-A site in a scan has an entry for each iteration. Arrays that were captured whole get statistics and
-a histogram, and are in the payload as far as `ARRAY_BYTES` allows; those that were reduced are
-shown as what they were reduced to.
+A site in a scan has an entry for each iteration. An array that was captured whole gets statistics
+and a histogram, and the payload has the array itself as far as `ARRAY_BYTES` allows. An array that
+a reducer computed appears as its statistic.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tapax.viewer._statistics import count_bins, describe
 from tapax.viewer._token_norms import add_token_norms
 
 ARRAY_BYTES = 2**25
-"""The arrays of a capture in a payload, as float32, take this many bytes at most."""
+"""The largest size of the arrays of a capture in a payload, as float32."""
 
 Tokens = Sequence[Sequence[str]]
 
 
 def add_site_table(sites: SiteTable, name: str, blobs: Blobs, sources: Sources) -> Subject:
-    """Make the subject of a table of sites: their types and sources, without numbers."""
+    """Make the subject of a table of sites: their dtypes and sources, without numbers."""
     rows = [row for site in sites for row in _rows_of_site(site)]
     unique = list({row.name: row for row in rows}.values())
     subject = empty_subject("sites", name)
@@ -72,7 +72,7 @@ def _rows_of_site(site: Site) -> list[SiteRow]:
 def add_taps(
     taps: Taps, name: str, blobs: Blobs, sources: Sources, tokens: Tokens | None = None
 ) -> Subject:
-    """Make the subject of taps; `tokens` has the text at every position, by example."""
+    """Make the subject of taps; `tokens` has the text of each token, by example and position."""
     host = taps.to_host()
     reader = _TapsReader(host)
     reader.read()
@@ -110,7 +110,7 @@ def _add_tokens(
 
 
 class _TapsReader:
-    """Reads taps row by row: rows, numbers, histograms and arrays."""
+    """A reader of taps: collects rows, numbers, histograms and arrays."""
 
     def __init__(self, taps: Taps):
         self.taps = taps
@@ -223,8 +223,8 @@ class _TapsReader:
 
 
 def _summarise(array: np.ndarray) -> str:
-    """The text by which treescope shows an array."""
+    """Render an array as text with treescope."""
     with warnings.catch_warnings():
-        # Treescope looks at every name of NumPy once, those that NumPy is to drop among them.
+        # Treescope inspects every name of NumPy once, deprecated names included.
         warnings.simplefilter("ignore", DeprecationWarning)
         return treescope.render_to_text(array)

@@ -4,7 +4,7 @@
     tapax view run.jsonl before.jsonl --port 8123
     tapax view taps.safetensors --save taps.html
 
-A log that is still being written is followed. The command runs until Ctrl-C; with `--save` it
+The page follows a log that is still being written. The command runs until Ctrl-C; with `--save` it
 writes one HTML file instead. The exit code is 0, or 2 if a path cannot be read or the port is
 taken.
 """
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     if not 0 <= options.port < 2**16:
         parser.error(f"--port must be from 0 to 65535, but is {options.port}.")
     try:

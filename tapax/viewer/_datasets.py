@@ -1,4 +1,4 @@
-"""The payload of a dataset of activations: its columns, some rows, and the most active ones."""
+"""The payload of a dataset of activations: its columns, some rows, and the most active rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tapax.viewer._matrices import add_statistics, as_float32
 from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
 
 SEARCHED_ROWS = 2**17
-"""The most active rows are searched among this many."""
+"""The number of rows among which the most active ones are searched."""
 CHUNK_BYTES = 2**24
 SAMPLE_ROWS = 64
 TOPS = 16
-"""How many of the most active rows are shown."""
+"""The number of the most active rows that the page shows."""
 AROUND = 10
-"""How many rows before and after a row are its context."""
+"""The number of rows before and after a row that are its context."""
 
 Directions = Mapping[str, tuple[str, Any]]
-"""By label: a site, and a neuron of it or a direction in it."""
+"""Directions by label: a site, and the number of a neuron or a vector."""
 Decode = Callable[[int], str]
 
 
@@ -36,7 +36,7 @@ def add_dataset(
     directions: Directions | None = None,
     decode: Decode | None = None,
 ) -> Subject:
-    """Make the subject of a dataset; `decode` turns an integer of the column `token` into text."""
+    """Make the subject of a dataset; `decode` converts an integer of the column `token` to text."""
     directions = _default_directions(dataset) if directions is None else directions
     subject = empty_subject("activations", name)
     sites = [_make_row(dataset, site) for site in dataset.sites]
@@ -71,7 +71,7 @@ def _describe_column(dataset: Activations, name: str) -> DatasetColumn:
 
 
 def _add_numbers(dataset: Activations, blobs: Blobs) -> list[Any]:
-    """One number for each site of every statistic that was taken while harvesting."""
+    """Add the statistics that `harvest` measured, as one number for each site."""
     numbers: dict[tuple[Of, str], dict[int, float]] = {}
     for i, name in enumerate(dataset.sites):
         if name not in dataset.stats:
@@ -100,7 +100,7 @@ def _add_numbers(dataset: Activations, blobs: Blobs) -> list[Any]:
 
 
 def _default_directions(dataset: Activations) -> Directions:
-    """The neuron of largest variance of each site."""
+    """Choose the neuron of largest variance of each site."""
     found: dict[str, tuple[str, Any]] = {}
     for name in dataset.sites:
         array = dataset[name]
@@ -156,7 +156,7 @@ def _tokens_of(dataset: Activations, rows: int, decode: Decode | None) -> Callab
 
 
 def _examples_of(dataset: Activations, rows: int) -> np.ndarray:
-    """Number the rows by their example."""
+    """Number the examples, and return the number of the example of each row."""
     pairs = np.stack([np.asarray(dataset[name][:rows]) for name in ("batch", "example")])
     return np.cumsum(np.any(np.diff(pairs, prepend=pairs[:, :1]) != 0, axis=0))
 

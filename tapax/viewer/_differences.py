@@ -22,7 +22,7 @@ from tapax.viewer._matrices import add_statistics, as_float32
 from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
 
 STATISTIC = "ulps"
-"""The statistic of a difference: the largest error of a site, in units in the last place."""
+"""The statistic of a difference: the largest error of a site in ulps (units in the last place)."""
 
 
 def add_difference(difference: Difference, name: str, blobs: Blobs, sources: Sources) -> Subject:
@@ -66,7 +66,10 @@ def add_difference(difference: Difference, name: str, blobs: Blobs, sources: Sou
 
 
 def _split_errors(each: SiteDifference) -> list[tuple[str, float]]:
-    """The error of each iteration, by the name of its row; infinite if there is no error."""
+    """Return the error of each iteration, by the name of its row.
+
+    The error is infinite if the two arrays cannot be compared.
+    """
     errors = each.ulps_by_iteration
     if each.reason:
         return [(_row_name(each), float("inf"))]
@@ -79,7 +82,7 @@ def _split_errors(each: SiteDifference) -> list[tuple[str, float]]:
 
 
 def _row_name(each: SiteDifference) -> str:
-    """The row of the first iteration that differs, or of the first one."""
+    """Name the row of the first iteration that differs, or of iteration 0 if all are equal."""
     axes = 0 if each.reason else each.ulps_by_iteration.ndim
     place = each.iteration or (0,) * axes
     return f"{each.name}[{','.join(map(str, place))}]" if place else each.name

@@ -1,4 +1,4 @@
-"""The payload of a `Finding`: one site, and an event that says where and how it went wrong."""
+"""The payload of a `Finding`: one site, and an event that describes the first bad value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is followed: its numbers so far, and what has changed since the page was last told."""
+"""A run that the page follows: its numbers so far, and the changes since the last update."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tapax.viewer._runs import RunColumns, add_run
 from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
 
 HISTOGRAM_SECONDS = 5.0
-"""Histograms are sent whole, so those of a run that grows quickly are sent this far apart."""
+"""The least time between two updates with histograms, which are always sent whole."""
 
 
 class FollowedRun:
     """The numbers of a run that is still being written.
 
-    They come from `tail`, which `read` reads as far as the log was written, or, without one, from
-    `add_record` and `add_alert`. Any thread may call any method, and one that calls several may
-    hold the `lock`.
+    The numbers come from `tail`, which `read` reads up to the end of the log; if `tail` is None,
+    they come from `add_record` and `add_alert`. Any thread may call any method. A thread that calls
+    several methods may acquire the `lock`.
     """
 
     def __init__(self, name: str, tail: LogTail | None = None):
@@ -41,7 +41,7 @@ class FollowedRun:
         self.lock = threading.RLock()
         self._columns = RunColumns()
         self._note: Message | None = None
-        # The page has this many steps and sites; of the steps, the first `_right` are as they are.
+        # The page has this many steps and sites; the first `_right` steps are still correct.
         self._told_steps = self._told_sites = self._right = 0
         self._told_rest: tuple[int, list[Message]] = 0, []
         self._changed_histograms: int | None = None
@@ -49,28 +49,28 @@ class FollowedRun:
 
     @property
     def steps(self) -> int:
-        """The number of steps that were read so far."""
+        """The number of steps so far."""
         return len(self._columns.steps)
 
     def add_record(self, step: int, record: Record) -> None:
-        """Add a record that was not read from a log."""
+        """Add the record of a step."""
         with self.lock:
             self._right = min(self._right, self._columns.append(step, record))
             changed = self._changed_histograms
             self._changed_histograms = step if changed is None else min(step, changed)
 
     def add_alert(self, event: AlertEvent) -> None:
-        """Add an alert that went off."""
+        """Add an alert that fired."""
         with self.lock:
             self._columns.alerts.append(event)
 
     def note(self, message: Message) -> None:
-        """Show a message after those on the log, in the place of the last one."""
+        """Show a message after the messages on the log; it replaces the last note."""
         with self.lock:
             self._note = message
 
     def read(self, seconds: float = float("inf")) -> None:
-        """Read what was appended to the log, for about so many seconds."""
+        """Read the new part of the log, for about `seconds` seconds."""
         if self._tail is None:
             return
         with self.lock:
@@ -83,14 +83,14 @@ class FollowedRun:
                     self.add_record(*entry)
 
     def _forget(self) -> None:
-        """Begin anew. The page keeps the sites that it knows, so these keep their numbers."""
+        """Drop all steps. The sites keep their numbers, because the page keeps the sites."""
         sites = self._columns.sites
         self._columns = RunColumns()
         self._columns.sites = sites
         self._right = 0
 
     def raise_if_unreadable(self) -> None:
-        """Raise the error of a path that turned out to hold something else than a log."""
+        """Raise the error of a path whose content turned out not to be a log."""
         if self._tail is not None and isinstance(self._tail.error, ValueError) and not self.steps:
             raise self._tail.error
 
@@ -108,9 +108,9 @@ class FollowedRun:
         return found
 
     def add_subject(self, blobs: Blobs, revision: int | None = None) -> Subject:
-        """Make the subject of the run as far as it was read.
+        """Make the subject of the run with the steps so far.
 
-        With a `revision`, the updates that follow are those after this subject.
+        If `revision` is given, later updates contain the changes since this subject.
         """
         with self.lock:
             subject = add_run(self._columns, self.name, blobs, Sources(blobs))
@@ -124,9 +124,10 @@ class FollowedRun:
             return subject
 
     def add_update(self, subject: int, revision: int, blobs: Blobs) -> Update | None:
-        """Make the next update of the page; None if nothing has changed.
+        """Make the next update of the page, or return None if nothing has changed.
 
-        It has so few steps that their numbers are exact and in one level; another has the rest.
+        An update has so few steps that their numbers are exact and in one level; the next update
+        has the rest.
         """
         with self.lock:
             keep, rest = self._right, (len(self._columns.alerts), self._messages())
@@ -171,7 +172,7 @@ class FollowedRun:
         return found
 
     def _take_new_sites(self) -> SiteColumns:
-        """The columns of the sites that the page does not know, placed among all."""
+        """Return the columns of the sites that the page lacks, placed among all sites."""
         first, self._told_sites = self._told_sites, len(self._columns.sites)
         if first == self._told_sites:
             return {"name": [], "path": [], "role": [], "stack": [], "depth": []}

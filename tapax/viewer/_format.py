@@ -1,49 +1,50 @@
-"""The payload: what Python hands to the page, version 1.
+"""The payload, which Python sends to the page, version 1.
 
 A payload is a *header*, which is JSON, and numbered *blobs*, which are bytes. The page draws its
-first view from the header and a few blobs, and reads the others when a view needs them. Each host
-brings the same payload to the page in its own way: a saved file holds the blobs as base64, the
-local server answers requests for them, a notebook sends them as binary messages.
-`web/src/payload/types.ts` declares the header for the page, field by field; the two change
-together, with `VERSION`.
+first view from the header and a few blobs, and reads other blobs when a view needs them. Each host
+delivers the payload differently: a saved file contains the blobs as base64, the local server
+answers requests for blobs, and a notebook sends blobs as binary messages.
+`web/src/payload/types.ts` declares the header for the page, field by field. Change both files
+together, and `VERSION` with them.
 
-**Blobs.** Every blob is compressed with raw deflate (RFC 1951). What it holds is said where the
-header refers to it: a *column*, `{"blob": 3, "dtype": "f32", "shape": [12, 64]}`, is one
+**Blobs.** Every blob is compressed with raw deflate (RFC 1951). The header describes its content
+where it refers to the blob. A *column*, `{"blob": 3, "dtype": "f32", "shape": [12, 64]}`, is one
 little-endian array in C order, of f32, f64, i32 or u8, or a text in UTF-8 (dtype `utf8`, shape
-`[bytes]`). Several small arrays may share a blob: `offset` is the number of elements before this
-one. A *tile* is a part of a matrix, in one of the two codecs below.
+`[bytes]`). Several small arrays may share a blob: `offset` is the number of elements before the
+array. A *tile* is a part of a matrix, in one of the two codecs below.
 
-**Subjects.** `header["subjects"]` has an entry for each thing that is viewed: taps, a table of
-sites, a log, a finding, a difference, a dataset. All have the same fields, most of them empty for
-most kinds, so that a view asks what a subject has and never what it is. Sites are columns: `name`
-is unique and has the call and the iteration (`GPT/blocks/mlp@1[3]`), `path` is what a glob is
-matched with. Elsewhere a site is its number in these columns, or -1.
+**Subjects.** `header["subjects"]` has an entry for each thing that the page shows: taps, a table of
+sites, a log, a finding, a difference, a dataset. All entries have equal fields, most of them empty
+for most kinds, so that a view depends on the content of a subject and never on its kind. Sites are
+columns: `name` is unique and contains the call and the iteration (`GPT/blocks/mlp@1[3]`), and globs
+match `path`. All other fields refer to a site by its number in these columns, or by -1.
 
 **Statistics.** A statistic of one kind (`value`, `grad`, `param`, `param_grad`, `update`, or "" for
-a plain number such as a loss) is a matrix with a row for each site that has it, and a column for
-each step; one column for a single capture. A matrix is stored at one or several *levels*. A column
-of a level stands for `factor` columns of the matrix, and holds the number of largest magnitude
-among them: NaN before infinity before any other, a missing number last. The finest level comes
-first. Its tiles are consecutive blobs, row by row of tiles; those at the end of a row or a column
-are smaller.
+a plain number such as a loss) is a matrix. It has a row for each site with the statistic, and a
+column for each step; a single capture has one column. A matrix is stored at one or several
+*levels*. A column of a level summarises `factor` columns of the matrix by their number of largest
+magnitude: NaN comes before infinity, infinity before any other number, and a missing number last.
+The finest level comes first. The tiles of a level are consecutive blobs, row by row of tiles; the
+tiles at the end of a row or a column are smaller.
 
-- codec `f32`: float32, row by row. The number -2**-149 stands for "no number at this step".
+- codec `f32`: float32, row by row. The number -2**-149 means "no number at this step".
 - codec `q13`: every row of the tile is quantised to 13 bits between its extremes, on a logarithmic
-  scale. First the rows' parameters, float32 [rows, 3]: `low`, `step`, `unit`; then the low bytes of
-  all codes, then the high bytes. A code of 0 is a missing number, 1 NaN, 2 infinity, 3 minus
-  infinity, 4 zero. Code c >= 5 is exp(t) for t = low + (c - 5) * step if `unit` is 0, as in rows
-  without negative numbers, and unit * sinh(t) otherwise. The relative error is at most (exp(step) -
-  1) / 2: 0.06 percent for a row that spans four decades.
+  scale. First come the parameters of the rows, float32 [rows, 3]: `low`, `step`, `unit`; then the
+  low bytes of all codes, then the high bytes. Code 0 is a missing number, 1 NaN, 2 infinity, 3
+  minus infinity, 4 zero. Code c >= 5 is exp(t) for t = low + (c - 5) * step if `unit` is 0, as in
+  rows without negative numbers, and unit * sinh(t) otherwise. The relative error is at most
+  (exp(step) - 1) / 2: 0.06 percent for a row that spans four decades.
 
-`f32` is for payloads up to `EXACT_BYTES` of statistics. In `q13` a number takes 13 bits at most,
-deflated, so that a saved file is smaller than 0.6 times the statistics as float32, whatever they
-are.
+Payloads with up to `EXACT_BYTES` of statistics use `f32`. In `q13` a number takes at most 13 bits
+after compression, so that a saved file is smaller than 0.6 times the statistics as float32,
+whatever their values.
 
-**Following a run.** An *update* is JSON of the type `Update`, with blobs whose numbers continue
-those of the header: new steps, the statistics at these alone (one level, `f32`, rows as in any
-matrix), new sites, and in full what is small. `keep` says how many of the known steps remain, since
-a resumed run replaces later ones. Updates of all runs are numbered together: the `revision` of a
-subject is the number of the last one that it has in it.
+**Following a run.** An *update* is JSON of the type `Update`, with blobs whose numbers continue the
+numbers of the header. It has the new steps, the statistics at these steps alone (one level, `f32`,
+rows as in any matrix), the new sites, and in full what is small, such as events and messages.
+`keep` is the number of known steps that remain, since a resumed run replaces later steps. The
+updates of all runs are numbered together: the `revision` of a subject is the number of the last
+update that the subject includes.
 
 **Text.** Names, sources and messages are data. Nothing in a payload is markup.
 """
@@ -56,22 +57,22 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 FORMAT = "tapax.page"
 VERSION = 1
 MISSING = -(2.0**-149)
-"""Stands for "no number at this step": the negative float32 nearest to zero."""
+"""The number that means "no number at this step": the negative float32 nearest to zero."""
 EXACT_BYTES = 2**26
-"""Statistics of more bytes than this, as float32, are quantised."""
+"""The size of statistics, in bytes of float32, above which they are quantised."""
 
 Of: TypeAlias = Literal["value", "grad", "param", "param_grad", "update", ""]
 Scale: TypeAlias = Literal["log", "linear", "diverging"]
 Codec: TypeAlias = Literal["f32", "q13"]
 SubjectKind: TypeAlias = Literal["taps", "sites", "log", "finding", "difference", "activations"]
 JsonNumber: TypeAlias = "float | str"
-"""A number, or "NaN", "Infinity" or "-Infinity", which JSON does not have."""
+"""A number, or "NaN", "Infinity" or "-Infinity", which JSON lacks."""
 Line: TypeAlias = "tuple[int, int]"
-"""The number of a file in `Header.sources`, and a line of it."""
+"""The number of a file in `Header.sources`, and the number of a line."""
 
 
 class Column(TypedDict):
-    """A blob that holds one array."""
+    """An array in a blob."""
 
     blob: int
     dtype: Literal["f32", "f64", "i32", "u8", "utf8"]
@@ -91,7 +92,7 @@ class Level(TypedDict):
 
 
 class Matrix(TypedDict):
-    """Numbers by site and step; row `i` is site `i` where `sites` is None."""
+    """Numbers by site and step; row `i` is site `i` if `sites` is None."""
 
     sites: Column | None
     rows: int
@@ -108,7 +109,7 @@ class Statistic(TypedDict):
 
 
 class SiteColumns(TypedDict):
-    """An entry for each site in every column; a column that is known for no site is absent."""
+    """Columns with an entry for each site; a column without any known entry is absent."""
 
     name: Sequence[str]
     path: Sequence[str]
@@ -142,9 +143,9 @@ class Histogram(TypedDict):
 
 
 class ArrayEntry(TypedDict):
-    """A captured array as f32; without `data` if it was left out, and `omitted` says why.
+    """A captured array as f32; if `data` is None, `omitted` says why.
 
-    `rendering` is the text by which treescope shows it.
+    `rendering` is the text that treescope shows for the array.
     """
 
     site: int
@@ -172,7 +173,7 @@ class TokenGrid(TypedDict):
     texts: NotRequired[Sequence[str]]
 
 
-# `from` is a keyword of Python, hence the other form.
+# The class syntax cannot declare `from`, a keyword of Python.
 Edge = TypedDict("Edge", {"from": int, "to": int, "shape": "Sequence[int] | None", "dtype": str})
 
 
@@ -183,7 +184,7 @@ class Operand(TypedDict):
 
 
 class Event(TypedDict):
-    """An alert that went off, or a non-finite value that was found."""
+    """An alert that fired, or a finding of a non-finite value."""
 
     kind: Literal["alert", "finding"]
     step: int | None
@@ -248,7 +249,7 @@ class DatasetColumn(TypedDict):
 
 
 class Sample(TypedDict):
-    """Some rows of a dataset: their numbers, and a text for each cell."""
+    """The first rows of a dataset: their numbers, and a text for each cell."""
 
     row: Sequence[int]
     cells: Sequence[Sequence[str]]
@@ -277,7 +278,7 @@ class Dataset(TypedDict):
 
 
 class Subject(TypedDict):
-    """One thing that is viewed."""
+    """One of the things that the page shows."""
 
     kind: SubjectKind
     name: str
@@ -305,7 +306,7 @@ class Header(TypedDict):
 
 
 class Update(TypedDict):
-    """The growth of a subject that is followed."""
+    """The changes of a run since the last update."""
 
     format: str
     version: int
@@ -322,7 +323,7 @@ class Update(TypedDict):
 
 
 def empty_subject(kind: SubjectKind, name: str) -> dict[str, Any]:
-    """Make a subject without sites and numbers, for its kind to fill in."""
+    """Make a subject without sites and numbers, which the caller completes."""
     return {
         "kind": kind,
         "name": name,

@@ -1,9 +1,9 @@
 """One self-contained HTML file: the page's bundle, the header and the blobs.
 
-The file opens from disk, and its content security policy forbids every request. The script is
-allowed by its hash, and nothing else runs. Header and blobs are base64, so nothing of a payload can
-end an element. The bundle comes right after the blobs that the first view needs: the page draws
-while the browser is still reading the rest.
+The file opens from disk, and its content security policy forbids all requests. The policy allows
+the script by its hash, so that nothing else runs. The header and the blobs are base64, so no part
+of a payload can end an element. The bundle comes right after the blobs that the first view needs:
+the page draws while the browser is still reading the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tapax.viewer._format import Header
 
 
 def save_html(path: str | os.PathLike[str], header: Header, blobs: Blobs) -> None:
-    """Write the file under another name and rename it, so that `path` never holds half of it."""
+    """Write the file under another name and rename it, so that `path` never has half a page."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -45,7 +45,7 @@ def save_html(path: str | os.PathLike[str], header: Header, blobs: Blobs) -> Non
 
 
 def content_security_policy(script: str) -> str:
-    """The policy of a page that runs `script` alone, and asks nobody for anything."""
+    """Return the policy of a page that runs only `script` and makes no requests."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}' blob:; worker-src blob:; "
@@ -55,12 +55,12 @@ def content_security_policy(script: str) -> str:
 
 
 def make_document(header: Header, blobs: Blobs) -> bytes:
-    """The file as a whole, to be put into another document."""
+    """Make the whole file, for embedding in another document."""
     return b"".join(_write(header, blobs))
 
 
 def server_document(token: str) -> str:
-    """The page of the local server, which asks for the bundle and the payload with its token."""
+    """Make the page of the local server, which requests the bundle and the payload with `token`."""
     return (
         _head('<meta name="referrer" content="no-referrer">\n<title>tapax</title>\n')
         + f'<script src="page.js?token={token}"></script>\n</body>\n</html>\n'

@@ -1,4 +1,4 @@
-"""Numbers by kind and statistic, site and step, as they are collected for a subject."""
+"""Matrices of the numbers of a subject: one for each kind and statistic, sites by steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tapax.viewer._statistics import scale_of, unit_of
 
 
 class GrowingMatrix:
-    """A float32 matrix [rows, columns] that grows in both directions; new numbers are missing.
+    """A float32 matrix [rows, columns] that grows in both directions; new elements are `MISSING`.
 
-    It is stored column by column, since a record fills a column.
+    The memory is ordered column by column, since a record fills a column.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class GrowingMatrix:
         self.rows = self.columns = 0
 
     def resize(self, rows: int, columns: int) -> None:
-        """Make it this large; what is cut off is forgotten."""
+        """Change the size of the matrix, and drop the elements beyond it."""
         if columns > self._data.shape[0] or rows > self._data.shape[1]:
             capacity = tuple(
                 max(old, new + new // 2) if new > old else old
@@ -37,12 +37,12 @@ class GrowingMatrix:
 
     @property
     def numbers(self) -> np.ndarray:
-        """The numbers, [rows, columns]: a view that can be written to."""
+        """A writable view of the numbers, [rows, columns]."""
         return self._data[: self.columns, : self.rows].T
 
 
 def as_float32(number: float) -> np.float32:
-    """Round to float32: a number beyond its range is infinite, and none is `MISSING`."""
+    """Round to float32: to infinity beyond its range, and to zero instead of `MISSING`."""
     with np.errstate(over="ignore", under="ignore"):
         rounded = np.float32(number)
     return np.float32(0) if rounded == np.float32(MISSING) else rounded
@@ -51,7 +51,7 @@ def as_float32(number: float) -> np.float32:
 def add_statistics(
     blobs: Blobs, found: Mapping[tuple[Of, str], tuple[np.ndarray, np.ndarray]], n_sites: int
 ) -> list[Statistic]:
-    """Add matrices by kind and statistic, each with the site of each of its rows."""
+    """Add matrices by kind and statistic; `found` has the sites of their rows, and the numbers."""
     exact = sum(numbers.nbytes for _, numbers in found.values()) <= EXACT_BYTES
     statistics: list[Statistic] = []
     for (of, stat), (sites, numbers) in found.items():

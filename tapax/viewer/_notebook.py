@@ -1,7 +1,7 @@
 """The page in a notebook: a widget while the kernel runs, and one HTML element in the saved file.
 
-The output of the cell has both. JupyterLab shows the widget. Where there is no kernel, as on a page
-that nbconvert made or in a viewer of notebooks, the element is shown: a frame with the saved page.
+The output of the cell has both. JupyterLab shows the widget. Without a kernel, as on a page of
+nbconvert or in a viewer of notebooks, the element appears: a frame with the saved page.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tapax.viewer._server import POLL_SECONDS
 
 HEIGHT = 640
 STATIC_BYTES = 2**24
-"""A page that is larger is not kept in the notebook."""
+"""The size above which a page is not stored in the notebook."""
 
 
 def display_page(page: Any) -> None:
-    """Show a page as an output of the cell that runs."""
+    """Show a page as an output of the running cell."""
     importlib.import_module("IPython.display").display(page)
 
 
 def make_mime_bundle(payload: Payload, text: str) -> dict[str, Any]:
-    """The output of a cell that shows a page; without anywidget, the frame alone."""
+    """Make the output of a cell that shows a page; without anywidget, it has only the frame."""
     bundle: dict[str, Any] = {"text/plain": text, "text/html": _make_frame(payload)}
     if importlib.util.find_spec("anywidget") is None:
         return bundle
@@ -62,7 +62,7 @@ def make_widget(payload: Payload) -> Any:
         height = traitlets.Int(HEIGHT).tag(sync=True)
 
         def answer(self, _: Any, content: Any, buffers: Any) -> None:
-            """Answer a message of the page."""
+            """Answer a message from the page."""
             match content:
                 case {"kind": "blob", "blob": int(number)}:
                     blob = payload.read_blob(number)
@@ -71,7 +71,7 @@ def make_widget(payload: Payload) -> Any:
                 case {"kind": "follow", "after": int(number)}:
                     _send_updates(self, payload, number)
 
-    # A kernel that runs a cell answers no messages, so the first view must not have to ask.
+    # A kernel answers no messages while it runs a cell, so send what the first view needs.
     header = json.dumps(payload.read_header(), allow_nan=False)
     blobs = {str(number): blob for number, blob in payload.read_urgent_blobs().items()}
     widget = PageWidget(header=header, blobs=blobs)
@@ -84,7 +84,7 @@ def make_widget(payload: Payload) -> Any:
 
 
 def _send_updates(widget: Any, payload: Payload, after: int) -> int:
-    """Send the updates after that one; return the number of the last."""
+    """Send the updates after number `after`, and return the number of the last."""
     updates = payload.read_updates(after)
     if updates is None:
         return after
@@ -97,7 +97,7 @@ def _send_updates(widget: Any, payload: Payload, after: int) -> int:
 
 
 def _follow(reference: weakref.ref[Any], payload: Payload, stop: threading.Event) -> None:
-    """Send updates from a thread, also while the kernel runs a cell."""
+    """Send updates from a thread, even while the kernel runs a cell."""
     subjects = payload.read_header()["subjects"]
     sent = max(subject.get("revision", 0) for subject in subjects)
 

@@ -1,4 +1,4 @@
-"""`view`: one page for a capture, a run, a finding or a dataset; and `Page`, which it returns."""
+"""`view`: show a capture, a run, a finding or a dataset; and `Page`, which `view` returns."""
 
 from __future__ import annotations
 
@@ -22,9 +22,20 @@ NO_OPTIONS = Options()
 
 
 class Page:
-    """A page in the browser: see `view`. In a notebook it shows itself.
+    """A page in the browser, which `tapax.view` makes.
 
-    A `with` block closes it in the end. Several pages may be open at a time.
+    At the end of a notebook cell, it is the output of the cell. A `with` block closes the page at
+    the end. Several pages may be open at a time.
+
+    Args:
+        payload: The content of the page.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
+        >>> with tapax.view(taps) as page:
+        ...     print(page.header["title"], page.header["blobs"] == len(page.blobs))
+        capture True
     """
 
     def __init__(self, payload: Payload):
@@ -35,7 +46,7 @@ class Page:
 
     @property
     def header(self) -> Header:
-        """What the page is told of its subjects, as `tapax.viewer._format` specifies it."""
+        """The header of the payload, as `tapax.viewer._format` specifies it."""
         return self._payload.read_header()
 
     @property
@@ -44,32 +55,50 @@ class Page:
         return self._payload.blobs
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page to one HTML file, which opens from disk and makes no request.
+        """Write the page to one HTML file, which opens from disk and makes no requests.
 
-        A run that is being written is saved as far as it goes. A page that is saved as soon as it
-        is made does not open in the browser.
+        If a run is still being written, the file has the steps so far. If you call `save` right
+        after `tapax.view`, the page does not open in the browser.
 
         Args:
-            path: the file, such as `"run.html"`; one that exists is replaced.
+            path: The file, such as `"run.html"`; an existing file is replaced.
 
         Raises:
-            OSError: if `path` cannot be written.
+            OSError: If `path` cannot be written.
+
+        Example:
+            >>> import os, tempfile, jax.numpy as jnp, tapax
+            >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
+            >>> path = os.path.join(tempfile.mkdtemp(), "taps.html")
+            >>> tapax.view(taps).save(path)
+            >>> os.path.exists(path)
+            True
         """
         if self._opening is not None:
             self._opening.cancel()
         save_html(path, *self._payload.read_whole())
 
     def serve(self, port: int = 0) -> str:
-        """Serve the page to browsers on this machine, and return its address.
+        """Serve the page to browsers on this machine.
 
-        The address has a random token in it: whoever knows it can read the page. A second call
-        returns the same address.
+        A second call returns the address of the running server, and ignores `port`.
 
         Args:
-            port: the port to listen on, on the loopback interface; 0 for any that is free.
+            port: The port of the loopback interface to listen on; 0 for any free port.
+
+        Returns:
+            The address of the page. It contains a random token: anybody who knows the address can
+            read the page.
 
         Raises:
-            OSError: if the port is taken, or if the page was not built.
+            OSError: If the port is taken, or the page was not built into this installation.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
+            >>> with tapax.view(taps) as page:
+            ...     print(page.serve().startswith("http://127.0.0.1:"))
+            True
         """
         return self._serve(port).url
 
@@ -80,15 +109,32 @@ class Page:
             return self._server
 
     def open(self, *, waits: bool = True) -> None:
-        """Open the page in the browser, soon: nothing happens if it is saved right away.
+        """Open the page in the browser after a moment, unless `save` or `close` is called first.
 
         Args:
-            waits: whether a program that has come to its end goes on while the page is open.
+            waits: Whether a program that ends continues to serve the page while it is open.
+
+        Raises:
+            FileNotFoundError: If the page was not built into this installation.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
+            >>> page = tapax.view(taps)  # calls `open`, except in a notebook
+            >>> page.close()
         """
         self._opening = _browser.open_soon(self._serve, waits)
 
     def close(self) -> None:
-        """Stop serving the page."""
+        """Stop serving the page.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
+            >>> page = tapax.view(taps)
+            >>> address = page.serve()
+            >>> page.close()
+        """
         if self._opening is not None:
             self._opening.cancel()
         with self._lock:
@@ -119,31 +165,37 @@ def view(
     directions: Directions | None = None,
     decode: Decode | None = None,
 ) -> Page:
-    """Show what was captured, logged or found in the browser.
+    """Show captures, runs, findings and datasets in the browser.
 
-    In a notebook the page is the output of the cell. Elsewhere a local server, which answers this
-    machine alone, brings it to the browser. The log of a run that is being written is followed.
+    In a notebook, the page is the output of the cell. Elsewhere, a local server delivers the page
+    to the browser, and answers only this machine. The page follows the log of a run that is still
+    being written.
 
     Args:
-        what: taps, a table of sites or residuals, a log, a finding, a difference, numbers by token
-            (`tapax.viewer.ByToken`), a dataset of activations, or the path of a log or of taps;
-            several of them are shown together, and compared.
-        tokens: the text of each token, by example and position, for views of taps by token.
-        directions: latents whose most active rows of a dataset are shown, by label: a site, and
-            the number of a neuron of it or a vector. The default is one neuron of each site.
-        decode: turns an integer of the column `token` of a dataset into text.
+        *what: Taps, a table of sites or residuals, a log, a finding, a difference, numbers by token
+            (`tapax.viewer.ByToken`), a dataset of activations, or the path of a log, of taps or of
+            a dataset. The page shows several of these together, and compares them.
+        tokens: The text of each token, by example and position, for views of taps by token.
+        directions: The latents of a dataset whose most active rows the page shows. Maps a label to
+            a site and the number of a neuron, or to a site and a vector. The default is one neuron
+            of each site.
+        decode: Converts an integer of the column `token` of a dataset to text.
 
     Returns:
-        A `Page`, whose `save` writes one self-contained HTML file instead.
+        A `Page`. Its method `save` writes one self-contained HTML file, instead of opening it.
 
     Raises:
-        TypeError: if `what` is none of these.
-        FileNotFoundError, ValueError: if there is no log, and no taps, at a path.
+        TypeError: If nothing is given, or something that the page cannot show.
+        FileNotFoundError: If a path does not exist, or the page was not built into this
+            installation.
+        ValueError: If a path has neither a log nor taps nor a dataset, or a direction does not fit
+            its site.
 
-    >>> import os, tempfile, jax.numpy as jnp, tapax
-    >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
-    >>> path = os.path.join(tempfile.mkdtemp(), "taps.html")
-    >>> tapax.view(taps).save(path)
+    Example:
+        >>> import os, tempfile, jax.numpy as jnp, tapax
+        >>> _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"))(jnp.ones(3))
+        >>> path = os.path.join(tempfile.mkdtemp(), "taps.html")
+        >>> tapax.view(taps).save(path)
     """
     page = make_page(*what, options=Options(tokens, directions, decode))
     if not _browser.is_notebook():

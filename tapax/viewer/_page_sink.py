@@ -1,4 +1,4 @@
-"""The sink of `monitor(..., to="page")`: shows the run in the browser, or in the notebook."""
+"""The sink of `monitor(..., to="page")`, which shows the run in the browser or the notebook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tapax.viewer._page import Page, make_page
 
 
 class PageSink:
-    """Shows records as they come. The page stays when the run has ended, until the program ends."""
+    """A sink that shows each record at once; the page stays open until the program ends."""
 
     def __init__(self) -> None:
         self._run = FollowedRun("run")

@@ -1,7 +1,7 @@
-"""The payload of a page as its hosts read it, while the runs that it shows grow.
+"""The payload of a page, which its hosts read while runs grow.
 
-Blobs are only ever added: those of the header first, then those of each update. So a page reads any
-blob that it was told of, however much came later.
+Blobs are only ever added: first the blobs of the header, then the blobs of each update. So a page
+can always read the blobs that a header or an update named, however many came later.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from tapax.viewer._followed_run import FollowedRun
 from tapax.viewer._format import Header, Update
 
 READ_SECONDS = 0.5
-"""A host reads a log for this long before it sends what it has."""
+"""The time for which a host reads a log before it sends an update."""
 KEPT_UPDATES = 256
-"""A page that is further behind than this has to load the header again."""
+"""The number of missed updates after which a page must reload the header."""
 
 
 class Payload:
     """The header, blobs and updates of a page. Any thread may call any method.
 
-    `header` lacks the subjects with the numbers in `runs`, which are put in their places, and
-    `blobs` are those of the other subjects, to which those of the runs are added. Updates are
-    numbered from 1, for all runs together.
+    `header` and `blobs` describe all subjects except `runs`, whose subjects are empty. The payload
+    fills these in, by number, and adds their blobs. The updates of all runs are numbered together,
+    from 1.
     """
 
     def __init__(self, header: Header, blobs: Blobs, runs: Mapping[int, FollowedRun]):
@@ -41,18 +41,21 @@ class Payload:
 
     @property
     def is_followed(self) -> bool:
-        """Whether there may be updates."""
+        """True if updates may follow."""
         return bool(self._runs)
 
     def read_header(self) -> Header:
-        """The header. The runs in it are not always as they are now: updates have the rest."""
+        """Return the header; its runs may lack steps, which updates contain."""
         with self._lock:
             if self._is_old():
                 self._header = self._add_runs()
             return self._header
 
     def _is_old(self) -> bool:
-        """Whether a new header is worth its blobs: many updates, or most steps, came since."""
+        """Return whether a new header is worth its blobs.
+
+        It is if the old header lacks many updates or most steps.
+        """
         return (
             self._must_reload
             or self._revision - self._added_revision > KEPT_UPDATES
@@ -63,11 +66,11 @@ class Payload:
         )
 
     def read_blob(self, number: int) -> bytes | None:
-        """A blob; None if there is none with this number. It does not wait while a log is read."""
+        """Return a blob, or None if no blob has this number; never wait for a log to be read."""
         return self.blobs[number] if 0 <= number < len(self.blobs) else None
 
     def read_updates(self, after: int) -> Sequence[Update] | None:
-        """Read on in the logs; the updates after that one, or None if some are forgotten."""
+        """Read the logs, and return the updates after number `after`; None if some were dropped."""
         with self._lock:
             for number, run in self._runs.items():
                 run.read(READ_SECONDS)
@@ -78,18 +81,18 @@ class Payload:
             return self._updates[after - forgotten :]
 
     def read_blobs_of(self, update: Update) -> dict[int, bytes]:
-        """The blobs that came with an update, by number."""
+        """Return the blobs of an update, by number."""
         with self._lock:
             first = self._first_blobs[update["revision"]]
             return {number: self.blobs[number] for number in range(first, update["blobs"])}
 
     def read_urgent_blobs(self) -> dict[int, bytes]:
-        """The blobs that the first view of the header needs, by number."""
+        """Return the blobs that the first view needs, by number."""
         with self._lock:
             return {number: self.blobs[number] for number in sorted(self.blobs.urgent)}
 
     def read_whole(self) -> tuple[Header, Blobs]:
-        """Read all logs to their ends; a header and blobs that have nothing but the present."""
+        """Read all logs to the end, and return a header and blobs of the current state alone."""
         with self._lock:
             if not self._runs:
                 return self._header, self.blobs
@@ -101,10 +104,10 @@ class Payload:
             return {**self._header, "subjects": subjects, "blobs": len(blobs)}, blobs
 
     def _add_runs(self) -> Header:
-        """The header with the runs as they are now; pages that are open have updates instead."""
+        """Make a header with the current runs; pages that are open get updates instead."""
         subjects = list(self._header["subjects"])
         for number, run in self._runs.items():
-            with run.lock:  # nothing may come between the last update and the subject
+            with run.lock:  # the subject must follow the last update directly
                 if self._revision:
                     self._collect(number, run)
                 subjects[number] = run.add_subject(self.blobs, self._revision)
@@ -123,7 +126,7 @@ class Payload:
             self._first_blobs[self._revision] = first
             self._updates.append(update)
             if update["keep"] < self._added_steps[number] > OVERVIEW_COLUMNS:
-                # Steps that a page has at several levels were replaced: it has to begin anew.
+                # The run replaced steps that a page has at several levels, so the page must reload.
                 self._must_reload = True
                 self._updates.clear()
         del self._updates[: -2 * KEPT_UPDATES]

@@ -1,4 +1,4 @@
-"""The payload of a `ResidualTable`: the bytes that each value takes until the backward pass."""
+"""The payload of a `ResidualTable`: the size of each value kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_residual_table(table: ResidualTable, name: str, blobs: Blobs, sources: S
 
 
 def _make_rows(residuals: list[Residual]) -> list[SiteRow]:
-    """A row for each residual; several of one site and operation are told apart by number."""
+    """Make a row for each residual; a number distinguishes residuals of one site and operation."""
     seen: Counter[str] = Counter()
     rows = []
     for residual in residuals:

@@ -1,4 +1,4 @@
-"""The payload of the log of a run: a matrix for each statistic, filled record by record."""
+"""The payload of the log of a run: a matrix for each statistic, which records fill."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tapax.viewer._matrices import GrowingMatrix, add_statistics, as_float32
 from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
 
 LINES = 256
-"""How many lines a histogram over time has at most; a line sums the steps up to the next."""
+"""The largest number of lines of a histogram over time; a line is a sum over several steps."""
 
 
 class RunColumns:
     """The numbers of a run by statistic, site and step.
 
-    A record replaces those of its step and of later steps that have a name in common with it, as in
-    a `Log`.
+    As in a `Log`, a record replaces the records of its step and of later steps that share a name
+    with it.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class RunColumns:
 
     @property
     def rows(self) -> int:
-        """How many numbers a step has, at most."""
+        """The largest count of numbers in a step."""
         return sum(map(len, self._row_sites.values()))
 
     @property
@@ -67,7 +67,7 @@ class RunColumns:
         return columns
 
     def append(self, step: int, record: Record) -> int:
-        """Add a record; return how many of the steps before it are as they were."""
+        """Add a record, and return the number of leading steps that are unchanged."""
         kept = len(self.steps)
         if self.steps and step <= self.steps[-1]:
             kept = self._replace_from(step, record)
@@ -80,7 +80,7 @@ class RunColumns:
         return min(kept, at)
 
     def _replace_from(self, step: int, record: Record) -> int:
-        """Drop the records from `step` on that have a name in common with `record`."""
+        """Drop the records from `step` on that share a name with `record`."""
         first = bisect.bisect_left(self.steps, step)
         gone = [at for at in range(first, len(self.steps)) if self._shares_name(at, record)]
         if gone:
@@ -171,7 +171,7 @@ class RunColumns:
     def add_statistics(
         self, blobs: Blobs, since: int = 0, until: int | None = None
     ) -> list[Statistic]:
-        """Add the matrices of all statistics, of the steps with these numbers."""
+        """Add the matrices of all statistics, for the steps from place `since` to place `until`."""
         found: dict[tuple[Of, str], tuple[np.ndarray, np.ndarray]] = {}
         for key, matrix in self._matrices.items():
             matrix.resize(matrix.rows, len(self.steps))
@@ -183,12 +183,12 @@ class RunColumns:
         return add_statistics(blobs, found, len(self.sites))
 
     def add_histograms(self, blobs: Blobs, since: int | None = None) -> list[HistogramEntry]:
-        """Add the histograms over time; only those with a step from `since` on, if it is given."""
+        """Add the histograms over time, or only the histograms with a step from `since` on."""
         entries: list[HistogramEntry] = []
         known: dict[tuple[str, bytes], Column] = {}
 
         def add_once(array: np.ndarray) -> Column:
-            # Sites share their steps and edges as a rule.
+            # Most sites share their steps and edges.
             key = str(array.shape), array.astype(np.float64).tobytes()
             if key not in known:
                 known[key] = blobs.add_array(array, "f64")
@@ -211,7 +211,7 @@ class RunColumns:
         return entries
 
     def events(self) -> list[Event]:
-        """The alerts that went off."""
+        """Return the alerts that fired, as events."""
         return [
             {
                 "kind": "alert",
@@ -227,9 +227,10 @@ class RunColumns:
 
 
 def _sum_lines(by_step: Mapping[int, Histogram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first step and the summed counts of each line; histograms with other edges are left out.
+    """Sum histograms into lines; return the first step and the counts of each line, and the edges.
 
-    The edges are those of the last step, since a run that changed them is looked at as it is now.
+    This omits histograms whose edges differ from the edges of the last step, because the page shows
+    the current state of a run that has changed its edges.
     """
     last = by_step[max(by_step)].edges
     steps = [step for step in sorted(by_step) if np.array_equal(by_step[step].edges, last)]
@@ -245,7 +246,7 @@ def add_log(log: Log, name: str, blobs: Blobs, sources: Sources) -> Subject:
 
 
 def add_run(run: RunColumns, name: str, blobs: Blobs, sources: Sources) -> Subject:
-    """Make the subject of a run as far as it was read."""
+    """Make the subject of a run with the steps so far."""
     subject = empty_subject("log", name)
     subject["sites"] = make_site_columns([SiteRow(site) for site in run.sites], sources)
     subject["steps"] = blobs.add_array(np.array(run.steps, np.float64), "f64", urgent=True)

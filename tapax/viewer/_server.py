@@ -1,10 +1,9 @@
-"""The local server: brings one page to a browser on this machine.
+"""The local server, which delivers one page to a browser on this machine.
 
-It listens on the loopback interface alone, and answers nobody who does not know the token in the
-address of the page. Another web site could make the browser that shows it send requests here. So
-the server answers only requests to a name of this machine, which excludes host names that an
-attacker points at 127.0.0.1, and only those of the page itself. It knows five paths and opens no
-file.
+It listens only on the loopback interface, and answers only requests with the token in the address
+of the page. Another web site could make its visitor's browser send requests to this server. So the
+server answers only requests to a name of this machine, which excludes host names that an attacker
+points at 127.0.0.1, and only requests from the page itself. It knows five paths and opens no file.
 
 | path | answer |
 |---|---|
@@ -12,7 +11,7 @@ file.
 | `/page.js` | its bundle |
 | `/header` | the header of the payload |
 | `/blob/N` | a blob |
-| `/updates?after=N` | the updates after that one, as server-sent events |
+| `/updates?after=N` | the updates after number N, as server-sent events |
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ from tapax.viewer._payload import Payload
 
 ADDRESS = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine. The port may be another one: that of a tunnel."""
+"""The names of this machine. Any port is valid, since a tunnel may use another port."""
 POLL_SECONDS = 0.2
-"""How often the server looks for updates while a page waits for them."""
+"""The interval at which the server looks for updates while a page waits."""
 HEARTBEAT_SECONDS = 5.0
-"""How often it writes to a page that waits, to notice that the page is gone."""
+"""The interval at which the server writes to a waiting page, to notice that the page is gone."""
 POLICY = (
     "default-src 'none'; script-src 'self' blob:; worker-src blob:; connect-src 'self'; "
     "style-src 'unsafe-inline'; img-src data: blob:; font-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""What the page may load: its own scripts and payload, from this server."""
+"""The policy of the page, which lets it load its script and payload from this server alone."""
 
 
 class Server:
-    """Serves a payload on a port of the loopback interface, until it is closed.
+    """A server of a payload on a port of the loopback interface, until it is closed.
 
-    `port` 0 stands for any that is free.
+    `port=0` takes any free port.
 
     Raises:
-        OSError: if the port is taken, or if the page was not built.
+        OSError: If the port is taken, or the page was not built.
     """
 
     def __init__(self, payload: Payload, port: int = 0):
-        read_bundle()  # better here than in the thread of a request
+        read_bundle()  # raises here, not in the thread of a request, if the page was not built
         self.payload = payload
         self.token = secrets.token_urlsafe(24)
         self._closing = threading.Event()
@@ -92,13 +91,13 @@ class Server:
         return self._closing.is_set()
 
     def idle_seconds(self) -> float | None:
-        """How long no browser has shown the page; None if none did yet."""
+        """Return the seconds since a browser last showed the page; None if it was never shown."""
         if self._waiting:
             return 0.0
         return None if self._last_request is None else time.monotonic() - self._last_request
 
     def close(self) -> None:
-        """Stop serving; pages that are open say that the connection is lost."""
+        """Stop serving; open pages say that the connection is lost."""
         if not self._closing.is_set():
             self._closing.set()
             self._http.shutdown()
@@ -112,7 +111,7 @@ class Server:
         return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
 
     def stream_updates(self, after: int, write: Callable[[bytes], object]) -> None:
-        """Write updates as server-sent events until the page or the server is gone."""
+        """Write updates as server-sent events until the page leaves or the server closes."""
         self._waiting += 1
         try:
             written = 0.0
@@ -142,12 +141,12 @@ class _LoopbackServer(socketserver.ThreadingMixIn, HTTPServer):
     page: Server
 
     def server_bind(self) -> None:
-        # That of HTTPServer asks the resolver for the name of the machine, which can take seconds.
+        # HTTPServer.server_bind resolves the name of the machine, which can take seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print errors, but those of a browser that went away."""
+        """Print an error, unless the browser has closed the connection."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -179,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(text, "text/plain; charset=utf-8", refusal.status)
 
     def _check(self, page: Server) -> tuple[str, dict[str, str]]:
-        """Refuse a request that does not come from the page; return its path and query."""
+        """Refuse a request that does not come from the page, or return its path and query."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or _host_name(f"//{hosts[0]}") not in NAMES:
             raise _Refusal(
@@ -274,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: requests have the token in them."""
+        """Print nothing, because requests contain the token."""
 
 
 def _host_name(address: str) -> str | None:

@@ -14,7 +14,7 @@ from tapax.viewer._blobs import Blobs
 from tapax.viewer._format import Line, SiteColumns, SourceFile
 
 LARGEST_SOURCE = 2**20
-"""Larger files are not read: nobody wrote them by hand."""
+"""The size above which a source file is not read, since it is generated code."""
 _ROW = re.compile(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[([\d,]+)\])?")
 
 
@@ -22,7 +22,7 @@ _ROW = re.compile(r"(.*?)(?:@(\d+))?(?:~(\d+))?(?:\[([\d,]+)\])?")
 class SiteRow:
     """A site, or one iteration of a site in a loop, as the page lists it.
 
-    `site` is None for one that is known by its name alone, as in a log.
+    `site` is None if only the name of the site is known, as in a log.
     """
 
     name: str
@@ -35,7 +35,7 @@ class SiteRow:
 
 
 class Sources:
-    """The files that sites name, read once each when the view is made."""
+    """The source files of sites, each read once."""
 
     def __init__(self, blobs: Blobs):
         self.files: list[SourceFile] = []
@@ -43,7 +43,7 @@ class Sources:
         self._numbers: dict[str, int] = {}
 
     def locate(self, source: str) -> Line | None:
-        """The file and line of `file:line`; the file is read when it is first asked for."""
+        """Return the number of the file and the line of `source`; read each file at first use."""
         path, _, line = source.rpartition(":")
         if not path or not line.isdigit():
             return None
@@ -56,7 +56,7 @@ class Sources:
 
 
 def _read_source(path: str) -> str | None:
-    """The text of a Python file; None for what is not one, or cannot be read."""
+    """Read a Python file, or return None if it cannot be read or is not a Python file."""
     if not path.endswith(".py"):
         return None
     try:
@@ -69,7 +69,7 @@ def _read_source(path: str) -> str | None:
 
 
 def make_site_columns(rows: Sequence[SiteRow], sources: Sources) -> SiteColumns:
-    """Make the columns of some sites, in the order of the program."""
+    """Make the columns of sites, in the order of `rows`."""
     places = place_rows(row.name for row in rows)
     parsed = [_parse(row.name) for row in rows]
     columns: dict[str, Any] = {
@@ -103,7 +103,7 @@ def make_site_columns(rows: Sequence[SiteRow], sources: Sources) -> SiteColumns:
 
 
 def _parse(name: str) -> tuple[str, int, int, tuple[int, ...]]:
-    """The path, call, pullback and iteration in the name of a row."""
+    """Split the name of a row into path, call, pullback and iteration."""
     found = _ROW.fullmatch(name)
     if found is None:  # a name with a line break
         return name, 0, 0, ()

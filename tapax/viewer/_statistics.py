@@ -1,4 +1,4 @@
-"""The statistics of captured arrays, and how the page shows a statistic: its unit and scale."""
+"""The statistics of captured arrays, and the unit and scale with which the page shows them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from tapax.monitoring._units import base_statistic
 from tapax.viewer._format import Scale
 
 BINS = 64
-"""The bins of the histogram of a captured array."""
+"""The number of bins of the histogram of a captured array."""
 _UNITS = {"zeros": "of elements", "nonfinite": "elements"}
 _LINEAR = {"zeros", "nonfinite"}
 _DIVERGING = {"mean", "min", "max", "sum", "last", "cosine"}
 
 
 def unit_of(stat: str) -> str:
-    """The unit of a statistic in words; empty if it has that of the value."""
+    """Return the unit of a statistic in words; empty if it is the unit of the value."""
     return _UNITS.get(base_statistic(stat), "")
 
 
 def scale_of(stat: str, numbers: np.ndarray) -> Scale:
-    """The scale on which a statistic is shown first."""
+    """Choose the scale on which the page first shows a statistic."""
     base = base_statistic(stat)
     if base in _LINEAR:
         return "linear"
@@ -32,7 +32,7 @@ def scale_of(stat: str, numbers: np.ndarray) -> Scale:
 
 
 def describe(array: np.ndarray) -> dict[str, float]:
-    """The statistics of the elements of an array, by name. Extremes are of finite elements."""
+    """Compute statistics of the elements of an array; extremes ignore non-finite elements."""
     x = np.abs(array) if np.iscomplexobj(array) else array
     x = x.astype(np.float64)
     finite = x[np.isfinite(x)]
@@ -47,7 +47,7 @@ def describe(array: np.ndarray) -> dict[str, float]:
 
 
 def count_bins(array: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts and edges of a histogram of the finite elements; None if there are none."""
+    """Return the counts and edges of a histogram of the finite elements, or None without any."""
     x = (np.abs(array) if np.iscomplexobj(array) else array).astype(np.float64).ravel()
     x = x[np.isfinite(x)]
     if not x.size:

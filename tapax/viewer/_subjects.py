@@ -1,4 +1,4 @@
-"""The subjects of a page: one for each thing that is viewed, by its type."""
+"""The subjects of a page: one for each argument of `view`, by its type."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Viewable: TypeAlias = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of `view` that are for some kinds of subjects alone."""
+    """The arguments of `view` that apply to some kinds of subjects."""
 
     tokens: Tokens | None = None
     directions: Directions | None = None
@@ -55,7 +55,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class PagePart:
-    """Where a subject puts its blobs and sources, its name, and the options of the page."""
+    """The name of a subject, the blobs and sources to which it adds, and the page's options."""
 
     name: str
     blobs: Blobs
@@ -65,7 +65,7 @@ class PagePart:
 
 @dataclasses.dataclass(frozen=True)
 class Subjects:
-    """The subjects of a page by number; those of `runs` are empty until the runs are read."""
+    """The subjects of a page by number; `Payload` fills in the empty subjects of `runs`."""
 
     subjects: list[Subject]
     runs: dict[int, FollowedRun]
@@ -92,13 +92,13 @@ _KINDS: Sequence[tuple[type, str, _Add]] = (
         ),
     ),
 )
-"""Each type that can be viewed, its name on the page, and the function that makes its subject."""
+"""The types that `view` accepts: the name on the page, and the function that makes a subject."""
 
 
 def make_subjects(
     what: Sequence[Viewable | FollowedRun], blobs: Blobs, sources: Sources, options: Options
 ) -> Subjects:
-    """Make the subject of each thing that is viewed."""
+    """Make the subject of each argument of `view`."""
     opened = [_open(each) for each in what]
     names = _name_all(opened)
     made = Subjects([], {})
@@ -114,7 +114,7 @@ def make_subjects(
 
 
 def _open(what: Any) -> tuple[Any, str]:
-    """Open what is at a path; return it with its name, which is empty for one without a path."""
+    """Open a path; return the object and its name, which is empty for an object without a path."""
     if isinstance(what, FollowedRun):
         return what, what.name
     if not isinstance(what, (str, os.PathLike)):
@@ -144,7 +144,7 @@ def _find_kind(what: Any) -> tuple[str, _Add]:
 
 
 def _name_all(opened: Sequence[tuple[Any, str]]) -> list[str]:
-    """Name each subject, by its file or its kind; a letter tells those of one name apart."""
+    """Name each subject by its file or its kind; a letter distinguishes equal names."""
     names = [name or _find_kind(each)[0] for each, name in opened]
     seen: dict[str, int] = {}
     numbered: list[str] = []

@@ -1,4 +1,4 @@
-"""The norm of every token at every site: one number by site, example and position."""
+"""The norm of every token at every site: numbers by site, example and position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tapax.viewer._format import Of, TokenGrid
 
 EXAMPLES = 16
 POSITIONS = 1024
-"""How many examples and positions are shown at most."""
+"""The largest numbers of examples and positions that the page shows."""
 
 
 def add_token_norms(
@@ -22,9 +22,10 @@ def add_token_norms(
     blobs: Blobs,
     tokens: Sequence[Sequence[str]] | None,
 ) -> TokenGrid | None:
-    """Add the norms of the arrays [examples, positions, width] of the most common length.
+    """Add the norms of the arrays [examples, positions, width] of the most common shape.
 
-    An array [positions, width] is that of one example. None if no array has such a shape.
+    If `tokens` is given, its shape decides instead. An array [positions, width] counts as one
+    example. Return None if no array has such a shape.
     """
     shapes = {row: array.shape[:2] for row, array in arrays.items() if array.ndim == 3}
     shapes |= {row: (1, len(array)) for row, array in arrays.items() if array.ndim == 2}

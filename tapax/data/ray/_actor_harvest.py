@@ -1,4 +1,4 @@
-"""Actors that harvest, and a driver that waits for them."""
+"""Actors that harvest, and the driver that waits for the actors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tapax.data._arguments import as_integer
 from tapax.data._folder import DatasetFolder, is_dataset
 from tapax.data._manifest import Manifest
 
-# A checker of types that does not find Ray would take this package for it.
+# A type checker that does not find Ray would resolve `import ray` to this package.
 ray: Any = importlib.import_module("ray")
 
 _SECONDS = 2.0
-"""How often the driver looks at the folder."""
+"""The interval at which the driver counts the shards in the folder."""
 
 
 def harvest(
@@ -42,38 +42,40 @@ def harvest(
 ) -> Activations:
     """Harvest with Ray actors, each of which is a worker of `tapax.harvest`.
 
-    An actor that dies is started again, and goes on; meanwhile the others do its units. The dataset
-    is the same, byte for byte, as that of one process.
+    Ray restarts an actor that dies, and the actor continues; meanwhile the other actors do its
+    units. The dataset is equal, byte for byte, to the dataset that one process would write.
 
     Args:
-        make_fn: returns the function to harvest. Actors call it, so that JAX is first used there,
-            with the devices that Ray gave to the actor.
-        batches: a sequence of batches, which Ray copies to each actor once. For data that does not
-            fit in memory, give an object whose `[]` reads one batch from a file.
-        to: the folder of the dataset, which all actors and the driver can reach by this path.
-        values: selects the sites whose values to store.
-        grads: selects the sites whose gradients to store.
-        num_workers: how many actors there are.
-        num_gpus: how many GPUs each actor has.
-        num_cpus: how many CPUs each actor has.
-        max_restarts: how often each actor is started again; any number of times if -1. Once Ray
-            has given up all of them, the error is raised.
-        resources: other resources of Ray that each actor takes.
-        runtime_env: Ray's runtime environment of the actors.
-        progress: whether the driver shows a progress bar, in a terminal.
-        **options: other arguments of `tapax.harvest`.
+        make_fn: Returns the function to harvest. Each actor calls `make_fn`, so that JAX starts
+            there, with the devices that Ray gave to the actor.
+        batches: A sequence of batches, which Ray copies to each actor once. For data that does not
+            fit in memory, pass an object whose `[]` reads one batch from a file.
+        to: The folder of the dataset, which all actors and the driver can reach by this path.
+        values: Selects the sites whose values to store.
+        grads: Selects the sites whose gradients to store.
+        num_workers: The number of actors.
+        num_gpus: The number of GPUs of each actor.
+        num_cpus: The number of CPUs of each actor.
+        max_restarts: The number of times that Ray restarts each actor; -1 for no limit. If every
+            actor has died for good before the dataset is complete, `harvest` raises the last error.
+        resources: Other Ray resources that each actor takes.
+        runtime_env: The Ray runtime environment of the actors.
+        progress: Whether the driver shows a progress bar, in a terminal.
+        **options: Other arguments of `tapax.harvest`, except `worker` and `take_over`.
 
     Returns:
         The dataset.
 
     Raises:
-        Exception: what `tapax.harvest` raised in an actor. What was written stays: the same call
-            goes on.
+        TypeError: If an argument has the wrong type, or `options` has `worker` or `take_over`.
+        Exception: The error that `tapax.harvest` raised in an actor. The shards that are written
+            stay, and an equal call continues.
 
-    >>> harvest(lambda: print, [], "acts", num_workers=0)
-    Traceback (most recent call last):
-    ...
-    TypeError: `num_workers` takes an integer, 1 at least, but is 0 of type int.
+    Example:
+        >>> harvest(lambda: print, [], "acts", num_workers=0)
+        Traceback (most recent call last):
+        ...
+        TypeError: `num_workers` takes an integer, 1 at least, but is 0 of type int.
     """
     count = as_integer("num_workers", num_workers, 1)
     if not callable(make_fn):
@@ -108,7 +110,7 @@ def harvest(
 
 
 class _Worker:
-    """An actor that harvests as one worker. It keeps nothing, so that it can be started again."""
+    """An actor that harvests as one worker; it has no state, so that Ray can restart it."""
 
     def harvest(
         self,
@@ -118,7 +120,7 @@ class _Worker:
         worker: tuple[int, int],
         options: dict[str, Any],
     ) -> int:
-        """Harvest; return the number of rows of the dataset then."""
+        """Harvest, and return the number of rows that the dataset has afterwards."""
         from tapax.data._harvest import harvest as harvest_here
 
         acts = harvest_here(make_fn(), batches, to, worker=worker, progress=False, **options)
@@ -126,9 +128,9 @@ class _Worker:
 
 
 def _wait(running: list[Any], to: str, progress: bool) -> None:
-    """Wait until all actors have ended; raise what one of them raised.
+    """Wait until all actors have ended, and raise the error that an actor raised.
 
-    Any one of them completes the dataset, so actors that Ray gave up are only warned of.
+    A single actor can complete the dataset, so this only warns of actors that Ray did not restart.
     """
     lost: list[Exception] = []
     with _bar(enabled=progress) as bar:
