@@ -88,7 +88,7 @@ class LazyArray:
             number %= len(self)
             found = self._slice(number, number + 1)[0]
             return found[tuple(others)] if others else found
-        found = self.take(self._shards.row_numbers(numbers))
+        found = self.take(numbers)
         return found[(slice(None), *others)] if others else found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -103,16 +103,15 @@ class LazyArray:
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Read the rows with the given numbers.
 
-        Unlike an index, `numbers` must not be negative, which `take` does not check.
-
         Args:
-            numbers: The numbers of rows, counted from 0, in any order: an array of integers.
+            numbers: The numbers of rows, in any order: an array of integers, of which negative ones
+                count from the end; or a mask of all rows.
 
         Returns:
             A copy of the rows, in the order of `numbers`.
 
         Raises:
-            IndexError: If a number is not below the number of rows.
+            IndexError: If `numbers` names a row that does not exist.
             ShardError: If a shard is missing or was altered.
 
         Example:
@@ -122,6 +121,7 @@ class LazyArray:
             >>> acts["h"].take(np.array([2, 0])).tolist()
             [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
         """
+        numbers = self._shards.row_numbers(numbers)
         is_sorted = len(numbers) < 2 or bool((numbers[1:] >= numbers[:-1]).all())
         order = None if is_sorted else np.argsort(numbers, kind="stable")
         ordered = numbers if order is None else numbers[order]

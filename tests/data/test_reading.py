@@ -76,6 +76,14 @@ def test_rows_that_do_not_exist_raise(acts, index, message):
         acts["net/hidden"][index]
 
 
+@pytest.mark.parametrize("numbers", [[5, 2, 5], [-1, 0, -3]])
+def test_rows_are_taken_by_numbers_from_either_end(acts, numbers):
+    array = acts["net/hidden"]
+    np.testing.assert_array_equal(array.take(np.array(numbers)), ROWS[numbers])
+    with pytest.raises(IndexError, match="so there is no row"):
+        array.take(np.array([len(acts)]))
+
+
 def test_rows_of_everything_are_a_dict(acts):
     found = acts[[3, 17, 5]]
     assert list(found) == ["net/embed", "net/hidden", "batch", "example", "position", "token"]
