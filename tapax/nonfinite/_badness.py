@@ -1,9 +1,10 @@
-"""How bad values are: finite, infinite somewhere, or NaN somewhere.
+"""The badness of values: all elements finite, one infinite, or one NaN.
 
 A reduction for every value of a program would be a kernel for every value, and a search would spend
-most of its time on compiling kernels. So values of one shape share a word: each takes two bits of
-every element, and one reduction combines the words of all elements by "or". Between devices there
-is no such reduction of words, so values that may be divided among devices are reduced one by one.
+most of its time compiling kernels. So values of one shape share a word: each value takes two bits
+in the word of every element, and one reduction combines the words of all elements by "or". There
+is no such reduction across devices, so values that may be divided among devices are reduced one by
+one.
 """
 
 import functools
@@ -23,9 +24,9 @@ _VALUES = 16
 
 
 class BadElements(NamedTuple):
-    """Masks of the elements of a value that are finite, and of those that are numbers.
+    """Masks of the elements of a value that are finite, and of the elements that are not NaN.
 
-    Without the second, an element that is not finite counts as infinite.
+    If `number` is None, an element that is not finite counts as infinite.
     """
 
     finite: Value
@@ -33,7 +34,7 @@ class BadElements(NamedTuple):
 
 
 def bad_elements(x: Value, *, tell_nan: bool) -> BadElements:
-    """Find the bad elements of a value, with `tell_nan` also the elements that are NaN."""
+    """Find the bad elements of a value; with `tell_nan`, tell NaN from infinity."""
     if jnp.iscomplexobj(x):
         parts = [bad_elements(part, tell_nan=tell_nan) for part in (jnp.real(x), jnp.imag(x))]
         finite, number = zip(*parts, strict=True)
@@ -45,10 +46,10 @@ def bad_elements(x: Value, *, tell_nan: bool) -> BadElements:
 def worst_of_each(
     values: Sequence[BadElements | None], vary: Callable[[Value], Any], *, divided: bool
 ) -> Any:
-    """How bad the worst element of each value is, as a vector; None is an infinite value.
+    """Compute a vector of the badness of the worst element of each value.
 
-    `vary` gives a value the type of values that differ from device to device. The compiler may have
-    to divide `divided` values among devices.
+    None in `values` means an infinite value. `vary` gives an array the type of arrays that differ
+    from device to device. Set `divided` if the compiler may have to divide `values` among devices.
     """
     words: list[list[BadElements]] = []
     unfinished: dict[Any, int] = {}
@@ -72,12 +73,12 @@ def worst_of_each(
 
 
 def _reduce_word(values: Sequence[BadElements]) -> Any:
-    """A word that says how bad the worst element of each value is."""
+    """Reduce values to one word with the badness of the worst element of each."""
     return _reduce(_word(values), lax.reduce_or)
 
 
 def _reduce_alone(value: BadElements) -> Any:
-    """The word of one value, reduced as masks."""
+    """Reduce one value to a word, by way of its masks."""
     reduced = (None if mask is None else _reduce(mask, lax.reduce_and) for mask in value)
     return _word([BadElements(*reduced)])
 

@@ -1,19 +1,20 @@
 """The command `tapax nonfinite script.py`, which finds the first bad step of a script.
 
-The script runs unchanged, with its own arguments. The command checks the results of the jitted
-functions that it calls, and the objects that these update; jitted means `jax.jit`, and the `jit`s
-of Flax NNX, Equinox and brainstate. At the first result with a NaN or an infinity it runs
-`tapax.find_nonfinite` on the inputs of that very call, prints the report, and saves the inputs:
-`inputs.safetensors` has the arrays, `inputs.json` describes them.
+The command runs the script unchanged, with the arguments of the script. It checks the results of
+the jitted functions that the script calls, and the objects that they update. A jitted function
+comes from `jax.jit`, or from the `jit` of Flax NNX, Equinox or brainstate. At the first result with
+a NaN or an infinity the command runs `tapax.find_nonfinite` on the inputs of that call, prints the
+report, and saves the inputs: `inputs.safetensors` has the arrays, `inputs.json` describes them.
 
     tapax nonfinite --save bad train.py --lr 0.1
     tapax nonfinite --replay bad train.py --lr 0.1
 
-The second command runs the script up to the first call of that function, and searches on the saved
-inputs instead of those of the call.
+The second command runs the script up to the first call of that function, and searches the call on
+the saved inputs instead of its arguments.
 
-The exit code is 1 if something was found, 0 if the script ended and nothing was, 2 if there is no
-script; otherwise that of the script. Intended infinities, constants and arguments, do not stop it.
+The exit code is 1 if the command found a bad value, 2 if there is no script, and otherwise the exit
+code of the script: 0 if it ended normally. Infinities in constants and arguments are intended, and
+do not stop the script.
 """
 
 import argparse
@@ -89,7 +90,7 @@ def _run_script(script: str, arguments: Sequence[str], watch: ScriptWatch) -> in
 
 
 def _print_traceback(error: BaseException) -> None:
-    """Print the traceback as without the command: from the script on."""
+    """Print the traceback from the script on, as Python would without the command."""
     frames = error.__traceback__
     while frames is not None and not _is_of_script(frames.tb_frame):
         frames = frames.tb_next

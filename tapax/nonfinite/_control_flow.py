@@ -30,7 +30,7 @@ from tapax.nonfinite._origins import EquationCall, Handler, OriginWalk, ValuesAn
 
 
 def _scatter(count: int, places: Sequence[int], origins: Sequence[Origin]) -> Origins:
-    """A list of `count` origins: those given at their places, None elsewhere."""
+    """Make a list of `count` origins, with `origins` at `places` and None elsewhere."""
     out: Origins = [None] * count
     for i, origin in zip(places, origins, strict=True):
         out[i] = origin
@@ -38,32 +38,33 @@ def _scatter(count: int, places: Sequence[int], origins: Sequence[Origin]) -> Or
 
 
 def _outer_rows(frame: OriginFrame, origins: Sequence[Origin]) -> Any:
-    """The rows, in a loop, of what comes from around it: what is in a table has its number."""
+    """Make the rows, in a loop, of origins outside it; a row in a table is given by its number."""
     if not origins:
         return None
     return jnp.pad(frame.pack(origins)[:, None], ((0, 0), (0, frame.width - 1)))
 
 
 def _some_rows(frame: OriginFrame, groups: Sequence[Any]) -> Any:
-    """All rows together, at least one: some compilers fail on empty arrays."""
+    """Concatenate rows; return at least one row, since some compilers fail on empty arrays."""
     some = [rows for rows in groups if rows is not None]
     return jnp.concatenate(some) if some else frame.vary(frames.finite_rows(1, frame.width))
 
 
 def _part_origin(x: Value, origin: Origin, frame: OriginFrame) -> Origin:
-    """The origin of a part of a value, which may well be finite."""
+    """Return the origin of `x`, a part of a value with `origin`: the part may be finite."""
     return frame.add_value([origin], x, NONE)
 
 
 def _body_operands(loop: Scan | While) -> list[Value]:
-    """The operands of a loop that its body takes."""
+    """Return the operands of a loop that its body takes."""
     return [*loop.consts, *loop.init, *(loop.xs if isinstance(loop, Scan) else ())]
 
 
 class _LoopBody:
     """The body of a loop, with origins: the loop carries a row for each value of its state.
 
-    It carries too, as `best`, the earliest rows of its other results and of what is bad in it.
+    The loop also carries, as `best`, the earliest row of each of its other results, and of the
+    first bad value in the body.
     """
 
     def __init__(self, walk: OriginWalk, step: EquationCall, loop: Scan | While):
@@ -87,7 +88,7 @@ class _LoopBody:
         self.carry = (list(map(jnp.asarray, loop.init)), rows, best, jnp.int32(0))
 
     def run(self, carry: PyTree, xs: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
-        """Run an iteration; return what the loop carries, and the other results."""
+        """Run an iteration; return the carry of the loop, and the other results."""
         state, rows, best, count = carry
         frame, inner = self._frame, self._frame.inner(loop=True)
         given = frames.FrameInputs(_some_rows(frame, [self._const_rows, rows, self._x_rows]))
@@ -116,7 +117,7 @@ class _LoopBody:
         return (new, rows, best, count + 1), outs[len(state) :]
 
     def origins(self, carry: PyTree) -> Origins:
-        """The origins of the results of the loop."""
+        """Return the origins of the results of the loop."""
         _, rows, best, _ = carry
         rows = best if rows is None else jnp.concatenate([rows, best])
         found = self._frame.add_results(self._number, rows)
@@ -140,10 +141,10 @@ def _follow_while(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
 
 
 class _TrackedBody:
-    """A body inside a frame, as a jaxpr: it returns results, their origins, and the tables."""
+    """A jaxpr of a body inside a frame that returns results, their origins, and the tables."""
 
     def __init__(self, walk: OriginWalk, jaxpr: Jaxpr, step: EquationCall, base: int):
-        """`step` has the operands of the body, and `base` is where its numbers start."""
+        """Trace the body on the operands of `step`; the equation numbers start at `base`."""
         frame, origins = step.frame, step.origins
         self.places = [i for i, o in enumerate(origins) if o is not None]
         constant = frame.constants_among([origins[i] for i in self.places])
@@ -169,7 +170,7 @@ class _TrackedBody:
 def _add_results(
     parts: Sequence[_TrackedBody], results: Sequence[Value], frame: OriginFrame
 ) -> ValuesAndOrigins:
-    """Split what tracked bodies returned into results and origins; add their tables to a frame."""
+    """Split the results of tracked bodies into values and origins; add their tables to `frame`."""
     own = parts[0].own
     frame.slots += [slot for part in parts for slot in part.slots]
     frame.tables += results[len(own) + 1 :]
@@ -206,7 +207,7 @@ def _follow_cond(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
 
 
 def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
-    """Track origins on each device; outside, the earliest of all devices counts."""
+    """Track origins on each device; outside the shard_map, keep the earliest of all devices."""
     eqn, args, origins, number, frame = step
     body, mesh, order = eqn.params["jaxpr"], eqn.params["mesh"], mesh_axes(eqn)
     here = frame.axes | frozenset(order)
@@ -247,4 +248,4 @@ HANDLERS: dict[Kind, Handler] = {
     Kind.SHARD_MAP: _follow_shard_map,
     Kind.REMAT: _follow_remat,
 }
-"""A handler for every kind of equation whose body is staged again."""
+"""The handler of each kind of equation that must be restaged."""

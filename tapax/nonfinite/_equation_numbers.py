@@ -1,10 +1,10 @@
-"""Numbers of the equations of a program, which grow in the order of execution.
+"""Numbers of the equations of a program, in the order of execution.
 
-Every equation of a program has a number, counted through the bodies that run once where they are
-called: jit, remat, branches. The body of a loop, and of a shard_map, is a *frame*: it is counted
-from zero again, since it runs many times. So an equation is known by the numbers of the frames
-around it and its own, and one run of it by these and the iterations between them. Taps are not
-counted, nor are equations whose results are always finite.
+Every equation of a program has a number. The count continues through bodies that run once where
+they are called: jit, remat, branches. The body of a loop or a shard_map is a *frame*, whose numbers
+start from zero, since it runs many times. So the numbers of the frames around an equation and its
+number in the innermost frame identify the equation; with the iterations of the frames they identify
+one run of it. Taps and equations whose results are always finite do not count.
 
 >>> import jax, jax.numpy as jnp
 >>> program = jax.make_jaxpr(lambda x: jnp.sin(jax.jit(jnp.cos)(x)))(1.0)
@@ -29,14 +29,14 @@ FRAMES = LOOPS | Kind.SHARD_MAP
 
 
 def bind_plain(eqn: Equation, args: Sequence[Value]) -> list[Value]:
-    """Evaluates an equation as it stands: a tap passes its operand on, and nothing is printed."""
+    """Evaluate an equation unchanged, except that a tap is the identity and nothing is printed."""
     if eqn.primitive is tap_p:
         return tap_p.impl(*args, **eqn.params)
     return [] if kind_of(eqn) & Kind.DEBUG else _jax.bind_equation(eqn, args)
 
 
 def is_inexact(aval: AbstractValue) -> bool:
-    """Whether a value of this type can have an element that is not finite."""
+    """Return whether a value of this type can have an element that is not finite."""
     if _jax.is_reference(aval):
         return False
     dtype = getattr(aval, "dtype", None)
@@ -47,7 +47,7 @@ _MOVES = Kind.COPY | Kind.REARRANGEMENT | Kind.KEEPS_FINITE
 
 
 def moved_operands(eqn: Equation) -> Sequence[Atom] | None:
-    """The operand that each result of an equation is as finite as; None if that is not known."""
+    """Return, for each result, the operand that decides whether it is finite; None if unknown."""
     if kind_of(eqn) & _MOVES and all(map(_is_wide_enough, eqn.invars, eqn.outvars)):
         return eqn.invars[: len(eqn.outvars)]
     scaled = _scaled_operand(eqn)
@@ -55,7 +55,7 @@ def moved_operands(eqn: Equation) -> Sequence[Atom] | None:
 
 
 def _scaled_operand(eqn: Equation) -> Atom | None:
-    """The operand of an equation that scales or shifts it by a literal too small to overflow."""
+    """Return the operand that an equation scales or shifts by a literal too small to overflow."""
     name = eqn.primitive.name
     if name not in ("add", "div", "mul", "sub") or not is_inexact(eqn.outvars[0].aval):
         return None
@@ -74,7 +74,7 @@ def _scaled_operand(eqn: Equation) -> Atom | None:
 
 
 def _is_wide_enough(operand: Any, result: PyTree) -> bool:
-    """Whether what is finite in the type of an operand is so in that of the result."""
+    """Return whether every finite number of the operand's dtype is finite in the result's."""
     old, new = operand.aval.dtype, result.aval.dtype
     if old == new:
         return True
@@ -84,7 +84,7 @@ def _is_wide_enough(operand: Any, result: PyTree) -> bool:
 
 
 def called_body(eqn: Equation, args: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
-    """The body of an equation that does no more than run it, and what it is run on."""
+    """Return the body and its operands, if the equation only runs a body; otherwise None."""
     kind = kind_of(eqn)
     if kind & (CALLS | CUSTOM_RULES) or (kind is Kind.REMAT and not _is_recomputed(eqn)):
         return _jax.call_body(eqn), args
@@ -97,12 +97,12 @@ def called_body(eqn: Equation, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]
 
 
 def _is_recomputed(eqn: Equation) -> bool:
-    """Whether a remat computes once more what a backward pass needs."""
+    """Return whether a remat recomputes values for a backward pass."""
     return eqn.params.get("differentiated", False)
 
 
 def inlined_bodies(eqn: Equation) -> list[Jaxpr]:
-    """The bodies of an equation that are counted with what is around it."""
+    """Return the bodies of an equation whose numbers continue those around the equation."""
     found = called_body(eqn, eqn.invars)
     if found is not None:
         return [found[0]]
@@ -113,7 +113,7 @@ def inlined_bodies(eqn: Equation) -> list[Jaxpr]:
 
 
 def frame_body(eqn: Equation) -> Jaxpr | None:
-    """The body of an equation that is a frame; None if it is none."""
+    """Return the body of an equation if the body is a frame; otherwise None."""
     kind = kind_of(eqn)
     if not kind & FRAMES:
         return None
@@ -121,14 +121,14 @@ def frame_body(eqn: Equation) -> Jaxpr | None:
 
 
 class NumberedEquation(NamedTuple):
-    """An equation, its number, its scopes, and which of its bodies a path goes on in."""
+    """An equation, its number, its scopes, and the index of the body in which a path continues."""
 
     eqn: Any
     number: int
     body: int
     scopes: Scopes
     jaxpr: Any
-    """The body that the equation is in."""
+    """The body that contains the equation."""
 
 
 class EquationNumbers:
@@ -138,20 +138,20 @@ class EquationNumbers:
         self._known: dict[int, tuple[Any, list[int], int]] = {}
 
     def offsets(self, jaxpr: Jaxpr) -> list[int]:
-        """The number of every equation of a body, counted from its start; constants come first."""
+        """Return the number of each equation of a body, counted from its start, after constants."""
         return self._of(jaxpr)[1]
 
     def size(self, jaxpr: Jaxpr) -> int:
-        """How many numbers a body takes."""
+        """Count the numbers that a body takes, constants included."""
         return self._of(jaxpr)[2]
 
     def body_starts(self, eqn: Equation, number: int) -> list[int]:
-        """Where the numbers of each body start, for an equation of this number."""
+        """Return the first number of each body of an equation whose number is `number`."""
         sizes = [self.size(body) for body in inlined_bodies(eqn)]
         return [number + 1 + sum(sizes[:i]) for i in range(len(sizes))]
 
     def depth(self, jaxpr: Jaxpr) -> int:
-        """How many frames are within one another."""
+        """Return the largest number of frames around an equation of `jaxpr`."""
         depths = [0]
         for eqn in _jax.open_jaxpr(jaxpr).eqns:
             body = frame_body(eqn)
@@ -167,7 +167,7 @@ class EquationNumbers:
             for eqn in inner.eqns:
                 offsets.append(at)
                 at += self._span(eqn)
-            # The jaxpr is kept so that its id stays its own.
+            # Keep the jaxpr, so that no other jaxpr gets its id.
             self._known[id(inner)] = inner, offsets, at
         return self._known[id(inner)]
 
@@ -175,7 +175,7 @@ class EquationNumbers:
         if eqn.primitive is tap_p:
             return 0
         if frame_body(eqn) is not None:
-            # Each of its results may have an origin of its own; there may be tokens among them.
+            # Each result that is an inexact array may have an origin; a result may also be a token.
             return 2 + sum(is_inexact(v.aval) for v in eqn.outvars)
         bodies = inlined_bodies(eqn)
         if not bodies and (
@@ -189,7 +189,7 @@ class EquationNumbers:
     def find_constant(
         self, jaxpr: Jaxpr, number: int, path: Sequence[NumberedEquation]
     ) -> Value | None:
-        """The constant of a number within a frame, with the way that `find` gave; None if none."""
+        """Return the constant of a number in a frame, or None; `path` is the result of `find`."""
         base = 0
         if path:
             eqn, start, body, *_ = path[-1]
@@ -201,7 +201,7 @@ class EquationNumbers:
         return consts[number - base] if number - base < len(consts) else None
 
     def find(self, jaxpr: Jaxpr, number: int, scopes: Scopes = ()) -> list[NumberedEquation]:
-        """The way to the equation of a number within a frame; empty for a constant."""
+        """Find the path to the equation of a number in a frame; empty for a constant."""
         equations: list[NumberedEquation] = []
         base = 0
         while True:

@@ -1,6 +1,6 @@
-"""Programs that raise at a bad value, made to go on, so that the value can be searched for.
+"""Guards that keep a program running when it raises at a bad value, so that a search can find it.
 
-`equinox.error_if`, and with it diffrax, lineax and optimistix, raise from a callback.
+`equinox.error_if`, which diffrax, lineax and optimistix use, raises from a callback.
 """
 
 import contextlib
@@ -20,23 +20,24 @@ from tapax._marks.context import ContextVariable
 from tapax.nonfinite._equation_numbers import is_inexact
 
 _guarding = ContextVariable[bool](False)
-"""A part of the key of every cache: what is traced in a guarded run is not used in another."""
+"""A part of every cache key, so that no other run reuses a trace of a guarded run."""
 _lock = threading.Lock()
 
 
 class _State:
-    """Whether a callback of the guarded run has raised. There is one guarded run at a time."""
+    """The state of the guarded run, of which there is one at a time: has a callback raised?"""
 
     raised = False
 
 
 @contextlib.contextmanager
 def guarded_run() -> Iterator[None]:
-    """Within, programs do not raise: a callback that would, and all after it, return NaNs instead.
+    """Keep programs from raising: a callback that would raise, and all later ones, return NaNs.
 
-    So what went wrong first is a bad value before the callback, or else the callback itself. One
-    that returns no number that can be NaN raises as before. Callbacks of primitives that another
-    library defines are guarded when these are compiled, those of a program by `guard_callbacks`.
+    The first fault is then a bad value before the callback, or else the callback itself. A callback
+    without a result that can be NaN still raises. This context guards the callbacks of primitives
+    that other libraries define, when JAX compiles them; `guard_callbacks` guards the callbacks of a
+    program.
     """
     with _lock, _guarding(True), _jax.intercept_bind(_guard_bind):
         _State.raised = False
@@ -44,7 +45,7 @@ def guarded_run() -> Iterator[None]:
 
 
 def guard_callbacks(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with its callbacks guarded."""
+    """Guard the callbacks of a program, so that they return NaNs in a guarded run."""
 
     def visit(eqn: Equation, names: dict[Var, Atom]) -> Iterator[Equation]:
         del names

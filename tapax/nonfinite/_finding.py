@@ -1,4 +1,4 @@
-"""`Finding`, which `find_nonfinite` returns, and its printed form."""
+"""`Finding`, the result of `find_nonfinite`, and its printed form."""
 
 import dataclasses
 import os
@@ -9,9 +9,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """An operand: its type, its least and largest finite element, and how many are not finite.
+    """The type of an operand, its least and largest finite element, and its number of bad elements.
 
-    Of complex numbers they are the magnitudes; None if no element is finite.
+    For complex numbers, `min` and `max` are magnitudes. They are None if no element is finite.
     """
 
     shape: tuple[int, ...]
@@ -30,12 +30,40 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Where the first value that is not finite was made.
+    """The place in a program where the first value that is not finite was made.
 
-    `loops` are the loops around it, outermost first, and `iterations` their iterations. `index` is
-    that of the first bad element of the result, without the axes that `vmap` maps over: those are
-    in `mapped`, of the sizes `examples`; `position` is that in the result as the program has it.
-    `device` has an index for each axis of the mesh. `count` elements of the result are bad.
+    It prints as a sentence and a table of the operands and the result.
+
+    Attributes:
+        path: The module path or the scope of the operation. For an argument its name, for a result
+            its number.
+        operation: The operation that made the value, such as `"log"`; or `"argument"`,
+            `"constant"`, or `"result"` for a result that no operation explains.
+        source: The line of the user's code, `file:line`.
+        phase: The pass, `"forward"` or `"backward"`.
+        iterations: The iteration of each loop, counted from 0 in the order of the indices.
+        loops: The loops around the operation, outermost first, such as `"scan[4]"`.
+        index: The index of the first bad element of the result, without the axes of `mapped`.
+        mapped: The index of that element along each axis that `vmap` maps over.
+        examples: The sizes of the axes of `mapped`.
+        position: The index of that element in the result as the program has it, on all axes.
+        device: The index of the device along each axis of the mesh.
+        kind: The kind of the bad elements: `"nan"` if one is NaN, otherwise `"inf"`.
+        operands: The ranges of the operands.
+        count: The number of bad elements of the result.
+        shape: The shape of the result.
+        dtype: The dtype of the result.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> f = jax.vmap(lambda x: jnp.log(x).sum())
+        >>> found = tapax.find_nonfinite(f)(jnp.array([[1.0, 2.0], [3.0, -1.0]]))
+        >>> found.operation, found.kind, found.phase, found.count
+        ('log', 'nan', 'forward', 1)
+        >>> found.mapped, found.examples, found.index, found.position
+        ((1,), (2,), (1,), (1, 1))
+        >>> print(found.operands[0])
+        from -1 to 3
     """
 
     path: str
@@ -96,7 +124,7 @@ class Finding:
         return f"The first non-finite value is {what} {', '.join(where)}."
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        """The operands and the result: a label, a type, and a word on the elements of each."""
+        """Return a label, a type and a phrase on the elements, for each operand and the result."""
         size = int(np.prod(self.shape, dtype=np.int64))
         count = f"{self.count} of {size} {'is' if self.count == 1 else 'are'} "
         count += {"nan": "NaN", "inf": "infinite"}[self.kind]
@@ -112,6 +140,6 @@ def _typed(x: Range | Finding) -> str:
 
 
 def _short(source: str) -> str:
-    """A file as seen from where the program runs, if it is below."""
+    """Return the path relative to the working directory, if the file is below it."""
     path = os.path.relpath(source) if os.path.isabs(source) else source
     return source if path.startswith("..") else path

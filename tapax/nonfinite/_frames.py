@@ -1,4 +1,4 @@
-"""Origins as numbers, and the frames in which they are solved: see `_origins`."""
+"""Origins as numbers, and the frames that solve them: see `_origins`."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _SOURCES = 4
 
 
 def origin_at(kind: int, number: int) -> int:
-    """The origin of a value made by an equation of the frame."""
+    """Return the origin of a value that an equation of the frame made."""
     return kind * CLASS + _HERE + number
 
 
 def input_origin(kind: int, place: int) -> int:
-    """The origin of an input of a frame, by its place in time."""
+    """Return the origin of an input of a frame, by its place in time."""
     return kind * CLASS + place
 
 
 def decode_origin(origin: int) -> tuple[int, int | None, int]:
-    """The class of an origin, the number of its equation, and its place if it is an input."""
+    """Split an origin into its class, the number of its equation, and its place as an input."""
     kind, low = divmod(origin, CLASS)
     return (kind, None, low) if low < _HERE else (kind, low - _HERE, 0)
 
 
 class SearchOptions(NamedTuple):
-    """How a program is searched."""
+    """The options of a search."""
 
     masked: bool
-    """Values that reach no result count too."""
+    """True if values that reach no result count too."""
     tells_nan: bool
-    """NaNs are told apart from infinities in every value, so that no origin is `UNSURE`. Otherwise
-    they are in those values that may come from an infinite constant."""
+    """True to tell NaNs from infinities in every value, so that no origin is `UNSURE`. Otherwise
+    the search does so only in values that may come from an infinite constant."""
     divided: bool
-    """The compiler may have to divide values among devices."""
+    """True if the compiler may have to divide values among devices."""
 
 
 class _Pending(NamedTuple):
-    """An origin that is not solved yet; it is bad in any case if `bad` is None."""
+    """An origin that is not solved yet; None as `bad` means that its value is bad in any case."""
 
     sources: list[int]
     bad: BadElements | None
@@ -61,11 +61,12 @@ class _Pending(NamedTuple):
 
 
 class OriginFrame:
-    """The origins of the values in one run of a body, and the tables of the frames within.
+    """The origins of the values in one run of a body, and the tables of the frames inside it.
 
-    `axes` are the mesh axes over which values differ here, `typed` those that types record;
-    `width` is the width of a row. A NaN made of an infinite constant has its origin where it is
-    made. If only NaNs that are not told apart could decide it, the origin is `UNSURE`.
+    `axes` are the mesh axes over which values differ in the body, `typed` the axes that types
+    record; `width` is the width of a row. The origin of a NaN made from an infinite constant is the
+    equation that made the NaN. The origin is `UNSURE` if it depends on whether an element is NaN
+    and the search does not tell NaNs from infinities in that value.
     """
 
     def __init__(
@@ -85,20 +86,20 @@ class OriginFrame:
         self._constant: set[int] = set()
 
     def inner(self, loop: bool) -> OriginFrame:
-        """A frame for a body here: that of a loop, or one that is part of this frame."""
+        """Make the frame of a body: an inner frame if `loop`, otherwise a part of this one."""
         width = self.width - 2 if loop else self.width
         return OriginFrame(width, self.options, self.axes, self.typed)
 
     def vary(self, x: Value) -> Any:
-        """`x` as varying over the mesh axes, the type of all rows and origins here."""
+        """Convert `x` to the type of all rows and origins here: varying over the mesh axes."""
         return _jax.with_varying(x, self.typed)
 
     def worst_of_each(self, values: Sequence[BadElements | None]) -> Any:
-        """How bad the worst element of each value is; None is an infinite value."""
+        """Compute the badness of the worst element of each value; None means an infinite value."""
         return worst_of_each(values, self.vary, divided=self.options.divided)
 
     def add_value(self, sources: Sequence[Origin], x: Value, here: int) -> int:
-        """The origin of a value: the earliest of the sources, or `here`; `NONE` if it is finite."""
+        """Add the origin of `x`: the earliest of `sources`, or `here`; `NONE` if `x` is finite."""
         tell_nan = self.options.tells_nan or any(self.constants_among(sources))
         return self.add(sources, bad_elements(x, tell_nan=tell_nan), here, tells_nan=tell_nan)
 
@@ -110,9 +111,9 @@ class OriginFrame:
         *,
         tells_nan: bool = True,
     ) -> int:
-        """The origin of a value with such elements: the earliest of the sources, or `here`.
+        """Add the origin of a value with the elements `bad`: the earliest of `sources`, or `here`.
 
-        It is bad in any case if `bad` is None.
+        None as `bad` means that the value is bad in any case.
         """
         some = sorted({o for o in sources if o is not None})
         while len(some) > _SOURCES:
@@ -125,15 +126,15 @@ class OriginFrame:
         return self._count - 1
 
     def constants_among(self, origins: Sequence[Origin]) -> list[bool]:
-        """Whether the value of each origin may come from an infinite constant."""
+        """Return, for each origin, whether its value may come from an infinite constant."""
         return [origin in self._constant for origin in origins]
 
     def forget_constants(self, origin: Origin) -> None:
-        """Take a value not to come from an infinite constant, since the operation swallows it."""
+        """Record that an operation swallowed the infinite constants from which its value came."""
         self._constant.discard(origin)
 
     def add_known(self, origins: Any, constant: Sequence[bool] = ()) -> list[int]:
-        """Add a vector of origins that are known already; some may be those of constants."""
+        """Add a vector of known origins; `constant` flags origins of infinite constants."""
         self._solve()
         self._solved.append(origins)
         added = range(self._count, self._count + origins.shape[0])
@@ -159,7 +160,7 @@ class OriginFrame:
         here = np.asarray([p.here for p in pending], np.int32)
         told = np.asarray([p.tells_nan for p in pending])
         worst = self.worst_of_each([p.bad for p in pending])
-        # A NaN has its origin where it is made of an infinite constant.
+        # The origin of a NaN made from an infinite constant is the equation that made the NaN.
         limit = jnp.where(worst == NOT_A_NUMBER, input_origin(INF, 0), NONE).astype(np.int32)
 
         def one(carry: PyTree, x: Value) -> Any:
@@ -180,13 +181,13 @@ class OriginFrame:
         self._solved = [origins]
 
     def earliest_made(self) -> Any:
-        """The first of all origins here of what was made, whether or not it is of use."""
+        """Return the earliest origin of a value made in this frame, used or not."""
         self._solve()
         (origins,) = self._solved
         return jnp.where(origins < input_origin(GIVEN, 0), origins, NONE).min()[None]
 
     def rows(self, origins: Any) -> Any:
-        """The rows of a vector of origins: those of the tables, where they are in one."""
+        """Return the rows of a vector of origins, from the tables where a table has the origin."""
         own = jnp.pad(origins[:, None], ((0, 0), (0, self.width - 1)))
         if not self.slots:
             return own
@@ -195,7 +196,7 @@ class OriginFrame:
         return jnp.where(match.any(1)[:, None], _picked(match, tables), own)
 
     def add_results(self, number: int, rows: PyTree) -> list[int]:
-        """The origins, here, of what comes out of the frame of an equation, given by their rows."""
+        """Add the origins of the results of the frame of equation `number`, from their rows."""
         from_inside = rows[:, 0] % CLASS == _HERE + number
         rank = ranks(rows)
         origins = jnp.where(from_inside, rows[:, 0] + 1 + rank, rows[:, 0])
@@ -207,7 +208,7 @@ class OriginFrame:
 
 
 class FrameInputs:
-    """The inputs of a frame: their rows outside, and the origins that replace them inside."""
+    """The inputs of a frame: their rows outside, and the origins that replace the rows inside."""
 
     def __init__(self, rows: PyTree):
         self.rows = rows
@@ -218,7 +219,7 @@ class FrameInputs:
     def rows_outside(
         self, frame: OriginFrame, origins: Any, number: int, iteration: Value, device: Any = None
     ) -> Any:
-        """The rows, outside of the frame, of origins inside it."""
+        """Return the rows, outside the frame, of origins inside it."""
         inner = frame.rows(origins)
         kind, low = origins // CLASS, origins % CLASS
         count, width = inner.shape[0], inner.shape[1] + 2
@@ -234,11 +235,11 @@ class FrameInputs:
 
 
 DEVICES = 4096
-"""More than a mesh has. A row has the number of a device, then that of one in a mesh within."""
+"""The base of device numbers, larger than any mesh: a row has one digit for each nested mesh."""
 
 
 def finite_rows(count: int, width: int) -> Any:
-    """Rows of values that are finite."""
+    """Make the rows of finite values."""
     rows = np.zeros((count, width), np.int32)
     rows[:, 0] = NONE
     return rows
@@ -249,21 +250,21 @@ def _none(count: int) -> Any:
 
 
 def _picked(match: Any, rows: PyTree) -> Any:
-    """For each row of a mask, one of the rows that it picks: they are all the same."""
+    """Return, for each row of the mask `match`, a row that it picks; the picked rows are equal."""
     return jnp.where(match[:, :, None], rows[None], 0).max(1)
 
 
 def _before(a: Value, b: Value) -> Any:
-    """Whether rows come before others; the last axis is that of the row."""
+    """Return whether each row of `a` comes before that of `b`; rows are along the last axis."""
     weights = 3 ** np.arange(a.shape[-1], dtype=np.int32)[::-1]
     return jnp.sum(jnp.sign(a - b) * weights, -1, dtype=jnp.int32) < 0
 
 
 def ranks(rows: PyTree) -> Any:
-    """How many of the rows come before each; equal ones have the same rank."""
+    """Count the rows before each row; equal rows have equal ranks."""
     return jnp.sum(_before(rows[None, :], rows[:, None]), 1, dtype=jnp.int32)
 
 
 def earlier_rows(a: Value, b: Value) -> Any:
-    """The earlier of two rows, for each of several."""
+    """Return the earlier row of each pair of rows."""
     return jnp.where(_before(b, a)[..., None], b, a)

@@ -1,7 +1,7 @@
-"""Measures one equation of a program, in one iteration of the loops around it.
+"""The measurement of one equation of a program, in one iteration of the loops around it.
 
-All other equations are bound unchanged. Loops carry only the few numbers that are measured: the
-ranges of the operands, how many elements of the results are bad, and which is the first.
+All other equations are bound unchanged. Loops carry only the few measured numbers: the ranges of
+the operands, the number of bad elements of the results, and the place of the first.
 """
 
 from collections.abc import Sequence
@@ -37,17 +37,17 @@ from tapax.nonfinite._equation_numbers import (
 
 
 class EquationRun(NamedTuple):
-    """One run of an equation: its number in each frame around it, and the iteration of each."""
+    """One run of an equation: its number in each frame around it, and the iterations of these."""
 
     numbers: tuple[int, ...]
     times: tuple[int, ...]
 
 
 Measures = list[Any]
-"""Two arrays: for each operand its least and its largest finite element, and how many are bad; and
-for each result how many are NaN, how many infinite, and the place of the first of them."""
+"""Two arrays: for each operand its least and its largest finite element and the number of bad
+elements; for each result the numbers of NaNs and of infinities, and the place of the first."""
 Measured = tuple[list[Value], Measures]
-"""The results of equations, and what was measured in them."""
+"""The results of equations, and the measures."""
 
 
 def measure(args: Sequence[Any], outs: Sequence[Any]) -> Measures:
@@ -62,7 +62,10 @@ def measure(args: Sequence[Any], outs: Sequence[Any]) -> Measures:
 
 
 def finite_range(x: Value) -> list[Any]:
-    """The least and the largest finite element of a value, by magnitude if it is complex."""
+    """Return the least and the largest finite element, and the number of bad elements.
+
+    The elements of a complex value are compared by magnitude.
+    """
     aval = jax.typeof(x)
     plain = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool
     if _jax.is_reference(aval) or not aval.size or not plain:
@@ -82,7 +85,7 @@ def finite_range(x: Value) -> list[Any]:
 
 
 def count_bad(x: Value) -> Any:
-    """How many elements are NaN, how many are infinite, and which is the first."""
+    """Count the elements that are NaN and that are infinite, and find the first of both."""
     if not is_inexact(jax.typeof(x)):
         return jnp.zeros(3, jnp.int32)
     nan = jnp.isnan(x)
@@ -183,7 +186,7 @@ class Measurement:
         staged = self._stage(loop.body, [*loop.consts, *loop.init], 0, level)
 
         def check(carry: PyTree) -> Any:
-            # What was measured is all that is wanted.
+            # Nothing uses the results of the loop, so it may stop after the measured iteration.
             return loop.any_goes_on(carry[0]) & (carry[2] <= self.target.times[level - 1])
 
         def step(carry: PyTree) -> Any:
@@ -198,7 +201,7 @@ class Measurement:
     def _iterate(
         self, staged: Jaxpr, args: list[Value], held: Measures, count: Value, level: int
     ) -> Measured:
-        """The results of an iteration, and its measures if it is the one that is wanted."""
+        """Run an iteration; return its results, and its measures if it is the target."""
         *outs, reals, counts = _jax.as_function(staged)(*args)
         wanted = count == self.target.times[level - 1]
         pairs = zip([reals, counts], held, strict=True)
@@ -221,7 +224,7 @@ def _bind(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
 
 
 def _nothing(staged: Any) -> Measures:
-    """Measures before any were taken."""
+    """Make the measures before the first iteration: zeros."""
     return [_jax.zeros(v.aval) for v in _jax.open_jaxpr(staged).outvars[-2:]]
 
 

@@ -1,31 +1,31 @@
-"""Origins: a walk that carries with every value where the first bad element came from.
+"""Origins: a walk that carries, with every value, the place where its first bad element was made.
 
-A value is *bad* if an element of it is not finite. Each value has an origin, a scalar int32 that
-grows with time: that of a finite value is `NONE`; that of a bad one is the earliest origin of its
-bad operands, or, if they are all finite, the equation itself. So a bad value that is masked or
-swallowed later leaves no trace. The numbers:
+A value is *bad* if one of its elements is not finite. Each value has an origin, a scalar int32 that
+grows with time. The origin of a finite value is `NONE`; the origin of a bad value is the earliest
+origin of its bad operands, or the equation itself if all operands are finite. So a bad value that
+the program later masks or swallows leaves no trace. The classes of origins:
 
 ==============  =================================================================================
-class           what
+class           origin
 ==============  =================================================================================
-`UNSURE`        a constant, or an equation that made a NaN of it; the search has to be repeated
-`MADE`          an equation gave it, from finite operands
-`GIVEN`         it was in an argument of the program
+`UNSURE`        a constant, or an equation that made a NaN from it; the search must be repeated
+`MADE`          an equation that made the bad value from finite operands
+`GIVEN`         an argument of the program
 `NAN`           a constant of the program that is NaN
-`REMOTE`        it came by a collective from another device, which knows more
-`INF`           a constant of the program that is infinite: meant so, and no fault unless a result
-                shows it. The NaN that is made of one, `inf - inf`, has its origin where it is made.
+`REMOTE`        a collective that brought the value from another device, which knows more
+`INF`           a constant of the program that is infinite: intended, and a fault only if a result
+                shows it. The origin of a NaN made from it, `inf - inf`, is the equation.
 ==============  =================================================================================
 
 Within a class, the inputs of a frame (see `_equation_numbers`) come first, in the order of their
-time; then the equations of the frame by their numbers. Leaving a frame, an origin becomes a *row*:
-`[origin around, iteration, origin in the frame, iteration, ..., device]`, whose lexicographic order
-is that of time. Outside, the result of a frame has a number of its own again, and the row is kept
-in a table.
+time; then the equations of the frame by their numbers. An origin that leaves a frame becomes a
+*row*: `[origin outside, iteration, origin in the frame, iteration, ..., device]`. The lexicographic
+order of rows is the order of time. Outside the frame each of its results has a number as its
+origin, and a table keeps the row for that number.
 
-While a body is evaluated, all that is computed of a value is how bad it is; what depends on what is
-static. The origins are solved from these at the end of the body, in a loop over them: woven
-into the program as scalars they would take the compiler hours.
+While a body is evaluated, the walk computes only the badness of each value; the dependencies
+between values are static. At the end of the body a loop over all values solves the origins: as
+scalars throughout the program, they would take the compiler hours.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins, SearchOp
 
 
 class OriginWalk:
-    """One evaluation of a program with origins; `handlers` are those of `_control_flow`."""
+    """One evaluation of a program with origins, with the `handlers` of `_control_flow`."""
 
     def __init__(self, jaxpr: Jaxpr, options: SearchOptions, handlers: Mapping[Kind, Handler]):
         self.jaxpr, self.options, self._handlers = jaxpr, options, handlers
         self.equations = EquationNumbers()
 
     def run(self, args: Sequence[Any]) -> Any:
-        """The row of the first bad value that reaches a result."""
+        """Evaluate the program; return the row of the first bad value that reaches a result."""
         frame = OriginFrame(2 + 2 * self.equations.depth(self.jaxpr), self.options)
         origins = [
             frame.add_value([], x, frames.input_origin(frames.GIVEN, i))
@@ -77,13 +77,13 @@ class OriginWalk:
         return frame.rows(frame.pack([first]))[0]
 
     def first_bad(self, frame: OriginFrame) -> Origin:
-        """The origin of the first bad value made in a frame, with `masked`; else None."""
+        """Return the origin of the first bad value made in `frame` if `masked`; otherwise None."""
         return frame.add_known(frame.earliest_made())[0] if self.options.masked else None
 
     def run_body(
         self, jaxpr: Jaxpr, args: Sequence[Any], origins: Origins, base: int, frame: OriginFrame
     ) -> ValuesAndOrigins:
-        """Evaluates a body whose equations are numbered from `base`."""
+        """Evaluate a body whose equation numbers start at `base`."""
         inner = _jax.open_jaxpr(jaxpr)
         constants = _jax.jaxpr_consts(jaxpr)
         consts = [_const_origin(c, base + i, frame) for i, c in enumerate(constants)]
@@ -100,7 +100,7 @@ class OriginWalk:
 
         def apply(position: int, eqn: Equation, operands: list[_Traced]) -> list[_Traced]:
             number = base + offsets[position]
-            # Most literals that are no matter are the bounds of comparisons.
+            # Skip equations whose results cannot be bad, such as comparisons with a literal.
             held = [v for v in eqn.outvars if _jax.is_reference(v.aval)]
             matters = held or any(is_inexact(v.aval) for v in eqn.outvars)
             before: Origins = [None] * len(operands)
@@ -108,7 +108,7 @@ class OriginWalk:
                 before = [origin(v, x, number) for v, x in zip(eqn.invars, operands, strict=True)]
             step = EquationCall(eqn, [x.value for x in operands], before, number, frame)
             outs, found = _jax.in_context(eqn, self._equation, step)
-            # What is read of a reference has the origin of what was written to it.
+            # A value read from a reference has the origin of the values written to it.
             written = eqn.invars[:1] if kind_of(eqn) & Kind.WRITE else []
             if held or written:
                 joined = frame.add(before, None, NONE)
@@ -145,7 +145,7 @@ class _Traced(NamedTuple):
 
 
 def _read_literal(literal: Atom) -> _Traced:
-    """A literal; its origin depends on the equation that reads it."""
+    """Return a literal without an origin, which depends on the equation that reads it."""
     return _Traced(_jax.literal_value(literal), None)
 
 
@@ -161,11 +161,11 @@ class EquationCall(NamedTuple):
 
 ValuesAndOrigins = tuple[list[Any], Origins]
 Handler = Callable[[OriginWalk, EquationCall], ValuesAndOrigins]
-"""Evaluates one equation."""
+"""A function that evaluates one equation with origins."""
 
 
 def _judge(step: EquationCall, outs: list[Any]) -> Origins:
-    """The origins of the results of an equation without a body."""
+    """Return the origins of the results of an equation without a body."""
     eqn, _, origins, number, frame = step
     kind = kind_of(eqn)
     if not any(is_inexact(v.aval) for v in eqn.outvars):
@@ -199,7 +199,7 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
 
 
 def _judge_selection(step: EquationCall) -> Origin:
-    """Of the cases of a selection, those count of which something bad was selected."""
+    """Return the earliest origin of the cases of which the selection picks a bad element."""
     (which, *cases), frame = step.args, step.frame
     found = []
     for i, (case, origin) in enumerate(zip(cases, step.origins[1:], strict=True)):
@@ -212,7 +212,7 @@ def _judge_selection(step: EquationCall) -> Origin:
 
 
 def _remote_origin(step: EquationCall) -> Origin:
-    """The origin of what a collective brings, if an operand is bad on any device."""
+    """Return the origin of a value that a collective brings, if an operand is bad on any device."""
     frame, axes = step.frame, _axes_of(step.eqn, step.frame)
     if not axes:
         return None
@@ -223,7 +223,7 @@ def _remote_origin(step: EquationCall) -> Origin:
 
 
 def _axes_of(eqn: Equation, frame: OriginFrame) -> tuple[str, ...]:
-    """The axes of the mesh over which an equation brings values from other devices."""
+    """Return the axes of the mesh over which an equation brings values from other devices."""
     if not (kind_of(eqn) & Kind.COLLECTIVE and frame.axes):
         return ()
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))

@@ -47,10 +47,10 @@ from tapax.nonfinite._measurement import EquationRun, Measurement, measure
 from tapax.nonfinite._origins import OriginWalk
 
 _FAST_COMPILATION = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Options that halve the time to compile for a CPU; the program runs up to four times longer."""
+"""Options that halve the time to compile for a CPU; the program takes up to four times as long."""
 _QUICK = 2.0
-"""The seconds of processor time that a program may take to run for its search to be compiled with
-these options. Other work on the machine does not count."""
+"""The most seconds of processor time that a program may take for its search to be compiled with
+`_FAST_COMPILATION`. Other work on the machine does not count."""
 
 
 class SearchPasses:
@@ -82,7 +82,7 @@ class SearchPasses:
             return None
         row = self._row(self.masked, arrays)
         if row is not None and row[0] // CLASS == REMOTE and not self.masked:
-            # It came from another device, where it went no further.
+            # The value came from another device, where it reached no result.
             row = self._row(True, arrays) or row
         if row is None:
             return None if self.masked else self._report_unexplained(arrays)
@@ -104,7 +104,7 @@ class SearchPasses:
         return None if row[0] >= NONE else row
 
     def second_pass(self, masked: bool, tells_nan: bool, arrays: Sequence[Any]) -> Any:
-        """The jitted function that gives the row of the first bad value."""
+        """Make the jitted function that returns the row of the first bad value."""
         devices = set[jax.Device]().union(*(x.devices() for x in arrays if _is_placed(x)))
         divided = len(devices) > 1 or first_mesh(self.jaxpr) is not None
         options = SearchOptions(masked, tells_nan, divided)
@@ -148,7 +148,7 @@ class SearchPasses:
         return BadEquation(self, run, tuple(path), tuple(frames), device, constant, tuple(arrays))
 
     def _report_unexplained(self, arrays: Sequence[Any]) -> Finding:
-        """A bad result that is finite once the program is compiled in another way."""
+        """Report a bad result that is finite when the program is compiled in another way."""
         outs = jax.jit(_jax.as_function(strip(self.jaxpr)))(*arrays)
         inexact = [i for i, x in enumerate(outs) if is_inexact(jax.typeof(x))]
         at = next((i for i in inexact if not jnp.isfinite(outs[i]).all()), 0)
@@ -168,18 +168,18 @@ class SearchPasses:
 
 
 class _GuardedPasses(SearchPasses):
-    """The passes over a program that raises, which goes on here."""
+    """The passes over a program that raises, with guards that keep it running."""
 
     def __init__(self, jaxpr: Jaxpr):
         super().__init__(guard_callbacks(jaxpr), True)
 
     def locate(self, arrays: Sequence[Any]) -> Any:
-        """The first bad value; None if the program raised before there was any."""
+        """Locate the first bad value; return None if the program raised before any bad value."""
         row = self._row(True, arrays)
         made = None if row is None else self._locate(row, arrays)
         if isinstance(made, BadEquation) and not kind_of(made.path[-1].eqn) & Kind.CALLBACK:
             return made
-        # No equation made one: an argument may have been one.
+        # No equation made a bad value, but an argument may be bad.
         bad = (i for i, x in enumerate(arrays) if is_inexact(jax.typeof(x)) and jnp.isnan(x).any())
         return next(bad, None)
 
@@ -197,7 +197,7 @@ def _is_placed(x: Value) -> bool:
 
 
 def describe_value(operation: str, path: str, x: Value) -> Finding:
-    """The finding for a value that no operation made."""
+    """Make the finding for a value that no operation made."""
     _, ((nan, inf, first),) = map(np.asarray, measure([], [x]))
     position = _position(first, jnp.shape(x))
     return Finding(
@@ -218,9 +218,9 @@ def _position(first: Any, shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class BadEquation:
-    """The equation that made the first bad value, and the run of it that did.
+    """The equation that made the first bad value, and the run of the equation in which it did.
 
-    `path` has the equations around it, and it.
+    `path` has the equations around the bad equation, outermost first, and then the equation.
     """
 
     passes: SearchPasses
@@ -266,7 +266,7 @@ class BadEquation:
         )
 
     def _coordinates(self) -> dict[str, int]:
-        """The device, by the axes of the meshes, outermost first."""
+        """Return the index of the device along each axis of the meshes, outermost first."""
         found: dict[str, int] = {}
         rest = self.device
         for eqn in self.frames:
@@ -279,7 +279,10 @@ class BadEquation:
         return found
 
     def _find_marked(self, trace: Callable[[Plan], TracedCall]) -> NumberedEquation | None:
-        """Find it in the program with every operation marked, if a transformation made it."""
+        """Find the equation in the program with every operation marked.
+
+        Return None if neither a `jvp` nor a `vmap` made the equation, or if it is not found.
+        """
         if not _source_location.transformations(self.path) & {"jvp", "vmap"}:
             return None
         plan = dataclasses.replace(Plan.make(None, None), values=_source_location.EveryOperation())
@@ -296,7 +299,7 @@ class BadEquation:
         made_by = _source_location.transformations(self.path)
         if "transpose" in made_by:
             return "backward"
-        # A derivative computes what it needs of the values while these are computed.
+        # A derivative computes its residuals while the forward pass computes the values.
         derived = "jvp" in made_by and marked is not None and not _source_location.is_marked(marked)
         return "backward" if derived and not self.constant else "forward"
 
@@ -311,7 +314,7 @@ def _loop_name(eqn: Equation) -> str:
 
 
 def _index(eqn: Equation, time: int) -> int:
-    """The index of an iteration; a scan may go from the last to the first."""
+    """Return the index of an iteration, which counts down in a scan with `reverse`."""
     return eqn.params["length"] - 1 - time if eqn.params.get("reverse") else time
 
 

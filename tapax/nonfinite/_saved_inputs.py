@@ -1,4 +1,4 @@
-"""The inputs of a bad call, saved for a later search on them."""
+"""Files with the inputs of a bad call, for a later search."""
 
 import json
 import os
@@ -20,7 +20,7 @@ class SavedInputs(NamedTuple):
     arrays: list[Any]
 
     def is_for(self, fn: Function, arrays: Sequence[Any]) -> bool:
-        """Whether they can be the inputs of a call of `fn` on arrays of these types."""
+        """Return whether a call of `fn` on arrays of these types could take the saved inputs."""
         saved, given = (
             [(jnp.shape(x), jax.typeof(x).dtype) for x in each] for each in (self.arrays, arrays)
         )
@@ -28,7 +28,7 @@ class SavedInputs(NamedTuple):
 
 
 def save_inputs(directory: str, function: str, arrays: Sequence[Any]) -> None:
-    """Save the arrays of a call, as bytes, so that every dtype of JAX can be saved."""
+    """Save the arrays of a call as bytes, which support every dtype of JAX."""
     from safetensors.numpy import save_file
 
     os.makedirs(directory, exist_ok=True)
@@ -48,7 +48,7 @@ def save_inputs(directory: str, function: str, arrays: Sequence[Any]) -> None:
 
 
 def load_inputs(directory: str) -> SavedInputs:
-    """Load the inputs that were saved in a directory."""
+    """Load the inputs that `save_inputs` saved in a directory."""
     from safetensors.numpy import load_file
 
     with open(os.path.join(directory, "inputs.json")) as file:

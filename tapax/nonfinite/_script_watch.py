@@ -1,4 +1,4 @@
-"""`ScriptWatch`: checks the results of the jitted functions that a script calls."""
+"""`ScriptWatch`, which checks the results of the jitted functions that a script calls."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 
 class ScriptStop(BaseException):
-    """Ends the script. It is not an `Exception`, so that the script does not catch it."""
+    """An exception that ends the script; not an `Exception`, which the script may catch."""
 
     def __init__(self, finding: Finding, notes: Sequence[str]):
         super().__init__(str(finding))
@@ -39,7 +39,7 @@ class ScriptStop(BaseException):
 
 
 class ScriptWatch:
-    """Checks what jitted functions return."""
+    """A check of the results of all jitted functions that a script calls."""
 
     def __init__(self, every: int, save: str, saved: SavedInputs | None):
         self.every, self.save, self.saved = every, save, saved
@@ -49,7 +49,7 @@ class ScriptWatch:
         self._calls: dict[int, int] = {}
 
     def summary(self) -> str:
-        """The sentence to print if nothing was found."""
+        """Return the sentence to print if the watch found nothing."""
         if self.saved is not None:
             return f"No call of {self.saved.function} like the saved one was seen."
         if not self.checked:
@@ -61,11 +61,11 @@ class ScriptWatch:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Watch the functions that are jitted within, by frameworks imported within too."""
+        """Watch all functions jitted in this context, also by frameworks that it imports."""
         replaced: list[tuple[Any, str, Any]] = []
 
         def replace(module: Module, name: str) -> None:
-            loaded_adapters()  # they look at what a `jit` makes, and must see the framework's own
+            loaded_adapters()  # adapters inspect results of `jit`: load them before replacing it
             *around, name = name.split(".")
             module = functools.reduce(getattr, around, module)
             jit = getattr(module, name)
@@ -91,7 +91,7 @@ class ScriptWatch:
         """Call a jitted function, and check its results and updates."""
         if self.busy or not _jax.trace_state_clean():
             return fn(*args, **kwargs)
-        # The jitted functions that are called within are not checked.
+        # Do not check the jitted functions that this function calls.
         self.busy = True
         try:
             return self._call(fn, args, kwargs)
@@ -102,7 +102,7 @@ class ScriptWatch:
         count = self._calls[id(fn)] = self._calls.get(id(fn), 0) + 1
         if (count - 1) % self.every and self.saved is None:
             return fn(*args, **kwargs)
-        # The function is kept so that its id stays its own.
+        # Keep the function, so that no other function gets its id.
         search = self._searches.setdefault(id(fn), (fn, NonfiniteSearch(fn)))[1]
         before = search.arrays(args, kwargs)
         if self.saved is not None:
@@ -114,7 +114,7 @@ class ScriptWatch:
         try:
             out = fn(*args, **kwargs)
         except Exception:
-            # It may have raised because of a bad value.
+            # The function may have raised because of a bad value.
             with contextlib.suppress(Exception):
                 self._stop(search, args, kwargs, before)
             raise
@@ -126,7 +126,7 @@ class ScriptWatch:
         return out
 
     def _stop(self, search: NonfiniteSearch, args: Args, kwargs: Kwargs, arrays: list[Any]) -> None:
-        """Search on the inputs of a call; end the script if there is something to report."""
+        """Search on the inputs of a call; end the script if there is a bad value to report."""
         finding = search.find(args, kwargs, arrays)
         name = name_of(search.fn)
         if finding is None:
@@ -160,7 +160,7 @@ def _is_any_bad(arrays: Sequence[Any]) -> Any:
 
 
 def _may_donate(fn: Function) -> bool:
-    """Whether a function may donate its arguments; only those of `jax.jit` say."""
+    """Return whether a function may donate its arguments; only functions of `jax.jit` tell."""
     options = _jax.jit_options(fn)
     return options is None or bool(options["donate_argnums"] or options["donate_argnames"])
 
@@ -182,7 +182,7 @@ def _save_and_note(directory: str, name: str, number: int, arrays: Sequence[Any]
 
 
 class WatchedFunction:
-    """A jitted function whose calls a watch sees. In all else it is the function."""
+    """A jitted function whose calls go through a watch; all else is as in the function."""
 
     def __init__(self, fn: Function, watch: ScriptWatch):
         self.__dict__.update(_fn=fn, _watch=watch, __wrapped__=getattr(fn, "__wrapped__", fn))
@@ -211,20 +211,20 @@ class WatchedFunction:
 
 
 def _watch_jit(jit: Callable[..., Any], watch: ScriptWatch) -> Callable[..., Any]:
-    """A `jit` that returns watched functions."""
+    """Make a `jit` that returns watched functions."""
 
     @functools.wraps(jit)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made = jit(*args, **kwargs)
         if args and callable(args[0]):
             return WatchedFunction(made, watch)
-        return lambda fn: WatchedFunction(made(fn), watch)  # it was given options alone
+        return lambda fn: WatchedFunction(made(fn), watch)  # `jit` got only options
 
     return wrapped
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Calls functions on modules when they are imported."""
+    """An import hook that calls a function on each of some modules after its import."""
 
     def __init__(self, then: dict[str, Callable[[Any], None]]):
         self._then = dict(then)

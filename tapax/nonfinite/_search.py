@@ -1,4 +1,4 @@
-"""`find_nonfinite`: where the first NaN or infinity comes from that reaches a result.
+"""`find_nonfinite`: the origin of the first NaN or infinity that reaches a result.
 
 >>> import jax, jax.numpy as jnp, tapax
 >>> @jax.jit
@@ -10,22 +10,23 @@
 >>> tapax.find_nonfinite(f)(jnp.array([1.0, 2.0, 3.0])) is None
 True
 
-Three compiled passes. The first is the function as it is, and one flag: whether a result is bad.
-That is all that is paid if none is. The second carries an origin with every value (`_origins`), and
-gives one place: an equation, and the iterations around it. The third measures that equation there
-(`_measurement`).
+A search has three compiled passes. The first runs the function unchanged, with a flag that tells
+whether a result is bad; if all results are finite, this is the whole cost. The second carries an
+origin with every value (`_origins`), and returns one place: an equation, and the iterations of the
+loops around it. The third measures the equation at that place (`_measurement`).
 
-A program that raises at a bad value, as `equinox.error_if` and `jax_debug_nans` make it, has the
-finding instead of the error; one that raises for another reason raises.
+If a program raises at a bad value, because of `equinox.error_if` or `jax_debug_nans`, the search
+returns the finding instead of the error. If it raises for another reason, so does the search.
 
-A value that is masked, as by `where`, or swallowed, as by `1 / inf`, is no finding, nor is a
-constant such as the `-inf` of a mask. The NaN of `inf - inf` is one. An argument that is not finite
-and reaches a result is found as the operation `"argument"`, if nothing else was made that is not
-finite; a constant as `"constant"`.
+A value that the program masks, as by `where`, or swallows, as by `1 / inf`, is not reported;
+neither is a constant such as the `-inf` of a mask. The NaN of `inf - inf` is reported. An argument
+that is not finite and reaches a result is reported as the operation `"argument"`, if the program
+makes no other bad value; a constant as `"constant"`.
 
-Sharp edges: origins are those of whole arrays, so where two faults meet in one array, the earlier
-is taken to be the one that went on. Iterations count from 0 in the order of the indices: a backward
-pass that goes from the last layer to the first has those of the forward pass.
+Sharp edges: an origin belongs to a whole array. Where two faults meet in one array, the search
+assumes that the earlier fault caused the bad result. Iterations count from 0 in the order of the
+indices: a backward pass that runs from the last layer to the first has the numbers of the forward
+pass.
 """
 
 from __future__ import annotations
@@ -50,10 +51,46 @@ P = ParamSpec("P")
 
 
 def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P, Finding | None]:
-    """A function that tells where the first NaN or infinity comes from that `fn` returns.
+    """Make a function that finds the operation behind the first NaN or infinity in a call of `fn`.
 
-    It is None if all results are finite, the state that `fn` updates included. Nothing is updated,
-    and no argument donated. With `masked`, values that reach no result count as well.
+    The search runs `fn` without updating any object or donating any argument. The state that `fn`
+    updates counts as a result. A NaN or an infinity that the program masks or swallows is not a
+    finding, nor is an infinite constant, such as the `-inf` of a mask, that no result shows. If
+    `fn` raises because of a bad value, the search returns the finding; other errors propagate.
+
+    If two faults meet in one array, the search assumes that the earlier fault caused the bad
+    result.
+
+    Args:
+        fn: The function to search, jitted or not: a train step, a loss, a model.
+        masked: Whether values that reach no result count too.
+
+    Returns:
+        A function of the arguments of `fn`. It returns a `Finding`, or None if all results are
+        finite.
+
+    Raises:
+        TypeError: If `fn` is not a function, or `masked` is not a bool. When the returned function
+            is called: if the call is inside a transformation such as `jax.jit`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> @jax.jit
+        ... def f(x):
+        ...     return jax.lax.scan(lambda c, x: (c + jnp.log(x), None), 0.0, x)[0]
+        >>> found = tapax.find_nonfinite(f)(jnp.array([1.0, 2.0, -1.0, 3.0]))
+        >>> found.operation, found.loops, found.iterations, found.kind
+        ('log', ('scan[4]',), (2,), 'nan')
+        >>> tapax.find_nonfinite(f)(jnp.array([1.0, 2.0, 3.0])) is None
+        True
+
+        A masked NaN counts only on request:
+
+        >>> g = lambda x: jnp.where(x > 0, jnp.log(x), 0.0)
+        >>> tapax.find_nonfinite(g)(jnp.array([-1.0])) is None
+        True
+        >>> tapax.find_nonfinite(g, masked=True)(jnp.array([-1.0])).operation
+        'log'
     """
     check_function(fn, "find_nonfinite")
     if not isinstance(masked, bool):
@@ -69,9 +106,9 @@ def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P,
 
 @dataclasses.dataclass(frozen=True)
 class _NonfiniteTransform(Transform):
-    """Finds the first bad value of the results; updates no object.
+    """The transform that finds the first bad value of the results; it updates no object.
 
-    The operands, if there are any, are the arrays to search on instead of those of the call.
+    Its operands, if any, are the arrays on which to search instead of the arrays of the call.
     """
 
     plan: Plan
@@ -100,7 +137,7 @@ class _NonfiniteTransform(Transform):
 
 
 class NonfiniteSearch:
-    """A search for the first value that is not finite in what `fn` returns."""
+    """A search for the first value that is not finite in the results of `fn`."""
 
     def __init__(self, fn: Callable[..., Any], masked: bool = False):
         self.fn = fn
@@ -108,13 +145,13 @@ class NonfiniteSearch:
         self.arrays = self._call.arrays
 
     def traced_call(self, args: tuple[Any, ...]) -> TracedCall:
-        """The traced function, and the arrays among these arguments."""
+        """Return the traced function, and the arrays among `args`."""
         return self._call.traced_call(args, {})
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Any] = ()
     ) -> Finding | None:
-        """Search a call of the function, on the arrays `inputs` if they are given."""
+        """Search a call of the function, on the arrays `inputs` if given."""
         place = self._call(list(inputs), args, kwargs)
         if isinstance(place, _source_location.ArgumentArray):
             name = ArgumentNames(self.fn, args, kwargs).name(place.keys, place.array)

@@ -1,8 +1,8 @@
-"""Locates an equation for the user: pass and mapped axes.
+"""The location of an equation for the user: its pass, and the axes that `vmap` maps over.
 
-Where the jaxpr does not say, a trace of the same program with every operation marked does: values
-of the forward pass have a tap, which knows their mapped axes; values that only derivatives compute
-have none.
+If the jaxpr does not tell, a trace of the program with every operation marked does: values of the
+forward pass have a tap, which knows their mapped axes; values that only derivatives compute have no
+tap.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tapax.nonfinite._equation_numbers import NumberedEquation, frame_body, inli
 
 @dataclasses.dataclass(frozen=True)
 class EveryOperation(Ops):
-    """Marks the results of every operation."""
+    """A selection that marks the results of every operation."""
 
     names: tuple[str, ...] = ()
 
@@ -29,15 +29,15 @@ class EveryOperation(Ops):
 
 
 def transformations(equations: Sequence[NumberedEquation]) -> set[str]:
-    """The transformations that made some equations: `jvp`, `transpose`, `vmap`."""
+    """Return the transformations that made some equations: `jvp`, `transpose`, `vmap`."""
     return {name for equation in equations for name in _jax.transforms_of(equation.eqn)}
 
 
 def counterpart(jaxpr: Jaxpr, equation: NumberedEquation, marked: Any) -> NumberedEquation | None:
-    """The equation of one program in the same program with other marks; None if it has none.
+    """Find the equation of `jaxpr` in `marked`, the program with other marks; None if not found.
 
-    It is known by its operation, type and line, and, where several have these, by its turn. Loops
-    may carry more for the marks, so that numbers do not agree.
+    Its operation, type and line identify the equation; if several equations share these, so does
+    their order. Numbers do not agree between the programs: marks may add to the carry of a loop.
     """
     own = [s for s in _all_equations(jaxpr) if _is_alike(s, equation)]
     turn = next((i for i, s in enumerate(own) if s.eqn is equation.eqn), 0)
@@ -65,7 +65,7 @@ def _is_alike(a: NumberedEquation, b: NumberedEquation) -> bool:
 
 
 def is_marked(equation: NumberedEquation) -> bool:
-    """Whether the user's own code computes the results of an equation."""
+    """Return whether the user's code, not a derivative, computes the results of an equation."""
     return any(
         eqn.primitive is tap_p
         and eqn.params["kind"] in ("value", "copy", "recomputed")
@@ -75,10 +75,10 @@ def is_marked(equation: NumberedEquation) -> bool:
 
 
 def mapped_axes(equation: NumberedEquation, result: int, hops: int = 8) -> tuple[int, ...]:
-    """The axes of a result over which `vmap` maps, outermost first; empty where nobody knows.
+    """Return the axes of a result over which `vmap` maps, outermost first; empty if unknown.
 
-    They are those of the nearest tap, by way of equations whose operands and results have the same
-    shape: such equations leave axes where they are.
+    They are the mapped axes of the nearest tap, at most `hops` equations away. The path to it leads
+    through equations whose operands and results have one shape, which leave the axes in place.
     """
     eqns = _jax.open_jaxpr(equation.jaxpr).eqns
     target = equation.eqn.outvars[result]

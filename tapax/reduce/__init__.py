@@ -1,44 +1,45 @@
-"""Reducers: statistics that are taken inside the program, where the values are.
+"""Reducers: statistics that a program computes itself, where its values are.
 
 >>> import jax, jax.numpy as jnp, tapax
 >>> def f(x):
 ...     layer = lambda x, _: (tapax.sow(jnp.tanh(2 * x), "h"), None)
 ...     return jax.lax.scan(layer, x, length=3)[0]
 >>> out, taps = tapax.capture(f, values={"h": tapax.reduce.rms})(jnp.ones(1000))
->>> taps.values["h"].shape  # one number for each iteration; the values themselves are not kept
+>>> taps.values["h"].shape  # one number for each iteration; the program drops the values
 (3,)
 >>> out, taps = tapax.capture(f, values={"h": tapax.reduce.rms.total})(jnp.ones(1000))
->>> taps.values["h"].shape  # one number for all of them
+>>> taps.values["h"].shape  # one number for all iterations
 ()
 
 ================================  =================================================================
 reducer                           result
 ================================  =================================================================
-`sum`, `mean`, `var`              of all elements; `var` as NumPy's, without a correction
+`sum`, `mean`, `var`              of all elements; `var` as in NumPy, without a correction
 `moments`                         mean and variance, `[..., 2]`
 `norm`, `rms`                     root of the sum, and of the mean, of the squares
-`minmax`                          smallest and largest, `[..., 2]`; NaN if there is one
-`zeros`                           fraction of zeros
-`nonfinite`                       how many NaN and Inf
-`histogram(edges)`                counts as `numpy.histogram` has them: outside of the edges, none
+`minmax`                          smallest and largest, `[..., 2]`; NaN if an element is NaN
+`zeros`                           fraction of the elements that are zero
+`nonfinite`                       number of elements that are NaN or infinite
+`histogram(edges)`                counts as in `numpy.histogram`: nothing outside the edges
 `histogram(log2=(lo, hi))`        counts of magnitudes below 2^lo, between powers of 2, from 2^hi on
-`histogram(..., sample=1/16)`     counts of one in 16 elements; `quantiles` too
-`topk(k)`                         the k largest, in order
-`quantiles(q)`                    to a relative error, 1% unless told; see there
-`cosine`, `update_ratio`          of a gradient to its value; for `grads`
+`histogram(..., sample=1/16)`     counts of one in 16 elements; `quantiles` takes `sample` too
+`topk(k)`                         the k largest, in descending order
+`quantiles(q)`                    to a relative error, 1% by default; see its docstring
+`cosine`, `update_ratio`          of a gradient to the value of its site; for `grads`
 `last`                            the value itself; `last.total` is that of the last iteration
 ================================  =================================================================
 
-Given to a capture, `values={"**/mlp": rms}`, a reducer takes the place of the value: one result for
+In a capture, `values={"**/mlp": rms}`, the results of a reducer replace the values: one result for
 each call and each iteration of a scan, one for all iterations of a while loop. `rms.total` merges
-all loops around a site. The examples of a vmap and the devices of a mesh are always combined, in
-`last` alone they are not. `rms(axis=-1)` has one result for each unit, each place along that axis
-of the value as it was marked; so have the others in the upper half of the table.
+all loops around a site. Every reducer except `last` combines the examples of a vmap and the devices
+of a mesh. `rms(axis=-1)` has one result for each unit, that is, for each index along that axis of
+the value as it was marked; `axis` also works for the other reducers in the upper part of the table,
+up to `nonfinite`, and for `cosine` and `update_ratio`.
 
-Values of less than 32 bits are accumulated in float32, float64 in float64. Counts stop at the
-largest number that they can have.
+Reducers accumulate values of less than 32 bits in float32 or a 32-bit integer, and float64 in
+float64. A count that reaches the largest number of its dtype stays there.
 
-`Reducer(init, update, combine, finish)` makes one's own: see `Reducer`.
+`Reducer(init, update, combine, finish)` makes a new reducer: see `Reducer`.
 """
 
 from tapax.reduce._distributions import histogram, quantiles, topk

@@ -1,4 +1,4 @@
-"""Statistics of how values are distributed: histograms, the largest values, quantiles."""
+"""Statistics of the distribution of values: histograms, the largest values, quantiles."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from tapax.reduce._sums import extremes, ordered
 
 
 def _numbers(given: Any, as_number: Callable[[Any], Any]) -> tuple[Any, ...] | None:
-    """The numbers in a sequence; None if there is something else in it, or it is none."""
+    """Convert a sequence to numbers; return None if `given` is not a sequence of numbers."""
     if isinstance(given, (str, bytes)):
         return None
     try:
@@ -35,14 +35,41 @@ def histogram(
     sample: float = 1,
     seed: int = 0,
 ) -> Reducer:
-    """Counts between edges, as `numpy.histogram` has them; or of magnitudes, by powers of two.
+    """Make a reducer that counts values between edges, or magnitudes between powers of two.
 
-    Every bin but the last is open on its right; what is outside of the edges, and NaN, is in none.
-    With `log2=(lo, hi)` the edges are 0, 2^lo, ..., 2^hi, inf, and what is counted is `abs(x)`.
+    The counts are those of `numpy.histogram`: every bin except the last excludes its right edge,
+    and no bin counts NaN or a value outside the edges.
 
-    With `sample=1/16` only one of 16 elements is counted: of 16 neighbours along the last axis but
-    one, at a place that depends on `seed` and the shape alone. The counts are those of the sample.
-    Tables name it `histogram(sample=1/16)`, and logs `histogram.sample16`.
+    Args:
+        edges: The edges of the bins, in ascending order. Pass `edges` or `log2`, not both.
+        log2: Two integers from -1074 to 1023, `(lo, hi)`. The reducer then counts `abs(x)` between
+            the edges 0, 2^lo, ..., 2^hi, inf.
+        sample: The fraction of the elements to count, 1/n. With `sample=1/16` the reducer counts
+            one of 16 neighbours along the last axis but one, at a place that depends only on `seed`
+            and the shape. The counts are those of the sample. Tables name the reducer
+            `histogram(sample=1/16)`, and logs `histogram.sample16`.
+        seed: The seed of the sample, an integer from 0 to 2**32 - 1.
+
+    Returns:
+        A reducer with an int32 result of one count for each bin.
+
+    Raises:
+        TypeError: If both `edges` and `log2` are given, or neither.
+        ValueError: If `edges` is not two or more ascending numbers that are known when the function
+            is traced, `log2` is not two integers in order, `sample` is not 1/n, or `seed` is out of
+            range.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     return tapax.sow(2 * x, "h").sum()
+        >>> x = jnp.array([1.0, -2.0, 0.0, 4.0])
+        >>> histogram = tapax.reduce.histogram([-4, 0, 4, 8])
+        >>> tapax.capture(f, values={"h": histogram})(x)[1].values["h"].tolist()
+        [1, 2, 1]
+        >>> histogram = tapax.reduce.histogram(log2=(0, 3))
+        >>> tapax.capture(f, values={"h": histogram})(x)[1].values["h"].tolist()
+        [1, 0, 1, 1, 1]
     """
     if (edges is None) == (log2 is None):
         raise TypeError("`histogram` takes `edges`, or `log2=(lo, hi)`, and not both.")
@@ -76,14 +103,33 @@ def _histogram(
         needs="real numbers" if powers is None else "numbers",
         edges=edges,
         one_in=each,
-        # Others that see a value see all of it.
+        # Reducers that read a value together read all of its elements.
         quantity=None if powers is None or each > 1 else "exponents",
         is_builtin=True,
     )
 
 
 def topk(k: int) -> Reducer:
-    """The `k` largest elements, the largest first; where there are fewer, the smallest number."""
+    """Make a reducer that returns the `k` largest elements, the largest first.
+
+    Args:
+        k: The number of elements.
+
+    Returns:
+        A reducer with a result of `k` elements. If a value has fewer elements, the smallest number
+        of the dtype, such as `-inf`, fills the rest.
+
+    Raises:
+        ValueError: If `k` is not an integer of at least 1.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     return tapax.sow(2 * x, "h").sum()
+        >>> x = jnp.array([1.0, -2.0, 0.0, 4.0])
+        >>> tapax.capture(f, values={"h": tapax.reduce.topk(2)})(x)[1].values["h"].tolist()
+        [8.0, 2.0]
+    """
     found = None if isinstance(k, bool) else _numbers([k], operator.index)
     if found is None or found[0] < 1:
         raise ValueError(f"`topk` takes a number of elements, at least 1, but was given {k!r}.")
@@ -119,14 +165,39 @@ def quantiles(
     sample: float = 1,
     seed: int = 0,
 ) -> Reducer:
-    """Quantiles from a sketch of a fixed size: `[..., len(q)]`.
+    """Make a reducer that estimates quantiles to a relative error.
 
-    Each is within the relative `error` of the element of rank floor(q (n - 1)), that of
-    `numpy.quantile` with `method="lower"`, if its magnitude is between `magnitudes`. Smaller ones
-    are taken for zero; of larger ones only the smallest and the largest element are known. The
-    state has about `log(most / least) / error` counts (DDSketch: Masson, Rim and Lee 2019).
+    The state is a sketch of a fixed size (DDSketch: Masson, Rim and Lee 2019), with about
+    `log(most / least) / error` counts for `magnitudes=(least, most)`.
 
-    With `sample=1/16` they are those of one in 16 elements: see `histogram`.
+    Args:
+        q: The quantiles to estimate, from 0 to 1: a number or several. The result for each is an
+            estimate of the element of rank floor(q (n - 1)), which `numpy.quantile` returns with
+            `method="lower"`.
+        error: The largest relative error of an estimate, at least 1e-5 and below 1.
+        magnitudes: The least and the largest magnitude for which `error` holds. Smaller magnitudes
+            count as zero; of the larger ones the sketch knows only the smallest and the largest
+            element.
+        sample: The fraction of the elements to count, as in `tapax.reduce.histogram`. The quantiles
+            are then those of the sample.
+        seed: The seed of the sample, as in `tapax.reduce.histogram`.
+
+    Returns:
+        A reducer with a result of shape `[..., len(q)]`. NaNs do not count; the result is NaN if
+        there is no other element.
+
+    Raises:
+        ValueError: If `q` is not numbers from 0 to 1, `error` is out of range, `magnitudes` is not
+            two positive numbers in order, `sample` is not 1/n, or `seed` is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> def f(x):
+        ...     return tapax.sow(2 * x, "h").sum()
+        >>> x = jnp.array([1.0, -2.0, 0.0, 4.0])
+        >>> quantiles = tapax.reduce.quantiles([0.0, 0.5, 1.0])
+        >>> tapax.capture(f, values={"h": quantiles})(x)[1].values["h"].tolist()
+        [-4.0, 0.0, 8.0]
     """
     ranks = _numbers(q if np.ndim(q) else [q], float)
     if not ranks or any(not 0 <= x <= 1 for x in ranks):

@@ -1,8 +1,8 @@
-"""A kernel that takes all statistics of a value in one read of it, on an NVIDIA GPU.
+"""A kernel for NVIDIA GPUs that computes all statistics of a value in one read.
 
-Each lane of a program adds its elements to counts of four bits, eight to a word, in registers. No
-count exceeds fifteen before it is added to one of sixteen bits. The counts of all lanes are summed
-at the end of a program, and those of the programs by XLA.
+Each lane of a program adds its elements to counts of four bits, eight to a word, in registers. The
+lane adds each of these counts to a count of sixteen bits before it can exceed fifteen. A program
+sums the counts of its lanes when it ends, and XLA sums the counts of the programs.
 """
 
 import functools
@@ -20,18 +20,18 @@ from tapax._jax import Value
 _LANES, _WARPS = 256, 4
 _MOST_LOADS = 56
 _PROGRAMS = 528
-"""At least so many programs, four for each multiprocessor of a large GPU, where there is work."""
+"""The least number of programs for a large value: four for each multiprocessor of a large GPU."""
 
 _FIELDS, _BITS = 8, 4
 _FEW = 2**16
-"""For fewer elements than this, a kernel is not worth its start."""
+"""The number of elements below which launching the kernel costs more than it saves."""
 
 _INFINITE = np.uint32(0x7F800000)
-"""The bits of infinity in float32; those of NaN are larger."""
+"""The bits of infinity in float32; the bits of NaN are larger integers."""
 
 
 class Statistics(NamedTuple):
-    """What one read of a value gives. All but `counts` are None if only those were asked for."""
+    """The statistics from one read of a value; with `only_counts`, all but `counts` are None."""
 
     counts: Any
     nonfinite: Any = None
@@ -52,17 +52,17 @@ class _Options(NamedTuple):
 
     @property
     def step(self) -> int:
-        """How many words a lane may load before a count of four bits overflows."""
+        """The number of words that a lane may load before a count of four bits overflows."""
         return (2**_BITS - 1) // self.each
 
     @property
     def words(self) -> int:
-        """How many words the counts of four bits take."""
+        """The number of words that the counts of four bits take."""
         return math.ceil(self.bins / _FIELDS)
 
 
 def is_for(x: Value, powers: tuple[int, int]) -> bool:
-    """Whether the kernel is for a value, and for counts between these powers of two."""
+    """Return whether the kernel supports the value `x` and counts between two powers of two."""
     low, high = powers
     return (
         x.dtype in (jnp.bfloat16, jnp.float32)
@@ -75,9 +75,9 @@ def is_for(x: Value, powers: tuple[int, int]) -> bool:
 def run(
     x: Value, powers: tuple[int, int], scales: tuple[float, float], *, only_counts: bool
 ) -> Statistics:
-    """Runs the kernel, which counts magnitudes between powers of two.
+    """Run the kernel, which counts magnitudes between the powers of two `powers`.
 
-    `scales` are the factors of the elements in the two sums of squares.
+    `scales` are the factors by which the two sums of squares multiply the elements.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -106,7 +106,7 @@ def run(
     halves = (packed >> shifts & np.uint32(2**16 - 1)).sum(1, dtype=jnp.uint32)
     # The halves of a word are four bins apart.
     bins = halves[:, :counts].reshape(2, -1, _FIELDS // 2).swapaxes(0, 1).ravel()[: options.bins]
-    # Behind the end of the value the kernel has read zeros.
+    # The kernel reads zeros past the end of the value.
     missing = np.zeros(options.bins, np.uint32)
     missing[0] = (programs * _LANES * options.loads - options.size) * each
     if only_counts:
@@ -118,7 +118,7 @@ def run(
 
 
 class _Found(NamedTuple):
-    """What the lanes of a program have found besides counts."""
+    """The statistics of the lanes of a program, except the counts of magnitudes."""
 
     odd: Any
     up: Any
@@ -135,7 +135,7 @@ def _kernel(words: Any, counts: Any, sums: Any = None, *, options: _Options) -> 
     nothing = jnp.zeros(_LANES, jnp.uint32)
 
     def load_some(number: Any, carry: Any) -> Any:
-        """Adds as many elements as a count of four bits can hold."""
+        """Add as many elements as fit into a count of four bits."""
         wide, found = carry
         packed = [nothing] * options.words
         for i in range(options.step):
@@ -164,14 +164,14 @@ def _kernel(words: Any, counts: Any, sums: Any = None, *, options: _Options) -> 
 
 
 def _elements(words: Any, each: int) -> list[Any]:
-    """The elements in words, as the bits of float32."""
+    """Unpack the elements of words, as the bits of float32."""
     if each == 1:
         return [words]
     return [words & np.uint32(0xFFFF0000), words << np.uint32(16)]
 
 
 def _count(packed: Sequence[Any], bits: Any, options: _Options) -> list[Any]:
-    """Adds one element of each lane to packed counts; NaN to none."""
+    """Add one element of each lane to packed counts, which leave out NaN."""
     magnitude = bits & np.uint32(0x7FFFFFFF)
     exponent = (magnitude >> np.uint32(23)).astype(jnp.int32)
     place = jnp.clip(exponent + np.int32(1 - options.first), 0, options.bins - 1)
@@ -182,9 +182,9 @@ def _count(packed: Sequence[Any], bits: Any, options: _Options) -> list[Any]:
 
 
 def _add(found: _Found, bits: Any, is_there: Any, options: _Options) -> _Found:
-    """Adds one element of each lane to the other statistics."""
+    """Add one element of each lane to the other statistics."""
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    # NaN in the lower half, all that is not finite in the upper one.
+    # The lower half counts NaNs, the upper half all elements that are not finite.
     odd = found.odd + jnp.where(magnitude > _INFINITE, np.uint32(1), np.uint32(0))
     odd = odd + jnp.where(magnitude >= _INFINITE, np.uint32(2**16), np.uint32(0))
     x = lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,7 +1,7 @@
-"""Reductions of small groups of elements, of which compilers make vectors.
+"""Reductions of small groups of elements, which compilers vectorize.
 
-A group lies along one axis of the value, which keeps its other axes: a value that is divided over
-the devices of a mesh stays where it is.
+A group consists of neighbours along one axis of the value. The other axes stay as they are, so that
+a value divided over the devices of a mesh does not move.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ MOST = 128
 """The most elements in a group."""
 
 _LEAST = 16
-"""In smaller groups than this, what follows for each group would be most of the work."""
+"""The fewest elements in a group: if smaller, the work after the reduction would dominate."""
 
 _PARTS = 16
-"""An axis has at least so many groups if it can: over as many devices, it is divided by groups."""
+"""The fewest groups along an axis, if its size allows: as many devices can then divide it."""
 
 Combine = Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
 
@@ -30,9 +30,9 @@ Combine = Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
 def reduce_groups(
     values: Sequence[Value], neutral: Sequence[np.generic], combine: Combine
 ) -> list[Any]:
-    """Reduces values of one shape by groups, all of them in one reduction.
+    """Reduce each group of values of one shape, all values in one reduction.
 
-    `neutral` changes nothing that it is combined with.
+    `neutral` has the neutral element of `combine` for each value.
     """
     axis, size = _group(values[0])
     both = list(zip(values, neutral, strict=True))
@@ -43,9 +43,9 @@ def reduce_groups(
 
 
 def _group(x: Value) -> tuple[int, int]:
-    """The axis along which elements are grouped, and the size of a group.
+    """Choose the axis along which to group elements, and the size of a group.
 
-    It is the first axis of the flat value, filled up, where no axis can be split.
+    If no axis can be split, return axis 0 of the flat value, which `_grouped` then pads.
     """
     spec = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)
     sizes = [_divisor(n) if part is None else 1 for n, part in zip(x.shape, spec, strict=False)]
@@ -56,13 +56,13 @@ def _group(x: Value) -> tuple[int, int]:
 
 
 def _divisor(n: int) -> int:
-    """The largest size of a group that divides an axis into enough groups."""
+    """Return the largest size of a group that divides an axis of size `n` into enough groups."""
     most = min(n, MOST, max(n // _PARTS, _LEAST))
     return next((g for g in range(most, 0, -1) if n % g == 0), 1)
 
 
 def _grouped(x: Value, axis: int, size: int, fill: np.generic) -> Any:
-    """The value with an axis of groups, and then one of the elements of each."""
+    """Split an axis of the value into an axis of groups and an axis of the elements of each."""
     if not x.ndim or x.shape[axis] % size:
         x = _jax.whole(x).ravel()
         x = jnp.pad(x, (0, -x.size % size), constant_values=fill)

@@ -1,8 +1,9 @@
 """Counts of elements in bins, in one pass over a value and without a scatter.
 
-Each element adds one to a count. Four counts of eight bits share a word, and the words of a group
-of elements, too few to overflow a count, are summed in one reduction. The counts of the groups are
-then summed as numbers. Integers may be added in any order, so the compiler makes vectors of it.
+Each element adds one to a count. Four counts of eight bits share a word. One reduction sums the
+words of each group of elements, which is too small to overflow a count; then the counts of the
+groups are unpacked and summed. Integers may be added in any order, so the compiler can vectorize
+the sum.
 """
 
 import math
@@ -17,23 +18,23 @@ from tapax.reduce._groups import reduce_groups
 from tapax.reduce._sums import COUNT, decode_order, encode_order
 
 MOST_BINS = 64
-"""With more bins than this, an element takes too many operations."""
+"""The number of bins above which an element takes too many operations."""
 
 _FIELDS, _BITS = 4, 8
 
 
 def count_places(places: Value, bins: int) -> Any:
-    """Counts how often each bin is named by `places`, of uint32; from `bins` on, none is."""
+    """Count the elements of `places`, of uint32, that name each bin; ignore `bins` and above."""
     return _sum_words(_place_words(places, bins), bins)
 
 
 def count_true(masks: Sequence[Value]) -> Any:
-    """Counts where each of the masks is true."""
+    """Count the true elements of each mask."""
     return _sum_words(_mask_words(masks), len(masks))
 
 
 def count_with_ends(places: Value, bins: int, mask: Value, x: Value) -> tuple[Any, Any, Any]:
-    """Counts places, and where the mask is true; and finds the ends of `x`: in one reduction."""
+    """Count `places` and the true elements of `mask`, and find the ends of `x`, all at once."""
     words = [*_place_words(places, bins), *_mask_words([mask])]
     (low, high), limits = encode_order(x)
     zero = np.uint32(0)
@@ -72,7 +73,7 @@ def _sum_words(words: Sequence[Value], bins: int) -> Any:
 
 
 def _sum_fields(sums: Sequence[Value]) -> Any:
-    """Sums the counts of groups, as numbers."""
+    """Unpack the counts of the groups, and sum them."""
     shifts = np.arange(0, _FIELDS * _BITS, _BITS, dtype=np.uint32)
     fields = jnp.stack(sums)[:, None] >> shifts.reshape(1, -1, *[1] * sums[0].ndim)
     return (fields & np.uint32(2**_BITS - 1)).sum(range(2, fields.ndim), dtype=COUNT).ravel()

@@ -1,28 +1,4 @@
-"""`Reducer`: how a value is made small inside the program.
-
-A reducer is four functions and nothing else:
-
-- `init()` or `init(x)`: the state that has seen nothing, which changes no other that it is combined
-  with; `x` has the shape and dtype of a value.
-- `update(state, x)`: the state that has seen the value `x` too. One that is `paired` compares a
-  gradient with the value that it is the gradient of: `update(state, gradient, value)`.
-- `combine(a, b)`: the state that has seen what `a` and then what `b` has seen.
-- `finish(state)`: the result, an array or a pytree of arrays.
-
-A state is a pytree of arrays, of the same shapes and dtypes whatever it has seen. The value is one
-call, one iteration, one example of a vmap, one device's part of it, as it was marked.
-
->>> import jax, jax.numpy as jnp, tapax
->>> largest = tapax.reduce.Reducer(
-...     init=lambda x: jnp.array(-jnp.inf, x.dtype),
-...     update=lambda state, x: jnp.maximum(state, x.max()),
-...     combine=jnp.maximum,
-...     name="largest",
-... )
->>> f = jax.vmap(lambda x: tapax.sow(x * 2, "h").sum())
->>> float(tapax.capture(f, values={"h": largest})(jnp.arange(6.0).reshape(3, 2))[1].values["h"])
-10.0
-"""
+"""`Reducer`: four functions that compute a statistic inside the program, and their options."""
 
 from __future__ import annotations
 
@@ -45,9 +21,10 @@ def _same(state: PyTree) -> Any:
 
 
 class DirectState(NamedTuple):
-    """Makes the state of one value in fewer operations than `init` and `update` take.
+    """A function `see` that makes the state of one value in fewer operations than `update`.
 
-    It is for reducers with these two functions: one of them may be replaced.
+    `see` replaces the functions `init` and `update` of this tuple. A reducer uses it only if the
+    reducer still has these two functions: `dataclasses.replace` may have changed one.
     """
 
     init: Callable[..., Any]
@@ -57,12 +34,72 @@ class DirectState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reducer:
-    """How a value is reduced: see the module. Reducers of the same functions are equal.
+    """Four functions that compute a statistic of a value inside the program, and their options.
 
-    `merge` combines many states at once, which lie along the first axis; it may be left out.
-    `needs` says what numbers the reducer is for. If it is not `over_maps`, the examples of a vmap
-    and the devices of a mesh are not combined. `edges` are those of a histogram; `labels` name the
-    entries of the last axis of its result. It sees one in so many elements, `one_in`.
+    A state is a pytree of arrays, whose shapes and dtypes do not depend on the values that it has
+    seen. `update` takes the value as it was marked: the value of one call, one iteration, one
+    example of a vmap, or the part of it on one device. Reducers with equal functions and options
+    are equal.
+
+    The reducers of this package, such as `tapax.reduce.rms`, are instances. A call,
+    `rms(axis=-1)`, makes a reducer with one result for each index along an axis.
+
+    Attributes:
+        init: `init()` or `init(x)` returns the state that has seen nothing. Combined with another
+            state, it changes nothing. `x` has the shape and the dtype of a value.
+        update: `update(state, x)` returns the state that has also seen the value `x`. A `paired`
+            reducer has `update(state, gradient, value)`.
+        combine: `combine(a, b)` returns the state that has seen the values of `a`, then those of
+            `b`.
+        finish: `finish(state)` returns the result: an array or a pytree of arrays.
+        name: The name of the reducer in results, tables and errors.
+        merge: Combines many states at once, stacked along the first axis. By default the program
+            calls `combine`.
+        needs: The dtypes that the reducer accepts: `"numbers"`, `"real numbers"` or
+            `"floating-point numbers"`.
+        paired: Whether the reducer compares a gradient with the value of its site.
+        over_maps: Whether to combine the examples of a vmap and the devices of a mesh.
+        over_loops: Whether to combine the iterations of the loops around a site; see `total`.
+        axis: The axes along which the reducer has one result for each index.
+        edges: The edges of a histogram.
+        labels: The names of the entries along the last axis of the result.
+        one_in: The n of a reducer that sees one in n elements.
+        make: Makes this reducer with one result for each index along an axis.
+        direct: A faster way to the state of one value than `init` and `update`.
+        quantity: The quantity that the state measures, for reducers that can read a value together.
+        is_builtin: Whether this package defines the functions. They then close over no traced
+            array, and JAX traces them once for all values of a type. Without an axis, they take the
+            elements of a value in any shape.
+
+    Args:
+        axis: In a call of a reducer: the axis of the units, or several. They are axes of the value
+            as it was marked.
+
+    Returns:
+        The constructor returns the reducer; a call returns this reducer with one result for each
+        unit, that is, each index along `axis`.
+
+    Raises:
+        TypeError: If `init`, `update`, `combine` or `finish` is not a function. In a call: if the
+            reducer has no `make`, or `axis` is not an integer or several.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> largest = tapax.reduce.Reducer(
+        ...     init=lambda x: jnp.array(-jnp.inf, x.dtype),
+        ...     update=lambda state, x: jnp.maximum(state, x.max()),
+        ...     combine=jnp.maximum,
+        ...     name="largest",
+        ... )
+        >>> f = jax.vmap(lambda x: tapax.sow(x * 2, "h").sum())
+        >>> x = jnp.arange(6.0).reshape(3, 2)
+        >>> float(tapax.capture(f, values={"h": largest})(x)[1].values["h"])
+        10.0
+        >>> largest.label, largest.total.label, largest.sees_directly
+        ('largest', 'largest.total', False)
+        >>> sum_of_units = tapax.reduce.sum(axis=-1)
+        >>> tapax.capture(f, values={"h": sum_of_units})(x)[1].values["h"].tolist()
+        [12.0, 18.0]
     """
 
     init: Callable[..., Any]
@@ -81,16 +118,9 @@ class Reducer:
     labels: tuple[str, ...] | None = None
     one_in: int = 1
     make: Callable[[Any], Reducer] | None = dataclasses.field(default=None, repr=False)
-    """Makes the same reducer with one result for each place along an axis."""
     direct: DirectState | None = dataclasses.field(default=None, repr=False)
-    """Another way to the state of one value."""
     quantity: str | None = dataclasses.field(default=None, repr=False)
-    """What the state is of, for reducers that can see a value together with others."""
     is_builtin: bool = dataclasses.field(default=False, repr=False)
-    """Whether the functions are those of this package.
-
-    Then they close over no traced array, and are traced once for all values of a type. Without an
-    axis, they take the elements of a value in any shape."""
 
     def __post_init__(self) -> None:
         for field in ("init", "update", "combine", "finish"):
@@ -102,11 +132,11 @@ class Reducer:
 
     @property
     def total(self) -> Reducer:
-        """The same reducer, merged over all the loops that a site is in."""
+        """This reducer, with one result for all iterations of the loops around a site."""
         return dataclasses.replace(self, over_loops=True)
 
     def __call__(self, *, axis: int | tuple[int, ...]) -> Reducer:
-        """The same reducer with a result for each unit: each place along `axis` of the value."""
+        """Return this reducer with one result for each unit, that is, each index along `axis`."""
         if self.make is None:
             raise TypeError(f"tapax.reduce.{self.name} cannot be had along an axis.")
         given: Any = axis
@@ -130,33 +160,96 @@ class Reducer:
         return f"<reducer {self}>"
 
     def named(self, name: str) -> Reducer:
-        """The same reducer by another name, where a site has two of one name."""
+        """Return this reducer under another name, for a site with two reducers of one name.
+
+        Args:
+            name: The new name.
+
+        Returns:
+            A reducer that differs from this one only in its name.
+
+        Raises:
+            Nothing: `name` is not checked.
+
+        Example:
+            >>> import tapax
+            >>> tapax.reduce.rms.named("size")
+            <reducer size>
+        """
         return dataclasses.replace(self, name=name)
 
     @property
     def label(self) -> str:
-        """What it is called where a site has several: `mlp:rms`."""
+        """The name of the result at a site with several reducers: the `rms` of `mlp:rms`."""
         sample = "" if self.one_in == 1 else f".sample{self.one_in}"
         return self.name + sample + (".total" if self.over_loops else "")
 
     def takes(self, dtype: Any) -> bool:
-        """Whether it is for values of this type."""
+        """Return whether the reducer accepts values of a dtype.
+
+        Args:
+            dtype: The dtype, as an object or by name.
+
+        Returns:
+            True if `needs` includes `dtype`.
+
+        Raises:
+            TypeError: If `dtype` is not a dtype.
+            KeyError: If `needs` is not one of its three words.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> tapax.reduce.rms.takes(jnp.bfloat16), tapax.reduce.rms.takes(jnp.int32)
+            (True, False)
+        """
         return any(jnp.issubdtype(dtype, kind) for kind in _NEEDS[self.needs])
 
     def see(self, *xs: Value) -> Any:
-        """The state that has seen one value, or a gradient and its value."""
+        """Compute the state that has seen one value, or a gradient and the value of its site.
+
+        Args:
+            *xs: The value, or, for a `paired` reducer, the gradient and the value.
+
+        Returns:
+            The state, a pytree of arrays. `finish` makes the result of it.
+
+        Raises:
+            TypeError: If `update` does not take as many values.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> state = tapax.reduce.mean.see(jnp.array([1.0, 2.0, 6.0]))
+            >>> float(tapax.reduce.mean.finish(state))
+            3.0
+        """
         if self.sees_directly and self.direct is not None:
             return self.direct.see(*xs)
         return self.update(self.start(xs[0]), *xs)
 
     @property
     def sees_directly(self) -> bool:
-        """Whether `see` takes fewer operations than `init` and `update`."""
+        """True if `see` takes fewer operations than `init` and `update`."""
         direct = self.direct
         return direct is not None and direct.init is self.init and direct.update is self.update
 
     def start(self, x: Value) -> Any:
-        """The state that has seen nothing, for values of the type of `x`."""
+        """Compute the state that has seen nothing.
+
+        Args:
+            x: A value, or anything with the shape and the dtype of the values to reduce.
+
+        Returns:
+            The result of `init`, with arrays for its numbers.
+
+        Raises:
+            TypeError: If `init` returns something that is not a pytree of arrays or numbers.
+
+        Example:
+            >>> import jax.numpy as jnp, tapax
+            >>> state = tapax.reduce.minmax.start(jnp.ones(3))
+            >>> [float(end) for end in state]
+            [inf, -inf]
+        """
         state = self.init(x) if _takes_value(self.init) else self.init()
         return jax.tree.map(jnp.asarray, state)
 

@@ -1,8 +1,9 @@
-"""Samples of a value: one of so many neighbours, at places that a seed decides.
+"""Samples of a value: one of n neighbours, at places that a seed decides.
 
-The neighbours are those along one axis, and every place of the axes before it has its own choice.
-All places of the axes behind it are taken, so that memory is read in rows. The choice depends on
-the shape and the seed alone: it is the same in every call, and on any number of devices.
+The neighbours are elements along one axis. Each index of the axes before it has a separate choice;
+the sample includes all indices of the axes after it, so that memory is read in rows. The choice
+depends only on the shape and the seed, so it does not differ between calls or with the number of
+devices.
 """
 
 import math
@@ -16,11 +17,11 @@ import numpy as np
 from tapax._jax import Value, whole
 
 MOST = 2**16
-"""The most elements of which one may be taken."""
+"""The largest n of a sample of 1/n."""
 
 
 def one_in(sample: Any, seed: Any) -> tuple[int, int]:
-    """Of how many neighbours one is taken, for `sample=1/16`; and the checked seed."""
+    """Return n for `sample=1/n`, and the seed, both checked."""
     is_number = isinstance(sample, (int, float, Fraction)) and math.isfinite(sample)
     share = Fraction(sample).limit_denominator(MOST) if is_number else Fraction(0)
     if isinstance(sample, bool) or share.numerator != 1 or abs(float(share) - sample) > 1e-9:
@@ -34,7 +35,7 @@ def one_in(sample: Any, seed: Any) -> tuple[int, int]:
 
 
 def take_sample(x: Value, each: int, seed: int) -> Any:
-    """One of `each` neighbours of a value, which has one axis less or is shorter along it."""
+    """Take one of `each` neighbours of a value; the sampled axis is then split or shorter."""
     if each == 1 or not x.size:
         return x
     axis = _sampled_axis(x, each)
@@ -46,7 +47,7 @@ def take_sample(x: Value, each: int, seed: int) -> Any:
     numbers = jnp.arange(math.prod(lead) * groups, dtype=jnp.uint32)
     chance = _mixed(numbers, seed).reshape(*lead, groups, *[1] * (x.ndim - axis - 1))
     if size % each == 0:
-        # No neighbours are on two devices, if each device has some groups.
+        # No group is split between two devices, if each device has a whole number of groups.
         x = x.reshape(*lead, groups, each, *x.shape[axis + 1 :])
         place = (chance % np.uint32(each)).astype(jnp.int32)
         return jnp.take_along_axis(x, jnp.expand_dims(place, axis + 1), axis + 1)
@@ -59,14 +60,18 @@ def take_sample(x: Value, each: int, seed: int) -> Any:
 
 
 def _sampled_axis(x: Value, each: int) -> int | None:
-    """The axis of the neighbours: the last but one if it is long enough; None if none is."""
+    """Choose the axis of the neighbours: the last but one, if it is long enough.
+
+    Otherwise take an earlier axis, or the last one. Return None if no axis is long enough, apart
+    from axes that are divided among devices.
+    """
     spec = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)
     order = [*range(x.ndim - 2, -1, -1), *range(max(x.ndim - 1, 0), x.ndim)]
     return next((a for a in order if x.shape[a] >= each and spec[a] is None), None)
 
 
 def _mixed(numbers: Value, seed: int) -> Any:
-    """A random word for each number: the finalizer of MurmurHash3 (Appleby 2011), twice."""
+    """Hash each number to a random word: the finalizer of MurmurHash3 (Appleby 2011), twice."""
     for word in (np.uint32(seed), np.uint32(seed ^ 0x9E3779B9)):
         numbers = numbers ^ word
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

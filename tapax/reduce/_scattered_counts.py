@@ -1,7 +1,7 @@
 """Counts of elements in many bins, by a scatter.
 
-The threads of a GPU that add to one count wait for each other, and the values of a layer are in few
-bins. There neighbours add to different copies of the counts, which are summed in the end.
+The threads of a GPU that add to one count wait for each other, and the values of a layer fall into
+few bins. So on a GPU neighbours add to different copies of the counts, which are summed at the end.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from tapax._jax import Value
 from tapax.reduce._sums import COUNT
 
 COPIES = 256
-"""How many copies of the counts a GPU has."""
+"""The number of copies of the counts on a GPU."""
 
 _FEW = 2**16
-"""For fewer elements than this, the copies would take longer than the counting."""
+"""The number of elements below which the copies take longer than the counting."""
 
 
 def count_many(places: Value, bins: int) -> Any:
-    """Counts how often each bin is named by `places`, of int32; from `bins` on, none is."""
+    """Count the elements of `places`, of int32, that name each bin; ignore `bins` and above."""
     return _bind_count(places, bins=bins)[0]
 
 
@@ -38,5 +38,5 @@ def count_in_copies(places: Value, *, bins: int, copies: int = COPIES) -> list[A
     return [counts.at[copy, places].add(np.uint32(1), mode="drop").sum(0, dtype=COUNT)]
 
 
-# Several devices would add up the copies of each other.
+# Several devices would have to sum their copies across devices.
 _bind_count = _jax.for_gpu("count_many", count_by_scatter, count_in_copies, on_one_device=True)

@@ -1,4 +1,4 @@
-"""Distributions in a state of a fixed size: histograms, and the sketch that quantiles come from."""
+"""Distributions in a state of a fixed size: histograms, and the sketch for quantiles."""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +20,10 @@ from tapax.reduce._sums import COUNT, add, add_all, as_integers, count, wide
 def histogram_of(
     edges: tuple[float, ...], powers: tuple[int, int] | None, each: int, seed: int
 ) -> dict[str, Any]:
-    """A reducer's functions: counts of values between edges, or of magnitudes between powers.
+    """Make the functions of a reducer that counts values between edges, or magnitudes.
 
-    One of `each` neighbours is counted, at places that the seed decides.
+    Magnitudes are counted between powers of two, from `powers[0]` to `powers[1]`. The functions
+    count one of `each` neighbours, at places that `seed` decides.
     """
 
     def see(x: Value) -> Any:
@@ -52,7 +53,7 @@ def histogram_of(
 
 
 def _count_between(edges: tuple[float, ...], x: Value) -> Any:
-    # A value is below an edge or not: no bin is searched for, and nothing is scattered.
+    # Comparing each value with every edge needs neither a search for the bin nor a scatter.
     lower, possible = _at_least(edges[:-1], x.dtype)
     (upper,), (some,) = _at_least([math.nextafter(edges[-1], math.inf)], x.dtype)
     if len(edges) > MOST_BINS:
@@ -66,19 +67,19 @@ def _count_between(edges: tuple[float, ...], x: Value) -> Any:
 
 
 def count_exponents(x: Value, low: int, high: int) -> Any:
-    """Counts non-negative numbers below 2^low, between powers of two, and from 2^high on."""
+    """Count non-negative numbers below 2^low, between powers of two, and from 2^high on."""
     return count_places(exponent_places(x, low, high), high - low + 2)
 
 
 def exponent_places(x: Value, low: int, high: int) -> Any:
-    """The bins of non-negative numbers for `count_exponents`; NaN is behind all bins."""
+    """Compute the bins of non-negative numbers for `count_exponents`; NaN comes after all bins."""
     info = jnp.finfo(x.dtype)
     unsigned = jnp.dtype(f"uint{info.bits}")
     bits = lax.bitcast_convert_type(x, unsigned)
     last = high - low + 1
     exponent = (bits >> unsigned.type(info.nmant)).astype(jnp.int32)
     place = jnp.clip(exponent + np.int32(info.minexp - low), 0, last)
-    # The exponents of zero and of infinity are not those of a power.
+    # The exponent bits of zero and of infinity do not encode a power of two.
     if low < info.minexp:
         place = jnp.where(exponent == 0, 0, place)
     if high > info.maxexp:
@@ -87,15 +88,16 @@ def exponent_places(x: Value, low: int, high: int) -> Any:
 
 
 def _magnitude(x: Value) -> Any:
-    # That of the smallest integer is no integer of the same type.
+    # The magnitude of the smallest integer does not fit into its signed type.
     signed = jnp.issubdtype(x.dtype, jnp.signedinteger)
     return jnp.abs(x).astype(f"uint{8 * x.dtype.itemsize}") if signed else jnp.abs(x)
 
 
 def _at_least(edges: Sequence[float], dtype: Any) -> tuple[Any, Any]:
-    """The smallest numbers of a type that are not below the edges, and whether there are any.
+    """Return the smallest numbers of a dtype that are not below `edges`, and whether they exist.
 
-    Compared with those, values are compared with the edges themselves, which the type may not have.
+    The dtype may not have the edges themselves. Comparing values with the returned numbers gives
+    the result of comparing them with the edges.
     """
     exact = np.asarray(edges, np.float64)
     if np.issubdtype(dtype, np.integer):
@@ -106,7 +108,7 @@ def _at_least(edges: Sequence[float], dtype: Any) -> tuple[Any, Any]:
         near = exact.astype(dtype)
     up = np.nextafter(near, dtype.type(np.inf))
     found = np.where(near.astype(np.float64) < exact, up, near)
-    # Processors may take smaller numbers than the normal ones for zero, which is below the edge.
+    # Processors may treat subnormal numbers as zero, which is below the edge.
     least = np.finfo(dtype).smallest_normal
     return np.where((found > 0) & (found < least), least, found), np.full(exact.shape, True)
 
@@ -114,15 +116,16 @@ def _at_least(edges: Sequence[float], dtype: Any) -> tuple[Any, Any]:
 def quantiles_of(
     ranks: tuple[float, ...], error: float, least: float, most: float, each: int, seed: int
 ) -> dict[str, Any]:
-    """A reducer's functions: quantiles to a relative error.
+    """Make the functions of a reducer that estimates quantiles to a relative error.
 
-    Magnitudes are counted in bins that grow by the factor g = (1 + error) / (1 - error): then the
-    middle of a bin, 2 g^i / (g + 1), is within `error` of everything in it. The bins of negative
-    values come first, the largest magnitude in front; then that of zero; then the positive ones. At
-    both ends is one for what is beyond `most`, where only the smallest and largest are known.
-    One of `each` neighbours is counted, at places that the seed decides.
+    The state counts magnitudes in bins that grow by the factor g = (1 + error) / (1 - error): then
+    the middle of a bin, 2 g^i / (g + 1), is within `error` of every number in the bin. The bins of
+    negative values come first, the largest magnitude in front; then the bin of zero; then the bins
+    of positive values. The first and the last bin count magnitudes beyond `most`, of which the
+    state knows only the smallest and the largest element. The functions count one of `each`
+    neighbours, at places that `seed` decides.
     """
-    # A little is left for the rounding of logarithms.
+    # The factor 0.99 leaves room for the rounding of logarithms.
     slack = 0.99 * error
     growth = math.log((1 + slack) / (1 - slack))
     first = math.ceil(math.log(least) / growth)
@@ -174,10 +177,10 @@ def quantiles_of(
 
 
 def _ranked(ranks: tuple[float, ...], last: Any) -> Any:
-    """floor(q * last), where float32 would not know one rank from the next.
+    """Compute floor(q * last) in integers, since float32 cannot tell large ranks apart.
 
-    With q as a multiple of 2^-32, the whole part of the product of two numbers of 32 bits, from
-    their halves of 16. A q of 1 is just below.
+    With q as a multiple of 2^-32, this is the whole part of the product of two 32-bit numbers,
+    computed from their halves of 16 bits. A q of 1, which is not below 2^32, is handled apart.
     """
     exact = [math.ceil(Fraction(repr(q)) * 2**32) for q in ranks]
     q = np.asarray([min(x, 2**32 - 1) for x in exact], np.uint32)

@@ -1,4 +1,22 @@
-"""Statistics with a state of a few numbers: sums, moments, extremes, the last value."""
+"""Statistics with a state of a few numbers: sums, moments, extremes, the last value.
+
+>>> import jax, jax.numpy as jnp, tapax
+>>> def f(x):
+...     return tapax.sow(2 * x, "h").sum()
+>>> x = jnp.array([1.0, -2.0, 0.0, 4.0])
+>>> def read(*reducers, fn=f, of="values"):
+...     taps = (tapax.capture(fn, **{of: {"h": reducer}})(x)[1] for reducer in reducers)
+...     return [jnp.round(getattr(each, of)["h"], 2).tolist() for each in taps]
+>>> read(tapax.reduce.sum, tapax.reduce.mean, tapax.reduce.var, tapax.reduce.moments)
+[6.0, 1.5, 18.75, [1.5, 18.75]]
+>>> read(tapax.reduce.minmax, tapax.reduce.zeros, tapax.reduce.nonfinite, tapax.reduce.last)
+[[-4.0, 8.0], 0.25, 0, [2.0, -4.0, 0.0, 8.0]]
+>>> [f"{norm:.2f}" for norm in read(tapax.reduce.norm, tapax.reduce.rms)]
+['9.17', '4.58']
+>>> ratios = read(tapax.reduce.cosine, tapax.reduce.update_ratio, fn=jax.grad(f), of="grads")
+>>> [f"{ratio:.2f}" for ratio in ratios]
+['0.33', '0.22']
+"""
 
 import functools
 from collections.abc import Callable
@@ -26,10 +44,10 @@ def _along(
     start: Callable[[Any, Any], Any] | None = None,
     **options: Any,
 ) -> Reducer:
-    """A reducer that can be had along an axis. Equal axes make equal reducers.
+    """Make a reducer that takes an `axis`; equal axes make equal reducers.
 
-    `see(axis, *xs)` is the state of one value. The one that has seen nothing is `start(axis, x)`,
-    or else has zeros in the place of every number.
+    `see(axis, *xs)` returns the state of one value, and `start(axis, x)` the state that has seen
+    nothing. Without `start`, the state that has seen nothing consists of zeros.
     """
 
     @functools.cache
@@ -60,9 +78,9 @@ def _summing(
     needs: str = "numbers",
     **options: Any,
 ) -> Reducer:
-    """A reducer whose state is sums over the elements, and how many there were.
+    """Make a reducer whose state is sums over the elements, and the number of elements.
 
-    `add_up(axes, *xs)` gives the sums over some axes.
+    `add_up(axes, *xs)` returns the sums over some axes.
     """
 
     def see(axis: Any, *xs: Value) -> Any:
@@ -85,8 +103,11 @@ def _squares(axes: tuple[int, ...], *xs: Value) -> list[Any]:
 
 
 sum = _summing("sum", _sum, lambda s: s[0])
+"""The sum of all elements, in 32 bits or more."""
 mean = _summing("mean", _sum, lambda s: _over(s[1], s[0]), _FLOATS)
+"""The mean of all elements."""
 norm = _summing("norm", _squares, lambda s: _sums.root(s[:2]), _FLOATS, quantity="squares")
+"""The root of the sum of the squared magnitudes, without overflow or underflow of the squares."""
 rms = _summing(
     "rms",
     _squares,
@@ -94,12 +115,13 @@ rms = _summing(
     _FLOATS,
     quantity="squares",
 )
+"""The root of the mean of the squared magnitudes, without overflow or underflow of the squares."""
 
 
 def _counting(
     name: str, test: Callable[[Any], Any], finish: Callable[[Any], Any], **options: Any
 ) -> Reducer:
-    """A reducer whose state is how many elements pass a test, and how many there were."""
+    """Make a reducer whose state is the number of elements that pass `test`, and of all."""
 
     def see(axis: Any, x: Value) -> Any:
         axes, passed = _sums.all_but(x, axis), test(_sums.wide(x))
@@ -112,9 +134,11 @@ def _counting(
 nonfinite = _counting(
     "nonfinite", lambda x: ~jnp.isfinite(x), lambda s: _sums.as_integers(s[0]), quantity="nonfinite"
 )
+"""The number of elements that are NaN or infinite, as an int32."""
 zeros = _counting(
     "zeros", lambda x: x == 0, lambda s: s[0].astype(jnp.float32) / s[1].astype(jnp.float32)
 )
+"""The fraction of the elements that are zero."""
 
 
 def _cosine(state: PyTree) -> Any:
@@ -130,16 +154,18 @@ cosine = _summing(
     _FLOATS,
     paired=True,
 )
+"""The cosine between a gradient and the value of its site; 0 if one of the two is zero."""
 update_ratio = _summing(
     "update_ratio", _squares, lambda s: _sums.root(s[:2]) / _sums.root(s[2:4]), _FLOATS, paired=True
 )
+"""The norm of a gradient, divided by the norm of the value of its site."""
 
 
-# Chan, Golub and LeVeque (1979): the moments of two samples from those of each. With n elements of
-# the mean m, and q the sum of the squares of their distances from it:
+# Chan, Golub and LeVeque (1979) combine the moments of two samples a and b. For n elements with the
+# mean m, let q be the sum of their squared distances from m:
 #   n = na + nb,  m = ma + (mb - ma) nb / n,  q = qa + qb + |mb - ma|^2 na nb / n
-# A mean is kept as two numbers, one of about its size and the small rest, so that means which lie
-# close together can be told apart.
+# The state stores a mean as two numbers, a rounded mean and the small rest, so that it can tell
+# apart means that are close together.
 
 
 def _see_moments(axis: Any, x: Value) -> Any:
@@ -158,7 +184,7 @@ def _combine_moments(a: Value, b: Value) -> Any:
     n = _sums.add(na, nb)
     fa, fb = (k.astype(qa.dtype) / jnp.maximum(n, 1).astype(qa.dtype) for k in (na, nb))
     apart = (mb - ma) + (rb - ra)
-    # Of numbers that are none there is no small rest.
+    # A mean that is NaN or infinite has no rest.
     finite = jnp.isfinite(ma) & jnp.isfinite(mb)
     m = jnp.where(finite, ma, ma * fa + mb * fb)
     rest = jnp.where(finite, ra + apart * fb, 0)
@@ -177,6 +203,7 @@ def _variance(state: PyTree) -> Any:
 
 
 var = _along("var", _see_moments, _combine_moments, _variance, _FLOATS)
+"""The variance of all elements: the mean of the squared distances from the mean."""
 moments = _along(
     "moments",
     _see_moments,
@@ -185,6 +212,7 @@ moments = _along(
     _FLOATS,
     labels=("mean", "var"),
 )
+"""The mean and the variance of all elements, along a last axis of size 2."""
 
 
 def _see_ends(axis: Any, x: Value) -> Any:
@@ -210,6 +238,7 @@ minmax = _along(
     labels=("min", "max"),
     quantity="ends",
 )
+"""The smallest and the largest element, along a last axis of size 2; NaN if an element is NaN."""
 
 last = Reducer(
     init=lambda x: jnp.zeros(x.shape, x.dtype),
@@ -219,3 +248,4 @@ last = Reducer(
     over_maps=False,
     is_builtin=True,
 )
+"""The value itself; `last.total` is the value of the last iteration."""

@@ -1,6 +1,6 @@
-"""What the states of reducers are made of: sums in a type that is wide enough, and counts.
+"""The parts of reducer states: sums in a dtype that is wide enough, and counts.
 
-A count is an array of uint32, and stops at the largest number instead of starting from zero again.
+A count is an array of uint32 that stays at the largest number instead of wrapping around to zero.
 """
 
 import functools
@@ -21,7 +21,7 @@ _MOST = np.uint32(2**32 - 1)
 
 
 def wide(x: Value) -> Any:
-    """A value in the type that it is accumulated in."""
+    """Convert a value to the dtype in which reducers accumulate it."""
     if x.dtype.itemsize >= 4:
         return x
     if x.dtype == jnp.bfloat16:
@@ -33,10 +33,10 @@ def wide(x: Value) -> Any:
 
 @jax.custom_jvp
 def _widen_bfloat16(x: Value) -> Any:
-    """Converts to float32 by the bits.
+    """Convert bfloat16 to float32 by its bits.
 
-    XLA takes a float32 that was rounded to bfloat16 and converted back for the float32 itself. It
-    would keep that, twice as large, where the program keeps the bfloat16.
+    XLA replaces a float32 that is rounded to bfloat16 and converted back by the original float32.
+    It would then keep the float32, twice as large, where the program keeps the bfloat16.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     return lax.bitcast_convert_type(bits << np.uint32(16), jnp.float32)
@@ -48,33 +48,33 @@ def _(primals: PyTree, tangents: PyTree) -> Any:
 
 
 def ordered(dtype: Any) -> Any:
-    """The type in which values are compared: the smallest ones have no infinity."""
+    """Return the dtype in which to compare values: floats of 8 bits may lack an infinity."""
     small = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
     return jnp.dtype(jnp.float32 if small else dtype)
 
 
 def square(x: Value) -> Any:
-    """The square of the magnitude."""
+    """Square the magnitude of each element."""
     return jnp.real(x) ** 2 + jnp.imag(x) ** 2 if jnp.iscomplexobj(x) else jnp.square(x)
 
 
 def scales(dtype: Any) -> tuple[float, float]:
-    """The factors that make magnitudes larger, and smaller, before they are squared."""
+    """Return the factors that enlarge, and that shrink, magnitudes before they are squared."""
     scale = 2.0 ** (jnp.finfo(dtype).maxexp * 25 // 64)
     return scale, 1 / scale
 
 
 def _sum_squares(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
-    # On a CPU, XLA would broadcast a constant once for all sites and keep that, as large as a
-    # value. The barrier gives every site constants of its own, which XLA broadcasts as it sums.
+    # On a CPU, XLA would broadcast a constant once for all sites and keep an array as large as a
+    # value. The barrier gives each site separate constants, which XLA broadcasts as it sums.
     factors = (np.asarray(scale, x.real.dtype) for scale in scales(x.dtype))
     x, *own = lax.optimization_barrier((x, *factors))
     return [square(x * scale).sum(axes, dtype=x.real.dtype) for scale in own]
 
 
 def _sum_squares_in_one_read(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
-    # Of two sums XLA makes two kernels, each of which reads the value. What comes out of a barrier
-    # it takes for one operand of all sites, whose reductions it would then merge.
+    # For two sums XLA makes two kernels, and each reads the value. There is no barrier here: XLA
+    # would treat its results as one operand of all sites, and merge their reductions.
     terms = [square(x * np.asarray(scale, x.real.dtype)) for scale in scales(x.dtype)]
     varying = _jax.varying_axes(jax.typeof(x))
     zeros = [_jax.with_varying(jnp.zeros((), term.dtype), varying) for term in terms]
@@ -85,16 +85,17 @@ _bind_sum_squares = _jax.for_gpu("sum_squares", _sum_squares, _sum_squares_in_on
 
 
 def sum_squares(x: Value, axes: tuple[int, ...]) -> list[Any]:
-    """The sums of the squares of the magnitudes made larger, and made smaller.
+    """Sum the squares of the enlarged magnitudes, and of the shrunk magnitudes.
 
-    The square of a vanishing gradient is zero, and that of an exploding one infinite, long before
-    the gradient is. Between them these two have every magnitude from 1e-33 to 1e30 in float32.
+    The square of a vanishing gradient becomes zero, and the square of an exploding gradient
+    infinite, long before the gradient itself does. Together the two sums cover every magnitude from
+    1e-33 to 1e30 in float32.
     """
     return list(_bind_sum_squares(x, axes=axes))
 
 
 def root(sums: Any, among: Any = 1) -> Any:
-    """The root of the sum of squares, or of their mean `among` so many."""
+    """Compute the root of the sum of squares, or of their mean over `among` elements."""
     larger, smaller = sums
     up, down = (np.asarray(s, larger.dtype) for s in scales(larger.dtype))
     fits = larger < 2.0 ** (jnp.finfo(larger.dtype).maxexp * 7 // 8)
@@ -103,24 +104,24 @@ def root(sums: Any, among: Any = 1) -> Any:
 
 
 def all_but(x: Value, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """The axes of a value that are reduced, where `axis` is kept."""
+    """Return the axes of a value to reduce: all except `axis`."""
     kept = () if axis is None else (axis,) if isinstance(axis, int) else axis
     rank = len(x.shape)
     return tuple(a for a in range(rank) if a not in {k % rank for k in kept})
 
 
 def count(mask: Value, axes: tuple[int, ...] | None = None) -> Any:
-    """How many are true."""
+    """Count the true elements of `mask`."""
     return mask.sum(axes, dtype=COUNT)
 
 
 def size(x: Value, axes: tuple[int, ...]) -> Any:
-    """How many elements there are along some axes."""
+    """Return the number of elements of `x` along some axes, as a count."""
     return jnp.asarray(min(math.prod(x.shape[a] for a in axes), int(_MOST)), COUNT)
 
 
 def add(a: Value, b: Value) -> Any:
-    """The sum of two states."""
+    """Add two states."""
 
     def one(x: Value, y: Value) -> Any:
         both = x + y
@@ -130,7 +131,7 @@ def add(a: Value, b: Value) -> Any:
 
 
 def add_all(states: Any) -> Any:
-    """The sum of states that lie along the first axis."""
+    """Add states that are stacked along the first axis."""
 
     def one(x: Value) -> Any:
         total = x.sum(0, dtype=x.dtype)
@@ -142,12 +143,12 @@ def add_all(states: Any) -> Any:
 
 
 def as_integers(counts: Any) -> Any:
-    """Counts as the integers that people compute with."""
+    """Convert counts to int32, the usual integers of JAX."""
     return jnp.minimum(counts, jnp.asarray(2**31 - 1, COUNT)).astype(jnp.int32)
 
 
 def extremes(dtype: Any) -> tuple[Any, Any]:
-    """The smallest and the largest number of a type."""
+    """Return the smallest and the largest number of a dtype."""
     if jnp.issubdtype(dtype, jnp.floating):
         ends = -np.inf, np.inf
     elif jnp.issubdtype(dtype, jnp.bool_):
@@ -163,9 +164,10 @@ def _plain_ends(x: Value, axes: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def encode_order(x: Value) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Floating-point numbers as unsigned integers of the same order, and those of infinity.
+    """Encode floating-point numbers as unsigned integers that compare as the numbers do.
 
-    There are two for each number: NaN comes first in one, last in the other.
+    Return two codes of each number, with NaN below all others in the first and above all others in
+    the second; and the codes of infinity and of minus infinity.
     """
     x = wide(x)
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}").type
@@ -178,7 +180,7 @@ def encode_order(x: Value) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def decode_order(code: Value, dtype: Any) -> Any:
-    """The numbers of a type from integers of the same order."""
+    """Decode the integers of `encode_order` to numbers of a dtype."""
     sign = code.dtype.type(1 << (8 * code.dtype.itemsize - 1))
     bits = jnp.where(code >= sign, code ^ sign, ~code)
     return lax.bitcast_convert_type(bits, f"float{8 * code.dtype.itemsize}").astype(dtype)
@@ -199,16 +201,16 @@ def _encoded_ends_by_groups(x: Value, *, axes: tuple[int, ...]) -> list[Any]:
     return [found[0].min(), found[1].max()]
 
 
-# XLA makes vectors of a reduction to one number on a GPU, but not on a CPU.
+# XLA vectorizes a reduction to one number on a GPU, but not on a CPU.
 _bind_encoded_ends = _jax.for_gpu("ends", _encoded_ends_by_groups, _encoded_ends)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def ends(x: Value, axes: tuple[int, ...]) -> tuple[Any, Any]:
-    """The smallest and the largest element along some axes; NaN if there is one.
+    """Find the smallest and the largest element along some axes; both are NaN if an element is.
 
-    On a CPU, XLA loses NaN in the minimum of a large array. So numbers are compared as integers of
-    the same order, among which NaN comes first, or last.
+    On a CPU, XLA loses NaN in the minimum of a large array. So this compares the integers of
+    `encode_order`, which put NaN below or above all numbers.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return _plain_ends(x, axes)

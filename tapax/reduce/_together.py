@@ -1,7 +1,7 @@
-"""The statistics of a value that one read of it can give.
+"""The statistics of a value that one read computes together.
 
-Counts by exponent, the ends and the count of numbers that are not finite are integers, which one
-reduction can find. On a GPU a kernel finds them, and sums of squares with them.
+Counts by exponent, the ends, and the count of numbers that are not finite are integers, so one
+reduction can compute them. On a GPU a kernel computes them together with the sums of squares.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tapax.reduce._sums import COUNT, scales, wide
 
 
 def see_together(reducers: Iterable[Reducer], x: Value) -> dict[Reducer, Any]:
-    """The states of the reducers that can see a value together; none if no kernel is for it."""
+    """Compute the states of reducers that can read `x` together; empty if no kernel fits `x`."""
     known = tuple(dict.fromkeys(r for r in reducers if r.quantity is not None))
     exponents = [r for r in known if r.quantity == "exponents"]
     if len(exponents) != 1 or not _gpu_kernel.is_for(x, _powers(exponents[0])):
@@ -32,7 +32,7 @@ def see_together(reducers: Iterable[Reducer], x: Value) -> dict[Reducer, Any]:
 
 
 def _powers(reducer: Reducer) -> tuple[int, int]:
-    """The powers of two between which a reducer counts."""
+    """Return the powers of two between which a reducer counts."""
     assert reducer.edges is not None
     low, high = (math.frexp(edge)[1] - 1 for edge in (reducer.edges[1], reducer.edges[-2]))
     return low, high
@@ -57,7 +57,7 @@ def _see_plainly(x: Value, *, reducers: Sequence[Reducer]) -> list[Value]:
     counts, nonfinite, ends = count_with_ends(places, high - low + 2, ~jnp.isfinite(number), x)
     found = Statistics(counts, nonfinite, ends=ends)
     size = jnp.asarray(x.size, COUNT)
-    # XLA has a function of its own for sums of numbers, which no other reduction joins.
+    # XLA compiles sums of numbers to a separate function, which no other reduction can join.
     states = [
         r.see(x) if r.quantity == "squares" else _STATES[r.quantity or ""](found, size, x.dtype)
         for r in reducers
@@ -86,4 +86,4 @@ _STATES: dict[str, Callable[[Statistics, Value, Any], Any]] = {
     "ends": _ends,
     "exponents": lambda found, size, dtype: found.counts,
 }
-"""The states of reducers, by their quantities, from what the kernel found."""
+"""Functions that make the state of a reducer from the statistics, by its quantity."""
