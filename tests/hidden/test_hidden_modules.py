@@ -224,7 +224,7 @@ def test_bad_arguments_are_refused():
     assert "runs its cell over a whole sequence" in refusal(
         nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), X
     )
-    assert "runs over a whole sequence" in refusal(nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), X)
+    assert "over a whole sequence" in refusal(nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))), X)
     assert "does not define its hidden state" in refusal(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), X)
     assert "but expected is a recurrent module" in refusal(lambda s, x: (s, x), X)
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
