@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import threading
 import types
 import weakref
@@ -240,18 +241,24 @@ class _Channel:
     def receiver(self, *, length: int | None, reverse: bool) -> Receiver:
         """Make the receiver of a loop. `length` is None if it is unknown.
 
-        The receiver of a reverse loop keeps the records until the last of them has arrived.
+        The receiver of a reverse loop keeps the records until all of them have arrived.
         """
         kept: list[tuple[int, Callable[[], Taps]]] = []
-        last = 0 if reverse or not length else (length - 1) // self._every * self._every
+        count = None if length is None else -(-length // self._every)
+        last = None if count is None else (count - 1) * self._every
 
         def receive(number: int, unpack: Callable[[], Taps] | None) -> None:
-            is_over = unpack is None if length is None else number == last
             with self._lock:
                 if unpack is not None:
                     kept.append((self.first + number, unpack))
+                if reverse:
+                    # The order of arrival tells nothing: XLA may call the host for the iterations
+                    # that run first after all others, because no result depends on the call.
+                    is_over = len(kept) == count
+                else:
+                    is_over = unpack is None if length is None else number == last
                 if is_over or not reverse:
-                    self._deliver(kept[::-1] if reverse else kept)
+                    self._deliver(sorted(kept, key=operator.itemgetter(0)))
                     kept.clear()
             if is_over:
                 self.longest = max(self.longest, number if length is None else length)
