@@ -1,6 +1,7 @@
 """`edit`: change the values or the gradients of the sites of a function."""
 
 import dataclasses
+import functools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,7 +129,7 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, EditOperands]]
                 "number, or a function of the value. Pass reducers to tapax.capture or "
                 "tapax.monitor."
             )
-        fn = what if callable(what) else None
+        fn = _as_hashable(what) if callable(what) else None
         array = None if fn else _as_array(what, argument, selection)
         for part in flatten(check(selection, argument)):
             of = "value" if argument == "values" else "grad"
@@ -139,6 +140,15 @@ def _rules(edits: Any, argument: str) -> Iterator[tuple[EditRule, EditOperands]]
                     f"edited function. Leave {part[part.index('~') :]!r} out."
                 )
             yield make_rule(of, part, fn, array)
+
+
+def _as_hashable(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function without a hash, such as a frozen dataclass of arrays, in one that has it."""
+    try:
+        hash(fn)
+    except TypeError:
+        return functools.partial(fn)
+    return fn
 
 
 def _as_array(what: Any, argument: str, selection: Any) -> Any:

@@ -301,13 +301,17 @@ def transformed(
     return wrapper
 
 
-def check_function(fn: Function, function: str) -> None:
-    """Refuse an object that is not a function, or that JAX cannot trace."""
+def check_function(fn: Function, function: str, *, returns_function: bool = True) -> None:
+    """Refuse an object that is not a function, or that JAX cannot trace.
+
+    `function` names the caller; `returns_function` is True if `jax.jit` takes what it returns.
+    """
     if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered, jax.stages.Traced)):
+        compiled = f"jax.jit(tapax.{function}(fn)).lower(...).compile()"
         raise TypeError(
             f"`{function}` was given a {type(fn).__name__}, a function already traced or compiled "
-            "ahead of time: there is nothing left to trace. Give it the function itself, and "
-            f"compile the result instead: jax.jit(tapax.{function}(fn)).lower(...).compile()."
+            "ahead of time: there is nothing left to trace. Give it the function itself"
+            + (f", and compile the result instead: {compiled}." if returns_function else ".")
         )
     if not callable(fn):
         raise wrong_type(f"`{function}` takes a function, but was given", fn)

@@ -107,7 +107,7 @@ def harvest(
         >>> acts["h"].shape, acts["token"][:5].tolist()
         ((12, 4), [0, 1, 2, 3, 4])
     """
-    check_function(fn, "harvest")
+    check_function(fn, "harvest", returns_function=False)
     if not trace_state_clean():
         raise TypeError(
             "`harvest` writes to disk, so it cannot be called under jax.jit, grad, vmap or scan. "

@@ -111,7 +111,7 @@ def monitor(
         >>> log.steps.tolist(), log.names
         ([0, 100, 200], ['h/value_rms', 'h/grad_rms'])
     """
-    check_function(step, "monitor")
+    check_function(step, "monitor", returns_function=False)
     return Monitor(
         step,
         check_integer("every", every, 1),

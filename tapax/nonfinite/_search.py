@@ -92,7 +92,7 @@ def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P,
         >>> tapax.find_nonfinite(g, masked=True)(jnp.array([-1.0])).operation
         'log'
     """
-    check_function(fn, "find_nonfinite")
+    check_function(fn, "find_nonfinite", returns_function=False)
     if not isinstance(masked, bool):
         raise TypeError(f"`masked` must be True or False, but is {masked!r}.")
     search = NonfiniteSearch(fn, masked)

@@ -421,6 +421,14 @@ def test_only_functions_are_accepted(make):
     assert "ahead of time: there is nothing left to trace" in text
 
 
+@pytest.mark.parametrize(
+    "make", [tapax.find_nonfinite, tapax.monitor, lambda f: tapax.harvest(f, [X], to="unused")]
+)
+def test_compiling_the_result_is_advised_only_where_it_is_a_function(make):
+    text = message(make, jax.jit(loss).lower(X).compile(), kind=TypeError)
+    assert text.endswith("there is nothing left to trace. Give it the function itself.")
+
+
 def test_an_error_leaves_nothing_behind():
     f = jax.jit(loss)
     expected = f(X)

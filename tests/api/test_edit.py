@@ -1,5 +1,6 @@
 """Edits of values: each agrees with the same change made by hand in the source."""
 
+import dataclasses
 import threading
 
 import jax
@@ -154,6 +155,23 @@ def test_one_operation_at_a_time(program):
     with jax.disable_jit():
         got = tapax.edit(program(tapax.sow), {"h": edit})(X)
         close(got, program(lambda x, name: edit(x))(X))
+
+
+def test_functions_without_a_hash_edit_values():
+    @dataclasses.dataclass(frozen=True)
+    class Scale:
+        by: jax.Array
+
+        def __call__(self, h, site):
+            return h * self.by if site.path == "h" else h
+
+    def f(x):
+        return tapax.sow(x + 1, "h").sum()
+
+    x, by = jnp.arange(3.0), jnp.array([2.0, 3.0, 5.0])
+    for fn, expected in ((f, jnp.sum((x + 1) * by)), (jax.grad(f), by)):
+        assert_close(tapax.edit(fn, values={"h": Scale(by)})(x), expected)
+        assert_close(tapax.edit(jax.jit(fn), values={"h": Scale(by)})(x), expected)
 
 
 def test_functions_compiled_before_an_edit():
