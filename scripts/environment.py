@@ -5,13 +5,14 @@
     python scripts/environment.py --lint
     python scripts/environment.py --peers
     python scripts/environment.py --jax-peers
+    python scripts/environment.py --docs
 
 An environment is a directory `.venv/<python>-<jax>`: tapax, editable, with the `test` dependency
 group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is for the Python that
 runs this script, or, if that is not supported, for the newest Python found, with its newest jax.
 `.venv/demo` contains only tapax and the packages of the demo; `.venv/lint` the linters;
 `.venv/peers` the PyTorch libraries that benchmarks race against; `.venv/jax-peers` tapax and the
-JAX libraries that it races against.
+JAX libraries that it races against; `.venv/docs` tapax, Sphinx and what the pages import.
 
 The script rebuilds an environment from scratch if its Python, the constraints or the part of
 `pyproject.toml` that says what to install has changed, or if the last build was interrupted.
@@ -100,6 +101,14 @@ def make_jax_peers() -> Path:
     return _make("jax-peers", python, constraints, _with_tapax(constraints, "jax-peers"))
 
 
+def make_docs() -> Path:
+    """Build the environment that builds the documentation's site; return its Python."""
+    _build_page()
+    python = max(find().items())[1]
+    constraints = CONSTRAINTS / f"jax-{jax_versions(python)[-1]}.txt"
+    return _make("docs", python, constraints, _with_tapax(constraints, "docs"))
+
+
 def _build_page() -> None:
     """Build the page of `tapax.view`, which an editable installation takes from the checkout."""
     try:
@@ -161,6 +170,7 @@ def main() -> int:
     parser.add_argument("--lint", action="store_true", help="the environment of the linters")
     parser.add_argument("--peers", action="store_true", help="that of the peers of PyTorch")
     parser.add_argument("--jax-peers", action="store_true", help="that of the peers of JAX")
+    parser.add_argument("--docs", action="store_true", help="that of the documentation's site")
     chosen = parser.parse_args()
     try:
         named = {
@@ -168,6 +178,7 @@ def main() -> int:
             "lint": make_lint,
             "peers": make_peers,
             "jax_peers": make_jax_peers,
+            "docs": make_docs,
         }
         for name, make_named in named.items():
             if getattr(chosen, name):
