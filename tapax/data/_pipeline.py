@@ -27,7 +27,7 @@ from tapax.data._process_group import PendingRows, Processes
 from tapax.data._row_program import RowBatch, RowProgram, RowSite
 from tapax.data._shard_writer import write_shard
 from tapax.data._statistics import Statistics
-from tapax.data._transfer import PendingCopy
+from tapax.data._transfer import PendingCopy, start_small_copies
 from tapax.data._writer_threads import ShardWriters, writer_count
 
 AHEAD = 2
@@ -156,6 +156,7 @@ class Pipeline:
         batch = gather(task.batch)
         mask = read_mask(batch, self._keep)
         result = self._program(task.batch, mask)
+        start_small_copies((result.statistics, result.ran))
         self._check_arrays(task, result.sites, self._manifest.sites)
         kept = None if mask is None else np.flatnonzero(spread_mask(mask, result.row_sizes, np))
         columns = make_columns(batch, task.number, result.row_sizes, self._beside)

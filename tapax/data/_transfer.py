@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tapax._jax import Value
+from tapax._jax import PyTree, Value
 
 _PARTS = 16
 """The number of parts of a batch to which numbers of rows are rounded."""
@@ -37,6 +37,17 @@ def start_copies(arrays: Sequence[Value], kept: np.ndarray | None) -> list[Pendi
     padded[: len(kept)] = kept
     selected = _select_rows(list(arrays), padded)
     return [PendingCopy(x, len(kept)) for x in selected]
+
+
+def start_small_copies(tree: PyTree) -> None:
+    """Start to copy small arrays to the host, where `jax.device_get` finds them.
+
+    A GPU makes its copies in the order of these calls. A copy that starts behind the rows of later
+    batches waits until the device has computed those batches.
+    """
+    for x in jax.tree.leaves(tree):
+        if x.is_fully_addressable:
+            x.copy_to_host_async()
 
 
 @jax.jit
