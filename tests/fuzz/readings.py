@@ -53,11 +53,6 @@ class Reading:
         pick = self.pick
         return self.path, self.numbers, pick.step, pick.stop, pick.index, pick.by
 
-    @property
-    def is_part(self) -> bool:
-        """Whether it is less than all that there is under its path."""
-        return self.pick.step is not None or self.pick.index is not None
-
 
 @dataclass
 class Readings:
@@ -117,8 +112,8 @@ def _named(asked: list[Reading], wrong: list[str]) -> list[Reading]:
             reduced.setdefault(reading.asked, reading)
             continue
         known = whole.setdefault(reading.path, reading)
-        if known.asked != reading.asked and known.is_part and reading.is_part:
-            wrong.append(f"two parts of {reading.path}")
+        if known.asked != reading.asked:
+            wrong.append(f"two arrays of {reading.path}")
     out = [*reduced.values(), *whole.values()]
     counts = Counter(reading.path for reading in out)
     named = [
