@@ -63,8 +63,8 @@ def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
                 f"The {site.described}, has more than one fold: one of them is inside a shard_map, "
                 "where every device has its own. Give it another name."
                 if entry.folded
-                else f"Two reducers with the same name were asked for: {name!r}, marked at "
-                f"{site.source}, would be two arrays. Give one another name: reducer.named(...)."
+                else f"Two reducers of one name select {name!r}, marked at {site.source}, so the "
+                "result would have two arrays of that name. Rename one: reducer.named(...)."
             )
         if any(step is not None for step in entry.steps):
             raise SiteError(

@@ -32,7 +32,10 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         acts = Activations(path)
         print(acts)
         if not acts.is_complete:
-            print("The harvest has not come to its end: the same call goes on with it.")
+            print(
+                "The harvest is not finished. Call `harvest` again with the same arguments to "
+                "continue it."
+            )
         return 0
     found = verify_dataset(path)
     print(found)

@@ -97,8 +97,8 @@ class DatasetFolder:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{str(path)!r} was altered ({error}). Remove it: calling `harvest` again as "
-                "before writes it anew."
+                f"{str(path)!r} was altered ({error}). Remove it, and call `harvest` again "
+                "with the same arguments to write it anew."
             ) from error
         return rows
 
@@ -151,8 +151,9 @@ class DatasetFolder:
         why = error.strerror or str(error)
         return OSError(
             error.errno,
-            f"The dataset {str(self.path)!r} cannot be written: {why}. Every shard that is there "
-            "is whole; once it can be written, the same call goes on where it stopped",
+            f"The dataset {str(self.path)!r} cannot be written: {why}. All shards in it are "
+            "complete. Once the folder can be written, call `harvest` again with the same "
+            "arguments to continue",
         )
 
 

@@ -170,10 +170,10 @@ def _progress_note(folder: DatasetFolder, plan: UnitPlan) -> str:
     """Describe the units that a failed harvest has finished, for the note of its error."""
     done, count = len(folder.units_done()), plan.shard_count
     if count is None:
-        return f"The harvest into {str(folder.path)!r} stopped after {done} whole units."
+        return f"The harvest into {str(folder.path)!r} stopped after {done} complete units."
     return (
-        f"The harvest into {str(folder.path)!r} stopped with {done} of {count} units done. They "
-        "stay: the same call goes on with the others."
+        f"The harvest into {str(folder.path)!r} stopped with {done} of {count} units done. "
+        "Call it again with the same arguments to compute the others."
     )
 
 

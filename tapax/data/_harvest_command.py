@@ -54,8 +54,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         found = re.fullmatch(r"(\d+)/(\d+)", options.worker)
         if found is None or not int(found[1]) < int(found[2]):
             parser.error(
-                "--worker takes I/N, worker I of N, of which the first is 0, not "
-                f"{options.worker!r}."
+                f"--worker takes I/N for worker I of N, counted from 0, not {options.worker!r}."
             )
         given["worker"] = int(found[1]), int(found[2])
     if options.to is not None:

@@ -93,7 +93,7 @@ class LazyArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"{self.name!r} is on disk: to read it makes a copy.")
+            raise ValueError(f"Reading {self.name!r} from disk always makes a copy.")
         found = np.array(self._slice(0, len(self)))
         return found if dtype is None else found.astype(dtype)
 

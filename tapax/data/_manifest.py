@@ -123,8 +123,8 @@ def check_same(folder: Path, there: Manifest, here: Manifest) -> None:
     differences = list(_differences(there, here))
     if differences:
         raise ValueError(
-            f"The folder {str(folder)!r} holds another dataset: {'; '.join(differences)}. Harvest "
-            "into another folder, or make the call that began this one."
+            f"The folder {str(folder)!r} holds another dataset: {'; '.join(differences)}. "
+            "Harvest into another folder, or repeat the call that started this one."
         )
 
 

@@ -173,7 +173,7 @@ def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
     """
     length = int.from_bytes(beginning[:8], "little")
     if len(beginning) < 8 + length or length > _LONGEST_HEADER:
-        raise ShardError(f"The shard {name!r} is cut off in its header, or is no shard at all.")
+        raise ShardError(f"The shard {name!r} is cut off in its header, or is not a shard.")
     try:
         entries = json.loads(beginning[8 : 8 + length])
         about, checksum = (entries["__metadata__"][key] for key in ("tapax_shard", "crc32"))
@@ -182,7 +182,9 @@ def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
     except (ValueError, KeyError, TypeError, AttributeError):
         is_intact, content = False, {}
     if not is_intact:
-        raise ShardError(f"The header of the shard {name!r} was altered, or is no shard's at all.")
+        raise ShardError(
+            f"The header of the shard {name!r} was altered, or the file is not a shard."
+        )
     if content["version"] != VERSION or content["block_bytes"] != BLOCK:
         raise ShardError(
             f"The shard {name!r} is of version {content['version']} of the format, but this tapax "
@@ -204,8 +206,8 @@ def decode_header(beginning: bytes, file_bytes: int, name: str) -> ShardHeader:
     )
     if file_bytes != header.nbytes:
         raise ShardError(
-            f"The shard {name!r} is not whole: it should have {header.nbytes} bytes, but has "
-            f"{file_bytes}."
+            f"The shard {name!r} is not complete: it should have {header.nbytes} bytes, but "
+            f"has {file_bytes}."
         )
     return header
 

@@ -135,8 +135,9 @@ class Delivery:
         except BaseException as error:
             self._sinks = [other for other in self._sinks if other is not sink]
             warn(
-                f"The sink {_name(sink)} failed and gets no more records; the training goes on, "
-                f"and what it has written stays: {_shown(error)}"
+                f"The sink {_name(sink)} failed, so the monitor sends it no more records. The "
+                "training goes on, and the records written so far stay. The error: "
+                f"{_shown(error)}"
             )
         if method != "close":
             with contextlib.suppress(BaseException):

@@ -149,9 +149,9 @@ class Log(Tabular):
             or any(not np.array_equal(e, edges[0]) for e in edges)
         ):
             raise ValueError(
-                f"{name!r} changed in the course of the log: its numbers have not the same shape, "
-                "or not the same edges, at every step. Read them one by one: "
-                "`for step, record in log`."
+                f"The shape or the edges of {name!r} change within the log, so its numbers do "
+                "not fit into one array. Read the records one by one: `for step, record in "
+                "log`."
             )
         return Series(steps, np.stack(values), edges[0] if edges else None)
 
@@ -232,8 +232,8 @@ def next_step(sinks: Sequence[Any], every: int) -> int:
         name, last, steps = held
         start = last // every * every + every
         warnings.warn(
-            f"{name} holds {steps}, so the steps of this run are numbered from {start}. "
-            "Pass `start`, the number of its first step, if it is another.",
+            f"{name} holds {steps}, so the steps of this run are numbered from {start}. Pass "
+            "`start` if the first step has another number.",
             stacklevel=4,
         )
     return start
@@ -262,7 +262,7 @@ def _read(path: Path) -> Iterator[LogEntry]:
         except IncompletePart:
             if path.is_file():
                 kind = file.suffix[1:]
-                raise not_a_log(path, f"it is no {kind} file, or not a whole one") from None
+                raise not_a_log(path, f"it is not a complete {kind} file") from None
             warn_left_out(path, f"the part {file.name!r}", 5)
 
 
@@ -272,7 +272,7 @@ def find_files(path: Path) -> list[Path]:
     Raises `FileNotFoundError` or `ValueError` if there is no log at `path`.
     """
     if not path.exists():
-        raise FileNotFoundError(f"There is no log {str(path)!r}, nor taps: nothing has that name.")
+        raise FileNotFoundError(f"There is no file or folder {str(path)!r}.")
     if path.is_file():
         if path.suffix != ".jsonl" and path.suffix not in FORMATS:
             name = f"its name ends in {path.suffix!r}" if path.suffix else "it is a file"

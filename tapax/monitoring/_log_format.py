@@ -23,7 +23,9 @@ LogEntry = tuple[int, "dict[str, Number]"] | AlertEvent
 
 def unwritable(path: Path, error: OSError) -> OSError:
     why = error.strerror or str(error)
-    return OSError(f"The log {str(path)!r} cannot be written: {why}. Give a path that can be.")
+    return OSError(
+        f"The log {str(path)!r} cannot be written: {why}. Give a path that can be written."
+    )
 
 
 def check_version(path: Path, version: Any) -> None:
@@ -38,8 +40,8 @@ def check_version(path: Path, version: Any) -> None:
 def not_a_log(path: Path, why: str) -> ValueError:
     """Make the error for a path that is not a log, with the reason `why`."""
     return ValueError(
-        f"{str(path)!r} is no log that tapax wrote: {why}. A log is a .jsonl file, or a folder "
-        "of .parquet or .safetensors parts; taps are a .safetensors file that `Taps.save` wrote."
+        f"{str(path)!r} is not a log of tapax: {why}. A log is a .jsonl file, or a folder of "
+        ".parquet or .safetensors parts; taps are a .safetensors file that `Taps.save` wrote."
     )
 
 

@@ -108,8 +108,8 @@ class _LineReader:
                 except IncompleteLine:
                     if not line.endswith(b"\n"):
                         self._unfinished = (
-                            f"The last line of the log {str(self._file)!r} is not whole: it is "
-                            "being written, or the run was killed."
+                            f"The last line of the log {str(self._file)!r} is incomplete: it "
+                            "is being written, or the run was killed."
                         )
                         return
                     what = log_format.describe_left_out(self._file, f"line {number}")

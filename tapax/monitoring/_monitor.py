@@ -32,9 +32,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NOTE = (
-    "This was raised while tapax.monitor traced the step. A step that does more than compute with "
-    "arrays, such as to print the loss as a float, cannot be traced: monitor the jitted function "
-    "that it calls."
+    "This was raised while tapax.monitor traced the step. A step that does more than compute "
+    "with arrays, for example one that prints the loss as a float, cannot be traced. Monitor "
+    "the jitted function that it calls."
 )
 EVERYTHING: Mapping[Any, Any] = types.MappingProxyType({"**": reduce.rms})
 

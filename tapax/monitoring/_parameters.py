@@ -141,7 +141,7 @@ class ParameterWatch:
             for part in flatten(request.selection):
                 if not any(matches(part, _site(node)) for node in known.nodes):
                     raise SiteError(
-                        f"params={part!r} was asked for, but no parameter has that name, and no "
+                        f"params={part!r} selects nothing: no parameter has that name, and no "
                         f"module with parameters. {nearest(str(part), list(known.nodes))}"
                     )
 
@@ -307,8 +307,9 @@ def _squares(x: Value) -> Value:
 def _warn_shared(names: Sequence[str]) -> None:
     warnings.warn(
         f"The gradients of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''} are not "
-        "recorded: one jitted function takes them all, and which is whose cannot be told. Take "
-        "that jit away, or give each a function of its own; the step is jitted as a whole.",
+        "recorded: one jitted function computes all of them, so tapax cannot tell them apart. "
+        "Remove that jit, since the step is jitted as a whole, or differentiate each in a "
+        "separate function.",
         stacklevel=10,
     )
 

@@ -90,8 +90,8 @@ def make_requests(kind: str, selection: Any) -> list[StatisticRequest]:
         stat = reducer.label if len(labels[reducer.label]) == 1 else str(reducer)
         if stats.setdefault(stat, reducer) != reducer:
             raise TypeError(
-                f"`{kind}s` has two reducers with the name {stat!r}, which would be one in the "
-                "record. Give them two: Reducer(..., name=...)."
+                f"`{kind}s` has two reducers with the name {stat!r}, which a record cannot "
+                "tell apart. Rename one: reducer.named(...)."
             )
         made.append(StatisticRequest(kind, selection, reducer, stat, f"{kind}#{i}"))
     return made

@@ -318,8 +318,8 @@ def _verify(plan: Plan, walk: Walk, hooks: StreamHooks) -> None:
             chosen = getattr(part, "selection", part)
             if is_exact(chosen) and not any(matches(chosen, site) for site in sites):
                 raise SiteError(
-                    f"The site {chosen!r} is selected, but it is in no loop of the function, and "
-                    "only sites inside a loop are streamed. Capture it, or select others."
+                    f"The site {chosen!r} is selected, but it is not inside a loop, and "
+                    "`stream` takes only sites in loops. Capture it, or select others."
                 )
     if not hooks.entries:
         names = ", ".join(list(dict.fromkeys(site.name for site in walk.sites))[:5])

@@ -54,9 +54,9 @@ class _WatchedStep(Transform):
         effects = {str(effect) for effect in call.program.jaxpr.effects}
         if effects & {"IO", "OrderedIO"}:
             warnings.warn(
-                "The monitored step has an io_callback, which is called a second time on each call "
-                "that is watched. If it reads data, or counts, the run is not the one without a "
-                "monitor: take it out of the step.",
+                "The monitored step contains an io_callback, which runs twice on every "
+                "watched call. If it reads data or counts, the run differs from one without a "
+                "monitor. Move the callback out of the step.",
                 stacklevel=10,
             )
         return None if self.parameters is None else self.parameters.prepare(call)

@@ -363,7 +363,7 @@ def make(to: To) -> list[Sink]:
     if isinstance(to, (str, os.PathLike)):
         return [_make_sink(to)]
     if isinstance(to, type):
-        raise TypeError(f"`to` was given the class {to.__name__}: make a sink of it by calling it.")
+        raise TypeError(f"`to` is the class {to.__name__}. Call it to make a sink.")
     if callable(to):
         return [to]
     if isinstance(to, (list, tuple)):
@@ -384,8 +384,8 @@ def _make_sink(to: str | os.PathLike[str]) -> Sink:
     suffix = Path(to).suffix
     if suffix not in sinks:
         raise ValueError(
-            f"to={os.fspath(to)!r} was asked for, but what to write is told by the end of a path, "
-            "which is one of .jsonl, .parquet and .safetensors; or 'table', 'page', or a sink of "
-            "tapax.sink, such as tapax.sink.tensorboard(folder)."
+            f"to={os.fspath(to)!r} does not say what to write. A path must end in .jsonl, "
+            ".parquet or .safetensors. Or give 'table', 'page', or a sink of tapax.sink, such "
+            "as tapax.sink.tensorboard(folder)."
         )
     return sinks[suffix](to)

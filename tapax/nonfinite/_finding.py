@@ -106,7 +106,8 @@ class Finding:
         if self.operation in ("argument", "result"):
             sentence = f"The first non-finite value is {what} in the {self.operation} {self.path}."
             if self.operation == "result":
-                sentence += " It cannot be traced to an operation: compiled otherwise, it is gone."
+                sentence += "No operation could be found for it: it disappears when the program is "
+                "compiled differently."
             return sentence
         constant = self.operation == "constant"
         where = ["that is a constant" if constant else f"made by `{self.operation}`"]

@@ -54,7 +54,9 @@ def load_inputs(directory: str) -> SavedInputs:
     with open(os.path.join(directory, "inputs.json")) as file:
         about = json.load(file)
     if about["version"] != 1:
-        raise ValueError(f"they are of the version {about['version']}, this is 1.")
+        raise ValueError(
+            f"they have version {about['version']} of the format, but this tapax reads version 1."
+        )
     stored = load_file(os.path.join(directory, "inputs.safetensors"))
     arrays = []
     for i, entry in enumerate(about["arrays"]):

@@ -54,8 +54,8 @@ class ScriptWatch:
             return f"No call of {self.saved.function} like the saved one was seen."
         if not self.checked:
             return (
-                "No call of a jitted function was seen, so nothing was checked. What is not jitted "
-                "is not looked at: put the train step under jax.jit."
+                "No call of a jitted function was seen, so nothing was checked. The command "
+                "checks only jitted functions: put the train step under jax.jit."
             )
         return f"No non-finite value was seen in {self.checked} checked calls of jitted functions."
 

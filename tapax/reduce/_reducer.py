@@ -138,7 +138,7 @@ class Reducer:
     def __call__(self, *, axis: int | tuple[int, ...]) -> Reducer:
         """Return this reducer with one result for each unit, that is, each index along `axis`."""
         if self.make is None:
-            raise TypeError(f"tapax.reduce.{self.name} cannot be had along an axis.")
+            raise TypeError(f"tapax.reduce.{self.name} cannot be computed along an axis.")
         given: Any = axis
         try:
             kept = tuple(map(operator.index, given)) if np.ndim(given) else operator.index(given)

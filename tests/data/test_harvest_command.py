@@ -58,7 +58,7 @@ def test_one_worker_is_enough_to_complete_the_dataset(script, tmp_path, capsys):
         (["script.py:number"], "The script 'script.py' has no function 'number'."),
         (["script.py:nothing"], "should return a dict with the arguments of tapax.harvest"),
         (["script.py:make", "--worker", "3"], "--worker takes I/N"),
-        (["script.py:make", "--worker", "3/3"], "of which the first is 0, not '3/3'"),
+        (["script.py:make", "--worker", "3/3"], "counted from 0, not '3/3'"),
     ],
 )
 def test_commands_that_make_no_sense_are_refused(script, capsys, arguments, message):

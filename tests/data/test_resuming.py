@@ -226,7 +226,7 @@ def test_a_shard_that_is_cut_off_stops_the_index(tmp_path):
     harvest(tmp_path, (0, 2), take_over=False)
     path = tmp_path / "shards" / "unit-00000002.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(tapax.data.ShardError, match=r"unit-00000002.* is not whole"):
+    with pytest.raises(tapax.data.ShardError, match=r"unit-00000002.* is not complete"):
         harvest(tmp_path, (1, 2))
 
 

@@ -49,8 +49,8 @@ pytestmark = pytest.mark.once
             alert.above("Net/c", value_rms=3),
             [(ONES, -1.0)],
             {
-                "step 0: the value of Net/c has rms nan, which cannot be told to be within the "
-                "limit of 3.": np.nan
+                "step 0: the value of Net/c has rms NaN, which cannot be compared with the limit of "
+                "3.": np.nan
             },
         ),
         (
@@ -150,7 +150,11 @@ def test_alerts_see_each_iteration_and_every_statistic():
             TypeError,
             "`alerts` must be alerts of tapax.alert",
         ),
-        (lambda: monitor(layers, to="run.txt"), ValueError, "to='run.txt' was asked for"),
+        (
+            lambda: monitor(layers, to="run.txt"),
+            ValueError,
+            "to='run.txt' does not say what to write",
+        ),
         (lambda: monitor(layers, to="/dev/null/run.jsonl"), OSError, "cannot be written"),
     ],
 )
@@ -164,7 +168,7 @@ def test_what_is_wrong_is_told_before_anything_runs(call, error, words):
 def test_two_reducers_of_one_name_need_two_names():
     bins = [reduce.histogram([0.0, 1.0]), reduce.histogram([0.0, 2.0])]
     with pytest.raises(
-        TypeError, match="two reducers with the name 'histogram', which would be one"
+        TypeError, match="two reducers with the name 'histogram', which a record cannot tell apart"
     ):
         monitor(layers, values={"**": bins})
 
@@ -183,7 +187,7 @@ def test_a_step_that_cannot_be_traced_says_what_to_do():
     m = monitor(lambda x: print(float(jnp.sum(x))))
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         m(ONES)
-    assert "monitor the jitted function that it calls" in "".join(caught.value.__notes__)
+    assert "Monitor the jitted function that it calls" in "".join(caught.value.__notes__)
     m.close()
 
 

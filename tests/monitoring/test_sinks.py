@@ -66,14 +66,14 @@ def test_what_to_stands_for(to, shown, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("to", "error", "words"),
     [
-        ("run.csv", ValueError, "to='run.csv' was asked for, but what to write is told by the end"),
+        ("run.csv", ValueError, "to='run.csv' does not say what to write. A path must end in"),
         (
             "logs",
             ValueError,
             "one of .jsonl, .parquet and .safetensors; or 'table', 'page', or a sink of",
         ),
         (5, TypeError, "a list of these, but is 5 of type int"),
-        (Log, TypeError, "the class Log: make a sink of it by calling it"),
+        (Log, TypeError, "the class Log. Call it to make a sink"),
     ],
 )
 def test_what_is_no_sink(to, error, words):
@@ -239,7 +239,7 @@ def test_a_sink_that_fails_is_dropped_with_one_warning(method):
         deliver([bad, good, log], [(step, RECORD, [EVENT] * (step == 1)) for step in range(5)])
     (message,) = (str(w.message) for w in caught)
     assert message.startswith(f"The sink <{__name__}.Recorder object at")
-    assert "gets no more records; the training goes on" in message
+    assert "so the monitor sends it no more records. The training goes on" in message
     assert message.endswith(f"OSError: cannot {method}")
     assert bad.calls[0] == ("write 0", "tapax-monitor") and bad.calls[-1] == ("close",)
     assert ("write 2", "tapax-monitor") not in bad.calls

@@ -370,7 +370,9 @@ def test_sink_that_raises_is_reported_once_and_the_run_goes_on():
         raise OSError("the disk is full")
 
     log = tapax.Log()
-    with pytest.warns(UserWarning, match="failed and gets no more records") as warned:
+    with pytest.warns(
+        UserWarning, match="failed, so the monitor sends it no more records"
+    ) as warned:
         out = tapax.stream(train, every=2, to=[sink, log])(W, XS)
     assert len(warned) == 1
     assert_close(out, train(W, XS))

@@ -196,5 +196,5 @@ def test_inputs_of_every_type_are_saved(tmp_path):
         np.testing.assert_array_equal(x, y)
     about = json.loads((tmp_path / "inputs.json").read_text())
     (tmp_path / "inputs.json").write_text(json.dumps(about | {"version": 9}))
-    with pytest.raises(ValueError, match="of the version 9"):
+    with pytest.raises(ValueError, match="version 9 of the format"):
         load_inputs(str(tmp_path))

@@ -115,8 +115,8 @@ def test_two_reducers_of_one_name(several):
     name = f"h:{several[0].name}"
     raises(
         tapax.SiteError,
-        f"Two reducers with the same name were asked for: {name!r}, marked at HERE, would be two "
-        "arrays. Give one another name: reducer.named(...).",
+        f"Two reducers of one name select {name!r}, marked at HERE, so the result would have two "
+        "arrays of that name. Rename one: reducer.named(...).",
         values={"h": several},
     )
 
@@ -351,7 +351,7 @@ def test_integers_of_numpy_are_integers():
 
 @pytest.mark.parametrize("reducer", [R.last, R.topk(2), R.quantiles(), R.histogram([0, 1])])
 def test_what_cannot_be_had_along_an_axis(reducer):
-    message = f"tapax.reduce.{reducer.name} cannot be had along an axis."
+    message = f"tapax.reduce.{reducer.name} cannot be computed along an axis."
     with pytest.raises(TypeError, match=re.escape(message)):
         reducer(axis=0)
 

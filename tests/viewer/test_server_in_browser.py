@@ -58,7 +58,7 @@ def test_new_sites_alerts_and_messages_appear_on_an_open_page(chromium, tmp_path
         assert tab.drawn["sites"] == [EVIL, "b"]
         with open(path, "ab") as file:
             file.write(b'{"tapax": 1, "st')
-        tab.wait("root.querySelector('.messages').textContent.includes('not whole')")
+        tab.wait("root.querySelector('.messages').textContent.includes('is incomplete')")
         check_requests(tab, page.serve())
         tab.close()
 
