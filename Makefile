@@ -14,7 +14,7 @@ newest = $(PYTHON) scripts/environment.py --python newest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo structure-factor delayed-match sae test lint page unit test-matrix coverage bench conformance fuzz format hooks pythons clean
+.PHONY: help demo structure-factor delayed-match sae test lint page unit test-matrix package release coverage bench conformance fuzz format hooks pythons clean
 
 help: ## show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,13 @@ coverage: ## branch coverage of tapax/ by the tests of the newest Python; COVERA
 
 test-matrix: ## the tests on every Python from 3.11 to 3.14 found, with every jax supported on it
 	@$(PYTHON) scripts/matrix.py -- $(PYTEST_ARGS)
+
+package: ## build the sdist and the wheel in dist/, check them, install every extra into an empty environment
+	@python=$$($(newest)) && "$$python" scripts/distributions.py && \
+	"$$python" -m pytest -q -m "" tests/project $(PYTEST_ARGS)
+
+release: ## check that this commit can be released; ARGS=--no-dry-run also tags it
+	@python=$$($(newest)) && "$$python" scripts/release.py $(ARGS)
 
 bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
 	@python=$$($(environment)) && "$$python" -m benchmarks.run $(ARGS)
