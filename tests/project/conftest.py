@@ -3,6 +3,7 @@
 import fcntl
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,4 +84,6 @@ class Environment:
 
 @pytest.fixture
 def environment(tmp_path):
-    return Environment(tmp_path / "environment")
+    """An empty environment, removed after the test: pytest would keep its gigabyte for a while."""
+    yield Environment(tmp_path / "environment")
+    shutil.rmtree(tmp_path / "environment")

@@ -91,7 +91,7 @@ def test_the_sdist_builds_the_wheel_of_the_checkout(distributions, tmp_path):
     assert sums[0] == sums[1]
 
 
-def test_the_sdist_builds_a_wheel_without_node(distributions, tmp_path, monkeypatch):
+def test_a_build_from_the_sdist_needs_no_node(distributions, tmp_path, monkeypatch):
     import page
 
     with tarfile.open(distributions.sdist) as archive:

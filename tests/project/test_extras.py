@@ -41,6 +41,7 @@ assert taps.values["linear"].shape == (4, 2)
 import brainstate
 _, taps = tapax.capture(brainstate.nn.Linear(3, 2))(x)
 assert taps.values["Linear"].shape == (4, 2)
+tapax.compat.braintrace
 """,
     "keras": """
 import keras
