@@ -14,7 +14,7 @@ newest = $(PYTHON) scripts/environment.py --python newest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo structure-factor delayed-match sae test lint page unit test-matrix coverage bench conformance fuzz format hooks pythons clean
+.PHONY: help demo structure-factor delayed-match sae test lint page unit test-matrix package release coverage bench conformance fuzz format hooks pythons clean
 
 help: ## show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -41,17 +41,24 @@ lint: ## ruff, import-linter and pyright
 	"$$(dirname "$$lint")/lint-imports" && \
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$lint" -m pyright --pythonpath "$$python"
 
-page: ## build the page of tapax.view, check its types, run its own tests
+page: ## build the page of tapax.view, check its types, run its unit tests
 	@$(PYTHON) scripts/page.py --test
 
-unit: ## the tests alone; PYTEST_ARGS="-k scan" chooses some
+unit: ## only the tests; PYTEST_ARGS="-k scan" selects some
 	@$(PYTHON) scripts/matrix.py --default -- $(PYTEST_ARGS)
 
 coverage: ## branch coverage of tapax/ by the tests of the newest Python; COVERAGE_FILE names the data
 	@python=$$($(newest)) && "$$python" -m pytest -q -n 2 -m "not many" --cov --cov-report=term $(PYTEST_ARGS)
 
-test-matrix: ## the tests on every Python from 3.11 to 3.14 found, with every jax supported on it
+test-matrix: ## the tests on every Python found, from 3.11 to 3.14, with every jax tested on it
 	@$(PYTHON) scripts/matrix.py -- $(PYTEST_ARGS)
+
+package: ## build the sdist and the wheel in dist/, check them, install every extra into an empty environment
+	@python=$$($(newest)) && "$$python" scripts/distributions.py && \
+	"$$python" -m pytest -q -m "" tests/project $(PYTEST_ARGS)
+
+release: ## check that this commit can be released; ARGS=--no-dry-run also tags it
+	@python=$$($(newest)) && "$$python" scripts/release.py $(ARGS)
 
 bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
 	@python=$$($(environment)) && "$$python" -m benchmarks.run $(ARGS)
@@ -69,7 +76,7 @@ format: ## apply ruff's format and its safe fixes
 hooks: ## install the pre-commit hooks
 	@lint=$$($(linters)) && "$$lint" -m pre_commit install
 
-pythons: ## the Pythons found on this machine
+pythons: ## list the Pythons found on this machine
 	@$(PYTHON) scripts/pythons.py
 
 clean: ## remove environments, caches and build products

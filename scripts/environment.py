@@ -9,10 +9,12 @@
 
 An environment is a directory `.venv/<python>-<jax>`: tapax, editable, with the `test` dependency
 group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is for the Python that
-runs this script, or, if that is not supported, for the newest Python found, with its newest jax.
-`.venv/demo` contains only tapax and the packages of the demo; `.venv/lint` the linters;
-`.venv/peers` the PyTorch libraries that benchmarks race against; `.venv/jax-peers` tapax and the
-JAX libraries that it races against; `.venv/docs` tapax, Sphinx and what the pages import.
+runs this script or, if that is not supported, for the newest Python found, with its newest jax.
+
+The other environments have fixed names. `.venv/demo` contains only tapax and the packages of the
+demo, `.venv/lint` the linters, `.venv/docs` tapax, Sphinx and the packages that the pages import.
+For benchmarks, `.venv/peers` contains PyTorch libraries and `.venv/jax-peers` tapax and other JAX
+libraries to compare.
 
 The script rebuilds an environment from scratch if its Python, the constraints or the part of
 `pyproject.toml` that says what to install has changed, or if the last build was interrupted.
@@ -55,7 +57,7 @@ def jax_versions(python: Python) -> list[str]:
 
 
 def default_python() -> Python:
-    """Return the Python that runs this script, or else the newest supported Python."""
+    """Return the Python that runs this script; if it is not supported, the newest that is."""
     python = default()
     if python is None:
         found = find()
@@ -77,7 +79,7 @@ def make(python: Python, jax: str) -> Path:
 
 
 def make_demo() -> Path:
-    """Build the small environment of the demo in a minute, if needed; return its Python."""
+    """Build the environment of the demo, which takes a minute, if needed; return its Python."""
     _build_page()
     python = default_python()
     constraints = CONSTRAINTS / f"jax-{jax_versions(python)[-1]}.txt"
@@ -95,7 +97,7 @@ def make_peers() -> Path:
 
 
 def make_jax_peers() -> Path:
-    """Build the environment with tapax and the JAX libraries that it races; return its Python."""
+    """Build the environment with tapax and other JAX libraries to compare; return its Python."""
     python = max(find().items())[1]
     constraints = CONSTRAINTS / "jax-peers.txt"
     return _make("jax-peers", python, constraints, _with_tapax(constraints, "jax-peers"))
@@ -110,7 +112,7 @@ def make_docs() -> Path:
 
 
 def _build_page() -> None:
-    """Build the page of `tapax.view`, which an editable installation takes from the checkout."""
+    """Build the page of `tapax.view`: an editable installation reads it from the checkout."""
     try:
         page.build()
     except page.PageFailed as error:
@@ -123,6 +125,7 @@ def _with_tapax(constraints: Path, group: str) -> list[str]:
 
 
 def _make(name: str, python: Python, constraints: Path, what: list[str]) -> Path:
+    """Build `.venv/<name>` with the pip arguments `what`, if needed; return its Python."""
     folder = ROOT / ".venv" / name
     inner = folder / "bin" / "python"
     stamp = folder / "stamp"
@@ -146,6 +149,7 @@ def _make(name: str, python: Python, constraints: Path, what: list[str]) -> Path
 
 
 def _state(python: Python, constraints: Path, what: list[str]) -> str:
+    """Compute a digest of everything that decides what an environment contains."""
     install = (ROOT / "pyproject.toml").read_text().partition("\n[tool.")[0]
     pins = constraints.read_text() + (CONSTRAINTS / "common.txt").read_text()
     parts = [python.path, str(python.release), str(ROOT), *what, install, pins]
@@ -164,13 +168,21 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make an environment; print its Python.")
-    parser.add_argument("--python", metavar="3.N", help="or newest; else the default Python")
-    parser.add_argument("--jax", metavar="VERSION", help="else the newest for that Python")
+    parser.add_argument(
+        "--python", metavar="3.N", help="a version, or newest; default: this Python"
+    )
+    parser.add_argument(
+        "--jax", metavar="VERSION", help="default: the newest tested on that Python"
+    )
     parser.add_argument("--demo", action="store_true", help="the environment of the demo")
     parser.add_argument("--lint", action="store_true", help="the environment of the linters")
-    parser.add_argument("--peers", action="store_true", help="that of the peers of PyTorch")
-    parser.add_argument("--jax-peers", action="store_true", help="that of the peers of JAX")
-    parser.add_argument("--docs", action="store_true", help="that of the documentation's site")
+    parser.add_argument("--peers", action="store_true", help="PyTorch libraries, for benchmarks")
+    parser.add_argument(
+        "--jax-peers", action="store_true", help="other JAX libraries, for benchmarks"
+    )
+    parser.add_argument(
+        "--docs", action="store_true", help="the environment of the documentation's site"
+    )
     chosen = parser.parse_args()
     try:
         named = {

@@ -10,14 +10,13 @@ results, including the combinations that could not run. The exit status is 1 if 
 nothing could run on a Python of the machine.
 
 XLA compiles without LLVM's optimisations, which takes a quarter less time. Only the newest
-combination of the whole matrix compiles as users do. Compiled programs are kept in
-`.venv/compiled`, for the next run of these tests and for other Pythons with the same jax.
+combination of the whole matrix compiles with the default options, as users do. JAX keeps compiled
+programs in `.venv/compiled`, for the next run and for other Pythons with the same jax.
 
-With `--default` each Python runs the tests once; tests marked `once` run only on the last Python,
-tests marked `many` not at all, and a combination that cannot be installed is a failure.
+With `--default` each Python runs the tests once, without those marked `many`. Tests marked `once`
+run only on the last Python. A combination that cannot be installed is a failure.
 
-Arguments after `--` go to pytest. A combination in which they select no test is a failure only if
-they select none in the other combinations either.
+Arguments after `--` go to pytest. It is a failure if they select no test in any combination.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 CACHE_RACE = "ignore:Error reading persistent compilation cache entry"
-"""The warning if one process reads an entry that another still writes; JAX compiles instead."""
+"""JAX warns if it reads an entry that another process still writes, and compiles instead."""
 
 PASSED, NOT_INSTALLED, NO_TEST = "passed", "could not be installed", "no test selected"
 NO_TEST_CODE = 5
@@ -53,6 +52,8 @@ NO_TEST_CODE = 5
 
 
 class Row(NamedTuple):
+    """The result of the tests in one combination of Python, jax and settings."""
+
     python: str
     jax: str
     settings: str
@@ -97,6 +98,7 @@ def run_tests(
 
 
 def run_default(arguments: list[str]) -> int:
+    """Run the tests on the default Python and on a newer one; return the exit status."""
     first = default_python()
     pythons = [first]
     found = find()
@@ -116,6 +118,7 @@ def run_default(arguments: list[str]) -> int:
 
 
 def run_matrix(arguments: list[str]) -> int:
+    """Run the tests in every combination, and print a table; return the exit status."""
     found = find()
     rows = []
     newest = {jax: python for python in found.values() for jax in jax_versions(python)}
@@ -135,7 +138,9 @@ def run_matrix(arguments: list[str]) -> int:
     print_table(rows)
     for minor in SUPPORTED:
         if minor not in found:
-            print(f"Python {minor[0]}.{minor[1]} was not found on this machine: nothing ran on it.")
+            print(
+                f"Python {minor[0]}.{minor[1]} was not found on this machine, so no test ran on it."
+            )
     empty = {python.name for python in found.values()} - {
         row.python for row in rows if row.result != NOT_INSTALLED
     }
@@ -153,7 +158,9 @@ def print_table(rows: list[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests on several Pythons and jax.")
-    parser.add_argument("--default", action="store_true", help="the default and the newest Python")
+    parser.add_argument(
+        "--default", action="store_true", help="only the default and the newest Python"
+    )
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     chosen = parser.parse_args()
     try:

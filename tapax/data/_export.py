@@ -35,7 +35,7 @@ def export_dataset(arrays: Mapping[str, LazyArray], path: str | os.PathLike[str]
         )
     if path.exists():
         raise FileExistsError(f"{str(path)!r} is there already: give a new name, or remove it.")
-    pa = _import("pyarrow", "parquet")
+    pa = _import("pyarrow", "lance" if path.suffix == ".lance" else "parquet")
     schema = pa.schema({name: _type(pa, array) for name, array in arrays.items()})
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{path.suffix}")
     try:

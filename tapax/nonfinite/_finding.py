@@ -9,9 +9,22 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The type of an operand, its least and largest finite element, and its number of bad elements.
+    """The type of an operand and the range of its elements, in `Finding.operands`.
 
-    For complex numbers, `min` and `max` are magnitudes. They are None if no element is finite.
+    Attributes:
+        shape: The shape of the operand.
+        dtype: Its dtype.
+        min: The smallest finite element, or None if no element is finite. For complex numbers it is
+            the smallest magnitude.
+        max: The largest finite element, or None if no element is finite. For complex numbers it is
+            the largest magnitude.
+        nonfinite: The number of elements that are NaN or infinite.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> finding = tapax.find_nonfinite(lambda x: jnp.log(x - 1).sum())(jnp.array([1.0, 4.0]))
+        >>> print(finding.operands[0])
+        from 0 to 3
     """
 
     shape: tuple[int, ...]

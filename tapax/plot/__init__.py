@@ -17,7 +17,7 @@
 
 Every function returns a `matplotlib.figure.Figure`, which a notebook shows and `figure.savefig`
 saves. The figure is unknown to pyplot: you need not close it, and `plt.show` does not show it. The
-functions need matplotlib: `pip install tapax[plot]`.
+functions need matplotlib: `pip install 'tapax[plot]'`.
 
 Colours have one meaning in all plots. A hue marks a role, such as `attn` or `mlp`, in the panels of
 values and of gradients. The scale from dark to bright shows depth or time in lines, and magnitude

@@ -225,6 +225,6 @@ def _explain_matplotlib() -> Iterator[None]:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         raise ModuleNotFoundError(
-            "Plots need matplotlib, which is not installed: pip install tapax[plot].",
+            "Plots need matplotlib, which is not installed: pip install 'tapax[plot]'.",
             name=error.name,
         ) from error

@@ -67,6 +67,8 @@ class Reducer:
         make: Makes this reducer with one result for each index along an axis.
         direct: A faster way to the state of one value than `init` and `update`.
         quantity: The quantity that the state measures, for reducers that can read a value together.
+        doc: The docstring of this reducer, which `help` prints. By default `help` prints that of
+            this class.
         is_builtin: Whether this package defines the functions. They then close over no traced
             array, and JAX traces them once for all values of a type. Without an axis, they take the
             elements of a value in any shape.
@@ -120,9 +122,12 @@ class Reducer:
     make: Callable[[Any], Reducer] | None = dataclasses.field(default=None, repr=False)
     direct: DirectState | None = dataclasses.field(default=None, repr=False)
     quantity: str | None = dataclasses.field(default=None, repr=False)
+    doc: str | None = dataclasses.field(default=None, repr=False, compare=False)
     is_builtin: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.doc is not None:
+            object.__setattr__(self, "__doc__", inspect.cleandoc(self.doc))
         for field in ("init", "update", "combine", "finish"):
             if not callable(getattr(self, field)):
                 raise TypeError(

@@ -102,20 +102,86 @@ def _squares(axes: tuple[int, ...], *xs: Value) -> list[Any]:
     return [total for x in xs for total in _sums.sum_squares(x, axes)]
 
 
-sum = _summing("sum", _sum, lambda s: s[0])
-"""The sum of all elements, in 32 bits or more."""
-mean = _summing("mean", _sum, lambda s: _over(s[1], s[0]), _FLOATS)
-"""The mean of all elements."""
-norm = _summing("norm", _squares, lambda s: _sums.root(s[:2]), _FLOATS, quantity="squares")
-"""The root of the sum of the squared magnitudes, without overflow or underflow of the squares."""
+sum = _summing(
+    "sum",
+    _sum,
+    lambda s: s[0],
+    doc="""Sum all elements of a value.
+
+    Returns:
+        One number for each call and each iteration of a scan around the site, with 32 bits or more.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.sum})(jnp.array([3.0, -4.0]))
+        >>> float(taps.values["h"])
+        -2.0
+    """,
+)
+
+mean = _summing(
+    "mean",
+    _sum,
+    lambda s: _over(s[1], s[0]),
+    _FLOATS,
+    doc="""Average all elements of a value.
+
+    Returns:
+        One number for each call and each iteration of a scan around the site.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.mean})(jnp.array([3.0, -4.0]))
+        >>> float(taps.values["h"])
+        -1.0
+    """,
+)
+
+norm = _summing(
+    "norm",
+    _squares,
+    lambda s: _sums.root(s[:2]),
+    _FLOATS,
+    quantity="squares",
+    doc="""Compute the norm of a value: the root of the sum of the squared magnitudes.
+
+    The squares neither overflow nor underflow.
+
+    Returns:
+        One real number for each call and each iteration of a scan around the site.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.norm})(jnp.array([3.0, -4.0]))
+        >>> round(float(taps.values["h"]), 4)
+        10.0
+    """,
+)
+
 rms = _summing(
     "rms",
     _squares,
     lambda s: _sums.root(s[:2], s[2].astype(s[0].dtype)),
     _FLOATS,
     quantity="squares",
+    doc="""Compute the root mean square of a value: the root of the mean of the squared magnitudes.
+
+    The squares neither overflow nor underflow.
+
+    Returns:
+        One real number for each call and each iteration of a scan around the site.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.rms})(jnp.array([3.0, -4.0]))
+        >>> round(float(taps.values["h"]), 4)
+        7.0711
+    """,
 )
-"""The root of the mean of the squared magnitudes, without overflow or underflow of the squares."""
 
 
 def _counting(
@@ -132,13 +198,42 @@ def _counting(
 
 
 nonfinite = _counting(
-    "nonfinite", lambda x: ~jnp.isfinite(x), lambda s: _sums.as_integers(s[0]), quantity="nonfinite"
+    "nonfinite",
+    lambda x: ~jnp.isfinite(x),
+    lambda s: _sums.as_integers(s[0]),
+    quantity="nonfinite",
+    doc="""Count the elements of a value that are NaN or infinite.
+
+    Returns:
+        One int32 for each call and each iteration of a scan around the site. A count that
+        reaches the largest int32 stays there.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(jnp.log(x), "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.nonfinite})(jnp.array([3.0, 0.0]))
+        >>> int(taps.values["h"])
+        1
+    """,
 )
-"""The number of elements that are NaN or infinite, as an int32."""
+
 zeros = _counting(
-    "zeros", lambda x: x == 0, lambda s: s[0].astype(jnp.float32) / s[1].astype(jnp.float32)
+    "zeros",
+    lambda x: x == 0,
+    lambda s: s[0].astype(jnp.float32) / s[1].astype(jnp.float32),
+    doc="""Compute the fraction of the elements of a value that are zero.
+
+    Returns:
+        One float32 between 0 and 1 for each call and each iteration of a scan around the site.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(jax.nn.relu(x), "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.zeros})(jnp.array([3.0, -4.0]))
+        >>> float(taps.values["h"])
+        0.5
+    """,
 )
-"""The fraction of the elements that are zero."""
 
 
 def _cosine(state: PyTree) -> Any:
@@ -153,12 +248,47 @@ cosine = _summing(
     _cosine,
     _FLOATS,
     paired=True,
+    doc="""Compute the cosine between a gradient and the value of its site.
+
+    A capture takes this reducer in `grads` only.
+
+    Returns:
+        One number between -1 and 1 for each call and each iteration of a scan around the site.
+        It is 0 if the gradient or the value is zero.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> captured = tapax.capture(jax.grad(f), grads={"h": tapax.reduce.cosine})
+        >>> _, taps = captured(jnp.array([3.0, 4.0]))
+        >>> round(float(taps.grads["h"]), 4)
+        0.9899
+    """,
 )
-"""The cosine between a gradient and the value of its site; 0 if one of the two is zero."""
+
 update_ratio = _summing(
-    "update_ratio", _squares, lambda s: _sums.root(s[:2]) / _sums.root(s[2:4]), _FLOATS, paired=True
+    "update_ratio",
+    _squares,
+    lambda s: _sums.root(s[:2]) / _sums.root(s[2:4]),
+    _FLOATS,
+    paired=True,
+    doc="""Divide the norm of a gradient by the norm of the value of its site.
+
+    A capture takes this reducer in `grads` only.
+
+    Returns:
+        One number for each call and each iteration of a scan around the site. It is infinite if
+        the value is zero.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> captured = tapax.capture(jax.grad(f), grads={"h": tapax.reduce.update_ratio})
+        >>> _, taps = captured(jnp.array([3.0, 4.0]))
+        >>> round(float(taps.grads["h"]), 4)
+        0.1414
+    """,
 )
-"""The norm of a gradient, divided by the norm of the value of its site."""
 
 
 # Chan, Golub and LeVeque (1979) combine the moments of two samples a and b. For n elements with the
@@ -202,8 +332,28 @@ def _variance(state: PyTree) -> Any:
     return _over(state[0], state[3])
 
 
-var = _along("var", _see_moments, _combine_moments, _variance, _FLOATS)
-"""The variance of all elements: the mean of the squared distances from the mean."""
+var = _along(
+    "var",
+    _see_moments,
+    _combine_moments,
+    _variance,
+    _FLOATS,
+    doc="""Compute the variance of a value: the mean of the squared distances from the mean.
+
+    As in NumPy, the sum is divided by the number of elements, without a correction.
+
+    Returns:
+        One real number for each call and each iteration of a scan around the site.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.var})(jnp.array([3.0, -4.0]))
+        >>> float(taps.values["h"])
+        49.0
+    """,
+)
+
 moments = _along(
     "moments",
     _see_moments,
@@ -211,8 +361,20 @@ moments = _along(
     lambda s: jnp.stack([_mean_of(s), _variance(s).astype(s[1].dtype)], -1),
     _FLOATS,
     labels=("mean", "var"),
+    doc="""Compute the mean and the variance of all elements of a value.
+
+    Returns:
+        The mean and the variance, as an array of shape `[..., 2]`, for each call and each iteration
+        of a scan around the site.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.moments})(jnp.array([3.0, -4.0]))
+        >>> taps.values["h"].tolist()
+        [-1.0, 49.0]
+    """,
 )
-"""The mean and the variance of all elements, along a last axis of size 2."""
 
 
 def _see_ends(axis: Any, x: Value) -> Any:
@@ -237,8 +399,21 @@ minmax = _along(
     merge=lambda states: (states[0].min(0), states[1].max(0)),
     labels=("min", "max"),
     quantity="ends",
+    doc="""Find the smallest and the largest element of a value.
+
+    Returns:
+        The smallest and the largest element, as an array of shape `[..., 2]`, for each call and
+        each iteration of a scan around the site. Both are NaN if an element is NaN.
+
+    Example:
+        >>> import jax.numpy as jnp, tapax
+        >>> f = lambda x: tapax.sow(2 * x, "h").sum()
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.minmax})(jnp.array([3.0, -4.0]))
+        >>> taps.values["h"].tolist()
+        [-8.0, 6.0]
+    """,
 )
-"""The smallest and the largest element, along a last axis of size 2; NaN if an element is NaN."""
+
 
 last = Reducer(
     init=lambda x: jnp.zeros(x.shape, x.dtype),
@@ -247,5 +422,19 @@ last = Reducer(
     name="last",
     over_maps=False,
     is_builtin=True,
+    doc="""Keep the value itself; `last.total` keeps that of the last iteration.
+
+    This reducer stacks the examples of a vmap and the devices of a mesh instead of combining them.
+
+    Returns:
+        The value, for each call and each iteration of a scan around the site.
+
+    Example:
+        >>> import jax, tapax
+        >>> step = lambda x, _: (tapax.sow(2 * x, "h"), None)
+        >>> f = lambda x: jax.lax.scan(step, x, length=3)[0]
+        >>> _, taps = tapax.capture(f, values={"h": tapax.reduce.last.total})(1.0)
+        >>> float(taps.values["h"])
+        8.0
+    """,
 )
-"""The value itself; `last.total` is the value of the last iteration."""

@@ -2,7 +2,8 @@
 
 A function or method has one sentence that starts with a verb, then `Args:` with every argument,
 `Returns:`, `Raises:` and an `Example:`. A class has one sentence, `Args:` or `Attributes:`, and an
-example, which also shows its properties.
+example, which also shows its properties. An instance, such as a reducer, has a docstring of its
+own: one sentence, `Returns:` and an example.
 """
 
 import dataclasses
@@ -34,8 +35,15 @@ def list_public(name, thing):
             yield from list_public(f"{name}.{part}", inner)
 
 
+def is_instance(thing):
+    """Return whether `thing` is an object with a class in tapax, such as `tapax.reduce.rms`."""
+    return not inspect.isclass(thing) and type(thing).__module__.startswith("tapax")
+
+
 def find_faults(name, thing):
-    """List what is missing in the docstring of a function, or of a class and its members."""
+    """List the missing parts in the docstring of a function, an instance, or a class."""
+    if is_instance(thing):
+        return _find_instance_faults(name, thing)
     if not inspect.isclass(thing):
         return _find_function_faults(name, thing)
     faults = _find_class_faults(name, thing)
@@ -64,6 +72,14 @@ def _find_function_faults(name, function):
         faults += _find_missing(name, doc, "Returns")
     if _list_arguments(signature):
         faults += _find_missing(name, doc, "Raises")
+    return faults + _find_missing(name, doc, "Example")
+
+
+def _find_instance_faults(name, instance):
+    if instance.__doc__ == type(instance).__doc__:
+        return [f"{name}: `help` shows the docstring of {type(instance).__name__} instead"]
+    doc = inspect.cleandoc(instance.__doc__)
+    faults = _find_sentence_faults(name, doc) + _find_missing(name, doc, "Returns")
     return faults + _find_missing(name, doc, "Example")
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tapax
 from tapax.nonfinite._saved_inputs import load_inputs, save_inputs
 from tests.oracles.closeness import assert_close
 
@@ -159,15 +158,6 @@ def test_bad_input_of_the_command(tmp_path):
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and "There is no script 'none.py'." in done.stderr
-
-
-def test_version_is_printed_with_the_name(tmp_path):
-    command = [sys.executable, "-m", "tapax", "--version"]
-    env = {**os.environ, "PYTHONPATH": ROOT}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, f"tapax {tapax.__version__}\n")
 
 
 def test_directory_that_cannot_be_written(tmp_path):

@@ -517,7 +517,7 @@ def test_plots_without_matplotlib_say_so(call, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ModuleNotFoundError) as found:
         call()
-    message = "Plots need matplotlib, which is not installed: pip install tapax[plot]."
+    message = "Plots need matplotlib, which is not installed: pip install 'tapax[plot]'."
     assert str(found.value) == message
 
 

@@ -89,5 +89,5 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (
-        done.stdout == "Plots need matplotlib, which is not installed: pip install tapax[plot].\n"
+        done.stdout == "Plots need matplotlib, which is not installed: pip install 'tapax[plot]'.\n"
     )
