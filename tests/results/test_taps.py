@@ -37,6 +37,13 @@ def test_tables_of_sites_that_may_not_have_run():
     assert "False" in text
 
 
+def test_tables_have_a_column_for_masks_only_if_there_are_masks():
+    straight = lambda x: tapax.sow(2 * x, "h")
+    branch = lambda x: jax.lax.cond(x.sum() > 0, straight, lambda x: x, x)
+    assert "valid" not in repr(tapax.capture(straight)(X)[1])
+    assert "valid" in repr(tapax.capture(branch)(X)[1])
+
+
 def test_tables_can_be_printed_while_tracing():
     @jax.jit
     def f(x):
