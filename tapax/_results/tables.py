@@ -152,7 +152,12 @@ def taps_table(
     """
     by_name = {site.name: site for site in sites}
     title = f"{len(values)} values, {len(grads)} gradients"
-    columns = (number_column(header, style="blue") for header in ("value rms", "grad rms"))
+    reducers = {"value": {by_name[name].reducer for name in values if name in by_name}}
+    reducers["grad"] = {by_name[name].grad_reducer for name in grads if name in by_name}
+    columns = (
+        number_column(kind if found and None not in found else f"{kind} rms", style="blue")
+        for kind, found in reducers.items()
+    )
     optional = ["valid"] if valid else []
     table = Table("site", "type", *columns, *optional, "source", title=title)
     for name in dict.fromkeys([*by_name, *values, *grads]):
