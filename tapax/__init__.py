@@ -87,7 +87,7 @@ __getattr__, __dir__ = load_lazily(
     __name__,
     __all__,
     {
-        "tapax": ("attribute", "compat", "data", "hidden", "nn", "plot"),
+        "tapax": ("attribute", "compat", "data", "hidden", "nn", "plot", "viewer"),
         "tapax._api.capture": ("capture", "sites"),
         "tapax._api.cut": ("prefix", "suffix"),
         "tapax._api.diff": ("diff",),

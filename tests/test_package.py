@@ -29,6 +29,12 @@ def test_dir_lists_public_names_alone():
     assert dir(tapax.compat) == ["braintrace", "linen", "nnx", "oryx"]
 
 
+def test_submodules_are_attributes_before_they_are_imported():
+    code = "import json, tapax; print(json.dumps([m.__name__ for m in ({},)]))"
+    names = ["tapax.hidden.online", "tapax.data.ray", "tapax.viewer"]
+    assert in_a_new_process(code.format(", ".join(names))) == names
+
+
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'tapax' has no attribute 'captured'"):
         tapax.captured

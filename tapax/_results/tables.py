@@ -147,12 +147,19 @@ def taps_table(
 ) -> Table:
     """Make a table of captured sites: types, and root mean squares of values and gradients.
 
-    It communicates nothing: for an array that spans processes, it uses the part of this process.
+    The column `valid` is there only if a site may not have run. Making the table communicates
+    nothing: for an array that spans processes, it shows the part of this process.
     """
     by_name = {site.name: site for site in sites}
     title = f"{len(values)} values, {len(grads)} gradients"
-    columns = (number_column(header, style="blue") for header in ("value rms", "grad rms"))
-    table = Table("site", "type", *columns, "valid", "source", title=title)
+    reducers = {"value": {by_name[name].reducer for name in values if name in by_name}}
+    reducers["grad"] = {by_name[name].grad_reducer for name in grads if name in by_name}
+    columns = (
+        number_column(kind if found and None not in found else f"{kind} rms", style="blue")
+        for kind, found in reducers.items()
+    )
+    optional = ["valid"] if valid else []
+    table = Table("site", "type", *columns, *optional, "source", title=title)
     for name in dict.fromkeys([*by_name, *values, *grads]):
         x, g, site = values.get(name), grads.get(name), by_name.get(name, Site(name))
         if x is None and g is None:
@@ -162,7 +169,7 @@ def taps_table(
             type_of(x if x is not None else g),
             "" if x is None else _number(x, site.reducer),
             "" if g is None else _number(g, site.grad_reducer),
-            _valid(valid.get(name)),
+            *([_valid(valid.get(name))] if valid else []),
             os.path.basename(site.source),
         )
     if any(map(spans_processes, (*values.values(), *grads.values(), *valid.values()))):

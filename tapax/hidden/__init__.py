@@ -6,6 +6,7 @@ online with steps.
 """
 
 from tapax._frameworks.recurrent_cells import HiddenError
+from tapax._lazy import load_lazily
 from tapax.hidden._add_perturbation import add_hidden_perturbation
 from tapax.hidden._groups import HiddenGroup, hidden_groups
 from tapax.hidden._hidden_perturbation import HiddenPerturbation
@@ -24,3 +25,5 @@ __all__ = [
     "hidden_groups",
     "mark_states",
 ]
+
+__getattr__, _ = load_lazily(__name__, __all__, {__name__: ("online",)})

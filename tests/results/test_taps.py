@@ -37,6 +37,20 @@ def test_tables_of_sites_that_may_not_have_run():
     assert "False" in text
 
 
+def test_tables_have_a_column_for_masks_only_if_there_are_masks():
+    straight = lambda x: tapax.sow(2 * x, "h")
+    branch = lambda x: jax.lax.cond(x.sum() > 0, straight, lambda x: x, x)
+    assert "valid" not in repr(tapax.capture(straight)(X)[1])
+    assert "valid" in repr(tapax.capture(branch)(X)[1])
+
+
+def test_tables_do_not_call_a_statistic_a_root_mean_square():
+    f = lambda x: tapax.sow(2 * x, "h") + tapax.sow(3 * x, "k")
+    norms = {"h": tapax.reduce.norm}
+    assert "value rms" not in repr(tapax.capture(f, values=norms)(X)[1])
+    assert "value rms" in repr(tapax.capture(f, values=[norms, "k"])(X)[1])
+
+
 def test_tables_can_be_printed_while_tracing():
     @jax.jit
     def f(x):
