@@ -12,9 +12,6 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
-SITE = "https://tapax.readthedocs.io/en/latest/"
-FILES = ("https://raw.githubusercontent.com/tapax/tapax/main/",)
-FILES += ("https://github.com/tapax/tapax/blob/main/",)
 
 
 def read_block(language, number=0):
@@ -45,16 +42,7 @@ def test_the_quickstart_prints_the_table_that_the_readme_shows():
             assert float(number) == pytest.approx(float(other), rel=0.1)
 
 
-def find_targets():
-    """List the addresses of links and images, each with the file that it must lead to."""
-    for address in re.findall(r"\]\((.*?)\)", TEXT):
-        page, name = address.removeprefix(SITE), address
-        for prefix in FILES:
-            name = name.removeprefix(prefix)
-        yield address, f"docs/{page.removesuffix('.html')}.md" if page != address else name
-
-
-@pytest.mark.parametrize(("address", "path"), sorted(set(find_targets())))
-def test_links_are_absolute_and_lead_to_a_file(address, path):
-    """PyPI shows the README without the files around it, so no address may be relative."""
-    assert address.startswith((SITE, *FILES)) and (ROOT / path).exists()
+@pytest.mark.parametrize("address", sorted(set(re.findall(r"\]\((.*?)\)", TEXT))))
+def test_links_lead_to_files_of_the_repository(address):
+    """PyPI shows the README without these files; the build makes the addresses absolute there."""
+    assert (ROOT / address).exists()
