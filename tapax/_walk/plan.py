@@ -368,7 +368,8 @@ def _no_gradient(site: Site, asked: str, reached: bool) -> str:
     if not reached:
         why = (
             "the program takes no gradient, or its gradients reach no marked value. Take the "
-            "gradient inside the captured function, as a train step does"
+            "gradient inside the captured function, as a train step does, and use the value that "
+            "tapax.sow returns"
         )
     else:
         why = (

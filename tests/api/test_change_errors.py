@@ -160,7 +160,7 @@ def test_gradients_that_are_not_taken():
     assert message(tapax.edit(loss, grads={"h": 0.0}), X) == (
         f"grads='h' picks the site 'h', {AT[loss]} which has no gradient: the program takes no "
         "gradient, or its gradients reach no marked value. Take the gradient inside the captured "
-        "function, as a train step does."
+        "function, as a train step does, and use the value that tapax.sow returns."
     )
     # The gradient is taken around the edited function, which has none itself.
     assert "has no gradient" in message(jax.grad(tapax.edit(loss, grads={"h": 0.0})), X)
