@@ -55,13 +55,17 @@ def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
             f"{step!r} of type {type(step).__name__}."
         )
 
+    caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    source = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    code = getattr(step, "__code__", None)  # a module has none: its line is that of the call
+    if code is not None:
+        source = f"{code.co_filename}:{code.co_firstlineno}"
+
     @functools.wraps(step, updated=())
     def marked(state: PyTree, *inputs: PyTree, **keywords: PyTree) -> tuple[Any, Any]:
         here = active_policy()
         if here is None:
             return step(state, *inputs, **keywords)
-        frame = getattr(step, "__code__", None) or sys._getframe(1).f_code
-        source = f"{frame.co_filename}:{frame.co_firstlineno}"
 
         def write(name: str, value: PyTree) -> Any:
             with jax.named_scope(GroundedScope("")):

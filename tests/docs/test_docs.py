@@ -28,15 +28,7 @@ DOCUMENTS = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in (
-            "semantics",
-            "changing",
-            "memory",
-            "frameworks",
-            "page",
-            "architecture",
-            "format",
-        )
+        for name in ("semantics", "changing", "memory", "page", "architecture", "format")
     ),
 ]
 NOTEBOOKS = [

@@ -188,6 +188,16 @@ def test_names_are_those_of_the_state_wherever_it_is_defined():
     assert taps.sites["rnn/h"].kind == "hidden"
 
 
+def test_states_of_a_module_have_the_line_that_marks_them():
+    class Cell:
+        def __call__(self, h, x):
+            return (jnp.tanh(h + x),) * 2
+
+    step = mark_states(Cell())
+    _, taps = tapax.capture(lambda xs: lax.scan(step, jnp.zeros(H), xs)[1])(np.ones((T, H)))
+    assert taps.sites["h"].source.startswith(__file__)
+
+
 def test_statistics_and_batches():
     def loss(w, xs):
         step = lambda h, x: (jnp.tanh(w * h + x),) * 2

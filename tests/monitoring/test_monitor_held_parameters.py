@@ -251,3 +251,25 @@ def test_a_held_model_by_which_nothing_is_differentiated_is_not_recorded():
 
     record = watch(step, jnp.ones((2, 2)), X)
     assert {name.partition("/")[0] for name in record} == {"params"}
+
+
+def test_states_that_the_step_makes_are_not_parameters():
+    cell = bs.nn.GRUCell(4, 3)
+    weights = cell.states(bs.ParamState)
+
+    @tf.jit
+    def step(x):
+        def loss():
+            bs.nn.init_all_states(cell, len(x))
+            return jnp.mean(cell(x) ** 2)
+
+        grads = tf.grad(loss, weights)()
+        for path, state in weights.items():
+            state.value = jax.tree.map(lambda w, g: w - LR * g, state.value, grads[path])
+
+    log = tapax.Log()
+    with tapax.monitor(step, every=1, params=True, to=log) as watched:
+        for _ in range(2):
+            watched(X)
+    names = [name for name in log.names if name.endswith("/update_ratio")]
+    assert names and not any("/h/" in name for name in names)

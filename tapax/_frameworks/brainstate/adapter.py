@@ -22,7 +22,7 @@ from typing import Any
 
 import brainevent
 import jax
-from brainstate import State, graph, nn, transform
+from brainstate import State, TraceContextError, graph, nn, transform
 from brainstate.transform import _mapping1, _mapping2, _mapping_core
 from brainunit import Quantity
 
@@ -62,7 +62,11 @@ class Brainstate(PatchedAdapter):
         found: Any = {(): value} if isinstance(value, State) else graph.states(value)
         for path, state in found.items():
             prefix = "/".join(map(segment, path))
-            for keys, x in jax.tree_util.tree_leaves_with_path(state.value):
+            try:
+                leaves = jax.tree_util.tree_leaves_with_path(state.value)
+            except TraceContextError:  # a transform made the state, which has no value outside
+                continue
+            for keys, x in leaves:
                 yield join(prefix, key_path(keys)), x
 
     def open_call(self, call: FunctionCall) -> contextlib.AbstractContextManager[FunctionCall]:
