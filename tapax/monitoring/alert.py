@@ -75,8 +75,7 @@ class Limit:
             case "dead" if number >= self.limit:
                 return f"{100 * number:.3g}% dead units, zero in the whole batch"
             case "above" | "below" if math.isnan(number):
-                within = f"within the limit of {self.limit:g}"
-                return f"{self.stat} nan, which cannot be told to be {within}"
+                return f"{self.stat} nan, so it cannot be compared with the limit of {self.limit:g}"
             case "above" if number > self.limit:
                 return f"{self.stat} {number:.4g}, above the limit of {self.limit:g}"
             case "below" if number < self.limit:
