@@ -115,6 +115,12 @@ class Glob(str, Selector):
     __slots__ = ()
     __and__, __or__, __invert__ = Selector.__and__, Selector.__or__, Selector.__invert__
 
+    def picks(self, site: Site) -> bool:
+        return picks(str(self), site)
+
+    def admits(self, site: Site) -> bool:
+        return admits(str(self), site)
+
 
 def glob(pattern: str) -> Glob:
     """Make a glob that combines with other selections by `&`, `|` and `~`.

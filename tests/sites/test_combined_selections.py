@@ -222,3 +222,11 @@ def test_combinations_work_in_scans_under_jit():
         "block0/mlp": (2, 2, 2),
         "block2/mlp": (2, 2, 2),
     }
+
+
+def test_every_selector_says_whether_it_picks_a_site():
+    site = tapax.Site("net/mlp", kind="value")
+    assert tapax.glob("**/mlp").picks(site)
+    assert not tapax.glob("**/attn").picks(site)
+    assert not tapax.glob("net/*.input").admits(site)
+    assert (tapax.glob("**/mlp") & ~tapax.glob("other/**")).picks(site)
