@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_extensions")]
 
-import tapax  # noqa: E402
 from public_names_reference import find_module  # noqa: E402
+
+import tapax  # noqa: E402
 
 # Kernels import this checkout, examples/ included, and read no settings of the user.
 os.environ["PYTHONPATH"] = str(ROOT)
@@ -31,8 +32,7 @@ os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling takes more time than running small models, so let XLA optimise less.
 os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 
 
@@ -92,15 +92,14 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_typehints_format = "short"
+autodoc_typehints = "none"
 autodoc_preserve_defaults = True
-python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 add_module_names = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 napoleon_use_rtype = False
 
 _INVENTORIES = {
@@ -139,7 +138,7 @@ html_title = "tapax"
 html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "https://tapax.readthedocs.io/")
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_logo = "_static/logo.svg"
+html_logo = "_static/favicon.svg"
 html_favicon = "_static/favicon.svg"
 html_copy_source = True
 html_theme_options = {
@@ -169,7 +168,7 @@ sitemap_show_lastmod = False
 ogp_site_url = html_baseurl
 ogp_site_name = "tapax"
 ogp_description_length = 200
-ogp_social_cards = {"line_color": "#2563eb", "image": None}
+ogp_social_cards = {"line_color": "#2563eb", "image": "_static/card.png"}
 
 
 def linkcode_resolve(domain, info):
@@ -183,9 +182,7 @@ def linkcode_resolve(domain, info):
         lines, first = inspect.getsourcelines(thing)
     except (TypeError, ValueError, OSError):
         return None
-    return (
-        f"https://github.com/tapax/tapax/blob/main/{path}#L{first}-L{first + len(lines) - 1}"
-    )
+    return f"https://github.com/tapax/tapax/blob/main/{path}#L{first}-L{first + len(lines) - 1}"
 
 
 linkcheck_anchors = False

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 PLURAL = re.compile(r"(`[^`\n]+`)s\b")
 
+
 @functools.cache
 def find_public():
     """Map dotted names to public things, in the order of the package."""
@@ -178,7 +179,7 @@ def list_names(namespace):
 
 def write_entry(full, thing):
     """Write the directive of one entry."""
-    namespace, _, name = full.rpartition(".")
+    name = full.rpartition(".")[2]
     first = find_first_names()[id(thing)]
     is_class, is_function = inspect.isclass(thing), inspect.isroutine(thing)
     kind = "class" if is_class else "function" if is_function else "data"
