@@ -34,10 +34,11 @@ sae: ## harvest a small GPT, train a sparse autoencoder and linear probes from t
 
 test: lint page unit ## lint, types, and tests on the default Python and the newest one found
 
-lint: ## ruff, import-linter and pyright
+lint: ## ruff, codespell, import-linter and pyright
 	@python=$$($(environment)) && lint=$$($(linters)) && \
 	"$$lint" -m ruff check . && \
 	"$$lint" -m ruff format --check . && \
+	"$$(dirname "$$lint")/codespell" && \
 	"$$(dirname "$$lint")/lint-imports" && \
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$lint" -m pyright --pythonpath "$$python"
 
