@@ -57,10 +57,17 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def start_server(port: int) -> http.server.ThreadingHTTPServer:
+class QuietServer(http.server.ThreadingHTTPServer):
+    """Serve browsers that may leave a page before it is loaded."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass
+
+
+def start_server(port: int) -> QuietServer:
     """Serve the site to browsers on this machine."""
     handler = functools.partial(QuietHandler, directory=str(SITE))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server = QuietServer(("127.0.0.1", port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 

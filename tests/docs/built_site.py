@@ -124,9 +124,8 @@ def visit(tab, address, page):
         tab.resize(width, height)
         for dark in (False, True):
             tab.use_dark(dark)
-            theme = tab.run("document.documentElement.dataset.theme")
-            if theme != ("dark" if dark else "light"):
-                faults.append(f"{page}: the theme is {theme}, but dark={dark}")
+            theme = "dark" if dark else "light"
+            tab.wait_for(f"document.documentElement.dataset.theme === '{theme}'", 10)
         tab.run("document.querySelectorAll('iframe').forEach(frame => frame.scrollIntoView())")
         wide = tab.run("document.documentElement.scrollWidth")
         if wide > width:
