@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import os
 import re
+import shutil
 import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -31,14 +32,14 @@ os.environ["PYTHONPATH"] = str(ROOT)
 os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
 os.environ["IPYTHONDIR"] = str(BUILD / "docs-ipython")
 _profile = BUILD / "docs-ipython" / "profile_default"
-_profile.mkdir(parents=True, exist_ok=True)
+(_profile / "startup").mkdir(parents=True, exist_ok=True)
 (_profile / "ipython_kernel_config.py").write_text('get_config().Application.log_level = "ERROR"\n')
+shutil.copy(ROOT / "docs" / "_extensions" / "name_cells.py", _profile / "startup")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling takes more time than running small models, so let XLA optimise less.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
-
 
 project = "tapax"
 author = "The tapax authors"
@@ -74,7 +75,7 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!tapax\b).*"), (r"py:.*", r"tapax\.(\w+\.
 def _digest_sources():
     """Compute a digest of all files that may change the output of a cell."""
     digest = hashlib.sha256()
-    for folder in ("tapax", "examples", "constraints"):
+    for folder in ("tapax", "examples", "constraints", "docs/_extensions"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".txt") or path.name == "stamp":
                 digest.update(path.read_bytes())
@@ -85,8 +86,8 @@ nb_execution_mode = "cache"
 nb_execution_cache_path = str(BUILD / "docs-outputs" / _digest_sources())
 nb_execution_in_temp = True
 nb_execution_timeout = 300
-# A failure is a warning, which fails the build at its end: Sphinx with several processes may hang if
-# one of them raises.
+# A failure is a warning, which fails the build at its end. If a process raised, Sphinx could wait for
+# its other processes forever.
 nb_execution_raise_on_error = False
 nb_execution_show_tb = True
 nb_merge_streams = True
