@@ -86,8 +86,8 @@ nb_execution_mode = "cache"
 nb_execution_cache_path = str(BUILD / "docs-outputs" / _digest_sources())
 nb_execution_in_temp = True
 nb_execution_timeout = 300
-# A failure is a warning, which fails the build at its end. If a process raised, Sphinx could wait for
-# its other processes forever.
+# A failure is a warning, which fails the build at its end. If a process raised, Sphinx could wait
+# for its other processes forever.
 nb_execution_raise_on_error = False
 nb_execution_show_tb = True
 nb_merge_streams = True
