@@ -46,6 +46,7 @@ author = "The tapax authors"
 project_copyright = "The tapax authors"
 version = release = tapax.__version__
 language = "en"
+smartquotes = False  # they would turn --version into a dash
 
 extensions = [
     "myst_nb",
