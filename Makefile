@@ -14,7 +14,7 @@ newest = $(PYTHON) scripts/environment.py --python newest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo structure-factor delayed-match sae test lint page unit test-matrix package release coverage bench conformance fuzz format hooks pythons clean
+.PHONY: help demo structure-factor delayed-match sae test lint page unit test-matrix package release coverage bench conformance docs docs-serve fuzz format hooks pythons clean
 
 help: ## show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -34,10 +34,11 @@ sae: ## harvest a small GPT, train a sparse autoencoder and linear probes from t
 
 test: lint page unit ## lint, types, and tests on the default Python and the newest one found
 
-lint: ## ruff, import-linter and pyright
+lint: ## ruff, codespell, import-linter and pyright
 	@python=$$($(environment)) && lint=$$($(linters)) && \
 	"$$lint" -m ruff check . && \
 	"$$lint" -m ruff format --check . && \
+	"$$(dirname "$$lint")/codespell" && \
 	"$$(dirname "$$lint")/lint-imports" && \
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$lint" -m pyright --pythonpath "$$python"
 
@@ -65,6 +66,12 @@ bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
 
 conformance: ## docs/conformance.md: the same cases through tapax, Flax and penzai
 	@python=$$($(environment)) && "$$python" -m conformance.run $(ARGS)
+
+docs: ## the site in build/docs: every page executed, every link, name and page checked
+	@python=$$($(PYTHON) scripts/environment.py --docs) && "$$python" scripts/docs.py $(ARGS)
+
+docs-serve: ## serve the site, and build it again when a page changes
+	@python=$$($(PYTHON) scripts/environment.py --docs) && "$$python" scripts/docs.py --serve $(ARGS)
 
 fuzz: ## many planted NaNs, then random programs for MINUTES (10) minutes
 	@python=$$($(environment)) && "$$python" -m pytest -q -n 2 -m many && \

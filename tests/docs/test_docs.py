@@ -1,18 +1,37 @@
-"""Every example in the documentation runs: docstrings, the README, the demo's parts."""
+"""Every example in the documentation runs: in docstrings, in README.md and on every page."""
 
 import doctest
 import importlib
 import pkgutil
-import re
 from pathlib import Path
 
 import jax
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
+
+from tests.docs.pages import as_notebook, list_pages, read_cells, run_page
 
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[2]
+SHORT = (
+    "README.md",
+    "docs/start/",
+    "docs/how_to/",
+    "docs/methods/",
+    "docs/reference/",
+    "docs/values.md",
+    "docs/gradients.md",
+    "docs/names.md",
+    "docs/changing.md",
+    "docs/nonfinite.md",
+    "docs/page.md",
+    "docs/semantics.md",
+    "docs/format.md",
+    "docs/architecture.md",
+)
+"""Pages that `make test` runs. `make docs` and `make test-matrix` run all."""
 
 
 def modules_below(package, folder):
@@ -24,20 +43,6 @@ def modules_below(package, folder):
 
 
 MODULES = list(modules_below("tapax", ROOT / "tapax"))
-DOCUMENTS = [
-    "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in ("semantics", "changing", "memory", "page", "architecture", "format")
-    ),
-]
-NOTEBOOKS = [
-    f"docs/{name}.md"
-    for name in (
-        "gradients", "patching", "watching", "hidden", "online", "ensembles", "datasets",
-        "structure_factor",
-    )
-]  # fmt: skip
 
 
 def import_or_skip(name):
@@ -45,9 +50,14 @@ def import_or_skip(name):
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "tapax":
-            raise
-        return pytest.skip(f"{name} needs {error.name}")
+        return skip_without_package(name, error)
+
+
+def skip_without_package(what, error):
+    """Skip a test that needs a package which is not installed."""
+    if error.name is None or error.name.partition(".")[0] in ("tapax", "tests", "examples"):
+        raise error
+    return pytest.skip(f"{what} needs {error.name}")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -57,19 +67,33 @@ def test_examples_in_docstrings_run(name):
     assert results.failed == 0
 
 
-LONG = pytest.param(NOTEBOOKS[-1], marks=pytest.mark.many)
-
-
-@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS[:-1], LONG])
-def test_code_cells_of_documents_run(document, tmp_path, monkeypatch):
-    """The cells of a document, run one after the other in one namespace."""
-    cell = r"```(?:python|\{code-cell\})\n(.*?)```"
-    blocks = re.findall(cell, (ROOT / document).read_text(), re.DOTALL)
-    assert blocks
-    monkeypatch.chdir(tmp_path)  # where pictures are saved
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page.startswith(SHORT) else pytest.mark.many)
+        for page in list_pages()
+    ],
+)
+@pytest.mark.filterwarnings("default")  # a page may show a warning
+def test_code_cells_of_pages_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where pages write their files
     matplotlib.use("Agg")
-    space = {}
-    for block in blocks:
-        exec(compile(block, document, "exec"), space)
+    try:
+        with as_notebook():
+            run_page(page)
+    except ModuleNotFoundError as error:
+        skip_without_package(page, error)
+    finally:
+        plt.close("all")
     jax.effects_barrier()
-    assert len(list(tmp_path.glob("*.png"))) >= (document in NOTEBOOKS)
+
+
+def test_cells_of_a_page_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n```{code-cell}\nx = 1\n```\n\n```python\nnot run\n```\n\n"
+        "```{code-cell} python\n:tags: [raises-exception]\n\n1 / 0\n```\n"
+    )
+    first, second = read_cells(page)
+    assert (first.line, first.code, first.raises) == (4, "x = 1\n", False)
+    assert (second.line, second.code.strip(), second.raises) == (13, "1 / 0", True)

@@ -119,6 +119,29 @@ class Tab:
             f".getImageData({x}, {y}, 1, 1).data]"
         )
 
+    def navigate(self, url: str) -> None:
+        """Go to another document, and wait until it is loaded."""
+        self._call("navigate", url=url)
+
+    def resize(self, width: int, height: int) -> None:
+        self._call("resize", width=width, height=height)
+
+    def use_dark(self, dark: bool) -> None:
+        """Prefer dark colours, or light ones."""
+        self._call("media", dark=dark)
+
+    def run(self, script: str) -> Any:
+        """Return the value of an expression in any document."""
+        return self._call("evaluate", script=script)
+
+    def wait_for(self, condition: str, seconds: float = 20) -> None:
+        """Wait until a condition on any document holds."""
+        self._call("wait", script=condition, timeout=1000 * seconds)
+
+    def take_seen(self) -> dict[str, list[str]]:
+        """Return errors, requests and failed requests since the last call."""
+        return self._call("takeSeen")
+
     def click(self, selector: str) -> None:
         self._call("click", selector=selector)
 

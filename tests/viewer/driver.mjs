@@ -35,11 +35,12 @@ const commands = {
   async open({ url, width, height, dark, wait }) {
     const context = await browser.newContext({ viewport: { width, height }, colorScheme: dark ? "dark" : "light", locale: "en-US" });
     const page = await context.newPage();
-    const seen = { errors: [], requests: [] };
+    const seen = { errors: [], requests: [], failures: [] };
     page.on("console", (message) => {
       if (message.type() === "error") seen.errors.push(message.text());
     });
     page.on("pageerror", (error) => seen.errors.push(error.message));
+    page.on("requestfailed", (request) => seen.failures.push(`${request.url()}: ${request.failure()?.errorText}`));
     page.on("request", (request) => {
       if (/^(https?|wss?|ftp):/.test(request.url())) seen.requests.push(request.url());
     });
@@ -49,6 +50,8 @@ const commands = {
     tabs.set(++count, { context, page, seen });
     return { tab: count, seconds: (performance.now() - start) / 1000 };
   },
+  navigate: async ({ page }, { url }) => void (await page.goto(url, { waitUntil: "load" })),
+  resize: ({ page }, { width, height }) => page.setViewportSize({ width, height }),
   evaluate: ({ page }, { script }) => page.evaluate(script),
   wait: ({ page }, { script, timeout }) => waitFor(page, script, timeout),
   click: ({ page }, { selector }) => page.click(selector),
@@ -61,6 +64,7 @@ const commands = {
   media: ({ page }, { dark }) => page.emulateMedia({ colorScheme: dark ? "dark" : "light" }),
   screenshot: async ({ page }, { path }) => void (await page.screenshot({ path })),
   seen: ({ seen }) => seen,
+  takeSeen: ({ seen }) => Object.fromEntries(Object.entries(seen).map(([kind, list]) => [kind, list.splice(0)])),
   close: async ({ context }, _, tab) => {
     tabs.delete(tab);
     await context.close();
