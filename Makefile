@@ -56,7 +56,7 @@ test-matrix: ## the tests on every Python from 3.11 to 3.14 found, with every ja
 bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
 	@python=$$($(environment)) && "$$python" -m benchmarks.run $(ARGS)
 
-conformance: ## docs/conformance.md: the same cases through tapax, Flax and penzai
+conformance: ## judge tapax and eight other libraries, write docs/conformance.md; ARGS="--only oryx"
 	@python=$$($(environment)) && "$$python" -m conformance.run $(ARGS)
 
 fuzz: ## many planted NaNs, then random programs for MINUTES (10) minutes

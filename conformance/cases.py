@@ -23,10 +23,16 @@ _TRANSFORMS: list[tuple[str, str, Any, dict[str, Any], Any]] = [
     ("jit", "jit", straight, {}, _EVERY),
     ("vmap", "vmap", each, {"x": MANY, "stacked": True}, FORMS),
     ("map", "lax.map", each, {"x": MANY, "stacked": True}, ("around", "lifted", "closed")),
-    ("scan", "scan over time", over_time, {"x": MANY, "stacked": True}, FORMS),
     ("remat", "remat", straight, {}, _EVERY),
     ("custom_vjp", "custom_vjp, layer run again backward", straight, {}, ("around", "argument")),
     ("shard_map", "shard_map", problem.halves, {"x": LONG, "stacked": True}, _EVERY),
+]
+_LOOPS: list[tuple[str, str, Any, dict[str, Any], Any]] = [
+    ("scan", "scan over time", over_time, {"x": MANY, "stacked": True}, FORMS),
+    ("fori_loop", "fori_loop", again, {"stacked": True}, _INSIDE),
+    ("while_loop", "while_loop", again, {**_WHILE, "backward": False}, _INSIDE),
+    ("while_grad", "while_loop with a gradient (Equinox)", again, _WHILE, ("closed",)),
+    ("custom_root", "custom_root", problem.solved, {"last": True, "implicit": True}, ("closed",)),
     ("cond", "cond, one branch has a layer", straight, {}, _INSIDE),
     (
         "vmap_cond",
@@ -35,11 +41,15 @@ _TRANSFORMS: list[tuple[str, str, Any, dict[str, Any], Any]] = [
         {"x": MANY, "stacked": True, "masked": True},
         ("around", "closed"),
     ),
-    ("fori_loop", "fori_loop", again, {"stacked": True}, _INSIDE),
-    ("while_loop", "while_loop", again, {**_WHILE, "backward": False}, _INSIDE),
-    ("while_grad", "while_loop with a gradient (Equinox)", again, _WHILE, ("closed",)),
-    ("custom_root", "custom_root", problem.solved, {**_WHILE, "implicit": True}, ("closed",)),
 ]
+
+
+def _cases(transforms: list[tuple[str, str, Any, dict[str, Any], Any]]) -> list[Case]:
+    return [
+        Case(f"{name}/{form}", FORMS[form].format(title), reference, **options)
+        for name, title, reference, options, forms in transforms
+        for form in forms
+    ]
 
 
 def _trains(name: str, title: str, **options: Any) -> Case:
@@ -56,11 +66,8 @@ SECTIONS = {
         _trains("train_scan", "training in a scan, gradient inside"),
         _trains("train_while", "training in a while_loop, gradient inside", last=True),
     ],
-    "Transformations": [
-        Case(f"{name}/{form}", FORMS[form].format(title), reference, **options)
-        for name, title, reference, options, forms in _TRANSFORMS
-        for form in forms
-    ],
+    "Transformations": _cases(_TRANSFORMS),
+    "Loops and branches": _cases(_LOOPS),
     "Layers": [
         Case("stack/lifted", "stacked layers, the framework's scan", stack, stacked=True),
         Case(

@@ -34,12 +34,14 @@ class Library:
 
     Set `name`, the heading of the column; `packages`, the distributions whose versions the page
     prints; and `modules`, the import packages of the library. An exception that code in `modules`
-    raises on purpose counts as a refusal rather than as an error.
+    raises on purpose counts as a refusal rather than as an error. A library that finds values and
+    gradients in one call sets `together`, and defines `both` in place of `value` and `gradient`.
     """
 
     name = ""
     packages: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    together = False
 
     def missing(self, case: Case, what: str) -> bool:
         """Return whether the library has no function for this `what`, "value" or "gradient"."""
@@ -51,6 +53,10 @@ class Library:
 
     def gradient(self, case: Case) -> Found:
         """Run the case; return the loss and the gradients with respect to the layers' values."""
+        raise NotImplementedError
+
+    def both(self, case: Case) -> tuple[Found, Found]:
+        """Run the case once; return the answers of `value` and of `gradient`."""
         raise NotImplementedError
 
 
@@ -69,24 +75,42 @@ def load(where: str) -> Library:
     return found() if isinstance(found, type) else found
 
 
-def judge(library: Library, case: Case, what: str) -> Verdict:
-    """Ask a library for the value or the gradient of a case, and compare its answer."""
-    if library.missing(case, what):
-        return Verdict(MISSING)
-    if what == "gradient" and not case.backward:
-        return Verdict(UNDEFINED)
+def judge(library: Library, case: Case) -> list[Verdict]:
+    """Ask a library for the value and the gradient of a case; compare its answers."""
+    verdicts, asked = {}, []
+    for what in PARTS:
+        if library.missing(case, what):
+            verdicts[what] = Verdict(MISSING)
+        elif what == "gradient" and not case.backward:
+            verdicts[what] = Verdict(UNDEFINED)
+        else:
+            asked.append(what)
+    for parts in [asked] if library.together else [[what] for what in asked]:
+        verdicts |= _ask(library, case, parts)
+    return [verdicts[what] for what in PARTS]
+
+
+def _ask(library: Library, case: Case, parts: list[str]) -> dict[str, Verdict]:
+    if not parts:
+        return {}
     with _warnings_of(library) as warned:
         try:
             with case.context():
-                found = getattr(library, what)(case)
-                if case.refused:
-                    wrong = found.changed
+                if library.together:
+                    found = dict(zip(PARTS, library.both(case), strict=True))
                 else:
-                    wrong = fault(case, found, expected(case, found.reference), what)
+                    found = {what: getattr(library, what)(case) for what in parts}
+                return {what: _compare(case, what, found[what], warned) for what in parts}
         except Exception as error:
-            if case.refused:
-                return Verdict(WORKS)
-            return Verdict(REFUSES if _is_raised_by(library, error) else ERROR, _sentence(error))
+            verdict = Verdict(REFUSES if _is_raised_by(library, error) else ERROR, _sentence(error))
+            return dict.fromkeys(parts, Verdict(WORKS) if case.refused else verdict)
+
+
+def _compare(case: Case, what: str, found: Found, warned: list[str]) -> Verdict:
+    if case.refused:
+        wrong = found.changed
+    else:
+        wrong = fault(case, found, expected(case, found.reference), what)
     if not wrong:
         return Verdict(WORKS)
     if warned:

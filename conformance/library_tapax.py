@@ -13,6 +13,7 @@ class Tapax(Library):
     """tapax with the models of one framework, those of the module `conformance.models_<module>`."""
 
     modules = ("tapax",)
+    together = True
 
     def __init__(self, name: str, module: str, package: str):
         self.name = name
@@ -22,11 +23,8 @@ class Tapax(Library):
     def missing(self, case: Case, what: str) -> bool:
         return not self._models.has(case)
 
-    def value(self, case: Case) -> Found:
-        return framework.measure(self._models, case)[0]
-
-    def gradient(self, case: Case) -> Found:
-        return framework.measure(self._models, case)[1]
+    def both(self, case: Case) -> tuple[Found, Found]:
+        return framework.measure(self._models, case)
 
 
 def __getattr__(name: str) -> Library:

@@ -65,12 +65,13 @@ def _measure(case: Case, end: str) -> Found:
     if case.kind == "train":
         with torch.no_grad():
             net.lin.w -= 0.1 * net.lin.w.grad
-    if any(models.escaped(h) for h in cache.values()):
-        return Found(array(loss), {}, "a tensor escapes from vmap")
-    found = {}
+    found: Any = {}
     for layer in ("lin", "teacher"):
         name = f"{layer}.point{end}"
-        found[layer] = [array(cache[name])] if name in cache else []
+        found[layer] = [cache[name]] if name in cache else []
+        if any(map(models.escaped, found[layer])):
+            return Found(array(loss), {}, "a tensor escapes from vmap")
+        found[layer] = list(map(array, found[layer]))
     return Found(array(loss), found, "no error" if case.refused else "")
 
 

@@ -50,7 +50,7 @@ def measure(where: str, cases: list[str] | None = None, title: str = "") -> dict
     found = {}
     chosen = [case for case in CASES if not cases or case.name in cases]
     for case in track(chosen, title or library.name, console=console):
-        verdicts = [judge(library, case, what) for what in PARTS]
+        verdicts = judge(library, case)
         found[case.name] = [[v.mark, v.why] if v.why else [v.mark] for v in verdicts]
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     versions |= {package: version(package) for package in library.packages}

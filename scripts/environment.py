@@ -6,13 +6,16 @@
     python scripts/environment.py --peers
     python scripts/environment.py --jax-peers
     python scripts/environment.py --docs
+    python scripts/environment.py --conformance
+    python scripts/environment.py --conformance-oryx
 
 An environment is a directory `.venv/<python>-<jax>`: tapax, editable, with the `test` dependency
 group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is for the Python that
 runs this script, or, if that is not supported, for the newest Python found, with its newest jax.
 `.venv/demo` contains only tapax and the packages of the demo; `.venv/lint` the linters;
 `.venv/peers` the PyTorch libraries that benchmarks race against; `.venv/jax-peers` tapax and the
-JAX libraries that it races against; `.venv/docs` tapax, Sphinx and what the pages import.
+JAX libraries that it races against; `.venv/docs` tapax, Sphinx and what the pages import;
+`.venv/conformance` and `.venv/conformance-oryx` the libraries that `make conformance` judges.
 
 The script rebuilds an environment from scratch if its Python, the constraints or the part of
 `pyproject.toml` that says what to install has changed, or if the last build was interrupted.
@@ -101,6 +104,21 @@ def make_jax_peers() -> Path:
     return _make("jax-peers", python, constraints, _with_tapax(constraints, "jax-peers"))
 
 
+def make_conformance() -> Path:
+    """Build the environment with tapax and the libraries that are judged; return its Python."""
+    _build_page()
+    constraints = CONSTRAINTS / "conformance.txt"
+    what = _with_tapax(constraints, "conformance")
+    return _make("conformance", default_python(), constraints, what)
+
+
+def make_conformance_oryx() -> Path:
+    """Build the environment with oryx and the last jax that it works with; return its Python."""
+    python = min(find().items())[1]
+    constraints = CONSTRAINTS / "conformance-oryx.txt"
+    return _make("conformance-oryx", python, constraints, ["--group", "conformance-oryx"])
+
+
 def make_docs() -> Path:
     """Build the environment that builds the documentation's site; return its Python."""
     _build_page()
@@ -171,6 +189,10 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="that of the peers of PyTorch")
     parser.add_argument("--jax-peers", action="store_true", help="that of the peers of JAX")
     parser.add_argument("--docs", action="store_true", help="that of the documentation's site")
+    parser.add_argument(
+        "--conformance", action="store_true", help="that of the libraries that are judged"
+    )
+    parser.add_argument("--conformance-oryx", action="store_true", help="that of oryx")
     chosen = parser.parse_args()
     try:
         named = {
@@ -179,6 +201,8 @@ def main() -> int:
             "peers": make_peers,
             "jax_peers": make_jax_peers,
             "docs": make_docs,
+            "conformance": make_conformance,
+            "conformance_oryx": make_conformance_oryx,
         }
         for name, make_named in named.items():
             if getattr(chosen, name):
