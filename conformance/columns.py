@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A library, as `module:attribute`, under a heading; `environment` is "" for the current one."""
+    """A library, as `module:attribute`, and its environment: "" is the current one."""
 
     name: str
     group: str

@@ -244,7 +244,7 @@ def _calls(arrays: Any, site: str | tuple[str, ...]) -> list[str]:
 
 
 def _shapes(case: Case, names: Any, values: Any) -> str:
-    """Describe names and shapes that differ from tapax's rule: one name a call, stacked in loops."""
+    """Describe names and shapes that break tapax's rule: a name for each call, stacked in loops."""
     for layer, calls in names.items():
         if case.stacked and len(calls) > 1:
             return f"{layer} has {len(calls)} names for one site"

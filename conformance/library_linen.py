@@ -17,8 +17,8 @@ from flax import linen as nn
 
 from conformance import models_linen as models
 from conformance import problem, transforms
-from conformance.library import Library
 from conformance.framework import Broken, failing
+from conformance.library import Library
 from conformance.models_linen import LISTED, Net, params
 from conformance.problem import STACK, WEIGHTS, WIDTH, Case, Found, loss_of, straight
 

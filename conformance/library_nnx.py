@@ -17,8 +17,8 @@ from flax import nnx
 
 from conformance import models_nnx as models
 from conformance import problem, transforms
-from conformance.library import Library
 from conformance.framework import Broken, failing
+from conformance.library import Library
 from conformance.models_nnx import IDLE, Net
 from conformance.problem import STACK, WEIGHTS, Case, Found, loss_of, straight
 

@@ -20,8 +20,8 @@ from penzai.toolshed.jit_wrapper import Jitted
 from penzai.toolshed.save_intermediates import SaveIntermediate
 
 from conformance import transforms
-from conformance.library import Library
 from conformance.framework import Broken, failing
+from conformance.library import Library
 from conformance.problem import LENGTH, STACK, WEIGHTS, WIDTH, Case, Found, loss_of, straight
 
 

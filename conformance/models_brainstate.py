@@ -1,4 +1,4 @@
-"""The cases in brainstate, where functions close over modules rather than take them as arguments."""
+"""The cases in brainstate, where functions close over modules instead of taking them."""
 
 from __future__ import annotations
 

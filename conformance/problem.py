@@ -1,6 +1,6 @@
 """The oracle: the weights, the inputs and the plain reference program of every case.
 
-Every model has a layer `lin` that computes `h = x @ w`. A case calls that layer in some way, and the
+Every model has a layer `lin` that computes `h = x @ w`. A case calls that layer in some way; the
 loss is the sum of the sines of the result. The reference of a case is a Python function that runs
 one operation at a time and uses no library. It calls the layers of a `Tape`, which records every
 result and adds a zero to it: the gradient of the loss with respect to that zero is the gradient of

@@ -18,16 +18,7 @@ from rich.table import Table
 
 from conformance.cases import CASES, SECTIONS
 from conformance.columns import COLUMNS, ROOT, Column, heading
-from conformance.library import (
-    ERROR,
-    MARKS,
-    MISSING,
-    PARTS,
-    REFUSES,
-    UNDEFINED,
-    WORKS,
-    WRONG,
-)
+from conformance.library import ERROR, MARKS, MISSING, PARTS, REFUSES, UNDEFINED, WORKS, WRONG
 from conformance.problem import Case
 
 SIGNS = {WORKS: "✅", REFUSES: "🛑", ERROR: "💥", WRONG: "❌", MISSING: "·", UNDEFINED: "–"}
@@ -64,7 +55,8 @@ def render(page: str, data: Data) -> str:
         pattern = re.escape(begin) + ".*?" + re.escape(end)
         if not re.search(pattern, page, re.DOTALL):
             raise ValueError(f"The page has no lines {begin.strip()!r} and {end!r}.")
-        page = re.sub(pattern, lambda _, t=text: f"{begin}\n{t}\n{end}", page, flags=re.DOTALL)
+        filled = f"{begin}\n{text}\n{end}".replace("\\", r"\\")
+        page = re.sub(pattern, filled, page, flags=re.DOTALL)
     return page
 
 

@@ -12,49 +12,34 @@ one library needs does not affect the others.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
-import subprocess
-import sys
-import tempfile
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 # Meshes need two devices, and CPU results are the same everywhere.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
-_FLAGS = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in _FLAGS:
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=2".strip()
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+).strip()
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 
 from conformance import report
-from conformance.cases import CASES
 from conformance.columns import COLUMNS, ROOT, Column, python_of
-from conformance.library import ERROR, PARTS, WRONG, judge, load
+from conformance.library import ERROR, PARTS, WRONG, load
+from conformance.measure import measure
 
 DATA = ROOT / "docs" / "conformance.json"
 PAGE = ROOT / "docs" / "conformance.md"
 console = Console(stderr=True)
-
-
-def measure(where: str, cases: list[str] | None = None, title: str = "") -> dict[str, Any]:
-    """Judge a library in this process; return its versions and its verdicts by case."""
-    library = load(where)
-    found = {}
-    chosen = [case for case in CASES if not cases or case.name in cases]
-    for case in track(chosen, title or library.name, console=console):
-        verdicts = judge(library, case)
-        found[case.name] = [[v.mark, v.why] if v.why else [v.mark] for v in verdicts]
-    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    versions |= {package: version(package) for package in library.packages}
-    return {"versions": versions, "verdicts": found}
 
 
 def measure_apart(column: Column, cases: list[str] | None) -> dict[str, Any]:
