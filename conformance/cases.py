@@ -33,6 +33,13 @@ _LOOPS: list[tuple[str, str, Any, dict[str, Any], Any]] = [
     ("while_loop", "while_loop", again, {**_WHILE, "backward": False}, _INSIDE),
     ("while_grad", "while_loop with a gradient (Equinox)", again, _WHILE, ("closed",)),
     ("custom_root", "custom_root", problem.solved, {"last": True, "implicit": True}, ("closed",)),
+    (
+        "root_forward",
+        "custom_root without a gradient",
+        problem.solved,
+        {"last": True, "implicit": True, "backward": False},
+        ("closed",),
+    ),
     ("cond", "cond, one branch has a layer", straight, {}, _INSIDE),
     (
         "vmap_cond",

@@ -207,7 +207,7 @@ def _shorten(text: str) -> str:
     text = re.sub(r"\(label=.*?metadata=\{\}\)", "(…)", text.strip(), flags=re.DOTALL)
     while "<" in text and (less := re.sub(r"<[^<>]*>", "…", text)) != text:
         text = less
-    text = re.sub(r"(?:/[\w.~-]+){2,}(?::\d+)?", "…", text)
+    text = re.sub(r"(?<![\w'])(?:/[\w.~-]+){2,}(?::\d+)?", "…", text)
     text = re.sub(r"0x[0-9a-f]+", "…", text)
     text = re.split(r"\n|\. | at /|, but they differ", text)[0]
     text = re.sub(r"\s+", " ", text)

@@ -25,7 +25,7 @@ STEPS = 3
 """The iterations of a loop that trains."""
 RATE = 0.1
 """The learning rate of a loop that trains."""
-SOLVE = 40
+SOLVE = 12
 """The iterations of a solver; more change nothing."""
 KEYS = jax.random.split(jax.random.key(0), 4)
 WEIGHTS = {"lin": jax.random.normal(KEYS[0], (WIDTH, WIDTH), "float32")}
@@ -84,7 +84,7 @@ class Case:
     `reference` computes the right answer from `x`, unless `answer` does.
 
     - `stacked`: the calls are iterations of one site rather than separate calls.
-    - `backward`: JAX can take the gradient.
+    - `backward`: the program takes the gradient, which needs one that JAX can compute.
     - `last`: a library may return the value of the last iteration alone.
     - `implicit`: the value is the one at the solution of an equation, and the gradient is the
       implicit one.

@@ -3,7 +3,7 @@
     python -m conformance.run                               every column
     python -m conformance.run --only jax-tap --only penzai  some columns; the others stay
     python -m conformance.run --check                       tapax alone; writes nothing
-    python -m conformance.run --library mymodule:LIBRARY    another library, beside Flax NNX
+    python -m conformance.run --library mymodule:LIBRARY    a library of your own
     python -m conformance.run --render                      the tables, from docs/conformance.json
 
 Each column runs in a process, with the Python of its environment, so that the version of JAX that

@@ -134,24 +134,9 @@ def stack(run: Run, m: Any, x: Any, p: Any = None) -> Any:
     return lax.scan(body, x, (m, p))
 
 
-RAW: dict[str, Any] = {
-    f.__name__: f
-    for f in (
-        jit,
-        vmap,
-        map,
-        remat,
-        custom_vjp,
-        scan,
-        shard_map,
-        cond,
-        vmap_cond,
-        fori_loop,
-        while_loop,
-        while_grad,
-        custom_root,
-    )
-}
+_FUNCTIONS = (jit, vmap, map, remat, custom_vjp, shard_map, scan, fori_loop, while_loop)
+_FUNCTIONS += (while_grad, custom_root, cond, vmap_cond)
+RAW: dict[str, Any] = {f.__name__: f for f in _FUNCTIONS} | {"root_forward": custom_root}
 
 
 def around(case: Case) -> Any:
