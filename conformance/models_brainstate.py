@@ -14,7 +14,8 @@ from conformance.problem import RATE, STEPS, WEIGHTS, WIDTH, Case, loss_of, stra
 
 
 def linear(w: Any) -> Any:
-    layer = bs.nn.Linear(WIDTH, WIDTH, b_init=None)
+    # The default initializer cannot run on a mesh.
+    layer = bs.nn.Linear(WIDTH, WIDTH, w_init=WEIGHTS["lin"], b_init=None)
     layer.weight.value = {"weight": w}
     return layer
 
@@ -196,7 +197,8 @@ class Brainstate(Framework):
         "while_loop": _while_loop,
     }
     arguments = False
-    none = frozenset({"stack/raw", "keyword"})
+    # JAX takes no gradient of what a `custom_vjp` closes over.
+    none = frozenset({"stack/raw", "keyword", "custom_vjp/around"})
     special = {  # noqa: RUF012
         "train": _train,
         "second": _second,
