@@ -52,10 +52,10 @@ def test_tapax_is_right(name, column):
     assert value.mark == WORKS or name in ("remat/argument", "stack/raw")
 
 
-def test_tapax_says_that_it_cannot_see_inside_custom_root():
+def test_tapax_sees_inside_custom_root_or_says_that_it_cannot():
+    """In jax 0.12, unlike in 0.10, `custom_root` is an opaque call."""
     value, _ = judge(load("conformance.library_tapax:EQUINOX"), case("root_forward/closed"))
-    assert value.mark == REFUSES
-    assert "is not captured" in value.why
+    assert value.mark == WORKS or (value.mark == REFUSES and "is not captured" in value.why)
 
 
 class Fake(Library):
