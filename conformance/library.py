@@ -211,4 +211,4 @@ def _shorten(text: str) -> str:
     text = re.sub(r"0x[0-9a-f]+", "…", text)
     text = re.split(r"\n|\. | at /|, but they differ", text)[0]
     text = re.sub(r"\s+", " ", text)
-    return f"{text[:110]}{'…' if len(text) > 110 else ''}"
+    return text if len(text) <= 110 else text[:110].rpartition(" ")[0] + " …"
