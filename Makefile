@@ -57,7 +57,7 @@ bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
 	@python=$$($(environment)) && "$$python" -m benchmarks.run $(ARGS)
 
 conformance: ## judge tapax and eight other libraries, write docs/conformance.md; ARGS="--only oryx"
-	@python=$$($(environment)) && "$$python" -m conformance.run $(ARGS)
+	@python=$$($(newest)) && "$$python" -m conformance.run $(ARGS)
 
 fuzz: ## many planted NaNs, then random programs for MINUTES (10) minutes
 	@python=$$($(environment)) && "$$python" -m pytest -q -n 2 -m many && \
