@@ -64,8 +64,8 @@ release: ## check that this commit can be released; ARGS=--no-dry-run also tags 
 bench: ## speed and memory, as ratios; ARGS="--quick" is passed on
 	@python=$$($(environment)) && "$$python" -m benchmarks.run $(ARGS)
 
-conformance: ## docs/conformance.md: the same cases through tapax, Flax and penzai
-	@python=$$($(environment)) && "$$python" -m conformance.run $(ARGS)
+conformance: ## judge tapax and eight other libraries, write docs/conformance.md; ARGS="--only oryx"
+	@python=$$($(newest)) && "$$python" -m conformance.run $(ARGS)
 
 docs: ## the site in build/docs: every page executed, every link, name and page checked
 	@python=$$($(PYTHON) scripts/environment.py --docs) && "$$python" scripts/docs.py $(ARGS)

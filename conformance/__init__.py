@@ -1,6 +1,8 @@
-"""What becomes of a layer's value and gradient, in the same programs, through several libraries.
+"""A scoreboard: the same programs through several libraries that look inside models.
 
-`problem` says what is right: every case has a reference in plain `jnp`, evaluated one operation at
-a time. `models_*` write the cases for a framework, unedited, for tapax to capture; `own_*` capture
-them with a library's own functions. `run` measures all, and writes `docs/conformance.md`.
+- `problem` has the right answer of every case, in plain `jax.numpy`; `cases` lists the cases.
+- `library` has the interface of a library, and decides the marks; `example` is a small library.
+- `models_*` write the cases in a framework; `framework` captures them with tapax.
+- `library_*` answer the cases with one library each.
+- `columns`, `run` and `report` measure all libraries and write the tables of `docs/conformance.md`.
 """

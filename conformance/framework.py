@@ -1,4 +1,4 @@
-"""The cases as programs of a framework, unedited, and what tapax captures of them."""
+"""The cases as unedited programs of a framework, and the values that tapax captures in them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ Body = Callable[[Any, Any], Any]
 
 
 class Broken(Exception):
-    """What a layer raises."""
+    """The exception that a layer raises."""
 
 
 @dataclasses.dataclass
 class Program:
-    """A step that returns the loss first, and what to expect of it.
+    """A step that returns the loss first, its arguments, and the names of its sites.
 
-    `ran` if it is called before it is captured; `mend` repairs what makes it fail at first; `alone`
-    if the framework can run it without any capture.
+    - `ran`: the step is called once before it is captured.
+    - `between`: called between a first captured call and the one that counts.
+    - `fails`: the first call raises `Broken`.
+    - `alone`: the framework can run the step without a capture.
     """
 
     step: Callable[..., Any]
@@ -38,27 +40,29 @@ class Program:
     )
     reference: Reference | None = None
     ran: bool = False
-    mend: Callable[[], None] | None = None
+    between: Callable[[], None] | None = None
+    fails: bool = False
     alone: bool = True
 
 
 class Framework:
-    """Models of one framework: `net` makes one, and a function that calls it.
+    """The models of one framework: `net` makes one from a body, a function of the model and `x`.
 
-    `own` holds the bodies that use the framework's own transformations, `special` the programs that
-    are not made from a body, and `none` the cases that have no meaning in it; `arguments` if a
-    module can be an argument of a transformed function.
+    - `lifted`: bodies that use the framework's versions of JAX's transformations.
+    - `special`: programs that are not made from a body.
+    - `none`: cases that the framework has no program for.
+    - `arguments`: whether a module can be an argument of a transformed function.
     """
 
     name = ""
     lin = "Net/lin"
-    own: dict[str, Body]
+    lifted: dict[str, Body]
     special: dict[str, Callable[[Case], Program]]
     none: frozenset[str] = frozenset()
     arguments = True
 
     def net(self, body: Body, w: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
-        """A model with this body and the weights of its layer, and a function that calls it."""
+        """Make a model with this body and these weights; return it, and a function to call it."""
         raise NotImplementedError
 
     def value_and_grad(self, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,25 +72,25 @@ class Framework:
         return jax.jit(step)
 
     def state(self, model: Any) -> Any:
-        """The arrays of a model."""
+        """Return the arrays of a model."""
         return model
 
     def has(self, case: Case) -> bool:
         kind, _, form = case.name.partition("/")
-        if form in ("own", "plain"):
-            return kind in self.own or case.name in self.special
+        if form in ("lifted", "undeclared"):
+            return kind in self.lifted or case.name in self.special
         return case.name not in self.none and (form != "argument" or self.arguments)
 
     def build(self, case: Case) -> Program:
         if case.name in self.special:
             return self.special[case.name](case)
         kind, _, form = case.name.partition("/")
-        x = case.x.astype(case.dtype)
+        x = case.input()
         w = WEIGHTS["lin"].astype(case.dtype)
         mend = None
         body: Body = problem.straight
-        if form in ("own", "plain") and kind in self.own:
-            body = self.own[kind]
+        if form in ("lifted", "undeclared") and kind in self.lifted:
+            body = self.lifted[kind]
         elif form == "closed":
             body = transforms.closed(kind)
         elif form == "argument":
@@ -100,25 +104,45 @@ class Framework:
         elif kind in ("twice", "broadcast"):
             body = case.reference
         arg, call = self.net(body, w)
+        sites: Any = {"lin": self.lin}
         if case.name == "jit/ran":
             cached = jax.jit(lambda x: call(arg, x))
-            return Program(
-                jax.value_and_grad(lambda x: loss_of(cached(x))),
-                (x,),
-                sites={"lin": self.lin},
-                ran=True,
-            )
+            step = jax.value_and_grad(lambda x: loss_of(cached(x)))
+            return Program(step, (x,), sites=sites, ran=True)
+        if kind == "mutated":
+            return self.mutated(arg, call, x, sites)
         loss = self.loss(case, call)
+        if kind in transforms.TRAIN:
+            return Program(self.training(kind, loss), (arg, x), sites=sites)
         step = self.value_and_grad(loss) if case.backward else loss
-        if case.name in ("cached", "jit/around"):
+        if case.name in ("cached", "jit/around", "sharded"):
             step = self.jit(step)
-        program = Program(step, (arg, x), sites={"lin": self.lin}, mend=mend)
+        program = Program(step, (arg, x), sites=sites, between=mend, fails=mend is not None)
         program.ran = case.name == "cached"
         if kind == "keyword":
             program = dataclasses.replace(
                 program, step=lambda x, *, model: step(model, x), args=(x,), kwargs={"model": arg}
             )
         return program
+
+    def mutated(self, arg: Any, call: Any, x: Any, sites: Any) -> Program:
+        """Make a step that closes over weights, which are doubled between two calls."""
+        closed = [arg]
+        step = jax.value_and_grad(lambda x: loss_of(call(closed[0], x)))
+
+        def between() -> None:
+            closed[0] = jax.tree.map(lambda w: 2.0 * w, arg)
+
+        return Program(step, (x,), sites=sites, between=between)
+
+    def training(self, kind: str, loss: Any) -> Callable[..., Any]:
+        """Make a step that trains in a loop."""
+
+        def step(arg: Any, x: Any) -> Any:
+            one = lambda arg: (*jax.value_and_grad(loss)(arg, x), None)  # noqa: E731
+            return transforms.TRAIN[kind](one, arg)
+
+        return step
 
     def loss(self, case: Case, call: Any) -> Callable[..., Any]:
         kind, _, form = case.name.partition("/")
@@ -146,6 +170,7 @@ def _nested(layer: str) -> Body:
 
 
 def failing() -> tuple[Body, Callable[[], None]]:
+    """Return a body that raises, and a function that repairs it."""
     broken = [True]
 
     def body(net: Any, x: Any) -> Any:
@@ -158,33 +183,36 @@ def failing() -> tuple[Body, Callable[[], None]]:
 
 
 def measure(framework: Framework, case: Case) -> tuple[Found, Found]:
-    """The values and the gradients that tapax captures."""
+    """Return the values and the gradients that tapax captures."""
     plain = framework.build(case)
-    if plain.mend:
-        plain.mend()
+    if plain.between:
+        plain.between()
     wanted = plain.step(*plain.args, **plain.kwargs) if plain.alone else None
     program = framework.build(case)
     if program.ran:
         program.step(*program.args, **program.kwargs)
     if case.refused:
         return _refused(program)
-    options = {"values": program.sites["lin"], "steps": 8} if case.last else {}
+    loops = case.last and not case.implicit
+    options: Any = {"values": program.sites["lin"], "steps": 8} if loops else {}
     captured = tapax.capture(program.step, **options)
-    if program.mend:
-        with contextlib.suppress(Broken):
+    if program.between:
+        with contextlib.suppress(Broken) if program.fails else contextlib.nullcontext():
             captured(*program.args, **program.kwargs)
-        program.mend()
+        program.between()
     out, taps = captured(*program.args, **program.kwargs)
     before = framework.state((plain.args, plain.kwargs)), wanted
     after = framework.state((program.args, program.kwargs)), out
     near = 3e-2 if case.dtype == jnp.bfloat16 else 1e-4
-    changed = "" if not plain.alone or _same(before, after, near) else "the state changed"
+    alike = not plain.alone or case.kind == "mutated" or _same(before, after, near)
+    changed = "" if alike else "the state changed"
     loss = out[0] if isinstance(out, tuple) else out
     found = []
     for arrays in (taps.values, taps.grads):
         names = {layer: _calls(arrays, site) for layer, site in program.sites.items()}
         values = {layer: [arrays[n][_ran(taps, n)] for n in ns] for layer, ns in names.items()}
-        found.append(Found(loss, values, changed or _shapes(case, names, values)))
+        changed = changed or _shapes(case, names, values)
+        found.append(Found(loss, values, changed, program.reference))
     return found[0], found[1]
 
 
@@ -200,13 +228,13 @@ def _refused(program: Program) -> tuple[Found, Found]:
 
 
 def _ran(taps: Any, name: str) -> Any:
-    """The iterations of a while loop that there were."""
+    """Return the index of the iterations and examples that ran."""
     mask = taps.valid.get(name)
     return ... if mask is None or mask.ndim == 0 else np.asarray(mask)
 
 
 def _calls(arrays: Any, site: str | tuple[str, ...]) -> list[str]:
-    """The names of the calls of a site, in order; if it ends in a colon, of all its leaves."""
+    """Return the names of the calls of a site, in order; after a colon, those of all its leaves."""
     if isinstance(site, tuple):
         return [name for part in site for name in _calls(arrays, part)]
     if site.endswith(":"):
@@ -216,7 +244,7 @@ def _calls(arrays: Any, site: str | tuple[str, ...]) -> list[str]:
 
 
 def _shapes(case: Case, names: Any, values: Any) -> str:
-    """Iterations are stacked under one name; calls have one each."""
+    """Describe names and shapes that break tapax's rule: a name for each call, stacked in loops."""
     for layer, calls in names.items():
         if case.stacked and len(calls) > 1:
             return f"{layer} has {len(calls)} names for one site"
@@ -227,7 +255,7 @@ def _shapes(case: Case, names: Any, values: Any) -> str:
 
 
 def _same(a: Any, b: Any, near: float) -> bool:
-    """Whether the arrays in two structures are the same."""
+    """Return whether two structures have equal arrays."""
     pairs = [[x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)] for tree in (a, b)]
     if len(pairs[0]) != len(pairs[1]):
         return False

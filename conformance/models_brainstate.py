@@ -1,4 +1,4 @@
-"""The cases in brainstate. Its modules hold states, and are closed over: they are no arguments."""
+"""The cases in brainstate, where functions close over modules instead of taking them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 import tapax
 from conformance.framework import Body, Framework, Program
-from conformance.problem import WEIGHTS, WIDTH, Case, loss_of, straight
+from conformance.problem import RATE, STEPS, WEIGHTS, WIDTH, Case, loss_of, straight
 
 
 def linear(w: Any) -> Any:
-    layer = bs.nn.Linear(WIDTH, WIDTH, b_init=None)
+    # The default initializer cannot run on a mesh.
+    layer = bs.nn.Linear(WIDTH, WIDTH, w_init=WEIGHTS["lin"], b_init=None)
     layer.weight.value = {"weight": w}
     return layer
 
@@ -68,7 +69,7 @@ class Recurrent(bs.nn.Module):
 
 
 class Totals(bs.nn.Module):
-    """A sum over a scan, by tapax's `sow`: brainstate has none."""
+    """A sum over a scan, by `tapax.sow`, since brainstate has no `sow`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +103,10 @@ def _vmap(net: Any, x: Any) -> Any:
     return bs.transform.vmap(net.lin)(x)
 
 
+def _map(net: Any, x: Any) -> Any:
+    return bs.transform.map(net.lin, x)
+
+
 def _remat(net: Any, x: Any) -> Any:
     return bs.transform.checkpoint(net.lin)(x)
 
@@ -124,7 +129,7 @@ def _while_loop(net: Any, x: Any) -> Any:
 
 
 def _gradient(models: Any, loss: Any) -> Any:
-    """The step that takes the gradient with respect to the parameters of models."""
+    """Return the step that takes the gradient with respect to the parameters of `models`."""
     leaves = jax.tree.leaves(models, is_leaf=lambda x: isinstance(x, bs.nn.Module))
     states = [model.states(bs.ParamState) for model in leaves]
 
@@ -172,7 +177,7 @@ def _sequential() -> Any:
 
 
 def _cell(tape: Any, x: Any) -> Any:
-    """The same; a cell returns its state once, and what it keeps of it is no result."""
+    """Run the recurrent network of a cell that returns its state once."""
     state, out = jnp.zeros(WIDTH), []
     for row in x:
         state = jnp.tanh(row @ WEIGHTS["lin"] + state @ WEIGHTS["head"])
@@ -182,16 +187,18 @@ def _cell(tape: Any, x: Any) -> Any:
 
 class Brainstate(Framework):
     name = "brainstate"
-    own = {  # noqa: RUF012
+    lifted = {  # noqa: RUF012
         "jit": _jit,
         "vmap": _vmap,
+        "map": _map,
         "remat": _remat,
         "scan": _scan,
         "cond": _cond,
         "while_loop": _while_loop,
     }
     arguments = False
-    none = frozenset({"stack/raw", "keyword"})
+    # JAX takes no gradient of what a `custom_vjp` closes over.
+    none = frozenset({"stack/raw", "keyword", "custom_vjp/around"})
     special = {  # noqa: RUF012
         "train": _train,
         "second": _second,
@@ -210,6 +217,36 @@ class Brainstate(Framework):
     def value_and_grad(self, loss: Any) -> Any:
         step = _gradient(self.model, lambda x: loss(None, x))
         return lambda _, x: step(x)
+
+    def mutated(self, arg: Any, call: Any, x: Any, sites: Any) -> Program:
+        weight = self.model.lin.weight
+
+        def between() -> None:
+            weight.value = {"weight": 2.0 * WEIGHTS["lin"]}
+
+        step = _gradient(self.model, lambda x: loss_of(call(None, x)))
+        return Program(step, (x,), sites=sites, between=between)
+
+    def training(self, kind: str, loss: Any) -> Any:
+        gradient = _gradient(self.model, lambda x: loss(None, x))
+        states = self.model.states(bs.ParamState)
+
+        def update(x: Any) -> Any:
+            value, grads = gradient(x)
+            for key, state in states.items():
+                state.value = jax.tree.map(lambda w, g: w - RATE * g, state.value, grads[0][key])
+            return value
+
+        def step(_: Any, x: Any) -> Any:
+            if kind == "train_scan":
+                value = bs.transform.for_loop(lambda _: update(x), jnp.arange(STEPS))[-1]
+            else:
+                body = lambda carry: (carry[0] + 1, update(x))  # noqa: E731
+                going = lambda carry: carry[0] < STEPS  # noqa: E731
+                value = bs.transform.while_loop(going, body, (0, 0.0))[1]
+            return value, {key: state.value for key, state in states.items()}
+
+        return step
 
     def jit(self, step: Any) -> Any:
         return bs.transform.jit(step)

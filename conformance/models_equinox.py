@@ -46,7 +46,7 @@ class Arm(eqx.Module):
 
 
 class Shared(eqx.Module):
-    """Two modules with one layer, as `eqx.nn.Shared` makes them."""
+    """Two modules that share a layer through `eqx.nn.Shared`."""
 
     arms: eqx.nn.Shared
 
@@ -75,7 +75,7 @@ class Recurrent(eqx.Module):
 
 
 def _gated(tape: Tape, x: Any) -> Any:
-    """A GRU by hand, with the weights of the cell above."""
+    """Compute a GRU with the weights of the cell above, one operation at a time."""
     cell = Recurrent().cell
     state, out = jnp.zeros(WIDTH), []
     for row in x:
@@ -90,7 +90,7 @@ def _gated(tape: Tape, x: Any) -> Any:
 
 
 class Totals(eqx.Module):
-    """A sum over a scan, by tapax's `sow`: Equinox has none."""
+    """A sum over a scan, by `tapax.sow`, since Equinox has no `sow`."""
 
     lin: Dense
 
@@ -172,7 +172,7 @@ def _layer() -> Dense:
 
 class Equinox(Framework):
     name = "Equinox"
-    own = {"jit": _jit, "vmap": _vmap, "remat": _remat}  # noqa: RUF012
+    lifted = {"jit": _jit, "vmap": _vmap, "remat": _remat}  # noqa: RUF012
     special = {  # noqa: RUF012
         "train": _train,
         "second": _second,

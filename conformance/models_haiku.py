@@ -63,7 +63,7 @@ class Recurrent(hk.Module):
 
 
 class Totals(hk.Module):
-    """A sum over a scan, by tapax's `sow`: Haiku has none."""
+    """A sum over a scan, by `tapax.sow`, since Haiku has no `sow`."""
 
     def __call__(self, x: Any) -> Any:
         lin = linear("lin")
@@ -85,6 +85,10 @@ class Pair(hk.Module):
 
 def _vmap(net: Any, x: Any) -> Any:
     return hk.vmap(net.lin, split_rng=False)(x)
+
+
+def _map(net: Any, x: Any) -> Any:
+    return hk.map(net.lin, x)
 
 
 def _remat(net: Any, x: Any) -> Any:
@@ -113,7 +117,7 @@ def _while_loop(net: Any, x: Any) -> Any:
 
 
 def transformed(make: Any) -> Any:
-    """The model as a function of its parameters."""
+    """Return the model as a function of its parameters."""
     return hk.without_apply_rng(hk.transform(lambda x: make()(x))).apply  # noqa: PLW0108
 
 
@@ -181,8 +185,9 @@ LIN = "net/lin"
 
 class Haiku(Framework):
     name = "Haiku"
-    own = {  # noqa: RUF012
+    lifted = {  # noqa: RUF012
         "vmap": _vmap,
+        "map": _map,
         "remat": _remat,
         "scan": _scan,
         "cond": _cond,
@@ -194,8 +199,8 @@ class Haiku(Framework):
     special = {  # noqa: RUF012
         "train": _train,
         "second": _second,
-        "stack/own": _of(Stacked, {"stacked/layers/lin": {"w": STACK}}, lin="stacked/lin"),
-        "stack/plain": _of(Stacked, {"stacked/layers/lin": {"w": STACK}}, lin="stacked/lin"),
+        "stack/lifted": _of(Stacked, {"stacked/layers/lin": {"w": STACK}}, lin="stacked/lin"),
+        "stack/undeclared": _of(Stacked, {"stacked/layers/lin": {"w": STACK}}, lin="stacked/lin"),
         "rnn": _rnn,
         "shared": _of(Shared, params("shared/~", lin=WEIGHTS["lin"]), lin="shared/lin"),
         "unedited": _of(

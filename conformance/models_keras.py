@@ -14,7 +14,7 @@ from conformance.problem import WEIGHTS, WIDTH, Case, loss_of, straight
 
 
 class Linear(keras.Layer):
-    """A layer that takes one example as well as a batch: `keras.layers.Dense` takes batches."""
+    """A dense layer for one example or a batch; `keras.layers.Dense` accepts batches alone."""
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(WIDTH, WIDTH), name="kernel")
@@ -63,7 +63,7 @@ class Shared(keras.Model):
 
 
 def _total(net: Any, x: Any) -> Any:
-    """A sum over a scan, by tapax's `sow`: Keras has none."""
+    """A sum over a scan, by `tapax.sow`, since Keras has no `sow`."""
 
     def step(state: Any, row: Any) -> Any:
         h = net.lin(state + row)
@@ -81,6 +81,10 @@ def _pair(net: Any, x: Any) -> Any:
 
 def _vmap(net: Any, x: Any) -> Any:
     return keras.ops.vectorized_map(net.lin, x)
+
+
+def _map(net: Any, x: Any) -> Any:
+    return keras.ops.map(net.lin, x)
 
 
 def _remat(net: Any, x: Any) -> Any:
@@ -109,7 +113,7 @@ def _while_loop(net: Any, x: Any) -> Any:
 
 
 def stateless(model: Any) -> Any:
-    """The model as a function of its weights."""
+    """Return the model as a function of its weights."""
     if not model.built:
         model.build(None)
     fixed = [v.value for v in model.non_trainable_variables]
@@ -154,7 +158,7 @@ def _second(case: Case) -> Program:
 
 
 def _batched(case: Case, model: Any, weights: Any, **sites: Any) -> Program:
-    """The program of a model that takes batches, on a batch of one example."""
+    """Return the program of a model that accepts batches alone, on a batch of one example."""
     model(case.x[None])
     program = _program(case, model, weights, **sites)
     return Program(lambda weights, x: program.step(weights, x[None]), program.args, sites=sites)
@@ -181,8 +185,9 @@ LIN = "net/lin"
 
 class Keras(Framework):
     name = "Keras"
-    own = {  # noqa: RUF012
+    lifted = {  # noqa: RUF012
         "vmap": _vmap,
+        "map": _map,
         "remat": _remat,
         "scan": _scan,
         "cond": _cond,

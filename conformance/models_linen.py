@@ -14,11 +14,11 @@ from conformance.problem import LENGTH, STACK, WEIGHTS, WIDTH, Case, loss_of, st
 
 DENSE = {"features": WIDTH, "use_bias": False}
 LISTED = {"intermediates": 0, "perturbations": 0}
-"""The collections that Linen's own functions need declared, and the axis of each."""
+"""The collections that Linen's lifted transformations need declared, and the axis of each."""
 
 
 class Net(nn.Module):
-    """`layer` makes the layers; while it is set up, a body of JAX's transformations is not run."""
+    """A model of layers that `layer` makes; with `raw`, initialization skips the body."""
 
     body: Body
     layer: Any = nn.Dense
@@ -64,7 +64,7 @@ class Step(nn.Module):
 
 
 class Stacked(nn.Module):
-    """`listed` are the collections that are declared besides the parameters."""
+    """Scanned layers; `listed` are the collections to declare in addition to the parameters."""
 
     layer: Any = nn.Dense
     listed: Any = None
@@ -112,8 +112,8 @@ class Pair(nn.Module):
         return a * b
 
 
-def own(listed: Any = None) -> dict[str, Body]:
-    """Bodies with Linen's own transformations, and the collections that are declared in them."""
+def lifted(listed: Any = None) -> dict[str, Body]:
+    """Return bodies that use Linen's lifted transformations, with `listed` declared in them."""
     shared = {"variable_broadcast": "params", "split_rngs": {"params": False}}
     mapped = {"variable_axes": {"params": None, **(listed or {})}, "split_rngs": {"params": False}}
 
@@ -150,7 +150,7 @@ def own(listed: Any = None) -> dict[str, Body]:
 
 
 def params(tree: dict[str, Any]) -> Any:
-    """Variables, with a kernel in the place of every array."""
+    """Return variables, with a kernel in the place of every array."""
     wrap = lambda w: {"kernel": w}  # noqa: E731
     return {"params": jax.tree.map(wrap, tree)}
 
@@ -195,7 +195,7 @@ SEQUENTIAL = nn.Sequential([nn.Dense(**DENSE), jnp.tanh, nn.Dense(**DENSE)])
 
 
 def recurrent() -> Any:
-    """The variables of the recurrent model."""
+    """Return the variables of the recurrent model."""
     cell = {"i": {"kernel": WEIGHTS["lin"], "bias": jnp.zeros(WIDTH)}}
     cell["h"] = {"kernel": WEIGHTS["head"]}
     return {"params": {"cell": cell}}
@@ -203,13 +203,13 @@ def recurrent() -> Any:
 
 class Linen(Framework):
     name = "Linen"
-    own = own()
+    lifted = lifted()
     arguments = False
     special = {  # noqa: RUF012
         "train": _train,
         "second": _second,
-        "stack/own": _of(Stacked(), {"layers": {"lin": STACK}}, lin="Stacked/layers/lin"),
-        "stack/plain": _of(Stacked(), {"layers": {"lin": STACK}}, lin="Stacked/layers/lin"),
+        "stack/lifted": _of(Stacked(), {"layers": {"lin": STACK}}, lin="Stacked/layers/lin"),
+        "stack/undeclared": _of(Stacked(), {"layers": {"lin": STACK}}, lin="Stacked/layers/lin"),
         "rnn": lambda case: _program(
             case, Recurrent(), recurrent(), cell="Recurrent/cell:0", out="Recurrent/cell:1"
         ),

@@ -13,10 +13,10 @@ from flax import nnx
 from conformance.framework import Body, Framework, Program
 from conformance.problem import LENGTH, STACK, WEIGHTS, WIDTH, Case, loss_of, straight
 
-# An older Flax has no such thing: there, a `sow` outside of `capture` changes the model.
+# In an older Flax, a `sow` outside of `capture` always changes the model.
 _KNOWN = "capture_noop" in inspect.signature(nnx.Module.sow).parameters
 IDLE: Any = {"capture_noop": True} if _KNOWN else {}
-"""Outside of `capture`, `sow` and `perturb` do nothing."""
+"""Makes `sow` and `perturb` do nothing outside of `capture`."""
 
 
 def linear(w: Any, cls: Any = nnx.Linear, **options: Any) -> Any:
@@ -52,7 +52,7 @@ class Shared(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """`nnx.scan` maps every variable over the layers, whatever its kind: nothing is declared."""
+    """Scanned layers; `nnx.scan` maps every variable over them, so nothing has to be declared."""
 
     def __init__(self, cls: Any = nnx.Linear):
         self.layers = linear(STACK, cls)
@@ -108,8 +108,8 @@ class Pair(nnx.Module):
         return a * b
 
 
-def own(declared: Any = None) -> dict[str, Body]:
-    """Bodies with NNX's own transformations, and the axes that are declared in them."""
+def lifted(declared: Any = None) -> dict[str, Body]:
+    """Return bodies that use NNX's lifted transformations, with the axes `declared` in them."""
     axes = nnx.StateAxes({**(declared or {}), ...: None})
 
     def jit(net: Any, x: Any) -> Any:
@@ -197,12 +197,12 @@ def sequential() -> Any:
 
 class NNX(Framework):
     name = "NNX"
-    own = own()
+    lifted = lifted()
     special = {  # noqa: RUF012
         "train": _train,
         "second": _second,
-        "stack/own": _of(Stacked, lin="Stacked/layers"),
-        "stack/plain": _of(Stacked, lin="Stacked/layers"),
+        "stack/lifted": _of(Stacked, lin="Stacked/layers"),
+        "stack/undeclared": _of(Stacked, lin="Stacked/layers"),
         "rnn": _of(Recurrent, cell="Recurrent/rnn/cell:0", out="Recurrent/rnn/cell:1"),
         "shared": _of(Shared, lin=("Shared/left/inner", "Shared/right/inner")),
         "unedited": _of(sequential, lin="Sequential/layers/0", head="Sequential/layers/2"),

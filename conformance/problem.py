@@ -1,12 +1,15 @@
-"""The cases, and what is right in each: values, gradients, their number, the loss.
+"""The oracle: the weights, the inputs and the plain reference program of every case.
 
-Every model has a layer `lin`, `h = x @ w`, that is called in some way; the loss is the sum of the
-sine of what comes out. The reference of a case calls layers of a `Tape`, which records their values
-and adds a zero to each: the gradient of the loss with respect to that zero is the gradient wanted.
+Every model has a layer `lin` that computes `h = x @ w`. A case calls that layer in some way; the
+loss is the sum of the sines of the result. The reference of a case is a Python function that runs
+one operation at a time and uses no library. It calls the layers of a `Tape`, which records every
+result and adds a zero to it: the gradient of the loss with respect to that zero is the gradient of
+the layer's result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,10 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 WIDTH = 3
 LENGTH = 4
+STEPS = 3
+"""The iterations of a loop that trains."""
+RATE = 0.1
+"""The learning rate of a loop that trains."""
+SOLVE = 12
+"""The iterations of a solver; more change nothing."""
 KEYS = jax.random.split(jax.random.key(0), 4)
 WEIGHTS = {"lin": jax.random.normal(KEYS[0], (WIDTH, WIDTH), "float32")}
 WEIGHTS["head"] = jax.random.normal(KEYS[1], (WIDTH, WIDTH), "float32")
@@ -33,7 +41,7 @@ def loss_of(out: Any) -> Any:
 
 
 class Tape:
-    """Layers that record what they return, and add to it."""
+    """Layers that record their results and add `zeros` to them."""
 
     def __init__(self, dtype: Any = jnp.float32, zeros: Any = None):
         self.dtype = dtype
@@ -61,11 +69,29 @@ Reference = Callable[[Tape, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One row: `name` finds the programs, `title` is what the table calls it.
+class Expected:
+    """The right answer: the loss, and the value and gradient of every call, by layer."""
 
-    `stacked` if the calls are iterations of one site, and not calls of their own. `backward` if JAX
-    can take the gradient. `last` if the value of the last iteration will do.
+    loss: Any
+    values: dict[str, list[Any]]
+    grads: dict[str, list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the table: `name` selects the programs, `title` names the row.
+
+    `reference` computes the right answer from `x`, unless `answer` does.
+
+    - `stacked`: the calls are iterations of one site rather than separate calls.
+    - `backward`: the program takes the gradient, which needs one that JAX can compute.
+    - `last`: a library may return the value of the last iteration alone.
+    - `implicit`: the value is the one at the solution of an equation, and the gradient is the
+      implicit one.
+    - `masked`: a library may return zeros for the rows that skipped the layer.
+    - `total`: the library is asked for the sum over all calls.
+    - `refused`: the library is asked for a site that does not exist, and has to raise.
+    - `sharded`: the program runs on a mesh of two devices with explicit axes.
     """
 
     name: str
@@ -78,27 +104,49 @@ class Case:
     dtype: Any = jnp.float32
     total: bool = False
     refused: bool = False
+    implicit: bool = False
+    masked: bool = False
+    sharded: bool = False
+    answer: Callable[[Any], Expected] | None = None
 
     @property
-    def group(self) -> str:
+    def kind(self) -> str:
         return self.name.partition("/")[0]
+
+    @property
+    def form(self) -> str:
+        return self.name.partition("/")[2]
+
+    @contextlib.contextmanager
+    def context(self) -> Any:
+        """Set the mesh of the case while a library is measured."""
+        if not self.sharded:
+            yield
+            return
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            yield
+
+    def input(self) -> Any:
+        """Return `x` in the dtype of the case, on its mesh if it has one."""
+        x = self.x.astype(self.dtype)
+        if not self.sharded:
+            return x
+        return jax.device_put(x, jax.sharding.PartitionSpec("d"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
+class Found:
+    """The answer of a library: the loss, and values or gradients by layer.
+
+    `changed` says what the library did to the program or the model, if anything. `reference`
+    replaces the reference of the case, for a model that computes something else.
+    """
+
     loss: Any
-    values: dict[str, list[Any]]
-    grads: dict[str, list[Any]]
-
-
-@functools.cache
-def expected(reference: Reference, x: Any, dtype: Any = jnp.float32) -> Expected:
-    x = jnp.asarray(x.array, dtype)
-    tape = Tape(dtype)
-    loss = loss_of(reference(tape, x))
-    zeros = jax.tree.map(jnp.zeros_like, tape.values)
-    grads = jax.grad(lambda zeros: loss_of(reference(Tape(dtype, zeros), x)))(zeros)
-    return Expected(loss, tape.values, grads)
+    arrays: dict[str, Any]
+    changed: str = ""
+    reference: Reference | None = None
 
 
 class Key:
@@ -114,9 +162,21 @@ class Key:
         return self.array is other.array
 
 
-def right(case: Case, reference: Reference | None = None) -> Expected:
-    """What a case should give; a model of another kind may have a reference of its own."""
-    return expected(reference or case.reference, Key(case.x), case.dtype)
+@functools.cache
+def _expected(reference: Reference, x: Key, dtype: Any) -> Expected:
+    array = jnp.asarray(x.array, dtype)
+    tape = Tape(dtype)
+    loss = loss_of(reference(tape, array))
+    zeros = jax.tree.map(jnp.zeros_like, tape.values)
+    grads = jax.grad(lambda zeros: loss_of(reference(Tape(dtype, zeros), array)))(zeros)
+    return Expected(loss, tape.values, grads)
+
+
+def expected(case: Case, reference: Reference | None = None) -> Expected:
+    """Compute the right answer of a case."""
+    if case.answer:
+        return case.answer(case.x)
+    return _expected(reference or case.reference, Key(case.x), case.dtype)
 
 
 def straight(net: Any, x: Any) -> Any:
@@ -128,13 +188,18 @@ def twice(net: Any, x: Any) -> Any:
 
 
 def broadcast(net: Any, x: Any) -> Any:
-    """Two calls, on batches of 4 and of 1."""
+    """Call the layer on a batch of 4, then on a batch of 1."""
     first = net.lin(x)
     return jnp.concatenate([first, net.lin(jnp.tanh(x[:1] - first[:1]))])
 
 
 def each(net: Any, x: Any) -> Any:
     return jnp.stack([net.lin(row) for row in x])
+
+
+def some(net: Any, x: Any) -> Any:
+    """Call the layer on the rows that start with a positive number."""
+    return jnp.stack([net.lin(row) if row[0] > 0 else row for row in x])
 
 
 def over_time(net: Any, x: Any) -> Any:
@@ -149,6 +214,14 @@ def again(net: Any, x: Any, times: int = 3) -> Any:
     for _ in range(times):
         x = jnp.tanh(net.lin(x))
     return x
+
+
+def solved(net: Any, x: Any) -> Any:
+    """Solve `y = tanh(lin(y) + x) / 5` by iteration."""
+    y = x
+    for _ in range(SOLVE):
+        y = 0.2 * jnp.tanh(net.lin(y) + x)
+    return y
 
 
 def halves(net: Any, x: Any) -> Any:
@@ -175,9 +248,14 @@ def shared(net: Any, x: Any) -> Any:
 
 
 def nested(net: Any, x: Any) -> Any:
-    """What the inner capture caught is used: it is right only if the outer one is too."""
+    """Use the value of the inner capture, so that it is right only if both captures are."""
     h = net.lin(x)
     return jnp.tanh(h) + h
+
+
+def doubled(tape: Tape, x: Any) -> Any:
+    """Compute with the weights that the model has at the second call."""
+    return tape.layer(x, 2.0 * WEIGHTS["lin"])
 
 
 def with_teacher(tape: Tape, x: Any) -> Any:
@@ -185,7 +263,7 @@ def with_teacher(tape: Tape, x: Any) -> Any:
 
 
 def recurrent(tape: Tape, x: Any, activation: Any = jnp.tanh) -> Any:
-    """A plain recurrent network, whose cell returns its state twice: for the next step, and out."""
+    """Run a recurrent network whose cell returns its state twice: as the carry and as output."""
     state, out = jnp.zeros(WIDTH), []
     for row in x:
         h = activation(row @ WEIGHTS["lin"] + state @ WEIGHTS["head"])
@@ -194,107 +272,12 @@ def recurrent(tape: Tape, x: Any, activation: Any = jnp.tanh) -> Any:
     return jnp.stack(out)
 
 
-FORMS = {
-    "around": "{}, around the model",
-    "own": "{}, the framework's own",
-    "plain": "{}, the framework's own, nothing declared",
-    "closed": "{}, layer closed over",
-    "argument": "{}, layer as an argument",
-}
-ALL = ("around", "own", "closed", "argument")
-_TRANSFORMS = [
-    ("jit", "jit", straight, {}, ALL),
-    ("vmap", "vmap", each, {"x": MANY, "stacked": True}, FORMS),
-    ("scan", "scan over time", over_time, {"x": MANY, "stacked": True}, FORMS),
-    ("remat", "remat", straight, {}, ALL),
-    ("shard_map", "shard_map", halves, {"x": LONG, "stacked": True}, ALL),
-    ("cond", "cond, one branch has a layer", straight, {}, ("own", "closed", "argument")),
-    ("fori_loop", "fori_loop", again, {"stacked": True}, ("own", "closed", "argument")),
-    (
-        "while_loop",
-        "while_loop",
-        again,
-        {"stacked": True, "backward": False, "last": True},
-        ("own", "closed", "argument"),
-    ),
-]
-
-CASES = [
-    Case("straight", "straight code", straight),
-    Case("train", "train step: gradient inside, state updated", straight),
-    Case("cached", "jit around the step, which ran before", straight),
-    *(
-        Case(f"{name}/{form}", FORMS[form].format(title), reference, **options)
-        for name, title, reference, options, forms in _TRANSFORMS
-        for form in forms
-    ),
-    Case("jit/ran", "jit, model closed over, which ran before", straight),
-    Case("stack/own", "stacked layers, the framework's own scan", stack, stacked=True),
-    Case(
-        "stack/plain",
-        "stacked layers, the framework's own scan, nothing declared",
-        stack,
-        stacked=True,
-    ),
-    Case("stack/raw", "stacked layers, lax.scan", stack, stacked=True),
-    Case("rnn", "the framework's RNN", recurrent, MANY, stacked=True),
-    Case("twice", "one layer called twice", twice),
-    Case("broadcast", "called twice, on batches of 4 and of 1", broadcast, MANY),
-    Case("shared", "one layer in two modules", shared),
-    Case("unedited", "two layers of a Sequential nobody edited", two_layers),
-    Case("keyword", "model as a keyword", straight),
-    Case("second", "a second model among the arguments", with_teacher),
-    Case("nested", "a capture in a capture", nested),
-    Case("exception", "after an exception in a layer", straight),
-    Case("bf16", "bfloat16", straight, dtype=jnp.bfloat16),
-    Case("bf16/init", "bfloat16, set up in float32", straight, dtype=jnp.bfloat16),
-    Case("batch/init", "batch of 4, set up with batch of 1", straight, MANY),
-    Case("sum", "sow with a sum, in a scan", over_time, MANY, backward=False, total=True),
-    Case("tuple", "perturb of a tuple", pair),
-    Case("unknown", "a name that does not exist is refused", straight, refused=True),
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What a library gave: the loss, values or gradients by layer, and whether it left a trace."""
-
-    loss: Any
-    arrays: dict[str, Any]
-    changed: str = ""
-
-
-def rows(arrays: Any) -> Any:
-    """One row for every call and iteration, whatever the structure they came in."""
-    leaves = jax.tree.leaves(arrays)
-    if not leaves:
-        return np.zeros((0, WIDTH), np.float32)
-    return np.concatenate([np.asarray(leaf).reshape(-1, WIDTH) for leaf in leaves])
-
-
-def fault(case: Case, found: Found, answer: Expected, what: str) -> str:
-    """What is wrong with a result; empty if nothing is."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((found.loss, found.arrays))):
-        return "a tracer leaks"
-    low = case.dtype == jnp.bfloat16
-    near: Any = {"rtol": 3e-2, "atol": 3e-2} if low else {"rtol": 1e-4, "atol": 1e-5}
-    if found.changed:
-        return found.changed
-    if not np.allclose(found.loss, answer.loss, **near):
-        return "the loss changed"
-    wanted = answer.values if what == "value" else answer.grads
-    for layer, calls in wanted.items():
-        got, want = rows(found.arrays.get(layer, ())), rows(calls)
-        if case.total:
-            want = want.sum(0, keepdims=True)
-        if got.dtype != want.dtype and len(got):
-            return f"{got.dtype} instead of {want.dtype}"
-        if case.last and len(got) == 1:
-            want = want[-1:]
-        if len(got) != len(want):
-            summed = len(got) == 1 and np.allclose(got, want.sum(0), **near)
-            things = what if len(got) == 1 else f"{what}s"
-            return f"{len(got)} {things} instead of {len(want)}" + (", summed" if summed else "")
-        if not np.allclose(got.astype(np.float32), want.astype(np.float32), **near):
-            return f"the {what} is another"
-    return ""
+def trained(x: Any) -> Expected:
+    """Train the layer for some steps, with the derivatives written out by hand."""
+    w, x = np.asarray(WEIGHTS["lin"]), np.asarray(x)
+    values, grads = [], []
+    for _ in range(STEPS):
+        values.append(x @ w)
+        grads.append(np.cos(values[-1]))
+        w = w - np.float32(RATE) * np.outer(x, grads[-1])
+    return Expected(np.sin(values[-1]).sum(), {"lin": values}, {"lin": grads})

@@ -6,6 +6,8 @@
     python scripts/environment.py --peers
     python scripts/environment.py --jax-peers
     python scripts/environment.py --docs
+    python scripts/environment.py --conformance
+    python scripts/environment.py --conformance-oryx
 
 An environment is a directory `.venv/<python>-<jax>`: tapax, editable, with the `test` dependency
 group, at the versions of `constraints/jax-<jax>.txt`. Without arguments it is for the Python that
@@ -14,7 +16,8 @@ runs this script or, if that is not supported, for the newest Python found, with
 The other environments have fixed names. `.venv/demo` contains only tapax and the packages of the
 demo, `.venv/lint` the linters, `.venv/docs` tapax, Sphinx and the packages that the pages import.
 For benchmarks, `.venv/peers` contains PyTorch libraries and `.venv/jax-peers` tapax and other JAX
-libraries to compare.
+libraries to compare. `.venv/conformance` and `.venv/conformance-oryx` contain the libraries that
+`make conformance` judges.
 
 The script rebuilds an environment from scratch if its Python, the constraints or the part of
 `pyproject.toml` that says what to install has changed, or if the last build was interrupted.
@@ -103,6 +106,21 @@ def make_jax_peers() -> Path:
     return _make("jax-peers", python, constraints, _with_tapax(constraints, "jax-peers"))
 
 
+def make_conformance() -> Path:
+    """Build the environment with tapax and the libraries that are judged; return its Python."""
+    _build_page()
+    constraints = CONSTRAINTS / "conformance.txt"
+    what = _with_tapax(constraints, "conformance")
+    return _make("conformance", default_python(), constraints, what)
+
+
+def make_conformance_oryx() -> Path:
+    """Build the environment with oryx and the last jax that it works with; return its Python."""
+    python = min(find().items())[1]
+    constraints = CONSTRAINTS / "conformance-oryx.txt"
+    return _make("conformance-oryx", python, constraints, ["--group", "conformance-oryx"])
+
+
 def make_docs() -> Path:
     """Build the environment that builds the documentation's site; return its Python."""
     _build_page()
@@ -183,6 +201,10 @@ def main() -> int:
     parser.add_argument(
         "--docs", action="store_true", help="the environment of the documentation's site"
     )
+    parser.add_argument(
+        "--conformance", action="store_true", help="other libraries, for conformance"
+    )
+    parser.add_argument("--conformance-oryx", action="store_true", help="oryx, for conformance")
     chosen = parser.parse_args()
     try:
         named = {
@@ -191,6 +213,8 @@ def main() -> int:
             "peers": make_peers,
             "jax_peers": make_jax_peers,
             "docs": make_docs,
+            "conformance": make_conformance,
+            "conformance_oryx": make_conformance_oryx,
         }
         for name, make_named in named.items():
             if getattr(chosen, name):

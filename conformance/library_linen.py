@@ -1,8 +1,8 @@
-"""Flax Linen's own functions: `capture_intermediates` for values, `perturb` for gradients.
+"""Flax Linen: `capture_intermediates` for values, `perturb` for gradients.
 
-Values are those of the unedited model. For gradients the layer has a `perturb` in it, whose zeros
-`init` makes; where nobody may edit the layer, `nn.intercept_methods` puts it there. Linen's lifted
-transformations get the collections declared, except where a case says that nothing is.
+Values come from the unedited model. For gradients, the layer calls `perturb`, whose zeros `init`
+makes; if nobody may edit the layer, `nn.intercept_methods` adds the call. Lifted transformations
+declare the collections, unless the case says that nothing is declared.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flax import linen as nn
 from conformance import models_linen as models
 from conformance import problem, transforms
 from conformance.framework import Broken, failing
+from conformance.library import Library
 from conformance.models_linen import LISTED, Net, params
-from conformance.own_nnx import around_model
 from conformance.problem import STACK, WEIGHTS, WIDTH, Case, Found, loss_of, straight
 
 CAPTURE = {
@@ -55,8 +55,8 @@ def _nested(net: Any, x: Any) -> Any:
 
 def model(case: Case, layer: Any, cell: Any = nn.SimpleCell) -> Any:
     kind, _, form = case.name.partition("/")
-    if case.name in ("stack/own", "stack/plain"):
-        return models.Stacked(layer, LISTED if form == "own" else None)
+    if case.name in ("stack/lifted", "stack/undeclared"):
+        return models.Stacked(layer, LISTED if form == "lifted" else None)
     if kind == "rnn":
         return models.Recurrent(cell, LISTED)
     made = {"shared": models.Shared(layer), "tuple": models.Pair(), "unedited": models.SEQUENTIAL}
@@ -66,14 +66,14 @@ def model(case: Case, layer: Any, cell: Any = nn.SimpleCell) -> Any:
     body = straight
     if form == "closed":
         body = transforms.closed(kind)
-    elif form in ("own", "plain"):
-        body = models.own(LISTED if form == "own" else None)[kind]
+    elif form in ("lifted", "undeclared"):
+        body = models.lifted(LISTED if form == "lifted" else None)[kind]
     elif kind == "nested":
         body = _nested
     elif kind in ("twice", "broadcast"):
         body = case.reference
-    # Layers in a branch or a loop are set up outside of it, as Linen's documentation asks for.
-    raw = form == "closed" or case.name in ("cond/own", "while_loop/own")
+    # Linen's documentation asks to initialize the layers of a branch or a loop outside of it.
+    raw = form == "closed" or case.name in ("cond/lifted", "while_loop/lifted")
     return Net(body, layer, raw=raw)
 
 
@@ -85,7 +85,7 @@ def weights(case: Case, edited: bool) -> Any:
     if kind == "unedited":
         return params({"layers_0": lin, "layers_2": WEIGHTS["head"]})["params"]
     layer: Any = {"dense": lin} if edited and kind != "tuple" else lin
-    if case.name in ("stack/own", "stack/plain"):
+    if case.name in ("stack/lifted", "stack/undeclared"):
         return params({"layers": {"lin": layer}})["params"]
     return params({"lin": layer})["params"]
 
@@ -98,7 +98,7 @@ PARTS = {
 
 
 def arrays(case: Case, tree: Any) -> Any:
-    """What a collection holds, by layer."""
+    """Return the arrays of a collection, by layer."""
     parts = PARTS.get(case.name, {"lin": "lin"})
     if case.name == "rnn":
         parts = {"cell": "state", "out": "out"}
@@ -111,19 +111,21 @@ def arrays(case: Case, tree: Any) -> Any:
     return {layer: [x for path, x in leaves if part in path] for layer, part in parts.items()}
 
 
-class Own:
+class _Library(Library):
     name = "Flax Linen"
+    packages = ("flax", "jax")
+    modules = ("flax",)
 
-    def none(self, case: Case, what: str) -> bool:
+    def missing(self, case: Case, what: str) -> bool:
         kind, _, form = case.name.partition("/")
-        if form == "argument" or (form == "own" and kind in ("shard_map", "fori_loop")):
+        if form == "argument" or (form == "lifted" and kind in ("map", "shard_map", "fori_loop")):
             return True
         if what == "gradient":
-            return not case.backward
+            return False
         return case.name in ("unknown", "tuple", "bf16/init", "batch/init")
 
     def value(self, case: Case) -> Found:
-        x = case.x.astype(case.dtype)
+        x = case.input()
         net, w = model(case, nn.Dense), {"params": weights(case, edited=False)}
         if case.name == "second":
             return _second(gradient=False)
@@ -133,7 +135,7 @@ class Own:
             with contextlib.suppress(Broken):
                 net.apply(w, x, **CAPTURE)
             mend()
-        around = around_model(case)
+        around = transforms.around(case)
 
         def forward(w: Any, x: Any) -> Any:
             if around:
@@ -146,15 +148,20 @@ class Own:
             loss, state = (lambda x, *, variables: forward(variables, x))(x, variables=w)
         elif case.name == "train":
             loss, state = _train(case, net, w["params"], None, x)[0]
+        elif case.kind in transforms.TRAIN:
+            loss, (state, _), _ = _train_loop(case, net, w["params"], None, x)
+        elif case.kind == "mutated":
+            forward(w, x)
+            loss, state = forward(jax.tree.map(lambda w: 2.0 * w, w), x)
         else:
-            if case.name in ("jit/around", "cached", "jit/ran"):
+            if case.name in ("jit/around", "cached", "jit/ran", "sharded"):
                 forward = jax.jit(forward)
             for _ in range(1 + (case.name in ("cached", "jit/ran"))):
                 loss, state = forward(w, x)
         return Found(loss, arrays(case, state["intermediates"]))
 
     def gradient(self, case: Case) -> Found:
-        x = case.x.astype(case.dtype)
+        x = case.input()
         if case.name == "second":
             return _second(gradient=True)
         if case.name == "unedited":
@@ -175,7 +182,7 @@ class Own:
             first_x = case.x
         elif case.name == "batch/init":
             first_x = x[:1]
-        around = around_model(case)
+        around = transforms.around(case)
         if around:
             zeros = {"mutable": ["perturbations"]}
             first = lambda m, x, p: net.apply({"params": m}, x, **zeros)  # noqa: E731
@@ -186,6 +193,9 @@ class Own:
             points = net.init(KEY, first_x).get("perturbations", {})
         if case.name == "unknown":
             points = {"absent": {"h": jnp.zeros(WIDTH)}}
+        if case.kind in transforms.TRAIN:
+            loss, (_, (_, grads)), _ = _train_loop(case, net, w, points, x)
+            return Found(loss, arrays(case, grads))
         if case.name == "train":
             (loss, _), (_, grads) = _train(case, net, w, points, x)
             return Found(loss, arrays(case, grads))
@@ -195,9 +205,12 @@ class Own:
             return loss_of((around or _call)(apply, w, x, points)[0])
 
         step = jax.value_and_grad(loss, argnums=(0, 1))
-        if case.name in ("jit/around", "cached", "jit/ran"):
+        if case.name in ("jit/around", "cached", "jit/ran", "sharded"):
             step = jax.jit(step)
             step(w, points)
+        if case.kind == "mutated":
+            step(w, points)
+            w = jax.tree.map(lambda w: 2.0 * w, w)
         value, (_, grads) = step(w, points)
         return Found(value, arrays(case, grads), "no error" if case.refused else "")
 
@@ -218,16 +231,32 @@ def _train(case: Case, net: Any, w: Any, points: Any, x: Any) -> Any:
 
     @jax.jit
     def step(w: Any, points: Any, state: Any, x: Any) -> Any:
-        def loss(w: Any, points: Any) -> Any:
-            variables = {"params": w} if points is None else {"params": w, "perturbations": points}
-            out, state = net.apply(variables, x, **CAPTURE)
-            return loss_of(out), state
-
-        out, grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(w, points)
+        out, grads = _both(net, w, points, x)
         updates, state = optimizer.update(grads[0], state)
         return out, grads, optax.apply_updates(w, updates), state
 
     return step(w, points, optimizer.init(w), x)[:2]
+
+
+def _both(net: Any, w: Any, points: Any, x: Any) -> Any:
+    """Return the loss with the intermediates, and the gradients of weights and perturbations."""
+
+    def loss(w: Any, points: Any) -> Any:
+        variables = {"params": w} if points is None else {"params": w, "perturbations": points}
+        out, state = net.apply(variables, x, **CAPTURE)
+        return loss_of(out), state
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(w, points)
+
+
+def _train_loop(case: Case, net: Any, w: Any, points: Any, x: Any) -> Any:
+    """Train in a loop whose body captures; carry the collections out of it."""
+
+    def step(w: Any) -> Any:
+        (loss, state), grads = _both(net, w, points, x)
+        return loss, grads[0], (state, grads)
+
+    return transforms.TRAIN[case.kind](step, w)
 
 
 def _second(gradient: bool) -> Found:
@@ -248,4 +277,4 @@ def _second(gradient: bool) -> Found:
     return Found(value, {"lin": found[0], "teacher": found[1]})
 
 
-OWN = Own()
+LIBRARY = _Library()

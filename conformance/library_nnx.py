@@ -1,8 +1,8 @@
-"""Flax NNX's own functions: `nnx.capture`, with `sow` and `perturb` written into the layer.
+"""Flax NNX: `nnx.capture`, with `sow` and `perturb` written into the layer.
 
-Values come from `sow`, in one step; gradients from the four steps that the documentation of
-`Module.perturb` gives. Where a transformation is around the model, `capture` is inside of it, as it
-must be, and its states are results and arguments of the transformed function.
+Values come from `sow`, gradients from the four steps in the documentation of `Module.perturb`. If a
+transformation is around the model, `capture` runs inside of it, and the transformed function takes
+and returns the captured states.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from flax import nnx
 from conformance import models_nnx as models
 from conformance import problem, transforms
 from conformance.framework import Broken, failing
+from conformance.library import Library
 from conformance.models_nnx import IDLE, Net
 from conformance.problem import STACK, WEIGHTS, Case, Found, loss_of, straight
 
-OWN_BODIES = models.own({nnx.Intermediate: 0, nnx.Perturbation: 0})
+LIFTED = models.lifted({nnx.Intermediate: 0, nnx.Perturbation: 0})
 
 
 class Marked(nnx.Linear):
@@ -47,7 +48,7 @@ def _nested(net: Any, x: Any) -> Any:
 def model(case: Case, body: Any = None) -> Any:
     kind, _, form = case.name.partition("/")
     w = WEIGHTS["lin"].astype(case.dtype)
-    if case.name in ("stack/own", "stack/plain"):
+    if case.name in ("stack/lifted", "stack/undeclared"):
         return models.Stacked(Marked)
     made = {"rnn": lambda: models.Recurrent(Cell), "shared": lambda: models.Shared(Marked)}
     made |= {
@@ -61,8 +62,8 @@ def model(case: Case, body: Any = None) -> Any:
         body = straight
         if form in ("closed", "argument"):
             body = getattr(transforms, form)(kind)
-        elif form in ("own", "plain"):
-            body = (OWN_BODIES if form == "own" else models.own())[kind]
+        elif form in ("lifted", "undeclared"):
+            body = (LIFTED if form == "lifted" else models.lifted())[kind]
         elif kind == "nested":
             body = _nested
         elif kind in ("twice", "broadcast"):
@@ -72,8 +73,8 @@ def model(case: Case, body: Any = None) -> Any:
 
 PARTS = {
     "unedited": {"lin": "layers/0", "head": "layers/2"},
-    "stack/own": {"lin": "layers"},
-    "stack/plain": {"lin": "layers"},
+    "stack/lifted": {"lin": "layers"},
+    "stack/undeclared": {"lin": "layers"},
     "shared": {"lin": "inner"},
     "rnn": {"cell": "state", "out": "out"},
     "sum": {"lin": "total"},
@@ -82,7 +83,7 @@ PARTS = {
 
 
 def arrays(case: Case, state: Any) -> Any:
-    """What a state holds, by layer."""
+    """Return the arrays of a state, by layer."""
     found: dict[str, list[Any]] = {}
     for layer, part in PARTS.get(case.name, {"lin": "lin"}).items():
         found[layer] = [
@@ -97,30 +98,37 @@ def forward(model: Any, x: Any) -> Any:
     return loss_of(model(x))
 
 
-def around_model(case: Case) -> Any:
-    """The transformation that is around the model."""
-    kind, _, form = case.name.partition("/")
-    if case.name == "stack/raw":
-        return transforms.stack
-    return transforms.RAW[kind] if form == "around" and kind != "jit" else None
+def _argument(case: Case, net: Any) -> Any:
+    """Return what to pass through a transformation, and a function that makes the model of it.
+
+    `lax.map` closes over the model, which NNX allows for a state that is merged inside.
+    """
+    if case.kind != "map":
+        return net, lambda m: m
+    graph, state = nnx.split(net)
+    return state, lambda state: nnx.merge(graph, state)
 
 
 def _left(*models: Any) -> str:
-    """Whether a model has more on it than before."""
+    """Describe what `capture` left on the models."""
     parts = (part for model in models for _, part in nnx.iter_modules(model))
     return "the model stays instrumented" if any(hasattr(p, "__captures__") for p in parts) else ""
 
 
-class Own:
+class _Library(Library):
     name = "Flax NNX"
+    packages = ("flax", "jax")
+    modules = ("flax",)
 
-    def none(self, case: Case, what: str) -> bool:
+    def missing(self, case: Case, what: str) -> bool:
+        if case.name == "map/lifted":
+            return True
         if what == "gradient":
-            return case.name == "unedited" or not case.backward
+            return case.name == "unedited"
         return case.name in ("unknown", "tuple", "bf16/init", "batch/init")
 
     def value(self, case: Case) -> Found:
-        x = case.x.astype(case.dtype)
+        x = case.input()
         if case.name == "second":
             return _second(case, gradient=False)
         if case.name == "exception":
@@ -130,14 +138,18 @@ class Own:
         if case.name == "unedited":
             types = {"method_outputs": nnx.Intermediate}
             captured = nnx.capture(forward, nnx.Intermediate, **types)
-        if case.name in ("jit/around", "cached"):
+        if case.name in ("jit/around", "cached", "sharded"):
             captured = nnx.jit(captured)
         if case.name == "cached":
             captured(net, x)
-        around = around_model(case)
+        if case.kind == "mutated":
+            captured(net, x)
+            net.lin.kernel[...] = 2.0 * WEIGHTS["lin"]
+        around = transforms.around(case)
         if around:
-            run = lambda m, x, p: nnx.capture(m, nnx.Intermediate)(x)  # noqa: E731
-            out, state = around(run, net, x)
+            m, whole = _argument(case, net)
+            run = lambda m, x, p: nnx.capture(whole(m), nnx.Intermediate)(x)  # noqa: E731
+            out, state = around(run, m, x)
             loss = loss_of(out)
         elif case.name == "keyword":
             loss, state = captured(model=net, x=x)
@@ -148,12 +160,14 @@ class Own:
             loss, state = nnx.capture(lambda net, x: loss_of(cached(x)), nnx.Intermediate)(net, x)
         elif case.name == "train":
             loss, state = _train(case, net, x)[0]
+        elif case.kind in transforms.TRAIN:
+            loss, (state, _) = _train_loop(case, net, x)
         else:
             loss, state = captured(net, x)
         return Found(loss, arrays(case, state), _left(net))
 
     def gradient(self, case: Case) -> Found:
-        x = case.x.astype(case.dtype)
+        x = case.input()
         if case.name == "second":
             return _second(case, gradient=True)
         if case.name == "exception":
@@ -163,19 +177,23 @@ class Own:
             point = nnx.State({"absent": {"g": nnx.Perturbation(jnp.zeros(problem.WIDTH))}})
             gradients(forward, net, x, point)
             return Found(None, {}, "no error")
+        if case.kind in transforms.TRAIN:
+            loss, (_, grads) = _train_loop(case, net, x)
+            return Found(loss, arrays(case, grads), _left(net))
         if case.name == "train":
             (loss, _), grads = _train(case, net, x)
             return Found(loss, arrays(case, grads), _left(net))
-        around = around_model(case)
+        around = transforms.around(case)
         if around:
-            first = lambda m, x, p: nnx.capture(m, nnx.Perturbation)(x)  # noqa: E731
-            _, points = around(first, net, x)
+            m, whole = _argument(case, net)
+            first = lambda m, x, p: nnx.capture(whole(m), nnx.Perturbation)(x)  # noqa: E731
+            _, points = around(first, m, x)
 
-            def outer(points: Any, net: Any) -> Any:
-                run = lambda m, x, p: (nnx.capture(m, init=p)(x), None)  # noqa: E731
-                return loss_of(around(run, net, x, points)[0])
+            def outer(points: Any, m: Any) -> Any:
+                run = lambda m, x, p: (nnx.capture(whole(m), init=p)(x), None)  # noqa: E731
+                return loss_of(around(run, m, x, points)[0])
 
-            loss, grads = nnx.value_and_grad(outer)(points, net)
+            loss, grads = nnx.value_and_grad(outer)(points, m)
             return Found(loss, arrays(case, grads), _left(net))
         fn = forward
         if case.name == "jit/ran":
@@ -188,23 +206,26 @@ class Own:
             first_net, first_x = Net(straight, WEIGHTS["lin"], Marked), case.x
         elif case.name == "batch/init":
             first_x = x[:1]
-        elif case.name == "cond/own":
+        elif case.name == "cond/lifted":
             # The branches agree only if both know the point beforehand.
             first_net = Net(straight, WEIGHTS["lin"], Marked)
         if case.name == "keyword":
             nnx.capture(fn, nnx.Perturbation)(model=net, x=x)
         _, points = nnx.capture(fn, nnx.Perturbation)(first_net, first_x)
         step = gradients
-        if case.name in ("jit/around", "cached"):
+        if case.name in ("jit/around", "cached", "sharded"):
             step = nnx.jit(gradients, static_argnums=0)
         if case.name == "cached":
             step(fn, net, x, points)
+        if case.kind == "mutated":
+            step(fn, net, x, points)
+            net.lin.kernel[...] = 2.0 * WEIGHTS["lin"]
         loss, grads = step(fn, net, x, points)
         return Found(loss, arrays(case, grads), _left(net))
 
 
 def gradients(fn: Any, net: Any, x: Any, points: Any) -> Any:
-    """Steps 2 and 3 of the documentation: the loss, and the gradients of the perturbations."""
+    """Return the loss and the gradients of the perturbations: steps 2 and 3 in the docs."""
 
     def loss(net: Any, points: Any, x: Any) -> Any:
         return nnx.capture(fn, init=points)(net, x)
@@ -228,6 +249,21 @@ def _train(case: Case, net: Any, x: Any) -> Any:
         return out, point_grads
 
     return step(net, optimizer, points, x)
+
+
+def _train_loop(case: Case, net: Any, x: Any) -> Any:
+    """Train in a loop whose body captures; carry the states out of it."""
+    _, points = nnx.capture(forward, nnx.Perturbation)(net, x)
+
+    def step(net: Any) -> Any:
+        def loss(net: Any, points: Any) -> Any:
+            return nnx.capture(forward, nnx.Intermediate, init=points)(net, x)
+
+        both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (value, state), (grads, point_grads) = both(net, points)
+        return value, grads, (state, point_grads)
+
+    return transforms.TRAIN[case.kind](step, net)[:2]
 
 
 def _second(case: Case, gradient: bool) -> Found:
@@ -263,4 +299,4 @@ def _exception(case: Case, gradient: bool) -> Found:
     return Found(loss, arrays(case, state), left)
 
 
-OWN = Own()
+LIBRARY = _Library()

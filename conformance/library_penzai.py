@@ -1,8 +1,8 @@
-"""penzai's own tools: layers that are put into the model by `pz.select`.
+"""penzai: `pz.select` inserts a layer behind the layer to look at.
 
-Values come from `SaveIntermediate`, of penzai's toolshed, behind the layer. There is no tool for
-gradients, but a layer that adds a zero parameter can be put there the same way; its gradient is the
-one wanted. Where a transformation is around the model, `stateless_call` is inside of it.
+For values, that is `SaveIntermediate` from penzai's toolshed. penzai has no tool for gradients, but
+`pz.select` can insert a layer that adds a zero parameter, and take the gradient of that. If a
+transformation is around the model, `stateless_call` runs inside of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penzai.toolshed.save_intermediates import SaveIntermediate
 
 from conformance import transforms
 from conformance.framework import Broken, failing
-from conformance.own_nnx import around_model
+from conformance.library import Library
 from conformance.problem import LENGTH, STACK, WEIGHTS, WIDTH, Case, Found, loss_of, straight
 
 
@@ -73,7 +73,7 @@ def model(case: Case) -> Any:
     kind, _, form = case.name.partition("/")
     lin = dense(WEIGHTS["lin"].astype(case.dtype))
     body: Any = straight
-    if case.name == "stack/own":
+    if case.name == "stack/lifted":
         one = pz.nn.Sequential([dense(STACK, axes=("layer", "in", "out")), tanh()])
         return pz.nn.LayerStack(one, stack_axis="layer", stack_axis_size=LENGTH)
     if kind == "unedited":
@@ -86,26 +86,26 @@ def model(case: Case) -> Any:
         body = case.reference
     elif kind == "nested":
         body = _nested
-    elif case.name == "jit/own":
+    elif case.name == "jit/lifted":
         lin = Jitted(lin)
-    elif case.name == "remat/own":
+    elif case.name == "remat/lifted":
         lin = Checkpointed(lin)
     elif case.name == "stack/raw":
         lin = dense(STACK)
-    elif case.name == "vmap/own":
+    elif case.name == "vmap/lifted":
         lin = dense(WEIGHTS["lin"], axes=("in", "out"))
     return Net(lin, body)
 
 
 def inserted(case: Case, net: Any, make: Any) -> Any:
-    """The model with something behind every layer."""
+    """Return the model with a layer that `make` returns behind every dense layer."""
     count = iter(range(9))
     behind = lambda layer: pz.nn.Sequential([layer, make(case, f"point{next(count)}")])  # noqa: E731
     return pz.select(net).at_instances_of(Dense).apply(behind)
 
 
 def _save(case: Case, label: str) -> Any:
-    if case.name != "stack/own":
+    if case.name != "stack/lifted":
         return SaveIntermediate()
     axes = {"layerstack_axes": {"layer": LayerStackVarBehavior.PER_LAYER}}
     empty = pz.nx.wrap(jnp.zeros((LENGTH, WIDTH))).tag("layer", "d")
@@ -114,44 +114,61 @@ def _save(case: Case, label: str) -> Any:
 
 def _zero(case: Case, label: str) -> Any:
     zero: Any = jnp.zeros(WIDTH, case.dtype)
-    if case.name == "stack/own":
+    if case.name == "stack/lifted":
         zero = pz.nx.wrap(jnp.zeros((LENGTH, WIDTH))).tag("layer", "d")
-    elif case.name == "vmap/own":
+    elif case.name == "sharded":
+        zero = jnp.zeros_like(case.input())
+    elif case.name == "vmap/lifted":
         zero = pz.nx.wrap(jnp.zeros((LENGTH, WIDTH))).tag("batch", "d")
     return AddZero(pz.Parameter(value=zero, label=label))
 
 
 def _input(case: Case) -> Any:
-    """The array, named where the library's own loops need names."""
-    x = case.x.astype(case.dtype)
-    if case.name == "stack/own":
+    """Return the input, with named axes if the case is one of penzai's loops."""
+    x = case.input()
+    if case.name == "stack/lifted":
         return pz.nx.wrap(x).tag("d")
-    return pz.nx.wrap(x).tag("batch", "d") if case.name == "vmap/own" else x
+    return pz.nx.wrap(x).tag("batch", "d") if case.name == "vmap/lifted" else x
 
 
 def _plain(x: Any) -> Any:
-    """An array without names, those of a batch or a stack first."""
+    """Remove the names of axes; put the axis of a batch or a stack first."""
     if not isinstance(x, pz.nx.NamedArrayBase):
         return x
     return x.unwrap(*sorted(x.named_shape, key=("batch", "layer", "d").index))
 
 
-class Own:
+class _Library(Library):
     name = "penzai"
+    packages = ("penzai", "jax")
+    modules = ("penzai",)
 
-    def none(self, case: Case, what: str) -> bool:
+    def missing(self, case: Case, what: str) -> bool:
         kind, _, form = case.name.partition("/")
-        if kind in ("rnn", "sum", "tuple", "unknown") or form in ("init", "plain"):
+        if kind in ("rnn", "sum", "tuple", "unknown") or form in ("init", "undeclared"):
             return True
-        if form == "own" and kind not in ("jit", "vmap", "remat", "stack"):
-            return True
-        return what == "gradient" and not case.backward
+        return form == "lifted" and kind not in ("jit", "vmap", "remat", "stack")
 
     def value(self, case: Case) -> Found:
         if case.name == "second":
             return _second(_save)
-        net, x = inserted(case, _prepared(case), _save), _input(case)
-        around = around_model(case)
+        model, x = _prepared(case), _input(case)
+        net = inserted(case, model, _save)
+        around = transforms.around(case)
+        if case.kind in transforms.TRAIN:
+            pure, saved = pz.unbind_state_vars(pz.freeze_params(net))
+            before = tuple(v.freeze() for v in saved)
+
+            def forward(m: Any) -> Any:
+                out, after = m.stateless_call(before, x)
+                return loss_of(out), [v.value for v in after]
+
+            def update(m: Any) -> Any:
+                (loss, aux), grads = jax.value_and_grad(forward, has_aux=True)(m)
+                return loss, grads, aux
+
+            loss, arrays, _ = transforms.TRAIN[case.kind](update, pure)
+            return Found(loss, {"lin": arrays})
         if around:
             pure, saved = pz.unbind_state_vars(pz.freeze_params(net))
             before = tuple(v.freeze() for v in saved)
@@ -166,17 +183,24 @@ class Own:
         if case.name in JITTED:
             step = pz.variable_jit(step)
             step(net, x)
+        if case.kind == "mutated":
+            step(net, x)
+            model.lin.w.value = 2.0 * WEIGHTS["lin"]
         loss = step(net, x)
         return Found(loss, _by_layer(case, _saved(net)))
 
     def gradient(self, case: Case) -> Found:
         if case.name == "second":
             return _second(_zero)
-        net, x = inserted(case, _prepared(case), _zero), _input(case)
+        model, x = _prepared(case), _input(case)
+        net = inserted(case, model, _zero)
+        if case.kind == "mutated":
+            model.lin.w.value = 2.0 * WEIGHTS["lin"]
         pure, points = _points(net)
-        around = around_model(case)
+        around = transforms.around(case)
         if around:
-            calls = {"remat": (WIDTH,), "shard_map": (2 * WIDTH,)}.get(case.group, (LENGTH, WIDTH))
+            once = {"remat": (WIDTH,), "custom_vjp": (WIDTH,), "shard_map": (2 * WIDTH,)}
+            calls = once.get(case.kind, (LENGTH, WIDTH))
             points = [dataclasses.replace(points[0], value=jnp.zeros(calls))]
 
         def run(m: Any, x: Any, p: Any) -> Any:
@@ -185,6 +209,15 @@ class Own:
         def loss(points: Any) -> Any:
             return _loss((around(run, pure, x, points) if around else run(pure, x, points))[0])
 
+        if case.kind in transforms.TRAIN:
+
+            def update(m: Any) -> Any:
+                loss = lambda m, p: loss_of(run(m, x, p)[0])  # noqa: E731
+                loss, grads = jax.value_and_grad(loss, argnums=(0, 1))(m, points)
+                return loss, grads[0], [g.value for g in grads[1]]
+
+            value, arrays, _ = transforms.TRAIN[case.kind](update, pure)
+            return Found(value, {"lin": arrays})
         step = jax.value_and_grad(loss)
         if case.name in JITTED:
             step = jax.jit(step)
@@ -193,7 +226,7 @@ class Own:
         return Found(value, _by_layer(case, [_plain(g.value) for g in grads]))
 
 
-JITTED = ("jit/around", "cached", "jit/ran", "train")
+JITTED = ("jit/around", "cached", "jit/ran", "train", "sharded")
 
 
 def _loss(out: Any) -> Any:
@@ -201,7 +234,7 @@ def _loss(out: Any) -> Any:
 
 
 def _points(net: Any) -> Any:
-    """The model without the zeros that were put into it, and those."""
+    """Split the model into a model without the inserted zeros, and the zeros."""
     is_point = lambda v: str(v.label).startswith("point")  # noqa: E731
     unbound, points = pz.unbind_variables(net, predicate=is_point, freeze=True)
     return pz.freeze_params(unbound), list(points)
@@ -219,7 +252,7 @@ def _by_layer(case: Case, arrays: list[Any]) -> Any:
 
 
 def _prepared(case: Case) -> Any:
-    """The model; in one case, what is left of it after a layer raised."""
+    """Return the model; in one case, after one of its layers raised an exception."""
     if case.name != "exception":
         return model(case)
     body, mend = failing()
@@ -232,7 +265,7 @@ def _prepared(case: Case) -> Any:
 
 
 def _nested(net: Any, x: Any) -> Any:
-    """In the call of a model that is being captured, its layer is captured once more."""
+    """Capture the layer once more, inside of a model that is being captured."""
     lin = pz.nn.Sequential([net.lin, SaveIntermediate()])
     h = lin(x)
     return jnp.tanh(h) + lin.sublayers[-1].saved.value
@@ -259,4 +292,4 @@ def _second(make: Any) -> Found:
     return Found(value, {"lin": found[0], "teacher": found[1]})
 
 
-OWN = Own()
+LIBRARY = _Library()
