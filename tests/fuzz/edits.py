@@ -326,7 +326,10 @@ def _expected(program: Program, hand: Edited, known: Given, *, plainly: bool) ->
             return way, way(program, hand, known)
         except refuses:
             pass
-    return call, jax.jit(hand)(known, *arguments(program))
+    try:
+        return call, jax.jit(hand)(known, *arguments(program))
+    except ValueError as error:
+        raise Undecided("JAX refuses the program with its edits in the source") from error
 
 
 def _is_refusal(program: Program, error: tapax.SiteError) -> bool:

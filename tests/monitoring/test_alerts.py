@@ -49,8 +49,8 @@ pytestmark = pytest.mark.once
             alert.above("Net/c", value_rms=3),
             [(ONES, -1.0)],
             {
-                "step 0: the value of Net/c has rms NaN, which cannot be compared with the limit of "
-                "3.": np.nan
+                "step 0: the value of Net/c has rms NaN, which cannot be compared with the limit "
+                "of 3.": np.nan
             },
         ),
         (
