@@ -76,14 +76,13 @@ def find_broken_links(site):
 def find_unlinked_pages(site):
     """List pages that nobody reaches from the first page."""
     site = site.resolve()
-    reached, new = set(), ["index.html"]
+    reached, new = {"index.html"}, ["index.html"]
     while new:
-        page = new.pop()
-        reached.add(page)
-        for target, _ in list_links(site, page):
+        for target, _ in list_links(site, new.pop()):
             if target.suffix == ".html" and target.is_relative_to(site):
                 linked = target.relative_to(site).as_posix()
                 if linked not in reached and not linked.startswith(WITHOUT_LINKS):
+                    reached.add(linked)
                     new.append(linked)
     return [f"{page}: no page links to it" for page in list_pages(site) if page not in reached]
 
