@@ -1,4 +1,4 @@
-"""Alerts name the layer; what is wrong with a monitor's arguments is told, in sentences."""
+"""Alerts name the layer, and bad arguments of a monitor raise errors in whole sentences."""
 
 import re
 import threading
@@ -49,8 +49,8 @@ pytestmark = pytest.mark.once
             alert.above("Net/c", value_rms=3),
             [(ONES, -1.0)],
             {
-                "step 0: the value of Net/c has rms NaN, which cannot be compared with the limit of "
-                "3.": np.nan
+                "step 0: the value of Net/c has rms NaN, which cannot be compared with the limit "
+                "of 3.": np.nan
             },
         ),
         (
@@ -195,7 +195,7 @@ def test_a_step_that_cannot_be_traced_says_what_to_do():
 def test_a_monitor_is_not_traced(transform):
     m = monitor(lambda x: tapax.sow(x, "h") ** 2, every=10)
     if transform is jax.jit:
-        m(1.0)  # nor later
+        m(1.0)  # a plain call before does not help
     with pytest.raises(RuntimeError, match="was called while a function is traced"):
         transform(m)(jnp.ones(2) if transform is jax.vmap else 1.0)
     m.close()

@@ -19,7 +19,7 @@ HISTOGRAM = Histogram(np.array([1.0, 2.0, 0.0]), np.array([0.0, 1.0, 2.0, math.i
 
 
 def numbers(step):
-    """A record with every kind of number; some names come and go, and one changes its shape."""
+    """Make a record with every kind of number, names that come and go, and one changing shape."""
     record = {
         "Net/mlp[3]/value_rms": 1.0 + step,
         "Net/mlp[3]/grad_norm": [math.nan, math.inf, -math.inf, 1e-300][step % 4],
@@ -201,7 +201,7 @@ def test_a_part_that_was_cut_off_is_left_out(kind, path):
 
 
 def _with_version(path, kind):
-    """What a later tapax might write, written without this one."""
+    """Write a log as a later version of tapax might, without using this version."""
     if kind == "jsonl":
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"tapax": 7, "step": 0, "entries": []}) + "\n")

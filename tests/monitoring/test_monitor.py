@@ -1,4 +1,4 @@
-"""Monitors: the run is the plain one, bit for bit; nothing stops it, and no record is lost."""
+"""A monitored run equals the plain run bit for bit, never stops, and loses no record."""
 
 import functools
 import gc
@@ -79,7 +79,7 @@ def of_nnx(wrap, steps):
 
 
 class Trainer:
-    """No module, and not jitted: it holds a model and a counter of its own."""
+    """A plain object, neither a module nor jitted, with a model and a counter."""
 
     def __init__(self):
         self.model, self.steps = Net(), 0
@@ -243,7 +243,7 @@ def test_a_monitor_may_be_a_decorator_of_a_method():
     class Trainer:
         @functools.partial(monitor, every=1, to=log)
         def step(self, x):
-            """Doubles."""
+            """Double the input."""
             return tapax.sow(2 * x, "h")
 
     assert Trainer().step(1.0) == 2.0 and Trainer.step.__doc__ == "Doubles."

@@ -1,4 +1,4 @@
-"""Scalars of the user's in the records of a monitor, and the steps of a run in W&B."""
+"""User scalars in the records of a monitor, and the steps of a run in W&B."""
 
 import gc
 import sys
@@ -115,7 +115,7 @@ def test_closed_monitor_logs_nothing():
 
 
 class Run:
-    """A run of W&B that refuses what W&B does."""
+    """A fake W&B run that raises wherever W&B does."""
 
     def __init__(self, resumed=False, summary=()):
         self.logged, self.metrics, self.resumed = [], {}, resumed
