@@ -1,4 +1,4 @@
-"""lineax: its own `linear_solve` primitive, whose operators hold code of the user."""
+"""The `linear_solve` primitive of lineax, whose operators hold user code."""
 
 import jax
 import jax.numpy as jnp
