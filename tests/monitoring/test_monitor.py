@@ -243,7 +243,7 @@ def test_a_monitor_may_be_a_decorator_of_a_method():
     class Trainer:
         @functools.partial(monitor, every=1, to=log)
         def step(self, x):
-            """Double the input."""
+            """Doubles."""
             return tapax.sow(2 * x, "h")
 
     assert Trainer().step(1.0) == 2.0 and Trainer.step.__doc__ == "Doubles."
