@@ -187,7 +187,7 @@ def test_iterations_that_are_picked_are_the_row_or_an_axis_of_it(tmp_path, step,
     equal(acts["layer"], expected if isinstance(step, slice) else expected[:, 0])
 
 
-def test_gradients_are_stored_beside_values(tmp_path):
+def test_gradients_are_stored_with_values(tmp_path):
     def loss(tokens):
         def inner(table):
             h = tapax.sow(table[tokens], "h")

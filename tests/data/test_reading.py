@@ -341,7 +341,7 @@ def test_an_altered_manifest_or_index_is_refused(copied, name):
         tapax.open(copied)["net/hidden"][:]
 
 
-def test_what_is_no_dataset_is_refused(tmp_path):
+def test_a_path_that_is_not_a_dataset_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         tapax.open(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="no dataset of activations"):

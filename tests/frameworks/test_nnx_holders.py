@@ -93,7 +93,7 @@ def _same(first: Any, second: Any) -> None:
 
 @pytest.mark.parametrize("where", ["argument", "captured"])
 @pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
-def test_a_model_in_any_holder_is_no_constant(make, where):
+def test_a_model_in_any_holder_is_not_a_constant(make, where):
     plain, model = Net(), Net()
     run, held = make(plain), make(model)
     look = tapax.capture(lambda held, x: held(x)) if where == "argument" else tapax.capture(held)

@@ -91,7 +91,7 @@ def test_models_are_found(name):
 
 
 @pytest.mark.parametrize("where", ["closure", "helper", "trainer", "global"])
-def test_what_is_closed_over_is_not_kept_as_it_was(where):
+def test_closed_over_parameters_are_current(where):
     """A call uses the current parameters of a closed-over model, and updates its state."""
     model, trainer = Net(), Trainer()
     inner = lambda x: model(x)

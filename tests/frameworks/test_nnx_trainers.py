@@ -235,7 +235,7 @@ def test_a_count_compiles_nothing_and_listing_counts_nothing(where):
     assert len(traces) == (2 if where == "function" else 1)
 
 
-def test_what_a_transformation_left_behind_stays_there():
+def test_a_leaked_tracer_stays_unusable():
     """A leaked traced value stays unusable, as without a capture."""
 
     def step(self, x):

@@ -139,7 +139,7 @@ class _Where:
 
     @property
     def layers(self) -> tuple[tuple[int, str], ...]:
-        """The first scope in each loop, whose iterations are its layers, or in the innermost loop."""
+        """The first scope in each loop, whose iterations are its layers, or in the innermost."""
         inside = [(i, outer + 1) for i, outer in self.loops if len(self.scopes) > outer]
         loops = {"/".join(self.scopes[:count]): i for i, count in inside}
         return tuple((i, path) for path, i in loops.items())

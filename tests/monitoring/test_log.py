@@ -106,7 +106,7 @@ def test_a_log_prints_as_a_table():
     assert "0 records" in repr(Log())
 
 
-def test_what_is_written_is_read(kind, path):
+def test_reading_returns_the_written_data(kind, path):
     write, expected = getattr(sink, kind)(path), Log()
     for step in range(300):
         write(step, numbers(step))
@@ -225,7 +225,7 @@ def test_a_log_of_another_version_is_refused(kind, path):
             use(path)
 
 
-def test_what_is_no_log_is_refused(tmp_path):
+def test_a_file_that_is_not_a_log_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no file or folder"):
         open_log(tmp_path / "none.jsonl")
     for name, content in (

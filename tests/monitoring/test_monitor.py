@@ -223,7 +223,7 @@ def test_a_failing_sink_does_not_touch_the_run():
     assert len(log) == 5
 
 
-def test_an_io_callback_is_warned_of():
+def test_an_io_callback_warns():
     from jax.experimental import io_callback
 
     @jax.jit

@@ -91,7 +91,7 @@ def test_record_is_delivered_if_the_monitor_is_dropped():
     assert record["loss"] == 3.0
 
 
-def test_what_is_no_scalar_gets_one_clear_error():
+def test_a_value_that_is_not_a_scalar_raises():
     with tapax.monitor(step, every=1, grads=None) as watched:
         with pytest.raises(RuntimeError, match="has not been called yet"):
             watched.log(loss=1.0)

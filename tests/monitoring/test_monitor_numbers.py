@@ -218,7 +218,7 @@ def test_a_python_step_with_a_counter_is_traced_once():
     assert len(traces) == 5 + 1
 
 
-def test_what_the_step_returns_is_not_computed(capfd):
+def test_results_of_the_step_are_not_computed(capfd):
     """The watched copy returns only the statistics."""
 
     @jax.jit

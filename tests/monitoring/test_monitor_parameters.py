@@ -129,7 +129,7 @@ def test_gradients_taken_by_a_function_made_before_are_recorded():
     assert_close({k: np.float64(record[k]) for k in expected}, expected, 1e-5)
 
 
-def test_state_of_an_optimizer_is_no_parameter():
+def test_state_of_an_optimizer_is_not_a_parameter():
     tx = optax.adam(1e-2)
 
     @jax.jit

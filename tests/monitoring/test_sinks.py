@@ -76,7 +76,7 @@ def test_what_to_stands_for(to, shown, tmp_path, monkeypatch):
         (Log, TypeError, "the class Log. Call it to make a sink"),
     ],
 )
-def test_what_is_no_sink(to, error, words):
+def test_an_argument_that_is_not_a_sink_raises(to, error, words):
     with pytest.raises(error, match=words):
         sink.make(to)
 

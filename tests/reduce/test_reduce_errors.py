@@ -37,7 +37,7 @@ def raises(error, message, **asked):
 
 
 @pytest.mark.parametrize("wrong", ["rms", 3, None, {"h": R.rms}])
-def test_what_is_no_reducer(wrong):
+def test_an_argument_that_is_not_a_reducer_raises(wrong):
     raises(
         TypeError,
         f"`values` maps a selection to {wrong!r} of type {type(wrong).__name__}, which is neither "
@@ -47,13 +47,13 @@ def test_what_is_no_reducer(wrong):
     )
 
 
-def test_what_is_no_reducer_among_several():
+def test_one_of_several_that_is_not_a_reducer_raises():
     message = "`values` maps a selection to 3 of type int, which is neither a reducer nor"
     with pytest.raises(TypeError, match=message):
         tapax.capture(f, values={"h": [R.rms, 3]})
 
 
-def test_factories_are_no_reducers():
+def test_factories_are_not_reducers():
     for factory in (R.histogram, R.topk, R.quantiles):
         with pytest.raises(TypeError, match="a function that makes a reducer: call it"):
             tapax.capture(f, values={"h": factory})
@@ -76,7 +76,7 @@ def test_pairs_are_for_gradients(reducer):
 
 
 @pytest.mark.parametrize("key", ["", 3, R.rms])
-def test_keys_that_are_no_selections(key):
+def test_keys_that_are_not_selections(key):
     with pytest.raises((TypeError, tapax.SiteError)) as caught:
         tapax.capture(f, values={key: R.rms})
     assert "`values`" in str(caught.value)
@@ -260,7 +260,7 @@ def test_a_state_that_changes(name, total):
 
 
 @pytest.mark.parametrize("field", ["init", "update", "combine", "finish"])
-def test_what_is_no_function(field):
+def test_an_argument_that_is_not_a_function_raises(field):
     parts = {"init": lambda: 0.0, "update": lambda s, x: s, "combine": lambda a, b: a}
     message = f"Reducer takes a function as `{field}`, but was given 3 of type int."
     with pytest.raises(TypeError, match=re.escape(message)):
@@ -338,7 +338,7 @@ def test_bad_magnitudes_are_refused(magnitudes):
 
 
 @pytest.mark.parametrize("axis", [1.5, None, "a", (0, 1.5)])
-def test_axes_that_are_no_integers(axis):
+def test_axes_that_are_not_integers(axis):
     with pytest.raises(TypeError, match="`axis`"):
         R.rms(axis=axis)
 

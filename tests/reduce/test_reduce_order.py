@@ -137,7 +137,7 @@ def test_order_where_some_iterations_do_not_count():
     check_affine(taps, MAPS[p], "h:")
 
 
-def test_what_init_may_return():
+def test_init_may_return_python_numbers():
     """A state of Python numbers takes the types of an updated state."""
     add = lambda state, x: state + x.sum(dtype=x.dtype)
     total = lambda init: R.Reducer(init, add, lambda a, b: a + b)

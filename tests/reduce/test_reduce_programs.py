@@ -354,7 +354,7 @@ def test_several_keys_for_one_site():
     close(taps.values["h:sum.total"], h.sum())
 
 
-def test_a_whole_value_beside_a_reduced_one():
+def test_a_whole_value_and_a_reduced_one():
     h = np.stack([X * f for f in (1, 2, 6, 24, 120)])
     _, taps = captured(scanned, jnp.asarray(X), values=["h", {"h": R.sum}])
     close(taps.values["h"], h)

@@ -96,12 +96,12 @@ def test_tables_and_logs_say_that_it_is_a_sample(tmp_path):
 
 
 @pytest.mark.parametrize("sample", [0, 2, -0.5, 0.3, "1/16", None, True, np.nan, 1e-6])
-def test_samples_that_are_no_fraction_are_refused(sample):
+def test_samples_that_are_not_fractions_raise(sample):
     with pytest.raises(ValueError, match=re.escape(f"but is {sample!r}: one of n elements")):
         R.histogram([0, 1], sample=sample)
 
 
-def test_seeds_that_are_no_words_are_refused():
+def test_seeds_that_are_not_words_raise():
     for seed in (-1, 2**32, 0.5, True):
         with pytest.raises(ValueError, match="`seed` must be an integer from 0"):
             R.quantiles(0.5, sample=0.5, seed=seed)

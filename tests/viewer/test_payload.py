@@ -207,7 +207,7 @@ def test_only_files_of_the_program_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("what", [3, None, {"a": 1}])
-def test_what_cannot_be_viewed_is_refused(what):
+def test_an_object_without_a_view_raises(what):
     with pytest.raises(TypeError, match=r"tapax\.view takes"):
         tapax.view(what)
 
