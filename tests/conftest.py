@@ -1,4 +1,4 @@
-"""Eight CPU devices for the tests of meshes, and checks that no test leaves anything behind."""
+"""Eight CPU devices for the tests of meshes, and a check that tests leave nothing behind."""
 
 import functools
 import os
@@ -22,7 +22,7 @@ if jax.config.jax_enable_x64:
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what a framework cannot do under a setting of JAX, with or without tapax."""
+    """Skip tests of framework features that a JAX setting breaks, with or without tapax."""
     for item in items:
         if "brainstate" not in item.nodeid:
             continue
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
 
 @functools.cache
 def compiles_float16():
-    """Whether XLA compiles float16 here: it does not for processors without such conversions."""
+    """Return whether XLA compiles float16 here; some processors lack the conversions."""
     try:
         jax.block_until_ready(jax.jit(lambda x: x.astype("float16"))(np.ones(2, np.float32)))
     except jax.errors.JaxRuntimeError:
@@ -48,7 +48,7 @@ def pytest_runtest_call():
     try:
         return (yield)
     except (Exception, pytest.fail.Exception) as error:
-        # A block of `pytest.warns` that the error leaves raises another one, about the warning.
+        # The error may leave a block of `pytest.warns`, which then raises its own error.
         raised = (
             x for x in (error, error.__context__) if isinstance(x, jax.errors.JaxRuntimeError)
         )
@@ -60,7 +60,7 @@ def pytest_runtest_call():
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Every test leaves the thread without a marking context and JAX's primitives as they were."""
+    """Check that a test leaves no marking context, and leaves JAX's primitives unchanged."""
     from jax.extend.core import Primitive
 
     bind = Primitive.bind

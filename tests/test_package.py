@@ -1,4 +1,4 @@
-"""The package itself: its names, what importing it imports, its version."""
+"""The names, imports and version of the package."""
 
 import importlib.metadata
 import json
@@ -14,7 +14,7 @@ FRAMEWORKS = ("brainstate", "equinox", "flax", "haiku", "keras", "matplotlib", "
 
 
 def in_a_new_process(code):
-    """What `code` prints as JSON, in a process that has imported nothing."""
+    """Run `code` in a new process and return the JSON that it prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 

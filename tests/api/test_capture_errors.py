@@ -1,4 +1,4 @@
-"""Bad input: whole sentences that name the site, the place, the cause and the fix."""
+"""Bad input raises errors in whole sentences that name site, line, cause and fix."""
 
 import inspect
 
@@ -51,7 +51,7 @@ def test_program_without_sites():
     captured = tapax.capture(jax.jit(jnp.cos), grads=None)
     with pytest.warns(UserWarning, match="The function has no sites"):
         captured(X)
-    captured(X)  # the warning is an error here: there is no second one
+    captured(X)  # pytest turns warnings into errors: a second one would raise
     assert tapax.capture(jnp.sin, values=None, grads=None)(X)[1].values == {}
 
 

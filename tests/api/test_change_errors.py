@@ -1,4 +1,4 @@
-"""Changes that cannot be made: whole sentences that name the site, both types, the line."""
+"""Impossible changes raise errors in whole sentences that name site, types and line."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ X = jnp.array([1.0, 2.0, 3.0], jnp.float32)
 
 @pytest.fixture(autouse=True)
 def of_32_bits():
-    """The types in messages are those of 32 bits."""
+    """Disable 64 bits, so that messages name types of 32 bits."""
     with jax.enable_x64(False):
         yield
 
@@ -162,7 +162,7 @@ def test_gradients_that_are_not_taken():
         "gradient, or its gradients reach no marked value. Take the gradient inside the captured "
         "function, as a train step does, and use the value that tapax.sow returns."
     )
-    # The gradient is taken around the edited function, which has none itself.
+    # The gradient is taken around the edited function, which takes no gradient itself.
     assert "has no gradient" in message(jax.grad(tapax.edit(loss, grads={"h": 0.0})), X)
     message(tapax.edit(loss, grads={"**": 0.0}), X)
     cut = lambda x: jnp.sum(x * lax.stop_gradient(tapax.sow(jnp.sin(x), "h")))
@@ -179,7 +179,7 @@ def test_values_that_reach_no_result():
         assert message(tapax.edit(f, {"d": 0.0}), X) == expected
     assert message(tapax.edit(dropped, {"h": 0.0, "d*": 0.0}), X) == expected
     in_a_scan = lambda x: lax.scan(lambda c, t: (tapax.sow(c, "d") * 0 + t, c), x, X)[0]
-    tapax.edit(in_a_scan, {"d": 0.0})(X)  # that reaches, through a product with zero
+    tapax.edit(in_a_scan, {"d": 0.0})(X)  # it reaches the result, times zero
     aside = lambda x: lax.scan(lambda c, t: (c * t, tapax.sow(c, "d")), x, X)[0]
     assert "never reaches" in message(tapax.edit(aside, {"d": 0.0}), X)
     assert "never reaches" in message(tapax.suffix(dropped, "d"), X, X)
@@ -205,7 +205,7 @@ def test_an_iteration_that_there_is_not(step):
 
 
 def test_a_good_iteration_and_then_a_bad_one():
-    # One program is compiled for both: the number is checked on every call.
+    # Both calls share one compiled program, so every call checks the number.
     f = jax.jit(chain)
     sweep = lambda i: tapax.edit(f, {tapax.at("h", step=i): 0.5})(X)
     assert np.isfinite(sweep(2)).all()
@@ -263,7 +263,7 @@ def test_perturbations_of_another_type():
             f"{begin} is of type {dtype}, but its values are of type float32: adding it could "
             "change the type of the value. Cast the perturbation."
         )
-    # A batch of another size than that of the perturbations.
+    # The batch size differs from that of the perturbations.
     batch = lambda xs: jnp.sum(jax.vmap(loss)(xs))
     zeros = tapax.perturbations(batch)(jnp.ones((4, 3)))
     text = message(tapax.perturbed(batch), zeros, jnp.ones((2, 3)))

@@ -1,4 +1,4 @@
-"""Cuts: the function up to a site, and from there on, with no operation of the other side."""
+"""`prefix` and `suffix` cut a function at a site and run no operation of the other side."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from tests.oracles.closeness import assert_close
 X = jnp.array([0.3, -0.7, 1.2])
 T = jnp.array([0.5, 1.1, -0.8, 0.9])
 
-# Operations before a cut, after it, and around it: a residual stream is all three.
+# A residual stream has operations before a cut, after it, and around it.
 BEFORE, AFTER, AROUND = "sin", "cos", "tanh"
 
 
@@ -22,7 +22,7 @@ def close(a, b, tol=1e-6):
 
 
 def operations(f, *args):
-    """Count the operations of a program, those in a loop once for each iteration."""
+    """Count the operations of a program, with those in a loop once for each iteration."""
 
     def within(jaxpr, times):
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -43,7 +43,7 @@ def residual(x):
 
 
 def with_body(wrap):
-    """The cut is inside of a body, with operations on both sides."""
+    """Wrap a body with operations on both sides of the cut."""
     return lambda x: wrap(residual)(x)
 
 
@@ -112,7 +112,7 @@ def layers(x):
 
 
 def by_hand(x, start=None):
-    """`layers`, and the value of its site at every iteration; or started at one of them."""
+    """Run `layers`, or start at one iteration; also return the site's value at each iteration."""
     values, ys = [], []
     for i, t in enumerate(T):
         h = jnp.sin(x * t)
@@ -140,7 +140,7 @@ def test_cut_at_one_iteration_of_a_scan(wrap, step):
 
 
 def test_the_iterations_before_are_not_computed():
-    # Nothing goes around the site: the suffix starts in the loop.
+    # No value bypasses the site, so the suffix starts in the loop.
     f = lambda x: lax.scan(lambda c, t: (tapax.sow(jnp.sin(c * t), "h"), None), x, T)[0]
     for step in range(4):
         at = tapax.at("h", step=step)

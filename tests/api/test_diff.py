@@ -1,4 +1,4 @@
-"""Two captures compared: the first site that differs is the one that was changed."""
+"""`tapax.diff` finds the changed site as the first difference between two captures."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ NAMES = [f"net/layers/{i}" for i in range(LAYERS)]
 
 
 def unwrapped(difference):
-    """The table as one line."""
+    """Join the table into one line."""
     return " ".join(repr(difference).split())
 
 
@@ -27,14 +27,14 @@ def inputs(dtype=jnp.bfloat16):
 
 
 def deep(ws, x):
-    """A residual network of 48 layers, unrolled."""
+    """Run a residual network of 48 unrolled layers."""
     for i, w in enumerate(ws):
         x = x + tapax.sow(jnp.tanh(x @ w), f"net/layers/{i}")
     return jnp.sum(x.astype(jnp.float32) ** 2)
 
 
 def scanned(ws, x):
-    """The same layers in a scan, with two sites in each."""
+    """Run these layers in a scan, with two sites in each."""
 
     def layer(x, w):
         up = tapax.sow(x @ w, "net/layers/up")
@@ -44,7 +44,7 @@ def scanned(ws, x):
 
 
 def linear(ws, x):
-    """Layers without an activation, with a site before and after each."""
+    """Run layers without an activation, with a site before and after each."""
     for i, w in enumerate(ws):
         x = tapax.sow(x, f"net/layers/{i}/in")
         x = tapax.sow(x + x @ w, f"net/layers/{i}/out")
@@ -71,10 +71,10 @@ def test_a_changed_weight_is_found_forward(planted):
 
 @pytest.mark.parametrize("planted", [1, 17, 47])
 def test_a_changed_weight_is_found_backward(planted):
-    """Layers are linear here, so that gradients depend on the weights alone.
+    """The layers are linear, so that gradients depend only on the weights.
 
     The weight of a layer is between its input and its output: it changes the gradient of its input,
-    and that of no later value.
+    and no gradient of a later value.
     """
 
     ws, x = weights(), inputs()
@@ -89,7 +89,7 @@ def test_a_changed_weight_is_found_backward(planted):
 
 
 def test_a_changed_rule_is_found_backward_alone():
-    """A layer with a wrong derivative: values are the same, gradients from there back are not."""
+    """A wrong derivative changes no values, only the gradients of that layer and earlier ones."""
     planted = 30
 
     @jax.custom_vjp
@@ -132,7 +132,7 @@ def test_a_changed_layer_of_a_scan_is_found(planted):
 
 
 def test_sites_of_a_scan_run_in_turns():
-    """`down` of iteration 2 runs before `up` of iteration 3, which comes first in the program."""
+    """`down` of iteration 2 runs before `up` of iteration 3, though `up` comes first in a body."""
 
     def layers(x, change):
         def layer(x, i):
@@ -148,7 +148,7 @@ def test_sites_of_a_scan_run_in_turns():
     difference = tapax.diff(a, b)
     assert (difference.first.name, difference.first.iteration) == ("down", (2,))
     assert difference.values["up"].iteration == (3,)
-    # Backward, the derivative of the sine in the last iteration that ran with another value.
+    # Backward, the first difference is the derivative of the sine in the last changed iteration.
     assert (difference.first_grad.name, difference.first_grad.iteration) == ("up", (4,))
     swapped = tapax.diff(b, a)
     assert (swapped.first.name, swapped.first.iteration) == ("down", (2,))
@@ -252,7 +252,7 @@ def test_a_gradient_that_one_capture_lacks_is_a_difference():
     difference = tapax.diff(a, b)
     assert difference.first is None and difference.first_grad.name == "first"
     assert difference.first_grad.reason == "`b` has no gradient"
-    # A capture without any gradients was not asked for them, nor a dict for all of them.
+    # A capture without gradients did not request any, and a dict need not hold all of them.
     assert tapax.diff(a, tapax.capture(lambda x: loss(x, True))(jnp.ones(2))[1]).equal
     some = dict(a.values), {"second": a.grads["second"]}
     assert tapax.diff(a, some).equal and len(tapax.diff(a, some).grads) == 1
@@ -349,7 +349,7 @@ def test_a_capture_from_disk_is_compared(tmp_path):
 
 
 def test_a_mapped_capture_is_compared_by_iteration():
-    """The axis of the map comes first, that of the loop second."""
+    """The mapped axis comes first, the axis of the loop second."""
 
     def layers(x, change):
         body = lambda x, i: (tapax.sow(jnp.sin(x) + jnp.where(i == 2, change, 0.0), "h"), None)
@@ -362,7 +362,7 @@ def test_a_mapped_capture_is_compared_by_iteration():
 
 
 def test_the_table_says_where_exactness_ends():
-    """A small change is within the tolerance where it is made, and grows."""
+    """A small change starts within the tolerance and grows beyond it."""
     a = {f"h{i}": np.float32([1.0, 2.0]) for i in range(3)}
     b = {"h0": a["h0"], "h1": a["h1"] + np.float32(2**-23), "h2": a["h2"] + np.float32(0.5)}
     difference = tapax.diff(a, b)
@@ -411,7 +411,7 @@ def test_two_modules_of_different_classes_are_compared():
 
 
 def test_a_loop_on_every_device_is_compared_by_iteration(mesh):
-    """The axis of the mesh comes first; it is not one of iterations."""
+    """The mesh axis comes first, and is not an axis of iterations."""
     from jax.sharding import PartitionSpec
 
     def layers(x, change):

@@ -1,4 +1,4 @@
-"""Captures whose sites have other names, and arrays of other libraries."""
+"""`tapax.diff` compares captures with different site names, and arrays of other libraries."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tapax._api.renaming import rename_names
 
 
 class Tensor:
-    """A stand-in for a tensor of PyTorch: no NumPy array until it is detached and on the host."""
+    """A stand-in for a PyTorch tensor, which NumPy reads only after `detach` and `cpu`."""
 
     def __init__(self, array, dtype=None, steps=()):
         self._array, self._steps = np.asarray(array), steps
@@ -41,7 +41,7 @@ class Tensor:
 
 
 class Quantity:
-    """Anything that NumPy can read."""
+    """An object that NumPy can convert to an array."""
 
     def __init__(self, number):
         self.number = number
@@ -61,7 +61,7 @@ def port(ws, x):
 
 
 def original(ws, x):
-    """The same model by NumPy, forward and backward, under the names of PyTorch."""
+    """Compute the model in NumPy, forward and backward, under the names of PyTorch."""
     values, grads = {}, {}
     for i, w in enumerate(ws):
         x = np.tanh(x @ w)

@@ -1,4 +1,4 @@
-"""Edits of values: each agrees with the same change made by hand in the source."""
+"""Each edit of a value agrees with the same change written into the source by hand."""
 
 import dataclasses
 import threading
@@ -30,13 +30,13 @@ def chain(x):
 
 
 def by_hand(x, edits):
-    """`chain`, with some iterations edited."""
+    """Run `chain` with some iterations edited."""
     for i, t in enumerate(T):
         x = edits.get(i, lambda h: h)(jnp.sin(x * t))
     return x
 
 
-# Programs take the `sow` that they are to use: one that edits by hand is the oracle.
+# Programs take the `sow` to use: the oracle passes one that edits by hand.
 
 
 def straight(sow):
@@ -513,7 +513,7 @@ def test_threads_edit_independently():
 
 
 def test_an_edit_with_state():
-    # The compiled program of a jitted function is kept, but not the contents of an object.
+    # The cache keeps the compiled program of a jitted function, but not the contents of an object.
     class Scale:
         by = 1.0
 

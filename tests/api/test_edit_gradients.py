@@ -1,4 +1,4 @@
-"""Edits in functions that take gradients themselves: of values, of gradients, in any order."""
+"""Edits of values and gradients in functions that take gradients themselves, in any order."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ def close(a, b, tol=1e-4):
 
 
 def by_hand(value=lambda h: h, grad=None):
-    """A `sow` that edits: the value, then what comes back to the edited value.
+    """Make a `sow` that edits the value, then the gradient that reaches the edited value.
 
-    Its derivative is that of an edited function, which is not edited a second time.
+    Its derivative is that of an edited function; no edit applies to it a second time.
     """
 
     @jax.custom_vjp
@@ -31,7 +31,7 @@ def by_hand(value=lambda h: h, grad=None):
     return lambda x, name: value(x) if grad is None else same(value(x))
 
 
-# Losses take the `sow` that they are to use.
+# Losses take the `sow` to use.
 
 
 def straight(sow):
@@ -159,7 +159,7 @@ GRAD = lambda g: 0.3 * g * g + g
 
 
 def pairs(steps):
-    """Every loss with every step; every second pair, in a checkerboard, is left to `make fuzz`."""
+    """Pair every loss with every step; `make fuzz` runs every second pair, in a checkerboard."""
     return [
         pytest.param(loss, step, marks=[pytest.mark.many] if (i + j) % 2 else [])
         for i, loss in enumerate(LOSSES)
@@ -170,7 +170,7 @@ def pairs(steps):
 @pytest.mark.parametrize(("loss", "step"), pairs([*STEPS, *FORWARD]))
 def test_edited_values_in_functions_that_take_gradients(loss, step):
     if loss is by_a_pullback and step in FORWARD:
-        return  # no forward derivative of a custom_vjp
+        return  # a custom_vjp has no forward derivative
     step = {**STEPS, **FORWARD}[step]
     expected = step(loss(by_hand(VALUE)))(X)
     close(tapax.edit(step(loss(tapax.sow)), {"h": VALUE})(X), expected)
@@ -308,7 +308,7 @@ def test_edits_of_edits():
 
 
 def test_gradients_of_intermediates_of_an_edited_loss():
-    # With respect to the edited value; or, with the edit outside, to the value before.
+    # With respect to the edited value or, if the edit is outside, to the original value.
     slope = -jnp.sin(2 * jnp.sin(X)) * X
     edit = {"h": lambda h: 2 * h}
     close(tapax.grad(tapax.edit(straight(tapax.sow), edit))(X), {"h": slope})
@@ -385,7 +385,7 @@ def test_on_a_mesh(mesh, checked):
 
 
 def test_edits_in_a_loop_pass_the_checks_of_jax():
-    """JAX checks the programs that it simplifies, if asked to: those of a survey too."""
+    """With `jax_enable_checks`, JAX checks the programs it simplifies, those of a survey too."""
 
     def loss(x):
         step = lambda c, _: (jnp.sin(tapax.sow(2 * c, "h")), None)

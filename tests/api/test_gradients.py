@@ -1,4 +1,4 @@
-"""Gradients by intermediates, perturbations and Jacobians, against zeros that are added by hand."""
+"""Gradients by intermediates, perturbations and Jacobians, against zeros added by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +139,7 @@ def test_one_for_every_call_and_iteration(program):
     oracle.close([g for v in found.values() for g in np.asarray(v).reshape(-1, 3)], expected, 2e-5)
     zeros = tapax.perturbations(f)(X)
     close(jax.jit(jax.grad(tapax.perturbed(f)))(zeros, X), found)
-    # Some other point: added by hand in the order of execution, and differences along a direction.
+    # At another point: perturbations added by hand in order of execution, and finite differences.
     rng = np.random.default_rng(0)
     random = lambda z: jnp.asarray(rng.normal(size=z.shape) * 0.1, z.dtype)
     point, direction = jax.tree.map(random, zeros), jax.tree.map(random, zeros)
@@ -167,7 +167,7 @@ def test_gradients_of_intermediates_under_vmap():
         jax.vmap(tapax.grad(loss), (None, 0))(W, xs),
         jax.vmap(lambda x: jax.grad(by_hand)(ZEROS, W, x))(xs),
     )
-    # A map inside of the loss: one gradient for every example.
+    # A map inside the loss gives one gradient for every example.
     many = lambda w, xs: jnp.sum(jax.vmap(loss, (None, 0))(w, xs))
     close(tapax.grad(many)(W, xs), jax.vmap(lambda x: jax.grad(by_hand)(ZEROS, W, x))(xs))
     zeros = tapax.perturbations(many)(W, xs)
@@ -255,7 +255,7 @@ def test_jacobians_of_sites():
     close(scan(0.7), jax.jacfwd(hand)(jnp.zeros(3)))
     results = tapax.jacobian(lambda x: {"a": tapax.sow(x, "h") * 2, "b": x}, of=None, wrt="h")
     close(results(X), {"a": 2 * jnp.eye(3), "b": jnp.zeros((3, 3))})
-    # Few results are differentiated backward, many forward; they agree.
+    # tapax differentiates few results backward and many forward; both agree.
     wide = lambda x: tapax.sow(jnp.outer(tapax.sow(jnp.sin(x), "h"), X), "o")
     close(tapax.jacobian(wide, of="o", wrt="h")(X), jnp.einsum("ik,j->ijk", jnp.eye(3), X))
 

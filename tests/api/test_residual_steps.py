@@ -1,4 +1,4 @@
-"""Residuals of steps that take gradients: in jit, loops, maps and meshes, and twice."""
+"""Residuals of steps that take one or two gradients, in jit, loops, maps and meshes."""
 
 import functools
 
@@ -23,7 +23,7 @@ UNREAD = {losses.convolved}
 
 
 def gradient_of(loss):
-    """The gradient of a loss by all of its real arguments."""
+    """Take the gradient of a loss with respect to all of its real arguments."""
 
     def step(*args):
         real = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -58,7 +58,7 @@ def test_the_flags_of_the_next_jax_change_nothing(loss):
 
 
 def update(params, x):
-    """A step with what is around a gradient: a batch that is prepared, and an update."""
+    """Run a step that prepares a batch, takes a gradient and updates the parameters."""
     x = jnp.cos(x)
 
     def loss(params):
@@ -144,7 +144,7 @@ def test_gradients_per_example_have_the_axis_of_the_examples():
 def test_two_gradients_one_after_the_other_are_both_listed():
     def step(critic, actor, x):
         slope = jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(critic)
-        # It reads the first gradient, and is given it.
+        # The second gradient reads the first, which is its argument.
         return slope, jax.grad(lambda w: jnp.sum(slope * jnp.exp(w)))(actor)
 
     table = tapax.residuals(step)(*arrays(W, W, X))

@@ -1,4 +1,4 @@
-"""Residuals of losses: the list of JAX, sites, lines, policies, errors."""
+"""Residuals of losses: JAX's list, sites, lines, policies and errors."""
 
 import threading
 
@@ -83,7 +83,7 @@ def test_a_carry_belongs_to_the_operation_of_the_iteration_before():
 def test_a_value_in_a_branch_belongs_to_the_branch_that_computes_it():
     table = tapax.residuals(losses.branched)(*arrays(W, X))
     one, other = (losses.branched.__code__.co_firstlineno + n for n in (2, 5))
-    # Values of one type share an array, which belongs to the branch that comes first.
+    # Values of one type share an array, which belongs to the first branch.
     assert {f"{losses.__file__}:{n}" for n in (one, other)} <= set(table.by_line())
     assert "broadcast_in_dim" not in table.by_operation()
 
@@ -93,7 +93,7 @@ def test_a_jitted_block_that_is_called_twice_keeps_its_values_twice():
     two = tapax.residuals(losses.jitted)(*arrays(W, X))
     inside = [table.by_line() for table in (one, two)]
     line = f"{losses.__file__}:{losses.block.__wrapped__.__code__.co_firstlineno + 2}"
-    # The result of the first call is what the second one is given.
+    # The result of the first call is the argument of the second.
     more = 8 * 6 * 4
     assert inside[1][line].nbytes == 2 * inside[0][line].nbytes + more
 
@@ -104,7 +104,7 @@ def test_a_value_read_twice_is_kept_once():
 
 
 def test_bytes_bracket_the_memory_of_the_compiled_gradient():
-    """In a loop the compiler keeps what JAX keeps, and works on a few arrays of one iteration."""
+    """In a loop the compiler keeps JAX's residuals and a few arrays of one iteration."""
     args = arrays((8, 64, 64), (1024, 64))
     one = 1024 * 64 * 4
     for loss in (losses.scanned, losses.scanned_remat, losses.scanned_policy):
@@ -189,7 +189,7 @@ def test_an_edited_loss_keeps_the_values_that_the_edit_needs():
     args = arrays(W, X)
     edited = tapax.edit(losses.shared, values={"h": jnp.sin})
     added = tapax.residuals(edited)(*args).nbytes - tapax.residuals(losses.shared)(*args).nbytes
-    # The cosine, and the exponential, which is no longer the value that is read after it.
+    # The cosine, and the exponential, which later operations no longer read.
     assert added == 2 * 8 * 6 * 4
 
 

@@ -36,7 +36,7 @@ TOKENS = jnp.array([[1, 2, 3, 4], [6, 5, 4, 0], [0, 0, 2, 1]])
 
 @functools.partial(jax.jit, static_argnums=0)
 def replaced(name, value, tokens=CLEAN):
-    """The metric with another value at a site, without tapax."""
+    """Compute the metric with another value at a site, without tapax."""
     return difference(logits(P, tokens, lambda n, v: value if n == name else v))
 
 
@@ -65,7 +65,7 @@ def test_saliency_of_an_argument():
 
 
 def test_integrated_gradients_are_complete():
-    """They sum up to the difference of the metric; and are the integral, taken by many steps."""
+    """They sum to the difference of the metric, and converge to the integral with many steps."""
     here, base = values_of(P, CLEAN)["1/mlp"], values_of(P, CORRUPT)["1/mlp"]
     run = attribute.integrated_gradients(marked, "1/mlp", baseline=base, batch_size=3)
     got = run(P, CLEAN)
@@ -86,7 +86,7 @@ def test_integrated_gradients_of_an_argument_and_an_iteration():
 
 
 def image_net(x, hook=sow):
-    """[batch, height, width, channel] -> [batch, class]"""
+    """Map [batch, height, width, channel] to [batch, class]."""
     w = jnp.asarray(np.random.default_rng(0).standard_normal((3, 3, 2, 4)), x.dtype)
     dims = ("NHWC", "HWIO", "NHWC")
     h = hook("conv", jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims))
@@ -140,7 +140,7 @@ def test_logit_lens_unembeds_every_layer():
 
 
 def test_direct_logit_attribution():
-    """With a frozen scale of the norm, the shares are linear, and sum to the logits."""
+    """With a frozen norm scale, the contributions are linear and sum to the logits."""
     here = values_of(P, CLEAN)
     parts = ["embed", *(f"{i}/{p}" for i in range(LAYERS) for p in ("attn", "mlp"))]
     last = here[RESIDS[-1]]
@@ -240,7 +240,7 @@ def test_logistic_probe_reaches_the_optimum(classes):
 
 
 def test_logistic_probe_of_separable_classes_converges():
-    """Newton's method does not run away where a whole step overshoots."""
+    """Newton's method does not diverge where a full step overshoots."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((60, 2)) * 30, jnp.float32)
     probe = attribute.linear_probe(features, "h", x, x[:, 0] > 0, ridge=1e-2, steps=30)
     assert jnp.isfinite(probe.weights).all()
@@ -327,7 +327,7 @@ def eqx_metric(model, tokens, hook=None):
 
 
 def frameworks():
-    """A metric, a model, its name, and how the metric is compiled."""
+    """Return for each framework a metric, a model, its name, and how to compile the metric."""
     return {
         "nnx": (nnx_metric, NnxGPT(nnx.Rngs(0)), "NnxGPT/", nnx.jit),
         "equinox": (eqx_metric, EqxGPT(jax.random.key(0)), "EqxGPT/", eqx.filter_jit),
@@ -340,7 +340,7 @@ def frameworks():
     ["closed over", *(pytest.param(how, marks=pytest.mark.many) for how in ("argument", "jitted"))],
 )
 def test_attribution_in_models_of_frameworks(name, how):
-    """Patched, with the model an argument or closed over; steered and differentiated."""
+    """Patch with the model as an argument or closed over, steer, and differentiate."""
     metric, model, root, jitted = frameworks()[name]
     short = ["blocks/0", "blocks/1/attn"]
     sites = [root + s for s in short]
@@ -375,7 +375,7 @@ def test_attribution_in_models_of_frameworks(name, how):
 
 
 def test_a_mapped_equinox_model():
-    """The examples of a vmap are along the first axis, as in a batch."""
+    """The first axis of a value indexes the examples of a vmap, as in a batch."""
     model = EqxGPT(jax.random.key(0))
     out = lambda model, tokens: jax.vmap(model)(tokens)
     got = attribute.ablate(out, "EqxGPT/blocks/0", "mean")(model, TOKENS)

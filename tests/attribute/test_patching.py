@@ -1,4 +1,4 @@
-"""Patching, against the same model with hooks written into it by hand."""
+"""Patching, against the model with hand-written hooks."""
 
 import functools
 
@@ -76,7 +76,7 @@ def two_numbers(p, tokens):
 
 @jax.jit
 def values_of(p, tokens):
-    """The values inside, without tapax."""
+    """Compute the inner values without tapax."""
     kept = {}
     logits(p, tokens, lambda name, value: kept.setdefault(name, value))
     return kept
@@ -84,7 +84,7 @@ def values_of(p, tokens):
 
 @functools.partial(jax.jit, static_argnames=("name", "reduce"))
 def patched(p, clean, corrupt, name, position=None, reduce=difference):
-    """The metric with a value replaced, without tapax."""
+    """Compute the metric with a value replaced, without tapax."""
     new = values_of(p, clean)[name]
 
     def hook(here, value):
@@ -148,7 +148,7 @@ def test_globs_are_in_the_order_of_the_program():
 
 @both_methods
 def test_iterations_of_a_scan(method):
-    """One row for every iteration, or those that are picked."""
+    """The result has one row for every iteration, or for the selected iterations."""
     both = (P, CLEAN), (P, CORRUPT)
     loop = method(marked, *both, [f"{i}/mlp" for i in range(LAYERS)], range(LENGTH))
     close(method(scanned, *both, "mlp", range(LENGTH)), loop)
@@ -159,7 +159,7 @@ def test_iterations_of_a_scan(method):
 
 
 def test_activation_patching_along_another_axis():
-    """Each unit instead of each position."""
+    """Patch each unit instead of each position."""
     got = attribute.activation_patching(
         marked, (P, CLEAN), (P, CORRUPT), ["1/mlp"], range(WIDTH), axis=-1
     )
@@ -205,7 +205,7 @@ def test_a_sweep_is_compiled_once(caplog):
 
 
 def test_operations_before_a_site_run_once():
-    """The work is that of the layers after each patch, for each position."""
+    """For each position, only the layers after the patch run."""
     both = (P, CLEAN), (P, CORRUPT)
     sites = [f"{i}/resid" for i in range(LAYERS)]
 
@@ -238,7 +238,7 @@ def test_activation_patching_at_traced_positions():
 
 
 def test_gradient_of_a_sweep():
-    """By the parameters, through every patched run."""
+    """The gradient by the parameters goes through every patched run."""
     sweep = lambda p: attribute.activation_patching(marked, (p, CLEAN), (p, CORRUPT), "1/mlp", [1])
     hand = lambda p: patched(p, CLEAN, CORRUPT, "1/mlp", 1)
     got, want = (jax.jit(jax.grad(f))(P) for f in (lambda p: sweep(p).sum(), hand))
@@ -274,7 +274,7 @@ def test_attribution_patching_of_whole_values():
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
 def path_by_hand(sender, receiver, position, frozen):
-    """Two runs with hooks: one that gathers the receiver, one that uses it."""
+    """Run twice with hooks: first record the receiver, then use it."""
     there, here = values_of(P, CLEAN), values_of(P, CORRUPT)
     seen = {}
 
@@ -305,7 +305,7 @@ def test_path_patching_from_sender_to_receiver(frozen):
 
 
 def test_receivers_are_each_reached_directly():
-    """The effect of one receiver on another is not a part of the path to the other."""
+    """The path to a receiver excludes the effect of other receivers."""
 
     def f(x, hook=sow):
         a = hook("a", x)

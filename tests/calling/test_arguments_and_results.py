@@ -1,4 +1,4 @@
-"""Arguments and results of a captured function pass through as without a capture."""
+"""Arguments and results of a captured function pass through unchanged."""
 
 import enum
 import functools

@@ -1,4 +1,4 @@
-"""Calling a captured function: what is traced and compiled when, what is static, what is left."""
+"""Calls of a captured function: tracing, compilation, static arguments and leaks."""
 
 import enum
 import functools
@@ -20,7 +20,7 @@ X = jnp.array([1.0, 2.0])
 
 
 class Counted:
-    """A function that counts how often it is traced."""
+    """A function that counts its traces."""
 
     def __init__(self, fn):
         functools.update_wrapper(self, fn)
@@ -37,7 +37,7 @@ def sown(x, scale=2.0):
 
 
 def compilations(call):
-    """How many programs JAX compiles during a call."""
+    """Count the programs that JAX compiles during a call."""
     count = 0
 
     def listen(event, *args, **kwargs):

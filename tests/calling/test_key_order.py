@@ -1,6 +1,6 @@
-"""Dicts have their keys in the user's order in a captured call, as in the plain one.
+"""Dicts keep the user's order of keys in a captured call.
 
-JAX sorts the keys of a dict that it takes apart, wherever the dict is.
+JAX sorts the keys of every dict that it flattens.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ KEYS = {"text": ("second", "first"), "numbers": (10, 2)}
 
 
 def find(held):
-    """The dict in a holder."""
+    """Return the dict in a holder."""
     while not (isinstance(held, dict) and "b" not in held and "z" not in held):
         if isinstance(held, dict):
             assert list(held) in (["b", "a"], ["z", "a"])
@@ -52,7 +52,7 @@ def find(held):
 
 
 def weigh(held):
-    """A result that depends on the order of the keys."""
+    """Compute a result that depends on the order of the keys."""
     return sum((i + 1) * jnp.sin(x) for i, x in enumerate(find(held).values()))
 
 

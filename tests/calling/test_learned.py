@@ -1,4 +1,4 @@
-"""A capture that is written anew for every call is traced once all the same."""
+"""A capture written inside a loop is traced only once."""
 
 import gc
 import weakref

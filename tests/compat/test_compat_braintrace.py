@@ -1,4 +1,4 @@
-"""`tapax.compat.braintrace`: its perturbations, groups and loops, against numbers by hand.
+"""Perturbations, groups and loops of `tapax.compat.braintrace`, against numbers by hand.
 
 `tests/hidden/test_hidden_braintrace.py` compares with braintrace itself.
 """
@@ -23,7 +23,7 @@ ONES = np.ones(3, np.float32)
 
 
 class Recurrent(nn.Module):
-    """Hidden states `a`, `b` that a function updates; it returns their sum."""
+    """A module with hidden states `a` and `b`, which a function updates; returns their sum."""
 
     def __init__(self, step, b=True):
         super().__init__()
@@ -124,7 +124,7 @@ def test_perturb_data_that_does_not_fit_is_refused_in_the_words_of_braintrace():
 
 
 def settle(h, x, steps=3):
-    """Three steps towards the input, by a loop that JAX cannot differentiate in reverse."""
+    """Take three steps towards the input in a loop that JAX cannot differentiate in reverse."""
     body = lambda s: (s[0] + 1, s[1] + 0.5 * (x - s[1]))
     return jax.lax.while_loop(lambda s: s[0] < steps, body, (0, h))[1]
 
@@ -158,7 +158,7 @@ def test_gradients_end_at_a_loop_that_a_hidden_state_comes_from_with_a_warning(s
     b = expected + (2 * np.asarray(X) - expected) / 8 + np.asarray(X)
     assert_close(p.eval_jaxpr(inputs, zeros)[0], expected + 3 * b)
     (by_x, by_a, by_b), data = jax.jit(jax.grad(out, argnums=(0, 1)))(inputs, zeros)
-    # Of out = a + 3 b, b = loop + x + p_b: nothing goes from b to a, or to b before.
+    # out = a + 3 b, b = loop + x + p_b: b affects neither a nor its own previous value.
     assert_close(data[0], ONES)
     assert_close(data[1], 3 * ONES)
     assert_close(by_x, 1 * ONES + 3)
@@ -176,7 +176,7 @@ def test_without_a_gradient_in_reverse_the_hidden_package_goes_through_the_loop(
     def out(data):
         return p.eval_jaxpr([X, X, 2 * X], [data, 0 * X])[0].sum()
 
-    # a goes into the loop with the weight 1 - 1/8.
+    # a enters the loop with the weight 1 - 1/8.
     assert_close(jax.jvp(out, (0 * X,), (X,))[1], np.sum(X) * (1 + 3 * 7 / 8))
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(out)(0 * X)

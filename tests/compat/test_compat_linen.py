@@ -1,4 +1,4 @@
-"""`tapax.compat.linen.apply` does what Linen's `apply` does, and what it should do."""
+"""`tapax.compat.linen.apply` matches Linen's `apply`, and is right where Linen is not."""
 
 import jax
 import jax.numpy as jnp
@@ -264,7 +264,7 @@ class Loop(nn.Module):
 
 
 def by_hand(kind, params, eps):
-    """Everything in a loop, with perturbations added."""
+    """Run everything in a loop, with perturbations added."""
     p = params["params"]["layers"]["Dense_0"]
     each = kind in ("scan", "remat", "vmap")
     x, seen = X, []

@@ -1,4 +1,4 @@
-"""Calls of `tapax.compat.linen.apply` that look alike and are not: each does what Linen does."""
+"""Similar calls of `tapax.compat.linen.apply` that must differ: each matches Linen."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""`tapax.compat.nnx.capture`: as `nnx.capture` where that is right, and right where it is not."""
+"""`tapax.compat.nnx.capture` matches `nnx.capture` where that is right, and is always right."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Finer(nnx.Intermediate):
 
 
 class Foo(nnx.Module):
-    """A layer that sows and perturbs what it returns."""
+    """A layer that sows and perturbs its result."""
 
     def __init__(self, rngs=None):
         self.lin = nnx.Linear(3, 3, rngs=rngs or nnx.Rngs(0))
@@ -75,7 +75,7 @@ class Total(nnx.Module):
 
 
 def hand(model, x):
-    """The values that a `Foo` or a `Stack` sows, by hand."""
+    """Compute by hand the values that a `Foo` or a `Stack` sows."""
     layers = model.layers if isinstance(model, Stack) else [model]
     values = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Captures of NNX leave no tracer behind, and nothing stays alive from call to call."""
+"""Captures of NNX leave no tracer behind and keep nothing alive from call to call."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class Net(nnx.Module):
 
 
 class Owner:
-    """An object whose attribute is assigned while it is captured."""
+    """An object that assigns an attribute during a capture."""
 
     def __init__(self, model):
         self.model = model

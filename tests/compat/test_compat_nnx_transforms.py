@@ -37,11 +37,11 @@ def test_module_in_transformations(wrap, closed):
             return wrap(lambda _, x: m(x))(jnp.zeros(()), x)
         return wrap(lambda m, x: m(x))(m, x)
 
-    for _ in range(2):  # the second time from the caches
+    for _ in range(2):  # the second call uses the caches
         out, state = capture(run, nnx.Intermediate)(model, X)
         same(out, jnp.tanh(hand(model, X)[0]))
         calls = state["h"].get_value()
-        # Of two branches each has a call, and the one that did not run has zeros.
+        # Each of the two branches has a call, with zeros for the branch that did not run.
         assert len(calls) == (2 if wrap is WRAPS["cond"] else 1)
         value = sum(calls).reshape(4, 3)
         same(value, hand(model, X)[0])
@@ -152,7 +152,7 @@ def test_init_that_does_not_fit(init, message):
 
 
 def test_a_perturbation_shared_by_calls_is_refused():
-    """One traced function called twice has one perturbation: the gradient would be a sum."""
+    """A traced function called twice has one perturbation, so its gradient would be a sum."""
     layer = jax.jit(lambda m, x: m(x))
     twice = lambda m, x: layer(m, layer(m, x))
     model = Foo()
@@ -166,7 +166,7 @@ def test_a_perturbation_shared_by_calls_is_refused():
 
 
 def test_perturbations_of_stacked_layers():
-    """They pass through `nnx.scan` with the layers, so that each layer has one."""
+    """Perturbations pass through `nnx.scan` with the layers, so that each layer has one."""
 
     class Net(nnx.Module):
         def __init__(self):

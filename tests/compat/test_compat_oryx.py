@@ -1,4 +1,4 @@
-"""`tapax.compat.oryx`: what oryx documents of `harvest`, against numbers worked out by hand."""
+"""`tapax.compat.oryx` does what oryx documents for `harvest`, against numbers by hand."""
 
 import enum
 import functools
@@ -27,7 +27,7 @@ def same(found, expected):
 
 
 def close(found, expected):
-    """As `same`, for numbers of 32 bits that went through many operations."""
+    """Compare like `same`, with a tolerance for 32-bit numbers after many operations."""
     assert_close(found, expected, 1e-4)
 
 

@@ -163,7 +163,7 @@ def test_and_so_they_do_under_vmap(mode):
 
 
 def unlike(first, second):
-    """A conditional whose branches sow the given names."""
+    """Make a conditional whose branches sow the given names."""
 
     def branch(names):
         def run(x):
@@ -237,7 +237,7 @@ def test_two_conditionals_are_two_sows():
 
     with pytest.raises(tapax.SiteError, match="and again at"):
         reap_var(g)(jnp.array(True), 1.0)
-    # `vmap` has made both a selection, and one: it is seen only where both ran.
+    # `vmap` turns both conditionals into one selection: a value counts only where both ran.
     apart = lambda p, q, x: (
         lax.cond(p, lambda x: var(x, name="x"), lambda x: x, x),
         lax.cond(q, lambda x: x, lambda x: var(x + 1, name="x"), x),
@@ -315,7 +315,7 @@ def test_derivatives_by_plants_and_through_reaps():
     same(jax.grad(plant_var(g), argnums=1)({"y": 2.0}, 5.0), 0.0)
     same(jax.grad(lambda x: reap_var(g)(x)["y"])(5.0), 10.0)
     same(harvest_var(jax.grad(g))({}, 2.0), (192.0, {"y": 4.0}))
-    # Planted is a constant, so nothing goes back through it.
+    # The plant is a constant, so no cotangent flows back through it.
     same(plant_var(jax.grad(g))({"y": 2.0}, 5.0), 0.0)
     steps = plant_var(lambda x: jnp.sum(scanned("append")(x)[1] * jnp.arange(5.0)))
     same(jax.grad(steps)({"x": jnp.ones(5)}, 1.0), {"x": np.arange(5.0)})
@@ -334,7 +334,7 @@ def test_reap_and_plant_under_checkpoint():
 
 
 def custom(kind, in_rule=""):
-    """The sine, with a wrong derivative, and a sow somewhere."""
+    """Make the sine with a wrong derivative, and a sow in its function or in one of its rules."""
     mark = lambda where, x: var(2 * x, name="y") if where == in_rule else 2 * x
     if kind == "jvp":
         g = jax.custom_jvp(lambda x: mark("", x) + jnp.sin(x))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.once
 
 
 def generate(rng, depth=2):
-    """A list of operations on a number; bodies are lists of them, the branches of one kind."""
+    """Draw a list of operations on a number; bodies are lists too, with branches of one kind."""
     ops = []
     for _ in range(rng.integers(1, 4)):
         kind = rng.choice(["sow", "sow", "scan", "cond", "jit", "remat", "nest"])
@@ -34,7 +34,7 @@ def generate(rng, depth=2):
 
 
 def scaled(ops, by):
-    """The same operations with other numbers."""
+    """Scale the numbers that the operations sow."""
     is_sow = lambda op: op[0] == "sow"
     return [(*op[:2], op[2] * by) if is_sow(op) else op for op in ops]
 
@@ -82,7 +82,7 @@ def by_hand(ops, x, plants=None):
             add(each)
         elif kind == "cond":
             x, more = by_hand(rest[1] if x > rest[0] else rest[2], x, plants)
-            # A conditional is one place.
+            # A conditional counts as one sow.
             add({n: [np.asarray(joined(v))] if is_one(v) else v for n, v in more.items()})
         else:
             x, more = by_hand(rest[0], x, plants)
@@ -101,7 +101,7 @@ def joined(parts):
 
 
 def count(ops, name):
-    """In how many places a name is sown."""
+    """Count the sows of a name."""
     return sum(op[1] == name if op[0] == "sow" else count(op[-1], name) for op in ops)
 
 
@@ -123,7 +123,7 @@ def test_a_random_program(seed):
     program = functools.partial(traced, ops)
     try:
         reaps = nested(reaps)
-    except ValueError:  # what is appended is of different lengths
+    except ValueError:  # the appended values differ in length
         with pytest.raises(tapax.SiteError, match="has values of different types"):
             reap_var(program)(0.8)
         return

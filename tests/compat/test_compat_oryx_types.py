@@ -1,4 +1,4 @@
-"""`tapax.compat.oryx`: weak types of what is reaped and planted, and plants that nothing takes."""
+"""Weak types of reaped and planted values in `tapax.compat.oryx`, and unused plants."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`sow` with any `reduce_fn` and `init_fn`: the results of Flax, in both replacements."""
+"""`sow` with any `reduce_fn` and `init_fn` matches Flax, in both replacements."""
 
 import functools
 
@@ -145,7 +145,7 @@ def test_any_reducer_gives_the_result_of_flax(compare, values, reducer):
     try:
         jax.eval_shape(lambda x: functools.reduce(reducer[0], values(x), reducer[1]()) and 0, X)
     except (TypeError, ValueError):
-        return  # arrays of such shapes are not for it
+        return  # it does not take arrays of such shapes
     compare(values, reducer)
 
 
@@ -178,7 +178,7 @@ def test_reducers_in_lifted_modules_of_linen(wrap, reducer):
             layer = wrap(Layer)(name="layer")
             return layer(layer(x))
 
-    # In `nn.jit` and `nn.remat`, Flax itself can have arrays alone.
+    # In `nn.jit` and `nn.remat`, Flax itself takes only arrays.
     expected = functools.reduce(reducer[0], [X, jnp.sin(X), 2 * X, jnp.sin(2 * X)], reducer[1]())
     _, state = apply(Net(), {}, X, mutable=["intermediates"])
     same(state["intermediates"]["layer"]["r"], expected)

@@ -1,4 +1,4 @@
-"""The format on disk: as `docs/format.md` says, for readers without tapax."""
+"""The files follow `docs/format.md`, for readers without tapax."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_checksums_of_blocks_do_not_depend_on_chunks():
 
 
 def mixed(x):
-    """Hash by SplitMix64, with the integers of Python."""
+    """Hash with SplitMix64 in Python integers."""
     mask = 2**64 - 1
     x = (x + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask

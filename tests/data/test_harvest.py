@@ -1,4 +1,4 @@
-"""Rows of a harvest: which there are, what they hold, and what is refused."""
+"""The rows of a harvest and their contents, and errors for bad arguments."""
 
 import functools
 import re
@@ -94,7 +94,7 @@ def test_other_counts_of_kept_rows_compile_at_most_sixteen_selections(tmp_path):
     before = _select_rows._cache_size()
     acts = tapax.harvest(fn, batches, to=tmp_path, values="net/hidden", keep=keep, units=1)
     assert len(acts) == sum(counts)
-    assert len(traced) <= 3  # once to describe the first batch, and to compile
+    assert len(traced) <= 3  # to describe the first batch, and to compile
     assert _select_rows._cache_size() - before <= 16 < len(counts)
 
 
@@ -162,7 +162,7 @@ def test_norms_of_huge_numbers_do_not_overflow(tmp_path):
 
 
 def scanned(tokens):
-    """Three layers in a scan; tapax knows nothing of layers, since they are no modules."""
+    """Run three layers in a scan; they are not modules, so tapax does not see layers."""
     x = jnp.asarray(embed(np.arange(13)))[tokens]
 
     def layer(x, scale):
@@ -187,7 +187,7 @@ def test_iterations_that_are_picked_are_the_row_or_an_axis_of_it(tmp_path, step,
     equal(acts["layer"], expected if isinstance(step, slice) else expected[:, 0])
 
 
-def test_gradients_are_stored_beside_values(tmp_path):
+def test_gradients_are_stored_with_values(tmp_path):
     def loss(tokens):
         def inner(table):
             h = tapax.sow(table[tokens], "h")

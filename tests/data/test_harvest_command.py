@@ -1,4 +1,4 @@
-"""The command `tapax harvest`."""
+"""Tests of the command `tapax harvest`."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Rows of every framework, under jit, scan, remat and on several devices: those of a capture."""
+"""Harvested rows equal a capture, in every framework, under jit, scan, remat and on a mesh."""
 
 import functools
 
@@ -30,7 +30,7 @@ def exact(tree):
 
 
 def rows_of(batches):
-    """The vectors in some batches, twice as large."""
+    """Return the vectors in some batches, times two."""
     return np.concatenate([2 * x.reshape(-1, 4) for x in batches])
 
 

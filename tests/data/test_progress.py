@@ -1,4 +1,4 @@
-"""The progress bar: what it says in a terminal, and its silence elsewhere."""
+"""The progress bar reports in a terminal and stays silent elsewhere."""
 
 import io
 
@@ -22,7 +22,7 @@ def test_a_terminal_shows_speed_and_bottleneck(tmp_path, monkeypatch):
     assert "7/7 batches" in shown.getvalue() and "rows/s" in shown.getvalue()
     assert "GB/s" in shown.getvalue() and "waits for" in shown.getvalue()
     length = len(shown.getvalue())
-    harvest(tmp_path / "acts")  # all is done
+    harvest(tmp_path / "acts")  # all units are done
     harvest(tmp_path / "quiet", progress=False)
     assert len(shown.getvalue()) == length
 

@@ -12,14 +12,14 @@ from rich.progress import Progress
 
 from tests.models import harvested
 
-pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore")]  # Ray warns of itself
+pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
 ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory):
-    """Two CPUs, of which every actor of the tests takes one."""
+    """Start a cluster with two CPUs; every actor of the tests takes one."""
     environment = {"env_vars": {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}}
     ray.init(
         num_cpus=2,
@@ -40,7 +40,7 @@ def make_model():
 
 
 class DeadlyBatches(list):
-    """Batches of which one kills the process that reads it, the first time."""
+    """Batches of which one kills the first process that reads it."""
 
     def __init__(self, batches, number, marker):
         super().__init__(batches)
@@ -90,7 +90,7 @@ def test_the_driver_counts_the_shards_that_are_there(tmp_path):
 
     shown = Progress(console=Console(file=io.StringIO(), force_terminal=True))
     task = shown.add_task("harvest", total=None)
-    _update(shown, task, str(tmp_path))  # before there is a dataset
+    _update(shown, task, str(tmp_path))  # before the dataset exists
     harvested.harvest(tmp_path, (0, 2), take_over=False)
     _update(shown, task, str(tmp_path))
     assert (shown.tasks[0].completed, shown.tasks[0].total) == (2, 4)

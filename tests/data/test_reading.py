@@ -1,4 +1,4 @@
-"""Reading datasets: by index, in batches, by other loaders; and datasets that are damaged."""
+"""Reading datasets by index, in batches and by other loaders, and detecting damage."""
 
 import os
 import pickle
@@ -34,7 +34,7 @@ def acts(folder):
 
 @pytest.fixture
 def copied(folder, tmp_path):
-    """A dataset that a test may damage."""
+    """Copy the dataset, so that a test may damage it."""
     return shutil.copytree(folder, tmp_path / "acts")
 
 
@@ -293,7 +293,7 @@ def test_no_altered_byte_goes_unnoticed(copied, place):
     size = path.stat().st_size
     damage(path, place % size)
     acts = tapax.open(copied)
-    if acts.verify().is_whole:  # a byte that only other readers look at
+    if acts.verify().is_whole:  # a byte that only other readers use
         np.testing.assert_array_equal(acts["net/hidden"], ROWS)
         return
     with pytest.raises(tapax.data.ShardError):
@@ -341,7 +341,7 @@ def test_an_altered_manifest_or_index_is_refused(copied, name):
         tapax.open(copied)["net/hidden"][:]
 
 
-def test_what_is_no_dataset_is_refused(tmp_path):
+def test_a_path_that_is_not_a_dataset_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         tapax.open(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="no dataset of activations"):
@@ -388,7 +388,7 @@ def test_rows_longer_than_a_block_are_checked_to_their_end(tmp_path):
     acts = tapax.harvest(lambda x: tapax.sow(x + 1, "h"), [batch], to=tmp_path, rows="examples")
     np.testing.assert_array_equal(acts["h"][[2, 0]], batch[[2, 0]] + 1)
     [path] = (tmp_path / "shards").iterdir()
-    first = path.read_bytes().index(np.float32(200_001).tobytes())  # of the row in the middle
+    first = path.read_bytes().index(np.float32(200_001).tobytes())  # of the middle row
     damage(path, first + 700_000)
     damaged = tapax.open(tmp_path)
     np.testing.assert_array_equal(damaged["h"][[0]], batch[[0]] + 1)

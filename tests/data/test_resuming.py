@@ -1,4 +1,4 @@
-"""Harvests that stop and go on: kills, workers, other configurations, folders that fail."""
+"""Harvests resume after kills, share work, and detect other configurations and bad folders."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ BATCHES = make_batches()
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The files of a harvest that nobody disturbed."""
+    """Return the files of an uninterrupted harvest."""
     folder = tmp_path_factory.mktemp("whole")
     harvest(folder)
     return read_files(folder)
@@ -46,11 +46,11 @@ def test_a_worker_does_what_others_have_left(tmp_path, whole):
 
 def test_a_worker_leaves_a_unit_that_another_is_done_with(tmp_path, whole):
     class SlowBatches(list):
-        """Batches during the second of which another worker does everything."""
+        """Batches that let another worker harvest everything while the second one is read."""
 
         def __getitem__(self, number):
             seen.append(number)
-            if len(seen) == 3:  # the first is read to describe the dataset
+            if len(seen) == 3:  # the harvest reads the first to describe the dataset
                 harvest(tmp_path, (1, 2))
             return super().__getitem__(number)
 
@@ -68,7 +68,7 @@ def test_without_taking_over_a_worker_does_its_share_alone(tmp_path):
 
 
 class FailingBatches(list):
-    """Batches of which some raise when they are read."""
+    """Batches that raise for some indices."""
 
     def __init__(self, batches, bad):
         super().__init__(batches)
@@ -89,7 +89,7 @@ def test_a_batch_that_raises_leaves_the_units_before_it(tmp_path, whole):
     assert "stopped with 2 of 4 units done" in "".join(caught.value.__notes__)
     batches.bad, batches.read = set(), []
     harvest(tmp_path, batches=batches)
-    assert batches.read == [0, 4, 5, 6]  # the first tells the configuration
+    assert batches.read == [0, 4, 5, 6]  # the first determines the configuration
     assert read_files(tmp_path) == whole
 
 
@@ -237,7 +237,7 @@ def start_harvest(folder, units, worker=(0, 1)):
 
 
 def kill_while_it_writes(process, folder, delay):
-    """Kill a process some time after it has begun to write its next shard, or it may end."""
+    """Kill a process some time after it starts to write its next shard, unless it ends first."""
     shards = folder / "shards"
     before = set(os.listdir(shards)) if shards.exists() else set()
     while process.poll() is None:
@@ -250,12 +250,12 @@ def kill_while_it_writes(process, folder, delay):
 
 
 def kill_and_resume(folder, kills, units):
-    """Kill harvests at random moments, and let the last one end; compare with one that was not."""
+    """Kill harvests at random moments, finish the last, and compare with an uninterrupted one."""
     expected, killed, chance = folder / "expected", folder / "killed", random.Random(0)
     harvest(expected, batches=make_batches(2 * units), units=units)
     for kill in range(kills):
         process = start_harvest(killed, units)
-        if kill % 5 == 4:  # at any moment, the start included
+        if kill % 5 == 4:  # at any moment, including the start
             time.sleep(chance.uniform(0, 3))
             process.send_signal(signal.SIGKILL)
             process.communicate()

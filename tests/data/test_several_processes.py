@@ -58,7 +58,7 @@ def run_processes(count, folder):
 
 
 def check_rows(acts, batches, keep=lambda tokens: np.ones(tokens.shape, bool)):
-    """Compare all rows with those that NumPy computes; every row must be there once."""
+    """Compare all rows with NumPy's; every row must be present exactly once."""
     places = [acts[name][:].tolist() for name in ("batch", "example", "position")]
     found = list(zip(*places, strict=True))
     expected = [
@@ -86,7 +86,7 @@ def test_processes_write_each_row_of_a_sharded_model_once(tmp_path, count):
     sharded = tapax.open(tmp_path / "sharded")
     check_rows(sharded, spanning)
     shards = sorted((tmp_path / "sharded" / "shards").glob("*.safetensors"))
-    assert len(shards) == 3 * count  # a shard of each unit for each process
+    assert len(shards) == 3 * count  # each process writes a shard of each unit
     rows = json.loads((tmp_path / "sharded" / "index.json").read_text())["rows"]
     assert set(rows[:count]) == {2 * 16 // count}  # equal parts of two batches
     check_rows(tapax.open(tmp_path / "kept"), spanning, keep=lambda tokens: tokens % 2 == 0)

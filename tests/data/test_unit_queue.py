@@ -1,8 +1,8 @@
-"""How workers share units: the real queue, with a clock and a storage that are not.
+"""Workers share units through the real queue, with a simulated clock and storage.
 
-A thousand workers of uneven speed harvest into storage that shows a shard some time after it was
-written, at another moment to every worker. Every hour one worker in twenty is killed, with the unit
-that it was doing.
+A thousand workers of uneven speed harvest into storage that shows each shard some time after its
+write, to each worker at a different time. Every hour the test kills one worker in twenty, which
+loses its current unit.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ HOUR = 3600.0
 
 @dataclasses.dataclass
 class Fleet:
-    """What happened to the workers and the units of a simulated harvest, in seconds."""
+    """The record of the workers and units of a simulated harvest, in seconds."""
 
-    finished: np.ndarray  # when each unit was first done
-    shards: np.ndarray  # how many times each unit was written
-    capacity: list[tuple[float, float, float]]  # from when to when a worker ran, and its speed
+    finished: np.ndarray  # the time when each unit was first done
+    shards: np.ndarray  # the number of writes of each unit
+    capacity: list[tuple[float, float, float]]  # start, end and speed of each worker
     lookups: int = 0
     listings: int = 0
 
@@ -33,7 +33,7 @@ class Fleet:
 
     @property
     def ideal(self):
-        """When the work would be done if the workers that ran could divide it without loss."""
+        """Return the end time if the running workers divided the work without loss."""
         low, high = 0.0, self.makespan
         for _ in range(60):
             middle = (low + high) / 2
@@ -45,7 +45,7 @@ class Fleet:
 
 
 class DelayedStorage:
-    """The folder as one worker sees it: shards come into sight `delay` seconds late."""
+    """The folder as one worker sees it, with shards that appear `delay` seconds late."""
 
     def __init__(self, fleet, clock, delay):
         self._fleet, self._clock, self._delay = fleet, clock, delay
@@ -62,14 +62,14 @@ class DelayedStorage:
 def simulate(workers, units_each, *, unit_seconds, delay, kills, restart, seed=0):
     """Run a fleet; `kills` is the share of workers killed each hour.
 
-    `restart` is how long it takes to replace them, or None if nobody does.
+    `restart` is the time until a replacement starts, or None for no replacement.
     """
     rng = np.random.default_rng(seed)
     plan = UnitPlan(workers * units_each, 1)
     fleet = Fleet(np.full(plan.count, np.inf), np.zeros(plan.count, int), [])
-    speeds = rng.uniform(0.4, 1.6, workers) / unit_seconds  # units a second
+    speeds = rng.uniform(0.4, 1.6, workers) / unit_seconds  # units per second
     clock = [0.0]
-    events = []  # time, worker, its life, the unit that is done then
+    events = []  # time, worker, its life, the unit finished at that time
 
     def start(worker, life):
         storage = DelayedStorage(fleet, clock, rng.uniform(0, delay))
@@ -106,7 +106,7 @@ def test_a_thousand_uneven_workers_lose_a_tenth_at_most(restart):
     assert np.isfinite(fleet.finished).all()
     assert fleet.ideal <= fleet.makespan <= 1.1 * fleet.ideal
     assert fleet.shards.min() == 1 and fleet.shards.mean() < 1.1
-    # What the storage is asked for: about a lookup or two a unit, and a few listings a worker.
+    # Requests to the storage: one or two lookups per unit, and a few listings per worker.
     assert fleet.lookups < 3 * len(fleet.finished)
     assert fleet.listings < 40 * 1000
 
@@ -126,13 +126,13 @@ def test_fleets_of_other_sizes_lose_a_tenth_at_most(restart, seed):
 
 
 def test_shares_that_nobody_takes_over_wait_for_the_slowest():
-    """The bar above is one that units dealt out for good do not reach."""
+    """A fixed division of the units does not reach the bound of the test above."""
     speeds = np.random.default_rng(0).uniform(0.4, 1.6, 1000)
     assert (1 / speeds).max() * speeds.mean() > 2
 
 
 class Listed:
-    """A storage that shows what it is told to."""
+    """A storage with settable contents."""
 
     def __init__(self, listed, done=()):
         self.listed, self.done = listed, {*listed, *done}

@@ -1,4 +1,4 @@
-"""The autoencoder and the probes of the examples, at a toy size: their numbers against NumPy."""
+"""The autoencoder and the probes of the examples, at a toy size, against NumPy."""
 
 import dataclasses
 

@@ -1,12 +1,12 @@
 """The hypernetted-chain solver of examples/structure_factor, against theory, literature, itself,
-and a solver written otherwise.
+and an independent solver.
 
 Lengths are in Wigner-Seitz radii. Sources of published numbers:
 [N] K.-C. Ng, J. Chem. Phys. 61, 2680 (1974), abstract: HNC energies of the one-component plasma.
-[D] the fit to these energies for Gamma >= 20 that reviews of the plasma quote. It is from memory of
-    them: what vouches for its digits is that four couplings agree with it to 3e-5.
+[D] the fit to these energies for Gamma >= 20 that reviews of the plasma quote. The digits are from
+    memory, but the energies at four couplings agree with them to 3e-5.
 [S] W. L. Slattery, G. D. Doolen, H. E. DeWitt, Phys. Rev. A 21, 2087 (1980): Monte Carlo, fitted;
-    the coefficients are from memory of reviews, too.
+    the coefficients are also from memory of reviews.
 [W] K. Wuensch, thesis, University of Warwick (2011), Fig. 4.12, as read off by the jaxrts project
     (tests/data/Wunsch2011): HNC for C4+ and H+, 2.5e23 per cm^3 each, 2e4 K, screened over 2/3 of
     a Bohr radius (the length that jaxrts finds; the figure does not say).
@@ -40,9 +40,9 @@ def ocp():
 
 
 def plain_hnc(gamma, kappa, points=400, length=20.0, tol=1e-11):
-    """One component by damped iteration in NumPy: other transforms, another split, other unknowns.
+    """Solve one component by damped iteration in NumPy, with other transforms, split and unknowns.
 
-    The potential that is taken out is gamma (exp(-kappa r) - exp(-b r)) / r, whose transform is the
+    The separated potential is gamma (exp(-kappa r) - exp(-b r)) / r, whose transform is the
     difference of two Yukawa potentials; the transforms are matrix products on midpoints.
     """
     b, n = 4.0, 3 / (4 * np.pi)
@@ -108,7 +108,7 @@ def test_published_hnc_energies():
 
 
 def test_published_monte_carlo_energies():
-    """[S]; [N] says that HNC is off by less than 0.8% between 20 and 160: so it is, and by 0.4%."""
+    """Compare with [S]; [N] says that HNC is off by less than 0.8% from 20 to 160, here 0.4%."""
     gamma = np.array([1.0, 20.0, 100.0, 160.0])
     exact = -0.897744 * gamma + 0.95043 * gamma**0.25 + 0.18956 * gamma**-0.25 - 0.81487
     off = solve(gamma).energy() / exact - 1
@@ -134,7 +134,7 @@ def test_order_grows_with_coupling(ocp):
 
 
 def test_published_two_component_structure_factors():
-    """[W]; its lines are read off to about 0.005, and its screening is known to no better."""
+    """Compare with [W], whose lines and screening are known to about 0.005."""
     lines = {
         (0, 0): [
             (0.835, 0.9456),
@@ -239,7 +239,7 @@ def test_weak_screening_is_none(ocp):
 
 @pytest.mark.parametrize(("gamma", "kappa"), [(0.2, 1.0), (20.0, 2.0), (100.0, 3.0)])
 def test_compressibility_of_screened_ions(gamma, kappa):
-    """S(0) = 1 + n int h: ions are missing around one. Correlations soften the mean field."""
+    """S(0) = 1 + n int h: each ion repels others. Correlations soften the mean field."""
     ours = solve(gamma, kappa=kappa)
     S0 = only(ours, np.zeros(1))[0]
     h = ours.g[0, 0] - 1
@@ -359,7 +359,7 @@ def test_a_bad_grid_is_refused():
 
 @pytest.mark.many
 def test_derivatives_of_a_mixture():
-    """Forwards, backwards, and by differences, in every parameter and in k."""
+    """Forward and backward derivatives agree with differences, in every parameter and in k."""
 
     def S(p):
         state = solve(p[0], charges=p[1:3], fractions=jnp.array([0.4, 0.6]), kappa=p[3], **SMALL)
@@ -377,7 +377,7 @@ def test_derivatives_of_a_mixture():
 
 
 def test_derivatives_of_many_states():
-    """dS/dGamma, integrated back."""
+    """The integral of dS/dGamma gives S."""
     with jax.enable_x64(True):
         nodes, weights = np.polynomial.legendre.leggauss(8)
         gamma = jnp.asarray(20 + 10 * nodes)

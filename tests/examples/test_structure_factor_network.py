@@ -34,7 +34,7 @@ def rows(count=6, species=1, seed=0):
 
 
 def by_hand(model, x, out_gradient=None):
-    """What each layer returns, and the gradient that comes back to it, in 64 bits."""
+    """Compute the result of each layer, and its gradient, in 64 bits."""
     weights = [
         (np.asarray(l.kernel[...], float), np.asarray(l.bias[...], float)) for l in model.layers
     ]
@@ -148,15 +148,15 @@ def test_bad_input_leaves_the_model_whole():
 def test_layer_values_and_gradients_agree_with_numpy(look, species):
     model, x = new(species), rows(species=species)
     before = model(x)
-    for _ in range(2):  # traced, and again from the cache
+    for _ in range(2):  # first traced, then from the cache
         dS, taps = look(model, jnp.asarray(x))
         values, grads, by_x = by_hand(model, x)
-        for of_one, expected in zip(dS.T, by_x.T, strict=True):  # in a unit of its own
+        for of_one, expected in zip(dS.T, by_x.T, strict=True):  # in a separate unit
             gradient_close(of_one, expected)
         assert list(taps.values) == list(taps.grads) and set(taps.values) == {"NNModel", *LAYERS}
         for i, name in enumerate(LAYERS):
             assert_close(taps.values[name], values[i])
-            # What is the same for every row has no axis for them under vmap: the last layer's ones.
+            # A value that is equal for all rows, such as the last layer's ones, has no mapped axis.
             found = np.broadcast_to(taps.grads[name], grads[i].shape)
             gradient_close(found, grads[i])
         assert_close(taps.values["NNModel"], before)
@@ -185,7 +185,7 @@ def test_layers_of_a_loss_that_closes_over_the_model():
     ],
 )
 def test_a_model_that_is_closed_over(wrap):
-    """Flax refuses to write to a model from inside, and leaves a broken one behind."""
+    """Flax raises for writes to a closed-over model, and leaves it broken."""
     model, x = new(), jnp.asarray(rows())
     before = model(x)
     _, taps = tapax.capture(wrap(model))(x)
@@ -281,7 +281,7 @@ def test_training_learns_the_solver_and_its_derivatives():
 @pytest.mark.many
 @pytest.mark.parametrize("to", ["out", None])
 def test_command_writes_network_and_plots(to, tmp_path, monkeypatch, capsys):
-    """To the folder that is named, or to a new one beside those of earlier runs."""
+    """The command writes to the given folder, or to a new one next to those of earlier runs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "structure_factor").mkdir()
     command.main(["--quick", "--species", "CH", *(["--to", to] if to else [])])

@@ -1,4 +1,4 @@
-"""Fixtures that check that an adapter restored its framework."""
+"""Fixtures that check that an adapter restores its framework."""
 
 import pytest
 

@@ -383,6 +383,6 @@ def test_threads_capture_brainstate_models_at_once():
         thread.join()
     assert not failed, failed
     assert classes() == methods
-    values_of(shared)  # fails if a tracer is left
+    values_of(shared)  # fails if a tracer leaks
     for model in models:
         same(values_of(model), values_of(models[0]))

@@ -42,7 +42,7 @@ def indirectly(xs):
 
 
 def ways(model):
-    """Make a train step as users write it."""
+    """Make a train step in each way that users write it."""
     hidden["model"] = model
     step = functools.partial(train_step, model)
     jitted = tf.jit(step)
@@ -246,7 +246,7 @@ def test_sites_leaves_all_states_unchanged():
     same(values_of(model), before)
 
 
-# --- states that are made --------------------------------------------------------------------
+# --- new states ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -261,7 +261,7 @@ def test_states_made_by_the_function_get_their_values(jit):
         assert_close(out, from_the_start(twin, xs))
         assert_close(taps.values["Net/cell"][-1], model.cell.h.value)
         same(values_of(model), values_of(twin), 1e-5)
-        if jit:  # the made state is a state like any other
+        if jit:  # the new state behaves like any other
             step = tf.jit(functools.partial(rollout, model))
             expected = rollout(twin, xs)
             assert_close(step(xs), expected)

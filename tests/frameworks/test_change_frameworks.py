@@ -125,7 +125,7 @@ class OfKeras(keras.Model):
 
 
 # In each class, `loss()` and `step()` return a function and its arguments. After a call, `held`
-# returns all that was learned, statistics included, and `value` the loss.
+# returns all learned arrays, including statistics, and `value` the loss.
 
 
 class NNX:
@@ -378,7 +378,7 @@ def test_edits_under_vmap_see_one_example(framework):
 
 
 def added(framework, eps):
-    """Make a hook that adds `eps`; under a vmap, to each example its row of `eps`."""
+    """Make a hook that adds `eps`; under a vmap, each example gets its row of `eps`."""
     if framework is Equinox:
         return lambda h: h + eps[jax.lax.axis_index("batch")]
     return lambda h: h + eps

@@ -200,7 +200,7 @@ def test_arrays_of_the_captured_module_are_arguments():
     _, taps = captured(changed, X[0])
     close(taps.values, expected(changed, X[0])[0])
     assert len(traces) == 3  # one trace, with three blocks
-    # Another module is another function, which must not use the weights of the first.
+    # A second module is a new function, which must not use the weights of the first.
     _, taps = tapax.capture(changed)(X[0])
     close(taps.values, expected(changed, X[0])[0])
 

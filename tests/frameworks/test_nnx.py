@@ -68,10 +68,10 @@ def training():
 
 @pytest.mark.parametrize("eager", [False, True], ids=["jit", "eager"])
 def test_train_step_leaves_the_state_of_the_plain_one(eager):
-    """Momenta, batch statistics, random streams and counts, step after step."""
+    """Momenta, batch statistics, random streams and counts agree after every step."""
     step = train_step.__wrapped__ if eager else train_step
     plain, ours = training(), training()
-    train_step(*training(), X, X[:, :1])  # it ran before
+    train_step(*training(), X, X[:, :1])  # the plain step ran before
     captured = tapax.capture(step)
     for i in range(4):
         x = X + i
@@ -101,7 +101,7 @@ def test_train_step_values_and_gradients():
     _, taps = tapax.capture(train_step)(model, optimizer, X, X[:, :1])
 
     def forward(shift):
-        """The layers run by hand, on another model of the same state."""
+        """Run the layers by hand, on a second model with the same state."""
         model, seen, x = nnx.clone(twin), {}, X
 
         def at(name, value):
@@ -181,7 +181,7 @@ def test_values_under_every_transformation(name, closed):
             return wrap(lambda _, x: m(x))(jnp.zeros(()), x)
         return wrap(lambda m, x: m(x))(m, x)
 
-    for _ in range(2):  # the second time from the caches of what is jitted inside
+    for _ in range(2):  # the second call uses the caches of the inner jitted functions
         out, taps = tapax.capture(run)(model, X)
         check(taps.values, values(model, X))
         close(out, by_hand(model, X)[0])
@@ -247,7 +247,7 @@ def test_custom_vjp_of_nnx_modules():
     first = {k: v for k, v in taps.values.items() if "@" not in k}
     check(first, values(model, X))
     second = {k.replace("@1", ""): v for k, v in taps.grads.items()}
-    check(second, grads(model, X))  # from the run in the backward pass
+    check(second, grads(model, X))  # from the recomputation in the backward pass
 
 
 def test_branches_of_nnx_cond_and_switch():
@@ -362,7 +362,7 @@ DECORATORS = {
 @pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
 @pytest.mark.parametrize("where", ["method", "call"])
 def test_equal_blocks_keep_their_names(decorate, where):
-    """Though they share one trace."""
+    """Equal blocks keep their names although they share one trace."""
 
     class Inner(Block):
         __call__ = decorate(Block.__call__) if where == "method" else Block.__call__
@@ -462,7 +462,7 @@ def test_vmap_of_a_closure_sees_new_parameters():
 
 
 class Jitted(nnx.Module):
-    """A model whose own call is jitted by NNX."""
+    """A model whose `__call__` is jitted by NNX."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)

@@ -93,7 +93,7 @@ def _same(first: Any, second: Any) -> None:
 
 @pytest.mark.parametrize("where", ["argument", "captured"])
 @pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
-def test_a_model_in_any_holder_is_no_constant(make, where):
+def test_a_model_in_any_holder_is_not_a_constant(make, where):
     plain, model = Net(), Net()
     run, held = make(plain), make(model)
     look = tapax.capture(lambda held, x: held(x)) if where == "argument" else tapax.capture(held)
@@ -129,7 +129,7 @@ def test_train_step_of_an_object_that_holds_model_and_optimizer():
         _, taps = tapax.capture(step)(state, X)
         assert set(taps.grads) == {"Net", "Net/linear", "Net/norm"}
         # The gradient of the bias before the normalization is zero: its terms, of the size of the
-        # other gradients, cancel. The rounding error that is left depends on the processor.
+        # other gradients, cancel. The remaining rounding error depends on the processor.
         assert_close(nnx.state(state.model), nnx.state(plain.model), scale=10)
 
 

@@ -1,4 +1,4 @@
-"""`self.sow` and `self.perturb` of NNX under capture; and what bad input gets."""
+"""`self.sow` and `self.perturb` of NNX under capture, and errors for bad input."""
 
 import copy
 import pickle
@@ -44,7 +44,7 @@ def nothing_is_left():
 
 @pytest.fixture
 def legacy():
-    """A model that stored attributes in an eager run."""
+    """Make a model that stored attributes in an eager run."""
     model = Marks()
     with deprecated:
         model(X)
@@ -111,12 +111,12 @@ def test_attributes_neither_grow_nor_retrace(wrap, legacy):
         close(taps.values["Marks/h"], affine(X, model.lin))
     with deprecated:
         legacy(X)
-    assert len(legacy.h) == 2  # as ever outside
+    assert len(legacy.h) == 2  # as usual outside a capture
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_a_program_reads_the_attributes_that_it_stored(wrap):
-    """A loss made of what the model sowed is the same loss."""
+    """A loss of sown attributes has the same value under capture."""
 
     class Experts(Marks):
         def __call__(self, x):
@@ -146,7 +146,7 @@ def test_a_program_reads_the_attributes_that_it_stored(wrap):
 
 
 def test_a_loop_that_cannot_carry_attributes():
-    """Flax refuses the plain program; captured, its marks are sites and nothing else."""
+    """Flax rejects the plain program; in a capture, its marks are only sites."""
     run = lambda m, x: nnx.while_loop(
         lambda c: c[2] < 3, lambda c: (c[0], c[0](c[1]), c[2] + 1), (m, x, 0)
     )[1]
@@ -289,7 +289,7 @@ def test_captures_of_nnx_models_nest():
 
 
 def test_threads_with_one_model():
-    """One captures while the other runs plainly, or captures too."""
+    """One thread captures while the other runs the plain model, or captures too."""
     model, found, errors = Net(), {}, []
     barrier = threading.Barrier(4)
 

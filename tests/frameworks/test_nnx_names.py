@@ -1,4 +1,4 @@
-"""Models of Flax NNX, wherever they are: names of their modules, and what becomes of them."""
+"""Module names and updates of Flax NNX models, wherever a program keeps them."""
 
 import functools
 
@@ -34,7 +34,7 @@ def helper(x):
 
 
 class Trainer:
-    """An object that is no module, with one in it."""
+    """A plain object that holds a module."""
 
     def __init__(self):
         self.model, self.count, self.calls = Net(), nnx.Variable(jnp.array(0)), 0
@@ -91,8 +91,8 @@ def test_models_are_found(name):
 
 
 @pytest.mark.parametrize("where", ["closure", "helper", "trainer", "global"])
-def test_what_is_closed_over_is_not_kept_as_it_was(where):
-    """Parameters that changed since are those that are used, and state is updated."""
+def test_closed_over_parameters_are_current(where):
+    """A call uses the current parameters of a closed-over model, and updates its state."""
     model, trainer = Net(), Trainer()
     inner = lambda x: model(x)
     fn = {
@@ -118,7 +118,7 @@ def test_what_is_closed_over_is_not_kept_as_it_was(where):
 
 
 def test_assignments_of_a_function_with_a_model():
-    """A function is rebuilt around its model; what it assigns is not lost."""
+    """tapax rebuilds a function around its model, and keeps the assignments of the function."""
     model, n = Net(), 0
 
     def run(x):

@@ -1,4 +1,4 @@
-"""The attributes of NNX objects stay in the user's order, inside a captured call and after it."""
+"""The attributes of NNX objects keep the user's order, inside a captured call and after it."""
 
 import jax.numpy as jnp
 import pytest
@@ -11,7 +11,7 @@ X = jnp.array([[0.3, -0.7]], jnp.float32)
 
 
 class Chain(nnx.Module):
-    """Calls its parts in the order in which they were given."""
+    """A module that calls its parts in the order of its arguments."""
 
     def __init__(self, *names, rngs):
         self.parts = nnx.Dict({name: nnx.Linear(2, 2, rngs=rngs) for name in names})

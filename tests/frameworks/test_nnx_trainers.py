@@ -1,6 +1,6 @@
-"""NNX: objects that are none of NNX's and hold some, as a trainer does; and their own state.
+"""Plain objects that hold NNX objects, such as trainers, and their state.
 
-The oracle is the plain step: afterwards the trainer is as if there had been no capture.
+The oracle is the plain step: a captured step leaves the trainer in the same state.
 """
 
 import jax
@@ -16,7 +16,7 @@ X = jnp.linspace(-1.0, 1.0, 32, dtype=jnp.float32).reshape(8, 4)
 
 
 class Running:
-    """A trainer whose own state changes with every step: a key, a count, the last loss."""
+    """A trainer whose state changes with every step: a key, a count and the last loss."""
 
     def __init__(self):
         self.model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
@@ -62,7 +62,7 @@ def test_a_step_is_traced_once_for_each_structure_of_the_state():
     captured = tapax.capture(Counted().step)
     for _ in range(4):
         captured(X)
-    assert len(traces) == 2  # the second time there is a last loss, which the first time was None
+    assert len(traces) == 2  # only before the first step is the last loss None
 
 
 class Trainer:
@@ -199,7 +199,7 @@ def test_a_trainer_is_as_after_the_plain_step(step, how):
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_captured_step_in_a_jitted_function(step):
-    """Numbers are counted when it is traced, as those of the plain step are."""
+    """Counts advance when the step is traced, as in the plain step."""
     plain, seen = Trainer(step), Trainer(step)
     captured = tapax.capture(seen.step)
     expected, out = jax.jit(plain.step)(X), jax.jit(lambda x: captured(x)[0])(X)
@@ -231,12 +231,12 @@ def test_a_count_compiles_nothing_and_listing_counts_nothing(where):
         out, _ = captured(X)
         assert trainer.count == 2 * (number + 1)
         assert_close(out, trainer.model(X) * trainer.count)
-    # That a function assigns it, which is no method, is found by tracing.
+    # The assignment is in a function, not in a method, so only tracing finds it.
     assert len(traces) == (2 if where == "function" else 1)
 
 
-def test_what_a_transformation_left_behind_stays_there():
-    """A traced value that is no result of the step: as without capture, nobody may use it."""
+def test_a_leaked_tracer_stays_unusable():
+    """A leaked traced value stays unusable, as without a capture."""
 
     def step(self, x):
         def loss(x):

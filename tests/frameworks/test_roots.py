@@ -1,6 +1,6 @@
-"""What roots are called: one by its class, several of one class by what holds them.
+"""A single root takes the name of its class, several of one class that of their holders.
 
-The models are equal but for their weights, so that the value of a site tells which model it is of.
+The models differ only in their weights, so that the value of a site identifies its model.
 """
 
 import collections
@@ -95,7 +95,7 @@ def test_two_roots_are_named_by_the_arguments_that_hold_them(framework):
 
 
 def test_gradients_of_two_roots_have_their_names(framework):
-    """The gradient of a product with respect to one factor is the other, times that of tanh."""
+    """The gradient by one factor is the other factor, times the derivative of tanh."""
     net, jit, grad = framework
 
     @jit

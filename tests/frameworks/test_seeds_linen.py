@@ -1,4 +1,4 @@
-"""Flax's guide to intermediate values, example by example: as written, and then with tapax."""
+"""Each example of Flax's guide to intermediate values, as written and then with tapax."""
 
 # ruff: noqa: RET504  (the code of the guide, as it is written there)
 

@@ -1,7 +1,7 @@
-"""The examples of the documentation of NNX that tapax grew from: as written, and with tapax.
+"""The examples in the documentation of NNX from which tapax grew, as written and with tapax.
 
-Each runs against Flax word for word, with the warnings that Flax gives; then the same job is done
-with tapax, and the two agree.
+Each example runs with Flax as written, with its warnings, and then with tapax; the results
+agree.
 """
 # ruff: noqa: RET504
 
@@ -57,11 +57,11 @@ def test_perturb_example_of_the_seed():
     fresh = Model(rngs=nnx.Rngs(0))
     found, taps = tapax.capture(step)(fresh, x, y)  # no sample input, no split, no second argument
     assert_close(taps.grads["Model/xgrad"], perturbations.xgrad[...])
-    assert_close(taps.grads["Model/linear1"], perturbations.xgrad[...])  # nor the mark
+    assert_close(taps.grads["Model/linear1"], perturbations.xgrad[...])  # and no mark
     for name in ("linear1", "linear2"):
         assert_close(found[name].kernel[...], grads[name].kernel[...])
     assert not hasattr(fresh, "xgrad")
-    # The very same program, captured: the model that has the attribute keeps it as it was.
+    # A capture of the unchanged program leaves the stored attribute of the model unchanged.
     again, taps = tapax.capture(grad_loss)(params, nnx.state(model, nnx.Perturbation), x, y)
     assert_close(again[1].xgrad[...], perturbations.xgrad[...])
     assert_close(taps.grads["Model/xgrad"], perturbations.xgrad[...])
@@ -97,7 +97,7 @@ def test_sow_example_of_the_seed():
         return model(x, add=1)
 
     fresh = Model(rngs=nnx.Rngs(0))
-    for net in (fresh, model):  # one that has the attribute does not grow either
+    for net in (fresh, model):  # a model with the attribute does not grow either
         held = len(net.i) if hasattr(net, "i") else None
         out, taps = tapax.capture(twice)(net, x)
         assert_close(out, y)
@@ -263,7 +263,7 @@ def test_train_and_eval():
 
 
 def test_train_and_eval_under_capture():
-    """The captured function sees the mode, may change it, and what it changed stays."""
+    """The captured function sees the mode, may change it, and the change persists."""
     model, x = block()(2, 10, rngs=nnx.Rngs(0)), jnp.ones((4, 2), jnp.float32)
     captured = tapax.capture(lambda m, x: m(x, nnx.Rngs(1)))
     _, taps = captured(model, x)

@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz --minutes 10 [--seed 0] [--only edits cuts]`: random programs for long.
+"""`python -m tests.fuzz --minutes 10 [--seed 0] [--only edits cuts]` checks random programs.
 
-The checks take turns. Exit status 0 if every program agreed; 1 with the smallest program that did
-not, as Python that rebuilds it.
+The checks take turns. The exit status is 0 if every program agreed. Otherwise it is 1, and the
+command prints the smallest failing program as Python that rebuilds it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .reductions import check_reductions
 from .selections import check_selections
 
 FLAGS = {
-    # shard_map needs devices to map over. JAX reads this when it is first asked for them.
+    # shard_map needs several devices. JAX reads this when it first lists them.
     "--xla_force_host_platform_device_count": 4,
-    # Compiling is what costs.
+    # Compilation takes most of the time.
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": True,
     "--xla_cpu_parallel_codegen_split_count": 1,
@@ -55,7 +55,7 @@ CHECKS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the fuzzer; returns the exit status."""
+    """Run the fuzzer and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to run (1)")
     parser.add_argument("--seed", type=int, default=None, help="the first seed (by the clock)")

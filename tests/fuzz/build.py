@@ -1,12 +1,12 @@
 """A program as a JAX function: `build(program, sow)(x, n)`.
 
-`sow(value, name)` is called at every mark. With `tapax.sow` it is the program under test, with
-`plain` the program without marks.
+The function calls `sow(value, name)` at every mark. With `tapax.sow` it is the program under test,
+with `plain` the program without marks.
 
-`by_hand(program, mark)(given, x, n)` is the program for changes that are written into its source.
-It calls `mark(value, path, given, at)`, so each call of a function that is called twice is told
-from the other, and the number of every iteration, example and device around the mark is at hand,
-counted by the loops themselves. `given` is whatever the changes need.
+`by_hand(program, mark)(given, x, n)` is the program with changes written into its source.
+It calls `mark(value, path, given, at)`, which distinguishes the two calls of one function and knows
+the number of every iteration, example and device around the mark, as counted by the loops
+themselves. `given` holds the inputs of the changes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ POLICIES: dict[str, Any] = {
 
 
 def plain(value: Any, name: str) -> Any:
-    """The mark that does nothing."""
+    """Mark nothing and return the value."""
     del name
     return value
 
@@ -127,13 +127,13 @@ def _const(y: Any, like: Any) -> Any:
 
 
 def build(program: Program, sow: Sow = plain) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The program as a function of its two arguments."""
+    """Build the program as a function of its two arguments."""
     body = _Builder(sow, None).block(program.body, ())
     return lambda x, n: body(x, Env(x, n))
 
 
 def mesh_of(program: Program) -> contextlib.AbstractContextManager[Any]:
-    """The context in which a program runs: an explicit mesh, if it has a use for one."""
+    """Return the context in which a program runs: an explicit mesh, if it uses one."""
     if not is_explicit(program.body):
         return contextlib.nullcontext()
     explicit = jax.sharding.AxisType.Explicit
@@ -142,13 +142,13 @@ def mesh_of(program: Program) -> contextlib.AbstractContextManager[Any]:
 
 
 def by_hand(program: Program, mark: Mark) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
-    """The program with a change at each of its marks."""
+    """Build the program with a change at each of its marks."""
     body = _Builder(plain, mark).block(program.body, ())
     return lambda given, x, n: body(x, Env(x, n, (given,)))
 
 
 def _inside(env: Env, outer: jax.Array, *at: Any, n: Any = None) -> Env:
-    """What a body in a construct sees, with its numbers if they are counted."""
+    """Return the environment of a body in a construct, with its numbers if it counts them."""
     return Env(outer, env.n if n is None else n, None if env.at is None else (*env.at, *at))
 
 
@@ -158,7 +158,7 @@ class _Builder:
     mark: Mark | None
 
     def block(self, block: Block, path: Path) -> Run:
-        # Built once, before any call: a body that runs twice is then one function to JAX's caches.
+        # Build once, before any call: JAX then caches a body that runs twice as one function.
         runs = [self.node(node, (*path, i)) for i, node in enumerate(block)]
 
         def run(x: jax.Array, env: Env) -> jax.Array:
@@ -218,7 +218,7 @@ class _Builder:
         own = None if node.own is None else self.block(node.own, (*path, "own"))
 
         def env(x: jax.Array, at: Any) -> Env:
-            # Traced as x is: a loop over a known number would be a scan.
+            # Traced like x: a loop over a known number would be a scan.
             return Env(x, CUSTOM_N + (0 * x).astype(jnp.int32), at)
 
         def primal(x: jax.Array, at: Any) -> jax.Array:
@@ -253,7 +253,7 @@ class _Builder:
             def local(x: jax.Array, outer: jax.Array, n: jax.Array) -> jax.Array:
                 inner = env
                 if env.at is not None:
-                    # Outside of branches that some devices take: JAX sums the gradients of all
+                    # Outside branches that only some devices take: JAX sums the gradients of all
                     # devices where a value begins to differ among them.
                     given = jax.tree.map(lambda v: lax.pcast(v, split, to="varying"), env.at[0])
                     places = map(lax.axis_index, split)
@@ -357,7 +357,7 @@ def _loop(node: Scan | Map | Fori | While, body: Run) -> Run:
 
 def _vmap(node: Vmap, body: Run) -> Run:
     def split(x: jax.Array, axis: int) -> jax.Array:
-        """An array of one row for each example, with the rows along `axis`."""
+        """Make an array with one row for each example, with the rows along `axis`."""
         if node.sharded is not None:
             x = jax.reshard(x, P(node.sharded, *[None] * (x.ndim - 1)))
         return jnp.moveaxis(x, 0, axis)

@@ -1,15 +1,15 @@
-"""The comparison of a capture with the reference, and the contract it holds the engine to.
+"""Comparison of a capture with the reference, by the contract of the engine.
 
 - `values` has exactly the reference's sites. Axes in order: devices, loops (outermost first),
-  mapped axes (outermost first), the value's own. An axis may be missing only where the value is
-  the same all along it.
+  mapped axes (outermost first), axes of the value. An axis may be missing only if the value is
+  constant along it.
 - `valid` has exactly the sites in branches and while loops: a bool, or in while loops the number
   of executions. With `steps=n` a while loop is a loop axis of length n and `valid` is a bool
-  everywhere. Zeros where the site did not run.
+  everywhere. Entries are zero where the site did not run.
 - `grads` has the axes of `values`; along an axis that is missing there, the perturbations of all
-  its places are one, so their gradients add. A gradient other than zero must be there; one that
-  is there must be right. Under two gradients a site has two: `name` is that of the inner one,
-  `name~1` that of the outer one.
+  its indices are one, so their gradients add. A nonzero gradient must be present, and a present
+  gradient must be right. Under two gradients a site has two: `name` for the inner one,
+  `name~1` for the outer one.
 - `out` is the function's result.
 """
 
@@ -38,7 +38,7 @@ class Mismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Laid:
-    """An array with every axis present, and whether it compares coarsely."""
+    """An array with every axis present, and a flag for coarse comparison."""
 
     array: np.ndarray
     coarse: bool = False
@@ -46,10 +46,10 @@ class Laid:
 
 @dataclass(frozen=True)
 class Expected:
-    """A site's arrays.
+    """The expected arrays of a site.
 
-    `lead`: how many axes stand in front of the value's own. `grads`: one for each gradient around
-    it, innermost first, with whether a capture must have it.
+    `lead`: the number of axes before those of the value. `grads`: one for each gradient around
+    it, innermost first, with a flag if a capture must have it.
     """
 
     value: Laid
@@ -59,7 +59,7 @@ class Expected:
 
 
 def expected(site: Site, records: list[Record], steps: int | None) -> Expected:
-    """Lays the executions of a site out along its axes."""
+    """Arrange the executions of a site along its axes."""
     kept = [i for i in site.lead if site.axes[i].kind != "while" or steps is not None]
     sizes = tuple(steps or 0 if site.axes[i].kind == "while" else site.axes[i].size for i in kept)
     placed = [(tuple(r.index[i] for i in kept), r) for r in records]
@@ -69,7 +69,7 @@ def expected(site: Site, records: list[Record], steps: int | None) -> Expected:
         ran[at] += 1
 
     def lay(parts: list[tuple[tuple[int, ...], np.ndarray, bool]]) -> Laid:
-        # In the order of execution: in a while loop the last one stays.
+        # In the order of execution: a while loop keeps the last one.
         array = np.zeros(sizes + site.shape)
         for at, value, _ in parts:
             array[at] = value
@@ -80,7 +80,7 @@ def expected(site: Site, records: list[Record], steps: int | None) -> Expected:
         cotangents = [(at, r.cotangents[k]) for at, r in placed]
         laid = lay([(at, c.value, c.coarse) for at, c in cotangents])
         # A perturbation of a value that does not depend on the differentiated variable has a
-        # gradient, but no cotangent reaches it in the user's own backward pass.
+        # gradient, but no cotangent reaches it in the user's backward pass.
         active = any(c.active for _, c in cotangents)
         grads.append((laid, active and not close(np.zeros_like(laid.array), laid)))
     value = lay([(at, r.value, r.coarse) for at, r in placed])
@@ -89,7 +89,7 @@ def expected(site: Site, records: list[Record], steps: int | None) -> Expected:
 
 
 def close(got: Any, want: Laid) -> bool:
-    """Whether an array agrees, relative to its largest entry: cancellation may spoil small ones."""
+    """Return whether arrays agree relative to the largest entry; small ones may cancel."""
     got = np.asarray(got).astype(np.float64)
     if got.shape != want.array.shape or not np.isfinite(got).all():
         return False
@@ -100,7 +100,7 @@ def close(got: Any, want: Laid) -> bool:
 
 
 def missing_axes(got: Any, want: Laid, lead: int) -> list[tuple[int, ...]]:
-    """The sets of leading axes without which `want` is `got`; it must not change along them."""
+    """Return the sets of constant leading axes without which `want` equals `got`."""
     return [
         axes
         for axes in constant_axes(want, lead)
@@ -109,7 +109,7 @@ def missing_axes(got: Any, want: Laid, lead: int) -> list[tuple[int, ...]]:
 
 
 def constant_axes(want: Laid, lead: int) -> list[tuple[int, ...]]:
-    """The sets of leading axes along which `want` does not change."""
+    """Return the sets of leading axes along which `want` is constant."""
     every = (axes for k in range(lead + 1) for axes in combinations(range(lead), k))
     return [
         axes
@@ -123,7 +123,7 @@ def _first(want: Laid, axes: tuple[int, ...], lead: int) -> np.ndarray:
 
 
 def wrong(what: str, got: Any, want: Laid) -> Mismatch:
-    """The error for two arrays that differ."""
+    """Make the error for two arrays that differ."""
     expected = f"expected, shape {want.array.shape}:\n{want.array}"
     return Mismatch(f"{what} is wrong.\n{expected}\ngot, shape {np.shape(got)}:\n{got}")
 
@@ -135,7 +135,7 @@ def _same(what: str, got: set[str], want: set[str]) -> None:
 
 
 def compare(reference: Reference, taps: Any, steps: int | None = None) -> None:
-    """Raises `Mismatch` unless the dicts `values`, `grads`, `valid` of `taps` are right."""
+    """Raise `Mismatch` unless the dicts `values`, `grads`, `valid` of `taps` are right."""
     labels = {s.label for s in reference.sites}
     _same("values", set(taps.values), labels)
     _same("sites with gradients", {k.split("~")[0] for k in taps.grads} | labels, labels)
@@ -161,9 +161,9 @@ def _compare_site(site: Site, want: Expected, taps: Any) -> None:
 def compare_value(
     key: str, site: Site, want: Expected, got: Any, valid: Any
 ) -> list[tuple[int, ...]]:
-    """Raises `Mismatch` unless a captured value and its mask are right.
+    """Raise `Mismatch` unless a captured value and its mask are right.
 
-    Returns the sets of axes that it may lack.
+    Return the sets of axes that the value may lack.
     """
     missing = missing_axes(got, want.value, want.lead)
     if not missing:
@@ -188,7 +188,7 @@ def _compare_mask(key: str, want: Expected, valid: Any) -> None:
 
 
 def _gradient_keys(label: str, grads: Iterable[str]) -> list[str]:
-    """The names of the gradients of a site, that of the innermost first."""
+    """Return the names of the gradients of a site, innermost first."""
     keys = (key for key in grads if key.split("~")[0] == label)
     return sorted(keys, key=lambda key: int(key.partition("~")[2] or 0))
 
@@ -196,9 +196,9 @@ def _gradient_keys(label: str, grads: Iterable[str]) -> list[str]:
 def compare_gradients(
     label: str, grads: Any, want: list[tuple[Laid, bool]], missing: list[tuple[int, ...]]
 ) -> None:
-    """Raises `Mismatch` unless the gradients of a site are right.
+    """Raise `Mismatch` unless the gradients of a site are right.
 
-    They come in order; one that no cotangent reached may be left out. `missing` are the sets of
+    They come in order, and may leave out one that no cotangent reached. `missing` has the sets of
     axes that the value may lack.
     """
     pending = list(want)
@@ -220,20 +220,20 @@ def compare_gradients(
 
 
 def arguments(program: Program) -> tuple[jax.Array, jax.Array]:
-    """The program's arguments as JAX arrays."""
+    """Return the arguments of the program as JAX arrays."""
     x, n = program.arguments()
     return jnp.asarray(x, jnp.result_type(float)), jnp.asarray(n)
 
 
 def compare_result(reference: Reference, out: Any) -> None:
-    """Raises `Mismatch` unless the program's result is right."""
+    """Raise `Mismatch` unless the result of the program is right."""
     want = Laid(reference.out, reference.coarse)
     if not close(out, want):
         raise wrong("the result", out, want)
 
 
 def captured(program: Program, **asked: Any) -> tuple[Any, Any]:
-    """What the program returns, and what a capture of it does, in the way of the program."""
+    """Capture the program, with the `jit` that it asks for."""
     fn, args = build(program, tapax.sow), arguments(program)
     match program.how:
         case "plain":
@@ -245,9 +245,9 @@ def captured(program: Program, **asked: Any) -> tuple[Any, Any]:
 
 
 def check(program: Program) -> None:
-    """Captures the program with `tapax` and compares.
+    """Capture the program with `tapax` and compare.
 
-    Raises `Mismatch` if they differ, `Undecided` if the reference cannot tell.
+    Raises `Mismatch` if they differ, and `Undecided` if the reference cannot decide.
     """
     reference = run(program)
     out, taps = captured(program, steps=program.steps)
@@ -256,15 +256,15 @@ def check(program: Program) -> None:
 
 
 def check_reference(program: Program) -> None:
-    """Compares the reference's result with JAX's; nothing is captured."""
+    """Compare the results of the reference and of JAX, without a capture."""
     compare_result(run(program), jax.jit(build(program, plain))(*arguments(program)))
 
 
 def check_perturbations(program: Program) -> None:
-    """Compares the reference's gradients with explicit zero perturbations, differentiated by JAX.
+    """Compare the gradients of the reference with JAX's gradients by explicit zeros.
 
-    For a program that is one `Grad`. A perturbation is shared by every execution of its name, so
-    it receives their total.
+    The program must be one `Grad`. Every execution of a name shares its perturbation, so
+    the gradient is their total.
     """
     (node,) = program.body
     assert isinstance(node, Grad)
@@ -280,7 +280,7 @@ def check_perturbations(program: Program) -> None:
         def add(value: jax.Array, name: str) -> jax.Array:
             return value + zeros[name].astype(value.dtype) if name in zeros else value
 
-        # The gradient's own `outer` is its x, so the body is the program of the loss.
+        # The `outer` of the gradient is its x, so the body is the program of the loss.
         return jnp.sum(jnp.sin(build(replace(program, body=node.body), add)(x, n)))
 
     x, n = arguments(program)

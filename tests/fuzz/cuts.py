@@ -1,8 +1,8 @@
-"""Cuts: a function up to a site, and from there on, is the function.
+"""Cuts: the prefix and the suffix of a function at a site compose to the function.
 
-A site can be cut unless it is in a branch, in a while loop, or in more than one loop; one in a scan
-is cut at one iteration. Any other raises `SiteError`; so does one that never reaches the result,
-where the program is to start there.
+A site can be cut unless it is in a branch, a while loop, or more than one loop; a site in a scan
+is cut at one iteration. Any other site raises `SiteError`, and so does the suffix at a site that
+never reaches the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CUTS = 3
 
 
 def check_cuts(program: Program) -> None:
-    """Cuts the program at some of its sites, and compares."""
+    """Cut the program at some of its sites, and compare."""
     decide(program)
     reference = run(program)
     fn, args = marked(program), arguments(program)

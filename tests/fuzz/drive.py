@@ -1,4 +1,4 @@
-"""Running a check over many programs: `sweep`, for the tests and for the command line alike."""
+"""`sweep` runs a check over many programs, for the tests and for the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .shrink import shrink
 
 
 class Failure(Exception):
-    """A check failed; `program` is the smallest program found for which it does."""
+    """A failed check; `program` is the smallest failing program found."""
 
     def __init__(
         self, check: Callable[[Program], None], program: Program, cause: Exception
@@ -30,7 +30,7 @@ class Failure(Exception):
         self.check, self.program, self.cause = check, program, cause
 
     def report(self) -> str:
-        """The program as Python that runs as it stands, and what went wrong."""
+        """Return the program as runnable Python, and the error."""
         name = self.check.__name__
         text = pprint.pformat(self.program, width=100)
         trace = "".join(traceback.format_exception(self.cause))
@@ -44,10 +44,10 @@ class Failure(Exception):
 
 
 def checked(check: Callable[[Program], None], program: Program) -> None:
-    """Checks a program on its mesh.
+    """Check a program on its mesh.
 
-    Raises `Undecided` if JAX itself refuses the program, or computes it otherwise than the
-    reference: JAX 0.10 takes the second derivative of a custom_jvp in a loop in another way.
+    Raises `Undecided` if JAX itself rejects the program, or disagrees with the
+    reference: JAX 0.10 computes another second derivative of a custom_jvp in a loop.
     """
     with mesh_of(program):
         try:
@@ -76,10 +76,10 @@ def sweep(
     tick: Callable[[], None] = lambda: None,
     end: float | None = None,
 ) -> None:
-    """Checks `examples` programs drawn from the strategy, the same ones for the same seed.
+    """Check `examples` programs drawn from the strategy, which a seed determines.
 
     Programs that the reference cannot decide do not count. Raises `Failure` for the smallest
-    program found that fails. After the time `end` the remaining programs pass unchecked.
+    failing program found. After the time `end` the remaining programs pass unchecked.
     """
     failed: Program | None = None
 
@@ -113,7 +113,7 @@ def sweep(
     if failed is not None:
         error = _failure(check, failed)
         assert error is not None, f"This fails at times: {failed}"
-        # Another kind of error is another fault, or a program that was cut into nonsense.
+        # Another kind of error is another fault, or an invalid program left by a cut.
         small = shrink(failed, lambda p: type(_failure(check, p)) is type(error))
         raise Failure(check, small, _failure(check, small) or error)
 

@@ -1,14 +1,14 @@
-"""Edits, against the same changes made by hand in the source of the program.
+"""Edits, against the same changes written into the source of the program by hand.
 
-`by_hand(program, given)` is the program with the program's `edits` written where its marks are: for
-each call of a function, for each iteration with the loop's own counter, for each example. A changed
-gradient is an identity with a derivative rule of its own. No code is shared with the engine but the
-functions that are applied.
+`by_hand(program, given)` is the program with its `edits` written at its marks: for
+each call of a function, for each iteration by the counter of the loop, for each example. A changed
+gradient is an identity with a custom derivative rule. It shares no code with the engine except the
+applied functions.
 
-- The edited function gives what the hand-edited one does, outputs and, from outside, derivatives.
-- An edit of nothing, and the identity everywhere, change nothing.
-- An edit that cannot be done raises `SiteError`, and then would do nothing by hand. The derivative
-  from outside of a custom function in which something is edited may be refused, too.
+- The edited function has the outputs and, from outside, the derivatives of the hand-edited one.
+- An empty edit, and the identity everywhere, change nothing.
+- An impossible edit raises `SiteError`, and then has no effect by hand. The derivative
+  from outside of a custom function that contains an edit may also raise.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Edited = Callable[[Given, jax.Array, jax.Array], jax.Array]
 
 
 def _apply(what: str, x: Any, call: int, strength: Any) -> Any:
-    """What a function of an edit gives: never far from the value, so that errors do not grow."""
+    """Apply the function of an edit, which stays near the value so that errors do not grow."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         more = jnp.asarray(strength > 0.55, x.dtype) if what == "closed" else 1
         return (2 * x + (call if what == "site" else more)) % 5
@@ -63,7 +63,7 @@ def _apply(what: str, x: Any, call: int, strength: Any) -> Any:
 
 
 def given(program: Program, shapes: dict[str, tuple[int, ...]]) -> Given:
-    """What the edits of a program are given; `shapes` are those of its captured sites."""
+    """Return the inputs of the edits of a program; `shapes` are those of its captured sites."""
     found, out = sites(program), []
     for i, edit in enumerate(program.edits):
         one = {"strength": jnp.asarray(0.5 + 0.1 * i), "step": jnp.int32(edit.step or 0)}
@@ -87,22 +87,22 @@ def given(program: Program, shapes: dict[str, tuple[int, ...]]) -> Given:
 
 
 def _number_in(index: str | None) -> int:
-    """The integer in an index, which may be traced; 0 if there is none."""
+    """Return the integer in an index, which may be traced, or 0 without one."""
     numbers = {"first": 0, "last": -1, "middle": 1}
     return numbers.get(index or "", 0)
 
 
 def _key(edit: Edit, number: Any) -> Any:
-    """The index of an edit, with a traced integer in it where it has one."""
+    """Return the index of an edit, with its integer traced if it has one."""
     if edit.index == "middle":
         return ..., number
     return number if edit.index in ("first", "last") else INDICES[edit.index or ""]
 
 
 def axes(site: Site, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Which of its axes a captured site has, in their order.
+    """Return the axes that a captured site has, in order.
 
-    One is missing where the value does not depend on it.
+    An axis is missing if the value does not depend on it.
     """
     sizes = shape[: len(shape) - len(site.shape)]
     kept = [i for i in site.lead if site.axes[i].kind != "while"]
@@ -115,12 +115,12 @@ def axes(site: Site, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _held(edit: Edit, site: Site, shape: tuple[int, ...]) -> list[int]:
-    """Which axes of a site the array of an edit has."""
+    """Return the axes of a site that the array of an edit has."""
     return [i for i in axes(site, shape) if edit.step is None or i != site.loop]
 
 
 def by_hand(program: Program, shapes: dict[str, tuple[int, ...]]) -> Edited:
-    """The program with its edits in its source, as a function of what they are given too."""
+    """Build the program with its edits in its source, as a function of their inputs too."""
     found = sites(program)
     todo: dict[Path, list[tuple[int, Edit, Site]]] = {}
     for i, edit in enumerate(program.edits):
@@ -167,25 +167,25 @@ def by_hand(program: Program, shapes: dict[str, tuple[int, ...]]) -> Edited:
 
 
 def pick(array: jax.Array, at: Sequence[Any]) -> jax.Array:
-    """What lies at some indices of the first axes of an array."""
+    """Index the first axes of an array."""
     if not jax.typeof(array).sharding.mesh.explicit_axes:
         return array[tuple(at)]
     array = jax.reshard(array, P(*[None] * array.ndim))
-    for index in at:  # JAX takes no index there that is divided over a mesh
+    for index in at:  # JAX does not take a sharded index there
         chosen = jnp.arange(array.shape[0]) == index
         array = jnp.tensordot(chosen.astype(array.dtype), array, 1)
     return array
 
 
 def _with_gradient(pull: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """The identity, through which a gradient `ct` goes back as `pull(ct, given, at)`."""
+    """Make the identity, whose backward pass maps `ct` to `pull(ct, given, at)`."""
 
     @jax.custom_vjp
     def identity(x: Any, given: Any, at: Any) -> Any:
         del given, at
         return x
 
-    # As it is written everywhere: of several gradients around it, it changes the innermost.
+    # As documented: of several gradients around it, the edit changes the innermost.
     identity.defvjp(
         lambda x, given, at: (x, (given, at)), lambda kept, ct: (pull(ct, *kept), None, None)
     )
@@ -197,7 +197,7 @@ def _number(site: Site) -> Any:
 
 
 def by_engine(program: Program, fn: Callable[..., Any], constant: Given) -> Edited:
-    """Edits the program with `tapax.edit`; edits that are not traced get a constant."""
+    """Edit the program with `tapax.edit`; edits that are not traced get a constant."""
     found = sites(program)
 
     def pair(edit: Edit, given: dict[str, Any]) -> tuple[Any, Any]:
@@ -227,7 +227,7 @@ def by_engine(program: Program, fn: Callable[..., Any], constant: Given) -> Edit
 
 
 def check_edits(program: Program) -> None:
-    """Edits the program with `tapax` and by hand, and compares."""
+    """Edit the program with `tapax` and by hand, and compare."""
     decide(program)
     fn = marked(program)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -245,8 +245,8 @@ def check_edits(program: Program) -> None:
                 program = _without_idle(program, shapes, error)
             continue
         except ValueError as error:
-            # An edit that makes a gradient zero leaves the program that computes it, and with it
-            # the way to a while loop; by hand, JAX would have seen the zero and stopped.
+            # An edit that makes a gradient zero keeps the program that computes it, and with it
+            # the path to a while loop; by hand, JAX would have seen the zero and stopped.
             if way is gradient and "Reverse-mode differentiation does not work" in str(error):
                 return
             raise
@@ -256,7 +256,7 @@ def check_edits(program: Program) -> None:
 
 
 def check_no_edit(program: Program) -> None:
-    """Edits nothing, and everything by the identity."""
+    """Apply an empty edit, and the identity everywhere."""
     fn, args = marked(program), arguments(program)
     decide(program)
     want = run(program).out
@@ -278,25 +278,25 @@ def check_no_edit(program: Program) -> None:
 
 
 def decide(program: Program) -> None:
-    """Raises `Undecided` if rounding to bfloat16 may decide a branch."""
+    """Raise `Undecided` if rounding to bfloat16 may decide a branch."""
     tests = [getattr(n, "test", "") for n in nodes(program.body)]
     if coarse(program) and "value" in tests:
         raise Undecided("bfloat16 and branches")
 
 
 def coarse(program: Program) -> bool:
-    """Whether bfloat16 has a part in it."""
+    """Return whether the program uses bfloat16."""
     return any(isinstance(n, Do) and n.op == "half" for n in nodes(program.body))
 
 
 def marked(program: Program) -> Callable[..., Any]:
-    """The program under test."""
+    """Build the program under test."""
     fn = build.build(program, tapax.sow)
     return jax.jit(fn) if program.how == "jit inside" else fn
 
 
 def same(program: Program, what: str, got: Any, want: Any) -> None:
-    """Raises `Mismatch` unless arrays agree."""
+    """Raise `Mismatch` unless arrays agree."""
     laid = Laid(np.asarray(want, np.float64), coarse(program))
     if not close(got, laid):
         raise wrong(what, got, laid)
@@ -306,20 +306,20 @@ Way = Callable[[Program, Edited, Given], Any]
 
 
 def _expected(program: Program, hand: Edited, known: Given, *, plainly: bool) -> tuple[Way, Any]:
-    """How the edited program is called, the first way that JAX allows; what it gives by hand.
+    """Return the first way of calling the program that JAX allows, and the result by hand.
 
-    Edits of gradients are of those that the function takes itself, not of one from outside; and so
-    are edits of what the backward pass of a custom function marks.
+    Edits of gradients change those that the function takes itself, not one from outside; so do
+    edits of marks in the backward pass of a custom function.
     """
     found = sites(program)
     backward = any("bwd" in site.path for edit in program.edits for site in picked(edit, found))
     ways: list[Way] = [call]
     if program.how == "plain" and any(edit.traced for edit in program.edits):
-        # JAX maps no branch over values that are divided over an explicit mesh.
+        # JAX does not map a branch over values that are sharded over an explicit mesh.
         ways = [call] if is_explicit(program.body) else [sweep, call]
     elif program.how != "plain" and not backward and all(e.of == "value" for e in program.edits):
         ways = [gradient, tangent, call]
-    # A while loop backward, a custom_vjp forward, types that JAX does not map on a mesh.
+    # A while loop backward, a custom_vjp forward, or types that JAX does not map on a mesh.
     refuses = Exception if is_explicit(program.body) else (TypeError, ValueError)
     for way in () if plainly else ways[:-1]:
         try:
@@ -333,19 +333,19 @@ def _expected(program: Program, hand: Edited, known: Given, *, plainly: bool) ->
 
 
 def _is_refusal(program: Program, error: tapax.SiteError) -> bool:
-    """Whether an error refuses the derivative of a custom function in which a site is edited."""
+    """Return whether an error rejects the derivative of a custom function with an edited site."""
     found = sites(program)
     inside = any(_in_custom(site) for edit in program.edits for site in picked(edit, found))
     return inside and "a custom derivative rule" in str(error)
 
 
 def call(program: Program, fn: Edited, known: Given) -> Any:
-    """What the function returns."""
+    """Call the function."""
     return fn(known, *arguments(program))
 
 
 def sweep(program: Program, fn: Edited, known: Given) -> Any:
-    """What it returns for two strengths and steps, under vmap."""
+    """Call the function for two strengths and steps, under vmap."""
     other = jax.tree.map(lambda v: v // 2 if v.dtype == jnp.int32 else v / 2, known)
     both = tuple(
         jax.tree.map(lambda a, b, e=edit: jnp.stack([a, b if e.traced else a]), one, more)
@@ -355,7 +355,7 @@ def sweep(program: Program, fn: Edited, known: Given) -> Any:
 
 
 def _numbers(program: Program, known: Given) -> Any:
-    """What is differentiated by, of what edits are given: not in custom functions, which raises."""
+    """Return the inputs of edits to differentiate by, except in custom functions, which raise."""
     found, out = sites(program), []
     for edit, one in zip(program.edits, known, strict=True):
         shielded = any(_in_custom(site) for site in picked(edit, found))
@@ -378,13 +378,13 @@ def _outside(program: Program, fn: Edited, known: Given) -> Callable[..., Any]:
 
 
 def gradient(program: Program, fn: Edited, known: Given) -> Any:
-    """What it returns, and its gradient from outside: by its argument, and by what is traced."""
+    """Return the result and its gradient from outside, by its argument and the traced inputs."""
     run = jax.value_and_grad(_outside(program, fn, known), argnums=(0, 1), has_aux=True)
     return jax.jit(run)(arguments(program)[0], _numbers(program, known))
 
 
 def tangent(program: Program, fn: Edited, known: Given) -> Any:
-    """What it returns, and its derivative from outside, forward."""
+    """Return the result and its forward derivative from outside."""
     primals = arguments(program)[0], _numbers(program, known)
     ones = jax.tree.map(jnp.ones_like, primals)
     run = lambda *primals: jax.jvp(_outside(program, fn, known), primals, ones)
@@ -394,7 +394,7 @@ def tangent(program: Program, fn: Edited, known: Given) -> Any:
 def _without_idle(
     program: Program, shapes: dict[str, tuple[int, ...]], error: tapax.SiteError
 ) -> Program:
-    """The program without an edit that an error is about, and that does nothing by hand."""
+    """Remove the edit that an error names, if it has no effect by hand."""
     found = sites(program)
     plainly = jax.jit(build.build(program))(*arguments(program))
     for i, edit in enumerate(program.edits):
@@ -407,7 +407,7 @@ def _without_idle(
 
 
 def is_idle(program: Program, shapes: dict[str, tuple[int, ...]], plainly: Any) -> bool:
-    """Whether the edits of a program do nothing by hand."""
+    """Return whether the edits of a program have no effect by hand."""
     hand = jax.jit(by_hand(program, shapes))
     out = hand(given(program, shapes), *arguments(program))
     return close(out, Laid(np.asarray(plainly, np.float64), coarse(program)))

@@ -1,9 +1,9 @@
 """The hypothesis strategy `programs()`.
 
-What may stand where, and why:
+Rules for the positions of nodes, and their reasons:
 - no while loop under a gradient: JAX cannot transpose one (a custom rule around it lifts that);
 - no custom_vjp and no gradient under a jvp: JAX refuses the first, the second has two cotangents;
-- a custom rule with code of its own only under at most one gradient: a second one would
+- a custom rule with separate code only under at most one gradient: a second one would
   differentiate that code;
 - shard_map only outside loops, branches and maps, so that its axes come first. Sizes are kept so
   small that a program costs little more than its compilation.
@@ -65,7 +65,7 @@ NAMES = {"half": ("h",), "int": ("k",), "scalar": ("s",)}
 
 @dataclass(frozen=True)
 class _Context:
-    """Where a node stands. `free`: axes of an explicit mesh that nothing is split over yet."""
+    """The position of a node. `free`: axes of an explicit mesh that nothing is sharded over yet."""
 
     depth: int = DEPTH
     runs: int = 1
@@ -79,7 +79,7 @@ class _Context:
 
 
 class _Draw:
-    """Draws one program. `fresh` numbers the marks of derivative rules."""
+    """The generator of one program. `fresh` numbers the marks of derivative rules."""
 
     def __init__(self, draw: st.DrawFn, second_order: bool) -> None:
         self.draw = draw
@@ -108,15 +108,15 @@ class _Draw:
         names = NAMES.get(op, ("a", "b"))
         name = self.one(*names, *names, None)
         if op == "outer" and c.grads > 1:
-            # JAX takes what does not change out of a loop before it differentiates a second time,
-            # so that a second gradient by it is not there for each iteration.
+            # JAX moves constant values out of a loop before it differentiates a second time,
+            # so that a second gradient by them does not exist for each iteration.
             name = None
         use = self.one("through", "side", "drop", "stop") if name else "through"
         return Do(op, name, use)
 
     def node(self, c: _Context) -> Node:
-        # Half of what a body holds is constructs while depth remains: full depth is common, and
-        # so are marks beside it.
+        # Half of a body is constructs while depth remains, so that full depth is common, and
+        # so are marks next to the constructs.
         if c.depth == 0 or (self.draw(st.booleans()) and c.depth < DEPTH):
             return self.do(c)
         kinds: list[type[Node]] = [Do, Jit, Remat, Cond, Switch]
@@ -194,7 +194,7 @@ class _Draw:
         raise AssertionError(kind)
 
     def layer(self, c: _Context, length: int) -> Block:
-        """The body of a loop; where there are scopes, that of a scanned layer as often as not."""
+        """Draw the body of a loop; with scopes, half of the bodies are scanned layers."""
         body = self.inside(c, length)
         return (Scope(body, self.one("L", "M")),) if c.scopes and self.one(True, False) else body
 
@@ -204,7 +204,7 @@ class _Draw:
         body = self.inside(c, **shielded)
         own, bwd = None, None
         if c.grads <= 1 and self.draw(st.booleans()):
-            # Names of its own: the primal body is traced too, then thrown away.
+            # With separate names, because JAX also traces the primal body and discards it.
             own = (*self.inside(c, **shielded), Do("tanh", f"own{next(self.fresh)}"))
         if c.grads == 1 and kind == "vjp" and self.draw(st.booleans()):
             bwd = f"bwd{next(self.fresh)}"
@@ -215,9 +215,9 @@ class _Draw:
 def programs(
     draw: st.DrawFn, *, devices: int = 1, second_order: bool = True, scopes: bool = False
 ) -> Program:
-    """Random programs. With fewer than four devices there is no mesh in them.
+    """Draw random programs, without a mesh if there are fewer than four devices.
 
-    With four, some are on an explicit mesh; others have shard_maps over meshes of their own.
+    With four, some run on an explicit mesh; others have shard_maps over other meshes.
     """
     context = _mesh(draw, _Context(devices=devices, scopes=scopes))
     program = Program(_Draw(draw, second_order).block(context))
@@ -236,7 +236,7 @@ def _mesh(draw: st.DrawFn, context: _Context) -> _Context:
 
 @st.composite
 def edited(draw: st.DrawFn, *, devices: int = 1, parts: bool = False) -> Program:
-    """Programs with up to three edits of their sites; with `parts`, most are of parts of values."""
+    """Draw programs with up to three edits; with `parts`, most edit parts of values."""
     program = draw(programs(devices=devices, scopes=parts))
     found = sites(program)
     assume(found)
@@ -245,7 +245,7 @@ def edited(draw: st.DrawFn, *, devices: int = 1, parts: bool = False) -> Program
 
 
 def _edit(draw: st.DrawFn, found: list[Site], parts: bool) -> Edit:
-    # More often than others those that have a gradient, and those in loops.
+    # Prefer sites with a gradient and sites in loops.
     site = draw(st.sampled_from([*found, *(s for s in found if s.grads), *_looped(found)]))
     name = draw(st.sampled_from([site.name, f"{site.name}@{site.call}"]))
     of: Of = "value"
@@ -254,7 +254,7 @@ def _edit(draw: st.DrawFn, found: list[Site], parts: bool) -> Edit:
     what = draw(st.sampled_from(get_args(What)))
     whole = Edit(name, what, of, traced=draw(st.booleans()), axes=draw(st.booleans()))
     if parts:
-        # Which of two new numbers would stay in one place is not said.
+        # The order of two writes to one element is undefined.
         indices = [index for index in get_args(Index) if index != "twice"]
         whole = replace(whole, index=draw(st.sampled_from([*indices, None])))
     step, stop = _steps(draw, site)
@@ -268,7 +268,7 @@ def _looped(found: list[Site]) -> list[Site]:
 
 
 def _steps(draw: st.DrawFn, site: Site) -> tuple[int | None, int | None]:
-    """One iteration of the innermost loop, or the first and the last of some; or all."""
+    """Draw one iteration of the innermost loop, a range of iterations, or all."""
     if site.loop is None or draw(st.booleans()):
         return None, None
     axis = site.axes[site.loop]
@@ -280,14 +280,14 @@ def _steps(draw: st.DrawFn, site: Site) -> tuple[int | None, int | None]:
 
 @st.composite
 def selected(draw: st.DrawFn, *, devices: int = 1) -> Program:
-    """Programs of which up to three selections are captured, in parts and by functions."""
+    """Draw programs with up to three captured selections, with parts and functions."""
     program = draw(programs(devices=devices, scopes=True))
     found = sites(program, rules=True)
     assume(found)
     picks = tuple(_pick(draw, found) for _ in range(draw(st.integers(1, 3))))
     program = replace(program, steps=None, picks=picks)
     asked = [readings(program, of) for of in get_args(Of)]
-    # Some must be refused.
+    # Some must raise.
     assume(not any(each.wrong for each in asked) or draw(st.integers(0, 7)) == 0)
     return program
 
@@ -315,7 +315,7 @@ def _pick(draw: st.DrawFn, found: list[Site]) -> Pick:
 
 
 def _layer_name(draw: st.DrawFn, site: Site) -> list[Node]:
-    """The name of a site in one of the scanned layers that it is in."""
+    """Draw the name of a site in one of its scanned layers."""
     if site.rule or not site.layers:
         return []
     axis, path = draw(st.sampled_from(site.layers))
@@ -339,7 +339,7 @@ def _selection(draw: st.DrawFn, found: list[Site], depth: int) -> Node:
 
 @st.composite
 def losses(draw: st.DrawFn, *, devices: int = 1) -> Program:
-    """Programs that are one gradient, with nothing in it that hides a mark from it."""
+    """Draw programs that are one gradient in which nothing hides a mark."""
     context = _Context(depth=DEPTH - 1, grads=1, devices=devices, custom=False)
     body = _Draw(draw, second_order=False).block(_mesh(draw, context))
     how = draw(st.sampled_from(get_args(How)))

@@ -2,7 +2,7 @@
 
 `do(xp, node, x, env, sow)` is the meaning of a `Do` node. `xp` is one of two namespaces with the
 same few functions: `build.Jnp` on JAX arrays and `tape.Tape` on the reference's variables. There
-is no control flow here, so nothing the engine has to get right is shared between the two sides.
+is no control flow here, so the two sides share nothing that the engine has to get right.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .program import DIM, Do
 
 
 class Env(NamedTuple):
-    """What a body closes over.
+    """The values that a body closes over.
 
-    `at`, where changes are made by hand: what they are given, and the numbers of the iterations,
+    `at`, for changes by hand: their inputs, and the numbers of the iterations,
     examples and devices around it.
     """
 
@@ -56,24 +56,24 @@ RULES = {"dot": "dot_general", "named": "kept"}
 
 @cache
 def weights(size: int, salt: int = 0) -> np.ndarray:
-    """`size` different rows within [0.5, 1]: they make examples, devices and iterations differ."""
+    """Make `size` different rows within [0.5, 1], so that examples, devices, iterations differ."""
     return np.random.default_rng(1000 * salt + size).uniform(0.5, 1.0, (size, DIM))
 
 
 @cache
 def matrix() -> np.ndarray:
-    """A rotation scaled by 0.9."""
+    """Make a rotation scaled by 0.9."""
     q, _ = np.linalg.qr(np.random.default_rng(7).normal(size=(DIM, DIM)))
     return 0.9 * q
 
 
 def mix(xp: Namespace, x: Any, y: Any) -> Any:
-    """The mean of the two."""
+    """Average two values."""
     return xp.add(xp.mul(x, 0.5), xp.mul(y, 0.5))
 
 
 def value(xp: Namespace, op: str, x: Any, env: Env) -> Any:
-    """What the operation computes, before it is marked."""
+    """Compute the operation, before its mark."""
     match op:
         case "sin":
             return xp.sin(x)
@@ -101,7 +101,7 @@ def value(xp: Namespace, op: str, x: Any, env: Env) -> Any:
 
 
 def absorb(xp: Namespace, op: str, x: Any, v: Any, *, replace: bool) -> Any:
-    """`x` after `v` went into it. Vectors of `VECTORS` may `replace` it: they depend on it."""
+    """Mix `v` into `x`. Vectors of `VECTORS` may `replace` it, since they depend on it."""
     match op:
         case "outer":
             return mix(xp, x, v)
@@ -117,7 +117,7 @@ def absorb(xp: Namespace, op: str, x: Any, v: Any, *, replace: bool) -> Any:
 def do(
     xp: Namespace, node: Do, x: Any, env: Env, sow: Sow, ruled: Callable[[Any], Any] = lambda v: v
 ) -> Any:
-    """The meaning of a `Do` node. `ruled` marks what a rule of `RULES` would."""
+    """Compute a `Do` node. `ruled` marks the values that a rule of `RULES` would mark."""
     v = value(xp, node.op, x, env)
     v = ruled(v) if node.op in RULES else v
     if node.name is None:

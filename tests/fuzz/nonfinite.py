@@ -1,7 +1,7 @@
-"""The search for the first NaN, of a program with one planted at one execution of one mark.
+"""The search for a NaN planted at one execution of one mark.
 
-Where it is planted is where it must be found: the line, the iterations, the example, the device and
-the element. If it reaches no result, or is not planted, nothing must be found.
+The search must find the NaN at its origin: the line, the iterations, the example, the device and
+the element. If the NaN reaches no result, or is not planted, it must find nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .sites import Path, Site
 
 
 def break_element(value: Any, at: Any) -> Any:
-    """The value; where `at` is true, the logarithm of a negative number."""
+    """Replace the elements where `at` is true by the logarithm of a negative number."""
     u = 1 + value * value
     return jnp.where(at, jnp.log(jnp.where(at, -u, u)), value)
 
@@ -34,7 +34,7 @@ LINE = _START + next(i for i, line in enumerate(_LINES) if "jnp.log" in line)
 
 
 def check_nonfinite(program: Program) -> None:
-    """Plants a NaN at one execution of one mark, searches for it, and compares."""
+    """Plant a NaN at one execution of one mark, search for it, and compare."""
     decide(program)
     site, record = _place(program)
 
@@ -69,7 +69,7 @@ def check_nonfinite(program: Program) -> None:
 
 
 def _place(program: Program) -> tuple[Site, Record]:
-    """One execution of one mark of floating-point numbers."""
+    """Draw one execution of one mark of floating-point numbers."""
     reference = run(program)
     places = [
         (site, record)
@@ -95,8 +95,8 @@ def _compare(program: Program, site: Site, record: Record, found: tapax.Finding)
         "index": (0,) * len(site.shape),
         "count": 1,
     }
-    # JAX names the call for what a custom function does, if it was traced before the derivative is
-    # taken; and 0.10 for what an inlined function does.
+    # JAX gives the line of the call for a custom function that was traced before its derivative is
+    # taken; JAX 0.10 also does so for an inlined function.
     inlined = any(isinstance(node, Jit) and node.inline for node in nodes(program.body))
     has_source = not {"bwd", "own", "body"} & set(site.path) and not inlined
     if is_explicit(program.body) and not found.mapped:

@@ -1,4 +1,4 @@
-"""Parts of values, and functions of them, by the names that a program has for them."""
+"""Parts of values, and functions of them, by their names in a program."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ INDICES: dict[str, Any] = {
 
 
 def has_part(index: str, shape: tuple[int, ...]) -> bool:
-    """Whether a value of some shape has a part."""
+    """Return whether a value of some shape has a part."""
     return bool(shape) or index in ("all", "new")
 
 
 def part(index: str | None, x: np.ndarray) -> np.ndarray:
-    """A part of a value, or all of it."""
+    """Return a part of a value, or all of it."""
     return x if index is None else np.asarray(x[INDICES[index]])
 
 
@@ -62,7 +62,7 @@ add along the axes that a value does not have."""
 
 
 def apply(by: str | None, x: np.ndarray, call: int) -> np.ndarray:
-    """What a function makes of a value of a call; a reducer has its turn later."""
+    """Apply a function to a value of a call; reducers apply later."""
     if by is None or by == "rms":
         return x
     if by == "by_call":

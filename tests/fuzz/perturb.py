@@ -1,11 +1,11 @@
-"""Perturbations and gradients by values inside, against additions written into the source.
+"""Perturbations and gradients by inner values, against additions written into the source.
 
-For a program that is one `Grad`, of which the loss is taken: `check_perturbed`.
+`check_perturbed` takes the loss of a program that is one `Grad`.
 
 - `perturbations` has every site of floating-point numbers, and no other.
-- `perturbed` gives what the loss does with the same numbers added by hand, and so do its gradients
+- `perturbed` agrees with the loss with the same numbers added by hand, and so do its gradients
   by them.
-- `grad` gives the cotangents of the reference, and what a capture of `jax.grad` of the loss shows.
+- `grad` agrees with the cotangents of the reference and with a capture of `jax.grad` of the loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def check_perturbed(program: Program) -> None:
-    """Perturbs the loss with `tapax` and by hand, and compares."""
+    """Perturb the loss with `tapax` and by hand, and compare."""
     (node,) = program.body
     assert isinstance(node, Grad)
     decide(program)
@@ -72,7 +72,7 @@ def check_perturbed(program: Program) -> None:
 
 
 def _refuses(fn: Callable[..., Any], some: Any, args: Any) -> bool:
-    """Whether JAX itself cannot run a function."""
+    """Return whether JAX itself cannot run a function."""
     try:
         fn(some, *args)
     except Exception:
@@ -81,7 +81,7 @@ def _refuses(fn: Callable[..., Any], some: Any, args: Any) -> bool:
 
 
 def _check_missing(inner: Program, loss: Any, args: Any, missing: set[str]) -> None:
-    """A site without a perturbation is one that the loss does not depend on."""
+    """Check that the loss does not depend on a site without a perturbation."""
     if not missing:
         return
     shapes = {s.name: s.shape for s in tapax.sites(loss)(*args) if s.name in missing}
@@ -101,7 +101,7 @@ def _some(seed: int, zero: jax.Array) -> jax.Array:
 
 
 def _by_hand(program: Program, shapes: Shapes) -> Callable[..., Any]:
-    """The program with perturbations added in its source."""
+    """Build the program with perturbations added in its source."""
     places = {site.path: site for site in sites(program) if site.label in shapes}
     held = {path: axes(site, shapes[site.label]) for path, site in places.items()}
 
@@ -130,7 +130,7 @@ def _compare_gradients(program: Program, loss: Callable[..., Any], shapes: Shape
             continue
         (laid, _), *_ = expected(site, reference.records.get(site.path, []), None).grads
         present = axes(site, shapes[site.label])
-        # A perturbation is shared along an axis that it does not have.
+        # A perturbation broadcasts along an axis that it does not have.
         total = tuple(k for k, i in enumerate(site.lead) if i not in present)
         want = Laid(laid.array.sum(total), laid.coarse)
         got = grads.get(site.label, np.zeros(want.array.shape))

@@ -9,7 +9,7 @@ a loop; `n` makes predicates and trip counts that both sides compute exactly.
     >>> Program((Scan((Do("sin", "a"),), length=3),))
     Program(body=(Scan(body=(Do(op='sin', name='a'),), length=3),))
 
-What each node computes is written twice, on purpose: in `build.py` with JAX's transformations and
+Each node has two definitions, on purpose: in `build.py` with JAX's transformations and
 in `reference.py` with Python loops. Only `Do`, straight arithmetic, has one definition
 (`leaf.py`), written against an array namespace.
 
@@ -47,7 +47,7 @@ Index = Literal[
 
 @dataclass(frozen=True, repr=False)
 class Node:
-    """One construct. Its repr leaves out fields that have their default, to be short."""
+    """One construct. Its repr leaves out fields with default values."""
 
     def __repr__(self) -> str:
         pairs = [(f, getattr(self, f.name)) for f in fields(self)]
@@ -60,7 +60,7 @@ Block = tuple[Node, ...]
 
 @dataclass(frozen=True, repr=False)
 class Do(Node):
-    """One operation, marked as `name` if it has one. `use` says what becomes of the marked value.
+    """One operation, marked as `name` if it has one. `use` says how the program uses the value.
 
     through: it replaces x; side: it is mixed into x; drop: the sow's result is dropped; stop:
     mixed in under stop_gradient.
@@ -79,7 +79,7 @@ class Jit(Node):
 
 @dataclass(frozen=True, repr=False)
 class Twice(Node):
-    """The same function called twice in a row: one body, two calls of each of its sites."""
+    """One function called twice in a row: one body, two calls of each of its sites."""
 
     body: Block
 
@@ -144,7 +144,7 @@ class Switch(Node):
 
 @dataclass(frozen=True, repr=False)
 class Vmap(Node):
-    """`vmap`; `sharded`: over an axis that is split over this axis of an explicit mesh (2 x 2)."""
+    """`vmap`; `sharded`: over an axis sharded over this axis of an explicit mesh (2 x 2)."""
 
     body: Block
     size: int = 2
@@ -216,7 +216,7 @@ class Glob(Node):
 
 @dataclass(frozen=True, repr=False)
 class Rule(Node):
-    """A selection of the values that operations compute: see `leaf.RULES`."""
+    """A selection of the results of operations: see `leaf.RULES`."""
 
     name: Literal["dot_general", "kept"] = "dot_general"
 
@@ -244,10 +244,10 @@ class Not(Node):
 
 @dataclass(frozen=True, repr=False)
 class Pick(Node):
-    """What a capture is asked for: of the sites that any of some selections picks.
+    """A request to a capture for the sites that any of some selections picks.
 
     `step` and `stop` are as for an `Edit`, `index` is a part of the value, a key of
-    `parts.INDICES`, and `by` is what is kept of it: a function of `parts.FUNCTIONS`, or a reducer.
+    `parts.INDICES`, and `by` is a function of `parts.FUNCTIONS`, or a reducer.
     """
 
     body: Block
@@ -262,7 +262,7 @@ class Pick(Node):
 class Edit(Node):
     """A change of the values, or of the gradients, that the selection `name` picks.
 
-    `what` is a function of `edits.FUNCTIONS`, or a number or an array in the value's place. `step`
+    `what` is a function of `edits.FUNCTIONS`, or a number or an array to replace the value. `step`
     and `stop` pick iterations of the innermost loop: one, or those from `step` up to `stop`.
     `index` picks a part of the value, a key of `parts.INDICES`. `traced`: what can be traced is.
     `axes`: an array has one value for every iteration, example and device.
@@ -280,7 +280,7 @@ class Edit(Node):
 
 @dataclass(frozen=True, repr=False)
 class Program(Node):
-    """A body, the seed of its arguments, the way it is captured, what is edited and picked."""
+    """A body, the seed of its arguments, the way to capture it, its edits and its picks."""
 
     body: Block
     seed: int = 0
@@ -290,13 +290,13 @@ class Program(Node):
     picks: tuple[Pick, ...] = ()
 
     def arguments(self) -> tuple[np.ndarray, np.ndarray]:
-        """A float vector within [-1, 1] and a vector of small integers."""
+        """Draw a float vector within [-1, 1] and a vector of small integers."""
         rng = np.random.default_rng(self.seed)
         return rng.uniform(-1, 1, DIM), rng.integers(0, 6, DIM).astype(np.int32)
 
 
 def blocks(node: Node) -> Iterator[Block]:
-    """The blocks directly inside a node."""
+    """Return the blocks directly inside a node."""
     match node:
         case Cond(true, false):
             yield from (true, false)
@@ -315,12 +315,12 @@ def blocks(node: Node) -> Iterator[Block]:
 
 
 def is_explicit(block: Block) -> bool:
-    """Whether the program runs on an explicit mesh, where shardings are a part of types."""
+    """Return whether the program runs on an explicit mesh, where types include shardings."""
     return any(isinstance(node, Vmap) and node.sharded for node in nodes(block))
 
 
 def nodes(block: Block) -> Iterator[Node]:
-    """Every node of a block, outermost first."""
+    """Yield every node of a block, outermost first."""
     for node in block:
         yield node
         for inner in blocks(node):

@@ -1,8 +1,8 @@
-"""What the picks of a program ask for, as sets of its sites: `readings(program, of)`.
+"""`readings(program, of)`: the requests of the picks of a program, as sets of its sites.
 
 A selection has two sets: the sites that it picks, and those that it lets through where another
-selection picks them. They differ for what only rules mark: a glob picks none of it, but lets
-through what is in a scope of that name.
+selection picks them. They differ for values that only rules mark: a glob does not pick them, but
+lets through those in a scope of that name.
 
     >>> program = Program((Do("sin", "a"), Do("tanh", "b")), picks=(Pick((Not((Glob("a"),)),)),))
     >>> [reading.key for reading in readings(program, "value").kept]
@@ -26,7 +26,7 @@ Labels = frozenset[str]
 
 @dataclass(frozen=True)
 class Reading:
-    """What is kept of a site. `numbers`: of its axes that loop over layers, which layer."""
+    """The kept part of a site. `numbers`: the layer along each axis that loops over layers."""
 
     site: Site
     path: str
@@ -36,12 +36,12 @@ class Reading:
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
+        """The name of the reading in the results."""
         return self.path + self.label + (f"@{self.site.call}" if self.site.call else "")
 
     @property
     def loop(self) -> int | None:
-        """Which axis of the site its steps are of: the innermost loop that is not one of layers."""
+        """The axis of its steps: the innermost loop of the site that is not over layers."""
         pinned = dict(self.numbers)
         kinds = [(i, a.kind) for i, a in enumerate(self.site.axes) if i not in pinned]
         loops = [i for i, kind in kinds if kind in ("loop", "while")]
@@ -49,16 +49,16 @@ class Reading:
 
     @property
     def asked(self) -> tuple[object, ...]:
-        """What tells it from others of its path."""
+        """The key that distinguishes it from other readings of its path."""
         pick = self.pick
         return self.path, self.numbers, pick.step, pick.stop, pick.index, pick.by
 
 
 @dataclass
 class Readings:
-    """What is kept, and why a capture must, or may, refuse to.
+    """The kept readings, and the reasons why a capture must, or may, raise.
 
-    `exact` are the sites that one name picks: of them, one must have a gradient.
+    `exact` has the sites that one name picks; one of them must have a gradient.
     """
 
     kept: list[Reading] = field(default_factory=list)
@@ -68,14 +68,14 @@ class Readings:
 
 
 def readings(program: Program, of: Of) -> Readings:
-    """What the picks of a program ask for, of values or of gradients."""
+    """Return the readings of values or of gradients that the picks of a program request."""
     found = Readings()
     all_sites = sites(program, rules=True)
     by_site: dict[str, list[Reading]] = {}
     for pick in program.picks:
         for part in _flat(pick.body) if pick.of == of else ():
             asked = _read(part, pick, all_sites)
-            if not asked and part != Glob("**"):  # that is for whatever there is
+            if not asked and part != Glob("**"):  # `**` may pick nothing
                 found.wrong.append(f"{part} picks nothing")
             if isinstance(part, Glob) and not set("*?") & set(part.pattern):
                 found.exact.append(asked)
@@ -92,7 +92,7 @@ def readings(program: Program, of: Of) -> Readings:
             else:
                 found.wrong.append(why)
     if of == "grad":
-        # Whether there is a gradient is not known from the text of a program.
+        # The text of a program does not show which gradients exist.
         found.kept = [r for r in found.kept if r.site.grads and r.site.dtype != "int"]
         found.doubtful = found.wrong
         found.wrong = [why for why in found.wrong if why.endswith("picks nothing")]
@@ -104,7 +104,7 @@ def _is_kept(reading: Reading) -> bool:
 
 
 def _named(asked: list[Reading], wrong: list[str]) -> list[Reading]:
-    """The readings of a site, with names of their own."""
+    """Return the readings of a site with separate names."""
     whole: dict[str, Reading] = {}
     reduced: dict[tuple[object, ...], Reading] = {}
     for reading in asked:
@@ -128,7 +128,7 @@ def _named(asked: list[Reading], wrong: list[str]) -> list[Reading]:
 
 
 def _misfit(reading: Reading) -> str | None:
-    """Why a site does not have what is asked for of it."""
+    """Return the reason why a site lacks the requested part."""
     site, pick, loop = reading.site, reading.pick, reading.loop
     if pick.index is not None and not has_part(pick.index, site.shape):
         return f"{reading.key} has no part {pick.index}"
@@ -168,9 +168,9 @@ def _is_numbered(pattern: str) -> bool:
 
 
 def _layers(site: Site, pattern: str) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
-    """The names of a site in single layers, and the numbers of these.
+    """Return the names of a site in single layers, and the numbers of the layers.
 
-    A layer is single if the pattern has a number behind the name of its scope.
+    A layer is single if the pattern has a number after the name of its scope.
     """
     out = []
     pairs = list(pairwise(pattern.split("/")))
@@ -192,7 +192,7 @@ def _layers(site: Site, pattern: str) -> list[tuple[str, tuple[tuple[int, int], 
 
 
 def _sets(part: Node, all_sites: list[Site]) -> tuple[Labels, Labels]:
-    """The sites that a selection picks, and those that it lets through."""
+    """Return the sites that a selection picks, and those that it lets through."""
     match part:
         case Glob(pattern):
             picked = {s.label for s in all_sites if _matches(pattern, s.name, s.call)}
@@ -221,7 +221,7 @@ def _either(body: tuple[Node, ...], all_sites: list[Site]) -> tuple[Labels, Labe
 
 
 def _is_in(pattern: str, site: Site) -> bool:
-    """Whether a scope around a site has the name."""
+    """Return whether a scope around a site has the name."""
     segments = site.name.split("/")
     paths = ["/".join(segments[:k]) for k in range(1, len(segments))]
     return any(_matches(pattern, path, site.call) for path in paths)
@@ -233,7 +233,7 @@ def _matches(pattern: str, path: str, call: int) -> bool:
 
 
 def _fits(pattern: list[str], path: list[str]) -> bool:
-    """Whether the segments of a pattern are those of a path; `**` is any number of them."""
+    """Return whether a pattern matches a path; `**` matches any number of segments."""
     if not pattern or not path:
         return not path and all(segment == "**" for segment in pattern)
     if pattern[0] == "**":

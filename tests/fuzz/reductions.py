@@ -1,8 +1,8 @@
-"""Statistics of values and gradients, against those of every execution that the reference records.
+"""Statistics of values and gradients, against every execution that the reference records.
 
-A reducer has one result for each iteration of the loops around a site. Examples, devices and the
-iterations of while loops are merged, and with `.total` those of all loops are. What did not run is
-zero, and its mask says so. An axis that a value does not depend on may be missing: a mean, a
+A reducer has one result for each iteration of the loops around a site. It merges examples, devices
+and iterations of while loops, and with `.total` the iterations of all loops. A site that did not
+run is zero, with a false mask. An axis that a value does not depend on may be missing: a mean, a
 variance, a minimum and a maximum are the same without it, and gradients add along it.
 """
 
@@ -33,7 +33,7 @@ Placed = list[tuple[tuple[int, ...], np.ndarray]]
 
 
 def check_reductions(program: Program) -> None:
-    """Captures statistics of the program with `tapax`, and compares."""
+    """Capture statistics of the program with `tapax`, and compare."""
     reference = run(program)
     floats = _reducers(STATISTICS)
     dtypes = {site.dtype for site in reference.sites}
@@ -65,7 +65,7 @@ def _reducers(names: Iterable[str]) -> list[Any]:
 
 
 def _names(site: Site) -> list[str]:
-    """The statistics of a site: integers have no mean."""
+    """Return the statistics of a site; integers have no mean."""
     return ["minmax"] if site.dtype == "int" else list(STATISTICS)
 
 
@@ -78,7 +78,7 @@ def _loops(site: Site) -> list[int]:
 
 
 def _reduced(site: Site, name: str, placed: Placed, coarse: bool) -> tuple[Laid, Laid, Laid]:
-    """The statistic for each iteration of the loops, where there is one, and that of everything."""
+    """Return the statistic for each iteration of the loops that ran, and the total."""
     sizes = tuple(site.axes[i].size for i in _loops(site))
     statistic = STATISTICS[name]
     out, ran = np.zeros((*sizes, 2)), np.zeros(sizes, bool)
@@ -128,7 +128,7 @@ def _compare_gradients(site: Site, records: list[Record], name: str, taps: Any) 
 
 
 def merged(site: Site, records: list[Record]) -> Iterator[tuple[tuple[int, ...], Placed]]:
-    """The gradients of a site, added along each set of axes that its value may not depend on."""
+    """Add the gradients of a site along each set of axes that its value may not depend on."""
     loops = _loops(site)
     for count in range(len(site.axes) + 1):
         for axes in combinations(range(len(site.axes)), count):

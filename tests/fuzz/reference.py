@@ -1,8 +1,8 @@
-"""The oracle: a program run by Python loops and numpy, with every execution of every mark recorded.
+"""The oracle runs a program in Python loops and numpy, and records every execution of a mark.
 
-No JAX anywhere: a scan is a `for`, a branch an `if`, a vmap a loop over examples, a shard_map a
-loop over devices, a gradient the tape of `tape.py`. The gradient of a mark is what a zero
-perturbation added to it would receive, one perturbation per execution.
+It does not use JAX: a scan is a `for`, a branch an `if`, a vmap a loop over examples, a shard_map a
+loop over devices, a gradient the tape of `tape.py`. The gradient of a mark is the gradient by a
+zero added to it, with one zero per execution.
 
     >>> run(Program((Do("sin", "a"),))).sites[0].label
     'a'
@@ -52,12 +52,12 @@ BUDGET = 4000
 
 
 class Undecided(Exception):
-    """Rounding decides a comparison in the program, or the program is too large: draw another."""
+    """An undecidable program: rounding decides a comparison in it, or it is too large."""
 
 
 @dataclass(frozen=True)
 class Cotangent:
-    """What one gradient says of a mark. `active`: the value depends on its variable."""
+    """The cotangent of a mark in one gradient. `active`: the value depends on its variable."""
 
     value: np.ndarray
     coarse: bool
@@ -68,9 +68,9 @@ class Cotangent:
 class Record:
     """One execution of a mark.
 
-    `index`: its place along the site's axes. `gradients`: the gradients around it, by token,
-    outermost first. `cotangents`: one from each of them that has run, innermost first. `coarse`:
-    bfloat16 had a part in it.
+    `index`: its position along the site's axes. `gradients`: the gradients around it, by token,
+    outermost first. `cotangents`: one from each gradient that has run, innermost first. `coarse`:
+    it went through bfloat16.
     """
 
     index: tuple[int, ...]
@@ -83,7 +83,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the program computes. `records`: by site path, in the order of execution."""
+    """The results of the program. `records`: by site path, in the order of execution."""
 
     out: np.ndarray
     coarse: bool
@@ -106,7 +106,7 @@ class _Where:
 
 
 def run(program: Program) -> Reference:
-    """Runs the program on its own arguments, or raises `Undecided`."""
+    """Run the program on its arguments, or raise `Undecided`."""
     x, n = program.arguments()
     machine = _Machine()
     start = leaf(x)
@@ -129,7 +129,7 @@ def _mean(parts: list[Var]) -> Var:
 
 
 class _Machine:
-    """Runs blocks; holds what was recorded."""
+    """An interpreter of blocks, with its records."""
 
     def __init__(self) -> None:
         self.records: dict[Path, list[Record]] = defaultdict(list)
@@ -138,7 +138,7 @@ class _Machine:
         self.spent = 0
 
     def sow(self, value: Any, where: _Where) -> Any:
-        """Records one execution; what comes back carries its own cotangent."""
+        """Record one execution; the returned variable has a separate cotangent."""
         if not isinstance(value, Var):
             record = Record(where.index, np.asarray(value), None, where.gradients)
         else:

@@ -1,11 +1,11 @@
-"""Selections, parts of values and functions of them, against what the reference records.
+"""Selections, parts of values and functions of them, against the records of the reference.
 
-A program's `picks` say what is captured. Which sites these are is set algebra over the names that
-its text has (`readings.py`); of each, the expected array is made of the reference's records:
-those of the iterations and layers that are asked for, indexed and put through the function in
-NumPy, then laid out as the whole would be.
+The `picks` of a program say what to capture. Set algebra over the names in its text determines the
+sites (`readings.py`). The expected array of each site comes from the records of the reference:
+those of the requested iterations and layers, indexed and passed through the function in
+NumPy, then arranged like the whole value.
 
-A capture that asks for what there is not, or for two arrays of one name, must raise `SiteError`.
+A capture of something that does not exist, or of two arrays of one name, must raise `SiteError`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .sites import Site
 
 
 def check_selections(program: Program) -> None:
-    """Captures what the program picks, with `tapax`, and compares."""
+    """Capture the picks of the program with `tapax`, and compare."""
     reference = run(program)
     asked = {f"{of}s": _asked(program, of) for of in ("value", "grad")}
     wanted = {of: readings(program, of) for of in ("value", "grad")}
@@ -68,7 +68,7 @@ def check_selections(program: Program) -> None:
 
 
 def _asked(program: Program, of: Of) -> list[Any]:
-    """The selections for `tapax.capture`."""
+    """Make the selections for `tapax.capture`."""
     out: list[Any] = []
     for pick in program.picks:
         if pick.of != of:
@@ -103,7 +103,7 @@ def _selection(node: Node) -> Any:
 
 
 def _may_lack_gradients(reference: Reference, exact: list[list[Reading]]) -> bool:
-    """Whether none of the sites of some name needs to have a gradient."""
+    """Return whether all sites of some name may lack a gradient."""
 
     def needs(reading: Reading) -> bool:
         want = expected(reading.site, reference.records.get(reading.site.path, []), None)
@@ -118,7 +118,7 @@ def _compare_names(what: str, got: set[str], want: set[str]) -> None:
 
 
 def _fixed(site: Site, records: list[Record], axis: int, number: int) -> tuple[Site, list[Record]]:
-    """A site at one iteration of a loop, whose axis it loses."""
+    """Fix a site at one iteration of a loop, which removes the axis of the loop."""
     cut = lambda index: index[:axis] + index[axis + 1 :]
     kept = [replace(r, index=cut(r.index)) for r in records if r.index[axis] == number]
     return replace(site, axes=cut(site.axes), layers=()), kept
@@ -129,7 +129,7 @@ Slices = list[tuple[Site, list[Record]]]
 
 
 def _iterations(reading: Reading, records: list[Record]) -> tuple[Slices, int | None]:
-    """The iterations that are asked for of a site, and before which axis they are stacked."""
+    """Return the requested iterations of a site, and the axis before which they stack."""
     site, pick, loop = reading.site, reading.pick, reading.loop
     numbers = dict(reading.numbers)
     if pick.step is None or loop is None:
@@ -160,7 +160,7 @@ def _pinned(
 
 
 def _kept(site: Site, records: list[Record], pick: Pick) -> tuple[Site, list[Record]]:
-    """A site and its records with what is kept of each value and each gradient."""
+    """Return a site and its records with the kept part of each value and gradient."""
     keep = lambda x: apply(pick.by, part(pick.index, np.asarray(x)), site.call)
     made = [
         replace(
@@ -174,7 +174,7 @@ def _kept(site: Site, records: list[Record], pick: Pick) -> tuple[Site, list[Rec
 
 
 def _expected(reading: Reading, records: list[Record]) -> Expected:
-    """What a capture has of a site, where it is not reduced."""
+    """Return the expected arrays of a site without a reducer."""
     slices, place = _iterations(reading, records)
     wants = [expected(*_kept(*one, reading.pick), None) for one in slices]
     if place is None:
@@ -232,9 +232,9 @@ def _compare_gradients(reference: Reference, reading: Reading, taps: Any) -> Non
 
 
 def _with_gradients(site: Site, records: list[Record], pick: Pick) -> tuple[Site, list[Record]]:
-    """A site and its records with what is kept of each gradient, but with whole values.
+    """Return a site and its records with the kept part of each gradient, but whole values.
 
-    These tell which axes the value does not depend on.
+    The whole values show which axes the value does not depend on.
     """
     _, kept = _kept(site, records, pick)
     both = zip(records, kept, strict=True)
@@ -251,7 +251,7 @@ def _placed(site: Site, records: list[Record]) -> Placed:
 
 
 def _rms(slices: Slices, placed: list[Placed], place: int | None) -> tuple[Laid, Laid]:
-    """The root mean square for each iteration of the loops, and where there is one."""
+    """Return the root mean square for each iteration of the loops, and its mask."""
     out, ran = [], []
     for (site, records), values in zip(slices, placed, strict=True):
         sizes = tuple(site.axes[i].size for i in _loops(site))
@@ -265,6 +265,6 @@ def _rms(slices: Slices, placed: list[Placed], place: int | None) -> tuple[Laid,
         ran.append(Laid(some))
     if place is None:
         return out[0], ran[0]
-    # Devices, which come before loops, are merged.
+    # Merge devices, which come before loops.
     devices = sum(axis.kind == "shard" for axis in slices[0][0].axes)
     return _stack(out, place - devices), _stack(ran, place - devices)

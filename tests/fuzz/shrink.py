@@ -1,8 +1,8 @@
-"""A failing program made small: `shrink(program, fails)`.
+"""`shrink(program, fails)` makes a failing program small.
 
-Hypothesis shrinks the choices that made a program, and cannot lift a body out of what is around
-it. Here the tree itself is cut: a node is dropped, or replaced by one of its blocks, or a field
-set to its default, as long as the program is well formed and still fails.
+Hypothesis shrinks the choices that made a program, and cannot lift a body out of its construct.
+This function cuts the tree itself: it drops a node, replaces it by one of its blocks, or sets a
+field to its default, as long as the program is well formed and still fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Around:
 
 
 def well_formed(program: Program) -> bool:
-    """Whether JAX accepts the program and the reference is defined for it: see `generate.py`."""
+    """Return whether JAX and the reference accept the program: see `generate.py`."""
     found = sites(program)
     one_mesh = not is_explicit(program.body) or not any(
         isinstance(node, Shard) for node in nodes(program.body)
@@ -93,7 +93,7 @@ def _in(node: Node, around: _Around) -> _Around:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """The programs one cut away, larger cuts first."""
+    """Yield the programs one cut away, larger cuts first."""
     for cut in _cuts(program):
         if not any(site.counted for site in sites(cut)):
             cut = replace(cut, steps=None)
@@ -134,7 +134,7 @@ def _cuts(node: Any) -> Iterator[Any]:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], *, seconds: float = 60) -> Program:
-    """The smallest program found that `fails`, in at most about `seconds`."""
+    """Return the smallest program found that `fails`, in at most about `seconds`."""
     end = time.monotonic() + seconds
     again = True
     while again:

@@ -1,8 +1,8 @@
-"""The sites of a program, found from its text alone: names, order, axes.
+"""Names, order and axes of the sites of a program, from its text alone.
 
 Sites in branches that do not run and in loops of no iterations exist too, so names and shapes
 cannot come from a run. A site is one call of `sow` in the program as it is executed; its path is
-where that call stands in the tree:
+the position of that call in the tree:
 
     >>> [(s.label, s.path) for s in sites(Program((Twice((Do("sin", "a"),)),)))]
     [('a', (0, 'first', 0)), ('a@1', (0, 'second', 0))]
@@ -59,7 +59,7 @@ COND_ORDER = ("true", "false")
 
 @dataclass(frozen=True)
 class Axis:
-    """Something around a site that makes it happen more than once."""
+    """A construct around a site that makes it run more than once."""
 
     kind: Literal["shard", "loop", "while", "map"]
     size: int
@@ -69,9 +69,9 @@ class Axis:
 class Site:
     """One call of `sow`.
 
-    `grads` counts the gradients that differentiate it. `conditional`: it stands in a branch or a
-    while loop. `layers` are the scanned layers that it is in: which of its axes is their loop, and
-    the path of the scope. `rule`: it is what a rule marks, and nobody else.
+    `grads` counts the gradients that differentiate it. `conditional`: it is in a branch or a
+    while loop. `layers` has the scanned layers around it: which of its axes is their loop, and
+    the path of the scope. `rule`: only a rule marks it.
     """
 
     path: Path
@@ -87,33 +87,33 @@ class Site:
 
     @property
     def counted(self) -> bool:
-        """Whether a while loop is around it."""
+        """Whether a while loop is around the site."""
         return any(a.kind == "while" for a in self.axes)
 
     @property
     def call(self) -> int:
-        """Which call of its name it is."""
+        """The number of the call among those of its name."""
         return int(self.label.partition("@")[2] or 0)
 
     @property
     def loop(self) -> int | None:
-        """Which of its axes is that of the innermost loop."""
+        """The axis of the innermost loop."""
         loops = [i for i, a in enumerate(self.axes) if a.kind in ("loop", "while")]
         return loops[-1] if loops else None
 
     @property
     def lead(self) -> list[int]:
-        """Its axes in the order in which a capture has them: devices, loops, maps."""
+        """The axes in the order of a capture: devices, loops, maps."""
         rank = {"shard": 0, "loop": 1, "while": 1, "map": 2}
         return sorted(range(len(self.axes)), key=lambda i: rank[self.axes[i].kind])
 
 
 @dataclass(frozen=True)
 class _Where:
-    """What is around a node.
+    """The surroundings of a node.
 
     `differentiated`: a gradient or a jvp applies to it, so custom rules replace custom bodies.
-    `scopes` are the names around it, `loops` how many of them are around each of its loops.
+    `scopes` are the names around it, `loops` the number of scopes around each of its loops.
     """
 
     path: Path = ()
@@ -139,16 +139,16 @@ class _Where:
 
     @property
     def layers(self) -> tuple[tuple[int, str], ...]:
-        """The first scope in each loop, whose iterations are its layers; or in the innermost."""
+        """The first scope in each loop, whose iterations are its layers, or in the innermost."""
         inside = [(i, outer + 1) for i, outer in self.loops if len(self.scopes) > outer]
         loops = {"/".join(self.scopes[:count]): i for i, count in inside}
         return tuple((i, path) for path, i in loops.items())
 
 
 def sites(program: Program, *, rules: bool = False) -> list[Site]:
-    """Every site, in program order, labelled: the name, with `@k` for its k-th further call.
+    """Return every site in program order, labelled by name, with `@k` for its k-th further call.
 
-    With `rules`, those that rules mark are among them.
+    With `rules`, include the sites that rules mark.
     """
     seen: Counter[str] = Counter()
     out = []
@@ -163,7 +163,7 @@ def sites(program: Program, *, rules: bool = False) -> list[Site]:
 
 
 def picked(edit: Edit, found: list[Site]) -> list[Site]:
-    """The sites that an edit is for: all calls of a name, or one. None if it does not fit."""
+    """Return the sites of an edit: all calls of a name, or one. None if the edit does not fit."""
     name, _, call = edit.name.partition("@")
     out = [s for s in found if s.name == name and (not call or s.call == int(call))]
     if edit.of == "grad":
@@ -235,7 +235,7 @@ def _node(node: Node, where: _Where, late: list[Site]) -> Iterator[Site]:
         case Jvp(body):
             yield from _block(body, replace(where, differentiated=True), late)
         case Custom(body, own=own, bwd=bwd):
-            # The rule shields what it runs: no gradient differentiates its code.
+            # The rule shields its code: no gradient differentiates it.
             shielded = replace(where, grads=0, differentiated=False)
             if own is not None and where.differentiated:
                 yield from _block(own, shielded.into("own"), late)

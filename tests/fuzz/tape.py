@@ -2,15 +2,15 @@
 
 A `Var` remembers its parents and, for each, the function that maps a cotangent of the result to a
 cotangent of the parent. Those functions compute on `Var`s themselves, so a gradient can be
-differentiated again. JAX has no part in it: a mistake in JAX's rules, or in the engine's use of
-them, cannot be repeated here.
+differentiated again. It does not use JAX, so a mistake in JAX's rules, or in the engine's use of
+them, cannot occur here too.
 
     >>> x = leaf(np.array([0.5, 1.0, 2.0]))
     >>> y = Tape.sum(Tape.sin(x))
     >>> np.allclose(backward(y, x)[x.order].value, np.cos(x.value))
     True
 
-`coarse` marks what went through bfloat16 and is only comparable to a few digits. `active` holds
+`coarse` marks values that went through bfloat16 and compare only to a few digits. `active` holds
 the gradients (by token) whose variable this value depends on, as JAX sees it: by structure, not
 by value.
 """
@@ -42,7 +42,7 @@ class Var:
 
 
 def leaf(value: np.ndarray) -> Var:
-    """A variable with no history."""
+    """Make a variable with no history."""
     return Var(np.asarray(value, np.float64))
 
 
@@ -53,7 +53,7 @@ def _node(value: np.ndarray, *parents: tuple[Var, Pull]) -> Var:
 
 
 def identity(x: Var, token: int | None = None) -> Var:
-    """A copy with its own cotangent, active for the gradient `token` if one is given."""
+    """Copy a variable with a separate cotangent, active for the gradient `token` if given."""
     out = _node(x.value, (x, lambda ct: ct))
     if token is not None:
         out.active |= {token}
@@ -61,14 +61,14 @@ def identity(x: Var, token: int | None = None) -> Var:
 
 
 def custom(x: Var, y: Var, pull: Pull) -> Var:
-    """The value of `y`, with `pull` for its derivative with respect to `x`."""
+    """Return the value of `y`, with `pull` for its derivative with respect to `x`."""
     out = _node(y.value, (x, pull))
     out.coarse |= y.coarse
     return out
 
 
 def _fit(shape: tuple[int, ...], ct: Var) -> Var:
-    """A cotangent summed to the shape of its operand: the language broadcasts scalars only."""
+    """Sum a cotangent to the shape of its operand; the language broadcasts only scalars."""
     return ct if ct.value.shape == shape else Tape.sum(ct)
 
 
@@ -135,7 +135,7 @@ class Tape:
 
     @staticmethod
     def half(x: Var) -> Var:
-        """bfloat16. Not rounded: the comparison of coarse values is wider than the rounding."""
+        """Mark as bfloat16 without rounding, which the tolerance of coarse values exceeds."""
         out = _node(x.value, (x, Tape.half))
         out.coarse = True
         return out
@@ -155,9 +155,9 @@ class Tape:
 
 
 def backward(out: Var, start: Var, seed: Var | None = None) -> dict[int, Var]:
-    """The cotangent of everything between `start` and `out`, by `Var.order`.
+    """Return the cotangents of everything between `start` and `out`, by `Var.order`.
 
-    Nothing older than `start` is visited: a gradient's body makes its own variables, and only
+    Nothing older than `start` is visited: the body of a gradient makes new variables, and only
     those belong to it.
     """
     cotangents = {out.order: leaf(np.ones(out.value.shape)) if seed is None else seed}

@@ -1,11 +1,11 @@
 """Random programs, against a reference that shares no code with the engine.
 
-What `capture` returns, values and statistics, of whole values and of parts; what `edit` and
-`perturbed` do, against the same change made by hand in the source; cuts, which put together again
-are the function; and the search for a NaN.
+The tests compare captured values and statistics, of whole values and of parts; `edit` and
+`perturbed`, against the same change made by hand in the source; cuts, which compose to
+the function; and the search for a NaN.
 
-The seeds are fixed, so a run is the same everywhere; `python -m tests.fuzz` looks further. The
-work is cut into parts for the workers of xdist.
+The seeds are fixed, so every run draws the same programs; `python -m tests.fuzz` draws more. The
+tests are split into parts for the workers of xdist.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ EDITED = Program(
 
 
 def _other(change: Callable[..., Any]) -> Callable[..., Any]:
-    """`tapax.edit` with the pairs that it is given changed."""
+    """Wrap `tapax.edit` to change the pairs that it gets."""
     right = tapax.edit
     return lambda fn, values, grads: right(fn, *map(list, change(values, grads)))
 
@@ -304,7 +304,7 @@ def test_picks_are_made_small() -> None:
 
 
 def taps(program: Program) -> SimpleNamespace:
-    """What a capture of the program must return, every axis present."""
+    """Return the expected capture of the program, with every axis present."""
     reference = run(program)
     out = SimpleNamespace(values={}, grads={}, valid={})
     dtypes = {"float": jnp.result_type(float), "bfloat16": jnp.bfloat16, "int": np.int32}
@@ -353,7 +353,7 @@ def test_comparison_accepts_what_is_right() -> None:
     reference = run(STRICT)
     right = taps(STRICT)
     compare(reference, right)
-    # `b` is the sine of a value from outside the vmap: it need not have the mapped axis.
+    # `b` is the sine of a value from outside the vmap, so it may lack the mapped axis.
     right.values["b"], right.grads["b"] = right.values["b"][:, 0], right.grads["b"].sum(1)
     compare(reference, right)
 

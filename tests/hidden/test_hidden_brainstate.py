@@ -1,4 +1,4 @@
-"""Modules of brainstate, which write their hidden states in place, against the modules run."""
+"""Modules of brainstate, which write their hidden states in place, against plain runs."""
 
 import copy
 
@@ -98,10 +98,10 @@ def test_hidden_states_of_brainstate_cells(cls):
     assert set(p.perturb_hidden_paths) == paths
     new, out = p(p.zeros(), {}, X)
     grads = jax.grad(lambda q: jnp.sum(p(q, {}, X)[1] * jnp.arange(4.0)))(p.zeros())
-    # The module puts out its state h.
+    # The output of the module is its state h.
     close(grads["h"], jnp.arange(4.0))
     before = {n: s.value for n, s in (("h", cell.h),)}
-    close(before["h"], np.zeros(4))  # nothing was written by any of this
+    close(before["h"], np.zeros(4))  # none of this wrote a state
     close(out, cell(X))
     for name in new:
         close(new[name], getattr(cell, name).value)
@@ -112,7 +112,7 @@ def test_hidden_states_of_brainstate_cells(cls):
 
 
 class Model(nn.Module):
-    """States that a function of the module and the input writes."""
+    """A module whose states a function of the module and the input writes."""
 
     def __init__(self, run, **values):
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_state_that_is_written_twice():
     close(grads["h"], np.full(3, 2.0 + 0.5))
     close(grads["h@1"], np.ones(3))
     (group,) = hidden_groups(model, X)
-    # The last write is what the state is after the step.
+    # The last write determines the state after the step.
     (joined,) = p.by_group({"h": 5 * X, "h@1": 7 * X}, [group])
     close(joined[:, 0], 7 * X)
 
@@ -189,7 +189,7 @@ def in_a_jit(m, x):
 
 
 def in_a_loop(m, x):
-    """Of more steps than some unroll."""
+    """Run a loop that is too long to unroll."""
 
     def body(i):
         m.h.value = jnp.tanh(m.h.value + x) * 0.9
@@ -258,7 +258,7 @@ def test_states_of_several_cells():
     assert [d.shape for d in data] == [(4, 1), (4, 2)]
     grads = jax.grad(lambda q: jnp.sum(p(q, {}, X)[1]))(p.zeros())
     close(grads["b/h"], model.out.weight.value["weight"].sum(1))
-    # As a pure step, in a scan, with a gradient of everything.
+    # As a pure step in a scan, with the gradient of the whole sequence.
     step, params, state = functional(model, X)
     xs = jnp.stack([X, -X, 2 * X])
 
@@ -301,7 +301,7 @@ class Layers(nn.Module):
 
 
 def test_paths_and_order_are_those_of_the_module():
-    """As brainstate names its states, and in the order in which a cell reads them."""
+    """States have the names of brainstate, in the order in which a cell reads them."""
     model = Layers()
     nn.init_all_states(model)
     p = braintrace.add_hidden_perturbation_in_module(model, X)
@@ -358,7 +358,7 @@ def test_inputs_given_by_keyword():
 
 
 class Neurons(nn.Module):
-    """Potentials and currents, with units."""
+    """Neurons with potentials and currents that have units."""
 
     def __init__(self):
         super().__init__()
@@ -402,7 +402,7 @@ def test_data_of_a_group_may_be_of_any_type(types):
 
 
 def test_the_order_of_the_program():
-    """Inputs, then the values of all states; what is put out, then these."""
+    """The program takes inputs, then all states, and returns the output, then all states."""
     model = Stack()
     nn.init_all_states(model)
     p = add_hidden_perturbation(model, X)

@@ -1,4 +1,4 @@
-"""Modules of braintrace, against what braintrace itself finds in them."""
+"""Modules of braintrace, against the results of braintrace itself."""
 
 import brainstate
 import brainunit as u
@@ -46,9 +46,9 @@ class Driven(nn.Module):
 
 
 def init_states(model):
-    """Makes the hidden states, and all states of one type.
+    """Make the hidden states, and convert all states to one type.
 
-    With 64 bits, braintrace makes biases and hidden states of float64 next to weights of float32.
+    With 64 bits, braintrace mixes float64 biases and hidden states with float32 weights.
     """
     nn.init_all_states(model)
     cast = lambda x: x if x.dtype == X.dtype else x.astype(X.dtype)
@@ -85,7 +85,7 @@ class Scaled(nn.Module):
 
 
 class Neurons(nn.Module):
-    """Potentials and currents, with units."""
+    """Neurons with potentials and currents that have units."""
 
     def __init__(self, cell):
         super().__init__()
@@ -179,7 +179,7 @@ def test_online_rules_learn_a_cell_of_braintrace_like_one_of_brainstate(rule):
 
 
 class Mixed(nn.Module):
-    """Layers with and without dynamics."""
+    """A module with and without dynamics in its layers."""
 
     def __init__(self, cells):
         super().__init__()
@@ -197,7 +197,7 @@ class Mixed(nn.Module):
 )
 def test_the_drop_in_has_the_groups_and_jacobians_of_braintrace(cells, mixing):
     model = Mixed(cells)
-    nn.init_all_states(model)  # braintrace differentiates by the default float type alone
+    nn.init_all_states(model)  # braintrace differentiates only by the default float type
     options = {"include_recurrent_mixing": mixing}
     theirs, _ = braintrace.find_hidden_groups_from_module(model, X, **options)
     ours, of_path = compat.braintrace.find_hidden_groups_from_module(model, X, **options)
@@ -209,7 +209,7 @@ def test_the_drop_in_has_the_groups_and_jacobians_of_braintrace(cells, mixing):
         assert (one.varshape, one.num_state) == (other.varshape, other.num_state)
         assert one.is_diagonal_recurrence == other.is_diagonal_recurrence
         if not mixing and other.transition_jaxpr.eqns:
-            # What is given is of one shape, and equal values tell nothing of its order.
+            # The arguments have one shape, and equal values would not reveal their order.
             hidden = [jnp.cos(X) for _ in other.hidden_invars]
             given = [jnp.full(v.aval.shape, 0.3) for v in other.transition_jaxpr_constvars]
             expected = other.diagonal_jacobian(hidden, given)
@@ -218,7 +218,7 @@ def test_the_drop_in_has_the_groups_and_jacobians_of_braintrace(cells, mixing):
 
 
 class Settling(nn.Module):
-    """A layer that drives a state which settles in a while loop."""
+    """A layer that drives a state, which settles in a while loop."""
 
     def __init__(self):
         super().__init__()

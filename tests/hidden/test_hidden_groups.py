@@ -1,4 +1,4 @@
-"""Groups of hidden states: which there are, and their Jacobians against those of the whole step."""
+"""Groups of hidden states, and their Jacobians against the Jacobian of the whole step."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def stacked(state, x):
 
 
 def wide(state, x):
-    """Connected, but of different shapes."""
+    """Connect two states of different shapes."""
     narrow = 0.5 * state["narrow"] + jnp.sum(state["wide"]) + x
     return {"narrow": narrow, "wide": 0.5 * state["wide"] + jnp.tile(narrow, 2)}, x
 

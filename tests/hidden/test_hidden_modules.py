@@ -1,4 +1,4 @@
-"""Recurrent modules of Flax, Equinox and Haiku, against the modules themselves, run eagerly."""
+"""Recurrent modules of Flax, Equinox and Haiku, against eager runs of the modules."""
 
 import equinox as eqx
 import haiku as hk
@@ -183,12 +183,12 @@ def test_a_model_that_is_called_as_a_step():
     close(grads["second/1"], model.out.kernel[...].sum(1))
     groups = hidden_groups(model, X, state=state)
     assert [g.names for g in groups] == [("first",), ("second/0", "second/1")]
-    # The model is as it was, and trains.
+    # The model is unchanged, and trains.
     nnx.grad(lambda m: jnp.sum(m(state, X)[1]))(model)
 
 
 def test_sites_inside_of_a_cell_in_a_scan():
-    """The states and the layers of a Flax cell, from one backward pass."""
+    """One backward pass gives the gradients of the states and layers of a Flax cell."""
     cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
     xs = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
 

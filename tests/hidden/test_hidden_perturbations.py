@@ -1,4 +1,4 @@
-"""Perturbations of hidden states, against steps that are perturbed by hand and run eagerly."""
+"""Perturbations of hidden states, against eager steps perturbed by hand."""
 
 import functools
 
@@ -24,14 +24,14 @@ def doubles():
 
 
 def cell(state, x, c_added=0.0, h_added=0.0):
-    """Two states, one read by the other, and an output read from both."""
+    """Update two states, one from the other, and read an output from both."""
     c = 0.9 * state["c"] + jnp.tanh(W[0] @ state["h"] + x) + c_added
     h = jax.nn.sigmoid(W[1] @ x) * jnp.tanh(c) + h_added
     return {"c": c, "h": h}, {"y": W[2] @ h, "z": jnp.sum(c**2)}
 
 
 def looped(state, x):
-    """The same, with the tanh by a loop of more steps than some unroll."""
+    """Run `cell`, with a matrix product in a loop that is too long to unroll."""
     h, _ = lax.scan(lambda a, w: (a + w @ state["h"], None), x, jnp.tile(W[0] / 40, (40, 1, 1)))
     c = 0.9 * state["c"] + jnp.tanh(h)
     h = jax.nn.sigmoid(W[1] @ x) * jnp.tanh(c)
@@ -109,7 +109,7 @@ def loss(new, out):
 
 
 def differences(fn, p, step=1e-6):
-    """The gradient of a function of arrays by name, by central differences."""
+    """Compute the gradient of a function of named arrays by central differences."""
     out = {}
     for name, x in p.items():
         x, flat = np.asarray(x), []
@@ -141,7 +141,7 @@ def test_gradients_are_those_by_the_hidden_states(name):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, branch_of], ids="pjrc")
 def test_equal_values_made_in_a_body(wrap):
-    """Whatever defines the value, the states are independent of each other."""
+    """The states are independent of each other, whatever operation defines the value."""
 
     def made(x):
         v = jnp.tanh(x)
@@ -192,7 +192,7 @@ def test_states_that_are_kept_in_another_shape(there, back, wrap):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 40])
 def test_a_state_that_a_scan_returns_with_values_computed_from_it(length, reverse):
-    """The state is that of the last iteration, and what is read from it in there sees it."""
+    """The state of the last iteration is perturbed, and the loop body reads the perturbed state."""
     ws = np.linspace(0.5, 1.5, length)
 
     def body(carry, w):
@@ -257,7 +257,7 @@ def test_a_warning_tells_of_paths_that_a_derivative_misses():
 
     with pytest.warns(UserWarning, match="'h' is rounded from float64 to float32, and other"):
         add_hidden_perturbation(rounding, X.astype(np.float32), X)
-    # Computed from the state before, not from the new one.
+    # Computed from the old state, not from the new one.
     add_hidden_perturbation(waiting, X, X)
 
 
@@ -320,7 +320,7 @@ def test_states_with_equal_values_have_one_perturbation_each():
         return sum((i + 2) * jnp.sum(v) for i, v in enumerate(new.values())) + 10 * jnp.sum(out)
 
     grads = jax.grad(total)(p.zeros())
-    # Later operations read the first state of that value.
+    # Later operations read the first state that has this value.
     np.testing.assert_allclose(grads["a"], np.full(N, 2.0 + 20.0))
     np.testing.assert_allclose(grads["b"], np.full(N, 3.0))
     np.testing.assert_allclose(grads["late"], np.full(N, 4.0))
@@ -391,7 +391,7 @@ def test_a_complex_state():
     np.testing.assert_allclose(new, np.exp(0.3j) * h + 1 + 1j)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def refusal(fn, error=HiddenError):

@@ -1,7 +1,7 @@
-"""Random steps, wrapped at random, against the same steps perturbed by hand and run eagerly.
+"""Random steps, wrapped at random, against eager steps perturbed by hand.
 
-A step computes its states one from the other and an output from each, through random programs; the
-states may be kept in another shape. By hand, a perturbation is added where a state is computed.
+A step computes each state from the previous one and an output from each, by random programs; the
+states may have another shape. The oracle adds a perturbation where the step computes a state.
 """
 
 import random
@@ -30,7 +30,7 @@ UNARY = [
 
 
 def function(rng, depth):
-    """A random function of two arrays."""
+    """Draw a random function of two arrays."""
     simple = ["unary", "binary", "matrix"]
     bodies = ["scan", "loop", "cond", "jit", "remat"]
     kind = rng.choice(simple + bodies if depth else simple)

@@ -1,4 +1,4 @@
-"""The hidden states of a sequence and their gradients, against backpropagation by hand."""
+"""Hidden states of a sequence and their gradients, against backpropagation by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class ByHand:
         return (1 - z) * n + z * h, (h, z, r, a, n)
 
     def backward(self, saved, ct):
-        """The gradients with respect to the old state and the input."""
+        """Return the gradients with respect to the old state and the input."""
         h, z, r, a, n = saved
         dz = ct * (h - n) * z * (1 - z)
         dn = ct * (1 - z) * (1 - n**2)
@@ -78,7 +78,7 @@ def cells(params, state, x):
 
 
 def bptt(params, start, xs, ys):
-    """The loss, all states, and the gradient of the loss by each of them, step by step."""
+    """Compute the loss, all states, and the gradient by each state, step by step."""
     layers = ByHand(params["l1"]), ByHand(params["l2"])
     h1, h2, saved, states, loss, errors = start["h1"], start["h2"], [], [], 0.0, []
     for x, y in zip(xs, ys, strict=True):
@@ -245,7 +245,7 @@ def test_bad_arguments_are_refused():
 
 
 def test_a_state_without_gradients_beside_others():
-    """A count in the state is not a hidden state, and does not change."""
+    """An integer count in the state is not a hidden state, and passes through unchanged."""
 
     def step(state, x):
         h, n = state

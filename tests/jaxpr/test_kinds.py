@@ -1,4 +1,4 @@
-"""The table of primitives identifies each by its object, not its name, for every part of tapax."""
+"""The table of primitives identifies each by its object, not by its name."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """Models of brainstate, and their values, states and gradients computed by hand.
 
-The oracles are the same step without capture, layers called one by one, and gradients by a zero
+The oracles are the step without a capture, layers called one by one, and gradients by a zero
 added to the result of a layer.
 """
 
@@ -17,7 +17,7 @@ KEY = jax.dtypes.prng_key
 
 
 class Net(nn.Module):
-    """Layers in a list and in a dict, a shared one, a recurrent cell; `probe` sees each result."""
+    """A model with layers in a list and a dict, a shared layer and a cell; `probe` sees results."""
 
     def __init__(self, cell=nn.GRUCell):
         super().__init__()
@@ -87,7 +87,7 @@ def train_step(model, xs):
 
 
 def seen_by_hand(model, run):
-    """What each layer returns, iteration by iteration, in plain Python."""
+    """Compute the result of each layer, iteration by iteration, in plain Python."""
     seen = {}
     model.probe = lambda x, name: seen.setdefault(name, []).append(np.asarray(x)) or x
     with jax.disable_jit():
@@ -97,7 +97,7 @@ def seen_by_hand(model, run):
 
 
 def grads_by_hand(model, xs, loss):
-    """The gradient of a zero added to what each layer returns at each step."""
+    """Compute the gradient by a zero added to the result of each layer at each step."""
     start = {path: state.value for path, state in model.states().items()}
 
     def restored():
@@ -124,7 +124,7 @@ def from_the_start(model, xs):
 
 
 class Counter(nn.Module):
-    """A layer, and a count of its calls."""
+    """A layer that counts its calls."""
 
     def __init__(self):
         super().__init__()

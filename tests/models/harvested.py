@@ -1,10 +1,10 @@
 """A small model of plain JAX whose values NumPy computes exactly, and its batches.
 
-Every number is a small multiple of a power of two, so that no sum is rounded, and values are equal
-bit for bit whatever a compiler does.
+Every number is a small multiple of a power of two, so that no sum rounds, and values are equal
+bit for bit under every compiler.
 
-`python -m tests.models.harvested FOLDER UNITS INDEX COUNT` harvests it as one of several workers:
-a process to be killed.
+`python -m tests.models.harvested FOLDER UNITS INDEX COUNT` harvests it as one of several workers,
+in a process that a test can kill.
 """
 
 import sys
@@ -39,7 +39,7 @@ def hidden(tokens):
 
 
 def make_batches(count=7, shape=(2, 5)):
-    """Make batches of tokens, of which the last has one example only."""
+    """Make batches of tokens; the last has only one example."""
     generator = np.random.default_rng(0)
     found = [generator.integers(0, WORDS, shape).astype(np.int32) for _ in range(count)]
     return [*found[:-1], found[-1][:1]]
@@ -54,7 +54,7 @@ class SlowBatches(list):
 
 
 def read_files(folder):
-    """Read the files of a dataset, but for those that are not part of it."""
+    """Read the files of a dataset, without others in its folder."""
     found = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 

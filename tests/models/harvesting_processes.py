@@ -1,4 +1,4 @@
-"""What each of several processes runs: harvests with one sharded model, and as workers.
+"""The program of each of several processes: harvests with one sharded model, and as workers.
 
 `python -m tests.models.harvesting_processes PROCESS COUNT PORT FOLDER`
 """
@@ -19,13 +19,13 @@ from tests.models import harvested
 
 
 def network(params, batch):
-    """The model of `tests.models.harvested`, with its weights as arguments."""
+    """Run the model of `tests.models.harvested` with its weights as arguments."""
     x = tapax.sow(params["table"][batch["tokens"]], "net/embed")
     return tapax.sow(jnp.maximum(x @ params["weights"], 0), "net/hidden")
 
 
 def spread(x, mesh, *spec):
-    """Make an array of which every process holds the part of its devices."""
+    """Make an array of which every process holds the shards of its devices."""
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
@@ -45,7 +45,7 @@ class SpanningBatches:
 
 
 def harvest_sharded(mesh, folder):
-    """Weights are divided over the processes, and so are the batches."""
+    """Harvest with weights and batches sharded over the processes."""
     params = {
         "table": spread(harvested.TABLE, mesh, None, "model"),
         "weights": spread(harvested.WEIGHTS, mesh, "model", None),
@@ -63,10 +63,10 @@ def harvest_sharded(mesh, folder):
     check_resuming(harvest, folder / "sharded", mesh)
     local = [
         {"tokens": x} for x in harvested.make_batches(4, (3, 3))
-    ]  # in 4 devices they do not fit
+    ]  # 4 devices do not divide them
     replicated = {name: spread(np.asarray(x), mesh) for name, x in params_of().items()}
     tapax.harvest(functools.partial(network, replicated), local, folder / "replicated", units=2)
-    order = np.arange(mesh.size).reshape(-1, 2).T.ravel()  # the devices of a process lie apart
+    order = np.arange(mesh.size).reshape(-1, 2).T.ravel()  # separates the devices of a process
     apart = jax.sharding.Mesh(mesh.devices.ravel()[order], ("all",))
     lying_apart = {name: spread(np.asarray(x), apart) for name, x in params_of().items()}
     tapax.harvest(functools.partial(network, lying_apart), local, folder / "apart", units=2)
@@ -79,7 +79,7 @@ def params_of():
 
 
 def check_resuming(harvest, folder, mesh):
-    """A unit of which one shard is missing is done again by all processes."""
+    """Check that all processes redo a unit with a missing shard."""
     before = harvested.read_files(folder)
     lost = sorted((folder / "shards").glob("*.safetensors"))[-1]
     np.asarray(jax.jit(jnp.sum)(spread(np.ones(mesh.size), mesh, ("data", "model"))))

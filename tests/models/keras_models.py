@@ -1,4 +1,4 @@
-"""Models of Keras as anybody writes them."""
+"""Keras models, written as users write them."""
 
 import jax
 import keras
@@ -10,7 +10,7 @@ Y = np.random.default_rng(1).normal(size=(3, 2)).astype("float32")
 
 
 def branched():
-    """A functional model with a shared layer, a branch, and two outputs."""
+    """Make a functional model with a shared layer, a branch, and two outputs."""
     x = keras.Input((4,), name="x")
     shared = layers.Dense(4, activation="tanh", name="shared")
     once = shared(x)
@@ -65,7 +65,7 @@ NET_LAYERS = [
 
 
 def run_by_hand(net, x, eps=None):
-    """The layers of a `Net`, called one by one at inference; `eps` is added to their results."""
+    """Call the layers of a `Net` one by one at inference, with `eps` added to their results."""
     eps = eps or {}
     seen = {}
 
@@ -86,7 +86,7 @@ def run_by_hand(net, x, eps=None):
 
 
 def numbers(model):
-    """The values of all variables, those of the optimizer and the metrics included."""
+    """Return the values of all variables, including those of the optimizer and the metrics."""
     found = list(model.variables)
     found += model.optimizer.variables if getattr(model, "optimizer", None) else []
     found += [v for v in model.metrics_variables if not any(v is x for x in found)]
@@ -96,7 +96,7 @@ def numbers(model):
 
 
 def make_twins(make, **compiled):
-    """Two equal models."""
+    """Make two equal models."""
     models = []
     for _ in range(2):
         keras.backend.clear_session()

@@ -34,7 +34,7 @@ class Setup(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module that two others own, and that is called by itself too."""
+    """A model that shares one module between two others, and calls it directly too."""
 
     class User(nn.Module):
         inner: nn.Module

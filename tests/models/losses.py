@@ -1,4 +1,4 @@
-"""Losses whose backward passes keep values in every way that JAX has."""
+"""Losses whose backward passes keep values in every way that JAX offers."""
 
 import functools
 
@@ -162,7 +162,7 @@ def named_remat(w, x):
 
 
 def looped(w, x):
-    """A loop with a known number of iterations, and one before anything is differentiated."""
+    """Run a loop with a known trip count, and a loop before the differentiated part."""
     start = jax.lax.while_loop(lambda i: i < 3, lambda i: i + 1, jnp.int32(0))
     h = jax.lax.fori_loop(0, 4, lambda i, h: tapax.sow(jnp.tanh(h @ w), "h"), x)
     return jnp.sum(h * start)

@@ -19,7 +19,7 @@ def batch(i):
 
 
 def watched(step, *calls, **options):
-    """Monitor every one of some calls; return the log and the alarms."""
+    """Monitor every call; return the log and the alerts."""
     log = Log()
     with monitor(step, every=1, to=log, **options) as m:
         for args in calls:
@@ -29,7 +29,7 @@ def watched(step, *calls, **options):
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def scanned(w, momentum, x):
-    """Layers in a scan, trained by hand; parameters and momentum are donated."""
+    """Train layers in a scan by hand, with donated parameters and momentum."""
 
     def loss(w):
         h, _ = lax.scan(lambda h, w: (tapax.sow(jnp.tanh(h @ w), "h"), None), x, w)

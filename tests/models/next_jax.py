@@ -1,4 +1,4 @@
-"""The settings that will be the defaults of the next JAX."""
+"""Settings that will be the defaults of the next JAX."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ FLAGS = (
 
 @contextlib.contextmanager
 def next_flags(flags=FLAGS):
-    """Within, those of the settings are on that this JAX has."""
+    """Turn on the settings that this version of JAX has."""
     before = {flag: getattr(jax.config, flag) for flag in flags if hasattr(jax.config, flag)}
     for flag in before:
         jax.config.update(flag, True)

@@ -45,7 +45,7 @@ def affine(x, lin):
 
 
 def by_hand(model, x, shift=None):
-    """The output of a `Net`, and the value of every module, with some shifted."""
+    """Compute the output of a `Net` and the value of every module, with some shifted."""
     values = {}
 
     def at(name, value):
@@ -64,7 +64,7 @@ def values(model, x):
 
 
 def grads(model, x):
-    """The gradient of `loss` by the value of every module."""
+    """Compute the gradient of `loss` by the value of every module."""
     zeros = jax.tree.map(jnp.zeros_like, values(model, x))
     return jax.grad(lambda shift: jnp.sum(by_hand(model, x, shift)[0] ** 2))(zeros)
 
@@ -74,7 +74,7 @@ def close(a, b, tol=2e-5):
 
 
 def check(found, expected, root="Net", tol=2e-5):
-    """Assert that captured arrays are the expected ones, and that there are no others."""
+    """Assert that the captured arrays are exactly the expected ones."""
     name = lambda path: f"{root}/{path}" if path else root
     assert set(found) == set(map(name, expected))
     for path, value in expected.items():
@@ -82,14 +82,14 @@ def check(found, expected, root="Net", tol=2e-5):
 
 
 def arrays(objects):
-    """All state of some objects, as arrays of NumPy's."""
+    """Return all state of some objects as NumPy arrays."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     leaves = jax.tree.leaves(nnx.state(objects))
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in leaves]
 
 
 def classes():
-    """What every class of modules has, to be compared before and after."""
+    """Return the attributes of every module class, to compare before and after."""
     found, waiting = {}, [nnx.Module]
     while waiting:
         cls = waiting.pop()

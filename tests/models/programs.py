@@ -1,7 +1,7 @@
 """Losses that nest JAX's transformations around marks: one table, many tests.
 
-Each row is a function of the `sow` to use that returns a loss of one array, and, for each name, how
-many loop axes lead its values.
+Each row has a function of the `sow` to use, which returns a loss of one array, and, for each name,
+the number of leading loop axes of its values.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def case(differentiable: bool = True, **loops: int) -> Callable[..., Any]:
 
 
 def _remat(sow, fn, **options):
-    """`jax.checkpoint`, which is traced even where all else is evaluated: not for oracles."""
+    """Apply `jax.checkpoint`, except in oracles: it traces even under `disable_jit`."""
     return fn if getattr(sow, "eager", False) else jax.checkpoint(fn, **options)
 
 

@@ -1,7 +1,7 @@
-"""What each of two processes runs: every public function, on arrays that span both of them.
+"""The program of each of two processes: every public function, on arrays that span both.
 
-`python -m tests.models.two_processes PROCESS PORT FOLDER`. Only process 0 prints results: were
-anything communicated, it would wait for ever.
+`python -m tests.models.two_processes PROCESS PORT FOLDER`. Only process 0 prints results: if
+printing communicated, it would wait forever.
 """
 
 import os
@@ -24,7 +24,7 @@ W = np.linspace(-0.5, 0.7, 16, dtype=np.float32).reshape(4, 4)
 
 
 def make_loss(mark):
-    """The loss of a small network; `mark` sees a value and its name."""
+    """Make the loss of a small network; `mark` sees a value and its name."""
 
     def loss(w, x):
         h = mark(jnp.tanh(x @ w), "h")
@@ -46,7 +46,7 @@ LOSS = make_loss(sow)
 
 
 def reference():
-    """Values by NumPy, and gradients by JAX with respect to numbers added to them."""
+    """Compute values in NumPy, and gradients in JAX with respect to numbers added to them."""
     h = np.tanh(X @ W)
     layers = [h]
     for _ in range(3):
@@ -61,7 +61,7 @@ def reference():
 
 
 def check(found, expected):
-    """Compare the part of an array that this process has."""
+    """Compare the shards of an array on this process."""
     assert found.shape == expected.shape
     for shard in found.addressable_shards:
         np.testing.assert_allclose(shard.data, expected[shard.index], rtol=2e-5, atol=1e-6)
@@ -186,7 +186,7 @@ def check_nonfinite(mesh, x):
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
-    def last_device(x):  # the last device is one of process 1
+    def last_device(x):  # the last device belongs to process 1
         return jnp.log(jnp.where(jax.lax.axis_index("d") == 3, -x, x))
 
     assert tapax.find_nonfinite(last_device)(x).device == {"d": 3}

@@ -1,4 +1,4 @@
-"""Alerts name the layer; what is wrong with a monitor's arguments is told, in sentences."""
+"""Alerts name the layer, and bad arguments of a monitor raise errors in whole sentences."""
 
 import re
 import threading
@@ -81,7 +81,7 @@ def test_an_alert_warns_once_for_a_layer():
     assert [a.step for a in events] == [0, 2]
 
 
-def test_what_many_layers_have_is_one_warning():
+def test_many_layers_with_one_alert_warn_once():
     step = lambda x: [tapax.sow(x * jnp.nan, f"h{i}") for i in range(9)]
     with pytest.warns(alert.AlertWarning) as caught:
         watched(step, (1.0,), alerts=[alert.nonfinite(), alert.nonfinite("h8")])
@@ -195,7 +195,7 @@ def test_a_step_that_cannot_be_traced_says_what_to_do():
 def test_a_monitor_is_not_traced(transform):
     m = monitor(lambda x: tapax.sow(x, "h") ** 2, every=10)
     if transform is jax.jit:
-        m(1.0)  # nor later
+        m(1.0)  # a plain call before does not help
     with pytest.raises(RuntimeError, match="was called while a function is traced"):
         transform(m)(jnp.ones(2) if transform is jax.vmap else 1.0)
     m.close()
@@ -239,7 +239,7 @@ def test_an_error_of_the_device_is_no_reason_to_stop(monkeypatch):
     m.close()
 
 
-def test_a_step_without_sites_is_warned_of():
+def test_a_step_without_sites_warns():
     m = monitor(lambda x: 2 * x)
     with pytest.warns(UserWarning, match="sees nothing: the step has no sites") as caught:
         m(1.0)

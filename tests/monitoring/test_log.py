@@ -19,7 +19,7 @@ HISTOGRAM = Histogram(np.array([1.0, 2.0, 0.0]), np.array([0.0, 1.0, 2.0, math.i
 
 
 def numbers(step):
-    """A record with every kind of number; some names come and go, and one changes its shape."""
+    """Make a record with every kind of number, names that come and go, and one changing shape."""
     record = {
         "Net/mlp[3]/value_rms": 1.0 + step,
         "Net/mlp[3]/grad_norm": [math.nan, math.inf, -math.inf, 1e-300][step % 4],
@@ -106,7 +106,7 @@ def test_a_log_prints_as_a_table():
     assert "0 records" in repr(Log())
 
 
-def test_what_is_written_is_read(kind, path):
+def test_reading_returns_the_written_data(kind, path):
     write, expected = getattr(sink, kind)(path), Log()
     for step in range(300):
         write(step, numbers(step))
@@ -201,7 +201,7 @@ def test_a_part_that_was_cut_off_is_left_out(kind, path):
 
 
 def _with_version(path, kind):
-    """What a later tapax might write, written without this one."""
+    """Write a log as a later version of tapax might, without using this version."""
     if kind == "jsonl":
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"tapax": 7, "step": 0, "entries": []}) + "\n")
@@ -225,7 +225,7 @@ def test_a_log_of_another_version_is_refused(kind, path):
             use(path)
 
 
-def test_what_is_no_log_is_refused(tmp_path):
+def test_a_file_that_is_not_a_log_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no file or folder"):
         open_log(tmp_path / "none.jsonl")
     for name, content in (

@@ -1,4 +1,4 @@
-"""Monitors: the run is the plain one, bit for bit; nothing stops it, and no record is lost."""
+"""A monitored run equals the plain run bit for bit, never stops, and loses no record."""
 
 import functools
 import gc
@@ -79,7 +79,7 @@ def of_nnx(wrap, steps):
 
 
 class Trainer:
-    """No module, and not jitted: it holds a model and a counter of its own."""
+    """A plain object, neither a module nor jitted, with a model and a counter."""
 
     def __init__(self):
         self.model, self.steps = Net(), 0
@@ -223,7 +223,7 @@ def test_a_failing_sink_does_not_touch_the_run():
     assert len(log) == 5
 
 
-def test_an_io_callback_is_warned_of():
+def test_an_io_callback_warns():
     from jax.experimental import io_callback
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Parameters of models whose arrays are in the model: given to the step, or held by it."""
+"""Parameters of stateful models that the step takes as arguments or closes over."""
 
 import functools
 
@@ -97,7 +97,7 @@ def weights_of_nnx(model):
 
 
 class Trainer:
-    """An object of the user's that holds a model."""
+    """A user-defined object that holds a model."""
 
     def __init__(self, train, model):
         self.train, self.model = train, model
@@ -141,14 +141,14 @@ def rms(*arrays):
 
 
 def loss_by_hand(weights, x):
-    """The mean square of two layers; each has a matrix and a bias."""
+    """Compute the mean square of two layers, each with a matrix and a bias."""
     first, first_bias, second, second_bias = weights
     return jnp.mean((jnp.tanh(x @ first + first_bias) @ second + second_bias) ** 2)
 
 
 def check(record, weights, new):
-    """Compares a record with the weights before, their gradients by JAX, and the update rule."""
-    # The matrix of a layer, then its bias.
+    """Compare a record with the old weights, their gradients by JAX, and the update rule."""
+    # Each layer has a matrix, then a bias.
     names = sorted(weights, key=lambda name: (name.rpartition("/")[0], -weights[name].ndim))
     slopes = jax.grad(loss_by_hand)([weights[name] for name in names], X)
     grads = dict(zip(names, slopes, strict=True))

@@ -1,4 +1,4 @@
-"""Scalars of the user's in the records of a monitor, and the steps of a run in W&B."""
+"""User scalars in the records of a monitor, and the steps of a run in W&B."""
 
 import gc
 import sys
@@ -91,7 +91,7 @@ def test_record_is_delivered_if_the_monitor_is_dropped():
     assert record["loss"] == 3.0
 
 
-def test_what_is_no_scalar_gets_one_clear_error():
+def test_a_value_that_is_not_a_scalar_raises():
     with tapax.monitor(step, every=1, grads=None) as watched:
         with pytest.raises(RuntimeError, match="has not been called yet"):
             watched.log(loss=1.0)
@@ -115,7 +115,7 @@ def test_closed_monitor_logs_nothing():
 
 
 class Run:
-    """A run of W&B that refuses what W&B does."""
+    """A fake W&B run that raises wherever W&B does."""
 
     def __init__(self, resumed=False, summary=()):
         self.logged, self.metrics, self.resumed = [], {}, resumed

@@ -1,4 +1,4 @@
-"""The numbers that a monitor records: their names, and that they are those of NumPy."""
+"""A monitor records the numbers that NumPy computes, under the right names."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ EDGES = (-1.0, 0.0, 0.5, 3.0)
 
 
 def hand_made(w, x):
-    """What `scanned` computes, layer by layer: its values, and their gradients, in float64."""
+    """Compute the values and gradients of `scanned` layer by layer in float64."""
 
     def loss(zeros):
         h, values = x.astype(jnp.float32), []
@@ -105,7 +105,7 @@ def test_names_of_loops_branches_and_calls():
     asked = {"**": R.mean, ("in", "h"): R.sum.total, tapax.at("in", step=1): R.norm}
     log, _ = watched(step, (jnp.float32(-3), jnp.array([False, True])), values=asked, grads=None)
     ((_, record),) = log
-    # by hand: -3 -> -2, -1 -> (no) -> 0, 1, 2, 3; 3 -> 4, 5 -> 10, where nothing is left to loop
+    # by hand: -3 -> -2, -1 -> (no) -> 0, 1, 2, 3; 3 -> 4, 5 -> 10, which ends the loop
     assert record == {
         "in[0,0]/value_mean": -2.0, "in[0,1]/value_mean": -1.0,
         "in[1,0]/value_mean": 4.0, "in[1,1]/value_mean": 5.0,
@@ -153,7 +153,7 @@ def test_a_step_is_traced_once_for_each_shape():
     with monitor(step, every=1, values={"h": reduce.last}, grads=None, to=log) as m:
         for i in range(5):
             m(jnp.zeros(2), i, depth=2, scale=0.5 * i)
-        assert len(traces) == 2  # the step's own, and the copy's
+        assert len(traces) == 2  # those of the step and of the copy
         for i in range(5):
             m(jnp.zeros(3), i, depth=2, scale=0.5 * i)
         assert len(traces) == 4
@@ -218,8 +218,8 @@ def test_a_python_step_with_a_counter_is_traced_once():
     assert len(traces) == 5 + 1
 
 
-def test_what_the_step_returns_is_not_computed(capfd):
-    """The copy has the statistics for results, and nothing else."""
+def test_results_of_the_step_are_not_computed(capfd):
+    """The watched copy returns only the statistics."""
 
     @jax.jit
     def step(x):

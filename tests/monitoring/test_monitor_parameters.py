@@ -1,4 +1,4 @@
-"""Parameters in a monitor: weights, gradients and updates are those of the step, done by hand."""
+"""A monitor records the weights, gradients and updates of a step written out by hand."""
 
 import functools
 import warnings
@@ -31,7 +31,7 @@ def rms(*arrays):
 
 
 def by_hand(params, grads, new, prefix=""):
-    """The record of a flat dict of parameters, in NumPy."""
+    """Compute the record of a flat dict of parameters in NumPy."""
     record = {}
     for name, w in params.items():
         record[f"{prefix}{name}/param_rms"] = rms(w)
@@ -41,7 +41,7 @@ def by_hand(params, grads, new, prefix=""):
 
 
 def watch(step, *args, **options):
-    """The first record of a monitored step, and its result."""
+    """Return the first record of a monitored step, and its result."""
     log = tapax.Log()
     with tapax.monitor(step, every=1, values=None, grads=None, to=log, **options) as watched:
         out = watched(*args)
@@ -129,7 +129,7 @@ def test_gradients_taken_by_a_function_made_before_are_recorded():
     assert_close({k: np.float64(record[k]) for k in expected}, expected, 1e-5)
 
 
-def test_state_of_an_optimizer_is_no_parameter():
+def test_state_of_an_optimizer_is_not_a_parameter():
     tx = optax.adam(1e-2)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Runs that go on in a log that is there already, and what its reader returns."""
+"""Resumed runs continue in an existing log, and its reader returns their steps in order."""
 
 import re
 import warnings
@@ -21,7 +21,7 @@ def step(x):
 
 
 def train(to, calls, first=0.0, **options):
-    """Call a monitored step; the number that it logs at a call is the number of calls before."""
+    """Call a monitored step, which logs the number of earlier calls."""
     with tapax.monitor(step, every=5, to=to, grads=None, **options) as watched:
         x = jnp.float32(first)
         for _ in range(calls):
@@ -31,7 +31,7 @@ def train(to, calls, first=0.0, **options):
 
 @pytest.fixture(params=FORMATS)
 def log(request, tmp_path):
-    """Where to log to, and a function that reads it."""
+    """Return a destination for the log, and a function that reads it."""
     if request.param == "memory":
         log = tapax.Log()
         return log, lambda: log
@@ -73,7 +73,7 @@ def test_a_run_from_an_earlier_step_replaces_what_came_after_it(log):
     words = r"step 5 came after step 10.*later records replace the earlier ones from step 5 on"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        train(to, 4, 100.0, start=4)  # warns here if the log is in memory, and else when it is read
+        train(to, 4, 100.0, start=4)  # a log in memory warns here, a log on disk when it is read
         found = series(read())
     assert found == {0: 0, 5: 101}
     [warning] = warned
@@ -102,7 +102,7 @@ def test_a_name_that_only_the_replaced_run_had_is_gone():
     assert log.names == ["a"] and "once" not in log
     with pytest.raises(KeyError, match="has no 'once'"):
         log["once"]
-    log(5, {"a": 3.0})  # warns no second time
+    log(5, {"a": 3.0})  # does not warn a second time
     assert log["a"].values.tolist() == [1.0, 3.0]
 
 

@@ -1,4 +1,4 @@
-"""Sinks: where records go, what happens when they fail, and how they are worked off."""
+"""Sinks deliver records in order, survive failures, and finish at the end."""
 
 import gc
 import importlib.util
@@ -39,7 +39,7 @@ RECORD = {
 
 
 def script(code, *args, **options):
-    """Runs a script in a process of its own."""
+    """Run a script in a separate process."""
     source = textwrap.dedent(code)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
@@ -76,7 +76,7 @@ def test_what_to_stands_for(to, shown, tmp_path, monkeypatch):
         (Log, TypeError, "the class Log. Call it to make a sink"),
     ],
 )
-def test_what_is_no_sink(to, error, words):
+def test_an_argument_that_is_not_a_sink_raises(to, error, words):
     with pytest.raises(error, match=words):
         sink.make(to)
 
@@ -132,7 +132,7 @@ def test_the_table_is_printed_once_where_there_is_no_terminal():
 
 
 def events(folder):
-    """The summaries in TensorBoard's event files, read record by record."""
+    """Read the summaries in TensorBoard's event files, record by record."""
     from tensorboardX.proto.event_pb2 import Event
 
     for file in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Streams: the numbers are those of the loop, run by hand; the results are those of the program."""
+"""A stream records the numbers of the loop run by hand, and leaves the results unchanged."""
 
 import gc
 import warnings
@@ -32,7 +32,7 @@ def train(w, xs):
 
 
 def by_hand(w, xs, every):
-    """The root mean square of h and of its gradient, in NumPy, with the derivative written out."""
+    """Compute the rms of h and of its gradient in NumPy, with the derivative written out."""
     w, xs = np.asarray(w, np.float64), np.asarray(xs, np.float64)
     found = {}
     for i, x in enumerate(xs):
@@ -55,7 +55,7 @@ def assert_matches(log, expected):
 def test_streamed_scan_records_what_the_loop_computes_by_hand(every, wrap):
     log = tapax.Log()
     fn = wrap(train)
-    fn(W, XS)  # cached before the stream
+    fn(W, XS)  # JAX caches it before the stream
     out = tapax.stream(fn, every=every, to=log)(W, XS)
     assert_matches(log, by_hand(W, XS, every))
     assert_close(out, train(W, XS))
@@ -104,7 +104,7 @@ def test_fori_loop_with_known_and_traced_bounds_is_streamed():
 
 
 def until(w):
-    """Doubles until the sum is large: how often depends on the value."""
+    """Double the value until its sum is large, so that the trip count depends on the value."""
 
     def body(w):
         return 2 * tapax.sow(w, "h")
@@ -219,7 +219,7 @@ def recurrent(w, xs):
 
 
 def recurrent_by_hand(w, xs):
-    """The states, and the gradients by them, of backpropagation through time."""
+    """Compute the states, and the gradients by them, by backpropagation through time."""
     w, xs = np.asarray(w, np.float64), np.asarray(xs, np.float64)
     states = [np.zeros(4)]
     for x in xs:

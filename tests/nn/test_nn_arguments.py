@@ -1,4 +1,4 @@
-"""The seeds and keys of BatchEnsemble layers, and the errors for bad arguments."""
+"""Seeds and keys of BatchEnsemble layers, and errors for bad arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ SEEDS = {
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_seed_for_many_layers(kind, seed):
-    """Equal layers given the same integer had identical factors."""
+    """Equal layers with the same integer seed once had identical factors."""
     make = lambda base: getattr(nn, f"BatchEnsemble{kind}")(base, SEEDS[seed](), 4)
     first, second = (KINDS[kind](nnx.Rngs(i)) for i in (0, 1))
     a, b, again = make(first), make(second), make(first)
@@ -164,7 +164,7 @@ def test_bad_tokens_of_an_embedding():
 
 
 def test_positions_are_not_rows():
-    """An embedding of positions would give every member other positions, if they were divided."""
+    """Dividing an embedding of positions would give every member other positions."""
     with pytest.raises(ValueError, match="positions that all rows share"):
         embed()(jnp.arange(2 * E))
 

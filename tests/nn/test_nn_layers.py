@@ -1,4 +1,4 @@
-"""BatchEnsemble layers against a loop over members, with a dense weight for each."""
+"""BatchEnsemble layers, against a loop over members with dense weights."""
 
 import threading
 
@@ -27,20 +27,20 @@ def close(a, b, tolerance=1e-5):
 
 
 def biased(layer):
-    """The layer, with a different bias for every member."""
+    """Give every member of the layer a different bias."""
     if getattr(layer, "bias", None) is not None:
         layer.bias[...] = normal(*layer.bias.shape, seed=9, dtype=layer.bias.dtype)
     return layer
 
 
 def parts(layer, weight="kernel"):
-    """The parameters of a layer as one dict of arrays."""
+    """Return the parameters of a layer as one dict of arrays."""
     found = {"w": getattr(layer, weight)[...], "r": layer.r[...], "s": layer.s[...]}
     return found | ({} if getattr(layer, "bias", None) is None else {"b": layer.bias[...]})
 
 
 def by_member(one, p, x):
-    """`one(weight of the member, bias of the member, its rows)`, one member after the other."""
+    """Apply `one(weight, bias, rows)` to one member after the other."""
     lib = np if isinstance(x, np.ndarray) else jnp
     members, rows = len(p["r"]), lib.split(x, len(p["r"]))
     dense = [outer(p["w"], p["r"][k], p["s"][k]) for k in range(members)]
@@ -49,13 +49,13 @@ def by_member(one, p, x):
 
 
 def check(layer, one, x, weight="kernel"):
-    """A layer against the loop, which runs in NumPy, or compiled."""
+    """Compare a layer with the loop, which runs in NumPy or compiled."""
     p = jax.tree.map(np.asarray, parts(layer, weight))
     close(jax.jit(layer)(x), by_member(one, p, np.asarray(x)))
 
 
 def outer(w, r, s):
-    """The weight of a member, for kernels `[..., in, out]`."""
+    """Compute the weight of a member, for kernels `[..., in, out]`."""
     return w * r[:, None] * s[None, :]
 
 
@@ -151,7 +151,7 @@ def squares(layer, x):
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_gradients_for_each_member(kind):
-    """By every parameter and by the inputs, closed over or split, with NNX's functions or JAX's."""
+    """Gradients by parameters and inputs agree, closed over or split, with NNX or JAX."""
     layer, x = ALL[kind]()
     p, one = parts(layer), {"linear": dense, "conv": convolved()}[kind]
     want = jax.jit(jax.grad(lambda p, x: jnp.sum(by_member(one, p, x) ** 2), (0, 1)))(p, x)
@@ -170,7 +170,7 @@ def test_gradients_for_each_member(kind):
 
 @pytest.mark.parametrize("kind", ["linear", "conv", "general", "einsum", "embed"])
 def test_calls_are_pure(kind):
-    """The convolution of others changes itself in a call, and fails under plain `jax.jit`."""
+    """Other libraries' convolutions mutate themselves in a call and fail under `jax.jit`."""
     layer, x = ALL[kind]()
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer)))
     own = lambda: {k: v for k, v in vars(layer).items() if not k.startswith("_pytree__")}
@@ -199,7 +199,7 @@ def test_calls_in_threads():
 
 
 def test_vmap_over_stacked_layers():
-    """Split, stacked and mapped, as any module."""
+    """Layers can be split, stacked and mapped like any module."""
     layers = [linear() for _ in range(2)]
     for i, layer in enumerate(layers):
         layer.r[...] = normal(E, 5, seed=i)
@@ -227,7 +227,7 @@ DTYPES = [
 @pytest.mark.parametrize(("options", "given", "result"), DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["Linear", "Conv", "LinearGeneral", "Einsum"])
 def test_bf16_stays_bf16(kind, options, given, result):
-    """As the base layer does it; with others the factors make it float32."""
+    """The result stays bfloat16 as in the base layer; in other libraries it becomes float32."""
     args = {"Linear": (5, 4), "Conv": (5, 4, 3), "LinearGeneral": (5, 4)}.get(
         kind, ("na,ab->nb", (5, 4))
     )
@@ -329,7 +329,7 @@ def test_convolution_with_causal_padding():
 
 @pytest.mark.parametrize("groups", [2, 4])
 def test_convolution_with_feature_groups(groups):
-    """Every channel has its factor: in group g the kernel meets only the channels of g."""
+    """Every channel has a factor, and the kernel of group g sees only the channels of g."""
     layer, x = conv(4, 8, (3, 3), feature_group_count=groups), normal(E * B, 5, 5, 4)
     p, got = jax.tree.map(np.asarray, parts(layer)), jax.jit(layer)(x)
     per, out = 4 // groups, 8 // groups
@@ -407,7 +407,7 @@ def test_einsum_for_each_member(equation, kernel, bias, shape, r, s):
     for k, rows in enumerate(np.split(np.asarray(x), E)):
         w = np.einsum(f"{letters},{r},{s}->{letters}", p["w"], p["r"][k], p["s"][k])
         want = np.einsum(equation, rows, w)
-        # Flax takes a bias to be on the axes of the kernel that are in the result.
+        # In Flax a bias has the axes of the kernel that are in the result.
         named = result.replace("...", "." * (want.ndim - len(result.replace("...", ""))))
         on = [n if c in letters else 1 for n, c in zip(want.shape, named, strict=True)]
         close(got[k], want + (p["b"][k].reshape(on) if bias else 0))
@@ -439,7 +439,10 @@ def test_embed_is_linear_on_one_hot_tokens(shape):
 
 
 def test_tokens_that_are_not_in_the_table():
-    """As in the base layer: NaN behind the end, from the end if negative; one row is for all."""
+    """As in the base layer, tokens past the end give NaN, and negative ones count from the end.
+
+    A table with one row gives that row for every token.
+    """
     layer = embed()
     got = layer(jnp.tile(jnp.array([[10, -1, 9]]), (E, 1)))
     assert jnp.isnan(got[:, 0]).all()

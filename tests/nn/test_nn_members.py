@@ -1,4 +1,4 @@
-"""Captures of ensembles, by member, against captures of plain models with a member's weights."""
+"""Captures of ensembles by member, against captures of plain models with equal weights."""
 
 import functools
 
@@ -54,7 +54,7 @@ def captured(model, x, **how):
 
 @functools.cache
 def taken():
-    """A capture of an ensemble whose members have different rows."""
+    """Capture an ensemble whose members have different rows."""
     model, ensemble = of()
     x = normal(E, B, 5)
     return model, ensemble, x, captured(ensemble, nn.fold(x))
@@ -74,7 +74,7 @@ def test_values_and_gradients_by_member():
 
 
 def test_shared_values_are_named():
-    """A number, and an embedding of as many positions as members, which is not a batch."""
+    """A number and an embedding with as many positions as members are shared, not batches."""
     taps = taken()[-1]
     got = nn.members(taps)
     assert taps.values["Net/place"].shape == (E, 8)
@@ -134,7 +134,7 @@ class Stacked(nnx.Module):
 
 
 def test_stacked_layers_under_scan():
-    """`[E, layer, B, ...]`: the axis of the loop comes behind that of the members."""
+    """In `[E, layer, B, ...]` the axis of the loop follows the axis of members."""
     model, ensemble = of(Stacked)
     x = normal(B, 5)
     got = nn.members(captured(ensemble, nn.tile(x, E)))
@@ -147,7 +147,7 @@ def test_stacked_layers_under_scan():
 
 
 def test_mapped_axis_is_not_the_member_axis():
-    """As many examples as there are members: the mapped axis is not theirs."""
+    """A mapped axis is not the axis of members, even if it is as long."""
     ensemble, x = taken()[1], normal(E, E * B, 5)
     _, taps = tapax.capture(jax.vmap(ensemble))(x)
     got = nn.members(taps)
@@ -202,11 +202,11 @@ def test_values_that_did_not_run_do_not_count():
     assert np.isnan(none.mean).all() and none.nonfinite.tolist() == [0] * E
 
 
-# --- as a value -----------------------------------------------------------------------------------
+# --- pytrees --------------------------------------------------------------------------------------
 
 
 def test_members_under_jit():
-    """Statistics alone: nothing of the size of a value comes back."""
+    """A jitted function can return only the statistics, and nothing as large as a value."""
     _, ensemble, x, taps = taken()
     graphdef, state = nnx.split(ensemble)
     x = nn.fold(x)

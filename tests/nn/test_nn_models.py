@@ -1,4 +1,4 @@
-"""Whole models made ensembles: each member against a plain model with that member's weights."""
+"""Ensembles of whole models: each member equals a plain model with its weights."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def layers(model):
 
 
 def member(model, ensemble, k, stacked=False):
-    """The plain model with the weights that member `k` has."""
+    """Make the plain model with the weights of member `k`."""
     plain = nnx.clone(model)
     every = (slice(None),) if stacked else ()
     for path, layer in layers(ensemble).items():
@@ -59,7 +59,7 @@ def member(model, ensemble, k, stacked=False):
         if stacked:
             equation = "l" + equation.replace(",", ",l").replace("->", "->l")
         weight = np.asarray(getattr(layer, name)[...])
-        # If weights are tied, the factors of a member are not.
+        # Layers with tied weights have separate factors.
         setattr(own, name, nnx.Param(jnp.asarray(np.einsum(equation, weight, r, s))))
         if getattr(own, "bias", None) is not None:
             own.bias[...] = layer.bias[(*every, k)]
@@ -67,7 +67,7 @@ def member(model, ensemble, k, stacked=False):
 
 
 def vary(ensemble):
-    """Other biases for every member, which begin as those of the model."""
+    """Give every member different biases; they start as the biases of the model."""
     for layer in layers(ensemble).values():
         if getattr(layer, "bias", None) is not None:
             layer.bias[...] = normal(*layer.bias.shape, seed=3)
@@ -75,7 +75,7 @@ def vary(ensemble):
 
 
 def check(model, x, *, stacked=False, **options):
-    """Every member of an ensemble of a model does what a plain model with its weights does."""
+    """Check that every member equals a plain model with its weights."""
     ensemble = vary(nn.batch_ensemble(model, E, rngs=0, **options))
     run = nnx.jit(lambda m, x: m(x))
     got = nn.unfold(run(ensemble, nn.tile(x, E)), E)
@@ -160,7 +160,7 @@ def test_transformer_with_tied_embeddings():
 
 
 def test_ensemble_of_attention_layers():
-    """Projections of the query and of other keys and values, head by head, without a bias."""
+    """Convert the projections of the query, and of other keys and values, by head, without bias."""
     model = nnx.MultiHeadAttention(
         2, 6, 8, out_features=5, decode=False, use_bias=False, rngs=nnx.Rngs(0)
     )
@@ -200,7 +200,7 @@ def test_the_model_stays_as_it_is():
     jax.tree.map(np.testing.assert_array_equal, nnx.split(model)[1], before)
 
 
-# --- where layers are -----------------------------------------------------------------------------
+# --- nested layers --------------------------------------------------------------------------------
 
 
 class Everywhere(nnx.Module):
@@ -245,7 +245,7 @@ def test_weights_that_are_tied_stay_so_when_they_are_new():
 
 
 def test_every_layer_has_different_factors():
-    """From one seed, however equal the layers."""
+    """One seed gives different factors even to equal layers."""
     for rngs in (0, jax.random.key(0), nnx.Rngs(0), nnx.Rngs(0).params):
         ensemble = nn.batch_ensemble(Everywhere(nnx.Rngs(0)), E, rngs=rngs)
         factors = [np.asarray(f[...]) for m in layers(ensemble).values() for f in (m.r, m.s)]
@@ -310,7 +310,7 @@ def test_stacked_layers_under_scan():
 
 
 class only:
-    """A part of a model, as a separate model."""
+    """Make a separate model of a part of a model."""
 
     def __new__(cls, model, name):
         part = nnx.Module()

@@ -1,4 +1,4 @@
-"""Dropout and noise at sites: the same draws applied by hand, in every kind of program."""
+"""Dropout and noise at sites, against the same draws applied by hand, in many programs."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def net(w, x):
 
 
 def drop(key, x, rate, shape=None):
-    """Dropout by its definition."""
+    """Apply dropout by its definition."""
     kept = np.asarray(jax.random.bernoulli(key, 1 - rate, x.shape if shape is None else shape))
     return jnp.where(kept, x / (1 - rate), 0.0)
 
@@ -53,7 +53,7 @@ def test_relative_noise_is_in_units_of_the_value():
 
 
 def test_each_site_and_each_member_has_different_draws():
-    """Sites are numbered in the order of the program; members have the keys of a split."""
+    """Sites are numbered in program order, and members get the keys of a split."""
     noisy = nn.noise(net, at="**", std=0.3)
     got = noisy.sample(KEY, 3, W, X)
     for key, out in zip(jax.random.split(KEY, 3), got, strict=True):
@@ -83,7 +83,7 @@ def test_rates_of_zero_change_nothing():
 
 @pytest.mark.parametrize("make", [jax.jit, jax.checkpoint, lambda f: f], ids=["jit", "remat", ""])
 def test_perturbed_functions_compose_with_transformations(make):
-    """Gradients are those of the function with the mask drawn, under jit, vmap and remat."""
+    """Gradients equal those of the function with a fixed mask, under jit, vmap and remat."""
     layer = make(lambda w, x: tapax.sow(jnp.tanh(x @ w["up"]), "h"))
     fn = lambda w, x: jnp.sum((layer(w, x) @ w["out"]) ** 2)
     dropped = nn.dropout(fn, at="h", rate=0.4)

@@ -1,4 +1,4 @@
-"""Batches of members, predictions with their uncertainty, members over a mesh."""
+"""Batches of members, predictions with uncertainty, and members over a mesh."""
 
 import functools
 import re
@@ -120,7 +120,7 @@ def test_predicted_classes_and_their_uncertainty(scale, compiled):
 
 
 def test_logits_that_are_extreme():
-    """Nothing overflows, and impossible classes count nothing."""
+    """Nothing overflows, and impossible classes contribute nothing."""
     logits = jnp.array([[1e4, -1e4, 0], [-1e4, 1e4, 0], [0, -jnp.inf, 0]], jnp.float32)
     fixed = lambda x: jnp.tile(logits, (2, 1)).at[3:].set(logits[::-1])
     predict = lambda f: jax.jit(lambda x: nn.predict(f, x, num_members=2))(jnp.ones((3, 1)))
@@ -225,7 +225,7 @@ def test_only_members_are_sharded():
 
 
 def test_training_over_devices():
-    """The gradients of factors stay where their members are; those of the kernel are summed."""
+    """Gradients of factors stay on the devices of their members; those of the kernel are summed."""
     mesh = over_devices(4)
     model, x = net(), normal(B, 3)
     spread = nn.shard(model, mesh, "members")
@@ -255,7 +255,7 @@ EXPLICIT = {
 @pytest.mark.parametrize("kind", EXPLICIT)
 @pytest.mark.parametrize("spread", [False, True])
 def test_layers_with_explicit_sharding(kind, spread):
-    """With explicit shardings, the result has that of the rows, or the requested one."""
+    """With explicit sharding, the result has the sharding of the rows or the requested one."""
     base, shape = EXPLICIT[kind]
     layer = getattr(nn, f"BatchEnsemble{kind}")(base(nnx.Rngs(0)), 0, E)
     x = normal(E * B, *shape) if kind != "Embed" else jnp.arange(E * B * 6).reshape(-1, 6) % 5
@@ -268,7 +268,7 @@ def test_layers_with_explicit_sharding(kind, spread):
     with jax.set_mesh(mesh):
         rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("members")))
         spec = PartitionSpec("members", *(None,) * (want.ndim - 1))
-        # The embedding of Flax needs the sharding, too.
+        # The embedding of Flax also needs the sharding.
         for given in [spec] if kind == "Embed" else [None, spec]:
             got = jax.jit(lambda s, x, g=given: nnx.merge(graphdef, s)(x, out_sharding=g))(
                 state, rows

@@ -1,4 +1,4 @@
-"""Subensembles: one trunk, computed once, and several members after it; and their predictions."""
+"""Subensembles compute one trunk once, then several members and their predictions."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def nth(key, n):
 
 
 def test_members_start_from_the_plain_trunk():
-    """Noise on all sites and weights reaches what comes after the trunk alone."""
+    """Noise on all sites and weights affects only the part after the trunk."""
     noisy = nn.noise(nn.weight_noise(net, 0.2), at="**", std=0.3)
     members = nn.subensemble(noisy, at="trunk")
     got = members.sample(KEY, 3, W, X)
@@ -70,7 +70,7 @@ def test_the_trunk_is_computed_once_for_all_members(jitted):
 
 
 def test_operations_without_perturbations_run_once():
-    """Also without a subensemble: members are one map, over the keys."""
+    """Even without a subensemble, members are one map over the keys."""
     noisy = nn.noise(net, at="branch", std=0.3)
     found = count(lambda key, w, x: noisy.sample(key, 8, w, x), KEY, W, X)
     assert found["sin", 2] == found["tanh", 2] == 1
@@ -121,7 +121,7 @@ def test_heads_may_be_modules():
     heads[0].kernel[...] = jnp.zeros((5, 2))  # as after a step of training
     assert_close(members(X)[0], jnp.zeros((4, 2)))
     noisy = nn.subensemble(nn.weight_noise(model, 0.2), at="Net/up")
-    w = [model.out.bias[...], model.out.kernel[...]]  # of four weights, the first two by path
+    w = [model.out.bias[...], model.out.kernel[...]]  # the first two of four weights, by path
     b, k = (x + 0.2 * jax.random.normal(nth(KEY, n), x.shape) for n, x in enumerate(w))
     assert_close(noisy(KEY, X), jnp.tanh(model.up(X)) @ k + b)
 
@@ -154,7 +154,7 @@ def test_predictions_of_means_and_variances():
 
 
 def test_functions_of_a_key_are_drawn_as_they_are():
-    """Such as a model whose dropout layers take the key."""
+    """`predict` draws functions of a key, such as a model whose dropout layers take the key."""
 
     def own(key, x):
         return net(W, x) * jax.random.bernoulli(key, 0.5, (4, 1))

@@ -1,4 +1,4 @@
-"""Noise on weights of models of every framework: the same noise added by hand."""
+"""Noise on weights in every framework, against the same noise added by hand."""
 
 import equinox as eqx
 import haiku as hk
@@ -65,7 +65,7 @@ def plain_net(w, x):
 
 
 def forward(w, x):
-    """All the models above with these weights; batch norms have mean 0 and variance 1."""
+    """Run the models above with these weights; batch norms have mean 0 and variance 1."""
     h = jnp.tanh(x @ w["up/kernel"] + w["up/bias"])
     if "norm/scale" in w:
         h = h / np.sqrt(1 + w["epsilon"]) * w["norm/scale"] + w["norm/bias"]
@@ -81,7 +81,7 @@ def make_keras():
 
 
 def cases():
-    """The function, its arguments before the data, the names of its weights, and their arrays."""
+    """Return functions, their arguments before the data, and their weights by name."""
     net = NNXNet(nnx.Rngs(0))
     names = {
         "norm/bias": "norm/bias", "norm/scale": "norm/scale", "out/kernel": "out/kernel",
@@ -124,7 +124,7 @@ CASES = ("nnx", "nnx argument", "nnx jitted", "linen", "equinox", "equinox jitte
 
 
 def perturb(key, names, arrays, std):
-    """The weights with noise: the n-th path draws with the n-th key."""
+    """Add noise to the weights; the n-th path draws with the n-th key."""
     noisy = {}
     for n, path in enumerate(names):
         x = arrays[names[path]]
@@ -149,7 +149,7 @@ def test_weight_noise_equals_draws_by_hand(case):
             w = perturb(key, names, arrays, lambda x: STD)
             assert_close(out, run_by_hand(case, w, epsilon))
     plain = run_by_hand(case, arrays, epsilon)
-    assert_close(fn(*before, X), plain)  # the model is as it was
+    assert_close(fn(*before, X), plain)  # the model is unchanged
     p = nn.predict(noisy, *before, X, num_members=3, key=KEY, plain_first=True)
     assert_close(p.members[0], plain)
     assert_close(p.members[1:], noisy.sample(KEY, 3, *before, X)[1:])
@@ -175,7 +175,7 @@ DROPS = {
 
 @pytest.mark.parametrize("case", DROPS)
 def test_dropout_layers_in_evaluation_mode_are_sites(case):
-    """A dropout layer in the model drops if selected, and its batch norm does not train."""
+    """A selected dropout layer drops, while the batch norm of the model does not train."""
     fn, before, _, w, epsilon = dict(cases())[case]
     got = nn.dropout(fn, at=DROPS[case], rate=0.5)(KEY, *before, X)
     own = jax.random.fold_in(KEY, 0)
@@ -210,7 +210,7 @@ def test_state_of_a_model_in_training_stays_as_it_is():
 
 
 def test_one_array_in_two_places_is_two_weights():
-    """Zeros may be shared by chance; a variable that layers share is one weight of a model."""
+    """Two places may share zeros by chance; only a variable shared by layers is one weight."""
     w = jnp.sin(jnp.arange(9.0)).reshape(3, 3)
     got = nn.weight_noise(lambda w, x: x @ w["a"] @ w["b"], STD)(KEY, {"a": w, "b": w}, X)
     a, b = (w + STD * jax.random.normal(jax.random.fold_in(KEY, n), (3, 3)) for n in range(2))

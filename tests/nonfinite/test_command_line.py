@@ -1,4 +1,4 @@
-"""The command line, run as a program of its own on small training scripts."""
+"""The command line, run as a separate process on small training scripts."""
 
 import json
 import os

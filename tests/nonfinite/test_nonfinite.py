@@ -20,7 +20,7 @@ from tapax.nonfinite._search import find_nonfinite
 
 
 def line(fn, offset=1):
-    """The line of a function's body."""
+    """Return the line of a function's body."""
     return f"{__file__}:{inspect.getsourcelines(fn)[1] + offset}"
 
 
@@ -101,10 +101,10 @@ def test_forward_value_of_a_gradient_is_of_the_forward_pass():
 def test_constants_that_were_meant_are_no_finding():
     soft = lambda x: jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf))
     assert find_nonfinite(soft)(jnp.array([1.0, -1.0])) is None
-    # But with everything masked, inf - inf is a NaN.
+    # If everything is masked, inf - inf is a NaN.
     found = find_nonfinite(soft)(jnp.array([-1.0, -1.0]))
     assert (found.operation, found.kind) == ("sub", "nan")
-    # A fault that meets a constant is the fault.
+    # A NaN or infinity that combines with a constant is still the fault.
     both = lambda x: jax.nn.softmax(jnp.where(jnp.arange(2) > 0, bad_log(x), -jnp.inf))
     assert find_nonfinite(both)(jnp.array([-1.0, 1.0])) is None
     assert find_nonfinite(both)(jnp.array([1.0, -1.0])).operation == "log"
@@ -114,7 +114,7 @@ def test_constants_that_were_meant_are_no_finding():
 
 
 def test_fault_in_an_argument_is_named():
-    importlib.import_module("brainstate")  # which takes every call apart
+    importlib.import_module("brainstate")  # brainstate unpacks every call
 
     def step(params, batch):
         return params["w"] * batch
@@ -122,7 +122,7 @@ def test_fault_in_an_argument_is_named():
     found = find_nonfinite(step)({"w": jnp.ones(2), "z": jnp.inf}, jnp.array([1.0, jnp.nan]))
     assert (found.operation, found.path, found.kind) == ("argument", "batch", "nan")
     assert found.index == (1,) and "in the argument batch" in str(found)
-    # What is made is told before what was given.
+    # Bad values that the program makes come before bad arguments.
     found = find_nonfinite(lambda best, x: (best, bad_log(x)))(jnp.inf, -1.0)
     assert found.operation == "log"
     assert find_nonfinite(step)({"w": jnp.ones(2), "z": jnp.nan}, jnp.ones(2)) is None
@@ -233,7 +233,7 @@ def test_fault_on_some_devices_of_a_mesh(mesh, check_vma):
     assert found.device == {"a": 0, "b": 1}
     assert (found.iterations, found.index, found.source) == ((4,), (1, 0), line(bad_log))
     assert found.operands[0].min == -0.5
-    # What another device sends, and loses itself, is found where it was made.
+    # The finding names the device that made a bad value, even if that device sent it away.
     ring = [(0, 1), (1, 0)]
 
     def sent(x):
@@ -264,7 +264,7 @@ def test_linear_solve_and_custom_rules():
     loss = lambda x: jnp.sum(f(x))
     at = inspect.getsourcelines(loss)[1]
     found = find_nonfinite(jax.value_and_grad(loss))(jnp.array([-1.0]))
-    # JAX takes the rule to be on the line that calls the function.
+    # JAX attributes the rule to the line that calls the function.
     assert (found.operation, found.source) == ("log", f"{__file__}:{at}")
     assert find_nonfinite(loss)(jnp.array([-1.0])) is None
     solve = lambda a, b: jnp.linalg.solve(a, b)

@@ -1,4 +1,4 @@
-"""Random programs with a planted fault: where it is, and when, is known as the program is made."""
+"""Random programs with a planted fault, whose location and time the generator knows."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.once
 WIDTH = 8
 
 
-# Each fault is on the one line of its function. `at` is where it is to happen; `u` is positive.
+# Each fault is on the one line of its function, at the elements of `at`; `u` is positive.
 
 
 def log_of_negative(u, at):
@@ -62,7 +62,7 @@ BACKWARD = [slope_of_root, slope_of_power, slope_of_cube_root, slope_of_arcsine]
 
 
 def ordinary(rng):
-    """A layer that neither makes nor swallows anything."""
+    """Apply a layer that neither makes nor swallows bad values."""
     matrix = np.random.default_rng(rng.randrange(1000)).normal(0, 0.3, (4, 4)).astype(np.float32)
     return rng.choice(
         [
@@ -79,7 +79,7 @@ def ordinary(rng):
 
 
 def decoy(rng):
-    """A layer with values that are not finite, and reach nothing."""
+    """Apply a layer whose values are not finite but do not reach the result."""
     return rng.choice(
         [
             lambda x: x + jnp.where(x > jnp.inf, jnp.log(-1 - x**2), 0.0),
@@ -96,7 +96,7 @@ def root_of_nothing(x):
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of the fault."""
+    """The expected finding of a fault."""
 
     fault: object
     backward: bool
@@ -111,7 +111,7 @@ class Known:
 
 
 def make(seed):
-    """A function of `(x, planted)` that is not finite if something is planted, and where."""
+    """Make a function of `(x, planted)` with a fault if `planted`, and the expected finding."""
     rng = random.Random(seed)
     backward = rng.random() < 0.5
     fault = rng.choice(BACKWARD if backward else FORWARD)

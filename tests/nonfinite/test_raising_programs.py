@@ -1,4 +1,4 @@
-"""`find_nonfinite` on programs that raise at a bad value, and on programs that raise otherwise."""
+"""`find_nonfinite` on programs that raise at a bad value, or for another reason."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""How bad elements are told: several values in a word, and NaNs apart from infinities if needed."""
+"""Flags of bad elements: several values share a word, with NaNs apart from Infs if needed."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tapax
 
-VALUES = 37  # of one shape, so more than two words full
+VALUES = 37  # of one shape, so that they fill more than two words
 
 
 def sum_of_logarithms(x, fault):
@@ -43,7 +43,7 @@ def test_divided_values_are_reduced_one_by_one(find_logarithm):
 
 def test_nan_made_of_a_swallowed_constant_is_told_apart():
     def infinite_then_nan(x):
-        # A division most often swallows an infinity; here it does not.
+        # A division usually swallows an infinity, but not here.
         h = jnp.where(x > 0, jnp.inf, x) / (1.0 + x * x)
         return h - h
 

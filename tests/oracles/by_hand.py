@@ -1,7 +1,7 @@
 """Gradients of values inside a program, by JAX and by differences alone.
 
-A program under test takes the function by which it marks: `program(mark)`, with `mark(x, name)` in
-the place of `tapax.sow`. The reference gives it a function that adds to `x`.
+A program under test takes its mark function, `program(mark)`, and calls `mark(x, name)` instead of
+`tapax.sow`. The reference passes a function that adds to `x`.
 """
 
 from collections import Counter
@@ -17,14 +17,14 @@ def unmarked(x, name):
 
 
 def changed(changes):
-    """Mark by functions: `changes[name]` in the place of an edit of that site."""
+    """Make a mark that applies `changes[name]` where tapax would edit that site."""
     return lambda x, name: changes[name](x) if name in changes else x
 
 
 def gradients(loss, like):
-    """Differentiate `loss(mark)` by zeros added to the calls in `like`: a dict of arrays by name.
+    """Differentiate `loss(mark)` by zeros added to the calls in `like`, a dict of arrays by name.
 
-    `h@1` is the second call of `h`, of a program that JAX traces once.
+    `h@1` is the second call of `h` in a program that JAX traces once.
     """
 
     def shifted(zeros):

@@ -1,8 +1,8 @@
-"""Comparison of numbers that two different compilations computed.
+"""Comparison of numbers from two different compilations.
 
-Processors have different vector widths and fused operations, so compilers sum the same terms in
-another order on each. The rounding error of a sum is proportional to its largest terms: it is
-small beside the largest entry of an array, and can be many times an entry in which large terms
+Processors have different vector widths and fused operations, so each compiler sums terms in a
+different order. The rounding error of a sum is proportional to its largest terms: it is
+small relative to the largest entry of an array, but can be many times an entry whose large terms
 cancel. An elementwise relative tolerance that holds on one machine therefore fails on another.
 """
 
@@ -27,15 +27,15 @@ def assert_close(
     """Assert that two pytrees of arrays are equal up to rounding.
 
     Args:
-        actual: the arrays under test; a single array, or a pytree of arrays.
-        expected: the arrays that are right, in the same structure.
-        tol: the largest error, relative to `scale`. By default 1e-5 for float32 and for numbers
+        actual: the arrays under test, as a single array or a pytree of arrays.
+        expected: the correct arrays, in the same structure.
+        tol: the largest allowed error, relative to `scale`. By default 1e-5 for float32 and numbers
             that are not arrays, 1e-10 for float64, and more for half precision; integers and
             booleans must be equal.
-        scale: the size of the terms that were summed. By default the largest entry of each expected
+        scale: the size of the summed terms. By default the largest entry of each expected
             array, and at least one, since inputs and weights of the tests are of that order; but
-            an error of more than 1% of the largest entry is never rounding. Give it where every
-            term is smaller, or where terms much larger than one cancel.
+            an error of more than 1% of the largest entry is never rounding. Pass it if every
+            term is smaller, or if terms much larger than one cancel.
         err_msg: added to the message of the error.
 
     Raises:
@@ -44,7 +44,7 @@ def assert_close(
     if isinstance(actual, (jax.Array, np.ndarray, np.generic)):
         _assert_arrays_close(actual, expected, tol, scale, err_msg)
         return
-    if isinstance(expected, dict):  # in whatever order
+    if isinstance(expected, dict):  # in any order
         assert isinstance(actual, dict) and actual.keys() == expected.keys(), err_msg
         actual, expected = [actual[key] for key in expected], list(expected.values())
     if type(expected) in (list, tuple):

@@ -19,13 +19,13 @@ Program = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def plain(x: Any, name: str) -> Any:
-    """A `sow` that does nothing."""
+    """Sow nothing and return the value."""
     del name
     return x
 
 
 def values(program: Program, *args: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
-    """The result of the program, and every sown value in the order of execution."""
+    """Return the result of the program, and every sown value in the order of execution."""
     seen: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def record(x: Any, name: str) -> Any:
@@ -39,7 +39,7 @@ def values(program: Program, *args: Any) -> tuple[Any, dict[str, list[np.ndarray
 
 
 def grads(loss: Program, *args: Any) -> dict[str, list[np.ndarray]]:
-    """The gradient of a loss by every sown value, in the order of execution."""
+    """Compute the gradient of a loss by every sown value, in the order of execution."""
     _, seen = values(loss, *args)
 
     def perturbed(eps: dict[str, list[Any]]) -> Any:
@@ -62,7 +62,7 @@ def grads(loss: Program, *args: Any) -> dict[str, list[np.ndarray]]:
 
 
 def finite_differences(loss: Program, *args: Any, step: float = 1e-6) -> dict[str, list[Any]]:
-    """The gradients of `grads` by central differences: in float64 exact to about `step` squared."""
+    """Compute `grads` by central differences, exact to about `step` squared in float64."""
     _, seen = values(loss, *args)
 
     def shifted(name: str, call: int, index: tuple[int, ...], by: float) -> float:
@@ -89,7 +89,7 @@ def finite_differences(loss: Program, *args: Any, step: float = 1e-6) -> dict[st
 
 
 def unstack(x: Any, loops: int) -> list[np.ndarray]:
-    """The values of a captured array, iteration by iteration, in the order of the loops."""
+    """Split a captured array into its iterations, in the order of the loops."""
     x = np.asarray(x)
     return list(x.reshape(-1, *x.shape[loops:])) if loops else [x]
 

@@ -1,7 +1,7 @@
-"""Results of modules and their gradients, recorded without tapax, for published models.
+"""A recorder of module results and their gradients without tapax, for published models.
 
 A hook is the interceptor of a framework, or a replaced method of a class. `Hook.run` runs a loss
-once and records the result of every module. `Hook.grads` runs it again with a zero added to each of
+once and records the result of every module. `Hook.grads` repeats it with a zero added to each of
 these arrays, and differentiates by the zeros.
 """
 
@@ -45,9 +45,9 @@ class Hook:
             return loss()
 
     def grads(self, loss):
-        """The values, and the gradients of the loss by them.
+        """Return the values, and the gradients of the loss by them.
 
-        A module inside a vmap returns a tracer: its value is None here.
+        The value is None for a module inside a vmap, which returns a tracer.
         """
         self.run(loss)
         values = {k: None if isinstance(v, Tracer) else v for k, v in self.values.items()}

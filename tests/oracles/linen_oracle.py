@@ -17,7 +17,7 @@ from tests.oracles.closeness import assert_close
 
 
 def _in_trial():
-    """Whether `nn.scan` is running its body only to find the constants in it."""
+    """Return whether `nn.scan` runs its body only to find the constants in it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals["__name__"] == "flax.core.axes_scan" and frame.f_locals.get("init_mode"):
@@ -55,7 +55,7 @@ def _evaluated(fn, plain):
 
 
 def values(fn, root, plain=False):
-    """The results of every module, in the order of execution."""
+    """Return the results of every module, in the order of execution."""
 
     def recorded():
         seen = defaultdict(list)
@@ -71,7 +71,7 @@ def values(fn, root, plain=False):
 
 
 def grads(loss, root, seen=None, plain=False):
-    """The gradient of a loss by every result of every module."""
+    """Compute the gradient of a loss by every result of every module."""
     seen = values(loss, root, plain) if seen is None else seen
 
     def perturbed(eps):
@@ -83,7 +83,7 @@ def grads(loss, root, seen=None, plain=False):
 
 
 def agree(found, sites, expected, tol=1e-5):
-    """Assert that captured arrays, with loop axes first, are those of the oracle."""
+    """Assert that captured arrays, with loop axes first, equal those of the oracle."""
     calls = defaultdict(list)
     for name, x in found.items():
         if sites[name].kind == "module":

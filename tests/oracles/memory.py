@@ -1,4 +1,4 @@
-"""What stays alive after a call, counted by Python itself."""
+"""Counts of the objects that stay alive after a call, by Python's garbage collector."""
 
 import gc
 
@@ -7,7 +7,7 @@ KEPT = {"Mark", "Jaxpr", "DynamicJaxprTrace", "MarkingPolicy"}
 
 
 def assert_nothing_stays(call, *more):
-    """Calls a function several times, and counts the objects of these classes that are left."""
+    """Call a function several times, and count the remaining objects of these classes."""
 
     def count():
         gc.collect()

@@ -1,4 +1,4 @@
-"""What JAX itself says that a function keeps for its backward pass."""
+"""JAX's list of the values that a function keeps for its backward pass."""
 
 from collections import Counter
 
@@ -6,9 +6,9 @@ from jax._src.ad_checkpoint import saved_residuals
 
 
 def jax_residuals(fn, *args):
-    """Counts the types of what JAX keeps: of computed values, and of arguments and constants.
+    """Count the types of JAX's residuals, for computed values, and for arguments and constants.
 
-    Literals, numbers in the text of the program, are left out.
+    The counts leave out literals, which are numbers in the text of the program.
     """
     computed, given = Counter(), Counter()
     for aval, origin in saved_residuals(fn, *args):
@@ -19,7 +19,7 @@ def jax_residuals(fn, *args):
 
 
 def table_types(table):
-    """Counts the same of a table of residuals."""
+    """Count the types in a table of residuals."""
     parts = (
         Counter((r.shape, str(r.dtype)) for r in part if r.kept)
         for part in (table, table.arguments)
@@ -28,7 +28,7 @@ def table_types(table):
 
 
 def policy_types(table):
-    """Counts the same of what a table says that its policy keeps."""
+    """Count the types that a table says its policy keeps."""
     parts = (
         Counter((r.shape, str(r.dtype)) for r in part if r.kept_by_policy)
         for part in (table, table.arguments)

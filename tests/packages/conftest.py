@@ -1,7 +1,7 @@
-"""Other people's packages take long to import and to compile, and run in one environment alone.
+"""Tests of other packages take long to import and compile, and run in only one environment.
 
-It is the newest one. gpjax, which requires an old jax, runs where it is installed. `make test` runs
-the first test of each package, `make fuzz` the others.
+It is the newest. gpjax, which requires an old jax, runs wherever it is installed. `make test` runs
+the first test of each package, and `make fuzz` runs the others.
 """
 
 import importlib.util

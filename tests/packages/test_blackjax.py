@@ -1,4 +1,4 @@
-"""Samplers of blackjax on a log density that marks: gradients inside loops of a trajectory."""
+"""Samplers of blackjax on a marked log density: gradients inside the loops of a trajectory."""
 
 import blackjax
 import jax
@@ -18,7 +18,7 @@ SIZE, INVERSE_MASS = 0.3, np.array([1.0, 0.5, 2.0], np.float32)  # of b, w
 
 
 def log_density(mark):
-    """Of logistic regression."""
+    """Compute the log density of logistic regression."""
 
     def run(position):
         logits = mark(X @ position["w"] + position["b"], "logits")
@@ -36,7 +36,7 @@ SAMPLERS = {
 
 
 def chain(name, mark=by_hand.unmarked, steps=2):
-    """The state after some steps of a chain, and what the sampler says of each step."""
+    """Run some steps of a chain; return the last state and the sampler's info for each step."""
 
     def run(key, position):
         sampler = SAMPLERS[name](log_density(mark))
@@ -47,7 +47,7 @@ def chain(name, mark=by_hand.unmarked, steps=2):
 
 
 def reported(name, key=KEY):
-    """Every value of the site in a plain run, in order, by a callback of JAX."""
+    """Record every value of the site in a plain run, in order, with a callback of JAX."""
     seen = []
 
     def mark(x, name):
@@ -61,7 +61,7 @@ def reported(name, key=KEY):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_sites_in_a_trajectory_have_the_values_and_gradients_of_every_step(name):
-    doublings = 8 if name == "nuts" else None  # loops in loops, each with the first 8 iterations
+    doublings = 8 if name == "nuts" else None  # nested loops, each with the first 8 iterations
     out, taps = tapax.capture(chain(name, tapax.sow), steps=doublings)(KEY, START)
     assert_close(out, chain(name)(KEY, START))
     first, rest = taps.values["logits"], taps.values["logits@1"].reshape(-1, 3)
@@ -77,7 +77,7 @@ def test_sites_in_a_trajectory_have_the_values_and_gradients_of_every_step(name)
 
 @pytest.mark.parametrize("name", ["hmc", "nuts"])
 def test_chains_under_vmap_have_the_values_of_each_chain(name):
-    """The loops of NUTS then run until every chain is done; what a chain did not run is masked."""
+    """The loops of NUTS run until every chain is done; a mask hides what a chain did not run."""
     keys = jax.random.split(KEY, 3)
     chains = lambda mark: jax.jit(jax.vmap(chain(name, mark), in_axes=(0, None)))
     steps = 8 if name == "nuts" else None
@@ -127,7 +127,7 @@ def test_sites_in_a_trajectory_agree_with_leapfrog_steps_by_hand():
 
 
 def test_derivatives_through_a_trajectory_agree_with_differences():
-    """Of the proposal, by the logits: each leapfrog step takes a gradient itself."""
+    """Differentiate the proposal by the logits; each leapfrog step takes a gradient itself."""
     with jax.enable_x64(True):
         start = jax.tree.map(lambda x: x.astype(jnp.float64), START)
 

@@ -1,4 +1,4 @@
-"""brax: policies in rollouts through its physics, and the updates of its own PPO."""
+"""Policies in rollouts through the physics of brax, and the updates of its PPO."""
 
 import functools
 import warnings
@@ -20,7 +20,7 @@ with warnings.catch_warnings():  # of JAXopt, at the import
     from brax.training import acting, gradients
     from brax.training.agents.ppo import losses, networks
 
-KEY = jax.random.PRNGKey(0)  # brax takes no other keys
+KEY = jax.random.PRNGKey(0)  # brax takes only keys of this kind
 STEPS = 4
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Brax System"),
@@ -41,7 +41,7 @@ class Policy(nnx.Module):
 
 @functools.cache
 def pendulum(backend):
-    """An environment and a state in it, far from where the pendulum rests."""
+    """Make an environment and a state in it, far from the rest position of the pendulum."""
     with jax.enable_x64(True):
         environment = envs.get_environment("inverted_pendulum", backend=backend, n_frames=1)
         state = jax.jit(environment.reset)(KEY)
@@ -57,7 +57,7 @@ def wide():
 
 
 def loss_of(mark=by_hand.unmarked, backend="spring"):
-    """The distance from rest in a rollout, and what was seen, as a function of the policy."""
+    """Make a function of the policy: the distance from rest in a rollout, and observations."""
     environment, start = pendulum(backend)
 
     def run(policy):
@@ -72,7 +72,7 @@ def loss_of(mark=by_hand.unmarked, backend="spring"):
 
 
 class Steps:
-    """The rollout in NumPy, step by step, with the environment as brax has it.
+    """The rollout in NumPy, step by step, with the environment of brax.
 
     `change` is a function of the action and the number of the step.
     """
@@ -149,7 +149,7 @@ OPTIMIZER = optax.sgd(0.1)
 
 @functools.cache
 def agent():
-    """An environment as brax trains in it, its networks, their parameters."""
+    """Make an environment wrapped for training, its networks and their parameters."""
     environment = envs.training.wrap(envs.get_environment("fast"), episode_length=4)
     made = networks.make_ppo_networks(
         environment.observation_size,
@@ -175,7 +175,7 @@ def unroll(params, key):
 
 @functools.cache
 def transitions():
-    """What another policy did, by environment and step, its observations of the order of one."""
+    """Make the transitions of another policy, with observations of order one."""
     seen = jax.jit(unroll)(jax.tree.map(lambda x: 0.9 * x, agent()[2]), KEY)
     scale = lambda x: 1000 * x
     seen = seen._replace(
@@ -187,7 +187,7 @@ def transitions():
 
 
 def update():
-    """brax's own step of training."""
+    """Make brax's training step."""
     loss = functools.partial(losses.compute_ppo_loss, ppo_network=agent()[1], entropy_cost=0.0)
     step = gradients.gradient_update_fn(loss, OPTIMIZER, pmap_axis_name=None, has_aux=True)
     return jax.jit(step)
@@ -199,7 +199,7 @@ def arguments():
 
 
 def layers(params, x):
-    """The two layers of a network, in NumPy."""
+    """Compute the two layers of a network in NumPy."""
     weights = jax.tree.map(np.asarray, params["params"])
     hidden = x @ weights["hidden_0"]["kernel"] + weights["hidden_0"]["bias"]
     swish = hidden / (1 + np.exp(-hidden))
@@ -219,7 +219,7 @@ def test_unroll_by_brax_has_the_values_of_every_step():
 
 
 def advantages_of(seen, values, last, discount=0.9, decay=0.95):
-    """Generalized advantage estimation: the targets of the values, and the advantages."""
+    """Compute the value targets and the advantages by generalized advantage estimation."""
     going = 1 - seen.extras["state_extras"]["truncation"]
     ended = (1 - seen.discount) * going
     following = np.concatenate([values[1:], last[None]])
@@ -234,7 +234,7 @@ def advantages_of(seen, values, last, discount=0.9, decay=0.95):
 
 
 def by_formula(params, seen):
-    """The gradients of the loss by what the policy and the value network return."""
+    """Compute the gradients of the loss by the results of the policy and the value network."""
     _, logits = layers(params.policy, seen.observation)
     values = layers(params.value, seen.observation)[1][..., 0]
     last = layers(params.value, seen.next_observation[-1])[1][..., 0]
@@ -262,7 +262,7 @@ def test_update_of_brax_has_the_gradients_of_the_formula():
     assert_close(taps.grads["MLP"], by_logits, 1e-4)
     assert_close(taps.grads["MLP@1"], by_values, 1e-4)
     assert min(np.abs(by_logits).max(), np.abs(by_values).max()) > 1e-2
-    assert "MLP@2" not in taps.grads  # of the observation after the last, which is not trained on
+    assert "MLP@2" not in taps.grads  # of the final observation, which training does not use
 
 
 def test_edited_gradient_of_one_network_leaves_it_untrained():

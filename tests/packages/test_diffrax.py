@@ -1,4 +1,4 @@
-"""diffrax: neural differential equations under its adjoints, with fixed and adaptive steps."""
+"""Neural differential equations under the adjoints of diffrax, with fixed or adaptive steps."""
 
 import diffrax
 import equinox as eqx
@@ -39,7 +39,7 @@ def loss(field, y0, controller=FIXED, adjoint="checkpointed", solver=None):
 
 
 def by_hand(field, y0, scale=1.0):
-    """Four steps of Euler's method."""
+    """Take four steps of Euler's method."""
     for _ in range(4):
         y0 = y0 + 0.1 * field(None, y0, None)
     return jnp.sum((scale * y0) ** 2)
@@ -141,7 +141,7 @@ def node_loss(node, y0, *options):
 
 
 def unrolled(node, y0, count=4):
-    """Values and gradients of the vector field in every step of Euler's method."""
+    """Compute values and gradients of the vector field in every step of Euler's method."""
 
     def run(zeros):
         y, values = y0, []
@@ -164,7 +164,7 @@ def test_modules_are_named_from_the_users_root_under_every_adjoint(adjoint, wrap
     if adjoint != "backsolve":
         assert list(taps.grads) == NAMES
         return
-    # It evaluates the field once more, backward in time: those are calls of their own.
+    # It also evaluates the field backward in time, which adds separate calls.
     again = [f"{name}@1" for name in NAMES[:-1]]
     assert [name for name in taps.grads if name != "NODE"] == again
     assert list(taps.values)[len(NAMES) :] == again
@@ -191,7 +191,7 @@ def test_values_and_gradients_of_every_step_agree_with_euler_by_hand(adjoint):
 @pytest.mark.parametrize("solver", [diffrax.Tsit5(), diffrax.Heun()])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_gradients_of_adaptive_steps_add_up_to_that_of_a_bias(solver, mapped):
-    """The last bias is added to every value of the last layer, and has no other effect."""
+    """The last bias only adds to every value of the last layer."""
     tight = diffrax.PIDController(rtol=1e-4, atol=1e-6)
     run = lambda node, y: node_loss(node, y, tight)
     many = lambda node, ys: jnp.sum(jax.vmap(lambda y: run(node, y))(ys))
@@ -237,7 +237,7 @@ def test_two_models_that_one_traced_solve_runs():
     values = unrolled(node(), Y0)[0], unrolled(node(seed=1), Y0)[0]
     for name, other, value in zip("ab", "ba", values, strict=True):
         assert_close(taps.values[f"{name}/func"], value[-1], 1e-4)
-        # The last step adds a tenth of the field, which the other model's result multiplies.
+        # The last step adds a tenth of the field, multiplied by the result of the other model.
         assert_close(taps.grads[f"{name}/func"], 0.1 * taps.values[other], 1e-4)
 
 

@@ -66,7 +66,7 @@ def rotated(inputs, angles):
 
 
 def test_a_captured_value_turns_with_the_input(inputs):
-    """A site has an array alone; with its irreps it is as equivariant as the layer."""
+    """A site has only the array; with its irreps it is as equivariant as the layer."""
     params, angles = haiku_model().init(KEY, *inputs), (0.3, -0.5, 1.1)
     loss = jax.jit(jax.value_and_grad(lambda p, x: haiku_loss(p, x, tapax.sow)))
     _, taps = tapax.capture(loss)(params, inputs)
@@ -119,7 +119,7 @@ def test_edit_without_vectors_leaves_no_vectors(inputs):
 
 
 def test_operations_of_a_tensor_product_can_be_sites(inputs):
-    """Its constants are computed while it is traced, in `jax.ensure_compile_time_eval`."""
+    """e3nn computes its constants during tracing, in `jax.ensure_compile_time_eval`."""
     params = haiku_model().init(KEY, *inputs)
     step = jax.jit(jax.value_and_grad(haiku_loss))
     out, taps = tapax.capture(step, values=tapax.ops("dot_general"), grads=None)(params, inputs)

@@ -24,7 +24,7 @@ HIDDEN = "masked_autoregressive_mlp/layers/0"
 
 
 def shifted_root(x):
-    """An activation that is no number below -9."""
+    """Apply an activation that is NaN below -9."""
     return jnp.sqrt(x + 9)
 
 
@@ -39,12 +39,12 @@ def flow():
 
 
 def layers_of(flow):
-    """The layers of the network in the scanned bijection."""
+    """Return the layers of the network in the scanned bijection."""
     return flow.bijection.bijection.bijection.bijections[0].masked_autoregressive_mlp.layers
 
 
 def training(flow):
-    """The arguments of flowjax's own train step, as `fit_to_data` gives them."""
+    """Return the arguments of flowjax's train step, as `fit_to_data` passes them."""
     frozen = lambda leaf: isinstance(leaf, paramax.NonTrainable)
     params, static = eqx.partition(flow, eqx.is_inexact_array, is_leaf=frozen)
     optimizer = optax.adam(1e-2)
@@ -53,7 +53,7 @@ def training(flow):
 
 
 def named(values, end):
-    """The one value whose name ends so."""
+    """Return the only value whose name ends with `end`."""
     (found,) = [name for name in values if name.endswith(end)]
     return values[found]
 
@@ -96,7 +96,7 @@ def test_determinants_agree_with_jacobians(flow):
 
 
 def test_gradients_in_the_scanned_layers_agree_with_biases_of_each_example(flow):
-    """A bias is an addition to the value of its layer, with a gradient of its own."""
+    """A bias adds to the value of its layer, so that both have the same gradient."""
     args, options = training(flow)
     _, taps = tapax.capture(train_step)(*args, **options)
     loss = eqx.filter_jit(eqx.filter_grad(lambda flow, x: -paramax.unwrap(flow).log_prob(x)))

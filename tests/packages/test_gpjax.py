@@ -1,4 +1,4 @@
-"""Gaussian processes of gpjax: networks in means and kernels, objectives, fits by gpjax itself."""
+"""Gaussian processes of gpjax: networks in means and kernels, objectives, gpjax's fits."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ MEAN, KERNEL = f"{MODEL}/prior/mean_function", f"{MODEL}/prior/kernel"
 
 @pytest.fixture(autouse=True)
 def wide():
-    """gpjax warns about data in single precision."""
+    """Enable 64 bits, since gpjax warns about data in single precision."""
     with jax.enable_x64(True):
         yield
 
@@ -71,13 +71,13 @@ def loss(model, data):
 
 
 def fit(model, **options):
-    """Three steps of training by gpjax."""
+    """Train for three steps with gpjax."""
     options = {"optim": optax.adam(0.05), "num_iters": 3, "verbose": False} | options
     return gpx.fit(model=model, objective=loss, train_data=data(), **options)
 
 
 def recorder(seen):
-    """Mark by a callback of JAX, which appends every value of a plain run to `seen`, in order."""
+    """Make a mark that appends every value of a plain run to `seen`, in order, by a callback."""
 
     def mark(x, name):
         jax.debug.callback(lambda x: seen.append(np.asarray(x)), x, ordered=True)
@@ -121,7 +121,7 @@ class Formula:
         return 0.5 * (self.inverse - self.weights @ self.weights.T)
 
     def by_features(self):
-        """By one of the two arguments of the kernel."""
+        """Return the gradient by one of the two arguments of the kernel."""
         pull = (self.by_gram() * self.gram)[..., None] * -self.apart(X, X) / self.length
         return pull.sum(1) * (1 - np.tanh(self.features) ** 2)
 
@@ -255,7 +255,7 @@ def test_edited_kernel_changes_the_prediction_as_the_formula_does():
 
 
 def sparse(mark):
-    """A sparse variational process for labels of two classes, with three inducing points."""
+    """Make a sparse variational process for two classes, with three inducing points."""
     prior = gpx.gps.Prior(mean_function=make(mark).prior.mean_function, kernel=gpx.kernels.RBF())
     return gpx.variational_families.VariationalGaussian(
         model=prior * gpx.likelihoods.Bernoulli(), inducing_inputs=jnp.asarray(NEW)
@@ -298,7 +298,7 @@ def test_gradients_of_a_sparse_process_agree_with_differences():
 
 
 def nearby(x, y):
-    """The exponential kernel, whose distance has no derivative where two points are one."""
+    """Compute the exponential kernel, whose distance has no derivative at equal points."""
     return jnp.exp(-jnp.sqrt(jnp.sum((x - y) ** 2)))
 
 

@@ -1,4 +1,4 @@
-"""A policy gradient over episodes of gymnax: the environment steps in a scan, under vmap."""
+"""A policy gradient over episodes of gymnax, whose environment steps in a scan under vmap."""
 
 import gymnax
 import jax
@@ -29,7 +29,7 @@ class Policy(nnx.Module):
 
 
 def rollout(policy, key, mark):
-    """`STEPS` steps of an environment, which starts anew when an episode ends."""
+    """Take `STEPS` steps of an environment, which restarts when an episode ends."""
     start, key = jax.random.split(key)
     observation, state = ENVIRONMENT.reset(start, PARAMS)
 
@@ -50,7 +50,7 @@ def returns_of(rewards):
 
 
 def loss_of(policy, keys, mark=by_hand.unmarked):
-    """REINFORCE."""
+    """Compute the loss of REINFORCE, and return it with the rollouts."""
     seen = jax.vmap(lambda key: rollout(policy, key, mark))(keys)
     chosen = jax.nn.one_hot(seen["action"], 2)
     log_probability = jnp.sum(chosen * jax.nn.log_softmax(seen["logits"]), -1)
@@ -76,7 +76,7 @@ def start():
 
 @pytest.fixture(scope="module")
 def plain():
-    """The result of a plain step, and the policy after it."""
+    """Return the result of a plain step, and the policy after it."""
     policy = Policy()
     optimizer = nnx.Optimizer(policy, optax.adam(1e-2), wrt=nnx.Param)
     return train_step()(policy, optimizer, KEYS), nnx.state(policy)
@@ -107,7 +107,7 @@ def test_values_and_gradients_in_a_rollout_are_those_of_the_formula(start):
 
 
 def test_gradients_in_a_rollout_agree_with_differences():
-    """With the actions of one rollout, which a small difference does not change."""
+    """Compare at the actions of one rollout, which a small difference does not change."""
     with jax.enable_x64(True):
         policy = Policy()
         nnx.update(policy, jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(policy)))
@@ -120,7 +120,7 @@ def test_gradients_in_a_rollout_agree_with_differences():
 
 
 def test_edited_observation_changes_the_episode(start):
-    blind = lambda x: x.at[..., 2:].set(0.0)  # neither the angle nor its speed
+    blind = lambda x: x.at[..., 2:].set(0.0)  # hides the angle and its speed
     out = tapax.edit(train_step(tapax.sow), values={"Policy/observation": blind})(*start)
     policy = Policy()
     optimizer = nnx.Optimizer(policy, optax.adam(1e-2), wrt=nnx.Param)

@@ -19,7 +19,7 @@ SENDERS, RECEIVERS = np.array([0, 1, 2, 3, 0]), np.array([1, 2, 0, 4, 4])
 
 @pytest.fixture(scope="module")
 def graph():
-    """Two graphs, of three and of two nodes, as one."""
+    """Batch two graphs with three and two nodes into one."""
     k = jax.random.split(KEY, 3)
     return jraph.GraphsTuple(
         nodes=jax.random.normal(k[0], (5, 3)),
@@ -33,7 +33,7 @@ def graph():
 
 
 def network(mark=by_hand.unmarked):
-    """Two rounds of message passing."""
+    """Run two rounds of message passing."""
 
     def forward(graph):
         for i in range(2):
@@ -74,10 +74,10 @@ def start(graph):
 
 
 def rounds_in_numpy(params, graph):
-    """The values of both rounds, edge by edge and node by node."""
+    """Compute the values of both rounds, edge by edge and node by node."""
     weigh = lambda name, x: x @ params[name]["w"] + params[name]["b"]
     nodes, edges, glob = (np.asarray(x) for x in (graph.nodes, graph.edges, graph.globals))
-    part = np.array([0, 0, 0, 1, 1])  # the graph of every node; of every edge too
+    part = np.array([0, 0, 0, 1, 1])  # the graph of every node and every edge
     values = {}
     for i in range(2):
         inputs = [

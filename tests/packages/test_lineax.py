@@ -1,4 +1,4 @@
-"""lineax: its own `linear_solve` primitive, whose operators hold code of the user."""
+"""The `linear_solve` primitive of lineax, whose operators hold user code."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_values_around_a_solve_are_captured(solve, wrap):
     assert_close(taps.values["b"], 2 * B)
 
 
-def test_operators_and_solvers_are_no_sites():
+def test_operators_and_solvers_are_not_sites():
     assert tapax.sites(by_matrix)(A, B).names == ["a", "b", "x"]
 
 
@@ -65,7 +65,7 @@ def test_edits_around_a_solve_are_differentiated(solve):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_values_inside_an_operator_are_warned_of(wrap):
+def test_values_inside_an_operator_warn(wrap):
     lost = "'product' is not captured: .* inside a call of 'linear_solve', which is opaque"
     with pytest.warns(UserWarning, match=lost):
         tapax.capture(wrap(by_function))(A, B)

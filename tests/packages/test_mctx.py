@@ -1,4 +1,4 @@
-"""Monte Carlo tree search of mctx: a network inside the search, and a step that trains on it."""
+"""Monte Carlo tree search of mctx, with a network inside it and a step that trains on it."""
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ BATCH, ACTIONS, WIDTH, SIMULATIONS = 2, 3, 4, 5
 
 
 class Model(nn.Module):
-    """The dynamics of MuZero: a new state, its reward, its policy and its value."""
+    """The dynamics of MuZero, which return a new state, its reward, policy and value."""
 
     @nn.compact
     def __call__(self, state, action):
@@ -68,7 +68,7 @@ def test_values_inside_the_search_are_those_of_its_nodes(start):
 
 
 def test_derivatives_inside_the_search_agree_with_differences(start):
-    """mctx cannot be differentiated backwards through its while loops, but forwards."""
+    """The while loops of mctx have forward derivatives but no backward ones."""
     with jax.enable_x64(True):
         params, state = jax.tree.map(lambda x: x.astype(jnp.float64), start)
         marked = lambda params, state: search(params, state, tapax.sow).action_weights
@@ -120,7 +120,7 @@ def test_search_for_nan_names_the_simulation(start):
 
 
 def train_step(mark=by_hand.unmarked):
-    """A step as MuZero's: two steps of the model, towards the policy and value of the search."""
+    """Train as MuZero does: run the model twice, towards the policy and value of the search."""
 
     def loss_of(params, state, targets):
         def step(state, action):

@@ -1,4 +1,4 @@
-"""Probabilistic programs of NumPyro: networks in models, variational steps, Hamiltonian steps."""
+"""Probabilistic programs of NumPyro: networks, variational steps and Hamiltonian steps."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -60,7 +60,7 @@ NETS = {
 
 
 def bayesian(mark=by_hand.unmarked, kind="Net"):
-    """A network with random weights, as in NumPyro's documentation of `random_flax_module`."""
+    """Model a network with random weights, as NumPyro documents for `random_flax_module`."""
 
     def model(x, y=None):
         net = NETS[kind]()
@@ -72,13 +72,13 @@ def bayesian(mark=by_hand.unmarked, kind="Net"):
 
 
 def data(tree):
-    """Random keys as numbers."""
+    """Convert random keys to numbers."""
     is_key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def drawn(kind):
-    """Weights and unconstrained noise of a model."""
+    """Draw the weights and the unconstrained noise of a model."""
     trace = numpyro.handlers.trace(numpyro.handlers.seed(bayesian(kind=kind), KEY)).get_trace(X, Y)
     sites = {k: v["value"] for k, v in trace.items() if v["type"] == "sample"}
     return {
@@ -91,7 +91,7 @@ def energy(mark=by_hand.unmarked, kind="Net"):
 
 
 def by_formula(draw, kind):
-    """The network, and the gradient of the potential energy by its layers, in NumPy."""
+    """Compute the network, and the gradients of the potential energy by its layers, in NumPy."""
     weights = {name.rpartition("/")[2]: np.asarray(w) for name, w in draw.items()}
     if kind == "EquinoxNet":
         hidden, out = weights["hidden.weight"].T, weights["out.weight"].T
@@ -130,7 +130,7 @@ def test_gradients_of_the_potential_agree_with_differences():
 
 
 def variational(mark=by_hand.unmarked):
-    """The network with parameters, and their training by a guide without latent variables."""
+    """Make the network with parameters, trained by a guide without latent variables."""
 
     def model(x, y):
         net = modules.flax_module("net", Net(), input_shape=(1,))
@@ -142,13 +142,13 @@ def variational(mark=by_hand.unmarked):
 
 
 def started(svi):
-    """The step of a training, and the state it starts with."""
+    """Return a training step and its initial state."""
     state = svi.init(KEY, X, Y)
     return jax.jit(lambda state: svi.update(state, X, Y)), state
 
 
 def network(params):
-    """The hidden layer and the result, in NumPy."""
+    """Compute the hidden layer and the result in NumPy."""
     hidden, out = params["net$params"]["hidden"], params["net$params"]["out"]
     h = X @ hidden["kernel"] + hidden["bias"]
     return h, (np.tanh(h) @ out["kernel"] + out["bias"])[:, 0]
@@ -224,7 +224,7 @@ def chain(mark=by_hand.unmarked, steps=2):
 
 
 def reported():
-    """Every value of the site in a plain chain, in order, by a callback of JAX."""
+    """Record every value of the site in a plain chain, in order, with a callback of JAX."""
     seen = []
 
     def mark(x, name):

@@ -1,4 +1,4 @@
-"""Optimizers of optax.contrib: whole trainings in a scan, and steps that take several gradients."""
+"""Optimizers of optax.contrib: whole runs in a scan, and steps with several gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def start():
 
 @pytest.fixture(scope="module")
 def one(start):
-    """The parameters and the first batch."""
+    """Return the parameters and the first batch."""
     return start[0], jax.tree.map(lambda x: x[0], start[1])
 
 
@@ -51,7 +51,7 @@ def loss_of(params, batch, mark=by_hand.unmarked):
 
 
 def make_step(name, mark=by_hand.unmarked):
-    """A train step: every optimizer gets of loss and gradient function what it takes."""
+    """Make a train step that passes loss and gradient function to the optimizers that take them."""
     optimizer = OPTIMIZERS[name]()
 
     def step(params, state, batch):
@@ -66,7 +66,7 @@ def make_step(name, mark=by_hand.unmarked):
 
 
 def training(name, mark=by_hand.unmarked):
-    """A run of `STEPS` steps in one scan, as it is often compiled."""
+    """Make a run of `STEPS` steps in one scan, as users often compile it."""
 
     def run(params, batches):
         def body(carry, batch):
@@ -79,7 +79,7 @@ def training(name, mark=by_hand.unmarked):
 
 
 def values_and_gradients(params, batch):
-    """Of the hidden layer, for given parameters."""
+    """Compute the value and the gradient of the hidden layer for given parameters."""
     h = jnp.tanh(batch[0] @ params["w"])
     return h, by_hand.gradients(lambda mark: loss_of(params, batch, mark), {"h": h})["h"]
 
@@ -114,7 +114,7 @@ def test_both_gradients_of_a_sharpness_aware_step_are_told_apart(one):
 
 
 def test_derivatives_through_both_gradients_agree_with_differences(one):
-    """The derivative of the loss after a sharpness-aware step: a derivative of gradients."""
+    """The derivative of the loss after a sharpness-aware step differentiates gradients."""
     with jax.enable_x64(True):
         params, batch = jax.tree.map(lambda x: x.astype(jnp.float64), one)
         state = OPTIMIZERS["opaque_sam"]().init(params)
@@ -189,7 +189,7 @@ def test_line_search_of_lbfgs_is_seen_inside_of_its_loop(one):
     out, taps = tapax.capture(step(tapax.sow))(params, state)
     assert_close(out, step(by_hand.unmarked)(params, state))
     assert list(taps.values) == list(taps.grads) == ["h", "h@1", "h@2"]
-    assert [int(v) for v in taps.valid.values()] == [1, 0, 1]  # the first step length is taken
+    assert [int(v) for v in taps.valid.values()] == [1, 0, 1]  # takes the first step length
     for name, at in {"h": params, "h@2": out[0]}.items():
         h, grad = values_and_gradients(at, batch)
         assert_close(taps.values[name], h)

@@ -1,4 +1,4 @@
-"""optimistix: iterative solvers with implicit derivatives, on lineax."""
+"""Iterative solvers of optimistix with implicit derivatives, on lineax."""
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ START = np.zeros(2, np.float32)
 
 
 def root(a, solver=None, adjoint=None):
-    """The y for which `tanh(a y) + y = 1`."""
+    """Find the y for which `tanh(a y) + y = 1`."""
     fn = lambda y, a: tapax.sow(jnp.tanh(a @ y), "f") + y - 1.0
     solver = solver or optx.Newton(**TOLERANCES)
     adjoint = adjoint or optx.ImplicitAdjoint()
@@ -26,7 +26,7 @@ def root(a, solver=None, adjoint=None):
 
 
 def minimum(a):
-    """The y at which `|a y - 1|^2 + |y|^2` is least."""
+    """Find the y that minimises `|a y - 1|^2 + |y|^2`."""
     fn = lambda y, a: jnp.sum((tapax.sow(a @ y, "f") - 1) ** 2) + jnp.sum(y**2)
     return optx.minimise(fn, optx.BFGS(**TOLERANCES), START, args=a).value
 
@@ -38,13 +38,13 @@ def least_squares(a):
 
 
 def fixed_point(a):
-    """The y for which `y = 1 - tanh(a y)`."""
+    """Find the y for which `y = 1 - tanh(a y)`."""
     fn = lambda y, a: 1.0 - tapax.sow(jnp.tanh(a @ y), "f")
     return optx.fixed_point(fn, optx.FixedPointIteration(**TOLERANCES), START, args=a).value
 
 
 def root_by_hand(a):
-    """Newton's method, unrolled, which is differentiated as it stands."""
+    """Run Newton's method unrolled, so that JAX differentiates every step."""
     y = jnp.zeros(2)
     residual = lambda y: jnp.tanh(a @ y) + y - 1.0
     for _ in range(8):
@@ -126,5 +126,5 @@ def test_modules_that_a_solver_runs_are_named_from_the_users_root():
     _, taps = tapax.capture(step)(model, jnp.ones(2))
     names = {"Equilibrium", "Equilibrium/cell", "Equilibrium/cell/linear"}
     assert {name.partition("@")[0] for name in taps.values} == names
-    # The solution is what the cell makes of it.
+    # The solution is a fixed point of the cell.
     assert_close(taps.values["Equilibrium"], model.cell(taps.values["Equilibrium"], 1.0), 1e-3)

@@ -1,4 +1,4 @@
-"""Plots: what is drawn are the numbers, by NumPy; nothing overlaps; nothing is left behind."""
+"""Plots draw the numbers that NumPy computes, without overlaps, and leave nothing behind."""
 
 import itertools
 import subprocess
@@ -240,7 +240,7 @@ def test_picked_iterations_are_not_taken_for_others():
 @pytest.mark.parametrize("grads", [{}, {"grads": {"**": R.rms}}, {"grads": {"**": R.rms(axis=-1)}}])
 @pytest.mark.parametrize("value", [R.rms, R.rms.total, R.histogram([0.0, 1.0, 2.0, 3.0]), R.last])
 def test_gradients_are_read_whatever_the_values_were_reduced_to(value, grads):
-    """Loops, axes and bins are all three long, so that one may be taken for another."""
+    """Loops, axes and bins all have length three, so that tapax could confuse them."""
 
     def f(x):
         return jnp.sum(jax.lax.scan(lambda x, w: (tapax.sow(x * w, "h"), None), x, W)[0] ** 2)
@@ -250,7 +250,7 @@ def test_gradients_are_read_whatever_the_values_were_reduced_to(value, grads):
     axes = panels(plot.taps(taps))["Gradients: rms"]
     wanted = [rms(2 * 30 * by * np.asarray(x)) for by in (15, 5, 1)]
     drawn = line(axes, "grad rms").get_xdata()
-    if value.over_loops:  # the site says nothing of the gradient's loops
+    if value.over_loops:  # the site does not describe the loops of the gradient
         wanted = [np.sqrt(np.mean(np.square(wanted)))]
     np.testing.assert_allclose(drawn, wanted, rtol=1e-5)
 
@@ -294,7 +294,7 @@ def boxes(axes, texts):
 
 
 def overlap(axes):
-    """Labels of the axes that cover one another."""
+    """Return the labels of the axes that overlap."""
     for axis in (axes.xaxis, axes.yaxis):
         ticks = axis.get_ticklabels(which="both")
         low, high = sorted(axis.get_view_interval())

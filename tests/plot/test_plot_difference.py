@@ -1,4 +1,4 @@
-"""The plot of two captures compared: what is drawn are the errors."""
+"""The plot of a difference between two captures draws the errors."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def compared(**tolerance):
 
 
 def drawn(figure, title):
-    """The labels of the rows, and the errors within and beyond the tolerance."""
+    """Return the labels of the rows, and the errors within and beyond the tolerance."""
     FigureCanvasAgg(figure).draw()
     [axis] = [a for a in figure.axes if a.get_title("left") == title]
     within, beyond = (

@@ -1,4 +1,4 @@
-"""Plots by role: what is drawn for which kind of module, where, and in which colour."""
+"""Plots by role draw each kind of module in its position and colour."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def scanned(x):
 
 
 def by_hand(scale=1.0):
-    """The root mean square of values and gradients, of each role from layer to layer."""
+    """Compute the rms of values and gradients for each role from layer to layer."""
 
     def run(add):
         x = 0.1 * scale * np.asarray(X) + add[0]
@@ -66,7 +66,7 @@ def line(axes, label):
 
 
 def save(figure):
-    """Draw it: warnings would come from that."""
+    """Draw the figure, which raises if drawing warns."""
     FigureCanvasAgg(figure).draw()
     return figure
 
@@ -82,7 +82,7 @@ def ticks(axes):
 @pytest.mark.parametrize("model", [unrolled, scanned])
 @pytest.mark.parametrize("whole", [True, False])
 def test_lines_of_roles_are_the_numbers_by_depth(model, whole):
-    """Layers of a scan are points along depth, as those of a list of modules are."""
+    """Layers of a scan are points along depth, like those of a list of modules."""
     options = {} if whole else {"values": {"**": R.rms}, "grads": {"**": R.rms}}
     _, taps = tapax.capture(jax.grad(model), **options)(X)
     figure = save(plot.roles(taps))

@@ -1,4 +1,4 @@
-"""The scripts as modules, the built distributions, and empty environments to install them into."""
+"""Fixtures for the scripts as modules, the built distributions, and empty environments."""
 
 import fcntl
 import importlib.metadata
@@ -23,7 +23,7 @@ def scripts():
 
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory, scripts):
-    """The sdist and the wheel, built once for all worker processes of pytest-xdist."""
+    """Build the sdist and the wheel once for all worker processes of pytest-xdist."""
     from distributions import Distributions, build
 
     base = tmp_path_factory.getbasetemp()
@@ -37,7 +37,7 @@ def distributions(tmp_path_factory, scripts):
 
 
 class Environment:
-    """An environment with nothing in it but Python, until `install` installs something."""
+    """An environment with only Python, until `install` installs something."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -63,7 +63,7 @@ class Environment:
         assert done.returncode == 0, done.stderr
 
     def run(self, *command):
-        """Run a command of the environment in its folder; return what it prints."""
+        """Run a command of the environment in its folder; return its output."""
         done = subprocess.run(
             [self.folder / "bin" / command[0], *command[1:]],
             cwd=self.folder,
@@ -84,6 +84,6 @@ class Environment:
 
 @pytest.fixture
 def environment(tmp_path):
-    """An empty environment, removed after the test: pytest would keep its gigabyte for a while."""
+    """Make an empty environment, and remove its gigabyte after the test, as pytest would not."""
     yield Environment(tmp_path / "environment")
     shutil.rmtree(tmp_path / "environment")

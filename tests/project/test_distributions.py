@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what is in them, and what works after an installation with jax alone."""
+"""The contents of the sdist and the wheel, and the features that need only jax."""
 
 import json
 import shutil
@@ -79,7 +79,7 @@ def test_the_distributions_have_no_faults(distributions):
 
 
 def test_the_sdist_builds_the_wheel_of_the_checkout(distributions, tmp_path):
-    """The wheel is built from the sdist; a wheel that is built from the checkout equals it."""
+    """The wheel built from the sdist equals one built from the checkout."""
     from distributions import ROOT
 
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]

@@ -1,4 +1,4 @@
-"""Every extra, installed alone into an empty environment: the feature that it is for works."""
+"""The feature of every extra works after installing it alone into an empty environment."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files that GitHub and Zenodo read: they parse, and name files and commands that exist."""
+"""Files for GitHub and Zenodo parse, and name files and commands that exist."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The checks of `scripts/release.py`: they refuse a commit that is not ready for a release."""
+"""The checks of `scripts/release.py` reject a commit that is not ready for a release."""
 
 import datetime
 

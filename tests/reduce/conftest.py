@@ -1,4 +1,4 @@
-"""The mesh of the tests of reducers."""
+"""The mesh for the tests of reducers."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Statistics of many sites: what is compiled for each of them."""
+"""Statistics of many sites compile to equal operations."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Statistics from one read of a value: packed counts, and the kernel of a GPU."""
+"""Statistics from one read of a value: packed counts, and the GPU kernel."""
 
 import re
 
@@ -39,7 +39,7 @@ SHAPES = [
 
 
 def sample(shape, dtype=np.float32, special=True):
-    """Magnitudes of all sizes, zeros among them, and some that are not finite."""
+    """Draw magnitudes of all sizes, including zeros and some that are not finite."""
     rng = np.random.default_rng(len(shape))
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 18, shape)
     x = np.asarray(np.where(rng.random(shape) < 0.1, 0, np.clip(x, -6e4, 6e4)))
@@ -87,7 +87,7 @@ def test_counts_by_exponent_beyond_the_exponents_of_the_type():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_nan_in_a_large_value_is_in_its_ends(dtype, value):
-    # XLA's own minimum loses a NaN in a large array on a CPU.
+    # XLA's minimum loses a NaN in a large array on a CPU.
     x = jnp.zeros((64, 1024), dtype).at[3, 5].set(value).at[40, 7].set(-np.inf)
     found = np.asarray(one(x, R.minmax), np.float64)
     wide = np.asarray(x, np.float64)
@@ -138,7 +138,7 @@ def test_both_sums_of_squares_in_one_read():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Runs the kernel in Python, on any device."""
+    """Run the kernel in Python, on any device."""
     compiled = pallas.pallas_call
 
     def interpret(*args, compiler_params, **options):
@@ -230,7 +230,7 @@ def test_sharded_statistics_add_only_small_reductions():
 
 
 def test_divided_features_are_not_gathered():
-    # A group of 128 elements would be on four devices.
+    # A group of 128 elements would span four devices.
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     value = np.asarray(sample((4, 8, 256), special=False))
     x = jax.device_put(value, NamedSharding(mesh, P(None, None, "d")))
@@ -247,7 +247,7 @@ def test_divided_features_are_not_gathered():
 
 def test_counts_in_copies_are_those_of_numpy():
     places = np.random.default_rng(3).integers(0, 90, 2**16 + 7, np.int32)
-    expected = np.bincount(places, minlength=90)[:80]  # from the number of bins on, none is counted
+    expected = np.bincount(places, minlength=90)[:80]  # indices beyond the last bin are not counted
     for count in (count_by_scatter, count_in_copies):
         (found,) = jax.jit(count, static_argnames="bins")(places, bins=80)
         assert found.dtype == jnp.uint32

@@ -1,4 +1,4 @@
-"""What is asked of reducers in vain, and what is said of it."""
+"""Impossible requests to reducers raise clear errors."""
 
 import contextlib
 import re
@@ -25,7 +25,7 @@ def f(x):
 
 
 def raises(error, message, **asked):
-    """That a capture raises, word for word; `HERE` stands for a line of this file."""
+    """Check that a capture raises this message; `HERE` means a line of this file."""
     pattern = re.escape(message).replace("HERE", HERE)
     with pytest.raises(error) as caught:
         tapax.capture(asked.pop("fn", f), **{"values": None, "grads": None, **asked})(X)
@@ -33,11 +33,11 @@ def raises(error, message, **asked):
     assert re.fullmatch(pattern, text), text
 
 
-# --- which reducer, of which site ---------------------------------------------------------------
+# --- reducers and sites ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", ["rms", 3, None, {"h": R.rms}])
-def test_what_is_no_reducer(wrong):
+def test_an_argument_that_is_not_a_reducer_raises(wrong):
     raises(
         TypeError,
         f"`values` maps a selection to {wrong!r} of type {type(wrong).__name__}, which is neither "
@@ -47,13 +47,13 @@ def test_what_is_no_reducer(wrong):
     )
 
 
-def test_what_is_no_reducer_among_several():
+def test_one_of_several_that_is_not_a_reducer_raises():
     message = "`values` maps a selection to 3 of type int, which is neither a reducer nor"
     with pytest.raises(TypeError, match=message):
         tapax.capture(f, values={"h": [R.rms, 3]})
 
 
-def test_factories_are_no_reducers():
+def test_factories_are_not_reducers():
     for factory in (R.histogram, R.topk, R.quantiles):
         with pytest.raises(TypeError, match="a function that makes a reducer: call it"):
             tapax.capture(f, values={"h": factory})
@@ -76,7 +76,7 @@ def test_pairs_are_for_gradients(reducer):
 
 
 @pytest.mark.parametrize("key", ["", 3, R.rms])
-def test_keys_that_are_no_selections(key):
+def test_keys_that_are_not_selections(key):
     with pytest.raises((TypeError, tapax.SiteError)) as caught:
         tapax.capture(f, values={key: R.rms})
     assert "`values`" in str(caught.value)
@@ -179,7 +179,7 @@ def test_reducers_of_floats_refuse_integers(reducer):
 
 
 def test_a_name_does_not_depend_on_what_was_left_out():
-    """One of two reducers is not for integers: the other keeps the name it has elsewhere."""
+    """If one of two reducers rejects integers, the other keeps its usual name."""
     _, taps = tapax.capture(f, values={"**": [R.rms, R.minmax]})(X)
     assert set(taps.values) == {"h:rms", "h:minmax", "k:rms", "k:minmax", "n:minmax"}
 
@@ -203,7 +203,7 @@ def test_axes_that_are_not_there():
             "values have 2 axes: [2, 3].",
             values={"h": R.rms(axis=axis)},
         )
-    # A mapped axis is none of the value.
+    # A mapped axis is not an axis of the value.
     fn = jax.vmap(lambda x: tapax.sow(x, "h"))
     with pytest.raises(tapax.SiteError, match=re.escape("values have 1 axes: [3]")):
         tapax.capture(fn, values={"h": R.rms(axis=1)})(X)
@@ -260,7 +260,7 @@ def test_a_state_that_changes(name, total):
 
 
 @pytest.mark.parametrize("field", ["init", "update", "combine", "finish"])
-def test_what_is_no_function(field):
+def test_an_argument_that_is_not_a_function_raises(field):
     parts = {"init": lambda: 0.0, "update": lambda s, x: s, "combine": lambda a, b: a}
     message = f"Reducer takes a function as `{field}`, but was given 3 of type int."
     with pytest.raises(TypeError, match=re.escape(message)):
@@ -276,7 +276,7 @@ def test_an_error_of_a_users_own_is_theirs():
         tapax.capture(f, values={"h": reducer})(X)
 
 
-# --- making one ---------------------------------------------------------------------------------
+# --- making reducers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_bad_magnitudes_are_refused(magnitudes):
 
 
 @pytest.mark.parametrize("axis", [1.5, None, "a", (0, 1.5)])
-def test_axes_that_are_no_integers(axis):
+def test_axes_that_are_not_integers(axis):
     with pytest.raises(TypeError, match="`axis`"):
         R.rms(axis=axis)
 
@@ -356,11 +356,11 @@ def test_what_cannot_be_had_along_an_axis(reducer):
         reducer(axis=0)
 
 
-# --- where it cannot be done --------------------------------------------------------------------
+# --- unsupported programs -----------------------------------------------------------------------
 
 
 def test_second_derivatives_through_a_checkpoint():
-    """Where the gradient is a sum of parts that are not there at once, it cannot be reduced."""
+    """A gradient cannot be reduced if its summands do not exist at the same time."""
     block = jax.checkpoint(lambda x: tapax.sow(jnp.sin(x), "h"))
     loss = lambda x: jnp.sum(block(x) ** 3)
     step = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))

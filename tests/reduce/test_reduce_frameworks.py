@@ -1,4 +1,4 @@
-"""Reducers of the modules of every framework."""
+"""Reducers apply to the modules of every framework."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ FRAMEWORKS = ["nnx", "nnx scan", "linen", "equinox"]
 
 
 def model_of(name):
-    """A step that takes a gradient, of a framework, and its arguments."""
+    """Return a framework's step that takes a gradient, and its arguments."""
     x = jnp.sin(jnp.arange(12, dtype=jnp.float32)).reshape(4, 3)
     if name.startswith("nnx"):
         from flax import nnx
@@ -49,7 +49,7 @@ def model_of(name):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_modules_of_frameworks(name):
-    """The statistics of what a plain capture returns."""
+    """Reduced values equal the statistics of the arrays of a plain capture."""
     step, args = model_of(name)
     _, whole = tapax.capture(step)(*args)
     grads = {"**": [R.rms, R.minmax]}

@@ -1,4 +1,4 @@
-"""Reducers store no value that they reduce."""
+"""Reducers do not store the values that they reduce."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_layers_written_out_keep_no_scales():
         jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
         for f in (written_out(lambda x, name: x), watched)
     ]
-    # The two scales of the squares would be as large as a value each.
+    # Each of the two scales of the squares would be as large as a value.
     assert memory[1] <= memory[0] + args[1].nbytes
 
 
@@ -87,6 +87,6 @@ def test_no_value_is_stored(which, remat):
             jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
             for f in (step, watched)
         ]
-        # Every site would add one value for each layer. How buffers are shared, and with that a
+        # Every site would add one value for each layer. How XLA shares buffers, and with it a
         # value or two, depends on the processor.
         assert memory[1] <= memory[0] + LAYERS // 4 * args[1].nbytes

@@ -111,7 +111,7 @@ def test_branches_that_some_devices_take(wide):
 @pytest.mark.parametrize("varying", [True, False])
 @pytest.mark.parametrize("how", ["scan", "while"])
 def test_devices_that_run_a_different_number_of_times(wide, varying, how):
-    """Each value counts as often as it was there, also if it is the same on all devices."""
+    """Each value counts once for each time it ran, even if it is equal on all devices."""
 
     def local(x):
         value = lambda: tapax.sow(x if varying else jnp.ones((2, 2)), "h").sum() + 0 * x.sum()
@@ -156,7 +156,7 @@ def test_a_mesh_in_a_scan_with_remat_and_vmap(wide):
 
 
 def test_leaves_that_vary_over_different_axes(wide):
-    """A combination may have more to do with the device than its parts."""
+    """A combined state may vary over more mesh axes than its parts."""
     ties = R.Reducer(
         lambda x: (jnp.full((), -jnp.inf, x.dtype), jnp.zeros((), jnp.int32)),
         lambda s, x: (x.max(), jnp.asarray(1, jnp.int32)),

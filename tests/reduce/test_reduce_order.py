@@ -1,4 +1,4 @@
-"""Reducers that users write: the order of combination, their states and results."""
+"""User-written reducers: the order of combination, their states and results."""
 
 import functools
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.once
 
 
 def affine(**options):
-    """Composes maps y -> a y + b, given as [a, b]: the order matters."""
+    """Compose maps y -> a y + b, given as [a, b], where the order matters."""
     return R.Reducer(
         init=lambda: {"a": 1.0, "b": 0.0},
         update=lambda s, x: {"a": x[0] * s["a"], "b": x[0] * s["b"] + x[1]},
@@ -55,7 +55,7 @@ OVER = ["scan", "reversed scan", "while", "vmap", "vmap of vmap"]
     ("over", "count"), [*((o, n) for o in OVER for n in (1, 2, 7)), ("mesh", 8)]
 )
 def test_states_are_combined_in_order(over, count, wide):
-    """In the order of iterations, by their number; of examples and devices as they lie."""
+    """States combine in the order of iterations, then of examples and devices along their axes."""
     maps = MAPS[:count]
     if over == "vmap of vmap":
         maps = np.concatenate([maps, maps[::-1] + 0.5]).reshape(2, count, 2)
@@ -85,7 +85,7 @@ def test_states_are_combined_in_order(over, count, wide):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_gradients_are_combined_in_the_order_of_iterations(reverse):
-    """A backward pass runs the other way; the order is that of the iterations all the same."""
+    """States combine in the order of iterations, though the backward pass reverses it."""
 
     def loss(xs):
         body = lambda c, xm: (c + jnp.sum(tapax.sow(xm[0], "h") * xm[1]), None)
@@ -137,8 +137,8 @@ def test_order_where_some_iterations_do_not_count():
     check_affine(taps, MAPS[p], "h:")
 
 
-def test_what_init_may_return():
-    """A state of Python numbers has the types of one that has seen something."""
+def test_init_may_return_python_numbers():
+    """A state of Python numbers takes the types of an updated state."""
     add = lambda state, x: state + x.sum(dtype=x.dtype)
     total = lambda init: R.Reducer(init, add, lambda a, b: a + b)
     for init in (lambda: 0, lambda: 0.0, lambda x: jnp.zeros((), x.dtype), lambda x: 0):

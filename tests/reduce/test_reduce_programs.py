@@ -1,7 +1,7 @@
 """Reducers inside programs: loops, branches, maps, meshes; values and gradients.
 
-The oracle runs the program one operation at a time, writes down every value in the order of
-execution, and NumPy reduces them in float64.
+The oracle runs the program one operation at a time and records every value in the order of
+execution; NumPy reduces them in float64.
 """
 
 import functools
@@ -23,7 +23,7 @@ EDGES = (-1.0, -0.2, 0.1, 0.5, 4.0)
 TOL = 1e-11 if jax.config.jax_enable_x64 else 3e-5
 REDUCERS = {
     "moments": lambda x: np.stack([x.mean(), x.var()]),
-    "minmax": lambda x: np.stack([x.min(), x.max()]),  # it would see a zero that was filled in
+    "minmax": lambda x: np.stack([x.min(), x.max()]),  # it would count a zero that tapax filled in
 }
 COMPLEX = ("moments",)
 EACH = [getattr(R, name) for name in REDUCERS]
@@ -46,10 +46,10 @@ def names(x):
 
 
 def check(found, name, every, shape=None, tol=TOL):
-    """That results are those of the values of every iteration, and of all of them together.
+    """Check the results for every iteration, and for all iterations together.
 
-    `every` is a list of values in the order of execution, or of lists of them: the values that one
-    result stands for. `shape` is that of the loops.
+    `every` lists the values in the order of execution, or a list of values for each result.
+    `shape` is the shape of the loops.
     """
     every = [v if isinstance(v, list) else [v] for v in every]
     groups = [np.concatenate([exact(x).ravel() for x in v]) for v in every]
@@ -115,7 +115,7 @@ def test_reduced_gradients_of_every_program(name):
         gs, vs = ([exact(x).ravel() for x in xs] for xs in (expected[site], seen[site]))
         norm = np.linalg.norm
         cosine = [np.vdot(g, v).real / norm(g) / norm(v) for g, v in zip(gs, vs, strict=True)]
-        if name != "complex_values":  # whose gradient is conjugated by convention
+        if name != "complex_values":  # JAX conjugates their gradients by convention
             shape = taps.grads[f"{site}:cosine"].shape
             close(taps.grads[f"{site}:cosine"], np.reshape(cosine, shape), 10 * TOL)
         ratio = norm(np.concatenate(gs)) / norm(np.concatenate(vs))
@@ -180,7 +180,7 @@ def fori_traced(sow):
     )(4, x)
 
 
-NESTED = {  # for each place in the loops that are stacked: which of the values it stands for
+NESTED = {  # for each index of the stacked loops: the values that it reduces
     while_in_scan: [[0, 1], [], [2, 3, 4]],
     scan_in_while: [[0, 2, 4], [1, 3, 5]],
     while_in_while: [0, 1, 2],
@@ -354,7 +354,7 @@ def test_several_keys_for_one_site():
     close(taps.values["h:sum.total"], h.sum())
 
 
-def test_a_whole_value_beside_a_reduced_one():
+def test_a_whole_value_and_a_reduced_one():
     h = np.stack([X * f for f in (1, 2, 6, 24, 120)])
     _, taps = captured(scanned, jnp.asarray(X), values=["h", {"h": R.sum}])
     close(taps.values["h"], h)

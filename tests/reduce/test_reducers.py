@@ -1,4 +1,4 @@
-"""Every reducer by itself, against NumPy in float64 on the values it was given."""
+"""Every reducer by itself, against NumPy in float64 on the same values."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.once
 R = tapax.reduce
 EDGES = (-2.0, -0.5, 0.0, 0.1, 0.7, 3.0)
 RNG = np.random.default_rng(0)
-STATISTICS = {  # of the elements along the last axis, in float64
+STATISTICS = {  # over the elements along the last axis, in float64
     "sum": lambda x: x.sum(-1),
     "mean": lambda x: x.mean(-1),
     "var": lambda x: x.var(-1),
@@ -54,7 +54,7 @@ def one(x, reducer):
 
 
 def exact(x):
-    """A value as NumPy has it, in 64 bits."""
+    """Convert a value to NumPy in 64 bits."""
     x = np.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x.astype(np.complex128)
@@ -62,7 +62,7 @@ def exact(x):
 
 
 def rows(x, axis=None, keep=0):
-    """The elements of each unit along a new last axis; the first few axes are kept too."""
+    """Move the elements of each unit to a new last axis, keeping the first few axes."""
     rank = x.ndim - keep
     kept = () if axis is None else (axis,) if isinstance(axis, int) else axis
     kept = [*range(keep), *sorted(keep + k % rank for k in kept)]
@@ -108,7 +108,7 @@ def test_every_reducer_on_every_type(dtype):
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int4"])
 def test_types_of_few_bits(dtype):
-    """They are promoted to nothing by themselves, and some have no infinity."""
+    """JAX does not promote types of few bits, and some have no infinity."""
     x = jnp.asarray(np.array([[-2.0, 0.0, 1.0], [3.0, 3.0, 0.5]]).round(), dtype)
     taken = [r for r in ALONG if r.takes(x.dtype)]
     found = reduced(sow, [*taken, R.topk(2), R.histogram(EDGES)], x)
@@ -263,7 +263,7 @@ def test_large_integers_stay_exact():
 
 
 def binned(x, edges):
-    """`numpy.histogram`, for which NaN must be left out."""
+    """Call `numpy.histogram` without the NaNs."""
     x = exact(x).ravel()
     return np.histogram(x[~np.isnan(x)], np.asarray(edges, np.float64))[0]
 
@@ -281,14 +281,14 @@ def test_histogram_of_every_type(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("step", [0.1, 0.3, 1.0])
 def test_values_on_the_edges(dtype, step):
-    """Edges that the type of the values cannot represent are not rounded to it."""
+    """Edges that the dtype of the values cannot represent are not rounded to it."""
     edges = np.arange(-5, 6) * step
     with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
         near = np.asarray(jnp.asarray(edges, dtype))
         infinity = np.asarray(np.inf, near.dtype)
         around = [near, np.nextafter(near, infinity), np.nextafter(near, -infinity)]
         x = np.concatenate(around)
-        x = jnp.asarray(x[(x == 0) | (np.abs(x) > 1e-30)])  # what is subnormal is zero to a CPU
+        x = jnp.asarray(x[(x == 0) | (np.abs(x) > 1e-30)])  # a CPU treats subnormal numbers as zero
         assert x.dtype == dtype
         assert one(x, R.histogram(edges)).tolist() == binned(x, edges).tolist()
 
@@ -301,14 +301,14 @@ def test_histograms_with_any_edges(edges):
     up = np.float32(np.inf)
     x = np.concatenate([x, np.nextafter(x, up), np.nextafter(x, -up)])
     if np.abs(x[x != 0]).min(initial=1) < 1e-37:
-        x = x[np.abs(x) > 1e-37]  # the CPU takes what is smaller for zero
+        x = x[np.abs(x) > 1e-37]  # the CPU treats smaller numbers as zero
         x = np.resize(x, 12) if x.size else np.ones(12, np.float32)
-    # The same shape each time, so that JAX compiles one comparison.
+    # All cases have one shape, so that JAX compiles one comparison.
     assert one(x, R.histogram(edges)).tolist() == binned(x, edges).tolist()
 
 
 def test_zeros_are_below_every_positive_edge():
-    """A CPU takes subnormal numbers for zero, and may not take zero for one of them."""
+    """A CPU may treat subnormal numbers as zero, but must not count zero as subnormal."""
     found = one(np.zeros(3, np.float32), R.histogram(log2=(-140, 0)))
     assert found[0] == found.sum() == 3
     assert one(np.zeros(3, np.float32), R.histogram([-1, 1e-40, 1])).tolist() == [3, 0]
@@ -344,7 +344,7 @@ def test_histogram_of_magnitudes(dtype):
             ((a <= magnitudes) & (magnitudes < b)).sum() for a, b in itertools.pairwise(edges)
         ]
         found = one(x, R.histogram(log2=(-10, 10)))
-        if dtype == "complex64":  # the magnitude of 0.6 + 0.8i is one up to rounding
+        if dtype == "complex64":  # up to rounding, the magnitude of 0.6 + 0.8i is one
             assert found.sum() == len(x)
         else:
             assert found.tolist() == expected
@@ -393,7 +393,7 @@ FEW = [[7.0], [3.0, -1.0, 2.0], [*range(1, 102)], [0.0] * 29 + [1.0] * 72]
 
 
 def lower(x, ranks):
-    """`numpy.quantile` with `method="lower"`, which takes 0.29 * 100 for less than 29."""
+    """Call `numpy.quantile` with `method="lower"`, which rounds 0.29 * 100 below 29."""
     x = np.sort(np.ravel(x))
     return np.array([x[int(q * (x.size - 1) + 1e-9)] for q in ranks])
 
@@ -438,7 +438,7 @@ def test_quantiles_in_64_bits():
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_quantiles_at_the_ends_of_the_magnitudes(sign):
-    """What is beyond the magnitudes does not touch what is between them."""
+    """Values outside the range of magnitudes do not affect values inside it."""
     kept = sign * np.array([0.0011] * 10 + [999.0] * 10)
     more = [[1e30] * 3, [-1e30] * 3, [1e-9] * 3, [np.inf] * 3, [-np.inf] * 3, [1e30, -1e30, 0.0]]
     xs = np.stack([np.concatenate([kept, beyond]) for beyond in more]).astype(np.float32)
@@ -475,7 +475,7 @@ def test_quantiles_leave_nan_out():
 
 
 def compared(g, v):
-    """Both statistics of flat gradients and values, in float64."""
+    """Compute both statistics of flat gradients and values in float64."""
     g, v = exact(g).ravel(), exact(v).ravel()
     return np.vdot(g, v).real / np.linalg.norm(g) / np.linalg.norm(v), (
         np.linalg.norm(g) / np.linalg.norm(v)
@@ -534,7 +534,7 @@ def test_variance_far_from_zero(count, noise, over):
 
 
 def test_variance_where_the_first_examples_do_not_count():
-    """An example for which nothing ran must not be what means are measured from."""
+    """The variance must not take its shift from an example that did not run."""
     x = (1e4 + 0.1 * RNG.standard_normal((16, 500))).astype(np.float32)
     p = jnp.arange(16) >= 5
     fn = jax.vmap(lambda p, x: lax.cond(p, sow, lambda x: x, x))
@@ -553,7 +553,7 @@ def test_low_precision_is_accumulated_in_float32():
     assert found["mean"] == found["rms"] == 1
     assert found["sum"] == 100_000
     np.testing.assert_allclose(found["norm"], math.sqrt(100_000), rtol=1e-5)
-    half = jnp.full(1000, 60_000, jnp.float16)  # whose sum and squares are no float16
+    half = jnp.full(1000, 60_000, jnp.float16)  # their sum and squares overflow float16
     np.testing.assert_allclose(one(half, R.mean), 60_000, rtol=1e-5)
     np.testing.assert_allclose(one(half, R.rms), 60_000, rtol=1e-5)
     many = jnp.ones((4096, 64), jnp.bfloat16)

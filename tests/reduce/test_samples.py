@@ -1,4 +1,4 @@
-"""Histograms and quantiles of a sample: which elements are counted, and how results say so."""
+"""Histograms and quantiles of a sample: the counted elements, and the names of the results."""
 
 import re
 
@@ -22,7 +22,7 @@ def counts(x, reducer):
     ("shape", "axis"), [((3, 32, 5), 1), ((32,), 0), ((4, 3, 32), 2), ((32, 3), 0)], ids=str
 )
 def test_one_of_every_eight_neighbours_is_counted(shape, axis):
-    # The value is the number of the group that an element is in.
+    # The value of each element is the number of its group.
     group = np.arange(shape[axis]) // 8
     x = np.broadcast_to(group.reshape(-1, *[1] * (len(shape) - axis - 1)), shape)
     found = counts(jnp.asarray(x, jnp.float32), R.histogram(range(5), sample=1 / 8))
@@ -51,7 +51,7 @@ def test_the_places_are_random_and_depend_on_the_seed():
     }
     for found in taken.values():
         assert found.sum() == 40 * 64
-        # Every place has 160 of 2,560, with a standard deviation of 12.
+        # Every position has 160 of 2,560, with a standard deviation of 12.
         assert np.abs(found - 160).max() < 75
     assert taken[0].tolist() != taken[1].tolist()
     again = jax.jit(tapax.capture(lambda x: tapax.sow(x, "h"), values={"h": _sampled()}))
@@ -96,12 +96,12 @@ def test_tables_and_logs_say_that_it_is_a_sample(tmp_path):
 
 
 @pytest.mark.parametrize("sample", [0, 2, -0.5, 0.3, "1/16", None, True, np.nan, 1e-6])
-def test_samples_that_are_no_fraction_are_refused(sample):
+def test_samples_that_are_not_fractions_raise(sample):
     with pytest.raises(ValueError, match=re.escape(f"but is {sample!r}: one of n elements")):
         R.histogram([0, 1], sample=sample)
 
 
-def test_seeds_that_are_no_words_are_refused():
+def test_seeds_that_are_not_words_raise():
     for seed in (-1, 2**32, 0.5, True):
         with pytest.raises(ValueError, match="`seed` must be an integer from 0"):
             R.quantiles(0.5, sample=0.5, seed=seed)

@@ -1,4 +1,4 @@
-"""The errors between two arrays, with `np.spacing` as the oracle."""
+"""Errors between two arrays, with `np.spacing` as the oracle."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ NONE = Tolerance()
 
 
 def one_above(x, dtype):
-    """The next number of a type after a positive one, from its bits."""
+    """Return the next larger number of a dtype after a positive one, from its bits."""
     x = np.asarray(x, dtype)
     bits = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize]
     return (x.view(bits) + bits(1)).view(x.dtype)
@@ -50,7 +50,7 @@ def test_numbers_that_cancelled_are_measured_by_the_mean():
     x = np.array([1.0, -1.0, 1e-7, 1.0], np.float32)
     y = np.array([1.0, -1.0, 0.0, 1.0], np.float32)
     assert not compare_arrays(x, y, Tolerance(ulps=4)).differs
-    # One large number hides nothing: the mean is not the largest.
+    # One large number does not hide the others: the mean is not the maximum.
     x, y = np.ones(4096, np.float32), np.ones(4096, np.float32)
     x[0] = y[0] = 1e3
     y[7] = 1.001

@@ -1,4 +1,4 @@
-"""Results in a notebook: text stays text, and HTML is whole, escaped and without scripts."""
+"""Results in a notebook are well-formed, escaped HTML without scripts, and text stays text."""
 
 import builtins
 import html.parser
@@ -16,7 +16,7 @@ VOID = {"br", "hr", "img", "input", "link", "meta"}
 
 
 class Page(html.parser.HTMLParser):
-    """The rows, the folders and the tags of some HTML; fails on tags that are not closed."""
+    """A parser of rows, folders and tags that fails on unclosed tags."""
 
     def __init__(self, text):
         super().__init__()
@@ -49,7 +49,7 @@ class Page(html.parser.HTMLParser):
             self.rows[-1].append((cell + data, attrs))
 
     def cells(self, label):
-        """The cells of the one row with a label, without the count that a folder has."""
+        """Return the cells of the only row with a label, without the count of a folder."""
         [row] = [row for row in self.rows if re.sub(r" \(\d+\)$", "", row[0][0]) == label]
         return [cell for cell, _ in row[1:]]
 
@@ -80,7 +80,7 @@ X = jnp.ones(2, jnp.float32)
 
 
 class ZMQInteractiveShell:
-    """Stands in for the shell of a notebook, by whose name rich knows one."""
+    """A stand-in for the shell of a notebook, which rich recognises by its class name."""
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_large_tree_is_folded_and_cut():
         return x
 
     found = page(tapax.sites(lambda x: f(x, 50))(X))
-    assert found.folders == [True] + 50 * [False]  # `a` alone needs no folder
+    assert found.folders == [True] + 50 * [False]  # `a` needs no folder
     assert any(row[0][0] == "49/a (2)" for row in found.rows)
     found = page(tapax.sites(lambda x: f(x, 1100))(X))
     assert "The first 2000 of 2200 rows" in found.text and "layers (2000)" in found.text

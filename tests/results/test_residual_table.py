@@ -1,4 +1,4 @@
-"""Tables of residuals: order, groups, totals, and how they print."""
+"""Tables of residuals: order, groups, totals and printing."""
 
 import jax
 import numpy as np

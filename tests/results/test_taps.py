@@ -1,4 +1,4 @@
-"""The results of a capture: a pytree, and the tables that people read."""
+"""The results of a capture are a pytree and print as tables."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def test_taps_are_a_pytree():
     assert ".values['block0/attn']" in paths
 
 
-@pytest.mark.filterwarnings("ignore:The chararray class")  # treescope looks through all of numpy
+@pytest.mark.filterwarnings("ignore:The chararray class")  # treescope inspects all of numpy
 def test_taps_show_in_a_notebook():
     import treescope
 

@@ -1,4 +1,4 @@
-"""Taking captured arrays apart: a selection of them, a stack of them, their copies on the host."""
+"""`Taps.select`, `Taps.stack` and `Taps.to_host`, and the keys of the results."""
 
 import copy
 import pickle
@@ -47,7 +47,7 @@ def test_a_selection_of_rules_picks_operations():
     _, taps = tapax.capture(net, values=both)(X)
     sines = taps.select(tapax.ops("sin"))
     assert len(sines.values) == 3 and all(site.op == "sin" for site in sines.sites)
-    # Whoever captured operations finds them by their names, too.
+    # Captured operations are also found by their names.
     assert list(taps.select("block1/**").values) == [n for n in taps.values if "block1" in n]
     assert len(taps.select("**").values) == len(taps.values) == 12
 
@@ -219,7 +219,7 @@ def test_a_missing_key_of_an_empty_mapping(taps):
 def test_mappings_are_otherwise_dicts(taps):
     values = taps.values
     assert values.get("x") is None and values.get("x", 3) == 3 and "x" not in values
-    assert "x" not in values  # asking for a key adds nothing
+    assert "x" not in values  # looking up a missing key adds nothing
     with pytest.raises(KeyError):
         values["x"]
     assert len(values) == 6

@@ -1,4 +1,4 @@
-"""Taps on disk: what `Taps.save` writes is what `tapax.open` reads, whole or not at all."""
+"""`tapax.open` reads what `Taps.save` wrote, completely or not at all."""
 
 import json
 import os
@@ -281,7 +281,7 @@ def test_a_kill_leaves_a_whole_file(path):
         end = time.monotonic() + 120
         while not path.exists() and time.monotonic() < end:
             time.sleep(0.01)
-        for _ in range(30):  # every look finds one whole capture
+        for _ in range(30):  # every read finds one complete capture
             found = tapax.open(path)
             assert len({float(x) for name in "ab" for x in np.unique(found.values[name])}) == 1
     finally:
@@ -304,4 +304,4 @@ def test_scanned_layers_come_back_as_they_were(tmp_path):
     assert read.sites["layers/h"].layers == taps.sites["layers/h"].layers
     assert list(read.select("layers/*").values) == ["layers/h"]
     with pytest.raises(tapax.SiteError, match="matches no site"):
-        read.select("layers/1/h")  # what was captured is stacked
+        read.select("layers/1/h")  # the captured arrays are stacked

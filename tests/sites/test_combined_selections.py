@@ -1,4 +1,4 @@
-"""Combined selections, and their errors if they pick nothing."""
+"""Combined selections, and the errors for selections that pick nothing."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A real Chromium, driven through `driver.mjs`: tabs open a page, act on it and read it back."""
+"""A real Chromium, driven through `driver.mjs`: tabs open pages, act on them and read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IS_SHOWN = f"{PAGE}?.tapaxPage?.inspect().view"
 
 
 class Chromium:
-    """A browser. `open` makes a tab; tabs are closed with the browser."""
+    """A browser; `open` makes a tab, and closing the browser closes its tabs."""
 
     def __init__(self) -> None:
         prepared = subprocess.run(
@@ -47,7 +47,7 @@ class Chromium:
         dark: bool = False,
         wait: str = IS_SHOWN,
     ) -> Tab:
-        """Open a file or a URL, and wait until the page is shown."""
+        """Open a file or a URL, and wait until the browser shows the page."""
         url = page.resolve().as_uri() if isinstance(page, Path) else page
         width, height = size
         made = self.call(
@@ -63,7 +63,7 @@ class Chromium:
 
 
 class Tab:
-    """A page in the browser; `seconds` is how long it took until it was shown."""
+    """A page in the browser, which took `seconds` to appear."""
 
     def __init__(self, browser: Chromium, number: int, seconds: float):
         self._browser = browser
@@ -74,7 +74,7 @@ class Tab:
         return self._browser.call(command, tab=self._number, **arguments)
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression; `page` is the page, `root` its shadow root."""
+        """Evaluate an expression of `page`, the page, and `root`, its shadow root."""
         return self._call(
             "evaluate",
             script=f"(() => {{ const page = {PAGE}.tapaxPage, root = {PAGE}.shadowRoot; "
@@ -91,7 +91,7 @@ class Tab:
         self._call("wait", script=script, timeout=1000 * seconds)
 
     def show(self, view: str, condition: str = "drawn", **change: Any) -> Any:
-        """Go to a view, wait until it is drawn, and return what is drawn."""
+        """Go to a view, wait until it is drawn, and return its report of what it drew."""
         self.set(view=view, **change)
         self.wait(condition)
         return self.drawn
@@ -102,7 +102,7 @@ class Tab:
 
     @property
     def drawn(self) -> Any:
-        """What the view drew, as it says itself. Numbers that JSON does not have are strings."""
+        """Return the view's report of what it drew, with strings for numbers that JSON lacks."""
         return self.evaluate(
             "JSON.parse(JSON.stringify(page.inspect().drawn, "
             "(_, x) => typeof x === 'number' && !Number.isFinite(x) ? String(x) : x))"
@@ -113,7 +113,7 @@ class Tab:
         return self.evaluate("page.inspect().state")
 
     def pixel(self, canvas: str, x: float, y: float) -> list[int]:
-        """The colour at a place of a canvas."""
+        """Return the colour at a position of a canvas."""
         return self.evaluate(
             f"[...root.querySelector({canvas!r}).getContext('2d')"
             f".getImageData({x}, {y}, 1, 1).data]"
@@ -164,7 +164,7 @@ class Tab:
         self._call("screenshot", path=str(path))
 
     def check_quiet(self) -> None:
-        """Fail if the page logged an error, or asked anybody for anything."""
+        """Fail if the page logged an error or made a request."""
         seen = self._call("seen")
         assert not seen["errors"], seen["errors"]
         assert not seen["requests"], seen["requests"]

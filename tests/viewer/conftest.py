@@ -1,4 +1,4 @@
-"""A browser, and pages of a small model that are made once."""
+"""Fixtures that make a browser, and the pages of a small model, once for all tests."""
 
 import warnings
 
@@ -19,7 +19,7 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def captured():
-    """Taps of a train step of a small transformer, and its tokens."""
+    """Return the taps of a train step of a small transformer, and its tokens."""
     return programs.capture_step()
 
 
@@ -33,7 +33,7 @@ def capture_page(captured, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run_log(tmp_path_factory):
-    """The path of the log of a short run, with histograms and alerts."""
+    """Return the path of the log of a short run, with histograms and alerts."""
     path = tmp_path_factory.mktemp("logs") / "run.jsonl"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -55,7 +55,7 @@ def rng():
 
 @pytest.fixture
 def stub_bundle(monkeypatch):
-    """A bundle that draws nothing, for tests that run no browser."""
+    """Replace the bundle by one that draws nothing, for tests without a browser."""
     stub = "var tapaxPage = { render() {} };"
     for module in ("_browser", "_html", "_notebook", "_server"):
         monkeypatch.setattr(f"tapax.viewer.{module}.read_bundle", lambda: stub)

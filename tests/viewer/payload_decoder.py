@@ -1,4 +1,4 @@
-"""An oracle: reads payloads with NumPy alone, by the words of `tapax.viewer._format`."""
+"""An oracle that reads payloads with NumPy alone, as `tapax.viewer._format` specifies them."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ def tile(content, codec, rows, columns):
 
 
 def matrix(entry, read, level=0):
-    """The sites of the rows, and the numbers at one of the levels."""
+    """Return the sites of the rows, and the numbers at one of the levels."""
     chosen = entry["levels"][level]
     rows, columns = entry["rows"], chosen["columns"]
     numbers = np.empty((rows, columns), np.float32)
@@ -56,7 +56,7 @@ def matrix(entry, read, level=0):
 
 
 def numbers_by_name(subject, read):
-    """Every number of a subject: by site, kind and statistic, an array over steps."""
+    """Return an array over steps for each site, kind and statistic of a subject."""
     found = {}
     for statistic in subject["statistics"]:
         sites, numbers = matrix(statistic["matrix"], read)
@@ -66,7 +66,7 @@ def numbers_by_name(subject, read):
 
 
 class Reader:
-    """What a page knows: a header, and the updates that it has applied."""
+    """The state of a page: a header, and the updates that it has applied."""
 
     def __init__(self, header, read):
         self.read = read
@@ -104,7 +104,7 @@ class Reader:
 
 
 def read_saved(text):
-    """The header of a saved file, and a function that returns its blobs."""
+    """Return the header of a saved file, and a function that returns its blobs."""
     found = re.findall(r'<script type="application/octet-stream" id="([\w-]+)">([^<]*)<', text)
     elements = {name: base64.b64decode(content) for name, content in found}
     header = json.loads(inflate(elements["tapax-header"]))

@@ -1,4 +1,4 @@
-"""A small transformer, captured and monitored, as the tests of the page look at it."""
+"""A small transformer, captured and monitored for the tests of the page."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,14 +56,14 @@ def _tokens(seed=0):
 
 
 def capture_step():
-    """The taps of one step with all values, gradients and attention weights; and the tokens."""
+    """Return the taps of a step with all values, gradients, attention weights; and the tokens."""
     tokens = _tokens()
     _, taps = tapax.capture(train_step, values=["**", "**:weights"])(*_start(), jnp.asarray(tokens))
     return taps, [[LETTERS[i] for i in line] for line in tokens]
 
 
 def monitor_run(path, steps=12):
-    """Watch every second step of a short run; alerts go off in it."""
+    """Watch every second step of a short run, which sets off alerts."""
     model, optimizer = _start()
     bins = tapax.reduce.histogram(log2=(-10, 4))
     watched = {"**": [tapax.reduce.rms, tapax.reduce.mean], "GPT/blocks/*": bins}

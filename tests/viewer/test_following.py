@@ -1,4 +1,4 @@
-"""Runs that are followed while they are written, and logs that are not whole."""
+"""Pages follow runs that are still being written, and read incomplete logs."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def log(request, tmp_path):
 
 
 class Follower:
-    """A page without a server: reads the header of a payload, then its updates."""
+    """A page without a server, which reads the header of a payload, then its updates."""
 
     def __init__(self, *paths):
         self.payload = make_page(*paths)._payload
@@ -90,7 +90,7 @@ def test_histograms_that_grew_are_sent_whole(log, monkeypatch):
 
 
 def test_a_record_appears_within_a_second_of_a_process_that_writes_it(tmp_path):
-    """The process writes the time into its records, so that the delay can be read from the page."""
+    """The process writes the time into its records, so that the page reveals the delay."""
     path = tmp_path / "run.jsonl"
     script = (
         "import sys, time\nfrom tapax import sink\nlog = sink.jsonl(sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""The page in a real JupyterLab, and on the static page of the notebook that was saved there."""
+"""The page in a real JupyterLab, and in the static page of the saved notebook."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lab(folder):
-    """The address of the notebook in a JupyterLab of its own."""
+    """Start a JupyterLab and return the address of the notebook in it."""
     pytest.importorskip("jupyterlab")
     pytest.importorskip("anywidget")
     with socket.socket() as free:
@@ -91,7 +91,7 @@ def lab(folder):
 
 @pytest.fixture(scope="module")
 def notebook(chromium, lab):
-    """The notebook, with its first cell run."""
+    """Open the notebook and run its first cell."""
     tab = chromium.open(lab, wait="document.body?.innerText.includes('(ipykernel) | Idle')")
     tab.click(".jp-Notebook .jp-CodeCell .cm-content")
     tab.press("Shift+Enter")

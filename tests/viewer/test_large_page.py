@@ -1,4 +1,4 @@
-"""Large runs: the size of a saved file, and how the page reads tiles."""
+"""Large runs: the size of a saved file, and the tiles that the page reads."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ from tapax.viewer._site_columns import SiteRow, Sources, make_site_columns
 
 @pytest.fixture
 def quantised(monkeypatch):
-    """Quantise statistics of any size, as those of ten thousand sites are."""
+    """Quantise statistics of any size, like those of ten thousand sites."""
     monkeypatch.setattr("tapax.viewer._matrices.EXACT_BYTES", 0)
 
 
 def make_page(numbers):
-    """A page of a run with these numbers by site and step, a tenth of a layer for each site."""
+    """Make a page of a run with these numbers by site and step, and ten sites to a layer."""
     parts = ["norm1", "query", "key", "value", "out", "attn", "norm2", "up", "down", "mlp"]
     names = [f"GPT/blocks/{i // 10}/{parts[i % 10]}" for i in range(len(numbers))]
     blobs = Blobs()
@@ -51,7 +51,7 @@ def test_a_saved_run_is_smaller_than_its_statistics_as_float32(tmp_path, kind, q
         draws = np.random.default_rng(0).standard_normal((1000, 2400), np.float32)
         numbers = np.exp(3 * draws)
     make_page(numbers).save(tmp_path / "run.html")
-    bundle = len(read_bundle())  # it does not grow with the run
+    bundle = len(read_bundle())  # its size does not depend on the run
     assert (tmp_path / "run.html").stat().st_size - bundle < 0.6 * numbers.nbytes
 
 
@@ -68,7 +68,7 @@ def test_a_large_run_is_drawn_from_its_overview_and_zoomed_from_its_tiles(
     tab.wait("drawn.numbers")
     drawn = tab.drawn
     shown = np.array(drawn["numbers"], np.float64).reshape(drawn["height"], drawn["width"])
-    # No pixel hides a spike or a NaN, however many numbers it stands for.
+    # No pixel hides a spike or a NaN, however many numbers it summarises.
     row = np.searchsorted(drawn["rowEdges"], 1234, side="right") - 1
     column = np.searchsorted(drawn["columnEdges"], 2000, side="right") - 1
     assert shown[row, max(0, column - 2) : column + 2].max() == pytest.approx(1e6, rel=1e-2)

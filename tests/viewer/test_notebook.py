@@ -1,4 +1,4 @@
-"""The page in a notebook: what the output of a cell has, and the messages of the widget."""
+"""The page in a notebook: the output of a cell, and the messages of the widget."""
 
 import html
 import json
@@ -23,7 +23,7 @@ def taps():
 
 
 def read_frame(markup):
-    """The saved page that the element of a notebook holds."""
+    """Return the saved page in the element of a notebook."""
     found = re.fullmatch(r'<iframe sandbox="allow-scripts" [^>]*srcdoc="([^"]*)"></iframe>', markup)
     return html.unescape(found[1])
 
@@ -54,7 +54,7 @@ def test_a_page_shows_itself_in_a_kernel_alone(taps, stub_bundle, monkeypatch):
 
 @pytest.fixture
 def messages(monkeypatch):
-    """What widgets send to the page."""
+    """Record the messages that widgets send to the page."""
     anywidget = pytest.importorskip("anywidget")
     sent = []
     send = lambda widget, content, buffers=None: sent.append((content, buffers))
@@ -88,7 +88,7 @@ def test_the_widget_ignores_messages_that_make_no_sense(taps, stub_bundle, messa
 
 
 def test_the_widget_follows_a_run_while_the_kernel_is_busy(tmp_path, stub_bundle, messages):
-    """Updates come from a thread, since a kernel that runs a cell answers no messages."""
+    """A thread sends updates, since a kernel does not answer messages while it runs a cell."""
     log = sink.jsonl(tmp_path / "run.jsonl")
     log(0, {"a/value_rms": 1.0})
     payload = make_page(log.path)._payload

@@ -25,7 +25,7 @@ def save(what, path, **options):
 
 @pytest.fixture
 def open_page(chromium):
-    """Opens pages, and checks in the end that they were quiet."""
+    """Open pages, and check at the end that they logged no errors and made no requests."""
     tabs = []
 
     def open_one(*args, **options):
@@ -273,5 +273,5 @@ def test_first_view_of_a_capture_of_four_hundred_sites_is_fast(chromium, tmp_pat
         assert len(tab.drawn["cells"]) == 400
         seconds.append(tab.seconds)
         tab.close()
-    # The bar is one second; a machine that tests on all its cores is given more.
+    # The limit is one second; a machine that tests on all its cores gets more.
     assert min(seconds) < 3

@@ -1,4 +1,4 @@
-"""The payload: codecs, levels, runs that grow and are resumed, statistics of captured arrays."""
+"""Payloads: codecs, levels, growing and resumed runs, statistics of captured arrays."""
 
 import json
 import zlib
@@ -19,7 +19,7 @@ def inflate(blob):
 
 
 def read(page, column):
-    """An array of a payload, as its specification says."""
+    """Read an array of a payload as its specification says."""
     dtype = {"f32": "<f4", "f64": "<f8", "i32": "<i4"}[column["dtype"]]
     whole = np.frombuffer(inflate(page.blobs[column["blob"]]), dtype)
     start = column.get("offset", 0)
@@ -27,7 +27,7 @@ def read(page, column):
 
 
 def read_statistic(page, of, stat, subject=0):
-    """The numbers of an exact statistic by the names of its sites."""
+    """Return the numbers of an exact statistic by the names of its sites."""
     entry = page.header["subjects"][subject]
     found = [each for each in entry["statistics"] if (each["of"], each["stat"]) == (of, stat)]
     (statistic,) = found
@@ -42,7 +42,7 @@ def read_statistic(page, of, stat, subject=0):
 
 
 def dequantise(content, rows, columns):
-    """Decode `q13` one number at a time, from the words of the specification."""
+    """Decode `q13` one number at a time, as the specification says."""
     parameters = np.frombuffer(content[: 12 * rows], "<f4").reshape(rows, 3).astype(np.float64)
     low, high = np.frombuffer(content[12 * rows :], np.uint8).reshape(2, rows, columns)
     special = [MISSING, np.nan, np.inf, -np.inf, 0.0]
@@ -207,7 +207,7 @@ def test_only_files_of_the_program_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("what", [3, None, {"a": 1}])
-def test_what_cannot_be_viewed_is_refused(what):
+def test_an_object_without_a_view_raises(what):
     with pytest.raises(TypeError, match=r"tapax\.view takes"):
         tapax.view(what)
 

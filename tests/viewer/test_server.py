@@ -1,4 +1,4 @@
-"""The local server: who gets an answer, and what it is."""
+"""The local server answers only requests from its page on this machine."""
 
 import contextlib
 import http.client
@@ -32,7 +32,7 @@ def page(taps, stub_bundle):
 
 
 class Client:
-    """Requests to a page, with headers and addresses that a browser would not send."""
+    """A client that requests a page with headers and addresses no browser would send."""
 
     def __init__(self, page):
         parts = urlsplit(page.serve())
@@ -89,7 +89,7 @@ def test_tokens_are_long_and_never_the_same(taps):
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.", "", "[::"]
 )
 def test_requests_to_another_host_name_are_refused(page, host):
-    """A name that an attacker points at 127.0.0.1 makes the attacker's page and ours one site."""
+    """A host name that resolves to 127.0.0.1 would put an attacker's page on our origin."""
     assert Client(page).status("/header", Host=host) == 421
 
 
@@ -197,7 +197,7 @@ def test_closing_ends_the_streams_of_pages_that_listen(tmp_path):
 
 
 class Stream:
-    """Server-sent events, read one by one."""
+    """A stream of server-sent events, read one by one."""
 
     def __init__(self, client, after=0, **headers):
         self._connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=10)

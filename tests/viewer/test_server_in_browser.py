@@ -1,4 +1,4 @@
-"""The page of the local server in a real browser: served, followed, and safe from names."""
+"""The page of the local server in a real browser: served, followed, and safe from bad names."""
 
 import time
 
@@ -17,7 +17,7 @@ DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame
 
 
 def check_requests(tab, address):
-    """The page logged no error, and asked nobody but its server."""
+    """Check that the page logged no error, and sent requests only to its server."""
     seen = tab._call("seen")
     assert seen["errors"] == [] and tab.evaluate("page.inspect().errors") == []
     origin = address.partition("?")[0]
@@ -97,7 +97,7 @@ def test_a_page_whose_server_is_gone_says_so(chromium, tmp_path):
 
 
 def test_another_site_cannot_read_the_page(chromium, tmp_path):
-    """A page from another origin knows the address, token and all, and gets nothing."""
+    """A page of another origin reads nothing, even with the full address and token."""
     _, taps = tapax.capture(lambda x: tapax.sow(x, "h"))(1.0)
     other = tmp_path / "other.html"
     other.write_text("<title>other</title>")

@@ -1,4 +1,4 @@
-"""The payloads of findings, differences, residuals, numbers by token and datasets."""
+"""Payloads of findings, differences, residuals, numbers by token and datasets."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 def read(*what, **options):
-    """The header of a page as JSON, and a function that returns blobs."""
+    """Return the header of a page as JSON, and a function that returns blobs."""
     page = make_page(*what, options=Options(**options))
     return json.loads(json.dumps(page.header, allow_nan=False)), page._payload.read_blob
 
@@ -146,7 +146,7 @@ WIDTH, LENGTH = 6, 25
 
 @pytest.fixture(scope="module")
 def acts(tmp_path_factory):
-    """A dataset on disk, of 8 examples of 25 tokens."""
+    """Harvest a dataset of 8 examples with 25 tokens each."""
     table = np.random.default_rng(0).normal(size=(50, WIDTH)) * np.arange(1, WIDTH + 1)
 
     def model(tokens):
@@ -175,7 +175,7 @@ def test_a_dataset_shows_its_columns_rows_and_most_active_contexts(acts, by_path
         order = np.argsort(-scores, kind="stable")[:16]
         assert [each["row"] for each in top["contexts"]] == order.tolist()
         first = top["contexts"][0]
-        begin = order[0] // LENGTH * LENGTH  # of its example
+        begin = order[0] // LENGTH * LENGTH  # within its example
         around = slice(max(begin, order[0] - 10), min(begin + LENGTH, order[0] + 11))
         np.testing.assert_allclose(first["activations"], scores[around], rtol=1e-6)
         assert first["tokens"] == [f"t{i}" for i in tokens[around]]

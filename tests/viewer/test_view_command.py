@@ -1,4 +1,4 @@
-"""`tapax view`, `tapax.view` outside of a notebook, and `monitor(..., to="page")`."""
+"""`tapax view`, `tapax.view` outside a notebook, and `monitor(..., to="page")`."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def log(tmp_path):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The addresses that would have been opened in a browser."""
+    """Record the addresses to open instead of opening a browser."""
     addresses = []
     monkeypatch.setattr(_browser, "open_browser", lambda url: bool(addresses.append(url)))
     return addresses
@@ -100,7 +100,7 @@ def test_view_opens_the_browser_unless_the_page_is_saved(log, tmp_path, stub_bun
 
 
 def test_a_script_goes_on_while_a_browser_shows_its_page(tmp_path):
-    """The browser of the test loads the page once: the script ends soon after."""
+    """The script ends soon after the browser of the test has loaded the page once."""
     browser = tmp_path / "browser.py"
     browser.write_text(
         "import sys, urllib.request\n"

@@ -1,4 +1,4 @@
-"""Every view of the page in a real browser: what is drawn is what was captured or logged."""
+"""Every view of the page draws the captured or logged numbers, in a real browser."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_cells_of_a_capture_have_the_colours_of_the_legend(capture_tab):
         colour = capture_tab.pixel("canvas.plot", round(cell["x"] + 4), round(cell["y"] + 4))
         return sum(colour[:3])
 
-    # In the light theme larger numbers are darker.
+    # The light theme draws larger numbers darker.
     assert lightness(cells[0]) > lightness(cells[len(cells) // 2]) > lightness(cells[-1])
 
 

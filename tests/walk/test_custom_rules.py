@@ -206,7 +206,7 @@ def test_a_site_in_a_root_finder_is_lost_with_a_warning():
         )
 
     if "inside" in _names_without_warning(f):
-        return  # up to jax 0.10 the body is an ordinary one
+        return  # up to jax 0.10 the body is an ordinary jaxpr
     with pytest.raises(tapax.SiteError, match="'inside' cannot be captured"):
         tapax.capture(f, values="inside")(X)
 

@@ -1,4 +1,4 @@
-"""Gradients that the program takes, in every way that JAX offers, and the calls they belong to."""
+"""Every JAX way to take a gradient is captured, under the name of the right call."""
 
 import jax
 import jax.numpy as jnp
@@ -221,7 +221,7 @@ def test_residuals_may_be_put_on_a_device_together():
 
 
 def test_calls_in_branches_are_numbered_alike_in_every_capture():
-    """A jitted function that was traced before has marks that are older than the others."""
+    """A jitted function that JAX traced earlier has older marks than the others."""
     layer = jax.jit(lambda x: tapax.sow(jnp.cos(x), "a"))
 
     def loss(x, flag):

@@ -172,7 +172,7 @@ def test_statistics_agree_with_those_of_unsharded_arrays(reducer):
     _, taps = tapax.capture(loss, values={"**": reducer}, grads=None)(*arguments())
     plain = {name: jnp.asarray(value) for name, value in captured_by_hand().items()}
     alone = lambda x: tapax.sow(x, "h")
-    del plain["s"]  # the loop stacks one value per iteration
+    del plain["s"]  # the loop stacks one value for each iteration
     for name, value in plain.items():
         _, one = tapax.capture(alone, values={"**": reducer}, grads=None)(value)
         for key, expected in one.values.items():

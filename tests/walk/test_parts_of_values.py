@@ -1,4 +1,4 @@
-"""Parts and functions of a value: only these are kept, edited and reduced."""
+"""tapax keeps, edits and reduces only the selected part or function of a value."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Batch axes lead, outermost first; a value that does not depend on one lacks it."""
+"""Batch axes lead, outermost first; a value lacks the axes that it does not depend on."""
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +153,7 @@ def test_capture_itself_can_be_mapped():
 
 
 def test_a_vmap_inside_a_mapped_while_loop_is_told_from_the_outer_vmap():
-    # There are as many inner examples as outer ones, so sizes do not tell them apart.
+    # There are as many inner examples as outer ones, so sizes cannot distinguish them.
     def f(n, x):
         def body(c):
             jax.vmap(lambda v: tapax.sow(v * 10, "h"))(jnp.arange(1.0, 4.0))
@@ -184,7 +184,7 @@ def test_gradients_in_mapped_branches_that_share_a_function():
     f = lambda p, x: lax.cond(p, lambda x: shared(x, 2.0), lambda x: shared(x, 3.0) ** 2, x)
     p, x = jnp.array([True, False]), jnp.array([0.2, 0.4])
     _, taps = tapax.capture(jax.vmap(jax.grad(f, argnums=1)))(p, x)
-    # Both branches share one trace, which tells the branch that ran but not the one written first.
+    # Both branches share one trace, which shows which branch ran but not which comes first.
     yes, no = sorted(taps.values, key=lambda name: not bool(taps.valid[name][0]))
     assert_close(taps.valid[yes], p)
     assert_close(taps.grads[yes], [1, 0])

@@ -1,4 +1,4 @@
-"""Online learning, against backpropagation through time of the same step in a Python loop."""
+"""Online learning, against backpropagation through time in a Python loop."""
 
 import functools
 
@@ -31,7 +31,7 @@ def loss(out, target):
 
 
 def bptt(step, params, state, xs, ys):
-    """The loss of a sequence and its gradient, by differentiating all of it."""
+    """Return the loss of a sequence and its gradient, by differentiating the whole sequence."""
 
     def total(params):
         def one(carry, xy):
@@ -45,7 +45,7 @@ def bptt(step, params, state, xs, ys):
 
 
 def learn(learner, params, state, xs, ys):
-    """The same, step by step."""
+    """Return the loss of a sequence and its gradient, learned step by step."""
 
     def run(params, state, xs, ys):
         def one(memory, xy):
@@ -84,7 +84,7 @@ def soft_spike(v):
 soft_spike.defjvp(lambda v, t: (soft_spike(*v), t[0] * jnp.exp(-(v[0] ** 2))))
 
 
-# Steps whose states act on themselves unit by unit: here the diagonal rules are exact.
+# Each unit of these states acts only on itself, so the diagonal rules are exact.
 
 
 def leaky(p, h, x):
@@ -122,13 +122,13 @@ def lif(spike, p, s, x):
 
 
 def read_beside(p, v, x):
-    """The output depends on values before the new state, and on the old state."""
+    """Read an output from the old state and from values before the new state."""
     u = p["a"] * v + x @ p["w"]
     return u - 0.3 * spike(u - 0.2), jnp.tanh(u) @ p["o"] + v @ p["r"]
 
 
 def encoded(p, h, x):
-    """The first matrix drives every unit, through the second."""
+    """Drive every unit by the first matrix, through the second."""
     h = 0.8 * h + jnp.tanh(x @ p["e"] + p["b"]) @ p["w"]
     return h, h @ p["o"]
 
@@ -149,7 +149,7 @@ def reshaped(p, s, x):
 
 
 def tied(p, h, x):
-    """A matrix used twice, and its transpose for reading."""
+    """Use one matrix twice, and its transpose for the output."""
     h = 0.5 * h + jnp.tanh(x @ p["w"]) + 0.1 * x**2 @ p["w"]
     return h, h @ p["w"].T @ p["o"]
 
@@ -174,14 +174,14 @@ def wrapped(p, h, x):
 
 
 def picked(p, h, x):
-    """Gates in any order, by indices; a unit's input from another place."""
+    """Pick the gates by indices in any order, and a unit's input from another position."""
     y = (x @ p["w"])[..., np.array([3, 1, 2, 0])]
     h = p["a"] * h + jnp.flip(y, -1)
     return h, h @ p["o"]
 
 
 def heads(p, h, x):
-    """Block matrices, by einsum; a scalar gain; the parameter on the left."""
+    """Apply block matrices by einsum, a scalar gain, and a parameter on the left."""
     y = jnp.einsum("hij,...hi->...hj", p["w"], jnp.stack([x, -x], -2))
     z = jnp.moveaxis(p["v"] @ jnp.moveaxis(x, -1, 0), 0, -1)
     h = p["g"] * h + y.reshape(*x.shape[:-1], H) + z
@@ -189,7 +189,7 @@ def heads(p, h, x):
 
 
 def frozen(p, h, x):
-    """Parameters that are not floats, and one that nothing uses."""
+    """Take parameters that are not floats, and one that nothing uses."""
     h = 0.5 * h + (x @ p["w"]) * p["mask"]
     return h, h @ p["o"]
 
@@ -210,13 +210,13 @@ def convolved(p, h, x):
 
 
 def kept(p, s, x):
-    """A state that stays as it is, and one that is a parameter."""
+    """Return one state unchanged, and a parameter as another state."""
     h = p["a"] * s[0] + x @ p["w"] + s[1] * s[2]
     return (h, s[1], jnp.broadcast_to(p["b"], h.shape)), h @ p["o"]
 
 
 def within(p, h, x):
-    """A matrix in a loop."""
+    """Apply a matrix in a loop."""
     h = jax.lax.fori_loop(0, 3, lambda _, h: 0.5 * h + x @ p["w"], h)
     return h, h @ p["o"]
 
@@ -227,7 +227,7 @@ def embedded(p, h, x):
 
 
 def widths(p, h, x):
-    """A surrogate whose width only the derivative uses, closed over."""
+    """Close over the width of a surrogate, which only its derivative uses."""
 
     @jax.custom_vjp
     def spike(v, width):
@@ -249,7 +249,7 @@ def written(p, h, x):
 
 
 def factored(p, h, x):
-    """Low rank; a weight normalised; a mask; a penalty that is put out."""
+    """Use low-rank, normalised and masked weights, and output a penalty."""
     w = p["w"] / jnp.linalg.norm(p["w"], axis=0) * np.tri(I, H)
     h = 0.5 * h + (x @ p["u"]) @ p["v"] + x @ w
     return h, {"y": h @ p["o"], "penalty": (p["w"] ** 2).sum()}
@@ -307,7 +307,7 @@ def is_float(tree):
 
 
 def truth(step, params, state, xs, ys):
-    """Gradients by BPTT, with zeros for parameters that are not floats."""
+    """Compute gradients by BPTT, with zeros for parameters that are not floats."""
     some = {k: v for k, v in params.items() if all(jax.tree.leaves(is_float(v)))}
     rest = {k: v for k, v in params.items() if k not in some}
     value, grads = bptt(lambda p, s, x: step(p | rest, s, x), some, state, xs, ys)

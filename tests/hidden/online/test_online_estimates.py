@@ -1,4 +1,4 @@
-"""Steps on which diagonal rules are estimates: against exact gradients, and written out by hand."""
+"""Diagonal rules as estimates, against exact gradients and formulas written out by hand."""
 
 import jax
 import jax.flatten_util
@@ -91,7 +91,7 @@ def test_estimates_point_the_right_way(name):
 
 
 def by_hand(step, params, state, xs, ys, carried, signal="new"):
-    """Diagonal RTRL of one state `h = f(h, W [x, h])`, with a Jacobian of everything."""
+    """Compute diagonal RTRL of one state `h = f(h, W [x, h])` from full Jacobians."""
     flat, back = jax.flatten_util.ravel_pytree(params)
     influence, grads, value = jnp.zeros((H, flat.size)), 0.0, 0.0
     for x, y in zip(xs, ys, strict=True):
@@ -111,7 +111,7 @@ def by_hand(step, params, state, xs, ys, carried, signal="new"):
 
 
 def test_of_a_gru_by_hand():
-    """With its matrices held fixed, a unit of a GRU keeps z of itself."""
+    """With constant matrices, a unit of a GRU keeps the fraction z of itself."""
 
     def kept(p, h, x):
         return jax.nn.sigmoid(x @ p["i"] + h @ p["h"] + p["b"])[H:]
@@ -123,12 +123,12 @@ def test_of_a_gru_by_hand():
 
 
 def test_of_a_normalised_state_by_hand():
-    """The diagonal is that of the whole Jacobian of the state by itself."""
+    """The diagonal comes from the whole Jacobian of the new state by the old one."""
 
     def kept(p, h, x):
         return jnp.diag(jax.jacobian(lambda h: normed(p, h, x)[0])(h))
 
-    def diagonal(p, h, x):  # of the influences, only that on the unit itself
+    def diagonal(p, h, x):  # keeps only the influence on the unit itself
         y = x @ p["w"] + p["u"] * h
         f = lambda y: jnp.tanh((y - y.mean()) / jnp.sqrt(y.var() + 0.1))
         return jnp.diag(jax.jacobian(f)(y))
@@ -151,7 +151,7 @@ def test_of_a_normalised_state_by_hand():
 
 
 def test_of_stacked_layers_by_hand():
-    """The first layer learns from what it does to the second now, not from what that remembers."""
+    """The first layer learns from its current effect on the second, not from past effects."""
     p, s, (xs, ys) = STACKED, state_of(("one", "two")), data()
     eps, total = jnp.zeros((I, H)), 0.0
     for x, y in zip(xs, ys, strict=True):

@@ -1,4 +1,4 @@
-"""Online learning with cells of Flax and Equinox, as they come."""
+"""Online learning with unmodified cells of Flax and Equinox."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -22,7 +22,7 @@ def wide():
 
 
 def widened(tree):
-    """The same numbers in 64 bits."""
+    """Convert numbers to 64 bits."""
     grown = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(grown, tree)
 
@@ -88,7 +88,7 @@ def loss(out, target):
 
 
 def gradients(step, learner, p, s, xs, ys):
-    """By the rule, and by backpropagation through time."""
+    """Compute gradients by the rule, and by backpropagation through time."""
 
     def total(p):
         def one(carry, xy):
@@ -131,7 +131,7 @@ def test_cells_of_frameworks_learn_online(name):
     a, b = flat(found), flat(want)
     assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.97
     assert not np.allclose(a, b, rtol=1e-3)
-    # Without its matrices from state to state it acts on itself unit by unit.
+    # Without its matrices from state to state, each unit acts only on itself.
     still = jax.tree_util.tree_map_with_path(
         lambda path, x: jnp.zeros_like(x) if recurrent(path) and x.ndim == 2 else x, weights
     )

@@ -1,4 +1,4 @@
-"""e-prop and pp-prop against their papers' formulas, written out; and what is refused."""
+"""e-prop and pp-prop against the formulas of their papers, and errors for other steps."""
 
 import functools
 
@@ -38,7 +38,7 @@ spike.defvjp(lambda v: (spike(v), v), lambda v, g: (g * 0.3 * jnp.maximum(0, 1 -
 
 
 def alif(p, s, x):
-    """Adaptive leaky integrate-and-fire neurons with a leaky read-out, as in Bellec et al."""
+    """Step adaptive leaky integrate-and-fire neurons with a leaky read-out (Bellec et al.)."""
     v = ALPHA * s["v"] + x @ p["in"] + s["z"] @ p["rec"] - jax.lax.stop_gradient(s["z"])
     a = RHO * s["a"] + s["z"]
     z = spike(v - 1 - BETA * a)
@@ -55,7 +55,7 @@ def half(out, target):
 
 
 def eligibility(xs, ys, matrix, kappa):
-    """Equations 22 to 28 of the paper: eligibility vectors and traces, the learning signal."""
+    """Compute eligibility vectors, traces and learning signal by equations 22 to 28."""
     p = PARAMS
     v, a, z, y, zbar, one = (np.zeros(n) for n in (H, H, H, O, H, 1))
     eps_v = {"in": np.zeros(I), "rec": np.zeros(H)}
@@ -63,7 +63,7 @@ def eligibility(xs, ys, matrix, kappa):
     grads = {k: np.zeros_like(w) for k, w in p.items()}
     psi = np.zeros(H)
     for x, target in zip(xs, ys, strict=True):
-        for k in eps_a:  # the paper's recursion, with what was at the step before
+        for k in eps_a:  # the recursion of the paper, with the values of the previous step
             eps_a[k] = psi * eps_v[k][:, None] + (RHO - psi * BETA) * eps_a[k]
         eps_v = {"in": ALPHA * eps_v["in"] + x, "rec": ALPHA * eps_v["rec"] + z}
         v = ALPHA * v + x @ p["in"] + z @ p["rec"] - z
@@ -98,7 +98,7 @@ def test_e_prop_of_spiking_neurons_by_hand(feedback, kappa):
     if matrix is None:
         ((matrix,),) = (
             memory.feedback.values()
-        )  # for the spikes; the read-out has its true gradient
+        )  # for the spikes; the read-out has its exact gradient
     found, want = learned(learner, memory, xs, ys), eligibility(xs, ys, matrix, kappa)
     assert np.abs(want["rec"]).max() > 0.1
     for k in want:
@@ -112,7 +112,7 @@ def gated(p, h, x):
 
 
 def test_pp_prop_by_hand():
-    """Two vectors for each matrix, smoothed, the second corrected for its start."""
+    """pp-prop smooths two vectors for each matrix, and corrects the second for its start."""
     a, B = 0.7, 2
     p = {
         k: array(*s, seed=i) * 0.5
@@ -166,7 +166,7 @@ DENSE = {"e": array(I, 4), "w": array(4, H), "o": array(H, O)}
     ids=["d_rtrl", "e_prop", "pp_prop"],
 )
 def test_parameters_that_drive_many_units(rule):
-    """Their influence is kept in full, or only that within the step, or they are refused."""
+    """A rule keeps their full influence, keeps only that within the step, or raises."""
     h, x, y = array(H, seed=5), array(I, seed=6), array(O, seed=7)
     sizes, grads = {}, {}
     for how in ("trace", "instant"):

@@ -1,4 +1,4 @@
-"""Rules of online learning under transformations; the sizes and types of what they keep."""
+"""Online rules under transformations, and the sizes and types of their memory."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ def test_products_by_primitives_of_other_libraries_are_products(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_agree_under_every_transformation(rule):
-    """Eager, compiled, in a scan and in a vmap it is the same; and the first two twice."""
+    """Eager, compiled, scanned and mapped rules agree; the first two run twice."""
     learner = RULES[rule](gru, loss)
     state, (xs, ys) = state_of(1, B), data(B)
     xs, ys = xs[:2], ys[:2]
@@ -119,12 +119,12 @@ def test_sizes_of_memories():
     assert sizes["d_rtrl"] == sizes["random"] == weights
     assert sizes["e_prop"] == 2 * weights
     assert sizes["rtrl"] == H * sum(x.size for x in GRU.values())
-    # x for each matrix, f for what it gives, and the biases
+    # x for each matrix, f for its result, and the biases
     assert sizes["pp_prop"] == 2 * (I + H) + 2 * (2 * H + H) + 2 * H + H
 
 
 def test_states_without_memory_have_no_traces():
-    """The state of a plain RNN acts on the next one through a matrix alone."""
+    """The state of a plain RNN acts on the next state only through a matrix."""
     step, params, _ = DENSE["vanilla"]
     memory = online.d_rtrl(step, loss).init(params, jnp.zeros(H), jnp.zeros(I))
     assert jax.tree.leaves(memory.traces) == []
@@ -146,7 +146,7 @@ def test_narrow_types_stay_narrow():
 
 
 def test_side_effects_of_a_step_happen_once():
-    """Prints, marks, and keys of random numbers among the inputs."""
+    """Prints and marks happen once, with random keys among the inputs."""
     calls = []
 
     def step(p, h, x, key):
@@ -183,7 +183,7 @@ def test_a_new_sequence_and_a_state_put_in():
 
 
 def test_with_optax_parameters_may_change_at_every_step():
-    """A leaky unit has to remember a bit; each step is learned from when it is taken."""
+    """A leaky unit has to remember a bit, and learns at every step."""
     learner, opt = online.d_rtrl(leaky, loss), optax.adam(3e-2)
     params = UNITS["leaky"][1]
 
@@ -209,7 +209,7 @@ def test_with_optax_parameters_may_change_at_every_step():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_numbers_for_arrays(rule):
-    """Parameters, states and inputs that are Python's numbers become arrays, in a scan as well."""
+    """Python numbers as parameters, states and inputs become arrays, also in a scan."""
     step = lambda p, h, x: ((h := p["a"] * h + p["w"] * x), h)
     learner, params = RULES[rule](step, loss), {"a": 0.5, "w": 2.0}
 
@@ -225,7 +225,7 @@ def test_numbers_for_arrays(rule):
 
 
 def test_closed_over_values_and_steps_made_in_a_trace():
-    """A learner made within a traced function closes over what is traced there, and may."""
+    """A learner made inside a traced function may close over traced values."""
     params, (xs, ys) = UNITS["leaky"][1], data(B)
 
     @jax.jit
