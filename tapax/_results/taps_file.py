@@ -109,7 +109,7 @@ def read_taps(path: str | os.PathLike[str]) -> TapsContent:
             )
         size = os.fstat(file.fileno()).st_size
         if size < header.end:
-            raise _not_readable(path, f"it is not whole, but has {size} of {header.end} bytes")
+            raise _not_readable(path, f"it is not complete: it has {size} of {header.end} bytes")
         try:
             types = json.loads(header.about["arrays"])
             arrays = {

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_program_in_the_document_reads_a_dataset(folder, tmp_path):
-    [code] = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    code = re.search(r"```\{code-cell\}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[1]
     script = tmp_path / "read.py"
     script.write_text(
         f"{code}\nimport sys\nfound = read_dataset(sys.argv[1])\n"

@@ -426,7 +426,7 @@ def test_sites_outside_of_the_loop_are_refused():
     log = tapax.Log()
     tapax.stream(fn, to=log)(W, XS)
     assert log.names == ["h/value_rms", "h/grad_rms"]
-    with pytest.raises(tapax.SiteError, match="'outside' is selected, but it is in no loop"):
+    with pytest.raises(tapax.SiteError, match="'outside' is selected, but it is not inside a loop"):
         tapax.stream(fn, values="outside", grads=None)(W, XS)
     with pytest.raises(tapax.SiteError, match="no site with that name"):
         tapax.stream(fn, values="missing", grads=None)(W, XS)

@@ -288,7 +288,7 @@ def test_a_tail_reads_only_what_is_new(log):
 @pytest.mark.parametrize(
     ("name", "content", "error", "text"),
     [
-        ("none.jsonl", None, FileNotFoundError, "There is no log"),
+        ("none.jsonl", None, FileNotFoundError, "There is no file or folder"),
         ("notes.jsonl", "hello\n", ValueError, "its first line is not one of a log"),
         ("notes.txt", "hello\n", ValueError, "its name ends in '.txt'"),
     ],

@@ -50,7 +50,7 @@ def test_save_writes_one_file_and_opens_nothing(log, tmp_path, stub_bundle, open
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["none.jsonl"], "There is no log 'none.jsonl'"),
+        (["none.jsonl"], "There is no file or folder 'none.jsonl'"),
         (["run.jsonl", "--port", "70000"], "--port must be from 0 to 65535, but is 70000"),
         (["run.jsonl", "--save", "run.jsonl/page.html"], "run.jsonl"),
         ([], "the following arguments are required: PATH"),
