@@ -344,7 +344,7 @@ def test_parameters_that_one_traced_function_shares_have_no_wrong_gradient():
     a = plain_params()
     b = jax.tree.map(lambda w: 2 * w, a)
     with (
-        pytest.warns(UserWarning, match="one jitted function takes them all"),
+        pytest.warns(UserWarning, match="one jitted function computes all of them"),
         pytest.raises(tapax.SiteError, match="takes no gradient by an array among"),
     ):
         watch(step, a, b, X, params=True)

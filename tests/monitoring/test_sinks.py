@@ -70,7 +70,7 @@ def test_what_to_stands_for(to, shown, tmp_path, monkeypatch):
         (
             "logs",
             ValueError,
-            "one of .jsonl, .parquet and .safetensors; or 'table', 'page', or a sink of",
+            ".jsonl, .parquet or .safetensors. Or give 'table', 'page', or a sink of",
         ),
         (5, TypeError, "a list of these, but is 5 of type int"),
         (Log, TypeError, "the class Log. Call it to make a sink"),
@@ -261,7 +261,7 @@ def test_warnings_that_are_errors_do_not_end_the_thread(capsys):
 
 def test_an_exit_in_a_sink_does_not_end_the_thread():
     log = Log()
-    with pytest.warns(UserWarning, match="The sink .*<lambda> failed .*: SystemExit"):
+    with pytest.warns(UserWarning, match="The sink .*<lambda> failed, .*: SystemExit"):
         deliver([lambda *a: sys.exit(), log], [(step, RECORD, []) for step in range(3)])
     assert len(log) == 3
 
