@@ -18,7 +18,6 @@
 ['0.33', '0.22']
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,67 +27,12 @@ import jax.numpy as jnp
 from tapax._jax import PyTree, Value
 from tapax.reduce import _sums
 from tapax.reduce._packed_counts import count_true
-from tapax.reduce._reducer import DirectState, Reducer
+from tapax.reduce._reducer import Reducer
+from tapax.reduce._reducer_families import along, summing
 
 
 def _over(n: Any, total: Any) -> Any:
     return total / n.astype(total.dtype)
-
-
-def _along(
-    name: str,
-    see: Callable[..., Any],
-    combine: Callable[[Any, Any], Any],
-    finish: Callable[[Any], Any],
-    needs: str = "numbers",
-    start: Callable[[Any, Any], Any] | None = None,
-    **options: Any,
-) -> Reducer:
-    """Make a reducer that takes an `axis`; equal axes make equal reducers.
-
-    `see(axis, *xs)` returns the state of one value, and `start(axis, x)` the state that has seen
-    nothing. Without `start`, the state that has seen nothing consists of zeros.
-    """
-
-    @functools.cache
-    def made(axis: Any) -> Reducer:
-        def init(x: Value) -> Any:
-            if start is not None:
-                return start(axis, x)
-            xs = [x, x] if options.get("paired") else [x]
-            like = jax.eval_shape(functools.partial(see, axis), *xs)
-            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-
-        def update(state: PyTree, *xs: Value) -> Any:
-            return combine(state, see(axis, *xs))
-
-        kept = {"needs": needs, "axis": axis, "make": made, "is_builtin": True, **options}
-        if axis is not None:
-            kept["quantity"] = None
-        direct = DirectState(init, update, functools.partial(see, axis))
-        return Reducer(init, update, combine, finish, name, direct=direct, **kept)
-
-    return made(None)
-
-
-def _summing(
-    name: str,
-    add_up: Callable[..., Any],
-    finish: Callable[[Any], Any],
-    needs: str = "numbers",
-    **options: Any,
-) -> Reducer:
-    """Make a reducer whose state is sums over the elements, and the number of elements.
-
-    `add_up(axes, *xs)` returns the sums over some axes.
-    """
-
-    def see(axis: Any, *xs: Value) -> Any:
-        axes = _sums.all_but(xs[0], axis)
-        found = add_up(axes, *map(_sums.wide, xs))
-        return (*found, jnp.broadcast_to(_sums.size(xs[0], axes), found[0].shape))
-
-    return _along(name, see, _sums.add, finish, needs, merge=_sums.add_all, **options)
 
 
 _FLOATS = "floating-point numbers"
@@ -102,7 +46,7 @@ def _squares(axes: tuple[int, ...], *xs: Value) -> list[Any]:
     return [total for x in xs for total in _sums.sum_squares(x, axes)]
 
 
-sum = _summing(
+sum = summing(
     "sum",
     _sum,
     lambda s: s[0],
@@ -120,7 +64,7 @@ sum = _summing(
     """,
 )
 
-mean = _summing(
+mean = summing(
     "mean",
     _sum,
     lambda s: _over(s[1], s[0]),
@@ -139,7 +83,7 @@ mean = _summing(
     """,
 )
 
-norm = _summing(
+norm = summing(
     "norm",
     _squares,
     lambda s: _sums.root(s[:2]),
@@ -161,7 +105,7 @@ norm = _summing(
     """,
 )
 
-rms = _summing(
+rms = summing(
     "rms",
     _squares,
     lambda s: _sums.root(s[:2], s[2].astype(s[0].dtype)),
@@ -194,7 +138,7 @@ def _counting(
         found = count_true([passed])[0] if axis is None else _sums.count(passed, axes)
         return found, jnp.broadcast_to(_sums.size(x, axes), found.shape)
 
-    return _along(name, see, _sums.add, finish, merge=_sums.add_all, **options)
+    return along(name, see, _sums.add, finish, merge=_sums.add_all, **options)
 
 
 nonfinite = _counting(
@@ -242,7 +186,7 @@ def _cosine(state: PyTree) -> Any:
     return jnp.where(none, 0, dot / jnp.where(none, 1, g) / jnp.where(none, 1, v))
 
 
-cosine = _summing(
+cosine = summing(
     "cosine",
     lambda axes, g, v: [*_sum(axes, jnp.real(jnp.conj(g) * v)), *_squares(axes, g, v)],
     _cosine,
@@ -266,7 +210,7 @@ cosine = _summing(
     """,
 )
 
-update_ratio = _summing(
+update_ratio = summing(
     "update_ratio",
     _squares,
     lambda s: _sums.root(s[:2]) / _sums.root(s[2:4]),
@@ -332,7 +276,7 @@ def _variance(state: PyTree) -> Any:
     return _over(state[0], state[3])
 
 
-var = _along(
+var = along(
     "var",
     _see_moments,
     _combine_moments,
@@ -354,7 +298,7 @@ var = _along(
     """,
 )
 
-moments = _along(
+moments = along(
     "moments",
     _see_moments,
     _combine_moments,
@@ -389,7 +333,7 @@ def _start_ends(axis: Any, x: Value) -> Any:
     return jnp.full(kept, high, dtype), jnp.full(kept, low, dtype)
 
 
-minmax = _along(
+minmax = along(
     "minmax",
     _see_ends,
     lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])),
