@@ -229,9 +229,16 @@ def _by_array(rule: EditRule, target: Target, edited: Any, array: Value) -> Repl
     fits = missing <= len(depths) or missing == len(depths) + len(spot.mapped)
     if missing < 0 or whole[missing:] != array.shape or not fits:
         more = f", or {list(whole)} with its loops and maps" if whole != edited.shape else ""
+        uniform = [a.name for a in spot.around if not a.is_loop and a.size is None]
+        hint = (
+            f" The value is the same on all devices of the mesh axis {uniform[0]!r}, so an array "
+            "that replaces it has no axis for the devices."
+            if uniform
+            else ""
+        )
         raise SiteError(
             f"{rule} replaces the {site.described}, by an array of shape {list(array.shape)}, "
-            f"but the value has shape {list(edited.shape)}{more}."
+            f"but the value has shape {list(edited.shape)}{more}.{hint}"
         )
     mapped = len(spot.mapped) if missing <= len(depths) else 0
     part = Part(array, tuple(depths[missing:]), mapped)

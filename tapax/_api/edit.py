@@ -37,7 +37,9 @@ def edit(
     value as `fn` marks it: the value of one call, one iteration, one example of a `vmap`. An array
     replaces that value. It has the shape of the value, or of everything that a capture of the site
     returns, with an axis for each loop and map, or anything in between: the axes that it lacks are
-    the outermost. A number fills the value. An edit keeps the shape and the dtype of the value.
+    the outermost. If the value is the same on all devices of a mesh axis, the array has no axis for
+    them, even where a capture has one because a while loop ends at different times on different
+    devices. A number fills the value. An edit keeps the shape and the dtype of the value.
 
     If several edits select one site, they apply in the order in which `values` and `grads` list
     them. A capture of the edited function returns the edited values and gradients.

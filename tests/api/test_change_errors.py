@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import tapax
 from tests.oracles.closeness import assert_close
@@ -441,3 +442,25 @@ def test_an_error_leaves_nothing_behind():
         message(call)
         assert_close(f(X), expected)
     assert_close(tapax.edit(f, {"h": 0.0})(X), 0)
+
+
+def test_an_array_with_a_device_axis_for_a_value_equal_on_all_devices_says_so():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x):
+        def body(carry):
+            return carry + 1 + jnp.sum(tapax.sow(jnp.arange(3), "k"))
+
+        return lax.while_loop(lambda c: c[0] < 5, body, x)
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    x = jnp.arange(4.0)
+    # The loop ends at different times, so the last values that a capture returns could differ.
+    assert tapax.sites(f)(x)["k"].shape == (4, 3)
+    wrong = tapax.edit(f, values={"k": jnp.zeros((4, 3), jnp.int32)})
+    assert message(wrong, x).endswith(
+        "but the value has shape [3]. The value is the same on all devices of the mesh axis 'd', "
+        "so an array that replaces it has no axis for the devices."
+    )
+    right = tapax.edit(f, values={"k": jnp.zeros(3, jnp.int32)})
+    assert_close(right(x), jnp.full(4, 5.0))
