@@ -38,6 +38,8 @@ QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1"
 )
+OLDER_COMPILATION = {"0.10.2": " --xla_cpu_use_fusion_emitters=false"}
+"""More flags for quick compilation, which the XLA of later versions of jax does not know."""
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".venv" / "compiled"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -66,11 +68,7 @@ class Row(NamedTuple):
 
 
 def run_tests(
-    python: Python,
-    jax: str,
-    settings: dict[str, str],
-    arguments: list[str],
-    compilation: str = QUICK_COMPILATION,
+    python: Python, jax: str, settings: dict[str, str], arguments: list[str], *, quick: bool = True
 ) -> Row:
     """Run pytest in one environment under the given JAX settings, and pass its output through."""
     shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "-"
@@ -84,7 +82,8 @@ def run_tests(
     # A setting in the caller's shell must not change the run without settings.
     unset = {*X64, *CHECKS}
     environ = {key: value for key, value in os.environ.items() if key not in unset}
-    environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {compilation}".strip()
+    flags = QUICK_COMPILATION + OLDER_COMPILATION.get(jax, "") if quick else ""
+    environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flags}".strip()
     done = subprocess.run(
         [str(inner), "-m", "pytest", "-n", "2", "-W", CACHE_RACE, *arguments],
         cwd=ROOT,
@@ -129,7 +128,7 @@ def run_matrix(arguments: list[str]) -> int:
             settings = [PLAIN, *([X64] if python == newest[jax] else []), *([CHECKS] * last)]
             for setting in settings:
                 if last and setting is PLAIN:
-                    rows.append(run_tests(python, jax, setting, arguments, compilation=""))
+                    rows.append(run_tests(python, jax, setting, arguments, quick=False))
                 else:
                     some = ["-m", "not many and not once", *arguments]
                     rows.append(run_tests(python, jax, setting, some))

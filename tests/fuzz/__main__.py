@@ -34,6 +34,8 @@ FLAGS = {
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": True,
     "--xla_cpu_parallel_codegen_split_count": 1,
+    # The XLA of later versions has no other emitters, and does not know the flag.
+    **({"--xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
 """What XLA is told, unless the environment says otherwise."""
 
