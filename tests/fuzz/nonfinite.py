@@ -101,6 +101,9 @@ def _compare(program: Program, site: Site, record: Record, found: tapax.Finding)
     has_source = not {"bwd", "own", "body"} & set(site.path) and not inlined
     if is_explicit(program.body) and not found.mapped:
         del want["mapped"], want["index"]
+    elif not has_source and not found.mapped:
+        # Nothing in the traced rule of a custom function may tell which axes `vmap` maps over.
+        want["index"] = want.pop("mapped") + want["index"]
     if has_source:
         want["source"] = f"{__file__}:{LINE}"
     got = {name: getattr(found, name) for name in want}
