@@ -85,6 +85,7 @@ from tapax._jax.types import (
     key_generator,
     like,
     literal_value,
+    on_mesh,
     spread,
     stacked,
     unstacked,

@@ -171,6 +171,17 @@ def spread(x: Value, over: Value) -> Any:
     return like(jnp.broadcast_to(x, over.shape), jax.typeof(over))
 
 
+def on_mesh(x: Value) -> Any:
+    """Give a constant, which knows no mesh, the type of an array on the current explicit mesh.
+
+    An unrolled scan of JAX 0.10 stacks no other arrays there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return jax.reshard(x, PartitionSpec())
+
+
 def whole(x: Value) -> Any:
     """Replicate `x` over the explicit axes of its mesh."""
     return with_spec(x, [None] * x.ndim)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from tapax import _jax
 from tapax._jax import AbstractValue, Equation, Jaxpr, PyTree, Value, typed
 from tapax._jaxpr.evaluate import evaluate
+from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.leading_axes import vmapped, where
 
 T = TypeVar("T")
@@ -231,6 +232,15 @@ def _keep_type(mask: Value, x: Value, y: Value) -> Value:
     return vmapped(choose, mask.ndim)(mask, x, y)
 
 
+def uneven_axes(eqn: Equation) -> frozenset[str]:
+    """Return the mesh axes whose devices may differ in the branch or the number of iterations."""
+    if kind_of(eqn) is Kind.COND:
+        return _jax.varying_axes(eqn.invars[0].aval)
+    if kind_of(eqn) is Kind.WHILE:
+        return _jax.varying_axes(_jax.open_jaxpr(eqn.params["cond_jaxpr"]).outvars[0].aval)
+    return frozenset()
+
+
 def bind_cond(
     eqn: Equation,
     index: Value,
@@ -241,14 +251,17 @@ def bind_cond(
     """Bind a conditional whose new branches return more results.
 
     Every branch returns the common results, followed by private results of the types in `private`.
-    If another branch runs, the private results are zeros.
+    If another branch runs, the private results are zeros. So they vary over the mesh axes over
+    which `index` varies.
     """
+    over = uneven_axes(eqn)
 
     def padded(number: int) -> Body:
         def branch(*flat: Value) -> list[Value]:
             common, returned = branches[number](*flat)
             for i, types in enumerate(private):
-                common = [*common, *(returned if i == number else map(_jax.zeros, types))]
+                more = returned if i == number else map(_jax.zeros, types)
+                common = [*common, *(_jax.with_varying(x, over) for x in more)]
             return common
 
         return branch

@@ -47,14 +47,32 @@ class Fold:
     def types(self) -> Any:
         return self.structure, [(x.shape, x.dtype) for x in self.arrays]
 
+    def over(self, axes: frozenset[str]) -> Fold:
+        """Return the fold with arrays that vary over some mesh axes."""
+        arrays = tuple(_jax.with_varying(x, axes) for x in self.arrays)
+        return dataclasses.replace(self, arrays=arrays)
+
 
 @dataclasses.dataclass(frozen=True)
 class FoldMark:
-    """A mark with a reducer in a body, and the types of the arrays that it folds."""
+    """A mark with a reducer in a body, and the types of the arrays that it folds.
+
+    The devices along the mesh axes `uneven` may fold different numbers of values, because they
+    take different branches or leave a loop at different times.
+    """
 
     mark: Mark
     avals: tuple[Any, ...]
     mapped: int
+    uneven: frozenset[str] = frozenset()
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """The mesh axes over which the state varies."""
+        return self.uneven.union(*map(_jax.varying_axes, self.avals))
+
+    def with_uneven(self, axes: frozenset[str]) -> FoldMark:
+        return dataclasses.replace(self, uneven=self.uneven | axes)
 
 
 _Folded = tuple[list[Value], Static[ValueStructure]]
@@ -122,9 +140,8 @@ def fresh_fold(fold_mark: FoldMark) -> Fold:
         twice = None
     if twice is None or once.types != twice.types:
         raise unstable(mark, once.types)
-    axes = frozenset[str]().union(*map(_jax.varying_axes, fold_mark.avals))
-    zeros = (_jax.with_varying(_jax.zeros(aval), axes) for aval in once.arrays)
-    return dataclasses.replace(once, arrays=tuple(zeros))
+    zeros = (_jax.zeros(aval) for aval in once.arrays)
+    return dataclasses.replace(once, arrays=tuple(zeros)).over(fold_mark.varying)
 
 
 def _types(fn: Callable[..., _Folded], *avals: PyTree) -> tuple[list[Any], ValueStructure]:
@@ -168,8 +185,10 @@ def expand_flag(flag: Any, arrays: Sequence[Value], mapped: int) -> Any:
     """Broadcast a flag with the outermost batch axes to all `mapped` axes of `arrays`."""
     if not arrays:
         return typed.asarray(flag)
-    expanded = jnp.broadcast_to(align(flag, mapped), arrays[0].shape[:mapped])
-    return _jax.with_spec(expanded, tuple(jax.typeof(arrays[0]).sharding.spec)[:mapped])
+    like = jax.typeof(arrays[0])
+    expanded = jnp.broadcast_to(align(flag, mapped), like.shape[:mapped])
+    expanded = _jax.with_varying(expanded, _jax.varying_axes(like))
+    return _jax.with_spec(expanded, tuple(like.sharding.spec)[:mapped])
 
 
 def _repeat(x: Value, aval: Any, mapped: int) -> Value:
@@ -184,7 +203,10 @@ def _cast(mark: Mark, folded: _Folded, structure: ValueStructure, like: list[Val
     arrays, made = folded
     if (made.value, [x.shape for x in arrays]) != (structure, [x.shape for x in like]):
         raise unstable(mark, (structure, [(x.shape, x.dtype) for x in like]))
-    return [typed.asarray(x, before.dtype) for x, before in zip(arrays, like, strict=True)]
+    return [
+        _jax.with_varying(typed.asarray(x, before.dtype), _jax.varying_axes(jax.typeof(before)))
+        for x, before in zip(arrays, like, strict=True)
+    ]
 
 
 def unstable(mark: Mark, types: Any) -> SiteError:

@@ -24,6 +24,7 @@ from tapax._jax import Equation, Jaxpr, Value, typed
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.leading_axes import vmapped
+from tapax._jaxpr.restage import uneven_axes
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import Mark, split_shape, tap_effect, tap_p
 from tapax._sites import SiteError
@@ -107,12 +108,17 @@ class Folds:
         self._put(fold_where(mark, fold, xs, active))
 
     def enter(
-        self, jaxprs: Sequence[Any], scopes: Scopes, *, once: bool = False
+        self,
+        jaxprs: Sequence[Any],
+        scopes: Scopes,
+        *,
+        once: bool = False,
+        uneven: frozenset[str] = frozenset(),
     ) -> tuple[FoldThread, ...]:
         """Return the folds to thread through some bodies.
 
         Unless the bodies run `once`, their folds must keep their types, so `enter` also creates the
-        folds that begin there.
+        folds that begin there. The devices along the mesh axes `uneven` run the bodies unevenly.
         """
         threads: dict[str, FoldThread] = {}
         for jaxpr in jaxprs:
@@ -122,8 +128,10 @@ class Folds:
                     continue
                 types = None
                 if not once:
+                    fold_mark = fold_mark.with_uneven(uneven)
                     fresh = fresh_fold(fold_mark)
                     fold = fresh if fold is None else carried_fold(fold, fold_mark)
+                    fold = fold.over(fold_mark.varying)
                     types = fresh.types
                     if fold.types != types:
                         raise SiteError(
@@ -194,11 +202,14 @@ class Folds:
                     fold_mark = self._fold_mark(taps, here)
                     taps = []
                     if fold_mark is not None:
-                        found.setdefault(fold_mark.mark.value_path, fold_mark)
+                        known = found.get(fold_mark.mark.value_path, fold_mark)
+                        found[known.mark.value_path] = known.with_uneven(fold_mark.varying)
             else:
+                uneven = uneven_axes(eqn)
                 for body in bodies(eqn):
                     for path, fold_mark in self.marks_in(body, here).items():
-                        found.setdefault(path, fold_mark)
+                        known = found.get(path, fold_mark)
+                        found[path] = known.with_uneven(fold_mark.varying | uneven)
         self._marks[key] = (inner, found)  # keep `inner` alive, so that no other gets its id
         return found
 

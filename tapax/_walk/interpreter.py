@@ -256,9 +256,14 @@ class Interpreter(Recorder):
         changed = self.changes.find(Key("grad", call.name), eqn.params["level"])
         return changed is not None or bool(self.plan.choose(site, grad=True))
 
-    def enter(self, *jaxprs: Any, once: bool = False) -> Threads:
-        """Return the threads of bodies; bodies that run `once` may change the types of folds."""
-        folds = self.folds.enter(jaxprs, self.scopes, once=once)
+    def enter(
+        self, *jaxprs: Any, once: bool = False, uneven: frozenset[str] = frozenset()
+    ) -> Threads:
+        """Return the threads of bodies; bodies that run `once` may change the types of folds.
+
+        The devices along the mesh axes `uneven` run the bodies unevenly.
+        """
+        folds = self.folds.enter(jaxprs, self.scopes, once=once, uneven=uneven)
         return Threads(folds, self.changes.needed(jaxprs))
 
     def thread_arrays(self, threads: Threads) -> list[Any]:

@@ -45,8 +45,8 @@ class _Condition:
     def __init__(self, active: Value):
         self.items = active
 
-    def enter(self, jaxprs: Any, scopes: Any, *, once: bool = False) -> tuple[FoldThread, ...]:
-        del jaxprs, scopes, once
+    def enter(self, jaxprs: Any, scopes: Any, **options: Any) -> tuple[FoldThread, ...]:
+        del jaxprs, scopes, options
         return (FoldThread(None, flagged=False),)
 
     def leave(self, threads: Any, jaxpr: Jaxpr, scopes: Any) -> tuple[FoldThread, ...]:

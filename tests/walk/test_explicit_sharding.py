@@ -234,3 +234,15 @@ def test_gradients_in_branches_that_some_examples_take(in_a_loop):
         assert_close(taps.grads["h"], np.where(taken, 2 * h, 0).reshape(shape), 1e-5)
         edited = tapax.edit(form, values={"h": lambda h: 3 * h})(x)
         assert_close(edited, np.where(taken, 18 * h * np.cos(X), 4 * X**3), 1e-5)
+
+
+def test_statistics_of_an_unrolled_scan():
+    def run(x):
+        step = lambda c, _: (tapax.sow(jnp.sin(c), "h"), None)
+        return lax.scan(step, x, None, length=3, unroll=2)[0]
+
+    statistics = [tapax.reduce.rms, tapax.reduce.nonfinite]
+    taps = tapax.capture(run, values={"h": statistics}, grads=None)(arguments()[1])[1]
+    h = [np.sin(X), np.sin(np.sin(X)), np.sin(np.sin(np.sin(X)))]
+    assert_close(taps.values["h:rms"], [np.sqrt(np.mean(x**2)) for x in h])
+    assert taps.values["h:nonfinite"].tolist() == [0, 0, 0]

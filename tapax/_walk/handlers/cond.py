@@ -2,7 +2,7 @@
 
 from tapax import _jax
 from tapax._jax import Equation, Value, typed
-from tapax._jaxpr.restage import Branch, bind_cond
+from tapax._jaxpr.restage import Branch, bind_cond, uneven_axes
 from tapax._walk.calls import Call, Token
 from tapax._walk.entries import Slots, StagedBody, refuse_folded
 from tapax._walk.interpreter import Interpreter
@@ -11,7 +11,7 @@ from tapax._walk.interpreter import Interpreter
 def walk_cond(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
     index, *values = args
     branches = eqn.params["branches"]
-    threads = walk.enter(*branches)
+    threads = walk.enter(*branches, uneven=uneven_axes(eqn))
     # Number the calls in the order in which the branches were written.
     order = (1, 0) if walk.of_two else range(len(branches))
     made = {i: walk.stage(branches[i], values, threads, branch=i) for i in order}

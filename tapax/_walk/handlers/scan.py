@@ -53,7 +53,8 @@ def walk_scan(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
             carried = walk.materialize(carried_out, outs[:ncarry])
             ys = Slots.of(outs[ncarry:])
             totals = [e for e in walk.entries if e.is_total]
-            entries = [e for e in walk.entries if not e.is_total]
+            stacks = [e for e in walk.entries if not e.is_total]
+            entries = [e.with_arrays(map(_jax.on_mesh, e.arrays)) for e in stacks]
             arrays = [*ys.arrays(outs[ncarry:]), *(a for e in entries for a in e.arrays)]
             # Stack a value only once if the backward pass keeps it as well.
             stacked = {id(y): y for y in arrays}

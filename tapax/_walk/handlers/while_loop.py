@@ -17,7 +17,7 @@ from tapax import _jax
 from tapax._jax import Equation, Jaxpr, Value, typed
 from tapax._jaxpr.kinds import Kind
 from tapax._jaxpr.leading_axes import where
-from tapax._jaxpr.restage import While
+from tapax._jaxpr.restage import While, uneven_axes
 from tapax._marks.marked_jaxprs import strip
 from tapax._marks.tap import Mark, tap_effect
 from tapax._sites import SiteError, StepSlice
@@ -40,10 +40,12 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     loop = While.of(eqn, args, test if walk.nested else strip(test))
     counter = CounterKey(len(walk.around))
     before = walk.calls_made
+    # If the number of iterations varies over devices, so do the entries and the folds.
+    over = uneven_axes(eqn)
     with walk.inside():
         if walk.changes.counts(loop.body, counter.depth):
             walk.changes.count(typed.zeros((), jnp.int32), counter.depth)
-        threads = walk.enter(loop.body)
+        threads = walk.enter(loop.body, uneven=over)
         folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
         inputs = [*loop.consts, *loop.init]
         options: dict[str, Any] = {"around": [_AROUND], "replaying": replaying}
@@ -56,8 +58,6 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         for e in staged.entries
     ]
     tested = tap_effect in _jax.open_jaxpr(test).effects
-    # If the number of iterations varies over devices, so do the entries.
-    over = _jax.varying_axes(_jax.open_jaxpr(test).outvars[0].aval)
     # Count iterations only if something in the loop needs the count.
     counts = [typed.zeros((), jnp.int32)] if buffers or counter in threads.parts or tested else []
 
