@@ -24,7 +24,13 @@ _TRANSFORMS: list[tuple[str, str, Any, dict[str, Any], Any]] = [
     ("vmap", "vmap", each, {"x": MANY, "stacked": True}, FORMS),
     ("map", "lax.map", each, {"x": MANY, "stacked": True}, ("around", "lifted", "closed")),
     ("remat", "remat", straight, {}, _EVERY),
-    ("custom_vjp", "custom_vjp, layer run again backward", straight, {}, ("around", "argument")),
+    (
+        "custom_vjp",
+        "custom_vjp whose backward function runs the layer again",
+        straight,
+        {},
+        ("around", "argument"),
+    ),
     ("shard_map", "shard_map", problem.halves, {"x": LONG, "stacked": True}, _EVERY),
 ]
 _LOOPS: list[tuple[str, str, Any, dict[str, Any], Any]] = [
@@ -65,13 +71,13 @@ def _trains(name: str, title: str, **options: Any) -> Case:
 
 SECTIONS = {
     "Whole steps": [
-        Case("straight", "straight code", straight),
-        Case("train", "train step: gradient inside, state updated", straight),
-        Case("cached", "jit around the step, which ran before", straight),
-        Case("jit/ran", "jit, model closed over, which ran before", straight),
+        Case("straight", "no transformation", straight),
+        Case("train", "train step that takes the gradient and updates the state", straight),
+        Case("cached", "jit around the step, called before the capture", straight),
+        Case("jit/ran", "jit, model closed over, called before the capture", straight),
         Case("sharded", "jit on a mesh with explicit axes", straight, MANY, sharded=True),
-        _trains("train_scan", "training in a scan, gradient inside"),
-        _trains("train_while", "training in a while_loop, gradient inside", last=True),
+        _trains("train_scan", "training loop in a scan, gradient inside"),
+        _trains("train_while", "training loop in a while_loop, gradient inside", last=True),
     ],
     "Transformations": _cases(_TRANSFORMS),
     "Loops and branches": _cases(_LOOPS),
@@ -86,24 +92,24 @@ SECTIONS = {
         Case("stack/raw", "stacked layers, lax.scan", stack, stacked=True),
         Case("rnn", "the framework's RNN", problem.recurrent, MANY, stacked=True),
         Case("twice", "one layer called twice", problem.twice),
-        Case("broadcast", "called twice, on batches of 4 and of 1", problem.broadcast, MANY),
+        Case("broadcast", "one layer called on batches of 4 and of 1", problem.broadcast, MANY),
         Case("shared", "one layer in two modules", problem.shared),
-        Case("unedited", "two layers of a Sequential nobody edited", problem.two_layers),
+        Case("unedited", "two layers of an unedited Sequential", problem.two_layers),
     ],
     "Calls": [
-        Case("keyword", "model as a keyword", straight),
+        Case("keyword", "model as a keyword argument", straight),
         Case("second", "a second model among the arguments", problem.with_teacher),
         Case("nested", "a capture in a capture", problem.nested),
-        Case("exception", "after an exception in a layer", straight),
+        Case("exception", "capture after an exception in a layer", straight),
         Case("mutated", "closed-over weights replaced between calls", problem.doubled),
-        Case("unknown", "a site that does not exist is refused", straight, refused=True),
+        Case("unknown", "a site that does not exist must raise", straight, refused=True),
     ],
     "Arrays": [
         Case("bf16", "bfloat16", straight, dtype=jnp.bfloat16),
         Case("bf16/init", "bfloat16, initialized in float32", straight, dtype=jnp.bfloat16),
         Case("batch/init", "batch of 4, initialized with a batch of 1", straight, MANY),
-        Case("sum", "sum over a scan", over_time, MANY, backward=False, total=True),
-        Case("tuple", "gradient of a tuple", problem.pair),
+        Case("sum", "values summed over a scan", over_time, MANY, backward=False, total=True),
+        Case("tuple", "a value that is a tuple", problem.pair),
     ],
 }
 """The cases by the heading that the table gives them."""

@@ -1,8 +1,8 @@
-"""A library in 40 lines, as a pattern for another: `jax.debug.callback`, called in the layer.
+"""An example of a library, to copy for another: `jax.debug.callback`, called in the layer.
 
     python -m conformance.run --library conformance.example:Callback
 
-The callback sends every value of the layer to the host, at the time of its computation. It has no
+The callback sends every value of the layer to the host when the program computes it. It has no
 gradients, and no names.
 """
 

@@ -22,7 +22,7 @@ from conformance.library import ERROR, MARKS, MISSING, PARTS, REFUSES, UNDEFINED
 from conformance.problem import Case
 
 SIGNS = {WORKS: "✅", REFUSES: "🛑", ERROR: "💥", WRONG: "❌", MISSING: "·", UNDEFINED: "–"}
-GROUPS = {"tapax": "tapax, in models of", "JAX": "other libraries, JAX", "PyTorch": "PyTorch"}
+GROUPS = {"tapax": "tapax, in models of", "JAX": "other JAX libraries", "PyTorch": "PyTorch"}
 EXAMPLE = ROOT / "conformance" / "example.py"
 Data = dict[str, Any]
 
@@ -70,7 +70,7 @@ def _versions(columns: list[Column], data: Data) -> str:
     for column in columns:
         versions = data[column.name]["versions"].items()
         rows.append([column.name, ", ".join(f"{name} {version}" for name, version in versions)])
-    return _grid(["column", "versions"], rows)
+    return _grid(["library", "versions"], rows)
 
 
 def _summary(columns: list[Column], data: Data) -> str:
@@ -79,7 +79,7 @@ def _summary(columns: list[Column], data: Data) -> str:
         verdicts = itertools.chain(*data[column.name]["verdicts"].values())
         marks = Counter(verdict[0] for verdict in verdicts)
         rows.append([column.name, *(str(marks[mark]) for mark in MARKS)])
-    return _grid(["column", *(f"{SIGNS[mark]} {mark}" for mark in MARKS)], rows)
+    return _grid(["library", *(f"{SIGNS[mark]} {mark}" for mark in MARKS)], rows)
 
 
 def _matrix(cases: list[Case], columns: list[Column], data: Data) -> str:
@@ -118,7 +118,8 @@ def _reasons(column: Column, data: Data) -> str:
     if not rows:
         return ""
     table = _grid(["case", "asked for", "mark", "reason"], rows)
-    return f"<details>\n<summary>{column.name}: {len(rows)}</summary>\n\n{table}\n</details>\n"
+    count = f"{len(rows)} reason{'s' * (len(rows) > 1)}"
+    return f"<details>\n<summary>{column.name}: {count}</summary>\n\n{table}\n</details>\n"
 
 
 def _quote(mark: str, why: str) -> str:
