@@ -66,8 +66,8 @@ def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P,
         masked: Whether to report bad values that reach no result, too.
 
     Returns:
-        A function of the arguments of `fn`. It returns a `Finding`, or None if all results are
-        finite; with `masked`, None if all values are finite.
+        A function of the arguments of `fn`. It returns a `Finding`, or None if there is nothing to
+        report: without `masked`, if all results are finite.
 
     Raises:
         TypeError: If `fn` is not a function, or `masked` is not a bool. When the returned function
