@@ -29,7 +29,7 @@ def open(path: str | os.PathLike[str]) -> Log | Taps | Activations:
     Raises:
         FileNotFoundError: If there is nothing at `path`.
         ValueError: If tapax did not write `path`, or a file of taps is incomplete.
-        RuntimeError: If another version of the format was used.
+        RuntimeError: If `path` has a version of the format that this tapax does not know.
 
     Example:
         >>> import tempfile, tapax

@@ -43,9 +43,9 @@ def capture(
         fn: The function to capture: a train step, a loss, a model. It may be jitted.
         values: Selects the sites whose values to return: a glob such as `"**/attn"`, a predicate on
             `Site`, a rule such as `tapax.ops("dot_general")`, or a sequence of these; None selects
-            nothing. A mapping such as `{"**/mlp": tapax.reduce.rms}` returns statistics that the
-            program computes itself, or the results of a function of each value. A reducer alone
-            applies to every site.
+            nothing. A mapping such as `{"**/mlp": tapax.reduce.rms}` returns the result of a
+            reducer instead of each value, and the program drops the value; a function of the value,
+            or a list of reducers and functions, works too. A reducer alone applies to every site.
         grads: Selects the sites whose gradients to return, as `values` does. `fn` must take these
             gradients itself; see `tapax.grad` for a loss that does not.
         modules: The modules whose results are sites: True for all, False for none, a selection, a
@@ -96,7 +96,7 @@ def sites(fn: Callable[P, Any]) -> Callable[P, SiteTable]:
     """Make a function that lists every site of `fn`. It traces `fn` and computes nothing.
 
     Args:
-        fn: The function to list the sites of, jitted or not.
+        fn: The function whose sites to list, jitted or not.
 
     Returns:
         A function of the arguments of `fn`, which may be `jax.ShapeDtypeStruct`s. It returns a

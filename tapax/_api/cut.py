@@ -81,13 +81,15 @@ def suffix(fn: Callable[..., Any], site: Selection, *, modules: Any = True) -> C
         modules: The modules whose results are sites, as in `tapax.capture`.
 
     Returns:
-        A function of the value of the site, followed by the arguments of `fn`.
+        A function of the value of the site, followed by the arguments of `fn`. It returns the
+        result of `fn`.
 
     Raises:
         TypeError: If `fn` is not a function, or, when the returned function is called, if the value
             is not an array.
-        SiteError: As for `tapax.prefix`; and when the returned function is called, if the value has
-            another shape or dtype than the site, or if the site never reaches a result of `fn`.
+        SiteError: As for `tapax.prefix`. Also when the returned function is called: if the value
+            differs in shape or dtype from the values of the site, or if the site never reaches a
+            result of `fn`.
 
     Example:
         >>> import jax.numpy as jnp, tapax

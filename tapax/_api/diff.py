@@ -36,7 +36,7 @@ def diff(
     *,
     ulps: float | None = None,
 ) -> Difference:
-    """Compare two captures, site by site: of two models, two versions, two dtypes, two frameworks.
+    """Compare two captures site by site: those of two models, versions, dtypes or frameworks.
 
     Two numbers are equal if they differ by at most `atol + rtol * scale + ulps * unit`. The *scale*
     is the larger magnitude of the two, or the mean magnitude of the arrays if that is larger: the
@@ -47,31 +47,35 @@ def diff(
     NaN at the same index.
 
     Args:
-        a: The taps of a capture, or a dict of arrays by name: NumPy arrays, JAX arrays, PyTorch
-            tensors. A pair of such dicts holds values and gradients.
-        b: The capture to compare with `a`.
-        rename: Gives the sites of `b` their names in `a`: a dict `{name in b: name in a}`, a
-            function from one to the other, or pairs of globs such as
-            `[("model.layers.*.mlp", "GPT/blocks/*/mlp")]`, in which each wildcard of the second
-            takes the text that the corresponding wildcard of the first matches. The dict may
-            contain globs, too. Names that `rename` does not match stay as they are. In a glob
-            without slashes, dots separate the segments, as in PyTorch.
+        a: The taps of a capture; a dict of arrays by name (NumPy arrays, JAX arrays or PyTorch
+            tensors); or a pair of such dicts, the values and the gradients.
+        b: The capture to compare with `a`, in any of these forms.
+        rename: Gives the sites of `b` their names in `a`: a dict `{name in b: name in a}`, a list
+            of such pairs, or a function from the name in `b` to the name in `a`. Names in a dict or
+            a list may be globs, such as `("model.layers.*.mlp", "GPT/blocks/*/mlp")`: each wildcard
+            of the second takes the text that the corresponding wildcard of the first matches. In a
+            glob without slashes, dots separate the segments, as in PyTorch. Names that `rename`
+            does not match, or for which the function returns None, stay as they are.
         rtol: The tolerance relative to the scale.
         atol: The absolute tolerance.
         ulps: The tolerance in units in the last place of the coarser dtype.
 
     Returns:
-        A `Difference`. `first` and `first_grad` are the first sites that differ, in the order in
-        which the program and its backward pass run. It prints as a table of all sites, and `plot`
-        draws it. Arrays with different shapes differ; a gradient that only one of two captures has
-        is a difference, too. Neighbouring sites in loops of the same length count as sites of one
-        loop: all of them run in one iteration before any of them runs in the next.
+        A `Difference`. `first` is the first site whose values differ, in the order of the program;
+        `first_grad` is the first site whose gradients differ, in the order of the backward pass. It
+        prints as a table of all sites, and `plot` draws it. Arrays with different shapes differ; a
+        gradient that only one of the two captures has is a difference, too. Neighbouring sites in
+        loops of the same length count as sites of one loop: all of them run in one iteration before
+        any of them runs in the next.
 
     Raises:
-        SiteError: If the captures have no site in common, or only the value of a site in one and
-            its gradient in the other.
-        TypeError: If `a` or `b` contains something that is not an array.
-        ValueError: If an array spans several processes, or a tolerance is negative.
+        SiteError: If the captures have no site in common, or if one has only the values of the
+            common sites and the other only their gradients; if `rename` matches no site of `b`, or
+            gives two sites one name.
+        TypeError: If `a` or `b` contains something that is not an array, or `rename` is not a dict,
+            a function or a list of pairs.
+        ValueError: If an array spans several processes, a tolerance is negative, or the two globs
+            of a pair in `rename` have different numbers of wildcards.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, tapax

@@ -35,11 +35,11 @@ def edit(
 
     An edit is a function `f(x)` or `f(x, site)`, an array, or a number. A function is called on the
     value as `fn` marks it: the value of one call, one iteration, one example of a `vmap`. An array
-    replaces that value. It has the shape of the value, or of everything that a capture of the site
-    returns, with an axis for each loop and map, or anything in between: the axes that it lacks are
-    the outermost. If the value is the same on all devices of a mesh axis, the array has no axis for
-    them, even where a capture has one because a while loop ends at different times on different
-    devices. A number fills the value. An edit keeps the shape and the dtype of the value.
+    replaces that value. It has the shape of the value, or the shape that a capture of the site
+    returns, with an axis for each loop and map in front; the axes of outer loops may be left out.
+    If the value is the same on all devices of a mesh, the array has no axis for the devices, even
+    if a capture has one because the devices run a branch or a loop differently. A number fills the
+    value. An edit keeps the shape and the dtype of the value.
 
     If several edits select one site, they apply in the order in which `values` and `grads` list
     them. A capture of the edited function returns the edited values and gradients.
@@ -50,25 +50,27 @@ def edit(
     site become NaN, or stay as they are if they are integers.
 
     If a call of a site has several gradients, because `fn` differentiates a gradient, the edit
-    changes the innermost; the outer ones are derivatives of the edited function. A value that the
-    backward pass of a `jax.custom_vjp` marks is edited if `fn` itself takes the gradient.
+    changes the innermost; the outer ones are derivatives of the edited function. If the backward
+    pass of a `jax.custom_vjp` marks a value, the edit changes it only if `fn` itself takes the
+    gradient.
 
     Args:
         fn: The function to edit, jitted or not: a step, a loss, a model.
-        values: Maps selections of sites to the edits of their values; or pairs of these.
-        grads: Maps selections of sites to the edits of their gradients; or pairs of these. `fn`
-            must take the gradients itself. An edited gradient flows back to the values from which
-            `fn` computes the site.
+        values: A mapping from selections of sites to the edits of their values, or a sequence of
+            pairs `(selection, edit)`.
+        grads: A mapping from selections of sites to the edits of their gradients, or a sequence of
+            pairs `(selection, edit)`. `fn` must take the gradients itself. An edited gradient flows
+            back to the values from which `fn` computes the site.
         modules: The modules whose results are sites, as in `tapax.capture`.
 
     Returns:
-        A function with the arguments and the results of `fn`. It warns if there is nothing to edit.
+        A function with the arguments and the results of `fn`. `edit` warns if it was given no edit.
 
     Raises:
         TypeError: If `fn` is not a function, or an edit is not a function, an array or a number.
-        SiteError: If `~` in a selection asks for one of several gradients. When the returned
-            function is called: if a selection picks no site, an edit changes the shape or the
-            dtype, an edited value never reaches a result, or a step is out of range.
+        SiteError: If a selection contains `~`, which asks for one of several gradients. When the
+            returned function is called: if a selection picks no site, an edit changes the shape or
+            the dtype, an edited value never reaches a result, or a step is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax

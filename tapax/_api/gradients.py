@@ -47,13 +47,14 @@ def grad(
 
     Returns:
         A function of the arguments of `loss` that returns a dict of gradients by the names of the
-        sites, or `(gradients, aux)` with `has_aux`.
+        sites, or `(gradients, aux)` with `has_aux`. A gradient has the shape of the array that a
+        capture of the site returns.
 
     Raises:
         TypeError: If `loss` is not a function, or, when the returned function is called, if `loss`
             does not return one real number first.
-        SiteError: When the returned function is called, if `at` picks no site, names a site exactly
-            that has no gradient, or is a glob of which no site has one.
+        SiteError: When the returned function is called, if `at` picks no site, names a site that
+            has no gradient, or is a glob none of whose sites has a gradient.
 
     Example:
         >>> import jax.numpy as jnp, tapax
@@ -122,12 +123,13 @@ def jacobian(
 
     Returns:
         A function of the arguments of `fn` that returns an array with the axes of `of` followed by
-        the axes of `wrt`. If `of` is None, it returns such an array for each result of `fn`.
+        the axes of `wrt`. If `of` is None, it returns a pytree like the result of `fn`, with such
+        an array for each array in the result.
 
     Raises:
         TypeError: If `fn` is not a function.
-        SiteError: When the returned function is called, if `of` or `wrt` does not pick one site
-            with all of its iterations, or if `wrt` cannot be differentiated.
+        SiteError: When the returned function is called, if `of` or `wrt` does not pick exactly one
+            site with all of its iterations, or if there is no derivative with respect to `wrt`.
 
     Example:
         >>> import jax.numpy as jnp, tapax

@@ -55,14 +55,15 @@ def modules(model: Module, *args: Any, **kwargs: Any) -> ModuleTable:
 
     Args:
         model: A model of Flax, Equinox, Haiku, brainstate or Keras.
-        *args: The arguments of a call, for a model that creates its modules in a call.
+        *args: The arguments of a call, for a model of Linen, Haiku or Keras.
         **kwargs: The keyword arguments of that call.
 
     Returns:
-        A `ModuleTable`: pairs of a path and a class.
+        A `ModuleTable`, a tuple of pairs `(path, class)`.
 
     Raises:
-        TypeError: If `model` is not a model of a supported framework, or if it needs arguments.
+        TypeError: If `model` is not a model of a supported framework, or if it needs the arguments
+            of a call and has none.
 
     Example:
         >>> import tapax

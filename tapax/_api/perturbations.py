@@ -44,7 +44,7 @@ def perturbations(
 
     Args:
         fn: The function to perturb, jitted or not.
-        at: Selects the sites, as in `tapax.capture`, without `tapax.at`.
+        at: Selects the sites, as in `tapax.capture`. It must not contain a `tapax.at`.
         modules: The modules whose results are sites, as in `tapax.capture`.
 
     Returns:
@@ -52,8 +52,8 @@ def perturbations(
 
     Raises:
         TypeError: If `fn` is not a function.
-        SiteError: If `at` contains a `tapax.at`. When the returned function is called: if `at` is
-            a name or a glob for which there is no perturbation.
+        SiteError: If `at` contains a `tapax.at`. When the returned function is called: if `at`
+            names a site that has no perturbation, or is a glob none of whose sites has one.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax
@@ -89,19 +89,20 @@ def perturbed(
 
     Args:
         fn: The function to perturb, jitted or not.
-        at: Selects the sites that can be perturbed. It is needed only for sites that a rule such as
-            `tapax.ops` makes.
+        at: Selects the sites that can be perturbed. It is needed only for sites that a rule marks,
+            such as `tapax.ops("dot_general")`.
         modules: The modules whose results are sites, as in `tapax.capture`.
 
     Returns:
         A function of a dict of perturbations by the names of sites, followed by the arguments of
-        `fn`. A site without a perturbation stays as it is.
+        `fn`. It returns the result of `fn`. A site without a perturbation stays as it is.
 
     Raises:
         TypeError: If `fn` is not a function, or, when the returned function is called, if its first
             argument is not a dict of arrays.
-        SiteError: If `at` contains a `tapax.at`. When the returned function is called: if there is
-            no site of that name, or if a perturbation has the wrong shape, dtype or sharding.
+        SiteError: If `at` contains a `tapax.at`. When the returned function is called: if a name in
+            the dict is not the name of a site, or if a perturbation has the wrong shape, dtype or
+            sharding.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax

@@ -32,10 +32,11 @@ def residuals(
     """Make a function that lists the values that `fn` keeps for its backward pass.
 
     Args:
-        fn: A loss, which returns a real number or `(loss, aux)`: the table lists the values that
-            JAX keeps to differentiate it with respect to all arguments with real or complex
-            numbers. Or a step that takes gradients itself: the table lists the values that it keeps
-            for these. A number computed from a gradient, such as a gradient penalty, is a loss.
+        fn: A loss, or a step that takes gradients itself. A loss returns a real number or
+            `(loss, aux)`: the table lists the values that JAX keeps to differentiate it with
+            respect to all arguments with real or complex numbers. For a step, the table lists the
+            values that the step keeps for its gradients. A function that returns a number computed
+            from a gradient, such as a gradient penalty, is a loss.
         policy: A policy of `jax.checkpoint`, such as `jax.checkpoint_policies.dots_saveable`. The
             table then shows the effect of wrapping the differentiated function in `jax.checkpoint`
             with this policy: which values it keeps, and which it recomputes instead.
@@ -47,9 +48,9 @@ def residuals(
         traces `fn`, and computes and changes nothing.
 
     Raises:
-        TypeError: If `fn` is not a function or `policy` not a policy. When the returned function is
-            called: if `fn` neither returns a loss nor takes a gradient, if it has no argument with
-            real or complex numbers, or if it captured a value of a trace that has ended.
+        TypeError: If `fn` or `policy` is not a function. When the returned function is called: if
+            `fn` neither returns a loss nor takes a gradient, if it has no argument with real or
+            complex numbers, or if it closes over a value of a trace that has ended.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax

@@ -35,9 +35,9 @@ def sow(
     """Mark `value` as the site `name`, and return it.
 
     Outside a capture, `sow` does nothing. A capture returns every call of a site: the first is
-    `name`, the second `name@1`. With `reduce` and `init` it returns one value for all calls and all
-    iterations of loops, `reduce(reduce(init(), first), second)`, so that a sum in a scan is the
-    total.
+    `name`, the second `name@1`. With `reduce` and `init`, a capture instead folds all calls and all
+    iterations of loops into one value, `reduce(reduce(init(), first), second)`: a sum in a scan is
+    then the total.
 
     Args:
         value: An array, or a pytree of arrays; the leaf `w` of `h` is the site `h:w`.
@@ -53,7 +53,8 @@ def sow(
     Raises:
         TypeError: If `name` is not a string or contains a traced value, or if `reduce` is given
             without `init` or the other way round.
-        SiteError: If `name` is empty or contains one of the characters `* ? @ ~ :`.
+        SiteError: If `name` or one of its segments is empty, or if `name` contains one of the
+            characters `* ? @ ~ :`.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax
@@ -84,8 +85,9 @@ def sow(
 def perturb(value: T, name: str) -> T:
     """Mark `value` as the site `name`, meant for gradients and perturbations, and return it.
 
-    It is `tapax.sow` under a name that says why the value is marked: `tapax.grad` and
-    `tapax.perturbations` take the site, and `tapax.sites` lists it with the kind `perturb`.
+    `perturb` marks a value as `tapax.sow` does, and tells the reader of the code why. `tapax.sites`
+    lists the site with the kind `perturb`; `tapax.grad` and `tapax.perturbations` take sites of
+    both kinds.
 
     Args:
         value: An array, or a pytree of arrays.
@@ -96,7 +98,8 @@ def perturb(value: T, name: str) -> T:
 
     Raises:
         TypeError: If `name` is not a string or contains a traced value.
-        SiteError: If `name` is empty or contains one of the characters `* ? @ ~ :`.
+        SiteError: If `name` or one of its segments is empty, or if `name` contains one of the
+            characters `* ? @ ~ :`.
 
     Example:
         >>> import jax.numpy as jnp, tapax
@@ -120,7 +123,8 @@ def scope(name: str) -> contextlib.AbstractContextManager[Any]:
 
     Raises:
         TypeError: If `name` is not a string or contains a traced value.
-        SiteError: If `name` is empty or contains one of the characters `* ? @ ~ :`.
+        SiteError: If `name` or one of its segments is empty, or if `name` contains one of the
+            characters `* ? @ ~ :`.
 
     Example:
         >>> import jax.numpy as jnp, tapax

@@ -27,17 +27,20 @@ class SiteDifference:
         name: The name of the site in `a`.
         other_name: The name of the site in `b`.
         kind: `value` or `grad`.
-        types: The types of the arrays in `a` and in `b`.
+        types: The types of the arrays in `a` and in `b`, such as `"float32[4,8]"`.
         differs: Whether the error exceeds the tolerance, or the arrays cannot be compared.
         reason: The reason why the arrays cannot be compared; empty if they can.
-        dtype: The coarser of the two dtypes.
+        dtype: The name of the coarser of the two dtypes.
         absolute: The largest error of an element.
         relative: The largest error of an element, relative to the scale.
         ulps: The largest error of an element, in units in the last place of `dtype`.
-        index: The element with the largest absolute error.
-        iteration: The first iteration that differs, for a site in a loop.
-        ulps_by_iteration: The largest error in each iteration, in units in the last place.
-        differs_by_iteration: Whether each iteration differs.
+        index: The index of the element with the largest absolute error; None if the arrays are
+            equal or cannot be compared.
+        iteration: The first iteration that differs, as an index for each loop around the site.
+        ulps_by_iteration: The largest error in each iteration, in units in the last place: an array
+            with an axis for each loop.
+        differs_by_iteration: Whether each iteration differs: an array of booleans with an axis for
+            each loop.
 
     Example:
         >>> import numpy as np, tapax
@@ -99,8 +102,9 @@ class Difference(Tabular):
         first_grad: The site whose gradient differs first when the backward pass runs, from the last
             site to the first; None if all are equal.
         only_a: The names of the sites that only `a` contains. They do not count as a difference.
-        only_b: The names of the sites that only `b` contains. They do not count as a difference.
-        tolerance: The tolerance of the comparison.
+        only_b: The names, in `b`, of the sites that only `b` contains. They do not count as a
+            difference.
+        tolerance: The tolerance of the comparison, with the attributes `rtol`, `atol` and `ulps`.
 
     Example:
         >>> import numpy as np, tapax

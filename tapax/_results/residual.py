@@ -10,15 +10,18 @@ class Residual:
     """A value that the forward pass keeps for the backward pass.
 
     Attributes:
-        site: The site of the value, or else the module or scope that computes it; the name of an
-            argument.
-        operation: The primitive that computes the value.
-        source: The line of the user's code that computes the value, `file:line`.
+        site: The name of the site of the value, or else of the module or scope that computes it.
+            For an argument, its name.
+        operation: The name of the primitive that computes the value; empty for an argument or a
+            constant.
+        source: The line of the user's code that computes the value, `file:line`; empty for an
+            argument or a constant.
         shape: The shape, with a leading axis for each scan in `loops`.
         dtype: The dtype.
-        nbytes: The size in bytes; on one device, if the program says how it divides the value.
-        loops: The scans around the value.
-        name: The name that `checkpoint_name` gives the value.
+        nbytes: The size in bytes; the size on one device, if the program says how it divides the
+            value.
+        loops: The scans around the value, outermost first, such as `("scan[12]",)`.
+        name: The name that `checkpoint_name` gives the value; empty without one.
         on_host: Whether a policy offloads the value to the host.
         kind: `computed` for a value that the differentiated function computes, so that
             `jax.checkpoint` could recompute it. An `argument` of that function and a `constant` are

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class ResidualTable(Tabular, Sequence[Residual]):
     """The values that a function computes and keeps for its backward pass, largest first.
 
-    `tapax.residuals` returns it. It is a sequence of `Residual`s, and prints as a table.
+    The functions that `tapax.residuals` makes return it. It is a sequence of `Residual`s, and
+    prints as a table.
 
     Args:
         residuals: The values that the function computes.
@@ -53,12 +54,12 @@ class ResidualTable(Tabular, Sequence[Residual]):
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all values that the function keeps on a device without a policy."""
+        """The size in bytes of all values kept on a device if there were no policy."""
         return kept_nbytes(self._residuals)
 
     @property
     def policy_nbytes(self) -> int | None:
-        """The size in bytes of all values kept on a device under the policy; None without one."""
+        """The size in bytes of all values kept on a device with the policy; None without one."""
         return None if self.policy is None else policy_nbytes(self._residuals)
 
     def by_site(self) -> ResidualGroups:

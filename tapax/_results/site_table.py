@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 class SiteTable(Tabular, Sequence[Site]):
-    """The sites of a program, in its order; `tapax.sites` and `Taps.sites` are such tables.
+    """A table of the sites of a program, in the order of the program.
 
-    It is a sequence of `Site`s, and prints as a table. `table["net/h"]` finds a site by name, and
-    raises `KeyError` with the nearest names if there is no such site.
+    The functions that `tapax.sites` makes return it, and `Taps.sites` is one. It is a sequence of
+    `Site`s, and prints as a table. `table["net/h"]` finds a site by name, and raises `KeyError`
+    with the nearest names if there is no such site.
 
     Args:
-        sites: The sites.
+        sites: The `Site`s, in the order of the program.
 
     Example:
         >>> import jax.numpy as jnp, tapax

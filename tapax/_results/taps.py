@@ -57,9 +57,9 @@ class Taps(Tabular):
     Args:
         values: The captured values, by name, in the order of the program.
         grads: The captured gradients, by name.
-        valid: Masks and counts for sites that may not have run: a mask for a site in a branch, or
-            for the first iterations of a while loop (`steps=n`); the count of iterations for other
-            sites in a while loop.
+        valid: Masks and counts, by name, for sites that may not have run: a mask for a site in a
+            branch, or for the first iterations of a while loop (`steps=n`); the count of iterations
+            for other sites in a while loop.
         sites: A `SiteTable` with the shape, the loops and the source line of each site.
 
     Example:
@@ -133,7 +133,7 @@ class Taps(Tabular):
 
         Raises:
             SiteError: If `selection` matches nothing, or if the shapes differ.
-            ValueError: If `of` is something else.
+            ValueError: If `of` is not one of these three strings.
 
         Example:
             >>> import jax.numpy as jnp, tapax

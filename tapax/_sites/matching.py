@@ -125,8 +125,12 @@ class Glob(str, Selector):
 def glob(pattern: str) -> Glob:
     """Make a glob that combines with other selections by `&`, `|` and `~`.
 
-    Everywhere else, a plain string is enough; also on one side of `&` or `|`, if the other side is
-    a rule or a `glob`.
+    `a & b` selects the sites that both select, `a | b` those that `a` or `b` selects, and `~a` all
+    sites except those of `a`. `tapax.ops("dot_general") & "**/attn"` selects the matrix products
+    inside modules `attn`.
+
+    Everywhere else a plain string is enough. It is also enough on one side of `&` or `|`, if the
+    other side is a rule or a `glob`.
 
     Args:
         pattern: The pattern. `*` stays inside one segment, `**` spans any number of segments, `?`

@@ -72,7 +72,8 @@ def at(selection: Any, *, step: slice | ArrayLike | None = None, index: Any = No
         A selection. It is hashable, so that it can be a key of the `values` of `tapax.edit`.
 
     Raises:
-        TypeError: If neither `step` nor `index` is given, or one is not an index.
+        TypeError: If neither `step` nor `index` is given, if `step` is neither an integer nor a
+            slice, or if `index` is not an index of an array.
         SiteError: If `step` is an array with several elements.
 
     Example:

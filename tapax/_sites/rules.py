@@ -70,12 +70,12 @@ class Named(Rule):
 
 
 def ops(*names: str) -> Ops:
-    """Select every result of some operations, by the names that JAX gives them.
+    """Select every result of some operations, by the names of their primitives.
 
     Each result becomes a site `scope/operation`, with its gradient.
 
     Args:
-        *names: Names of primitives, as a jaxpr shows them: `"dot_general"`, `"sin"`.
+        *names: The names, as a jaxpr shows them: `"dot_general"`, `"sin"`.
 
     Returns:
         A selection, which combines with others by `&`, `|` and `~`: see `tapax.glob`.
@@ -97,8 +97,8 @@ def lines(*places: str) -> Lines:
     """Select every result that some lines of source compute.
 
     Args:
-        *places: Files and line numbers, such as `"model.py:120"`. The file is a path, or the end of
-            one.
+        *places: Files and line numbers, such as `"model.py:120"`. The file is a path, or the last
+            part of a path.
 
     Returns:
         A selection, which combines with others by `&`, `|` and `~`: see `tapax.glob`.
@@ -123,7 +123,7 @@ def lines(*places: str) -> Lines:
 
 
 def named(*names: str) -> Named:
-    """Select every value that `jax.ad_checkpoint.checkpoint_name` gives one of some names.
+    """Select every value to which `jax.ad_checkpoint.checkpoint_name` gives one of `names`.
 
     Args:
         *names: The names, such as `"ffn1"`.

@@ -33,26 +33,28 @@ class Site:
     receive one.
 
     Attributes:
-        path: The name that the user gave the value, with the scopes and modules around it.
+        path: The name of the value, after the scopes and modules around it: `GPT/blocks/0/h`.
         kind: The origin of the site: `sow`, `perturb`, `module`, `input`, `weights`, `hidden`, `op`
             or `name`.
         shape: The shape of the captured array, including the axes of loops and maps.
         dtype: The dtype of the captured array.
         source: The source line that marks the value, `file:line`.
         loops: The loops around the site, outermost first, such as `("scan[12]", "while")`.
-        rank: The number of axes of the value itself, which come after those of loops, maps and
-            meshes.
+        rank: The number of axes of the value itself, which come after the axes of loops, maps and
+            meshes in `shape`.
         call: The number of the call of `path`; the first is 0.
         pullback: The number of the gradient, if a call has several; the innermost is 0.
-        op: The operation that computes the value, if a rule such as `tapax.ops` marks it.
+        op: The name of the operation that computes the value, if a rule such as `tapax.ops` marks
+            it; otherwise empty.
         module: The class of the module whose `method` returned the value; its name, if the taps
-            were read from a file.
-        method: The method of `module` that returned the value.
-        members: How many members of an ensemble share the batch of that module: see `tapax.nn`.
+            were read from a file; None for a site that is not of a module.
+        method: The name of the method of `module` that returned the value.
+        members: How many members of an ensemble share the batch of that module; see `tapax.nn`.
         collection: The data of a framework's mark: a Variable type of NNX, the name of a collection
             of Linen.
-        reducer: The reducer of the captured value, if there is one.
-        grad_reducer: The reducer of the captured gradient, if there is one.
+        reducer: The reducer whose result a capture returned instead of the value; None without one.
+        grad_reducer: The reducer whose result a capture returned instead of the gradient; None
+            without one.
         layers: The scanned layers that contain the site.
 
     Example:

@@ -24,8 +24,9 @@ def steer(
 
     Args:
         fn: A function or a model of any framework.
-        vectors: Maps selections of sites to vectors. A vector is broadcast: one of the width of the
-            stream is added at every position of every example. Vectors may be traced.
+        vectors: A mapping from selections of sites to vectors. A vector is broadcast to the values:
+            a vector with the width of the residual stream is added at every position of every
+            example. Vectors may be traced.
         strength: The factor of all vectors. It may be traced, so that a sweep over strengths is a
             `jax.vmap`.
 
@@ -83,7 +84,7 @@ def ablate(
     Args:
         fn: A function or a model of any framework.
         sites: Selects the sites to ablate.
-        how: The values to put in their place: `"zero"`; `"mean"`, the mean over the examples; or
+        how: The replacement of the values: `"zero"`; `"mean"`, the mean over the examples; or
             `"resample"`, the values of other examples.
         reference: The examples to average or to draw: an argument of `fn`, or a tuple of its
             arguments. By default these are the examples of the call itself, before the ablation.
@@ -95,8 +96,8 @@ def ablate(
         A function with the arguments and the results of `fn`.
 
     Raises:
-        ValueError: If `how` is something else, or if `"resample"` has neither `key` nor
-            `reference`.
+        ValueError: If `how` is not one of these three strings, or if `"resample"` has neither `key`
+            nor `reference`.
         SiteError: When the returned function is called, if a selection picks no site, if a value
             has no such axis, or if the values of the reference have another shape.
 

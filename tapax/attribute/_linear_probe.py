@@ -24,15 +24,16 @@ from tapax.attribute._compilation import arguments
 class Probe:
     """A fitted linear probe, which computes `features(*inputs) @ weights + bias`.
 
-    `tapax.attribute.linear_probe` returns it. Calling it with inputs, an argument of `fn` or a
-    tuple of its arguments, returns the numbers or the logits that it reads. It is a pytree.
+    `tapax.attribute.linear_probe` returns it. `probe(inputs)` returns the numbers, or the logits of
+    the classes; `inputs` is the argument of the probed function, or a tuple of its arguments. A
+    probe is a pytree.
 
     Attributes:
-        weights: An array `[features]`, or `[features, classes]`.
-        bias: A number, or an array `[classes]`.
+        weights: An array `[features]` for numbers, `[features, classes]` for classes.
+        bias: A scalar for numbers, an array `[classes]` for classes.
         features: The function that computes the value of the site.
         kind: `ridge` for numbers, `logistic` for classes.
-        axes: The number of leading axes of the value that count examples.
+        axes: The number of leading axes of the value whose entries are examples.
 
     Example:
         >>> import jax.numpy as jnp, tapax
@@ -58,7 +59,7 @@ class Probe:
         """Predict the numbers, or the most likely classes.
 
         Args:
-            inputs: An argument of the probed function, or a tuple of its arguments.
+            inputs: The argument of the probed function, or a tuple of its arguments.
 
         Returns:
             An array with an entry for each example.
@@ -81,8 +82,8 @@ class Probe:
         """Score the predictions: the accuracy for classes, R**2 for numbers.
 
         Args:
-            inputs: An argument of the probed function, or a tuple of its arguments.
-            labels: The true numbers or classes.
+            inputs: The argument of the probed function, or a tuple of its arguments.
+            labels: The true numbers or classes, one for each prediction.
 
         Returns:
             The share of correct classes, or the coefficient of determination.
@@ -122,8 +123,8 @@ def linear_probe(
 ) -> Probe:
     """Fit a linear map from the value of a site to labels. It computes nothing after the site.
 
-    Numbers are fitted by least squares, classes by Newton's method on the cross entropy, both
-    summed over the examples.
+    It fits numbers by least squares, and classes by Newton's method on the cross entropy. Both are
+    sums over the examples.
 
     Alain and Bengio, Understanding intermediate layers using linear classifier probes, 2016
     (arXiv:1610.01644).
@@ -132,8 +133,9 @@ def linear_probe(
         fn: A function or a model of any framework.
         site: Selects one site, as in `tapax.prefix`.
         inputs: The argument of `fn`, or a tuple of its arguments.
-        labels: Numbers, or integers for classes. The axes of the labels are the leading axes of the
-            value, with an example in each entry; all other axes of the value are features.
+        labels: An array of numbers, or of integers for classes. The axes of the labels are the
+            leading axes of the value, with an example in each entry; all other axes of the value
+            are features.
         kind: `"ridge"` for numbers or `"logistic"` for classes. By default the dtype of the labels
             decides.
         ridge: The penalty on the weights: `ridge * |w|**2` for numbers, half of it for classes. The

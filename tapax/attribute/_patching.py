@@ -33,16 +33,16 @@ def activation_patching(
     axis: int = -2,
     batch_size: int | None = None,
 ) -> jax.Array:
-    """Replace one value of the corrupt run by its clean value, and return the metric for each.
+    """Replace values of the corrupt run by clean values, one at a time, and return the metrics.
 
-    It replaces one site and one position at a time. The sweep is one program: it makes both runs
+    It replaces one position of one site at a time. The sweep is one program: it makes both runs
     once, and then runs only the rest of `fn` from each site on.
 
     Meng et al., Locating and Editing Factual Associations in GPT, 2022 (arXiv:2202.05262);
     Heimersheim and Nanda, How to use and interpret activation patching, 2024 (arXiv:2404.15255).
 
     Args:
-        fn: A function or a model that returns a metric, a number or any array.
+        fn: A function or a model that returns a metric: a number, or any array.
         clean: The argument of `fn` in the clean run, or a tuple of its arguments.
         corrupt: The argument of `fn` in the corrupt run, or a tuple of its arguments.
         sites: Selects the sites to patch.
@@ -99,11 +99,11 @@ def attribution_patching(
     Attribution Patching Outperforms Automated Circuit Discovery, 2023 (arXiv:2310.10348).
 
     Args:
-        fn: A function or a model that returns a metric, a number or any array.
+        fn: A function or a model that returns a metric: a number, or any array.
         clean: The argument of `fn` in the clean run, or a tuple of its arguments.
         corrupt: The argument of `fn` in the corrupt run, or a tuple of its arguments.
         sites: Selects the sites to patch.
-        positions: Indices along `axis`; None patches whole values.
+        positions: Indices along `axis` to patch one at a time; None patches whole values.
         axis: The axis of the positions in a value, without the axes of loops.
 
     Returns:
@@ -176,7 +176,7 @@ def path_patching(
     Localizing Model Behavior with Path Patching, 2023 (arXiv:2304.05969).
 
     Args:
-        fn: A function or a model that returns a metric, a number or any array.
+        fn: A function or a model that returns a metric: a number, or any array.
         clean: The argument of `fn` in the clean run, or a tuple of its arguments.
         corrupt: The argument of `fn` in the corrupt run, or a tuple of its arguments.
         sender: Selects the sites at which paths start. A sender that runs after the receivers
@@ -185,7 +185,8 @@ def path_patching(
         positions: Indices along `axis` of the sender to patch one at a time; None patches whole
             values.
         frozen: Selects the components that a path must not cross: all other heads for direct paths
-            between attention heads, all heads and MLPs for a path through the residual stream.
+            between attention heads, all heads and MLPs for a path through the residual stream. None
+            allows every path.
         axis: The axis of the positions in a value, without the axes of loops.
         batch_size: How many positions to run at a time, if memory is short; all of them by default.
 

@@ -26,7 +26,7 @@ def logit_lens(
         fn: A function or a model that returns logits, or any array.
         sites: Selects the sites: the residual stream after each layer.
         unembed: A function from the stream to logits. By default it is the rest of `fn` after the
-            last of the sites, with the final norm.
+            last of the sites, including the final norm.
 
     Returns:
         A function of the arguments of `fn` that returns an array `[sites, *output]`.
@@ -68,10 +68,10 @@ def direct_logit_attribution(
 ) -> Callable[..., Any]:
     """Make a function that returns the direct share of each component in the output of `fn`.
 
-    The share of a component is the change of the output that the rest of `fn`, after the residual
-    stream, computes from it. That rest is linear, except for the scale of the final norm, which
-    `frozen` holds constant. Then the shares of all components sum to the output, without the part
-    that does not depend on the stream (biases). Without `frozen`, the rest is linearised.
+    The rest of `fn`, after the site `final`, computes the output from the residual stream. The
+    share of a component is the result of the linearised rest for that component. If `frozen` holds
+    the scale of the final norm constant, the rest is linear except for constants such as biases,
+    and the shares of all components sum to the output without these constants.
 
     Elhage et al., A Mathematical Framework for Transformer Circuits, 2021; Wang et al., 2022
     (arXiv:2211.00593).
@@ -80,15 +80,15 @@ def direct_logit_attribution(
         fn: A function or a model that returns logits, or differences of logits.
         sites: Selects the components: the values that `fn` adds to the residual stream.
         final: Selects one site, the residual stream after the last component.
-        frozen: Selects the values to hold constant, such as `tapax.ops("rsqrt")`.
+        frozen: Selects the values to hold constant, such as `tapax.ops("rsqrt")`; None for none.
 
     Returns:
         A function of the arguments of `fn` that returns an array `[sites, *output]`.
 
     Raises:
         SiteError: If a selection is empty. When the returned function is called: if a selection
-            picks no site, `final` picks several, or a component does not have the shape of the
-            stream.
+            picks no site, `final` picks several, or a component cannot be broadcast to the shape of
+            the stream.
 
     Example:
         >>> import tapax

@@ -26,19 +26,20 @@ def saliency(
 
     Args:
         fn: A function or a model that returns one real number.
-        site: Selects the site, or several; None differentiates with respect to an argument.
+        site: Selects one site or several; None differentiates with respect to an argument.
         times_value: Whether to multiply the gradient by the value.
         argnum: The position of the argument to differentiate with respect to, if `site` is None.
 
     Returns:
-        A function of the arguments of `fn` that returns an array for a name, and a dict by name for
-        a glob or a sequence.
+        A function of the arguments of `fn`. If `site` is a name, alone or in a `tapax.at`, it
+        returns an array of the shape of the value; for any other selection, a dict of arrays by
+        name; for None, a pytree like the argument.
 
     Raises:
         ValueError: When the returned function is called, if there is no argument `argnum`.
         TypeError: When the returned function is called, if `fn` does not return one real number.
-        SiteError: When the returned function is called, if `site` picks no site, or has no
-            gradient.
+        SiteError: When the returned function is called, if `site` picks no site, or a site that has
+            no gradient.
 
     Example:
         >>> import jax.numpy as jnp, tapax
@@ -88,17 +89,20 @@ def integrated_gradients(
     """Make a function that returns the share of each entry of a value in the result of `fn`.
 
     The share is the gradient, averaged over the straight line from the baseline to the value, times
-    the difference of the two. So the shares sum to the difference of `fn` between the two.
+    the difference of the two. So the shares sum to the result of `fn` at the value minus its result
+    at the baseline.
 
     Sundararajan et al., Axiomatic Attribution for Deep Networks, 2017 (arXiv:1703.01365).
 
     Args:
         fn: A function or a model that returns one real number.
         site: Selects one site; None takes the value of an argument.
-        baseline: The value at the start of the line; it is broadcast to the shape of the value.
+        baseline: The value at the start of the line: a number or an array, which is broadcast to
+            the shape of the value.
         steps: The number of points of the Gauss-Legendre rule that averages the gradient.
         argnum: The position of the argument, if `site` is None.
-        batch_size: How many points to compute at a time; all of them by default.
+        batch_size: How many points to compute at a time, if memory is short; all of them by
+            default.
 
     Returns:
         A function of the arguments of `fn` that returns an array with the shape of the value.
@@ -156,7 +160,9 @@ def grad_cam(
     axis: tuple[int, ...] = (-3, -2),
     channel: int = -1,
 ) -> Callable[..., Any]:
-    """Make a function that maps where the output of a convolution supports a class.
+    """Make a function that returns a map of the places in an image that support a class.
+
+    The map has the resolution of the output of a convolution.
 
     Selvaraju et al., Grad-CAM, 2016 (arXiv:1610.02391).
 
@@ -164,8 +170,8 @@ def grad_cam(
         fn: A function or a model that returns logits, or scores. The score of an example must
             depend on that example alone.
         site: Selects one site, the output of a convolution.
-        target: The class, an integer or one for each example; or a function from the result of `fn`
-            to a score. None if `fn` returns the score itself.
+        target: The class: an integer, or an array with an integer for each example; or a function
+            from the result of `fn` to a score. None if `fn` returns the score itself.
         axis: The spatial axes of the value: `(-2, -1)` if the channels come first.
         channel: The axis of the channels: -3 if the channels come first.
 

@@ -70,7 +70,7 @@ class HiddenGroup(NamedTuple):
 
     @property
     def varshape(self) -> tuple[int, ...]:
-        """The shape of the units."""
+        """The shape of the array of units."""
         return self.hidden_states[0].varshape
 
     @property
@@ -108,10 +108,10 @@ class HiddenGroup(NamedTuple):
             input_vals: An array for each of `transition_jaxpr_constvars`.
 
         Returns:
-            A list with the new value of each state.
+            A list of arrays: the new value of each state.
 
         Raises:
-            ValueError: If the number of arrays is wrong.
+            ValueError: If the number of arrays differs from the number of variables.
 
         Example:
             >>> import brainstate, jax.numpy as jnp
@@ -134,11 +134,11 @@ class HiddenGroup(NamedTuple):
             input_vals: An array for each of `transition_jaxpr_constvars`.
 
         Returns:
-            An array `[*varshape, n, n]`, whose entry `[u, a, b]` is the derivative of the new state
-            `a` of unit `u` with respect to its old state `b`.
+            An array `[*varshape, num_state, num_state]`, whose entry `[u, a, b]` is the derivative
+            of the new state `a` of unit `u` with respect to its old state `b`.
 
         Raises:
-            HiddenError: If the number of `hidden_vals` is wrong.
+            HiddenError: If the number of `hidden_vals` differs from the number of states.
 
         Example:
             >>> import brainstate, jax.numpy as jnp
@@ -172,7 +172,7 @@ class HiddenGroup(NamedTuple):
             An array `[*varshape, num_state]`.
 
         Raises:
-            HiddenError: If the number of arrays is wrong.
+            HiddenError: If the number of arrays differs from the number of states.
 
         Example:
             >>> import brainstate, jax.numpy as jnp

@@ -38,7 +38,8 @@ def apply(
 
     Args:
         module: A Linen module, or a function of a bound module.
-        variables: The variables of the module; or the module, if `module` is a function.
+        variables: The variables of the module, a dict of collections; or the module, if `module` is
+            a function.
         *args: The arguments of the call.
         capture_intermediates: Whether the collection 'intermediates' contains the results of the
             `__call__` methods; or a filter `(module, method_name) -> bool` of methods.
@@ -48,8 +49,8 @@ def apply(
         **kwargs: The keyword arguments of the call.
 
     Returns:
-        The result of the call; or, if a collection is mutable or intermediates are captured, the
-        pair of the result and the changed collections.
+        The result of the call; or, if a collection is mutable or intermediates are captured, a pair
+        of the result and a dict of the changed collections.
 
     Raises:
         ValueError: If a collection of perturbations lacks one that the module needs.

@@ -26,12 +26,13 @@ def capture(
         fn: A function, a module or a method of a module. With a variable type instead, `capture`
             is a decorator.
         *var_types: The variable types of the sown values to return.
-        init: A `State` with the perturbations that `perturb` adds.
-        method_outputs: A variable type, under which to sow the results of every method.
+        init: A `State` with the perturbations that `perturb` adds; None to add nothing.
+        method_outputs: A variable type, under which to sow the results of every method; None to sow
+            none of them.
 
     Returns:
-        A function of the arguments of `fn` that returns `(out, *states)`, or `out` alone without
-        `var_types`.
+        A function of the arguments of `fn` that returns `(out, *states)`, with a `State` for each
+        of `var_types`; or `out` alone without `var_types`.
 
     Raises:
         SiteError: When the returned function is called, if a perturbation in `init` does not fit

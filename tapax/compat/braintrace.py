@@ -99,8 +99,8 @@ def find_hidden_groups_from_module(
     Args:
         model: A brainstate module with initialised states.
         *model_args: An example of the arguments of a call.
-        include_recurrent_mixing: Whether products with matrices connect states, too, and belong to
-            the transitions.
+        include_recurrent_mixing: Whether a product with a matrix also connects two states, and is
+            part of the transition.
         **model_kwargs: An example of the keyword arguments of a call.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A replacement of `flax.linen`: tapax implements `apply`; all other names are those of Flax.
+"""A replacement for `flax.linen`: tapax implements `apply`; all other names are those of Flax.
 
 `apply(module, variables, *args, ...)` replaces `module.apply(variables, *args, ...)`, and
 `apply(function, module, ...)` works as in Flax. It differs from Flax where Flax loses something:

@@ -1,4 +1,4 @@
-"""A replacement of `flax.nnx`: tapax implements `capture`; all other names are those of Flax.
+"""A replacement for `flax.nnx`: tapax implements `capture`; all other names are those of Flax.
 
 `capture` has the signature and the results of `flax.nnx.capture`. It differs from Flax where Flax
 loses something:
@@ -6,8 +6,8 @@ loses something:
 - It finds modules everywhere: in any argument, closed over, in any transformation of JAX or NNX.
   Values sown in a loop are stacked; a while loop gives the value of the last iteration, and a
   branch that did not run gives zeros. `tapax.capture` has masks for the last two.
-- The values of a module that is not a part of the first module are under the name of its argument,
-  or of its class if it is not an argument.
+- A module outside of the first module has its values under the name of its argument, or under the
+  name of its class if it is not an argument.
 - A `perturb` that is called several times has a tuple of perturbations, and so of gradients.
 - `init` must fit the program: it contains a perturbation of the right shape for every `perturb`
   that runs.

@@ -97,13 +97,13 @@ def sow(value: T, *, tag: Hashable, name: str, mode: str = "strict", key: Value 
         name: The name.
         mode: `"strict"`, `"clobber"` or `"append"`: the treatment of a name that is sown more than
             once; see `tapax.compat.oryx`.
-        key: Any JAX value, on which the returned value then depends, too.
+        key: Any JAX value, on which the returned value then also depends; None for none.
 
     Returns:
         `value`, or the plant.
 
     Raises:
-        ValueError: If `mode` is something else.
+        ValueError: If `mode` is not one of these three strings.
         TypeError: If `name` is not a string, or `tag` not hashable.
 
     Example:
@@ -133,14 +133,14 @@ def sow_cond(
         pred: A boolean, which may be traced.
         tag: The namespace of the name; any hashable.
         name: The name.
-        mode: `"cond_clobber"`.
-        key: Any JAX value, on which the returned value then depends, too.
+        mode: `"cond_clobber"`, the only mode.
+        key: Any JAX value, on which the returned value then also depends; None for none.
 
     Returns:
         `value`, or the plant.
 
     Raises:
-        ValueError: If `mode` is something else.
+        ValueError: If `mode` is another string.
         TypeError: If `name` is not a string, or `tag` not hashable.
 
     Example:
@@ -217,7 +217,8 @@ def harvest(
     Raises:
         TypeError: If `f` is not a function, or a list of names is a string.
         SiteError: When the returned function is called, if a mode or the branches of a conditional
-            do not allow the harvest, or a plant does not fit.
+            do not allow the harvest, or if a plant differs in structure, shape or dtype from the
+            sown value.
 
     Example:
         >>> from tapax.compat import oryx
@@ -249,7 +250,8 @@ def plant(
 
     Raises:
         TypeError: If `f` is not a function, or a list of names is a string.
-        SiteError: When the returned function is called, if a plant does not fit.
+        SiteError: When the returned function is called, if a plant differs in structure, shape or
+            dtype from the sown value.
 
     Example:
         >>> from tapax.compat import oryx

@@ -137,23 +137,23 @@ class Activations(Tabular):
         window: int = WINDOW,
         drop_remainder: bool = False,
     ) -> Batches:
-        """Iterate over the dataset in batches on the device, which threads read ahead.
+        """Iterate over the dataset in batches on the device; threads read batches ahead.
 
         Args:
             size: The number of rows in a batch.
-            seed: Decides the order of the rows, which is equal on every machine: the shards are
-                shuffled, then the rows of `window` shards at a time. The rows within one batch
+            seed: An integer that decides the order of the rows, alike on every machine: it shuffles
+                the shards, then the rows of `window` shards at a time. The rows within one batch
                 stay in the order of the dataset. If None, all rows come in that order.
             sites: Selects sites and columns by name or glob; all of them if None.
             start: The number of the first batch, to continue where another reader stopped.
             mesh: A mesh; the rows of each batch are divided over all of its devices.
-            sharding: Divides each batch in another way than `mesh` does.
-            window: The number of shards whose rows are mixed.
+            sharding: The sharding of each array in a batch, instead of `mesh`.
+            window: The number of shards whose rows `seed` mixes at a time.
             drop_remainder: Whether to omit the last batch if it has fewer rows than `size`.
 
         Returns:
-            An iterator over dicts of arrays by name. Its `position` is the number of the next
-            batch, its length the number of all batches.
+            A `Batches`, an iterator over dicts of JAX arrays by name. Its `position` is the number
+            of the next batch, its length the number of all batches.
 
         Raises:
             TypeError: If an argument has the wrong type, or a number is too small.
@@ -208,7 +208,7 @@ class Activations(Tabular):
             sites: Selects sites and columns by name or glob; all of them if None.
 
         Returns:
-            The dataset for PyTorch. It reads a whole batch at once for a `DataLoader`.
+            A `torch.utils.data.Dataset`. It reads a whole batch at once for a `DataLoader`.
 
         Raises:
             ModuleNotFoundError: If PyTorch is not installed.

@@ -31,10 +31,10 @@ class Batches(Iterator[Batch]):
     dataset.
 
     Args:
-        arrays: The arrays to read, by name.
-        order: The rows of each batch.
+        arrays: The `LazyArray`s to read, by name.
+        order: The order of the rows, which decides the rows of each batch.
         start: The number of the first batch.
-        sharding: Divides each batch over devices; None for the default device.
+        sharding: The sharding of each array in a batch; None for the default device.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, tapax

@@ -58,7 +58,7 @@ def harvest(
         batches: A sequence of batches (a list, an array, a Grain source, a Hugging Face dataset),
             or an iterable, which cannot be resumed or shared. Batches may differ in shape.
         to: The folder of the dataset.
-        values: Selects the sites whose values to store.
+        values: Selects the sites whose values to store, as in `tapax.capture`.
         grads: Selects the sites whose gradients to store, under names like `GPT/blocks/3.grad`;
             `fn` must take a gradient itself.
         rows: The axes that become rows: `"tokens"` for all axes of a value except the last,
@@ -66,31 +66,37 @@ def harvest(
             loops stay within each row.
         layers: `"sites"` makes each scanned layer a site, such as `Stack/layers/3`; `"axis"` makes
             the layers an axis of each row.
-        keep: A mask of the rows to keep, or a function of a batch that returns a mask. The first
-            axes of the mask are the axes of the rows. The device drops all other rows.
-        beside: A function of a batch that returns more columns: a dict of arrays whose first axes
-            are the axes of the rows. A dataset always has the columns `batch` and `example`, also
-            `position` if an example has several rows, and `token` if the batch has tokens.
+        keep: A mask, True for each row to keep; or a function of a batch that returns a mask. The
+            axes of the mask are the axes that become rows, or the first of these axes. The device
+            drops all other rows.
+        beside: A function of a batch that returns more columns, as a dict of arrays by name. The
+            first axes of an array are the axes that become rows, or the first of these axes. A
+            dataset always has the columns `batch` and `example`; it has `position` if an example
+            has several rows, and `token` if the batch has tokens.
         dtype: The dtype in which to store floating-point values, such as `jnp.bfloat16` or
             `jnp.float8_e4m3fn`; the computed dtype if None. `harvest` counts the rows with numbers
             too large for `dtype`, and warns.
-        shard_bytes: The approximate size of a shard, whose batches are one unit of work.
+        shard_bytes: The approximate size of a shard, in bytes. The batches of a shard are one unit
+            of work.
         units: The number of units of work to divide the batches into, instead of `shard_bytes`.
-        seed: Deals the batches out to the units in a random order, so that every shard has rows
-            from all parts of `batches`; if None, the units follow the order of `batches`.
-        worker: `(i, n)` for worker i of n, which begins with its share of the units. The dataset is
-            equal, byte for byte, for any number of workers. If None, a process harvests alone, and
-            each process of `jax.distributed` is a worker. If the arrays of `fn` span processes,
-            these are one worker together, and each writes a part of the rows.
+        seed: An integer with which to deal the batches out to the units in a random order, so that
+            every shard has rows from all parts of `batches`. If None, the units follow the order of
+            `batches`.
+        worker: `(i, n)` for worker i of n, counted from 0, which begins with its share of the
+            units. The dataset is equal, byte for byte, for any number of workers. If None, a
+            process harvests alone, but each process of `jax.distributed` is a worker. If the arrays
+            of `fn` span processes, these processes are one worker together, and each writes a part
+            of the rows.
         take_over: Whether to continue with the units that other workers have not done, so that the
             dataset is complete when any worker ends; False if workers write to separate folders.
         progress: Whether to show a progress bar, in a terminal.
 
     Returns:
-        The dataset, which `tapax.open` reads later.
+        The dataset, as `Activations`, which `tapax.open` reads later.
 
     Raises:
-        TypeError: If an argument has the wrong type, or `harvest` is called while JAX traces.
+        TypeError: If an argument has the wrong type, or `harvest` is called in a function that JAX
+            traces.
         SiteError: If a selection picks no site, or the sites have different rows.
         ValueError: If `batches` is empty, or is an iterable that `seed`, `units` or several workers
             cannot divide; or if the folder contains a dataset of another configuration, in which

@@ -109,7 +109,10 @@ class _RowTransform(Transform):
                 for site, row_sizes, rows in self.layout.split(captured, x):
                     stored_name = site.name + end
                     if stored_name in arrays:
-                        raise SiteError(f"Two arrays would both be stored as {stored_name!r}.")
+                        raise SiteError(
+                            f"Two arrays would both be stored as {stored_name!r}. Select only one "
+                            "of them, or rename the site of one."
+                        )
                     sizes[stored_name], arrays[stored_name] = row_sizes, rows
                     if name in taps.valid:
                         ran[stored_name] = jnp.all(taps.valid[name].astype(bool))

@@ -100,10 +100,11 @@ class Statistics:
 
     @classmethod
     def measured(cls, parts: Mapping[str, Any]) -> Statistics:
-        """Convert the result of `measure_rows`, whose norms are in a unit that the rows decide.
+        """Convert the statistics that the device measured for one batch.
 
         Args:
-            parts: The numbers and arrays that `measure_rows` returned, by name.
+            parts: The numbers and arrays that `measure_rows` returned, by name. Their norms are in
+                a unit that depends on the rows.
 
         Returns:
             The statistics of the rows.
@@ -123,10 +124,10 @@ class Statistics:
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Statistics:
-        """Make statistics of the numbers and arrays in a shard.
+        """Make statistics from the numbers and arrays in a shard.
 
         Args:
-            parts: The fields, by name.
+            parts: The values of all fields, by name.
 
         Returns:
             The statistics, with arrays of float64.

@@ -39,10 +39,11 @@ def add_hidden_perturbation(
     Args:
         step: A function `step(state, *inputs) -> (state, out)`, whose state is any pytree of
             floating-point arrays; or a recurrent module of a supported framework.
-        *inputs: An example of its arguments: the state and the inputs of a function, the inputs of
-            a module.
-        state: The state of a module; by default the initial state of a cell.
-        **keywords: An example of the keyword inputs.
+        *inputs: Example arguments: the state and then the inputs if `step` is a function, the
+            inputs alone if `step` is a module.
+        state: An example state, if `step` is a module. A cell of a framework has a default, its
+            initial state.
+        **keywords: Example keyword inputs.
 
     Returns:
         A `HiddenPerturbation`.

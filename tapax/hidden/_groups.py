@@ -29,8 +29,8 @@ class HiddenGroup:
 
     Attributes:
         index: The number of the group.
-        hidden_states: The `HiddenState`s, or the objects of a framework for them.
-        hidden_paths: The path of each state.
+        hidden_states: The `HiddenState`s, or the objects with which a framework represents them.
+        hidden_paths: The path of each state: its keys in the pytree of all states.
         step: The traced step.
         indices: The number of each state among the states of the step.
         diagonal: Whether no unit depends on the states of other units within the group.
@@ -60,7 +60,7 @@ class HiddenGroup:
 
     @property
     def varshape(self) -> tuple[int, ...]:
-        """The shape of the units."""
+        """The shape of the array of units."""
         return tuple(self.hidden_states[0].varshape)
 
     @property
@@ -77,7 +77,7 @@ class HiddenGroup:
             **keywords: The keyword inputs of the step.
 
         Returns:
-            A list with the new value of each state of the group.
+            A list of arrays: the new value of each state of the group.
 
         Raises:
             HiddenError: If the state or the inputs differ in structure or shape from the example.
@@ -105,8 +105,8 @@ class HiddenGroup:
             **keywords: The keyword inputs of the step.
 
         Returns:
-            An array `[*varshape, n, n]`. The entry `[u, a, b]` is the derivative of the new state
-            `a` of unit `u` with respect to its old state `b`.
+            An array `[*varshape, num_state, num_state]`. The entry `[u, a, b]` is the derivative of
+            the new state `a` of unit `u` with respect to its old state `b`.
 
         Raises:
             HiddenError: If the state or the inputs differ in structure or shape from the example.
@@ -217,16 +217,17 @@ def hidden_groups(
 
     Args:
         step: A function `step(state, *inputs) -> (state, out)`, or a recurrent module.
-        *inputs: An example of its arguments: the state and the inputs of a function, the inputs of
-            a module.
-        state: The state of a module; by default the initial state of a cell.
-        **keywords: The keyword inputs.
+        *inputs: Example arguments: the state and then the inputs if `step` is a function, the
+            inputs alone if `step` is a module.
+        state: An example state, if `step` is a module. A cell of a framework has a default, its
+            initial state.
+        **keywords: Example keyword inputs.
 
     Returns:
-        A list of `HiddenGroup`s. Groups, and the states in a group, are in the order of the leaves
-        of the state, or in the order in which a module reads its states, if it writes them in
-        place. `transition` and `diagonal_jacobian` of a group take a state like `state`, or like
-        that of `functional`.
+        A list of `HiddenGroup`s. The groups, and the states in a group, are in the order of the
+        leaves of the state; if a module writes its states in place, they are in the order in which
+        it reads them. The methods `transition` and `diagonal_jacobian` of a group take a state like
+        the example, or like the state that `functional` returns.
 
     Raises:
         HiddenError: If `step` is neither a step nor a recurrent module, or if a hidden state is not

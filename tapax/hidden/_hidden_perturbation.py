@@ -40,17 +40,19 @@ class _PerturbationFields(NamedTuple):
 class HiddenPerturbation(_PerturbationFields):
     """A step with a perturbation variable for every write of a hidden state.
 
-    `add_hidden_perturbation` returns it. Attributes and methods with lists are in the order of
-    `perturb_vars`; `zeros`, a call and `by_group` use names. A state that a module writes several
-    times has a variable for every write: the first is `h`, the second `h@1`.
+    `add_hidden_perturbation` returns it. `perturbation(perturbations, state, *inputs)` runs the
+    step and returns `(state, out)`; `perturbations` is a dict of arrays by name, and a name that it
+    lacks counts as zero. A state that a module writes several times has a variable for every write:
+    the first is `h`, the second `h@1`.
 
-    A call, `perturbation(perturbations, state, *inputs)`, runs the step and returns `(state, out)`;
-    perturbations that the dict lacks are zero.
+    Calls, `zeros` and `by_group` use names. All other methods use lists, in the order of
+    `perturb_vars`.
 
     Attributes:
         perturb_vars: The perturbation variables of `perturb_jaxpr`.
         perturb_hidden_paths: The path of the state to which each variable is added.
-        perturb_hidden_states: The `HiddenState`, or the object of a framework, for each variable.
+        perturb_hidden_states: The `HiddenState` to which each variable is added, or the object with
+            which a framework represents it.
         perturb_jaxpr: The program. It takes the operands of the step, and then the `perturb_vars`.
 
     Example:
@@ -73,7 +75,7 @@ class HiddenPerturbation(_PerturbationFields):
             perturb_data: An array for each of `perturb_vars`.
 
         Returns:
-            The leaves of the new state and of the output.
+            A list of arrays: the leaves of the new state, then those of the output.
 
         Raises:
             HiddenError: If the arrays differ in number, shape or dtype from those of the program.
@@ -126,13 +128,14 @@ class HiddenPerturbation(_PerturbationFields):
 
         Args:
             perturb_data: An array of any dtype for each of `perturb_vars`.
-            hidden_groups: The groups that `hidden_groups`, or braintrace, finds.
+            hidden_groups: The list of groups that `hidden_groups`, or braintrace, returns.
 
         Returns:
-            An array `[*varshape, num_state]` for each group.
+            A list with an array `[*varshape, num_state]` for each group.
 
         Raises:
-            HiddenError: If the arrays do not fit, or a state of a group is not perturbed.
+            HiddenError: If the arrays differ in number or shape from `perturb_vars`, or if a state
+                of a group is not perturbed.
 
         Example:
             >>> import jax.numpy as jnp, tapax
@@ -222,15 +225,16 @@ class HiddenPerturbation(_PerturbationFields):
         """Join perturbations by name, or their gradients, by hidden group.
 
         Args:
-            perturbations: Arrays by name; those that it lacks are zero.
-            hidden_groups: The groups that `hidden_groups` finds.
+            perturbations: A dict of arrays by name; a name that it lacks counts as zero.
+            hidden_groups: The list of groups that `hidden_groups` returns.
 
         Returns:
-            An array `[*varshape, num_state]` for each group.
+            A list with an array `[*varshape, num_state]` for each group.
 
         Raises:
             TypeError: If `perturbations` is not a mapping.
-            HiddenError: If an array does not fit, or a state of a group is not perturbed.
+            HiddenError: If a name is not in `names`, if an array differs in shape or dtype from its
+                hidden state, or if a state of a group is not perturbed.
 
         Example:
             >>> import jax.numpy as jnp, tapax

@@ -34,7 +34,7 @@ def mark_states(step: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         TypeError: If `step` is not a function.
         HiddenError: When the returned function is called in a capture, if `step` does not return a
-            state like the one it takes, and an output.
+            pair: a state like the one it takes, and an output.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax

@@ -23,8 +23,9 @@ class PureStep(NamedTuple):
 
     Attributes:
         step: A function `step(params, state, *inputs, **keywords) -> (state, out)`.
-        params: The parameters, and everything else that the module contains.
-        state: The initial state.
+        params: A pytree of the parameters, and of everything else in the module except its hidden
+            state.
+        state: The initial state, a pytree.
 
     Example:
         >>> import jax, tapax
@@ -47,9 +48,9 @@ def functional(
 ) -> PureStep:
     """Convert a recurrent module to a pure step, with its parameters and its initial state.
 
-    The parameters contain everything else in the module, such as the key of a dropout, and the step
-    does not change them. They are empty inside a transformed function of a framework that keeps the
-    parameters itself.
+    The parameters contain everything in the module except its hidden state, such as the key of a
+    dropout, and the step does not change them. For a core of Haiku they are empty, because the
+    transformed function around the core keeps the parameters.
 
     Args:
         model: A recurrent module of a supported framework.
@@ -62,7 +63,8 @@ def functional(
         A `PureStep`: `(step, params, state)`.
 
     Raises:
-        HiddenError: If `model` is not a recurrent module, or if it needs `state`.
+        HiddenError: If `model` is not a recurrent module, or if it has no initial state and `state`
+            is not given.
 
     Example:
         >>> import jax, tapax

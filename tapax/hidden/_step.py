@@ -29,13 +29,14 @@ from tapax.hidden._definitions import Definitions, find_definitions
 class HiddenState:
     """A hidden state of a step: its path, shape and dtype.
 
-    `perturb_hidden_states` and `HiddenGroup.hidden_states` contain these.
+    `HiddenPerturbation.perturb_hidden_states` and `HiddenGroup.hidden_states` contain such states.
 
     Attributes:
         path: The keys of the state in the pytree of all states.
         shape: The shape.
         dtype: The dtype.
-        num_state: The number of states of every unit, if the last axis contains several.
+        num_state: The number of states of every unit; if there are several, they are along the last
+            axis.
 
     Example:
         >>> import jax.numpy as jnp, tapax
@@ -58,12 +59,12 @@ class HiddenState:
 
     @property
     def is_float(self) -> bool:
-        """Return whether the state contains real or complex numbers."""
+        """True if the state contains real or complex numbers."""
         return self.dtype is not None and bool(jnp.issubdtype(self.dtype, jnp.inexact))
 
     @property
     def varshape(self) -> tuple[int, ...]:
-        """The shape of the units."""
+        """The shape of the array of units."""
         return self.shape[:-1] if self.num_state > 1 else self.shape
 
 

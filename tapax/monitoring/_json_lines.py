@@ -29,7 +29,7 @@ class jsonl:
     Raises:
         OSError: If the file cannot be written.
         ValueError: If the file is not a log of tapax.
-        RuntimeError: If another version of the format wrote the file.
+        RuntimeError: If the file has a version of the format that this tapax does not know.
 
     Example:
         >>> import tempfile, tapax

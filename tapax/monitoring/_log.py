@@ -57,13 +57,14 @@ class Log(Tabular):
     number for each iteration: `GPT/blocks/mlp[3]/value_rms`. A number is a float, an array with an
     element for each unit, or a `Histogram`.
 
-    A log is a sink: `tapax.monitor(step, to=log)`, or `log(step, record)` by hand. `log[name]` is a
-    series with the arrays `steps` and `values`; the values of a histogram are its counts, and the
-    series has its `edges`. Iterating over a log yields pairs of a step and a record. A log prints
-    as a table. `tapax.open` reads a log from disk.
+    A log is a sink: pass it to a monitor, `tapax.monitor(step, to=log)`, or add a record yourself,
+    `log(step, record)`. `log[name]` is a series with the arrays `steps` and `values`. For a
+    histogram, `values` contains the counts, and `edges` the edges of the bins. Iterating over a log
+    yields pairs of a step and a record. A log prints as a table. `tapax.open` reads a log from
+    disk.
 
-    A record replaces the records of its step and of later steps that share a name with it, as when
-    a run resumes from an earlier step; the log then warns.
+    If a run resumes from an earlier step, its records replace the old ones: a new record removes
+    the records of its step and of later steps that share a name with it, and the log warns.
 
     Attributes:
         alerts: The alerts that went off, a list of `tapax.alert.AlertEvent`.
@@ -106,7 +107,7 @@ class Log(Tabular):
         )
 
     def alert(self, event: AlertEvent) -> None:
-        """Add an alert that went off. A monitor calls this for each alert.
+        """Add an alert that went off. A monitor calls this method for each alert.
 
         Args:
             event: The alert.

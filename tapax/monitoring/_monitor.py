@@ -55,7 +55,7 @@ def monitor(
     """Make a train step that reports statistics of its sites on every n-th call.
 
     On the calls 0, `every`, 2 * `every`, ... the monitor first runs a copy of `step`, compiled
-    once, which computes only the statistics; the copy changes nothing and keeps its arguments.
+    once, which computes only the statistics. The copy changes nothing and donates no arguments.
     Then, as on every other call, the monitor runs `step` and returns its result. So the run is bit
     for bit the run without a monitor. Another thread fetches the numbers and passes them to the
     sinks.
@@ -74,25 +74,26 @@ def monitor(
         to: The destination of the records: a sink, a function of a step and a record, a path such
             as `"run.jsonl"`, `"table"`, `"page"`, or a list of these; see `tapax.sink`.
         params: Selects parameters: True for all, a selection of the paths of parameters or modules
-            such as `"**/kernel"`, or a mapping from selections to reducers. A parameter is an array
-            by which `step` takes a gradient, among the arguments or in a model of NNX, brainstate
-            or Keras that `step` closes over. `Net/mlp/kernel` has the numbers `param_rms`,
-            `param_grad_rms` and `update_ratio`, the root mean square of the change over that of the
-            parameter. The module `Net/mlp` has these numbers for all parameters below it.
-        alerts: The rules by which the monitor warns, from `tapax.alert`.
+            such as `"**/kernel"`, or a mapping from selections to reducers; None for none. A
+            parameter is an array with respect to which `step` takes a gradient: an array among the
+            arguments, or in a model of NNX, brainstate or Keras that `step` closes over. The
+            parameter `Net/mlp/kernel` has the numbers `param_rms`, `param_grad_rms` and
+            `update_ratio`, the root mean square of its change over that of the parameter. The
+            module `Net/mlp` has these numbers for all parameters below it.
+        alerts: The rules by which the monitor warns: one rule of `tapax.alert`, or a list of rules.
         modules: The modules whose results are sites, as in `tapax.capture`.
         start: The number of the first call, for a resumed run. By default it is 0, or the first
             multiple of `every` after the steps of a log in `to`, with a warning.
-        every_process: If True, the sinks of every process get the records, so each process needs a
-            different path. If False, only the sinks of process 0 get them.
+        every_process: If True, the sinks of every process receive the records, so each process
+            needs a different path. If False, only the sinks of process 0 receive them.
 
     Returns:
         A `Monitor`, which is called like `step`. Close it at the end of the run.
 
     Raises:
         TypeError: If `step` is not a function, or another argument has a wrong type.
-        ValueError: If there is nothing to monitor, `every` or `start` is too small, or the suffix
-            of a path in `to` is unknown.
+        ValueError: If `values`, `grads` and `params` are None and there are no alerts, if `every`
+            or `start` is too small, or if the suffix of a path in `to` is unknown.
         OSError: If a path in `to` cannot be written.
         SiteError: At the first call of the monitor, if a selection names a site or a parameter that
             `step` does not have.
@@ -228,7 +229,8 @@ class Monitor(Generic[P, R]):
         after the next call of the step or `close`.
 
         Args:
-            scalars: Maps names that are not identifiers to scalars: `{"train/loss": loss}`.
+            scalars: A mapping from names to scalars, for names that are not identifiers:
+                `{"train/loss": loss}`.
             always: If True, a call without a record gets a record of these scalars alone. If False,
                 `log` does nothing after such a call, and costs nothing.
             **named: Scalars by name: Python numbers, or arrays without axes.

@@ -152,7 +152,7 @@ class safetensors(PartFolder):
     Raises:
         OSError: If the folder cannot be written.
         ValueError: If the folder contains other files.
-        RuntimeError: If another version of the format wrote the log.
+        RuntimeError: If the log has a version of the format that this tapax does not know.
 
     Example:
         >>> import tempfile, tapax
@@ -234,7 +234,7 @@ class parquet(PartFolder):
         ImportError: If pyarrow is not installed.
         OSError: If the folder cannot be written.
         ValueError: If the folder contains other files.
-        RuntimeError: If another version of the format wrote the log.
+        RuntimeError: If the log has a version of the format that this tapax does not know.
 
     Example:
         >>> import tempfile, tapax

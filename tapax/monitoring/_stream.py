@@ -62,18 +62,19 @@ def stream(
     around the stream.
 
     A call returns when the loop has ended and its records are delivered. If the call is inside
-    `jax.jit` or `jax.vmap`, the records are complete when the results are. A sink that raises is
-    dropped, with a warning.
+    `jax.jit` or `jax.vmap`, the records are complete when the results are. The stream drops a sink
+    that raises, with a warning.
 
     Args:
         fn: The function with the loop, jitted or not.
         values: Selects sites inside the loop and the statistics of their values, as in
-            `tapax.monitor`. A selection without a reducer records the root mean square.
+            `tapax.monitor`. A selection without a reducer records the root mean square; None
+            records nothing.
         grads: Selects sites inside the loop and the statistics of their gradients, as `values`
             does.
         every: The number of iterations from one record to the next.
         to: The destination of the records, as in `tapax.monitor`; see `tapax.sink`.
-        alerts: The rules by which the stream warns, from `tapax.alert`.
+        alerts: The rules by which the stream warns: one rule of `tapax.alert`, or a list of rules.
         modules: The modules whose results are sites, as in `tapax.capture`.
         start: The number of the first iteration. By default it is 0, or the first multiple of
             `every` after the steps of a log in `to`, with a warning. The next call continues with
@@ -84,11 +85,11 @@ def stream(
 
     Raises:
         TypeError: If `fn` is not a function, or another argument has a wrong type.
-        ValueError: If there is nothing to stream, `every` or `start` is too small, or the suffix of
-            a path in `to` is unknown.
+        ValueError: If `values` and `grads` are None and there are no alerts, if `every` or `start`
+            is too small, or if the suffix of a path in `to` is unknown.
         OSError: If a path in `to` cannot be written.
         SiteError: When the stream is called, if `fn` has no loop, if no selected site is in a loop,
-            or if a selection names a site outside all loops exactly.
+            or if a selection names a site that is outside of all loops.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax

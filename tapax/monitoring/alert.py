@@ -27,7 +27,7 @@ __all__ = ["AlertEvent", "AlertRule", "AlertWarning", "above", "below", "dead", 
 
 
 class AlertWarning(UserWarning):
-    """The category of the warnings of alerts.
+    """The category of the warnings that alerts give.
 
     Example:
         >>> import warnings, jax.numpy as jnp, tapax
@@ -106,7 +106,7 @@ def nonfinite(at: Selection = "**") -> AlertRule:
     """Make a rule that warns of values and gradients with a NaN or an infinity.
 
     Args:
-        at: Selects the sites.
+        at: Selects the sites, as in `tapax.capture`.
 
     Returns:
         A rule for `tapax.monitor` and `tapax.stream`.
@@ -133,10 +133,10 @@ def above(at: Selection, /, **limits: float) -> AlertRule:
     """Make a rule that warns of statistics above a limit. A NaN is above any limit.
 
     Args:
-        at: Selects the sites.
-        **limits: The limit of each statistic. A keyword is `value_` or `grad_`, then `min`, `max`,
-            or one of the reducers `rms`, `norm`, `mean`, `var`, `sum`, `zeros` and `nonfinite`; or
-            `grad_` and one of the reducers `cosine` and `update_ratio`.
+        at: Selects the sites, as in `tapax.capture`.
+        **limits: The limit of each statistic, such as `grad_norm=1e3`. A keyword is `value_` or
+            `grad_`, followed by `min`, `max`, or one of the reducers `rms`, `norm`, `mean`, `var`,
+            `sum`, `zeros` and `nonfinite`; or `grad_`, followed by `cosine` or `update_ratio`.
 
     Returns:
         A rule for `tapax.monitor` and `tapax.stream`.
@@ -161,7 +161,7 @@ def below(at: Selection, /, **limits: float) -> AlertRule:
     """Make a rule that warns of statistics below a limit. A NaN is below any limit.
 
     Args:
-        at: Selects the sites.
+        at: Selects the sites, as in `tapax.capture`.
         **limits: The limit of each statistic, with the keywords of `above`.
 
     Returns:
@@ -189,8 +189,8 @@ def dead(fraction: float = 0.9, at: Selection = "**") -> AlertRule:
     A unit is an index of the last axis. It is dead if it is zero in the whole batch.
 
     Args:
-        fraction: The least fraction of dead units that sets the alert off.
-        at: Selects the sites.
+        fraction: The smallest fraction of dead units that sets the alert off.
+        at: Selects the sites, as in `tapax.capture`.
 
     Returns:
         A rule for `tapax.monitor` and `tapax.stream`.

@@ -7,8 +7,8 @@ drops it with a warning, and the training goes on.
 
 The argument `to` of a monitor also takes a path, `"run.jsonl"`, `"run.parquet"` or
 `"run.safetensors"`, which `tapax.open` reads; `"table"`, for the terminal; `"page"`, for a page in
-the browser or the notebook that follows the run; or a list of sinks and paths. A log on disk is
-continued, from the step `start` of `tapax.monitor`.
+the browser or the notebook that follows the run; or a list of sinks and paths. If there is already
+a log at a path, the run continues it, from the step `start` of `tapax.monitor`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class table:
     If the output is not a terminal, `close` prints the table once.
 
     Args:
-        console: The console of rich that shows the table; by default a new one.
+        console: The `rich.console.Console` that shows the table; by default a new one.
 
     Example:
         >>> from rich.console import Console
@@ -123,6 +123,10 @@ class tensorboard:
     Args:
         folder: The folder of the event files.
 
+    Raises:
+        ImportError: If tensorboardX is not installed.
+        OSError: If the folder cannot be written.
+
     Example:
         >>> import tempfile, tapax
         >>> write = tapax.sink.tensorboard(tempfile.mkdtemp())
@@ -200,11 +204,15 @@ class tensorboard:
 class wandb:
     """A sink that logs to a run of Weights & Biases.
 
-    Weights & Biases plots every number over `monitor/step`, the step of the monitor. The step that
-    wandb counts itself is for the calls of `wandb.log` in the user's code.
+    Weights & Biases plots every number over `monitor/step`, the step of the monitor. The sink does
+    not set the step that wandb itself counts, so your calls of `wandb.log` may set it.
 
     Args:
-        run: The run; by default the run that `wandb.init` began.
+        run: The run, as `wandb.init` returns it; by default the current run.
+
+    Raises:
+        ImportError: If wandb is not installed.
+        RuntimeError: If `run` is None and there is no current run.
 
     Example:
         >>> import tapax, wandb  # doctest: +SKIP
@@ -262,7 +270,7 @@ class wandb:
         return number
 
     def alert(self, event: AlertEvent) -> None:
-        """Send an alert of the run.
+        """Send an alert as an alert of the run.
 
         Args:
             event: The alert that went off.
@@ -277,7 +285,12 @@ class wandb:
 
 
 class mlflow:
-    """A sink that logs to the active run of MLflow, or to a new run; arrays as their means.
+    """A sink that logs to the active run of MLflow, or to a new run.
+
+    It logs the mean of an array, and the mean of a histogram.
+
+    Raises:
+        ImportError: If mlflow is not installed.
 
     Example:
         >>> import tapax
@@ -349,7 +362,7 @@ def make(to: To) -> list[Sink]:
         A list of sinks.
 
     Raises:
-        TypeError: If `to` is a class or has another wrong type.
+        TypeError: If `to` is a class of sinks instead of a sink, or has another wrong type.
         ValueError: If the suffix of a path is unknown.
         OSError: If a path cannot be written.
 

@@ -58,9 +58,9 @@ def batch_ensemble(
 
     All members share everything else: norms, and parameters that your modules define themselves.
 
-    The first axis alone tells the rows of the members. Leave out a layer that is applied to
-    something else, such as a grid of positions or values `[time, rows, width]`, or give it rows
-    with `tile`.
+    A converted layer takes the rows of the members from the first axis of its input. If the first
+    axis of an input is something else, as in a grid of positions or in values
+    `[time, rows, width]`, leave that layer out with `where`, or give it rows with `tile`.
 
     Args:
         model: An `nnx.Module`. It stays as it is.
@@ -74,7 +74,7 @@ def batch_ensemble(
         s_mean: The mean of `s`, for `"normal"`.
         s_std: The standard deviation of `s`, for `"normal"`.
         where: Selects the layers to convert: a glob on their path in a capture, such as
-            `"Net/blocks/**"`, or a function of path and layer.
+            `"Net/blocks/**"`, or a function `(path, layer) -> bool`; None for all layers.
 
     Returns:
         A model of the same class.

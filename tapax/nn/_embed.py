@@ -32,9 +32,10 @@ class BatchEnsembleEmbed(EnsembleLayer, nnx.Embed):
     """A table of embeddings of several members.
 
     Member `k` has the table `embedding * outer(r_k, s_k)`: `s_k` scales the features, and `r_k` has
-    one number for each token. It equals `BatchEnsembleLinear` on one-hot inputs, so a member can
-    weigh words differently; `r` has `num_members / features` of the size of the table. `attend`
-    uses the same tables, so that tied weights are tied for every member.
+    one number for each token. The layer equals `BatchEnsembleLinear` on one-hot inputs, so each
+    member can weigh words differently; all members together add `num_members / features` times the
+    size of the table. `attend` uses the same tables, so that tied weights are tied for every
+    member.
 
     The layer refuses tokens with one axis. They are most often positions,
     `embed(jnp.arange(length))`, which contain no rows of members: see `where` of `batch_ensemble`.
@@ -45,8 +46,8 @@ class BatchEnsembleEmbed(EnsembleLayer, nnx.Embed):
             seed or a key, which is combined with the weights of the base layer, so that layers made
             with one seed have different factors.
         num_members: The number of members.
-        use_base_weights: Whether to use the table of the base layer, the variable itself, instead
-            of a new one. `batch_ensemble`, which converts a model, keeps the weights.
+        use_base_weights: Whether to use the table of the base layer, the variable itself. By
+            default the layer draws a new table; `batch_ensemble` keeps the weights by default.
         init: The distribution of `r` and `s`: `"normal"` or `"random_sign"`.
         r_mean: The mean of `r`, for `"normal"`.
         r_std: The standard deviation of `r`, for `"normal"`.

@@ -31,7 +31,8 @@ def dropout(
         rate: The probability of setting an element to zero, in [0, 1). The other elements are
             divided by `1 - rate`.
         broadcast_dims: The axes of a value, or of the selected part, along which elements are
-            dropped together. With the axis of the rows, a member is one network for all rows.
+            dropped together. Include the axis of the rows to drop the same elements in all rows, so
+            that a member is one network.
 
     Returns:
         A `RandomFunction`: call it with a key and the arguments of `fn`, or pass it to `predict`.
@@ -39,7 +40,7 @@ def dropout(
     Raises:
         ValueError: If `rate` is not in [0, 1).
         TypeError: If `fn` is not a function, or `rate` not a number.
-        SiteError: When the result is called, if `at` selects no site, or one of integers.
+        SiteError: When the result is called, if `at` selects no site, or a site of integers.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax
@@ -70,7 +71,7 @@ def noise(
     Raises:
         ValueError: If `std` is negative.
         TypeError: If `fn` is not a function, or `std` not a number.
-        SiteError: When the result is called, if `at` selects no site, or one of integers.
+        SiteError: When the result is called, if `at` selects no site, or a site of integers.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax
@@ -111,8 +112,8 @@ def weight_noise(
 
     Raises:
         TypeError: If `fn` is not a function, or `std` not a number. When the result is called: if
-            there is no such argument, or if the first argument of a plain function is an array,
-            which may be data, and `params` is not given.
+            `fn` has no argument at the position `params`; or if `params` is not given and the first
+            argument of a plain function is an array, which may be data.
         ValueError: If `std` is negative; when the result is called, if there are no weights.
         SiteError: When the result is called, if `at` matches no weight.
 
@@ -199,14 +200,15 @@ def subensemble(
             or model.
         at: Selects the one site at which the trunk ends: its name, or `tapax.at(name, step=3)` for
             an iteration of a scan.
-        heads: Functions of the value at the site, such as modules, one for each member.
+        heads: Functions of the value at the site, such as modules: one for each member.
 
     Returns:
         A `RandomFunction`, or, with `heads`, a `Subensemble`, a function of the arguments of `fn`.
         Pass either to `predict`.
 
     Raises:
-        TypeError: If `fn` is not random and there are no `heads`, or if both are given.
+        TypeError: If `fn` is not a `RandomFunction` and `heads` is not given, or if `fn` is a
+            `RandomFunction` and `heads` is given.
         ValueError: If `heads` is empty; when the result is called, if the heads return different
             shapes.
         SiteError: When the result is called, if the function cannot be cut at `at`.

@@ -36,8 +36,8 @@ class BatchEnsembleLinear(EnsembleLayer, nnx.Linear):
             seed or a key, which is combined with the weights of the base layer, so that layers made
             with one seed have different factors.
         num_members: The number of members.
-        use_base_weights: Whether to use the kernel of the base layer, the variable itself, instead
-            of a new one. `batch_ensemble`, which converts a model, keeps the weights.
+        use_base_weights: Whether to use the kernel of the base layer, the variable itself. By
+            default the layer draws a new kernel; `batch_ensemble` keeps the weights by default.
         init: The distribution of `r` and `s`: `"normal"` or `"random_sign"`.
         r_mean: The mean of `r`, for `"normal"`.
         r_std: The standard deviation of `r`, for `"normal"`.
@@ -98,8 +98,8 @@ class BatchEnsembleLinearGeneral(EnsembleLayer, nnx.LinearGeneral):
             seed or a key, which is combined with the weights of the base layer, so that layers made
             with one seed have different factors.
         num_members: The number of members.
-        use_base_weights: Whether to use the kernel of the base layer, the variable itself, instead
-            of a new one. `batch_ensemble`, which converts a model, keeps the weights.
+        use_base_weights: Whether to use the kernel of the base layer, the variable itself. By
+            default the layer draws a new kernel; `batch_ensemble` keeps the weights by default.
         init: The distribution of `r` and `s`: `"normal"` or `"random_sign"`.
         r_mean: The mean of `r`, for `"normal"`.
         r_std: The standard deviation of `r`, for `"normal"`.

@@ -60,7 +60,7 @@ class Members:
     Attributes:
         values: The values, by name.
         grads: The gradients, by name.
-        valid: Masks and counts, as in `Taps`.
+        valid: Masks and counts by name, as in `Taps`.
         num_members: The number of members.
         shared: The names of captured arrays that have no rows of members, such as a loss or a step
             counter. `values` and `grads` do not contain them.
@@ -152,7 +152,8 @@ def members(taps: Taps, num_members: int | None = None) -> Members:
 
     Raises:
         TypeError: If `taps` are not the taps of a capture.
-        ValueError: If nothing tells the number of members.
+        ValueError: If `num_members` is not given, and the sites contain no BatchEnsemble layers or
+            layers with different numbers of members.
         SiteError: If a reducer has reduced a captured array over the rows of all members.
 
     Example:

@@ -27,11 +27,14 @@ class Prediction:
     For classes, uncertainties are entropies in nats; for numbers, they are variances.
 
     Attributes:
-        members: The logits, or the numbers, of each member.
-        mean: The mean of the members' probabilities, or of their numbers.
-        total: The total uncertainty: the entropy of `mean`, or the sum of both parts.
+        members: The logits, or the numbers, of each member, with a first axis of members; a pair of
+            arrays if the members return means and variances.
+        mean: The mean of the members' probabilities, `[B, ..., classes]`, or of their numbers,
+            `[B, ...]`.
+        total: The total uncertainty, `[B, ...]`: the entropy of `mean`, or the sum of `aleatoric`
+            and `epistemic`.
         aleatoric: The uncertainty of the data, which every member sees: the mean of the members'
-            entropies, or of their variances. None for a model that returns no variances.
+            entropies, or of their variances. None for a regression without variances.
         epistemic: The uncertainty of the model, on which members disagree: the mutual information
             of class and member, or the variance of the members' means.
 
@@ -76,14 +79,18 @@ def predict(
             variances.
         num_members: How many members to draw. It is needed only for functions of a key.
         key: The random key with which to draw the members.
-        plain_first: Whether the first member is the model without its perturbations.
+        plain_first: Whether the first member is the model without its perturbations; only for a
+            `RandomFunction`.
 
     Returns:
         A `Prediction`, with the mean, and total, aleatoric and epistemic uncertainty.
 
     Raises:
-        TypeError: If the results of the model do not fit `kind`, or a key is missing.
-        ValueError: If `kind` is something else, or nothing tells the number of members.
+        TypeError: If the results of the model do not fit `kind`, a key is missing, or `plain_first`
+            is given for a model that is not a `RandomFunction`.
+        ValueError: If `kind` is not one of these two strings, or if the number of members is not
+            known: a function of a key without `num_members`, or a model without BatchEnsemble
+            layers.
 
     Example:
         >>> import jax

@@ -146,8 +146,8 @@ class RandomFunction:
             A new `RandomFunction`.
 
         Raises:
-            SiteError: If the perturbation selects nothing that can be perturbed, when the function
-                is called.
+            SiteError: When the new function is called, if the perturbation selects nothing that can
+                be perturbed.
 
         Example:
             >>> import jax, tapax

@@ -16,8 +16,8 @@ M = TypeVar("M", bound=nnx.Module)
 def shard(model: M, mesh: Mesh, axis: str) -> M:
     """Divide the members of a copy of a model over an axis of a mesh.
 
-    The factors and biases of a member are on some devices, everything else is on every device. Rows
-    with the sharding `NamedSharding(mesh, P(axis))` then pass through the model without any
+    Each device has the factors and biases of some of the members, and a copy of everything else.
+    Rows with the sharding `NamedSharding(mesh, P(axis))` then pass through the model without any
     communication, as long as the operations between its layers treat rows one by one.
 
     Args:

@@ -48,21 +48,22 @@ class Finding:
     It prints as a sentence and a table of the operands and the result.
 
     Attributes:
-        path: The module path or the scope of the operation. For an argument its name, for a result
-            its number.
+        path: The module path or the scope of the operation; for an argument, its name; for a
+            result, its number.
         operation: The operation that made the value, such as `"log"`; or `"argument"`,
             `"constant"`, or `"result"` for a result that no operation explains.
         source: The line of the user's code, `file:line`.
         phase: The pass, `"forward"` or `"backward"`.
-        iterations: The iteration of each loop, counted from 0 in the order of the indices.
+        iterations: The index of the iteration of each loop in `loops`, from 0. The backward pass of
+            a scan has the indices of its forward pass.
         loops: The loops around the operation, outermost first, such as `"scan[4]"`.
         index: The index of the first bad element of the result, without the axes of `mapped`.
         mapped: The index of that element along each axis that `vmap` maps over.
         examples: The sizes of the axes of `mapped`.
-        position: The index of that element in the result as the program has it, on all axes.
-        device: The index of the device along each axis of the mesh.
+        position: The index of that element on all axes of the result, including those of `vmap`.
+        device: The index of the device along each axis of the mesh, by the name of the axis.
         kind: The kind of the bad elements: `"nan"` if one is NaN, otherwise `"inf"`.
-        operands: The ranges of the operands.
+        operands: A `Range` for each operand.
         count: The number of bad elements of the result.
         shape: The shape of the result.
         dtype: The dtype of the result.

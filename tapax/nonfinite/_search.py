@@ -63,11 +63,11 @@ def find_nonfinite(fn: Callable[P, Any], *, masked: bool = False) -> Callable[P,
 
     Args:
         fn: The function to search, jitted or not: a train step, a loss, a model.
-        masked: Whether values that reach no result count too.
+        masked: Whether to report bad values that reach no result, too.
 
     Returns:
-        A function of the arguments of `fn`. It returns a `Finding`, or None if all results are
-        finite.
+        A function of the arguments of `fn`. It returns a `Finding`, or None if there is nothing to
+        report: without `masked`, if all results are finite.
 
     Raises:
         TypeError: If `fn` is not a function, or `masked` is not a bool. When the returned function

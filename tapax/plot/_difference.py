@@ -24,11 +24,11 @@ _ROW, _TALLEST = 0.24, 12.0
 def difference(difference: Difference) -> Figure:
     """Draw the errors between two captures by depth: a row for each site, from the input down.
 
-    The error of a site is the largest of its elements, in units in the last place of the coarser
-    dtype: see `tapax.diff`. A site in a loop has a row for each iteration. Red marks errors beyond
-    the tolerance; a dashed line shows the tolerance, if it is in these units. A mark at the left
-    edge shows that two arrays are equal, a mark at the right edge that they cannot be compared,
-    because their shapes differ or one capture lacks the array.
+    The error of a site is the largest error of its elements, in units in the last place of the
+    coarser dtype: see `tapax.diff`. A site in a loop has a row for each iteration. Red marks errors
+    beyond the tolerance; a dashed line shows the tolerance, if it is in these units. A mark at the
+    left edge shows that two arrays are equal. A mark at the right edge shows that they cannot be
+    compared, because their shapes differ or one capture lacks the array.
 
     Args:
         difference: The `Difference` that `tapax.diff` returns.

@@ -39,7 +39,8 @@ def taps(taps: Taps, at: Selection = "**", stats: str | Iterable[str] | None = N
     Args:
         taps: The taps of a capture.
         at: Selects the sites to draw: a glob such as `"**/mlp"`, or any other selection.
-        stats: The statistics to draw, such as `"rms"`; by default all of them, up to six.
+        stats: The name of the statistic to draw, such as `"rms"`, or a list of names; by default
+            all of them, up to six.
 
     Returns:
         A `matplotlib.figure.Figure` with a panel for each statistic.
@@ -47,7 +48,7 @@ def taps(taps: Taps, at: Selection = "**", stats: str | Iterable[str] | None = N
     Raises:
         TypeError: If `taps` are not the taps of a capture, or are traced.
         SiteError: If `at` matches nothing.
-        ValueError: If there are no numbers to draw, or no such statistic.
+        ValueError: If there are no numbers to draw, or `stats` contains an unknown name.
         ModuleNotFoundError: If matplotlib is not installed.
 
     Example:
@@ -78,15 +79,16 @@ def roles(
     The role of a site is its path without the number of its layer: `GPT/blocks/3/mlp/up` is the
     `mlp/up` of layer 3, and so is `GPT/blocks/mlp/up` in the fourth iteration of a scan over
     layers. Each role has one colour in all panels. A wide grey line shows the layers themselves,
-    and points the sites outside of them. The plot draws outer modules first; a note names the roles
-    that did not fit.
+    and points show the sites outside of them. The plot draws outer modules first; a note names the
+    roles that did not fit.
 
     Args:
         taps: The taps of a capture; or several captures by name, such as
             `{"before training": first, "after": last}`, with a line style for each.
         at: Selects the sites to draw: a glob such as `"**/mlp"`, or any other selection.
-        stats: The statistics to draw, such as `"rms"`; by default all of them, up to six. The plot
-            shows the root mean square of a whole array, and the result of a reducer as it is.
+        stats: The name of the statistic to draw, such as `"rms"`, or a list of names; by default
+            all of them, up to six. The plot shows the root mean square of a whole array, and the
+            result of a reducer as it is.
 
     Returns:
         A `matplotlib.figure.Figure`: values on the left, gradients on the right.
@@ -94,7 +96,8 @@ def roles(
     Raises:
         TypeError: If `taps` are not the taps of a capture, or are traced.
         SiteError: If `at` matches nothing.
-        ValueError: If there are no numbers to draw, no such statistic, or more than four captures.
+        ValueError: If there are no numbers to draw, `stats` contains an unknown name, or there are
+            more than four captures.
         ModuleNotFoundError: If matplotlib is not installed.
 
     Example:
@@ -169,9 +172,10 @@ def history(
     mark alerts; the text below names their layers.
 
     Args:
-        log: A `tapax.Log`, or the path of one.
+        log: A `tapax.Log`, or the path of a log on disk.
         at: Selects the sites to draw: a glob such as `"**/mlp"`, or any other selection.
-        stats: The statistics to draw, such as `"rms"`; by default all of them, up to twelve.
+        stats: The name of the statistic to draw, such as `"rms"`, or a list of names; by default
+            all of them, up to twelve.
 
     Returns:
         A `matplotlib.figure.Figure`: values on the left, gradients on the right.
@@ -179,7 +183,7 @@ def history(
     Raises:
         TypeError: If `log` is neither a log nor a path.
         SiteError: If `at` matches nothing.
-        ValueError: If there are no numbers to draw, or no such statistic.
+        ValueError: If there are no numbers to draw, or `stats` contains an unknown name.
         ModuleNotFoundError: If matplotlib is not installed.
 
     Example:

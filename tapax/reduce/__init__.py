@@ -30,11 +30,11 @@ reducer                           result
 ================================  =================================================================
 
 In a capture, `values={"**/mlp": rms}`, the results of a reducer replace the values: one result for
-each call and each iteration of a scan, one for all iterations of a while loop. `rms.total` merges
-all loops around a site. Every reducer except `last` combines the examples of a vmap and the devices
-of a mesh. `rms(axis=-1)` has one result for each unit, that is, for each index along that axis of
-the value as it was marked; `axis` also works for the other reducers in the upper part of the table,
-up to `nonfinite`, and for `cosine` and `update_ratio`.
+each call and each iteration of a scan, one for all iterations of a while loop. `rms.total` has one
+result for all iterations of all loops around a site. Every reducer except `last` combines the
+examples of a vmap and the devices of a mesh. `rms(axis=-1)` has one result for each unit, that is,
+for each index along that axis of the value as it was marked; `axis` also works for the other
+reducers in the upper part of the table, up to `nonfinite`, and for `cosine` and `update_ratio`.
 
 Reducers accumulate values of less than 32 bits in float32 or a 32-bit integer, and float64 in
 float64. A count that reaches the largest number of its dtype stays there.

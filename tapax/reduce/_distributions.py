@@ -46,12 +46,13 @@ def histogram(
             the edges 0, 2^lo, ..., 2^hi, inf.
         sample: The fraction of the elements to count, 1/n. With `sample=1/16` the reducer counts
             one of 16 neighbours along the last axis but one, at a place that depends only on `seed`
-            and the shape. The counts are those of the sample. Tables name the reducer
-            `histogram(sample=1/16)`, and logs `histogram.sample16`.
+            and the shape. The counts are those of the sample, and are not scaled up. The name of
+            the reducer is `histogram(sample=1/16)` in tables, and `histogram.sample16` in logs.
         seed: The seed of the sample, an integer from 0 to 2**32 - 1.
 
     Returns:
-        A reducer with an int32 result of one count for each bin.
+        A reducer with an int32 result of shape `[..., bins]`: one count for each bin, for each call
+        and each iteration of a scan around the site.
 
     Raises:
         TypeError: If both `edges` and `log2` are given, or neither.
@@ -116,8 +117,8 @@ def topk(k: int) -> Reducer:
         k: The number of elements.
 
     Returns:
-        A reducer with a result of `k` elements. If a value has fewer elements, the smallest number
-        of the dtype, such as `-inf`, fills the rest.
+        A reducer with a result of shape `[..., k]`. If a value has fewer elements, the smallest
+        number of the dtype, such as `-inf`, fills the rest.
 
     Raises:
         ValueError: If `k` is not an integer of at least 1.
@@ -175,16 +176,16 @@ def quantiles(
             estimate of the element of rank floor(q (n - 1)), which `numpy.quantile` returns with
             `method="lower"`.
         error: The largest relative error of an estimate, at least 1e-5 and below 1.
-        magnitudes: The least and the largest magnitude for which `error` holds. Smaller magnitudes
-            count as zero; of the larger ones the sketch knows only the smallest and the largest
-            element.
+        magnitudes: The smallest and the largest magnitude for which `error` holds. Elements of
+            smaller magnitudes count as zero. Of the elements of larger magnitudes, the sketch knows
+            only the smallest and the largest.
         sample: The fraction of the elements to count, as in `tapax.reduce.histogram`. The quantiles
             are then those of the sample.
         seed: The seed of the sample, as in `tapax.reduce.histogram`.
 
     Returns:
-        A reducer with a result of shape `[..., len(q)]`. NaNs do not count; the result is NaN if
-        there is no other element.
+        A reducer with a result of shape `[..., len(q)]`, or `[..., 1]` if `q` is a number. NaNs do
+        not count; the result is NaN if there is no other element.
 
     Raises:
         ValueError: If `q` is not numbers from 0 to 1, `error` is out of range, `magnitudes` is not

@@ -51,22 +51,27 @@ class Reducer:
             reducer has `update(state, gradient, value)`.
         combine: `combine(a, b)` returns the state that has seen the values of `a`, then those of
             `b`.
-        finish: `finish(state)` returns the result: an array or a pytree of arrays.
+        finish: `finish(state)` returns the result: an array or a pytree of arrays. By default the
+            result is the state.
         name: The name of the reducer in results, tables and errors.
-        merge: Combines many states at once, stacked along the first axis. By default the program
-            calls `combine`.
+        merge: `merge(states)` combines many states at once, which are stacked along the first axis.
+            If it is None, the program calls `combine` instead.
         needs: The dtypes that the reducer accepts: `"numbers"`, `"real numbers"` or
             `"floating-point numbers"`.
         paired: Whether the reducer compares a gradient with the value of its site.
         over_maps: Whether to combine the examples of a vmap and the devices of a mesh.
         over_loops: Whether to combine the iterations of the loops around a site; see `total`.
-        axis: The axes along which the reducer has one result for each index.
-        edges: The edges of a histogram.
+        axis: The axes along which the reducer has one result for each index; None if it reduces all
+            axes.
+        edges: The edges of the bins, for a histogram.
         labels: The names of the entries along the last axis of the result.
-        one_in: The n of a reducer that sees one in n elements.
-        make: Makes this reducer with one result for each index along an axis.
-        direct: A faster way to the state of one value than `init` and `update`.
-        quantity: The quantity that the state measures, for reducers that can read a value together.
+        one_in: The number n, for a reducer that sees only one in n elements.
+        make: `make(axis)` returns this reducer with one result for each index along `axis`; None if
+            the reducer takes no axis.
+        direct: A function that computes the state of one value faster than `init` and `update`,
+            with the `init` and `update` that it replaces.
+        quantity: The quantity that the state measures. The program can compute reducers of some
+            quantities together, in one read of the value.
         doc: The docstring of this reducer, which `help` prints. By default `help` prints that of
             this class.
         is_builtin: Whether this package defines the functions. They then close over no traced
@@ -74,8 +79,8 @@ class Reducer:
             elements of a value in any shape.
 
     Args:
-        axis: In a call of a reducer: the axis of the units, or several. They are axes of the value
-            as it was marked.
+        axis: In a call of a reducer: the axis of the units, or a tuple of axes. They are axes of
+            the value as it was marked.
 
     Returns:
         The constructor returns the reducer; a call returns this reducer with one result for each
@@ -83,7 +88,7 @@ class Reducer:
 
     Raises:
         TypeError: If `init`, `update`, `combine` or `finish` is not a function. In a call: if the
-            reducer has no `make`, or `axis` is not an integer or several.
+            reducer has no `make`, or `axis` is neither an integer nor a tuple of integers.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax
@@ -216,10 +221,10 @@ class Reducer:
             *xs: The value, or, for a `paired` reducer, the gradient and the value.
 
         Returns:
-            The state, a pytree of arrays. `finish` makes the result of it.
+            The state, a pytree of arrays. `finish(state)` returns the result.
 
         Raises:
-            TypeError: If `update` does not take as many values.
+            TypeError: If `update` takes another number of values.
 
         Example:
             >>> import jax.numpy as jnp, tapax
@@ -244,7 +249,7 @@ class Reducer:
             x: A value, or anything with the shape and the dtype of the values to reduce.
 
         Returns:
-            The result of `init`, with arrays for its numbers.
+            The result of `init`, a pytree, with its numbers converted to arrays.
 
         Raises:
             TypeError: If `init` returns something that is not a pytree of arrays or numbers.

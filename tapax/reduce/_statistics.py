@@ -53,7 +53,7 @@ sum = summing(
     doc="""Sum all elements of a value.
 
     Returns:
-        One number for each call and each iteration of a scan around the site, with 32 bits or more.
+        One number for each call and each iteration of a scan around the site, of 32 bits or more.
 
     Example:
         >>> import jax.numpy as jnp, tapax
@@ -222,7 +222,7 @@ update_ratio = summing(
 
     Returns:
         One number for each call and each iteration of a scan around the site. It is infinite if
-        the value is zero.
+        the value is zero, and NaN if both are zero.
 
     Example:
         >>> import jax, jax.numpy as jnp, tapax
@@ -366,7 +366,7 @@ last = Reducer(
     name="last",
     over_maps=False,
     is_builtin=True,
-    doc="""Keep the value itself; `last.total` keeps that of the last iteration.
+    doc="""Keep the value itself; `last.total` keeps the value of the last iteration alone.
 
     This reducer stacks the examples of a vmap and the devices of a mesh instead of combining them.
 

@@ -20,7 +20,7 @@ class ByToken:
     Attributes:
         numbers: An array [sites, positions], as `tapax.attribute.activation_patching` returns it,
             or [sites, examples, positions]. It is stored as [sites, examples, positions].
-        sites: The name of each row; all names differ.
+        sites: The names of the sites, one for each row; all names differ.
         tokens: The text of each token, by position, or by example and position.
         label: The name of the quantity, such as `"effect"`.
         unit: The unit of the numbers.
@@ -88,12 +88,12 @@ class ByToken:
         Args:
             logits: An array [sites, positions, vocabulary] or [sites, examples, positions,
                 vocabulary].
-            sites: The name of each row.
-            decode: Converts the number of a token to its text.
+            sites: The names of the sites, one for each row; all names differ.
+            decode: A function from the number of a token to its text.
             tokens: The text of each input token, by position, or by example and position.
 
         Returns:
-            The probabilities as `numbers`, and the likeliest tokens as `texts`.
+            A `ByToken` with the probabilities as `numbers`, and the likeliest tokens as `texts`.
 
         Raises:
             ValueError: If the shapes do not match, or two sites have one name.

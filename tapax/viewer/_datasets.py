@@ -116,8 +116,9 @@ def _find_top(
     array = dataset[site]
     if len(array.shape) != 2:
         raise ValueError(
-            f"The most active rows of {site!r} cannot be told: its rows have shape "
-            f"{list(array.shape[1:])}, and a direction is one of rows with one axis."
+            f"The most active rows of {site!r} cannot be found: its rows have shape "
+            f"{list(array.shape[1:])}, but a direction needs rows with one axis. Leave {label!r} "
+            "out of `directions`."
         )
     project = _make_projection(site, array.shape[1], direction)
     rows = min(len(dataset), SEARCHED_ROWS)

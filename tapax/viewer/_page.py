@@ -112,7 +112,8 @@ class Page:
         """Open the page in the browser after a moment, unless `save` or `close` is called first.
 
         Args:
-            waits: Whether a program that ends continues to serve the page while it is open.
+            waits: If True, a program that reaches its end first waits until no browser shows the
+                page any more.
 
         Raises:
             FileNotFoundError: If the page was not built into this installation.
@@ -175,21 +176,23 @@ def view(
         *what: Taps, a table of sites or residuals, a log, a finding, a difference, numbers by token
             (`tapax.viewer.ByToken`), a dataset of activations, or the path of a log, of taps or of
             a dataset. The page shows several of these together, and compares them.
-        tokens: The text of each token, by example and position, for views of taps by token.
-        directions: The latents of a dataset whose most active rows the page shows. Maps a label to
-            a site and the number of a neuron, or to a site and a vector. The default is one neuron
-            of each site.
-        decode: Converts an integer of the column `token` of a dataset to text.
+        tokens: The text of each token, for views of taps by token: a list of strings for each
+            example.
+        directions: The directions whose most active rows the page shows, for a dataset: a dict from
+            a label to `(site, neuron)` or `(site, vector)`. By default it is the neuron with the
+            largest variance at each site.
+        decode: A function from an integer in the column `token` of a dataset to its text.
 
     Returns:
-        A `Page`. Its method `save` writes one self-contained HTML file, instead of opening it.
+        A `Page`. Its method `save` writes one self-contained HTML file, instead of opening the page
+        in the browser.
 
     Raises:
-        TypeError: If nothing is given, or something that the page cannot show.
+        TypeError: If `what` is empty, or contains something that the page cannot show.
         FileNotFoundError: If a path does not exist, or the page was not built into this
             installation.
-        ValueError: If a path has neither a log nor taps nor a dataset, or a direction does not fit
-            its site.
+        ValueError: If a path is not that of a log, of taps or of a dataset, or if a direction does
+            not fit its site.
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp, tapax

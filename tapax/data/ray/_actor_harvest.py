@@ -46,8 +46,8 @@ def harvest(
     units. The dataset is equal, byte for byte, to the dataset that one process would write.
 
     Args:
-        make_fn: Returns the function to harvest. Each actor calls `make_fn`, so that JAX starts
-            there, with the devices that Ray gave to the actor.
+        make_fn: A function without arguments that returns the function to harvest. Each actor calls
+            `make_fn`, so that JAX starts there, with the devices that Ray gave to the actor.
         batches: A sequence of batches, which Ray copies to each actor once. For data that does not
             fit in memory, pass an object whose `[]` reads one batch from a file.
         to: The folder of the dataset, which all actors and the driver can reach by this path.
@@ -64,7 +64,7 @@ def harvest(
         **options: Other arguments of `tapax.harvest`, except `worker` and `take_over`.
 
     Returns:
-        The dataset.
+        The dataset, as `Activations`.
 
     Raises:
         TypeError: If an argument has the wrong type, or `options` has `worker` or `take_over`.

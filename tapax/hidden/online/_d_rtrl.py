@@ -22,7 +22,7 @@ def d_rtrl(
     """Learn by diagonal RTRL, which traces the influence of each weight on the units it drives.
 
     The gradient has two parts: the exact gradient within a step, and the gradient through the old
-    states, their signal times the traces.
+    states, which is a learning signal for these states times their traces.
 
     Wang et al., Model-agnostic linear-memory online learning in spiking neural networks, 2026
     (doi:10.1038/s41467-026-68453-w); with the diagonal of the matrices from state to state it would
@@ -31,10 +31,11 @@ def d_rtrl(
     Args:
         step: A pure function `step(params, state, *inputs) -> (state, out)`.
         loss: A function `loss(out, target)` that returns one real number.
-        signal: `"new"` for the gradient with respect to the new states, pulled back through each
-            unit itself, as in the paper; `"old"` for the gradient with respect to the old states,
-            pulled back through the whole step, including the matrices from state to state. `"old"`
-            costs no more, is exact whenever `"new"` is, and closer to the true gradient otherwise.
+        signal: The learning signal. `"new"` is the gradient with respect to the new states, pulled
+            back through each unit itself, as in the paper; `"old"` is the gradient with respect to
+            the old states, pulled back through the whole step, including the matrices from state to
+            state. `"old"` costs no more, is exact whenever `"new"` is, and is closer to the true
+            gradient otherwise.
         indirect: The treatment of parameters that drive many units: `"trace"`, `"instant"` or
             `"refuse"`; see `tapax.hidden.online`.
 
@@ -42,8 +43,8 @@ def d_rtrl(
         An `OnlineRule`.
 
     Raises:
-        HiddenError: If an argument is not a function or not one of the choices; and later from
-            `init` and `update`, if their arguments do not fit the step.
+        HiddenError: If `step` or `loss` is not a function, or `signal` or `indirect` is not one of
+            the choices. `init` and `update` raise it if their arguments do not fit the step.
 
     Example:
         >>> import jax.numpy as jnp

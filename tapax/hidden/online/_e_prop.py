@@ -34,8 +34,8 @@ def e_prop(
     """Learn by e-prop: multiply the eligibility traces of `d_rtrl` by a learning signal.
 
     A leaky read-out is a state that is the output: other states drive it, and it drives none. The
-    past still acts through it, so the traces of the states that it reads are filtered,
-    `e[t] = decay * e[t-1] + eps[t]`; the traces of the read-out itself are not.
+    past still acts through it, so the rule filters the traces of the states that it reads,
+    `e[t] = decay * e[t-1] + eps[t]`, but not the traces of the read-out itself.
 
     Bellec et al., A solution to the learning dilemma for recurrent networks of spiking neurons,
     2020 (doi:10.1038/s41467-020-17236-y).
@@ -43,14 +43,14 @@ def e_prop(
     Args:
         step: A pure function `step(params, state, *inputs) -> (state, out)`.
         loss: A function `loss(out, target)` that returns one real number.
-        feedback: `"symmetric"` for the gradient of the loss with respect to the hidden states as
-            the signal; `"random"` for the gradient with respect to the output, multiplied by fixed
-            random matrices, so that the signal needs no weight of the read-out. The axes before the
-            last that the output shares with a state count as a batch. The read-out itself has its
-            true gradient in either case.
+        feedback: The learning signal. `"symmetric"` is the gradient of the loss with respect to the
+            hidden states; `"random"` is the gradient with respect to the output, multiplied by
+            fixed random matrices, so that the signal needs no weight of the read-out. For
+            `"random"`, the axes before the last that the output shares with a state count as a
+            batch. The read-out itself has its true gradient in either case.
         decay: The decay of a leaky read-out, in [0, 1).
-        key: The random key of `"random"` feedback. `init` makes the matrices, and puts them into
-            the memory.
+        key: The random key of `"random"` feedback; None for `"symmetric"`. `init` makes the
+            matrices, and puts them into the memory.
         indirect: The treatment of parameters that drive many units: `"trace"`, `"instant"` or
             `"refuse"`; see `tapax.hidden.online`.
 
@@ -58,9 +58,9 @@ def e_prop(
         An `OnlineRule`.
 
     Raises:
-        HiddenError: If an argument is not a function or not one of the choices, or if `key` and
-            `feedback` do not fit; and later from `init` and `update`, if their arguments do not fit
-            the step.
+        HiddenError: If `step` or `loss` is not a function, `feedback` or `indirect` is not one of
+            the choices, or `decay` is out of range; if `"random"` has no `key`, or `"symmetric"`
+            has one. `init` and `update` raise it if their arguments do not fit the step.
 
     Example:
         >>> import jax.numpy as jnp

@@ -21,8 +21,8 @@ class OnlineGradients(NamedTuple):
 
     Attributes:
         grads: The gradient, a pytree like the parameters.
-        loss: The loss of the step.
-        out: The output of the step.
+        loss: The loss of the step, a scalar.
+        out: The output of the step, a pytree.
 
     Example:
         >>> import jax.numpy as jnp

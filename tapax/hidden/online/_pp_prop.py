@@ -22,11 +22,11 @@ def pp_prop(
     """Learn by pp-prop, which traces the influence of a matrix as a product of two vectors.
 
     The vectors are smoothed over time. One traces the data that multiply the matrix,
-    `x[t] = decay * x[t-1] + data`; the other the units,
+    `x[t] = decay * x[t-1] + data`. The other traces the units,
     `f[t] = decay * D f[t-1] + (1 - decay) * dh/dy`, where `D` is the derivative of a unit with
-    respect to itself, divided by `1 - decay**t` before use. So memory and work scale with the state
-    instead of the parameters. Biases, gains and other weights used element by element have the
-    traces of `d_rtrl`, which are no larger.
+    respect to itself; the rule divides `f[t]` by `1 - decay**t` before use. So memory and work
+    scale with the state instead of the parameters. Biases, gains and other weights used element by
+    element have the traces of `d_rtrl`, which are no larger.
 
     Wang et al., Model-agnostic linear-memory online learning in spiking neural networks, 2026
     (doi:10.1038/s41467-026-68453-w), who also call it ES-D-RTRL.
@@ -43,8 +43,9 @@ def pp_prop(
         An `OnlineRule`.
 
     Raises:
-        HiddenError: If an argument is not a function or out of range; and later from `init` and
-            `update`, if their arguments do not fit the step.
+        HiddenError: If `step` or `loss` is not a function, `decay` is out of range, or `indirect`
+            is not one of the choices. `init` and `update` raise it if their arguments do not fit
+            the step.
 
     Example:
         >>> import jax, jax.numpy as jnp

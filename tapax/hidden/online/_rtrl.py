@@ -17,7 +17,8 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineR
 
     The gradients are exact: with constant parameters, the gradients of the steps of a sequence sum
     to the gradient of backpropagation through time. The size of the memory is the size of the state
-    times that of the parameters, and the work of a step is that times the size of the state.
+    times the size of the parameters; the work of a step is that product times the size of the
+    state.
 
     Williams and Zipser, A Learning Algorithm for Continually Running Fully Recurrent Neural
     Networks, 1989.
@@ -30,8 +31,8 @@ def rtrl(step: Callable[..., Any], loss: Callable[..., Any]) -> _learner.OnlineR
         An `OnlineRule`.
 
     Raises:
-        HiddenError: If `step` or `loss` is not a function; and later from `init` and `update`, if
-            their arguments do not fit the step.
+        HiddenError: If `step` or `loss` is not a function. `init` and `update` raise it if their
+            arguments do not fit the step.
 
     Example:
         >>> import jax.numpy as jnp
