@@ -74,7 +74,7 @@ docs-serve: ## serve the site, and build it again when a page changes
 	@python=$$($(PYTHON) scripts/environment.py --docs) && "$$python" scripts/docs.py --serve $(ARGS)
 
 fuzz: ## many planted NaNs, then random programs for MINUTES (10) minutes
-	@python=$$($(environment)) && "$$python" -m pytest -q -n 2 -m many && \
+	@python=$$($(environment)) && "$$python" -m pytest -q -n 2 -m many tests/nonfinite tests/fuzz && \
 	"$$python" -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 format: ## apply ruff's format and its safe fixes

@@ -131,6 +131,7 @@ def test_activation_patching_of_whole_values():
     close(got, [patched(P, CLEAN, CORRUPT, s) for s in SITES])
 
 
+@pytest.mark.many
 def test_one_argument_and_an_array_as_metric():
     fn = lambda tokens: two_numbers(P, tokens)
     got = attribute.activation_patching(fn, CLEAN, CORRUPT, ["0/mlp", "1/attn"], [0, -1])
@@ -146,6 +147,7 @@ def test_globs_are_in_the_order_of_the_program():
     close(got, by_hand([f"{i}/mlp" for i in range(LAYERS)], [1]))
 
 
+@pytest.mark.many
 @both_methods
 def test_iterations_of_a_scan(method):
     """The result has one row for every iteration, or for the selected iterations."""
@@ -237,6 +239,7 @@ def test_activation_patching_at_traced_positions():
     assert jnp.isnan(got[0, 2])
 
 
+@pytest.mark.many
 def test_gradient_of_a_sweep():
     """The gradient by the parameters goes through every patched run."""
     sweep = lambda p: attribute.activation_patching(marked, (p, CLEAN), (p, CORRUPT), "1/mlp", [1])
@@ -291,6 +294,7 @@ def path_by_hand(sender, receiver, position, frozen):
     return difference(logits(P, CORRUPT, lambda n, v: seen.get(n, v)))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("frozen", [None, "*/attn", ("*/attn", "*/mlp")], ids=str)
 def test_path_patching_from_sender_to_receiver(frozen):
     both = (P, CLEAN), (P, CORRUPT)
@@ -318,6 +322,7 @@ def test_receivers_are_each_reached_directly():
     close(got, [6.0 + 10 * 3.0 * 2.0])
 
 
+@pytest.mark.many
 def test_paths_in_a_scan():
     both = (P, CLEAN), (P, CORRUPT)
     want = attribute.path_patching(

@@ -15,6 +15,7 @@ from jax import lax
 
 import tapax
 from tests.oracles.closeness import assert_close
+from tests.oracles.memory import new_objects_alone
 
 X = jnp.array([1.0, 2.0])
 
@@ -485,9 +486,10 @@ def test_object_that_is_called_has_the_name_of_its_class():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_compiled_call_keeps_no_argument_alive(transform, wrap):
     changed = transform(wrap(lambda x: jnp.sum(tapax.sow(2 * x, "h") ** 2)))
-    x = jnp.arange(3.0) + 1
-    kept = weakref.ref(x)
-    jax.block_until_ready(changed(x))
-    del x
-    gc.collect()
-    assert kept() is None
+    with new_objects_alone():
+        x = jnp.arange(3.0) + 1
+        kept = weakref.ref(x)
+        jax.block_until_ready(changed(x))
+        del x
+        gc.collect()
+        assert kept() is None

@@ -60,6 +60,7 @@ OPTIONS = {"units": 12, "num_workers": 2, "num_cpus": 1}
 SITES = ["net/embed", "net/hidden"]
 
 
+@pytest.mark.many
 def test_a_killed_actor_changes_nothing(tmp_path):
     from tapax.data.ray import harvest
 
@@ -72,6 +73,7 @@ def test_a_killed_actor_changes_nothing(tmp_path):
     assert harvested.read_files(tmp_path / "acts") == harvested.read_files(tmp_path / "alone")
 
 
+@pytest.mark.many
 def test_actors_that_ray_gives_up_are_replaced_by_the_others(tmp_path):
     from tapax.data.ray import harvest
 

@@ -100,6 +100,7 @@ def simulate(workers, units_each, *, unit_seconds, delay, kills, restart, seed=0
     return fleet
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("restart", [300.0, None], ids=["replaced", "lost"])
 def test_a_thousand_uneven_workers_lose_a_tenth_at_most(restart):
     fleet = simulate(1000, 100, unit_seconds=120.0, delay=60.0, kills=0.05, restart=restart)

@@ -43,6 +43,7 @@ def case(name):
     return next(case for case in CASES if case.name == name)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("column", OURS, ids=lambda column: column.name)
 @pytest.mark.parametrize("name", SOME)
 def test_tapax_is_right(name, column):

@@ -28,6 +28,7 @@ def test_text_keeps_to_the_topic_of_its_paragraph():
         assert not words & {word for part in others for word in part.split()}
 
 
+@pytest.mark.many
 def test_second_run_reads_the_dataset_of_the_first(first_run):
     folder, first = first_run
     files = [folder / "model.safetensors", *sorted((folder / "acts" / "shards").iterdir())]

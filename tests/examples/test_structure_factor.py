@@ -211,6 +211,7 @@ def test_species_are_exchanged_and_symmetric():
     np.testing.assert_allclose(ba.at(k), ab.at(k)[:, ::-1, ::-1], atol=1e-8)
 
 
+@pytest.mark.many
 def test_two_equal_species_of_three_act_as_one():
     k = np.linspace(0, 8, 20)
     three = solve(3.0, charges=[1.0, 1.0, 4.0], fractions=[0.2, 0.3, 0.5], kappa=0.5, **SMALL)
@@ -263,6 +264,7 @@ def test_what_does_not_converge_says_so():
         assert np.isnan(x[1]).all() and np.isfinite(x[0]).all()
 
 
+@pytest.mark.many
 def test_many_states_at_once():
     gamma, kappa = np.linspace(1, 350, 60), np.array([[0.0], [1.0], [4.0]])
     many = solve(gamma, kappa=kappa, **SMALL)
@@ -376,6 +378,7 @@ def test_derivatives_of_a_mixture():
     np.testing.assert_allclose(forwards, differences @ t, atol=1e-6)
 
 
+@pytest.mark.many
 def test_derivatives_of_many_states():
     """The integral of dS/dGamma gives S."""
     with jax.enable_x64(True):
@@ -406,6 +409,7 @@ def test_units_of_a_carbon_plasma():
     assert bare.dimensionless(1.0, 2.267, [1.0])[1] == 0
 
 
+@pytest.mark.many
 def test_mixture_in_physical_units():
     T, rho, Z = np.array([10.0, 20.0]), np.array([1.0, 2.0]), np.array([[4.0, 1.0], [3.0, 1.0]])
     k = np.array([0.5, 3.0])

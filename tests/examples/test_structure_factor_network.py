@@ -213,6 +213,7 @@ def test_layers_of_training():
     np.testing.assert_array_equal(model.maxima[...], MAXIMA)
 
 
+@pytest.mark.many
 def test_sensitivities_by_differences():
     model, x = new(2), rows(species=2).astype(float)
     with jax.enable_x64(True):
@@ -243,6 +244,7 @@ def test_sensitivities_of_the_solver():
     np.testing.assert_allclose(ours[:, 3], by_k, atol=1e-6)
 
 
+@pytest.mark.many
 def test_training_data_cover_their_range():
     data = train.make_data(CARBON, 40, 8, quiet=True)
     limits = train.Range()

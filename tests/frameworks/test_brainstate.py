@@ -327,6 +327,7 @@ def test_the_trace_of_a_capture_does_not_run_without_it():
     assert "Net/cell" in tapax.capture(step)(xs)[1].grads
 
 
+@pytest.mark.many
 def test_capture_inside_a_transform_of_brainstate():
     model, twin, xs = make(), make(), data()
 

@@ -77,6 +77,7 @@ def trajectory():
 JITTED = ["jit", "jit in a function", "static argument"]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("way", "cached"), [(w, False) for w in ways(None)] + [(w, True) for w in JITTED]
 )

@@ -354,6 +354,7 @@ def test_edited_values_in_models_of_frameworks(framework, of):
     close(got, ran(framework, lambda one, f: f, EDIT, of))
 
 
+@pytest.mark.many
 @every
 def test_an_edit_by_the_identity_changes_nothing(framework):
     got = ran(framework, lambda one, f: tapax.edit(f, {one.site: lambda h: h}))
@@ -384,6 +385,7 @@ def added(framework, eps):
     return lambda h: h + eps
 
 
+@pytest.mark.many
 @every
 def test_gradients_and_perturbations_agree_with_hooks(framework):
     one = framework()

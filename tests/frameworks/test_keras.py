@@ -42,6 +42,7 @@ def test_values_are_those_of_a_model_with_every_output():
     assert_close(out, model(X))
 
 
+@pytest.mark.many
 def test_layers_of_a_subclassed_model_called_one_by_one():
     net = Net()
     net(X)
@@ -64,6 +65,7 @@ def test_layers_are_named_by_their_paths_in_keras():
     assert "keras_models.py" in site.source
 
 
+@pytest.mark.many
 def test_sequential_models_are_captured_with_and_without_an_input_shape():
     for first in ([], [keras.Input((4,))]):
         keras.backend.clear_session()
@@ -76,6 +78,7 @@ def test_sequential_models_are_captured_with_and_without_an_input_shape():
         assert_close(out, h)
 
 
+@pytest.mark.many
 def test_nested_models_keep_the_paths_of_their_layers():
     inner = keras.Sequential([keras.Input((4,)), layers.Dense(4)], name="inner")
     x = keras.Input((4,))
@@ -94,6 +97,7 @@ def test_nested_models_keep_the_paths_of_their_layers():
     )
 
 
+@pytest.mark.many
 def test_selections_of_keras_layers():
     net = Net()
     net(X)
@@ -116,6 +120,7 @@ def test_a_sow_in_a_layer_has_the_path_of_the_layer():
     assert_close(taps.values["sowing/doubled"], 2 * X)
 
 
+@pytest.mark.many
 def test_modules_lists_layers_before_and_after_they_are_built():
     table = dict(tapax.modules(Net(), X))
     assert table["net/block_1"] is Block and table["net/dropout"] is layers.Dropout
@@ -223,6 +228,7 @@ def test_gradients_of_a_shared_layer_belong_to_its_calls():
     assert_close(taps.grads["shared"], jax.grad(both)(once))
 
 
+@pytest.mark.many
 def test_a_stateless_model_is_captured_under_vmap_and_scan():
     model = make_sequential()
     model(X)
@@ -238,6 +244,7 @@ def test_a_stateless_model_is_captured_under_vmap_and_scan():
     assert_close(taps.values["sequential/dense"], wanted[:, None])
 
 
+@pytest.mark.many
 def test_rematerialized_layers_are_captured_once():
     with keras.RematScope(mode="full"):
         model = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(2)])
@@ -252,6 +259,7 @@ def test_rematerialized_layers_are_captured_once():
     assert set(taps.grads) == {"sequential/dense", "sequential/dense_1", "sequential"}
 
 
+@pytest.mark.many
 def test_mixed_precision_keeps_sites_in_bfloat16():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
@@ -273,6 +281,7 @@ def test_mixed_precision_keeps_sites_in_bfloat16():
 SERIES = np.random.default_rng(2).normal(size=(2, 5, 4)).astype("float32")
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("make", [layers.LSTMCell, layers.GRUCell, layers.SimpleRNNCell])
 def test_cells_of_recurrent_layers_are_stacked(make):
     model = layers.RNN(make(3), return_sequences=True, name="rnn")
@@ -298,6 +307,7 @@ def test_cells_of_recurrent_layers_are_stacked(make):
     assert_close(taps.grads[site], wanted)
 
 
+@pytest.mark.many
 def test_wrapped_layers_have_separate_sites():
     model = keras.Sequential(
         [
@@ -315,6 +325,7 @@ def test_wrapped_layers_have_separate_sites():
     assert_close(jnp.stack([taps.values[name] for name in calls], 1), wanted)
 
 
+@pytest.mark.many
 def test_masks_reach_the_layers_that_use_them():
     tokens = np.array([[1, 2, 0, 0], [3, 1, 2, 0]])
     model = keras.Sequential(
@@ -331,6 +342,7 @@ def test_masks_reach_the_layers_that_use_them():
     assert_close(captured, np.float32(loss))
 
 
+@pytest.mark.many
 def test_attention_layers_return_their_projections():
     layer = layers.MultiHeadAttention(2, 3, name="attend")
     layer(SERIES, SERIES)
@@ -340,7 +352,7 @@ def test_attention_layers_return_their_projections():
     assert_close(taps.values["attend/attention_output"], out)
 
 
-@pytest.mark.once
+@pytest.mark.many
 def test_mobilenet_as_published_is_captured():
     model = keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=3)
     table = tapax.sites(model)(np.zeros((1, 32, 32, 3), "float32"))

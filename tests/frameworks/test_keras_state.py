@@ -90,6 +90,7 @@ def test_a_jitted_function_that_closes_over_a_model_reads_current_weights():
         model.kernel.assign(2 * model.kernel)
 
 
+@pytest.mark.many
 def test_an_unbuilt_model_is_built_as_the_plain_call_builds_it():
     plain = make_sequential()
     plain(X)
@@ -103,6 +104,7 @@ def test_an_unbuilt_model_is_built_as_the_plain_call_builds_it():
     assert_close(tapax.capture(model)(2 * X)[0], plain(2 * X))
 
 
+@pytest.mark.many
 def test_layers_built_in_a_capture_draw_different_weights():
     def make():
         generator = keras.random.SeedGenerator(7)
@@ -133,6 +135,7 @@ def test_a_number_that_the_function_needs_is_static_beside_variables():
     assert_close(numbers(model), numbers(plain))
 
 
+@pytest.mark.many
 def test_recurrent_dropout_draws_as_in_the_plain_call():
     series = np.stack([X, 2 * X], 1)
     models = []
@@ -177,6 +180,7 @@ def test_an_exception_leaves_variables_unchanged():
     assert not np.allclose(norm.moving_mean.value, before[2])
 
 
+@pytest.mark.many
 def test_losses_of_layers_are_those_of_the_plain_call():
     class Penalty(layers.Layer):
         def call(self, x):
@@ -288,6 +292,7 @@ def test_the_train_step_of_a_compiled_model_is_captured():
     assert_close(taps.grads["sequential"], 2 * (taps.values["sequential"] - Y) / Y.size)
 
 
+@pytest.mark.many
 def test_fit_with_a_monitored_train_step():
     data = np.tile(X, (4, 1)), np.tile(Y, (4, 1))
     options = {"batch_size": 3, "epochs": 2, "verbose": 0, "shuffle": False}
@@ -380,5 +385,6 @@ assert "tapax._frameworks.keras.adapter" not in sys.modules
 """
 
 
+@pytest.mark.many
 def test_keras_on_another_backend_is_not_patched():
     subprocess.run([sys.executable, "-c", OTHER_BACKEND], check=True, capture_output=True)

@@ -227,6 +227,7 @@ def test_super_is_part_of_the_method():
     close(taps.values["Derived"], 2 * by_hand(Net(), X)[0])
 
 
+@pytest.mark.many
 def test_cells_of_recurrent_networks_have_paths():
     class Recurrent(nnx.Module):
         def __init__(self):

@@ -61,7 +61,7 @@ from tests.fuzz.sites import sites
 
 pytestmark = pytest.mark.filterwarnings("ignore:The function has no sites")
 
-PARTS = 14
+PARTS = 28
 PROGRAMS = 364
 
 

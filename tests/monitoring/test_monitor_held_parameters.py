@@ -165,6 +165,7 @@ def check(record, weights, new):
     assert_close(np.float64(record[f"{root}/param_rms"]), rms(*weights.values()), 1e-5)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_are_found_however_the_step_comes_by_its_model(framework, way):

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax import lax
 
@@ -125,6 +126,7 @@ def test_iterations_that_were_asked_for_keep_their_numbers():
     assert list(log) == [(0, {**numbers, "h[5]/value_mean": 6.0})]
 
 
+@pytest.mark.many
 def test_devices_of_a_mesh_give_the_numbers_of_one(mesh):
     P = jax.sharding.PartitionSpec
     place = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))

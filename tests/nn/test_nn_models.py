@@ -144,6 +144,7 @@ def no_places(path, layer):
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, 6)))
 
 
+@pytest.mark.many
 def test_ensemble_of_a_residual_network():
     model = ResNet(nnx.Rngs(0))
     model.eval()
@@ -152,6 +153,7 @@ def test_ensemble_of_a_residual_network():
     assert type(ensemble.blocks[1].norm1) is nnx.BatchNorm
 
 
+@pytest.mark.many
 def test_transformer_with_tied_embeddings():
     model = GPT(nnx.Rngs(0))
     ensemble = check(model, TOKENS, where=no_places)
@@ -293,6 +295,7 @@ class Stacked(nnx.Module):
         return self.head(run(x, self.blocks))
 
 
+@pytest.mark.many
 def test_stacked_layers_under_scan():
     model = Stacked(nnx.Rngs(0))
     ensemble = vary(nn.batch_ensemble(model, E, rngs=0))
@@ -337,6 +340,7 @@ def test_a_stack_along_another_axis():
 # --- training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", ["resnet", "gpt"])
 def test_training_makes_members_differ(kind):
     """The loss falls, and members that began with the same weights become different models."""

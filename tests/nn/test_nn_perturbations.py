@@ -81,6 +81,7 @@ def test_rates_of_zero_change_nothing():
         assert_close(f(KEY, W, X), net(W, X))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("make", [jax.jit, jax.checkpoint, lambda f: f], ids=["jit", "remat", ""])
 def test_perturbed_functions_compose_with_transformations(make):
     """Gradients equal those of the function with a fixed mask, under jit, vmap and remat."""

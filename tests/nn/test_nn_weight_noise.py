@@ -139,6 +139,7 @@ def run_by_hand(case, w, epsilon):
     return forward(w | {"epsilon": epsilon}, X)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("case", CASES)
 def test_weight_noise_equals_draws_by_hand(case):
     fn, before, names, arrays, epsilon = dict(cases())[case]

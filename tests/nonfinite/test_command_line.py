@@ -110,6 +110,7 @@ def test_first_bad_step_of_a_script_is_reported_and_replayed(tmp_path):
     assert again.stderr.splitlines()[:3] == done.stderr.splitlines()[:3]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("text", "place"), [(NNX, "Net, at train.py:11"), (EQUINOX, "Net, at train.py:9")]
 )
@@ -123,6 +124,7 @@ def test_script_of_a_framework(tmp_path, text, place):
     assert again.stderr.splitlines()[0] == done.stderr.splitlines()[0]
 
 
+@pytest.mark.many
 def test_a_clean_script_runs_to_its_end(tmp_path):
     done = run(tmp_path, PLAIN, "0.001")
     assert (done.returncode, done.stdout) == (0, "ended at (3,)\n")
@@ -131,6 +133,7 @@ def test_a_clean_script_runs_to_its_end(tmp_path):
     assert "in 2 checked calls" in done.stderr
 
 
+@pytest.mark.many
 def test_script_that_fails_or_exits_by_itself(tmp_path):
     failing = "import jax\njax.jit(lambda x: x + 1)(1.0)\nraise KeyError('mine')\n"
     done = run(tmp_path, failing)

@@ -95,6 +95,7 @@ def moved(backend):
     return jax.jit(pendulum(backend)[0].step)
 
 
+@pytest.mark.many
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("backend", ["spring", "positional"])
 def test_rollout_through_physics_agrees_with_its_steps_and_differences(backend):

@@ -51,6 +51,7 @@ def haiku_loss(params, inputs, mark=by_hand.unmarked):
     return energy(haiku_model(mark).apply(params, *inputs))
 
 
+@pytest.mark.many
 def test_tensor_product_of_haiku_agrees_with_interceptors(inputs):
     params = haiku_model().init(KEY, *inputs)
     values, grads = hooks.of_haiku().grads(lambda: haiku_loss(params, inputs))

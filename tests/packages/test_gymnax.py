@@ -82,6 +82,7 @@ def plain():
     return train_step()(policy, optimizer, KEYS), nnx.state(policy)
 
 
+@pytest.mark.many
 def test_captured_rollout_and_update_are_the_plain_ones(start, plain):
     out, taps = tapax.capture(train_step())(*start)
     assert_close(out, plain[0])

@@ -98,6 +98,7 @@ def rounds_in_numpy(params, graph):
     return values
 
 
+@pytest.mark.many
 def test_captured_graph_network_step_is_the_plain_step(start):
     out, taps = tapax.capture(train_step(tapax.sow))(*start)
     assert_close(out, train_step()(*start))

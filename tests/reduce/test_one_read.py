@@ -147,6 +147,7 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(pallas, "pallas_call", interpret)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("shape", [(2**16,), (3, 257, 130)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("special", [True, False])

@@ -125,6 +125,7 @@ def test_the_widget_follows_a_run_while_its_cell_runs(notebook, folder):
     (folder / "stop").touch()
 
 
+@pytest.mark.many
 def test_the_saved_notebook_shows_the_page_without_a_kernel(notebook, chromium, folder):
     exporters = pytest.importorskip("nbconvert")
     notebook.press("Control+s")

@@ -74,6 +74,8 @@ def test_the_command_serves_until_it_is_interrupted(log):
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        # A shell that runs the tests in the background ignores the signal for them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         line = process.stdout.readline()

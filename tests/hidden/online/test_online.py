@@ -324,7 +324,7 @@ def test_exact_where_units_act_on_themselves(name):
     close(learn(online.d_rtrl(step, loss), params, state, xs, ys), want)
 
 
-@pytest.mark.once
+@pytest.mark.many
 @pytest.mark.parametrize("name", UNITS)
 def test_e_prop_is_exact_there_too(name):
     step, params, kind = UNITS[name]

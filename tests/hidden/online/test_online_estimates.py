@@ -110,6 +110,7 @@ def by_hand(step, params, state, xs, ys, carried, signal="new"):
     return value, back(grads)
 
 
+@pytest.mark.many
 def test_of_a_gru_by_hand():
     """With constant matrices, a unit of a GRU keeps the fraction z of itself."""
 

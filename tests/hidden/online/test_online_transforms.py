@@ -59,6 +59,7 @@ def test_products_by_primitives_of_other_libraries_are_products(rule):
     close(*found)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_agree_under_every_transformation(rule):
     """Eager, compiled, scanned and mapped rules agree; the first two run twice."""
@@ -130,6 +131,7 @@ def test_states_without_memory_have_no_traces():
     assert jax.tree.leaves(memory.traces) == []
 
 
+@pytest.mark.many
 def test_narrow_types_stay_narrow():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), GRU)
     state, (xs, ys) = state_of(1, B).astype(jnp.bfloat16), data(B)
