@@ -75,7 +75,7 @@ def test_the_command_serves_until_it_is_interrupted(log):
         text=True,
         env=environment,
         # A shell that runs the tests in the background ignores the signal for them.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     try:
         line = process.stdout.readline()
