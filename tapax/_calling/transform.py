@@ -1,15 +1,17 @@
 """From the call of a function to a walked program: when to trace, to compile, and to reuse it.
 
 A `Transform` says what to do with the program. Like a function under `jax.jit`, the function is
-compiled once for each structure, shape and type of its arguments, and keeps the closed-over values
-from its trace. Under a transformation, or in another jitted function, it becomes part of that
-program instead. Under `jax.disable_jit()` it is evaluated one operation at a time.
+compiled once for each structure, shape and type of its arguments. If it is not jitted, and a value
+that it closes over was replaced, it is traced again. Under a transformation, or in another jitted
+function, it becomes part of that program instead. Under `jax.disable_jit()` it is evaluated one
+operation at a time.
 """
 
 import dataclasses
 import functools
 import itertools
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ import jax
 from jax.core import Tracer
 
 from tapax import _jax
+from tapax._calling.free_variables import FreeVariables
 from tapax._calling.program import Program, TracedCall, trace
 from tapax._calling.signature import (
     FlatArguments,
@@ -86,9 +89,18 @@ class _CallCache:
         self.structures: dict[Any, _KnownStructure] = {}
         self.memory: dict[Any, Any] = {}
         self.lock = threading.RLock()
+        self.replacements = 0
 
 
 _caches: dict[int, dict[Transform, _CallCache]] = {}
+
+
+def _keeps_values(fn: Function) -> bool:
+    """Return whether a plain call of a function may keep the closed-over values of an earlier one.
+
+    A jitted function does. A module has no closed-over values.
+    """
+    return registry.has_repeatable_calls(fn) or _jax.jit_options(fn) is not None
 
 
 def _cache_of(fn: Function, transform: Transform) -> _CallCache:
@@ -96,8 +108,7 @@ def _cache_of(fn: Function, transform: Transform) -> _CallCache:
 
     The cache disappears with the function, which it must not keep alive.
     """
-    repeatable = registry.has_repeatable_calls(fn) or _jax.jit_options(fn) is not None
-    if not transform.is_reusable or not repeatable:
+    if not transform.is_reusable or not _keeps_values(fn):
         return _CallCache()
     new: dict[Transform, _CallCache] = {}
     found = _caches.setdefault(id(fn), new)
@@ -118,7 +129,11 @@ class _Compiled(NamedTuple):
     program: Program
     prepared: Any
     run: Callable[..., Any]
+    free: FreeVariables = FreeVariables()
 
+
+_PATIENCE = 5
+"""The number of replaced values after which a function warns that it is compiled each time."""
 
 _FoundProgram = tuple[_Compiled, list[Value]] | None
 """The program of a call and its arrays; None if the call has more state to split."""
@@ -136,6 +151,7 @@ class TransformedFunction:
         self.fn = fn
         self._transform = transform
         self._jitted = jitted
+        self._keeps_values = _keeps_values(fn)
         self._known = _cache_of(fn, transform)
 
     def __call__(self, operands: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +246,7 @@ class TransformedFunction:
         signature, arrays = self._split(call)
         found = None
         if signature.is_repeatable:
-            found = self._known.programs.get(_key(signature, operands, arrays))
+            found = self._current(_key(signature, operands, arrays))
         if found is None:
             with self._known.lock:
                 program, signature, arrays = self._trace(call)
@@ -239,8 +255,25 @@ class TransformedFunction:
                 found = self._compile(program, TracedCall(program, arrays, operands))
                 if signature.is_repeatable:
                     key = _key(signature, operands, arrays)
-                    found = self._known.programs.setdefault(key, found)
+                    found = self._current(key) or self._known.programs.setdefault(key, found)
         return found, arrays
+
+    def _current(self, key: Any) -> _Compiled | None:
+        """Return the program from an earlier call, unless a closed-over value was replaced."""
+        found: _Compiled | None = self._known.programs.get(key)
+        variable = None if found is None else found.free.find_changed()
+        if variable is None:
+            return found
+        self._known.programs.pop(key, None)
+        self._known.replacements += 1
+        if self._known.replacements == _PATIENCE:
+            warnings.warn(
+                f"{name_of(self.fn)} was traced and compiled {_PATIENCE} times more, because it "
+                f"reads the variable {variable!r}, whose value changes from call to call. Pass the "
+                "value as an argument, and it is compiled once.",
+                stacklevel=2,
+            )
+        return None
 
     def _prepare(self, program: Program, call: TracedCall) -> _Compiled:
         transform, checked = self._transform, call.checked
@@ -255,6 +288,9 @@ class TransformedFunction:
 
     def _compile(self, program: Program, call: TracedCall) -> _Compiled:
         found = self._prepare(program, call)
+        if not self._keeps_values:
+            constants = _jax.jaxpr_consts(program.jaxpr)
+            found = found._replace(free=FreeVariables.of(self.fn, constants))
         if not self._transform.is_traceable:
             return found
         donated = () if self._transform.stateless else (i + 1 for i in _donated(program.jaxpr))

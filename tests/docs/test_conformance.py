@@ -34,8 +34,8 @@ DATA = ROOT / "docs" / "conformance.json"
 OURS = [column for column in COLUMNS if column.group == "tapax"]
 SOME = ["train", "jit/ran", "vmap/lifted", "scan/closed", "remat/argument", "stack/raw"]
 SOME += ["while_loop/closed", "train_while", "vmap_cond/closed", "map/closed"]
-SOME += ["twice", "nested", "exception", "unknown"]
-SHORT = {"custom_vjp/around", "custom_vjp/argument", "mutated"}
+SOME += ["twice", "nested", "exception", "mutated", "unknown"]
+SHORT = {"custom_vjp/around", "custom_vjp/argument"}
 """The cases that tapax gets wrong; the page explains each."""
 
 

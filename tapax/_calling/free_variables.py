@@ -1,0 +1,172 @@
+"""The values that a function reads from outside of its arguments, and whether they were replaced.
+
+A compiled program contains the closed-over arrays and numbers with which its function was traced. A
+plain call of the function would read the current ones. So a program remembers where the function
+found them: in variables, and for the arrays in the program also in containers and attributes.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tapax import _jax
+from tapax._frameworks.closures import closure_values
+from tapax._frameworks.model_variables import is_users_code
+from tapax._jax import Function
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_MANY = 20_000
+"""The most values that a search visits."""
+
+
+class _Reading(NamedTuple):
+    """A value, the place where it was found, and the variable that leads there."""
+
+    variable: str
+    read: Callable[[], Any]
+    value: Any
+
+    @property
+    def has_changed(self) -> bool:
+        now = self.read()
+        if now is self.value:
+            return False
+        return not (type(now) is type(self.value) and type(now) in _NUMBERS and now == self.value)
+
+
+class FreeVariables(NamedTuple):
+    """The values that a function has read from outside, as far as a replacement can be noticed."""
+
+    readings: tuple[_Reading, ...] = ()
+
+    @classmethod
+    def of(cls, fn: Function, constants: Iterable[Any]) -> FreeVariables:
+        """Find the numbers and arrays in the variables of a function, and its `constants`."""
+        wanted = {id(x) for x in constants if isinstance(x, jax.Array)}
+        found: dict[int, list[_Reading]] = {id(fn): []}
+        kept: dict[tuple[int, Any], _Reading] = {}
+        pending = deque([fn])
+        while pending and len(found) < _MANY:
+            holder = pending.popleft()
+            path = found[id(holder)]
+            for place in _places(holder):
+                value = place.value
+                here = place.reading(path)
+                if place.is_variable and _is(value, *_NUMBERS, *_ARRAYS):
+                    kept[id(holder), place.key] = here[-1]
+                if id(value) in wanted:
+                    kept |= {(id(reading.read), None): reading for reading in here}
+                if id(value) not in found and not _is(value, *_NUMBERS, *_ARRAYS):
+                    found[id(value)] = here
+                    pending.append(value)
+        return cls(tuple(kept.values()))
+
+    def find_changed(self) -> str | None:
+        """Return a variable that leads to another value now; None if all values are the same."""
+        return next((r.variable for r in self.readings if r.has_changed), None)
+
+
+class _Place(NamedTuple):
+    """A place in a function, a container or an object; `read` is None if it never changes."""
+
+    key: Any
+    value: Any
+    read: Callable[[], Any] | None = None
+    is_variable: bool = False
+
+    def reading(self, path: list[_Reading]) -> list[_Reading]:
+        """Return the readings that lead to the value, given those that lead to its holder."""
+        if self.read is None:
+            return path
+        variable = path[0].variable if path else str(self.key)
+        return [*path, _Reading(variable, self.read, self.value)]
+
+
+def _places(holder: Any) -> Iterator[_Place]:
+    """Yield the places of a value at which other values may be replaced."""
+    if inspect.isfunction(holder):
+        yield from _variables(holder)
+    elif inspect.ismethod(holder):
+        yield from (_Place("self", holder.__self__), _Place("", holder.__func__))
+    elif _is(holder, functools.partial):
+        yield from map(functools.partial(_Place, ""), (holder.func, *holder.args))
+        yield from _items(holder.keywords)
+    elif _is(holder, dict):
+        yield from _items(holder)
+    elif _is(holder, list):
+        for i, value in enumerate(holder):
+            yield _Place(i, value, functools.partial(_item, holder, i))
+    elif _is(holder, tuple, set, frozenset):
+        yield from (_Place("", value) for value in holder)
+    elif not _is_left_out(holder):
+        yield from _items(getattr(holder, "__dict__", {}))
+
+
+def _is_left_out(value: Any) -> bool:
+    """Return whether a search skips the attributes of a value.
+
+    A jitted function in the function keeps its values in a plain call too.
+    """
+    return (
+        _is(value, type, types.ModuleType)
+        or inspect.isroutine(value)
+        or _jax.jit_options(value) is not None
+    )
+
+
+def _is(value: Any, *kinds: type) -> bool:
+    """Return whether a value has one of these types; its parts may be anything."""
+    return isinstance(value, kinds)
+
+
+def _items(holder: dict[Any, Any]) -> Iterator[_Place]:
+    for key, value in list(holder.items()):
+        yield _Place(key, value, functools.partial(holder.get, key))
+
+
+def _item(holder: list[Any], i: int) -> Any:
+    return holder[i] if i < len(holder) else None
+
+
+def _variables(fn: types.FunctionType) -> Iterator[_Place]:
+    """Yield the variables of a function: the closed-over ones, and the globals that it uses.
+
+    The numbers that the function changes itself, such as a counter of its traces, are not read.
+    """
+    code = fn.__code__
+    stored = _stored_names(code)
+    cells = zip(code.co_freevars, fn.__closure__ or (), closure_values(fn), strict=True)
+    for name, cell, value in cells:
+        read = functools.partial(_contents, cell)
+        yield _Place(name, value, read, name not in stored)
+    if is_users_code(fn.__module__):
+        for name in code.co_names:
+            if name in fn.__globals__:
+                read = functools.partial(fn.__globals__.get, name)
+                yield _Place(name, fn.__globals__[name], read, name not in stored)
+    yield _Place("", getattr(fn, "__wrapped__", None))
+
+
+def _contents(cell: types.CellType) -> Any:
+    return None if cell == types.CellType() else cell.cell_contents
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored_names(code: types.CodeType) -> frozenset[str]:
+    """Return the closed-over and global variables that a function or a function in it sets."""
+    set_here = {i.argval for i in dis.get_instructions(code) if i.opname in _STORES}
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset(set_here).union(*map(_stored_names, inner))
+
+
+_STORES = ("STORE_GLOBAL", "STORE_DEREF")
