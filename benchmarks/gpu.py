@@ -1,6 +1,7 @@
 """Train steps at the size of a GPU: 12 layers of width 1024, 8 x 1024 tokens, bfloat16.
 
-The topic `statistics` has 24 layers of width 2048, which are 1.27 billion parameters.
+The topic `statistics` has 24 layers of width 2048, which are 1.27 billion parameters. The topic
+`monitor-each` has 24 layers of width 1024, with 336 statistics.
 
     PYTHONPATH=. python -m benchmarks.gpu [--only NAME] [--json PATH]
 
@@ -54,7 +55,7 @@ TOPICS = {
     ),
     "monitor": lambda cfg, rounds: watching.monitored(cfg, max(rounds // 10, 1)),
     "monitor-each": lambda cfg, rounds: watching.monitored_each(
-        replace(cfg, layers=57) if cfg is SIZE else cfg, max(rounds // 4, 1), bar=1.05
+        replace(cfg, layers=24) if cfg is SIZE else cfg, max(rounds // 4, 1)
     ),
     "nonfinite": watching.searched,
     "nonfinite-found": lambda cfg, rounds: watching.found(cfg, max(rounds // 10, 1)),

@@ -40,7 +40,10 @@ def closed_over(fn: Any) -> Iterator[tuple[str, Any]]:
             yield from fn.keywords.items()
             fn = fn.func
         else:
-            fn = getattr(fn, "__wrapped__", None)
+            inner = getattr(fn, "__wrapped__", None)
+            # A function that wraps one with its own code is a copy, made for other values.
+            is_copy = inspect.isfunction(inner) and inner.__code__ is getattr(fn, "__code__", None)
+            fn = None if is_copy else inner
 
 
 def closed_over_modules(fn: Any, adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:

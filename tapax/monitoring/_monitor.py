@@ -1,7 +1,8 @@
 """`monitor`: a train step that reports statistics on every n-th call.
 
-On a watched call the monitor runs a copy of the step for the statistics, then the step itself. The
-thread of the delivery fetches the statistics and passes them to the sinks.
+On a watched call the monitor runs a copy of the step for the statistics, then the step itself; or,
+with `exact=False`, one program that is the step and computes the statistics. The thread of the
+delivery fetches the statistics and passes them to the sinks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from tapax import _jax, reduce
-from tapax._calling.transform import TransformedFunction, check_function
+from tapax._calling.transform import check_function
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._sites import SiteError, name_of
 from tapax.monitoring._delivery import Delivery, warn
@@ -24,7 +25,7 @@ from tapax.monitoring._log import next_step
 from tapax.monitoring._parameters import ParameterWatch
 from tapax.monitoring._reader import NOTHING, Reader, check_integer, check_scalar
 from tapax.monitoring._records import AlertEvent
-from tapax.monitoring._watched_step import Captured, make_transform
+from tapax.monitoring._watched_step import Captured, watched_step
 from tapax.monitoring.alert import AlertRule
 from tapax.monitoring.sink import To, make
 
@@ -36,6 +37,7 @@ _NOTE = (
     "with arrays, for example one that prints the loss as a float, cannot be traced. Monitor "
     "the jitted function that it calls."
 )
+NOT_CAPTURED: tuple[Any, Captured | None] = None, None
 EVERYTHING: Mapping[Any, Any] = types.MappingProxyType({"**": reduce.rms})
 
 
@@ -51,6 +53,7 @@ def monitor(
     modules: Any = True,
     start: int | None = None,
     every_process: bool = False,
+    exact: bool = True,
 ) -> Monitor[P, R]:
     """Make a train step that reports statistics of its sites on every n-th call.
 
@@ -63,6 +66,13 @@ def monitor(
     On these calls `jax.debug.print` and other callbacks in `step` run twice. Python side effects
     happen once more, when the monitor traces the copy. If `jax.distributed` runs several processes,
     all of them must call the monitored step.
+
+    With `exact=False` a watched call runs one program instead of two: `step`, which then computes
+    the statistics too. This takes half the time if `every` is 1. The result and the new state may
+    differ from those of `step` in the last bit, because the compiler may combine operations in
+    another way. Callbacks run once. Arguments that a jitted `step` donates are donated. If `step`
+    is not jitted, watched calls treat it as `jax.jit` would: Python side effects happen only when
+    the monitor traces it.
 
     Args:
         step: The train step, jitted or not.
@@ -86,6 +96,8 @@ def monitor(
             multiple of `every` after the steps of a log in `to`, with a warning.
         every_process: If True, the sinks of every process receive the records, so each process
             needs a different path. If False, only the sinks of process 0 receive them.
+        exact: If True, the result of a call always comes from `step` itself. If False, the result
+            of a watched call comes from the program that computes the statistics.
 
     Returns:
         A `Monitor`, which is called like `step`. Close it at the end of the run.
@@ -124,6 +136,7 @@ def monitor(
         modules=modules,
         start=None if start is None else check_integer("start", start, 0),
         every_process=every_process,
+        exact=exact,
     )
 
 
@@ -144,6 +157,7 @@ class Monitor(Generic[P, R]):
         modules: The modules whose results are sites.
         start: The number of the first call.
         every_process: True if the sinks of every process get the records.
+        exact: False if a watched call returns the result of the program with the statistics.
 
     Attributes:
         step_number: The number of the next call. It may be set.
@@ -171,6 +185,7 @@ class Monitor(Generic[P, R]):
         modules: Any,
         start: int | None,
         every_process: bool,
+        exact: bool = True,
     ):
         functools.update_wrapper(self, step, updated=())
         self._reader = Reader(values, grads, alerts)
@@ -185,7 +200,8 @@ class Monitor(Generic[P, R]):
         plan = self._reader.make_plan(modules)
         self._step = step
         self._every = every
-        self._copy = TransformedFunction(step, make_transform(plan, self._parameters))
+        self._exact = exact
+        self._watched = watched_step(step, plan, self._parameters, exact=exact)
         self._ran = False
         self._called: int | None = None
         self._scalars: dict[str, Any] | None = None
@@ -211,13 +227,13 @@ class Monitor(Generic[P, R]):
         self._delivery.release()
         number = self.step_number
         self._called, self._scalars = number, None
-        finish = None
-        if not number % self._every and not self._reader.off:
-            finish = self._watch(number, args, kwargs)
+        is_watched = not number % self._every and not self._reader.off
+        out, captured = self._capture(number, args, kwargs) if is_watched else NOT_CAPTURED
         self.step_number = number + 1
-        out = self._step(*args, **kwargs)
-        if finish is not None:
-            finish(out)
+        if self._exact or captured is None:
+            out = self._step(*args, **kwargs)
+        if captured is not None:
+            self._report(number, captured, out)
         return out
 
     def log(
@@ -263,13 +279,13 @@ class Monitor(Generic[P, R]):
             self._delivery.hold(read)
         self._scalars.update(checked)
 
-    def _watch(self, number: int, args: Args, kwargs: Kwargs) -> Callable[[Any], None] | None:
-        """Run the copy of the step; return a function of the result, or None if the copy failed."""
+    def _capture(self, number: int, args: Args, kwargs: Kwargs) -> tuple[Any, Captured | None]:
+        """Run the captured step; without statistics if it fails before it has changed anything."""
         try:
             if self._parameters is not None:
                 self._parameters.open(args, kwargs)
-            captured: Captured = _jax.gather(self._copy((), args, kwargs))
-            if self._parameters is not None and captured.parameters is not None:
+            out, captured = self._watched((), args, kwargs)
+            if self._exact and self._parameters is not None:
                 self._parameters.hold(captured.parameters)
         except Exception as error:
             # Raise at once if the step cannot be traced; later failures must not stop the training.
@@ -277,8 +293,10 @@ class Monitor(Generic[P, R]):
                 if not isinstance(error, SiteError):
                     error.add_note(_NOTE)
                 raise
+            if not self._exact and any(map(_is_deleted, self._watched.arrays(args, kwargs))):
+                raise  # the failed program has taken the arguments that the step needs
             self._fail(number, error)
-            return None
+            return NOT_CAPTURED
         if not self._ran and self._parameters is None and not captured.statistics.packed:
             warnings.warn(
                 f"The monitor of {name_of(self._step)} sees nothing: the step has no sites. Mark "
@@ -286,24 +304,29 @@ class Monitor(Generic[P, R]):
                 stacklevel=3,
             )
         self._ran = True
-        return functools.partial(self._report, number, captured)
+        return out, captured
 
     def _report(self, number: int, captured: Captured, out: Any) -> None:
         """Prepare the record of a step; it is delivered when `log` can no longer add to it."""
         self._scalars = {}
-        fetch = captured.statistics.fetch
-        read = functools.partial(self._reader.read, number, fetch, self._scalars)
-        if self._parameters is not None and captured.parameters is not None:
-            try:
-                found = self._parameters.measure(captured.parameters, out)
-            except Exception as error:
-                self._fail(number, error)
-                return
-            read = functools.partial(read, functools.partial(self._parameters.read, found))
+        statistics, parameters = captured
+        try:
+            if self._exact and self._parameters is not None and parameters is not None:
+                parameters = self._parameters.measure(parameters, out)
+            statistics, parameters = _jax.gather((statistics, parameters))
+        except Exception as error:
+            self._fail(number, error)
+            return
+        read = functools.partial(self._reader.read, number, statistics.fetch, self._scalars)
+        if self._parameters is not None:
+            self._parameters.close()
+            read = functools.partial(read, functools.partial(self._parameters.read, parameters))
         self._delivery.hold(read)
 
     def _fail(self, number: int, error: Exception) -> None:
         self._reader.stop()
+        if self._parameters is not None:
+            self._parameters.close()
         warn(
             f"The monitor of {name_of(self._step)} is off, and the training goes on: the "
             f"watched step {number} failed with {type(error).__name__}: {error}"
@@ -332,3 +355,7 @@ class Monitor(Generic[P, R]):
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()

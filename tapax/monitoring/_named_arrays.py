@@ -90,23 +90,33 @@ def _bound(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterator[tup
             yield name, value
 
 
+def find_replaced(arguments: Iterable[Argument], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the arrays that a call replaced in its arguments; `before` has those from before."""
+    now = {name: x for argument in arguments for name, x in argument.arrays().items()}
+    return {name: x for name, x in now.items() if name in before and x is not before[name]}
+
+
 def find_updated(
-    arguments: Iterable[Argument], result: PyTree, before: Mapping[str, Any]
+    arguments: Iterable[Argument],
+    replaced: Mapping[str, Any],
+    result: PyTree,
+    before: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[str]]:
     """Find the parameters after a call, and the names of the arguments without known parameters.
 
-    `before` maps names to the parameters before the call.
+    `replaced` has the arrays that the call replaced in its arguments; `before` maps names to the
+    parameters before the call. The arrays of `result` may be `jax.ShapeDtypeStruct`s.
     """
     after: dict[str, Any] = {}
     unknown: list[str] = []
     for argument in arguments:
-        now = {name: x for name, x in argument.arrays().items() if name in before}
-        if not now:
+        names = frozenset(argument.arrays()) & before.keys()
+        if not names:
             continue
-        if any(x is not before[name] for name, x in now.items()):
-            after.update(now)
+        if not names.isdisjoint(replaced):
+            after.update((name, replaced.get(name, before[name])) for name in names)
             continue
-        found = _returned(argument, frozenset(now), result)
+        found = _returned(argument, names, result)
         if found is None:
             unknown.append(argument.name)
         else:
@@ -169,7 +179,7 @@ def _shallowest(tree: PyTree, signature: tuple[Any, ...]) -> list[Any]:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray))
+    return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
 def _adapter(value: Any) -> Adapter | None:

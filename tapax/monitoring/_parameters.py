@@ -29,8 +29,10 @@ from tapax._results import Taps
 from tapax._sites import Site, SiteError, flatten, matches, name_of, nearest
 from tapax._walk.entries import Entry
 from tapax._walk.plan import Plan
-from tapax.monitoring._named_arrays import Argument, find_updated, list_arguments
+from tapax.monitoring._named_arrays import Argument, find_replaced, find_updated, list_arguments
+from tapax.monitoring._packed_arrays import PackedArrays
 from tapax.monitoring._parameter_gradients import GradientHooks, find_parameters
+from tapax.monitoring._parameter_updates import ParameterUpdates
 from tapax.monitoring._readings import (
     StatisticRequest,
     label_results,
@@ -52,10 +54,17 @@ class ParameterPlan(Plan):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KnownParameters:
-    """The parameters of a program: their names by the `uid` of the mark, and the donated ones."""
+    """The parameters of a program, and where they are.
+
+    `names` maps the `uid` of a mark to the name of its parameter, and `inputs` maps the name to the
+    number of an input of the program. `updates` has the results with the new values; None if the
+    program is a copy of the step.
+    """
 
     names: Mapping[int, str]
+    inputs: Mapping[str, int]
     donated: frozenset[str]
+    updates: ParameterUpdates | None = None
 
     @functools.cached_property
     def nodes(self) -> dict[str, list[str]]:
@@ -69,23 +78,22 @@ class KnownParameters:
 
 
 class ParameterCapture(NamedTuple):
-    """The parameters of a step, and the statistics of their gradients."""
+    """The parameters of a step and their statistics, on the device, packed.
+
+    `gradients` are taps. `numbers` has the statistics of weights and updates by module and request;
+    it is None after a copy of the step, which makes no updates.
+    """
 
     known: Static[KnownParameters]
-    gradients: Taps
-
-
-class StepStatistics(NamedTuple):
-    """Statistics of one step, on the device: of gradients, and of weights and updates by module."""
-
-    gradients: Taps
-    numbers: dict[tuple[str, str], Any]
+    gradients: PackedArrays
+    numbers: PackedArrays | None
 
 
 class ParameterWatch:
     """The selection and the measurement of the parameters of a monitored step.
 
-    A watched call runs, in this order: `open`, the copy of the step, `hold`, the step, `measure`.
+    A watched call runs, in this order: `open`, the captured step, `close`. If the captured step is
+    a copy: `open`, the copy, `hold`, the step, `measure`, `close`.
     """
 
     def __init__(self, step: Callable[..., Any], selection: Any):
@@ -102,6 +110,7 @@ class ParameterWatch:
             dataclasses.replace(r, kind="param_grad", key=r.key.replace("param#", "param_grad#"))
             for r in self._requests
         ]
+        self._call: tuple[Args, Kwargs] = (), {}
         self._arguments: list[Argument] = []
         self._before: dict[str, Any] = {}
         self._copies: dict[str, Any] = {}
@@ -110,12 +119,24 @@ class ParameterWatch:
 
     def open(self, args: Args, kwargs: Kwargs) -> None:
         """Note the arguments of a call before the step runs."""
-        self._arguments = list_arguments(self._step, args, kwargs)
+        self._call, self._arguments = (args, kwargs), []
 
-    def prepare(self, call: TracedCall) -> KnownParameters:
-        """Find the parameters of the program that was traced for a call."""
+    def close(self) -> None:
+        """Forget the arguments of a call."""
+        self._call, self._arguments, self._before, self._copies = ((), {}), [], {}, {}
+
+    def _list_arguments(self) -> list[Argument]:
+        if not self._arguments:  # most calls do not need the list, and making it is slow
+            self._arguments = list_arguments(self._step, *self._call)
+        return self._arguments
+
+    def prepare(self, call: TracedCall, *, updates: bool) -> KnownParameters:
+        """Find the parameters of the program that was traced for a call.
+
+        If `updates`, find the results with their new values too.
+        """
         places: dict[int, list[str]] = {}
-        for argument in self._arguments:
+        for argument in self._list_arguments():
             for name, x in argument.arrays().items():
                 places.setdefault(id(x), []).append(name)
         # An array may have two names, as when a target network shares the arrays of the model.
@@ -132,9 +153,14 @@ class ParameterWatch:
                 "`params` out."
             )
         donated = frozenset(given[i] for i in _donated(call.program.jaxpr) if i in given)
-        known = KnownParameters(names, donated)
+        origins = {given[origin]: origin for origin in found.values() if origin in given}
+        known = KnownParameters(names, origins, donated)
         self._verify(known)
-        return known
+        if not updates:
+            return known
+        made = ParameterUpdates.of(call.program, self._list_arguments(), list(origins))
+        self._warn_unknown(made.unknown)
+        return dataclasses.replace(known, updates=made)
 
     def _verify(self, known: KnownParameters) -> None:
         for request in self._requests:
@@ -172,35 +198,50 @@ class ParameterWatch:
                         site = dataclasses.replace(merged.site, path=node)
                         made.append(merged._replace(site=site))
         taps = make_taps(made, [_site(node) for node in known.nodes])
-        return ParameterCapture(Static(known), taps)
+        return ParameterCapture(Static(known), PackedArrays.of(taps), None)
+
+    def measure_inside(
+        self, captured: ParameterCapture, arrays: Sequence[Value], outs: Sequence[Value]
+    ) -> tuple[ParameterCapture, list[Any]]:
+        """Measure weights and updates inside of the program; return its own results too.
+
+        `arrays` are the inputs of the program, and `outs` its results.
+        """
+        known = captured.known.value
+        assert known.updates is not None
+        before = {name: arrays[i] for name, i in known.inputs.items()}
+        kept, after = known.updates.take(outs, before)
+        return captured._replace(numbers=self._statistics(before, after, known)), kept
 
     def hold(self, captured: ParameterCapture) -> None:
         """Keep the parameters from before the step, as copies if the step donates them."""
         known = captured.known.value
-        arrays = {n: x for argument in self._arguments for n, x in argument.arrays().items()}
+        arguments = self._list_arguments()
+        arrays = {n: x for argument in arguments for n, x in argument.arrays().items()}
         self._before = {n: arrays[n] for n in dict.fromkeys(known.names.values())}
         self._copies = {n: jnp.copy(self._before[n]) for n in known.donated & set(self._before)}
 
-    def measure(self, captured: ParameterCapture, result: PyTree) -> StepStatistics:
+    def measure(self, captured: ParameterCapture, result: PyTree) -> ParameterCapture:
         """Measure the weights before the step, and their change in the step."""
-        arguments, self._arguments = self._arguments, []
-        before, self._before = self._before, {}
-        after, unknown = find_updated(arguments, result, before)
-        before, self._copies = {**before, **self._copies}, {}
-        if unknown and not self._warned:
+        replaced = find_replaced(self._arguments, self._before)
+        after, unknown = find_updated(self._arguments, replaced, result, self._before)
+        self._warn_unknown(unknown)
+        before = {**self._before, **self._copies}
+        return captured._replace(numbers=self._measure(before, after, captured.known.value))
+
+    def _warn_unknown(self, arguments: Sequence[str]) -> None:
+        if arguments and not self._warned:
             self._warned = True
             warnings.warn(
-                f"The update of the parameters in {', '.join(map(repr, unknown))} is not recorded: "
-                f"{name_of(self._step)} does not return one structure like that argument. Return "
-                "the new parameters as they were given.",
-                stacklevel=4,
+                f"The update of the parameters in {', '.join(map(repr, arguments))} is not "
+                f"recorded: {name_of(self._step)} does not return one structure like that "
+                "argument. Return the new parameters as they were given.",
+                stacklevel=5,
             )
-        numbers = self._measure(before, after, captured.known.value)
-        return StepStatistics(captured.gradients, _jax.gather(numbers))
 
     def _statistics(
         self, before: dict[str, Value], after: dict[str, Value], known: KnownParameters
-    ) -> dict[tuple[str, str], Any]:
+    ) -> PackedArrays:
         found: dict[tuple[str, str], Any] = {}
         for node, members in known.nodes.items():
             requests = self._chosen(node, self._requests)
@@ -212,23 +253,22 @@ class ParameterWatch:
                 change = sum(_squares(_wide(after[n]) - _wide(before[n])) for n in members)
                 weights = sum(_squares(_wide(before[n])) for n in members)
                 found[node, "update"] = jnp.sqrt(change) / jnp.sqrt(weights)
-        return found
+        return PackedArrays.of(found)
 
-    def read(self, found: StepStatistics) -> dict[str, Number]:
+    def read(self, found: ParameterCapture) -> dict[str, Number]:
         """Read the numbers of a step, on the thread of the delivery."""
         record: dict[str, Number] = {}
         by_key = {r.key: r for r in self._requests}
-        for (node, key), result in jax.device_get(found.numbers).items():
+        for (node, key), result in (found.numbers.fetch() if found.numbers else {}).items():
             if key == "update":
                 record[f"{node}/update_ratio"] = float(result)
                 continue
             request = by_key[key]
             for stat, number in _split(request, result):
                 record[f"{node}/param_{stat}"] = number
-        taps = found.gradients
-        grads, valid = jax.device_get((taps.grads, taps.valid))
+        taps: Taps = found.gradients.fetch()
         labels = label_results(self._gradient_requests, taps.sites)
-        record |= {r.name: r.number for r in read_numbers(labels, grads, valid)}
+        record |= {r.name: r.number for r in read_numbers(labels, taps.grads, taps.valid)}
         return record
 
 

@@ -233,7 +233,7 @@ def test_an_error_of_the_device_is_no_reason_to_stop(monkeypatch):
     def full(*args):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(m, "_copy", full)
+    monkeypatch.setattr(m, "_watched", full)
     with pytest.warns(UserWarning, match="JaxRuntimeError: RESOURCE_EXHAUSTED"):
         assert m(ONES, 1.0).shape == (2, 4)
     m.close()

@@ -25,6 +25,7 @@ from tapax import open as open_log
 from tapax.monitoring._log import Log
 from tapax.monitoring._monitor import Monitor, monitor
 from tests.models.monitored import KEY, W, X, batch, scanned
+from tests.oracles.closeness import assert_close
 
 pytestmark = pytest.mark.once
 
@@ -206,6 +207,28 @@ def test_the_run_is_the_plain_one_bit_for_bit(run):
     for name in RUNS[run]:
         series = log[name].values
         assert len(series) == 5 and np.isfinite(series).all() and len(set(series.tolist())) == 5
+
+
+# `eqx.filter_jit(donate="all")` hides this warning of JAX about the batch.
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_one_program_trains_as_the_plain_step_does(run):
+    if run is of_brainstate and jax.config.jax_enable_x64:
+        pytest.skip("brainstate's Linear fails with 64 bits")
+    log, monitors = Log(), []
+
+    def wrap(step):
+        monitors.append(monitor(step, every=2, to=log, exact=False))
+        return monitors[-1]
+
+    expected = jax.tree.map(np.asarray, run(lambda step: step, 9))
+    found = jax.tree.map(np.asarray, run(wrap, 9))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    # Counts are equal, so each call changed the state once.
+    jax.tree.map(assert_close, found, expected)
+    monitors[0].close()
+    assert log.steps.tolist() == [0, 2, 4, 6, 8] and monitors[0].step_number == 9
+    assert set(RUNS[run]) <= set(log.names), log.names
 
 
 def test_a_failing_sink_does_not_touch_the_run():

@@ -127,12 +127,20 @@ FRAMEWORKS = {
 }
 
 
-def watch(step, *args, params=True):
-    log = tapax.Log()
-    with tapax.monitor(step, every=1, values=None, grads=None, params=params, to=log) as watched:
-        watched(*args)
-    ((_, record),) = list(log)
-    return record
+@pytest.fixture(params=[True, False], ids=["exact", "one program"])
+def watch(request):
+    """A function that returns the first record of a monitored step."""
+
+    def run(step, *args, params=True):
+        log, nothing = tapax.Log(), {"values": None, "grads": None}
+        with tapax.monitor(
+            step, every=1, **nothing, params=params, to=log, exact=request.param
+        ) as watched:
+            watched(*args)
+        ((_, record),) = list(log)
+        return record
+
+    return run
 
 
 def rms(*arrays):
@@ -168,7 +176,7 @@ def check(record, weights, new):
 @pytest.mark.many
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_are_found_however_the_step_comes_by_its_model(framework, way):
+def test_parameters_are_found_however_the_step_comes_by_its_model(watch, framework, way):
     make, train, weights_of = FRAMEWORKS[framework]
     model = make()
     step, args = WAYS[way](train, model)
@@ -177,7 +185,7 @@ def test_parameters_are_found_however_the_step_comes_by_its_model(framework, way
     check(record, before, weights_of(model))
 
 
-def test_jitted_closures_of_brainstate_have_parameters():
+def test_jitted_closures_of_brainstate_have_parameters(watch):
     model = make_brainstate()
     step = tf.jit(lambda x: train_brainstate(model, x))
     before = weights_of_brainstate(model)
@@ -185,7 +193,7 @@ def test_jitted_closures_of_brainstate_have_parameters():
     check(record, before, weights_of_brainstate(model))
 
 
-def test_a_jitted_gradient_of_a_keras_model_has_parameters():
+def test_a_jitted_gradient_of_a_keras_model_has_parameters(watch):
     model = make_keras()
 
     @jax.jit
@@ -204,7 +212,7 @@ def test_a_jitted_gradient_of_a_keras_model_has_parameters():
     check(record, before, weights_of_keras(model))
 
 
-def test_two_models_of_one_class_are_named_by_the_variables_that_hold_them():
+def test_two_models_of_one_class_are_named_by_the_variables_that_hold_them(watch):
     student, teacher = make_brainstate(), make_brainstate()
 
     def step(x):
@@ -222,7 +230,7 @@ def test_two_models_of_one_class_are_named_by_the_variables_that_hold_them():
     }
 
 
-def test_a_held_model_does_not_rename_one_that_is_given():
+def test_a_held_model_does_not_rename_one_that_is_given(watch):
     other = make_brainstate()
 
     def step(model, x):
@@ -233,7 +241,7 @@ def test_a_held_model_does_not_rename_one_that_is_given():
     assert roots == {"Net", "other"}
 
 
-def test_a_part_of_a_model_that_is_held_too_keeps_its_name_in_the_model():
+def test_a_part_of_a_model_that_is_held_too_keeps_its_name_in_the_model(watch):
     model = make_brainstate()
     head = model.a  # before `model` in the order of the variables
 
@@ -244,7 +252,7 @@ def test_a_part_of_a_model_that_is_held_too_keeps_its_name_in_the_model():
     assert {name.partition("/")[0] for name in watch(step, X)} == {"Net"}
 
 
-def test_a_held_model_by_which_nothing_is_differentiated_is_not_recorded():
+def test_a_held_model_by_which_nothing_is_differentiated_is_not_recorded(watch):
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
 
     def step(params, x):

@@ -40,13 +40,19 @@ def by_hand(params, grads, new, prefix=""):
     return record
 
 
-def watch(step, *args, **options):
-    """Return the first record of a monitored step, and its result."""
-    log = tapax.Log()
-    with tapax.monitor(step, every=1, values=None, grads=None, to=log, **options) as watched:
-        out = watched(*args)
-    ((_, record),) = list(log)
-    return record, out
+@pytest.fixture(params=[True, False], ids=["exact", "one program"])
+def watch(request):
+    """A function that returns the first record of a monitored step, and its result."""
+
+    def run(step, *args, **options):
+        log = tapax.Log()
+        options = {"values": None, "grads": None, "exact": request.param, **options}
+        with tapax.monitor(step, every=1, to=log, **options) as watched:
+            out = watched(*args)
+        ((_, record),) = list(log)
+        return record, out
+
+    return run
 
 
 def loss(params, x):
@@ -79,7 +85,7 @@ def expected_sgd(params, prefix="params/"):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jitted"])
-def test_plain_parameters_have_weights_gradients_and_updates(wrap):
+def test_plain_parameters_have_weights_gradients_and_updates(watch, wrap):
     params = plain_params()
     record, _ = watch(wrap(sgd), params, X, params=True)
     expected, grads, new = expected_sgd(params)
@@ -94,7 +100,7 @@ def test_plain_parameters_have_weights_gradients_and_updates(wrap):
     assert_close(np.float64(record["params/param_grad_rms"]), rms(*every), 1e-5)
 
 
-def test_selections_and_reducers_pick_parameters_and_modules():
+def test_selections_and_reducers_pick_parameters_and_modules(watch):
     params = plain_params()
     record, _ = watch(sgd, params, X, params="**/w")
     assert {name.rpartition("/")[0] for name in record} == {"params/in/w", "params/out/w"}
@@ -117,7 +123,7 @@ def test_selections_and_reducers_pick_parameters_and_modules():
     assert record["params/in/w/param_histogram"].counts.sum() == 20
 
 
-def test_gradients_taken_by_a_function_made_before_are_recorded():
+def test_gradients_taken_by_a_function_made_before_are_recorded(watch):
     grad = jax.grad(loss)
 
     def step(params, x):
@@ -129,7 +135,7 @@ def test_gradients_taken_by_a_function_made_before_are_recorded():
     assert_close({k: np.float64(record[k]) for k in expected}, expected, 1e-5)
 
 
-def test_state_of_an_optimizer_is_not_a_parameter():
+def test_state_of_an_optimizer_is_not_a_parameter(watch):
     tx = optax.adam(1e-2)
 
     @jax.jit
@@ -163,7 +169,7 @@ def nnx_step(model, optimizer, x):
     return value
 
 
-def test_nnx_modules_have_parameters_by_the_names_of_their_sites():
+def test_nnx_modules_have_parameters_by_the_names_of_their_sites(watch):
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(LR), wrt=nnx.Param)
     before = np.asarray(model.a.kernel[...])
@@ -193,7 +199,7 @@ def test_run_with_parameters_watched_is_the_plain_run_bit_for_bit():
         np.testing.assert_array_equal(a, b)
 
 
-def test_equinox_modules_are_named_by_their_class():
+def test_equinox_modules_are_named_by_their_class(watch):
     model = eqx.nn.MLP(4, 2, 5, 1, key=KEY)
     tx = optax.sgd(LR)
 
@@ -216,7 +222,7 @@ def test_equinox_modules_are_named_by_their_class():
     assert "MLP/layers/1/update_ratio" in record and "MLP/update_ratio" in record
 
 
-def test_train_states_and_linen_parameters_are_named_by_the_argument():
+def test_train_states_and_linen_parameters_are_named_by_the_argument(watch):
     model = nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(2)])
     params = model.init(KEY, X)["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(LR, momentum=0.9))
@@ -235,7 +241,7 @@ def test_train_states_and_linen_parameters_are_named_by_the_argument():
     assert_close(np.float64(record[f"{name}/update_ratio"]), LR * rms(g) / rms(w), 1e-3)
 
 
-def test_haiku_parameters_returned_alone_are_found():
+def test_haiku_parameters_returned_alone_are_found(watch):
     def forward(x):
         return hk.nets.MLP([5, 2])(x)
 
@@ -255,7 +261,7 @@ def test_haiku_parameters_returned_alone_are_found():
         assert_close(np.float64(found), LR * rms(grads[name]["w"]) / rms(part["w"]), 1e-4)
 
 
-def test_keras_variables_given_as_arrays_are_recorded():
+def test_keras_variables_given_as_arrays_are_recorded(watch):
     keras = pytest.importorskip("keras")
     if keras.backend.backend() != "jax":
         pytest.skip("Keras has another backend")
@@ -279,7 +285,7 @@ def test_keras_variables_given_as_arrays_are_recorded():
         assert_close(np.float64(record[f"trainable/{i}/update_ratio"]), expected, 1e-4)
 
 
-def test_donated_parameters_are_measured_before_they_are_gone():
+def test_donated_parameters_are_measured_before_they_are_gone(watch):
     params = plain_params()
     expected, _, _ = expected_sgd(params)
     given = jax.tree.map(jnp.copy, params)
@@ -288,7 +294,7 @@ def test_donated_parameters_are_measured_before_they_are_gone():
     assert jax.tree.leaves(given)[0].is_deleted()
 
 
-def test_accumulated_gradients_have_a_number_for_each_microbatch():
+def test_accumulated_gradients_have_a_number_for_each_microbatch(watch):
     def step(params, xs):
         def micro(total, x):
             grads = jax.checkpoint(jax.grad(loss))(params, x)
@@ -306,7 +312,7 @@ def test_accumulated_gradients_have_a_number_for_each_microbatch():
         assert_close(found, rms(gradient), 1e-5)
 
 
-def test_gradients_of_examples_and_devices_are_merged():
+def test_gradients_of_examples_and_devices_are_merged(watch):
     params = plain_params()
 
     def step(params, xs):
@@ -318,7 +324,7 @@ def test_gradients_of_examples_and_devices_are_merged():
     assert_close(np.float64(record["params/in/w/param_grad_rms"]), rms(*each), 1e-5)
 
 
-def test_cast_parameters_and_two_gradients_are_told_apart():
+def test_cast_parameters_and_two_gradients_are_told_apart(watch):
     def step(params, x):
         half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
         grads = jax.grad(lambda p: loss(p, x.astype(jnp.bfloat16)).astype(jnp.float32))(half)
@@ -332,7 +338,7 @@ def test_cast_parameters_and_two_gradients_are_told_apart():
     assert_close(np.float64(record["params/in/w@1/param_grad_rms"]), 2 * gradient, 1e-5)
 
 
-def test_parameters_that_one_traced_function_shares_have_no_wrong_gradient():
+def test_parameters_that_one_traced_function_shares_have_no_wrong_gradient(watch):
     grad = jax.jit(jax.grad(loss))
 
     @jax.jit
@@ -350,7 +356,7 @@ def test_parameters_that_one_traced_function_shares_have_no_wrong_gradient():
         watch(step, a, b, X, params=True)
 
 
-def test_update_that_cannot_be_told_is_left_out_with_a_warning():
+def test_update_that_cannot_be_told_is_left_out_with_a_warning(watch):
     @jax.jit
     def step(params, average, x):
         new, _ = sgd(params, x)
@@ -380,7 +386,7 @@ def test_sites_and_parameters_share_a_record_and_selections_do_not_mix():
     assert list(taps.values) == list(taps.grads) == ["h"]
 
 
-def test_bad_params_get_one_clear_error():
+def test_bad_params_get_one_clear_error(watch):
     params = plain_params()
     with pytest.raises(tapax.SiteError, match=r"params='params/inn/w'.*no parameter has"):
         watch(sgd, params, X, params="params/inn/w")

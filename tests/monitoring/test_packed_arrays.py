@@ -43,7 +43,7 @@ def test_watched_step_returns_one_array_for_all_statistics():
     w, x = jnp.eye(3) * 0.5, jnp.ones((2, 3))
     with tapax.monitor(jax.jit(jax.grad(loss)), every=1, to=log) as watched:
         watched(w, x)
-        captured = watched._copy((), (w, x), {})
+        _, captured = watched._watched((), (w, x), {})
     assert [len(captured.statistics.packed), len(log.names)] == [1, 24]
     h, expected = np.ones((2, 3)), {}
     for i in range(12):
