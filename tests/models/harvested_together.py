@@ -18,6 +18,10 @@ from tests.models import harvested
 from tests.models.harvesting_processes import network, params_of, spread
 
 
+HEARTBEAT = 15
+"""The seconds after which JAX gives up a process of which it has heard nothing."""
+
+
 class SlowSpanningBatches:
     """Batches divided over all processes, which take some time to read."""
 
@@ -34,7 +38,10 @@ class SlowSpanningBatches:
 
 
 def main(process, count, port, folder, units):
-    jax.distributed.initialize(f"localhost:{port}", count, process)
+    # A collective may wait for a killed process until JAX misses the heartbeats of that process.
+    jax.distributed.initialize(
+        f"localhost:{port}", count, process, heartbeat_timeout_seconds=HEARTBEAT
+    )
     shape = (2, jax.device_count() // 2)
     mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     spec = {"table": (None, "model"), "weights": ("model", None)}
