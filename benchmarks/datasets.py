@@ -145,7 +145,7 @@ def read(rounds: int) -> list[Result]:
 
         def first_pass(seed: int | None) -> Any:
             """Read the dataset as a new process does, which compares all checksums."""
-            return _last(tapax.open(path / "acts").batches(4096, seed=seed, sites="h"))
+            return _last(tapax.Activations(path / "acts").batches(4096, seed=seed, sites="h"))
 
         passes = race(
             {

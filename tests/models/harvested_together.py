@@ -17,7 +17,6 @@ import tapax
 from tests.models import harvested
 from tests.models.harvesting_processes import network, params_of, spread
 
-
 HEARTBEAT = 15
 """The seconds after which JAX gives up a process of which it has heard nothing."""
 
