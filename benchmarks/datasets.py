@@ -62,35 +62,54 @@ def looked_up(table: jax.Array, rows: jax.Array) -> jax.Array:
     return tapax.sow(jnp.take(table, rows, axis=0), "h")
 
 
+def scaled(table: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiply a table: a model that takes less time than a copy of its result."""
+    return tapax.sow(table * scale, "h")
+
+
 def written(rounds: int) -> list[Result]:
-    """Compare harvesting to disk with writing the same bytes and shards with safetensors."""
+    """Compare harvesting to disk with writing the same bytes and shards with safetensors.
+
+    Both use the same number of threads and sync every shard. The harvest includes its start, which
+    traces and compiles.
+    """
+    width, rows, units, batches = 1024, 4096, 32, 128
+    table = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)
+    fn = functools.partial(scaled, jnp.asarray(table))
+    data = np.arange(1, batches + 1, dtype=np.float32).reshape(batches, 1, 1)
+    shard = {"h": np.concatenate([table * scale for scale in data[: batches // units]])}
+    with folder() as path:
+        entrants = {
+            "harvest": lambda: len(tapax.harvest(fn, data, path / "acts", "h", units=units)),
+            "safetensors": lambda: save_shards(path / "raw", shard, units),
+        }
+
+        def clear() -> None:
+            for name in ("acts", "raw"):
+                shutil.rmtree(path / name, ignore_errors=True)
+            os.sync()
+
+        times = race(entrants, rounds, warmup=1, before=clear)
+    what = f"harvest to disk over raw safetensors, {batches * table.nbytes / MIB:.0f} MiB"
+    return [Result.timed("dataset", what, times, "harvest", "safetensors", 1 / 0.9)]
+
+
+def save_shards(to: Path, arrays: dict[str, np.ndarray], count: int) -> None:
+    """Write a shard `count` times with safetensors and the threads of a harvest; sync each."""
     from safetensors.numpy import save_file
 
-    width, rows, batches, units = 1024, 4096, 32, 8
-    table = jnp.asarray(np.random.default_rng(0).normal(size=(rows, width)), jnp.float32)
-    fn = functools.partial(looked_up, table)
-    data = [np.roll(np.arange(rows, dtype=np.int32), number) for number in range(batches)]
-    shards = [
-        {"rows/h": np.concatenate([np.asarray(table)[number] for number in data[i::units]])}
-        for i in range(units)
-    ]
+    from tapax.data._writer_threads import writer_count
 
-    def save(to: Path) -> None:
-        to.mkdir()
-        for number, arrays in enumerate(shards):
-            path = to / f"{number}.safetensors"
-            save_file(arrays, path)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+    to.mkdir()
 
-    with numbered() as paths:
-        entrants = {
-            "harvest": lambda: len(tapax.harvest(fn, data, next(paths), "h", units=units)),
-            "safetensors": lambda: save(next(paths)),
-        }
-        times = race(entrants, rounds, warmup=1)
-    what = f"harvest to disk over raw safetensors, {batches * rows * width * 4 / MIB:.0f} MiB"
-    return [Result.timed("dataset", what, times, "harvest", "safetensors", 1 / 0.9)]
+    def save(number: int) -> None:
+        path = to / f"{number}.safetensors"
+        save_file(arrays, path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    with ThreadPoolExecutor(writer_count()) as threads:
+        list(threads.map(save, range(count)))
 
 
 def make_dataset(to: Path, rows: int, width: int, dtype: Any, units: int = 8) -> tapax.Activations:
@@ -123,12 +142,19 @@ def read(rounds: int) -> list[Result]:
         rows = race(
             {"tapax": lambda: acts["h"][next(chosen)], "memmap": mapped}, rounds, calls=4, warmup=8
         )
+
+        def first_pass(seed: int | None) -> Any:
+            """Read the dataset as a new process does, which compares all checksums."""
+            return _last(tapax.Activations(path / "acts").batches(4096, seed=seed, sites="h"))
+
         passes = race(
             {
                 "shuffled": lambda: _last(acts.batches(4096, seed=0, sites="h")),
                 "sequential": lambda: _last(acts.batches(4096, sites="h")),
+                "first shuffled": lambda: first_pass(0),
+                "first sequential": lambda: first_pass(None),
             },
-            max(rounds // 4, 2),
+            max(rounds // 2, 2),
             warmup=1,
         )
     return [
@@ -136,7 +162,20 @@ def read(rounds: int) -> list[Result]:
             "dataset", "4096 random rows over a memory map", rows, "tapax", "memmap", 1 / 0.8
         ),
         Result.timed(
-            "dataset", "shuffled batches over sequential", passes, "shuffled", "sequential", 1 / 0.7
+            "dataset",
+            "shuffled batches over sequential, first pass",
+            passes,
+            "first shuffled",
+            "first sequential",
+            1 / 0.7,
+        ),
+        Result.timed(
+            "dataset",
+            "shuffled batches over sequential, later passes",
+            passes,
+            "shuffled",
+            "sequential",
+            1 / 0.7,
         ),
     ]
 
@@ -162,36 +201,56 @@ def _last(batches: Iterator[Any]) -> Any:
 
 
 def workers(rounds: int) -> list[Result]:
-    """Compare two workers with one, each on one core."""
-    times: dict[str, list[float]] = {"two": [], "one": []}
+    """Compare two workers with one, each on one core.
+
+    If other programs use the cores, the processor time of the busiest worker still tells whether
+    the workers divide the work evenly and do nothing twice.
+    """
+    names = ("one", "two", "one, processor", "two, processor")
+    times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name, count in (("one", 1), ("two", 2)):
             with folder() as path:
-                times[name].append(_time_workers(count, path))
-    return [Result.timed("dataset", "two workers over one", times, "two", "one", 1 / 1.7)]
+                seconds, processor = _time_workers(count, path)
+            times[name].append(seconds)
+            times[f"{name}, processor"].append(processor)
+    return [
+        Result.timed("dataset", "two workers over one", times, "two", "one", 1 / 1.7),
+        Result.timed(
+            "dataset",
+            "two workers over one, processor time of the busiest",
+            times,
+            "two, processor",
+            "one, processor",
+            1 / 1.7,
+        ),
+    ]
 
 
-def _time_workers(count: int, path: Path) -> float:
-    """Return the seconds from when all workers have compiled until the dataset is complete."""
+def _time_workers(count: int, path: Path) -> tuple[float, float]:
+    """Return the seconds from when all workers have compiled until the dataset is complete.
+
+    The second number is the processor time that the busiest worker used meanwhile.
+    """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.datasets", str(path), str(count)]
     running = [
         subprocess.Popen([*command, str(index)], env=environment, stdout=subprocess.PIPE)
         for index in range(count)
     ]
-    _wait_for(b"ready\n", running)
+    _read_lines(running)
     start = time.perf_counter()
     (path / "go").touch()
-    _wait_for(b"done\n", running)
+    processor = max(float(line) for line in _read_lines(running))
     seconds = time.perf_counter() - start
     for process in running:
         process.wait()
-    return seconds
+    return seconds, processor
 
 
-def _wait_for(line: bytes, running: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in running:
-        assert process.stdout is not None and process.stdout.readline() == line
+def _read_lines(running: Sequence[subprocess.Popen[bytes]]) -> list[bytes]:
+    """Wait until every process has printed a line."""
+    return [process.stdout.readline() for process in running if process.stdout is not None]
 
 
 def _be_worker(path: Path, count: int, index: int) -> None:
@@ -199,19 +258,21 @@ def _be_worker(path: Path, count: int, index: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})  # before XLA makes its threads
 
+    @jax.jit  # so that the second harvest reuses the program that the first has compiled
     def busy(weights: jax.Array, x: jax.Array) -> jax.Array:
         return tapax.sow(jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ weights), x), "h")
 
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=(512, 512)) / 23, jnp.float32)
-    data = rng.normal(size=(48, 256, 512)).astype(np.float32)
+    data = rng.normal(size=(96, 256, 512)).astype(np.float32)
     fn = functools.partial(busy, weights)
     tapax.harvest(fn, data[:1], path / f"warm-{index}", "h", worker=(0, 1))
     print("ready", flush=True)
     while not (path / "go").exists():
         time.sleep(0.001)
-    tapax.harvest(fn, data, path / "acts", "h", units=24, worker=(index, count))
-    print("done", flush=True)
+    start = time.process_time()
+    tapax.harvest(fn, data, path / "acts", "h", units=48, worker=(index, count))
+    print(time.process_time() - start, flush=True)
 
 
 class TimedBatches(Sequence[np.ndarray]):
@@ -283,22 +344,9 @@ def harvested(cfg: Config, rounds: int) -> list[Result]:
 
 def _write_raw(to: Path, batch_bytes: int, count: int) -> float:
     """Return the seconds to write the same bytes with safetensors and the threads of a harvest."""
-    from safetensors.numpy import save_file
-
-    from tapax.data._writer_threads import writer_count
-
-    to.mkdir()
-    array = {"h": np.random.default_rng(0).integers(0, 2**16, batch_bytes, np.uint16)}
-
-    def save(number: int) -> None:
-        path = to / f"{number}.safetensors"
-        save_file(array, path)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-
+    array = np.random.default_rng(0).integers(0, 2**16, batch_bytes, np.uint16)
     start = time.perf_counter()
-    with ThreadPoolExecutor(writer_count()) as threads:
-        list(threads.map(save, range(count // 2)))
+    save_shards(to, {"h": array}, count // 2)
     return time.perf_counter() - start
 
 

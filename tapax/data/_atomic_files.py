@@ -1,29 +1,30 @@
 """Atomic writes: a file is written under a temporary name, synced, and renamed.
 
-Once `write_whole` returns, the file survives a crash of the machine. A process that is killed
-earlier leaves a file whose name ends in `.tmp`, which readers ignore.
+Once `write_whole` returns, or the block of `replacing` ends, the file survives a crash of the
+machine. A process that is killed earlier leaves a file whose name ends in `.tmp`, which readers
+ignore.
 """
 
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 
 TEMPORARY = ".tmp"
 
 
-def write_whole(path: Path, parts: Iterable[bytes | memoryview], owner: str) -> None:
-    """Write `parts` to `path` atomically, one after another.
+@contextlib.contextmanager
+def replacing(path: Path, owner: str) -> Iterator[FileIO]:
+    """Open a file for writing, which becomes `path` if the block ends without an error.
 
     The name of the temporary file contains `owner`, by which `remove_leftovers` finds it.
     """
     beside = path.with_name(f".{path.name}.{owner}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
     try:
         with open(beside, "xb", buffering=0) as file:
-            for part in parts:
-                _write_all(file, part)
+            yield file
             os.fsync(file.fileno())
         os.replace(beside, path)
         sync_folder(path.parent)
@@ -31,6 +32,13 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], owner: str) -> 
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+
+
+def write_whole(path: Path, parts: Iterable[bytes | memoryview], owner: str) -> None:
+    """Write `parts` to `path` atomically, one after another; see `replacing`."""
+    with replacing(path, owner) as file:
+        for part in parts:
+            write_all(file, part)
 
 
 def create_whole(path: Path, content: bytes, owner: str) -> bool:
@@ -41,7 +49,7 @@ def create_whole(path: Path, content: bytes, owner: str) -> bool:
     beside = path.with_name(f".{path.name}.{owner}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
     try:
         with open(beside, "xb", buffering=0) as file:
-            _write_all(file, content)
+            write_all(file, content)
             os.fsync(file.fileno())
         try:
             _rename_to_new(beside, path)
@@ -82,7 +90,8 @@ def _rename_to_new(source: Path, target: Path) -> None:
         os.replace(source, target)
 
 
-def _write_all(file: FileIO, part: bytes | memoryview) -> None:
+def write_all(file: FileIO, part: bytes | memoryview) -> None:
+    """Write all bytes of `part`, of which a single call may write only some."""
     view = memoryview(part)
     while len(view):
         view = view[file.write(view) :]

@@ -14,6 +14,7 @@ True
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,6 +53,7 @@ class BatchOrder:
             # A window ends after every `window` shards, and after the last shard.
             self._ends = np.append(ends[window - 1 : -1 : window], ends[-1:])
             self._permuted = functools.lru_cache(maxsize=3)(self._permute)
+            self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._batches
@@ -65,7 +67,9 @@ class BatchOrder:
         parts: list[np.ndarray] = []
         for window in range(first, last + 1):
             offset = int(self._ends[window - 1]) if window else 0
-            parts.append(self._permuted(window)[max(start - offset, 0) : stop - offset])
+            with self._lock:  # threads that need a window at once wait for one to shuffle it
+                order = self._permuted(window)
+            parts.append(order[max(start - offset, 0) : stop - offset])
         return np.sort(np.concatenate(parts))
 
     def _permute(self, window: int) -> np.ndarray:

@@ -6,6 +6,7 @@ a shard that was altered raises instead of returning wrong rows, and each byte i
 
 from __future__ import annotations
 
+import functools
 import mmap
 import zlib
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tapax.data._block_checks import BlockChecks
 from tapax.data._shard_format import BLOCK, ShardError, ShardHeader, decode_header, dtype_of
 
 
@@ -32,7 +34,10 @@ class MappedShard:
         self.header: ShardHeader = decode_header(beginning, len(self._mapped), str(path))
         if self.header.configuration != configuration:
             raise ShardError(f"The shard {str(path)!r} belongs to another dataset.")
-        self._checked: dict[str, np.ndarray] = {}
+        self._views: dict[str, np.ndarray] = {}
+        self._checks = {
+            key: BlockChecks(len(found.checksums)) for key, found in self.header.arrays.items()
+        }
 
     @property
     def rows(self) -> int:
@@ -40,8 +45,7 @@ class MappedShard:
 
     def array(self, key: str) -> np.ndarray:
         """Check all of an array, and return a view of it."""
-        found = self.header.arrays[key]
-        self._check(key, np.arange(len(found.checksums)))
+        self._check(key, np.arange(len(self.header.arrays[key].checksums)))
         return self._view(key)
 
     def slice(self, key: str, start: int, stop: int) -> np.ndarray:
@@ -49,14 +53,15 @@ class MappedShard:
         view = self._view(key)
         width = view.nbytes // max(len(view), 1)
         if stop > start and width:
-            self._check(key, np.arange(start * width // BLOCK, (stop * width - 1) // BLOCK + 1))
+            blocks = np.arange(start * width // BLOCK, (stop * width - 1) // BLOCK + 1)
+            self._check(key, blocks)
         return view[start:stop]
 
     def take(self, key: str, numbers: np.ndarray, out: np.ndarray) -> None:
         """Copy the rows with the given `numbers`, which ascend, to `out`."""
         view = self._view(key)
         width = view.nbytes // max(len(view), 1)
-        if width and not self._blocks_checked(key).all():
+        if width and not self._checks[key].is_complete:
             first, last = numbers * width // BLOCK, (numbers * width + width - 1) // BLOCK
             steps = range(int((last - first).max(initial=0)) + 1)
             spanned = np.concatenate([np.minimum(first + step, last) for step in steps])
@@ -71,27 +76,30 @@ class MappedShard:
             self._mapped._mmap.madvise(mmap.MADV_DONTNEED)
 
     def _view(self, key: str) -> np.ndarray:
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._make_view(key)
+        return view
+
+    def _make_view(self, key: str) -> np.ndarray:
         found = self.header.arrays[key]
         start = self.header.data_start + found.start
         data = self._mapped[start : start + found.nbytes]
         return np.asarray(data).view(dtype_of(found.dtype)).reshape(found.shape)
 
-    def _blocks_checked(self, key: str) -> np.ndarray:
-        count = len(self.header.arrays[key].checksums)
-        return self._checked.setdefault(key, np.zeros(count, bool))
-
     def _check(self, key: str, blocks: np.ndarray) -> None:
         """Compare blocks with their checksums, except blocks that were compared before."""
-        found, checked = self.header.arrays[key], self._blocks_checked(key)
+        self._checks[key].require(blocks, functools.partial(self._check_block, key))
+
+    def _check_block(self, key: str, block: int) -> None:
+        """Compare a block with its checksum."""
+        found = self.header.arrays[key]
         start = self.header.data_start + found.start
-        for block in blocks[~checked[blocks]].tolist():
-            first = start + block * BLOCK
-            last = min(first + BLOCK, start + found.nbytes)
-            if zlib.crc32(memoryview(self._mapped)[first:last]) != found.checksums[block]:
-                raise ShardError(
-                    f"The shard {str(self.path)!r} was altered: its bytes {first} to {last}, which "
-                    f"belong to {key!r}, do not have the checksum that was stored with them. "
-                    "Remove the shard, and call `harvest` again as before: it computes that unit "
-                    "anew."
-                )
-            checked[block] = True
+        first = start + block * BLOCK
+        last = min(first + BLOCK, start + found.nbytes)
+        if zlib.crc32(memoryview(self._mapped)[first:last]) != found.checksums[block]:
+            raise ShardError(
+                f"The shard {str(self.path)!r} was altered: its bytes {first} to {last}, which "
+                f"belong to {key!r}, do not have the checksum that was stored with them. Remove "
+                "the shard, and call `harvest` again as before: it computes that unit anew."
+            )

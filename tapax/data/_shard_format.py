@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -95,10 +95,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def place_arrays(
-    arrays: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]],
-) -> dict[str, StoredArray]:
-    """Place arrays, given as dtype, shape and checksums, one after another.
+def place_arrays(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, StoredArray]:
+    """Place arrays, given as dtype and shape, one after another; their checksums are zeros.
 
     Arrays with larger elements come first, so that each array is aligned to its element size.
     """
@@ -106,13 +104,19 @@ def place_arrays(
     placed: dict[str, StoredArray] = {}
     start = 0
     for key in order:
-        placed[key] = StoredArray(arrays[key][0], arrays[key][1], start, arrays[key][2])
-        start = placed[key].stop
+        blank = StoredArray(*arrays[key], start, ())
+        placed[key] = dataclasses.replace(blank, checksums=(0,) * -(-blank.nbytes // BLOCK))
+        start = blank.stop
     return placed
 
 
-def block_checksums(chunks: Iterable[memoryview]) -> tuple[int, ...]:
-    """Return the CRC-32 of each block of the concatenated chunks."""
+def block_checksums(
+    chunks: Iterable[memoryview], use: Callable[[memoryview], object] = lambda part: None
+) -> tuple[int, ...]:
+    """Return the CRC-32 of each block of the concatenated chunks.
+
+    `use` takes each chunk after its checksums, while the processor's cache may have the chunk.
+    """
     found: list[int] = []
     filled = value = 0
     for chunk in chunks:
@@ -123,6 +127,7 @@ def block_checksums(chunks: Iterable[memoryview]) -> tuple[int, ...]:
             if filled == BLOCK:
                 found.append(value)
                 filled = value = 0
+        use(chunk)
     return (*found, value) if filled else tuple(found)
 
 

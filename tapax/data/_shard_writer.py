@@ -1,13 +1,19 @@
-"""Write shards: the rows of a unit of work, and their statistics, in one safetensors file."""
+"""Write shards: the rows of a unit of work, and their statistics, in one safetensors file.
 
-from collections.abc import Mapping, Sequence
+One pass over the rows computes checksums and writes. The header, which contains the checksums,
+is written last, into the room that was left for it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from tapax.data._atomic_files import write_whole
+from tapax.data._atomic_files import replacing, write_all
 from tapax.data._shard_format import (
     ShardHeader,
+    StoredArray,
     as_bytes,
     block_checksums,
     encode_header,
@@ -19,6 +25,9 @@ from tapax.data._statistics import Statistics
 
 Chunks = Mapping[str, Sequence[np.ndarray]]
 """The rows of each site and column, in consecutive pieces."""
+
+_PIECE = 1 << 22
+"""The number of bytes to write at once; file systems take longer for smaller pieces."""
 
 
 def write_shard(
@@ -38,12 +47,8 @@ def write_shard(
     for name, found in statistics.items():
         for part in ("mean", "squares"):
             pieces[statistic_key(name, part)] = [getattr(found, part)]
-    views = {key: [as_bytes(part) for part in parts] for key, parts in pieces.items()}
     placed = place_arrays(
-        {
-            key: (parts[0].dtype.name, _joined_shape(parts), block_checksums(views[key]))
-            for key, parts in pieces.items()
-        }
+        {key: (parts[0].dtype.name, _joined_shape(parts)) for key, parts in pieces.items()}
     )
     header = ShardHeader(
         configuration,
@@ -52,9 +57,27 @@ def write_shard(
         placed,
         {name: found.numbers for name, found in statistics.items()},
     )
-    beginning = encode_header(header)
-    write_whole(path, [beginning, *(view for key in placed for view in views[key])], owner)
-    return len(beginning) + sum(len(view) for key in placed for view in views[key])
+    # Checksums have a fixed number of digits, so the length of the header is known before them.
+    start = len(encode_header(header))
+    checked: dict[str, StoredArray] = {}
+    with replacing(path, owner) as file:
+        file.seek(start)
+        for key, array in placed.items():
+            checksums = block_checksums(_cut(pieces[key]), lambda part: write_all(file, part))
+            checked[key] = dataclasses.replace(array, checksums=checksums)
+        file.seek(0)
+        beginning = encode_header(dataclasses.replace(header, arrays=checked))
+        assert len(beginning) == start
+        write_all(file, beginning)
+    return dataclasses.replace(header, data_start=start).nbytes
+
+
+def _cut(parts: Sequence[np.ndarray]) -> Iterator[memoryview]:
+    """Iterate over the bytes of arrays, in pieces that fit in the processor's cache."""
+    for part in parts:
+        view = as_bytes(part)
+        for start in range(0, len(view), _PIECE):
+            yield view[start : start + _PIECE]
 
 
 def _joined_shape(parts: Sequence[np.ndarray]) -> tuple[int, ...]:

@@ -78,7 +78,9 @@ def test_checksums_of_blocks_do_not_depend_on_chunks():
     expected = tuple(zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
     for size in (len(data), BLOCK, 100_000, 2 * BLOCK + 1):
         chunks = [memoryview(data)[i : i + size] for i in range(0, len(data), size)]
-        assert block_checksums(chunks) == expected
+        used = []
+        assert block_checksums(chunks, used.append) == block_checksums(chunks) == expected
+        assert used == chunks
     assert block_checksums([]) == block_checksums([memoryview(b"")]) == ()
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax.numpy as jnp
@@ -173,15 +174,17 @@ def test_processes_that_share_a_number_become_different_workers(tmp_path, whole,
 
 
 def test_a_full_disk_stops_with_a_sentence_and_loses_nothing(tmp_path, whole, monkeypatch):
-    written = []
+    written, lock = [], threading.Lock()
 
-    def write(path, parts, owner):
-        if len(written) == 2 and path.suffix == ".safetensors":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written.append(path)
-        _atomic_files.write_whole(path, parts, owner)
+    def write(file, part):
+        if file.tell() == 0:  # the header, which is written last
+            with lock:
+                if len(written) == 2:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written.append(file.name)
+        _atomic_files.write_all(file, part)
 
-    monkeypatch.setattr(_shard_writer, "write_whole", write)
+    monkeypatch.setattr(_shard_writer, "write_all", write)
     with pytest.raises(OSError, match="cannot be written: No space left on device") as caught:
         harvest(tmp_path)
     assert caught.value.errno == errno.ENOSPC

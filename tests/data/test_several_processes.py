@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,13 +15,14 @@ import numpy as np
 import pytest
 
 import tapax
+from tapax.data._folder import DatasetFolder
 from tests.models import harvested
 
 pytestmark = pytest.mark.once
 
 
-def run_processes(count, folder):
-    """Run a process for each of `count` hosts with two devices; raise if one fails."""
+def start_processes(module, count, logs, *arguments):
+    """Start a process for each of `count` hosts with two devices; write their output to `logs`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -30,31 +33,44 @@ def run_processes(count, folder):
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=2",
     }
-    outputs = [folder / f"output-{i}.txt" for i in range(count)]
     processes = []
-    for i, output in enumerate(outputs):
-        arguments = [str(i), str(count), str(port), str(folder)]
-        with output.open("w") as file:
+    for i in range(count):
+        command = [sys.executable, "-m", module, str(i), str(count), str(port)]
+        with (logs / f"output-{i}.txt").open("w") as file:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.models.harvesting_processes", *arguments],
+                    [*command, *map(str, arguments)],
                     cwd=Path(__file__).parents[2],
                     env=environment,
                     stdout=file,
                     stderr=file,
                 )
             )
-    end = time.monotonic() + 300
+    return processes
+
+
+def wait_for(processes, seconds):
+    """Wait until all processes have succeeded or one has failed; then end the others."""
+    end = time.monotonic() + seconds
     while time.monotonic() < end and not any(process.poll() for process in processes):
         if all(process.poll() == 0 for process in processes):
             break
         time.sleep(0.1)
+    end_processes(processes)
+
+
+def end_processes(processes):
     for process in processes:
         process.kill()
         process.wait()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output.read_text()
-        assert "done" in output.read_text().splitlines()
+
+
+def check_success(processes, logs):
+    """Raise the output of a process that has failed."""
+    for i, process in enumerate(processes):
+        output = (logs / f"output-{i}.txt").read_text()
+        assert process.returncode == 0, output
+        assert "done" in output.splitlines()
 
 
 def check_rows(acts, batches, keep=lambda tokens: np.ones(tokens.shape, bool)):
@@ -80,7 +96,9 @@ def check_rows(acts, batches, keep=lambda tokens: np.ones(tokens.shape, bool)):
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.many)])
 def test_processes_write_each_row_of_a_sharded_model_once(tmp_path, count):
-    run_processes(count, tmp_path)
+    processes = start_processes("tests.models.harvesting_processes", count, tmp_path, tmp_path)
+    wait_for(processes, 300)
+    check_success(processes, tmp_path)
     spanning = harvested.make_batches(6, (4, 4))[:-1]
     local = harvested.make_batches(4, (3, 3))
     sharded = tapax.open(tmp_path / "sharded")
@@ -96,3 +114,51 @@ def test_processes_write_each_row_of_a_sharded_model_once(tmp_path, count):
     harvested.harvest(tmp_path / "alone")
     workers = harvested.read_files(tmp_path / "workers")
     assert workers == harvested.read_files(tmp_path / "alone")
+
+
+def harvest_together(folder, logs, units):
+    """Start two processes that harvest one sharded model."""
+    return start_processes("tests.models.harvested_together", 2, logs, folder, units)
+
+
+def kill_while_they_write(processes, victim, folder, shards):
+    """Kill one of the processes after the folder has got some more shards."""
+    done = DatasetFolder(folder).units_done
+    before, end = len(done()), time.monotonic() + 120
+    while len(done()) < before + shards and time.monotonic() < end:
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.001)
+    processes[victim].send_signal(signal.SIGKILL)
+
+
+def kill_and_resume(tmp_path, kills, units):
+    """Kill one of two processes several times, and compare with an uninterrupted harvest."""
+    expected, killed, chance = tmp_path / "expected", tmp_path / "killed", random.Random(0)
+    processes = harvest_together(expected, tmp_path, units)
+    wait_for(processes, 300)
+    check_success(processes, tmp_path)
+    whole = harvested.read_files(expected)
+    for kill in range(kills):
+        processes = harvest_together(killed, tmp_path, units)
+        try:
+            kill_while_they_write(processes, kill % 2, killed, chance.randrange(1, 8))
+            survivor = processes[1 - kill % 2]
+            survivor.wait(60)
+            assert survivor.returncode != 0  # an error, or JAX ends the process
+        finally:
+            end_processes(processes)
+        files = harvested.read_files(killed)
+        assert len(files) < len(whole) and files.items() <= whole.items()
+    processes = harvest_together(killed, tmp_path, units)
+    wait_for(processes, 300)
+    check_success(processes, tmp_path)
+    assert harvested.read_files(killed) == whole
+
+
+def test_a_process_that_is_killed_loses_nothing_of_a_sharded_harvest(tmp_path):
+    kill_and_resume(tmp_path, kills=1, units=20)
+
+
+@pytest.mark.many
+def test_processes_that_are_killed_often_lose_nothing_of_a_sharded_harvest(tmp_path):
+    kill_and_resume(tmp_path, kills=10, units=80)

@@ -1,0 +1,38 @@
+"""The memory of a process does not grow with the dataset that it harvests or reads."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GIB = 2**30
+
+
+def measure(folder, gigabytes):
+    """Harvest and read in a new process; return the sizes of the dataset and of the memory."""
+    command = [sys.executable, "-m", "tests.models.large_dataset", str(folder), str(gigabytes)]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.many
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the memory in /proc")
+def test_memory_does_not_grow_with_the_dataset(tmp_path):
+    gigabytes = 20
+    if shutil.disk_usage(tmp_path).free < 2e9 * gigabytes:
+        pytest.skip(f"the disk has no room for {gigabytes} GB")
+    small, large = (measure(tmp_path / str(size), size) for size in (4, gigabytes))
+    for stage in ("harvest", "read"):
+        assert large[stage]["anonymous"] < small[stage]["anonymous"] + GIB / 2, (small, large)
+    # Eleven shards of 256 MiB at most, if eight threads write; and 4 GiB of mapped shards.
+    assert large["harvest"]["resident"] < 3.5 * GIB
+    assert large["read"]["resident"] < 6 * GIB
