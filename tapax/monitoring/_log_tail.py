@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from tapax.monitoring._json_lines import IncompleteLine, parse_line
 from tapax.monitoring._log import find_files
 from tapax.monitoring._log_format import LogEntry
 from tapax.monitoring._part_folder import FORMATS, IncompletePart
-from tapax.monitoring._records import AlertEvent
 
 
 class LogTail:
@@ -127,7 +127,7 @@ class _PartReader:
     def __init__(self, file: Path):
         self._file = file
         self._version: tuple[int, int, int] | None = None
-        self._counts = {True: 0, False: 0}
+        self._counts: Counter[type] = Counter()
         self.messages: list[str] = []
 
     def was_replaced(self) -> bool:
@@ -145,12 +145,12 @@ class _PartReader:
             self.messages = [log_format.describe_left_out(self._file.parent, part)]
             return
         self.messages = []
-        known = dict(self._counts)
+        known = Counter(self._counts)
         for entry in entries:
-            is_alert = isinstance(entry, AlertEvent)
-            if known[is_alert]:
-                known[is_alert] -= 1
+            kind = type(entry)
+            if known[kind]:
+                known[kind] -= 1
             else:
-                self._counts[is_alert] += 1
+                self._counts[kind] += 1
                 yield entry
         self._version = version

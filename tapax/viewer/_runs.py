@@ -8,11 +8,13 @@ from typing import cast
 
 import numpy as np
 
-from tapax.monitoring._log import Log
+from tapax._results.flow import Flow
+from tapax.monitoring._log import Log, flow_of_log
 from tapax.monitoring._log_format import number_to_json
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, split_name
 from tapax.monitoring._units import merge_units
 from tapax.viewer._blobs import Blobs
+from tapax.viewer._edges import make_edges
 from tapax.viewer._format import (
     MISSING,
     Column,
@@ -42,6 +44,7 @@ class RunColumns:
         self.steps: list[int] = []
         self.sites: dict[str, int] = {}
         self.alerts: list[AlertEvent] = []
+        self.flow: Flow | None = None
         self._matrices: dict[tuple[Of, str], GrowingMatrix] = {}
         self._row_sites: dict[tuple[Of, str], list[int]] = {}
         self._places: dict[str, tuple[tuple[Of, str], int]] = {}
@@ -64,6 +67,7 @@ class RunColumns:
         for step, record in log:
             columns.append(step, record)
         columns.alerts = list(log.alerts)
+        columns.flow = flow_of_log(log)
         return columns
 
     def append(self, step: int, record: Record) -> int:
@@ -252,6 +256,8 @@ def add_run(run: RunColumns, name: str, blobs: Blobs, sources: Sources) -> Subje
     subject["steps"] = blobs.add_array(np.array(run.steps, np.float64), "f64", urgent=True)
     subject["statistics"] = run.add_statistics(blobs)
     subject["histograms"] = run.add_histograms(blobs)
+    if run.flow is not None:
+        subject |= make_edges(run.flow, list(run.sites))
     subject["events"] = run.events()
     if not run.steps:
         text = "The log holds no records yet."
