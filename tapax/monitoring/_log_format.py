@@ -18,7 +18,7 @@ from tapax.monitoring._records import AlertEvent, Histogram, Number
 
 VERSION = 1
 
-LogEntry = tuple[int, "dict[str, Number]"] | AlertEvent | Flow
+LogEntry = tuple[int, Mapping[str, Number]] | AlertEvent | Flow
 """A step and its record, an alert, or the flow of data between the sites of the program."""
 
 

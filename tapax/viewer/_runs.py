@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from tapax._results.flow import Flow
 from tapax.monitoring._log import Log, flow_of_log
 from tapax.monitoring._log_format import number_to_json
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, split_name
+from tapax.monitoring._repeated_lines import NumberRecord
 from tapax.monitoring._units import merge_units
 from tapax.viewer._blobs import Blobs
 from tapax.viewer._edges import make_edges
@@ -33,6 +34,10 @@ LINES = 256
 """The largest number of lines of a histogram over time; a line is a sum over several steps."""
 
 
+_Group: TypeAlias = "tuple[tuple[Of, str], np.ndarray, np.ndarray]"
+"""A kind and statistic, the places of its numbers in a record, and their rows in the matrix."""
+
+
 class RunColumns:
     """The numbers of a run by statistic, site and step.
 
@@ -49,7 +54,7 @@ class RunColumns:
         self._row_sites: dict[tuple[Of, str], list[int]] = {}
         self._places: dict[str, tuple[tuple[Of, str], int]] = {}
         self._histograms: dict[tuple[Of, str, str], dict[int, Histogram]] = {}
-        self._layout: tuple[list[str], list[tuple[tuple[Of, str], np.ndarray, np.ndarray]]] | None
+        self._layout: tuple[Sequence[str], list[_Group]] | None
         self._layout = None
 
     @property
@@ -125,10 +130,11 @@ class RunColumns:
         return cast(Of, of), stat, site
 
     def _write(self, at: int, record: Record) -> None:
-        names = list(record)
-        if self._layout is not None and names == self._layout[0]:
-            numbers = np.fromiter(record.values(), np.float64, len(record))
-            self._write_columns(at, numbers)
+        names = record.names if isinstance(record, NumberRecord) else list(record)
+        layout = self._layout
+        if layout is not None and (names is layout[0] or names == layout[0]):
+            self._layout = names, layout[1]  # the next comparison is faster
+            self._write_columns(at, _as_array(record))
             return
         self._layout = None
         for name, number in record.items():
@@ -146,7 +152,7 @@ class RunColumns:
             matrix.resize(matrix.rows, len(self.steps))
             matrix.numbers[rows, at] = rounded[places]
 
-    def _group(self, names: list[str]) -> list[tuple[tuple[Of, str], np.ndarray, np.ndarray]]:
+    def _group(self, names: Sequence[str]) -> list[_Group]:
         found: dict[tuple[Of, str], list[tuple[int, int]]] = {}
         for i, name in enumerate(names):
             key, row = self._places[name]
@@ -228,6 +234,12 @@ class RunColumns:
             }
             for event in self.alerts
         ]
+
+
+def _as_array(record: Record) -> np.ndarray:
+    if isinstance(record, NumberRecord):
+        return record.numbers
+    return np.fromiter(cast(Mapping[str, float], record).values(), np.float64, len(record))
 
 
 def _sum_lines(by_step: Mapping[int, Histogram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
