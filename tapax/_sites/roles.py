@@ -294,5 +294,6 @@ def _drop_number(segment: str) -> str:
     return segment if found is None else found.name + found.leaf
 
 
+@functools.lru_cache(maxsize=2**16)
 def _drop_numbers(path: Path) -> Path:
     return tuple(map(_drop_number, path))

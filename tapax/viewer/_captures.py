@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-import treescope
 
 from tapax._results import SiteTable, Taps
 from tapax._results.flow import Flow
@@ -233,6 +232,8 @@ class _TapsReader:
 
 def _summarise(array: np.ndarray) -> str:
     """Render an array as text with treescope."""
+    import treescope  # a page of a log does not need it
+
     with warnings.catch_warnings():
         # Treescope inspects every name of NumPy once, deprecated names included.
         warnings.simplefilter("ignore", DeprecationWarning)
