@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { compareSites } from "../src/model/comparison";
 import { boxWidth, layOutIndented } from "../src/model/graph_layout";
 import { layOutLayers } from "../src/model/layer_grid";
-import { visibleEdges } from "../src/model/module_edges";
+import { keepNearest, visibleEdges } from "../src/model/module_edges";
 import { buildTree, openByDefault, visibleNodes } from "../src/model/module_tree";
 import { axisStatistics, takeSlice } from "../src/model/slices";
 import type { Site } from "../src/model/subject";
@@ -126,6 +126,23 @@ test("edges are the data flow where it is known, and the order of siblings where
     ],
   );
   assert.deepEqual(visibleEdges(tree, open, []), []);
+});
+
+test("of too many edges, those from the nearest modules are kept", () => {
+  const sites = Array.from({ length: 40 }, (_, i) => makeSite(i, `m${i}`));
+  const tree = buildTree(sites);
+  const flows = sites.flatMap((_, to) =>
+    Array.from({ length: to }, (_, from) => ({ from, to, shape: [], dtype: "float32", back: false })),
+  );
+  const all = visibleEdges(tree, new Set([""]), flows);
+  assert.equal(all.length, 780);
+  assert.equal(keepNearest(all, 780), all);
+  const kept = keepNearest(all, 80);
+  assert.ok(kept.length <= 80);
+  assert.deepEqual(
+    kept.filter((edge) => edge.to.label === "m9").map((edge) => edge.from.label),
+    ["m8", "m7"],
+  );
 });
 
 test("without a worker the graph is an indented list that does not overlap", () => {

@@ -49,6 +49,20 @@ export function visibleEdges(root: ModuleNode, open: Set<string>, edges: Edge[] 
   return [...made.values()].map(({ edge, types }) => ({ ...edge, label: labelOf(types) }));
 }
 
+/** Keep about `most` edges: to each module those from the nearest modules, in the order of the program. */
+export function keepNearest(edges: ModuleEdge[], most: number): ModuleEdge[] {
+  if (edges.length <= most) return edges;
+  const byTarget = new Map<ModuleNode, ModuleEdge[]>();
+  for (const edge of edges) {
+    const known = byTarget.get(edge.to);
+    if (known) known.push(edge);
+    else byTarget.set(edge.to, [edge]);
+  }
+  const each = Math.max(1, Math.floor(most / byTarget.size));
+  const distance = ({ from, to }: ModuleEdge) => Math.abs(to.first - from.first);
+  return [...byTarget.values()].flatMap((list) => list.sort((a, b) => distance(a) - distance(b)).slice(0, each));
+}
+
 /** The visible module of each site: its own, or the closed container around it. */
 function ownersOf(root: ModuleNode, open: Set<string>): Map<number, ModuleNode> {
   const owner = new Map<number, ModuleNode>();

@@ -5,7 +5,7 @@ import { formatCount, formatType, formatWithUnit } from "../draw/format";
 import { legend } from "../draw/legend";
 import { SVG, shape } from "../draw/svg";
 import { type Box, type GraphLayout, layOutGraph } from "../model/graph_layout";
-import { type ModuleEdge, visibleEdges } from "../model/module_edges";
+import { keepNearest, type ModuleEdge, visibleEdges } from "../model/module_edges";
 import { buildTree, type ModuleNode, openByDefault, visibleNodes } from "../model/module_tree";
 import { outweighs } from "../payload/tiles";
 import { MISSING } from "../payload/types";
@@ -18,6 +18,8 @@ import type { PageContext, ViewInstance, ViewKind } from "./view";
 /** How many modules are open at first, and how many can be laid out at once. */
 const FIRST = 60;
 const MOST = 1200;
+/** How many lines can be laid out at once. */
+const MOST_LINES = 2000;
 
 class ModuleGraph implements ViewInstance {
   private readonly toolbar = new Toolbar();
@@ -29,6 +31,7 @@ class ModuleGraph implements ViewInstance {
   private open: Set<string> | null = null;
   private layout: GraphLayout | null = null;
   private edges: ModuleEdge[] = [];
+  private hidden = 0;
   private laidOut: [string, unknown] = ["", null];
   private transform = { x: 0, y: 0, k: 1 };
   private turn = 0;
@@ -105,12 +108,14 @@ class ModuleGraph implements ViewInstance {
     const flow = context.subject().data.edges;
     const key = JSON.stringify([context.subject().index, visibleNodes(this.tree, this.open).map((node) => node.path)]);
     if (key !== this.laidOut[0] || flow !== this.laidOut[1]) {
-      const edges = visibleEdges(this.tree, this.open, flow);
+      const all = visibleEdges(this.tree, this.open, flow);
+      const edges = keepNearest(all, MOST_LINES);
       const layout = await layOutGraph(this.tree, this.open, edges);
       if (turn !== this.turn) return;
       const isSame = key === this.laidOut[0];
       this.layout = layout;
       this.edges = edges;
+      this.hidden = all.length - edges.length;
       this.laidOut = [key, flow];
       if (!isSame) this.fit();
     }
@@ -194,7 +199,8 @@ class ModuleGraph implements ViewInstance {
     const back = this.edges.some((edge) => edge.isBack) ? ", dashed through the carry of a loop" : "";
     const count = limited?.length ?? 0;
     const rest = count ? ` ${formatCount(count)} ${count === 1 ? "site takes" : "sites take"} data of more sites.` : "";
-    return `Lines show the flow of data${back}.${rest}`;
+    const hidden = this.hidden ? ` ${formatCount(this.hidden)} more lines, from farther modules, are left out.` : "";
+    return `Lines show the flow of data${back}.${rest}${hidden}`;
   }
 
   private drawBox(box: Box, isOpen: boolean, fill: string | null, ink: string | null): SVGElement {
