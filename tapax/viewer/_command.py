@@ -60,6 +60,11 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         if early is not None:
             early.close()
         parser.error(str(error))
+    except KeyboardInterrupt:
+        if early is None:
+            raise
+        early.close()
+        return 0
     _wait(page)
     return 0
 
@@ -96,7 +101,7 @@ def _show(address: str) -> None:
 def _wait(page: Page | Server) -> None:
     try:
         while True:
-            time.sleep(3600)
+            time.sleep(0.5)  # a signal just before a sleep does not end it
     except KeyboardInterrupt:
         pass
     finally:
