@@ -7,6 +7,7 @@ from jax import lax
 import tapax
 from tapax import sow
 from tapax._results.flow import LIMIT
+from tapax.viewer._page import make_page
 
 pytestmark = pytest.mark.once
 
@@ -38,7 +39,7 @@ def drawn_edges(tab):
 def tab(chromium, tmp_path_factory):
     _, taps = tapax.capture(network)(X, WS)
     path = tmp_path_factory.mktemp("graph") / "net.html"
-    tapax.view(taps).save(path)
+    make_page(taps).save(path)
     tab = chromium.open(path, "#view=modules")
     yield tab
     tab.check_quiet()
@@ -92,7 +93,7 @@ def test_a_filter_joins_sites_through_those_that_it_hides(tab):
 def test_lines_say_that_they_are_the_order_if_the_flow_is_not_known(chromium, tmp_path):
     write = tapax.sink.jsonl(tmp_path / "run.jsonl")
     write(0, {f"net/{name}/value_rms": 1.0 for name in "abc"})
-    tapax.view(tmp_path / "run.jsonl").save(tmp_path / "run.html")
+    make_page(tmp_path / "run.jsonl").save(tmp_path / "run.html")
     tab = chromium.open(tmp_path / "run.html", "#view=modules")
     tab.wait("drawn.edges.length == 2")
     assert all(edge["isOrder"] for edge in tab.drawn["edges"])
@@ -108,7 +109,7 @@ def test_thousands_of_modules_with_limited_sets_are_drawn(chromium, tmp_path):
                 total = total + sow(sow(total * i, "a") + 1, "b")
         return sow(total, "net/total")
 
-    page = tapax.view(tapax.sites(add)(1.0))
+    page = make_page(tapax.sites(add)(1.0))
     page.save(tmp_path / "many.html")
     (subject,) = page.header["subjects"]
     assert len(subject["edges"]) <= LIMIT * len(subject["sites"]["name"])
