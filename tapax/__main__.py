@@ -1,29 +1,27 @@
 """The command line: `tapax COMMAND ...`, or `python -m tapax COMMAND ...`.
 
 A command is a module with `HELP`, `add_arguments(parser)` and `run(parser, options)`, which returns
-the exit code. To add a command, add a row to `COMMANDS`.
+the exit code. To add a command, add a row to `COMMANDS`. Only the module of the chosen command is
+imported, because these imports take longer than some commands.
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
-import tapax.data._command as data
-import tapax.data._harvest_command as harvest
-import tapax.nonfinite._command as nonfinite
-import tapax.viewer._command as view
 from tapax import __version__
 
-COMMANDS: Mapping[str, ModuleType] = {
-    "data": data,
-    "harvest": harvest,
-    "nonfinite": nonfinite,
-    "view": view,
+COMMANDS: Mapping[str, str] = {
+    "data": "tapax.data._command",
+    "harvest": "tapax.data._harvest_command",
+    "nonfinite": "tapax.nonfinite._command",
+    "view": "tapax.viewer._command",
 }
+"""The module of each command."""
 
 FRAMEWORKS = ("flax", "equinox", "dm-haiku", "brainstate", "keras", "optax")
 """The names on PyPI of packages whose versions `tapax --version` prints if they are installed."""
@@ -60,10 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="print the versions of tapax, JAX, Python and the frameworks, and exit",
     )
     added = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
+    first = next(iter(sys.argv[1:] if argv is None else argv), "")
+    chosen = {first: COMMANDS[first]} if first in COMMANDS else COMMANDS
+    modules = {name: importlib.import_module(module) for name, module in chosen.items()}
+    for name, command in modules.items():
         command.add_arguments(added.add_parser(name, help=command.HELP))
     options = parser.parse_args(argv)
-    return COMMANDS[options.command].run(added.choices[options.command], options)
+    return modules[options.command].run(added.choices[options.command], options)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 
 from tapax._jax import PyTree, pytrees
 from tapax._marks.sow import leaf_name
-from tapax._results import SiteDict, SiteTable, Taps
+from tapax._results import SiteDict, Taps
+from tapax._results.flow import LazyFlow
+from tapax._results.site_table import make_site_table
 from tapax._sites import Site, SiteError
 from tapax._walk.entries import Entry
 from tapax._walk.recorder import Recorder
+from tapax._walk.site_flow import find_flow
 from tapax._walk.walk import Walk
 
 
@@ -23,7 +26,9 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
     entries = recorded(walk)
     reduced = [(e.site, e.reduction.reducer) for e in entries if e.reduction is not None]
     walk.plan.verify_reduced(reduced, walk.refused)
-    taps = make_taps(entries, walk.sites)
+    # The flow of data is found only if somebody looks at it.
+    flow = LazyFlow(functools.partial(find_flow, walk.program))
+    taps = make_taps(entries, walk.sites, flow)
     sites = {site.name: site for site in taps.sites}
     values, grads = ([sites[name] for name in part] for part in (taps.values, taps.grads))
     walk.plan.verify(walk.sites, values, grads, walk.lost)
@@ -44,8 +49,10 @@ def recorded(walk: Recorder) -> list[Entry]:
     return [*_summed(walk.entries), *walk.fold_entries()]
 
 
-def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
-    """Finish entries, in the order of the `sites` of their program."""
+def make_taps(
+    entries: Sequence[Entry], sites: Sequence[Site], flow: LazyFlow | None = None
+) -> Taps:
+    """Finish entries, in the order of the `sites` of their program, whose data flow is `flow`."""
     values, grads, valid = SiteDict(), SiteDict(), SiteDict()
     found: dict[str, Site] = {}
     place = _places(sites)
@@ -77,7 +84,7 @@ def make_taps(entries: Sequence[Entry], sites: Sequence[Site]) -> Taps:
             valid[name] = entry.valid
         known = found.setdefault(name, site)
         found[name] = dataclasses.replace(known, grad_reducer=site.grad_reducer)
-    return Taps(values, grads, valid, SiteTable(tuple(found.values())))
+    return Taps(values, grads, valid, make_site_table(tuple(found.values()), flow))
 
 
 def _places(sites: Sequence[Site]) -> Callable[[Entry], tuple[int, tuple[int, ...], int]]:

@@ -37,6 +37,10 @@ class ForwardAnalysis(Generic[Fact]):
         """Compute the fact for one slice from the fact for the stacked value, or the reverse."""
         return fact
 
+    def carry(self, fact: Fact) -> Fact:
+        """Compute the fact that a loop carries to its next iteration."""
+        return fact
+
     def run(self, jaxpr: Jaxpr, facts: Sequence[Fact]) -> list[Fact]:
         """Compute the facts for the results of a program."""
         inner = _jax.open_jaxpr(jaxpr)
@@ -53,6 +57,9 @@ class ForwardAnalysis(Generic[Fact]):
         del number
         if all(fact == self.nothing for fact in facts):
             return [self.nothing for _ in eqn.outvars]
+        return self._follow(eqn, facts)
+
+    def _follow(self, eqn: Equation, facts: list[Fact]) -> list[Fact]:
         kind = kind_of(eqn)
         if kind & (CALLS | CUSTOM_RULES | Kind.REMAT):
             return self.run(_jax.call_body(eqn), facts)
@@ -77,7 +84,8 @@ class ForwardAnalysis(Generic[Fact]):
         xs = [self.slice(fact) for fact in facts[nconsts + ncarry :]]
         while True:
             outs = self.run(eqn.params["jaxpr"], [*consts, *carry, *xs])
-            grown = [self.join(pair) for pair in zip(carry, outs[:ncarry], strict=True)]
+            carried = map(self.carry, outs[:ncarry])
+            grown = [self.join(pair) for pair in zip(carry, carried, strict=True)]
             if grown == carry:
                 last = outs[:ncarry] if eqn.params["length"] else carry
                 return [*last, *(self.slice(fact) for fact in outs[ncarry:])]
@@ -91,7 +99,8 @@ class ForwardAnalysis(Generic[Fact]):
             outs = self.run(eqn.params["body_jaxpr"], [*body_consts, *carry])
             (goes_on,) = self.run(eqn.params["cond_jaxpr"], [*test_consts, *carry])
             ended = self.decide(goes_on)
-            grown = [self.join([*pair, ended]) for pair in zip(carry, outs, strict=True)]
+            carried = zip(carry, map(self.carry, outs), strict=True)
+            grown = [self.join([*pair, ended]) for pair in carried]
             if grown == carry:
                 return carry
             carry = grown

@@ -28,10 +28,15 @@ def pick_sites(selection: Selection, sites: Sequence[Site], method: str, where: 
 
 
 def _is_picked(part: Any, site: Site) -> bool:
-    # In a capture, globs do not pick operations. Here they do, because the user captured them; and
-    # they pick whole arrays, not single layers.
+    # Globs pick whole arrays here, not single layers.
     site = dataclasses.replace(site, layers=())
-    return matches(part, dataclasses.replace(site, kind="sow") if isinstance(part, str) else site)
+    if not isinstance(part, str):
+        return matches(part, site)
+    # In a capture, globs do not pick operations. Here they do, because the user captured them. But
+    # the weights of an attention layer are not a leaf of its result, so `**/attn` leaves them out.
+    is_leaf = site.kind != "weights" or ":" in part
+    path = site.path if is_leaf else site.path.replace(":", "%3A")
+    return matches(part, dataclasses.replace(site, kind="sow", path=path))
 
 
 def _no_match(part: Any, sites: Sequence[Site], method: str, where: str) -> SiteError:

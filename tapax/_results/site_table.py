@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
+from tapax._results.flow import Flow, LazyFlow
 from tapax._results.tabular import Tabular
 from tapax._sites import Site, nearest
 
@@ -34,6 +35,7 @@ class SiteTable(Tabular, Sequence[Site]):
 
     def __init__(self, sites: Sequence[Site] = ()):
         self._sites = tuple(sites)
+        self._flow: LazyFlow | None = None
         self._hash = hash(self._sites)
 
     @property
@@ -52,7 +54,7 @@ class SiteTable(Tabular, Sequence[Site]):
     def __getitem__(self, key: slice) -> SiteTable: ...
     def __getitem__(self, key: int | str | slice) -> Site | SiteTable:
         if isinstance(key, slice):
-            return SiteTable(self._sites[key])
+            return make_site_table(self._sites[key], self._flow)
         if isinstance(key, int):
             return self._sites[key]
         for site in self._sites:
@@ -75,7 +77,28 @@ class SiteTable(Tabular, Sequence[Site]):
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> Any:
+        # The flow contains the program, which cannot be stored; hashes differ between processes.
+        return SiteTable, (self._sites,)
+
     def _table(self) -> Table:
         from tapax._results.tables import sites_table
 
         return sites_table(self)
+
+
+def make_site_table(sites: Sequence[Site], flow: LazyFlow | None) -> SiteTable:
+    """Make a table of some sites of a program with the flow of data of the whole program."""
+    table = SiteTable(sites)
+    table._flow = flow
+    return table
+
+
+def lazy_flow_of(sites: SiteTable) -> LazyFlow | None:
+    """Return the flow of data of the program that has the sites, which is not found yet."""
+    return sites._flow
+
+
+def flow_of(sites: SiteTable) -> Flow | None:
+    """Find the flow of data of the program that has the sites; None if the program is unknown."""
+    return None if sites._flow is None else sites._flow.get()

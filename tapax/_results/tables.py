@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.table import Column, Table
 
 from tapax._jax import Value, local_elements, spans_processes
 from tapax._results.residual import Residual, kept_nbytes, policy_nbytes
+from tapax._results.source_names import name_line
 from tapax._sites import Site
 
 
@@ -59,7 +59,7 @@ def sites_table(sites: Sequence[Site]) -> Table:
             type_of(site) if site.dtype is not None else "",
             show_bytes(site.nbytes),
             " ".join(site.loops),
-            os.path.basename(site.source),
+            name_line(site.source),
         )
     return table
 
@@ -91,7 +91,7 @@ def residuals_table(
             type_of(residual),
             show_bytes(residual.nbytes),
             " ".join(residual.loops),
-            os.path.basename(residual.source),
+            name_line(residual.source),
         ]
         if policy is not None:
             cells.insert(-1, residual.change)
@@ -115,7 +115,7 @@ def residual_groups_table(
         cells = [str(len(residuals)), show_bytes(kept_nbytes(residuals))]
         if policy is not None:
             cells.append(show_bytes(policy_nbytes(residuals)))
-        table.add_row(os.path.basename(key) if by == "source" else key, *cells)
+        table.add_row(name_line(key) if by == "source" else key, *cells)
     return table
 
 
@@ -170,7 +170,7 @@ def taps_table(
             "" if x is None else _number(x, site.reducer),
             "" if g is None else _number(g, site.grad_reducer),
             *([_valid(valid.get(name))] if valid else []),
-            os.path.basename(site.source),
+            name_line(site.source),
         )
     if any(map(spans_processes, (*values.values(), *grads.values(), *valid.values()))):
         table.caption = (

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._results.flow import LazyFlow
 from tapax._results.host_arrays import fetch_arrays
 from tapax._results.picking import pick_sites
-from tapax._results.site_table import SiteTable
+from tapax._results.site_table import SiteTable, flow_of, lazy_flow_of, make_site_table
 from tapax._results.tabular import Tabular
 from tapax._sites import Selection, Site, SiteError, nearest
 
@@ -117,7 +118,8 @@ class Taps(Tabular):
         def keep(arrays: SiteDict) -> SiteDict:
             return SiteDict((name, x) for name, x in arrays.items() if name in names)
 
-        sites = SiteTable([site for site in self.sites if site.name in names])
+        kept = [site for site in self.sites if site.name in names]
+        sites = make_site_table(kept, lazy_flow_of(self.sites))
         return Taps(keep(self.values), keep(self.grads), keep(self.valid), sites)
 
     def stack(self, selection: Selection = "**", of: str = "values") -> Any:
@@ -219,7 +221,7 @@ class Taps(Tabular):
 
         host = fetch_arrays(self, "saved")
         arrays = {"values": host.values, "grads": host.grads, "valid": host.valid}
-        write_taps(path, arrays, self.sites)
+        write_taps(path, arrays, self.sites, flow_of(self.sites))
 
     def plot(self, at: Selection = "**", stats: str | Sequence[str] | None = None) -> Any:
         """Draw the scale of values and gradients by depth, as `tapax.plot.taps` does.
@@ -269,6 +271,7 @@ def load_taps(path: str | os.PathLike[str]) -> Taps:
     """Read a file that `Taps.save` wrote, as NumPy arrays."""
     from tapax._results.taps_file import read_taps
 
-    arrays, sites = read_taps(path)
+    arrays, sites, flow = read_taps(path)
     values, grads, valid = (SiteDict(arrays[kind]) for kind in ("values", "grads", "valid"))
-    return Taps(values, grads, valid, SiteTable(sites))
+    lazy = None if flow is None else LazyFlow(lambda: flow)
+    return Taps(values, grads, valid, make_site_table(sites, lazy))

@@ -2,8 +2,8 @@
 
 The keys are `values/NAME`, `grads/NAME` and `valid/NAME`, so that every reader of safetensors finds
 the arrays. The metadata of the file contains, as JSON, the types of the arrays, in the order of the
-program, and the sites. A new last axis holds the pairs of a complex number, and the bytes of other
-types that safetensors lacks. A random key is stored as its data.
+program, the sites, and the flow of data between them. A new last axis holds the pairs of a complex
+number, and the bytes of other types that safetensors lacks. A random key is stored as its data.
 
 `write_taps` writes a file under another name, and renames it when it is complete.
 """
@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from tapax._jax import Value, key_generator
+from tapax._results.flow import Flow
 from tapax._results.host_arrays import is_key
 from tapax._sites import ScannedLayers, Site
 from tapax.reduce import Reducer
@@ -48,8 +49,10 @@ Arrays = Mapping[str, Mapping[str, Any]]
 """Arrays on the host, by `values`, `grads` or `valid`, and then by name."""
 
 
-def write_taps(path: str | os.PathLike[str], arrays: Arrays, sites: Iterable[Site]) -> None:
-    """Write arrays and sites to a file, completely or not at all."""
+def write_taps(
+    path: str | os.PathLike[str], arrays: Arrays, sites: Iterable[Site], flow: Flow | None = None
+) -> None:
+    """Write arrays, sites and the flow between them to a file, completely or not at all."""
     path = Path(path)
     types: dict[str, dict[str, str]] = {}
     stored: dict[str, np.ndarray] = {}
@@ -62,6 +65,8 @@ def write_taps(path: str | os.PathLike[str], arrays: Arrays, sites: Iterable[Sit
         "arrays": json.dumps(types),
         "sites": json.dumps([_site_to_json(site) for site in sites]),
     }
+    if flow is not None:
+        about["flow"] = json.dumps(flow.to_json())
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,10 +86,11 @@ def write_taps(path: str | os.PathLike[str], arrays: Arrays, sites: Iterable[Sit
 
 
 class TapsContent(NamedTuple):
-    """The content of a file: arrays by kind and name, and the sites."""
+    """The content of a file: arrays by kind and name, the sites, and the flow if it is known."""
 
     arrays: dict[str, dict[str, Any]]
     sites: tuple[Site, ...]
+    flow: Flow | None
 
 
 def holds_taps(path: str | os.PathLike[str]) -> bool:
@@ -120,9 +126,11 @@ def read_taps(path: str | os.PathLike[str]) -> TapsContent:
                 for kind, named in types.items()
             }
             sites = tuple(map(_site_from_json, json.loads(header.about["sites"])))
+            flow = json.loads(header.about.get("flow", "null"))
+            flow = None if flow is None else Flow.from_json(flow)
         except (KeyError, TypeError, ValueError) as error:
             raise _not_readable(path, f"its parts do not fit together ({error})") from error
-    return TapsContent(arrays, sites)
+    return TapsContent(arrays, sites, flow)
 
 
 def _not_readable(path: str | os.PathLike[str], why: str) -> ValueError:

@@ -17,6 +17,7 @@ one role without the number, which has several rows in a layer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -277,6 +278,8 @@ def _place_shared(rows: Sequence[_Row], places: Mapping[str, Place]) -> dict[str
     }
 
 
+# The paths of thousands of sites have few different segments.
+@functools.lru_cache(maxsize=2**16)
 def _split_number(segment: str) -> _Number | None:
     if (found := _INDEX.fullmatch(segment)) is not None:
         return _Number("", int(found[1]), found[2] or "")
@@ -285,10 +288,12 @@ def _split_number(segment: str) -> _Number | None:
     return None
 
 
+@functools.lru_cache(maxsize=2**16)
 def _drop_number(segment: str) -> str:
     found = _split_number(segment)
     return segment if found is None else found.name + found.leaf
 
 
+@functools.lru_cache(maxsize=2**16)
 def _drop_numbers(path: Path) -> Path:
     return tuple(map(_drop_number, path))

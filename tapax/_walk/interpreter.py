@@ -118,6 +118,12 @@ class Interpreter(Recorder):
 
         return evaluate(jaxpr, args, apply)
 
+    @property
+    def program(self) -> Jaxpr:
+        """The program of the walk, with its constants as inputs, so that it keeps no arrays."""
+        assert self._program is not None
+        return _jax.closed(self._program)[0]
+
     @functools.cached_property
     def first_mesh(self) -> Mesh | None:
         """The first mesh that the program uses."""

@@ -16,14 +16,22 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from tapax._results.flow import LazyFlow
 from tapax.monitoring._records import AlertEvent, Record
 
-Report = tuple[int, Record, Iterable[AlertEvent]]
-"""A step, its record, and the alerts that went off."""
+
+class Report(NamedTuple):
+    """A step, its record, the alerts that went off, and the flow between the sites of the step."""
+
+    step: int
+    record: Record
+    alerts: Iterable[AlertEvent]
+    flow: LazyFlow | None = None
+
 
 _unfinished: set[Delivery] = set()
 
@@ -45,6 +53,7 @@ class Delivery:
         self._sinks = list(sinks)
         self._every_process = every_process
         self._on_error = on_error
+        self._flow: LazyFlow | None = None
         # Simple, because the garbage collector may call its `put` in the middle of another `put`.
         self._queue: queue.SimpleQueue[Callable[[], Report] | threading.Event | None]
         self._queue = queue.SimpleQueue()
@@ -118,12 +127,27 @@ class Delivery:
         # Not in `__init__`: a monitor may be older than the call of jax.distributed.initialize.
         if jax.process_index() and not self._every_process:
             return
-        step, record, alerts = found
+        if found.flow is not self._flow and found.flow is not None:
+            self._flow = found.flow
+            self._deliver_flow(found.flow)
         for sink in list(self._sinks):
-            if self._try(sink, "", step, record):
-                for event in alerts:
+            if self._try(sink, "", found.step, found.record):
+                for event in found.alerts:
                     if not self._try(sink, "alert", event):
                         break
+
+    def _deliver_flow(self, lazy: LazyFlow) -> None:
+        """Pass the flow between sites to the logs and pages among the sinks, once for a program."""
+        sinks = [sink for sink in self._sinks if hasattr(type(sink), "_write_flow")]
+        if not sinks:
+            return
+        try:
+            flow = lazy.get()
+        except Exception as error:
+            warn(f"The log has no flow of data between sites: {_shown(error)}")
+            return
+        for sink in sinks:
+            self._try(sink, "_write_flow", flow)
 
     def _try(self, sink: Any, method: str, *args: Any) -> bool:
         """Call a sink or one of its optional methods; return False if the sink is dropped."""

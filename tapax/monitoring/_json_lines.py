@@ -1,7 +1,8 @@
 """Logs in JSON lines: `{"tapax": 1, "step": 100, "record": {"Net/mlp/value_rms": 0.5}}`.
 
-A histogram is `{"counts": [...], "edges": [...]}`, an array is a list, and a number that JSON lacks
-is a string: "NaN". If a line cannot be written to its end, the sink removes it.
+A line with `"flow"` instead has the flow of data between the sites, for the page. A histogram is
+`{"counts": [...], "edges": [...]}`, an array is a list, and a number that JSON lacks is a string:
+"NaN". If a line cannot be written to its end, the sink removes it.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import tapax.monitoring._log_format as log_format
+from tapax._results.flow import Flow
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 
@@ -76,6 +78,9 @@ class jsonl:
         """
         self._append({"tapax": log_format.VERSION, "alert": log_format.alert_to_json(event)})
 
+    def _write_flow(self, flow: Flow) -> None:
+        self._append({"tapax": log_format.VERSION, "flow": flow.to_json()})
+
     def _append(self, content: dict[str, Any]) -> None:
         line = memoryview(json.dumps(content, allow_nan=False).encode() + b"\n")
         with open(self.path, "ab", buffering=0) as file:
@@ -135,6 +140,8 @@ def parse_line(path: Path, line: bytes, number: int) -> log_format.LogEntry:
         log_format.check_version(path, content["tapax"])
         if "alert" in content:
             return log_format.alert_from_json(content["alert"])
+        if "flow" in content:
+            return Flow.from_json(content["flow"])
         record = {
             name: x if type(x) is float else _number_from_json(x)
             for name, x in content["record"].items()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tapax._results import Tabular
+from tapax._results.flow import Flow
 from tapax._sites import nearest
 from tapax.monitoring._delivery import warn
 from tapax.monitoring._json_lines import jsonl, read_lines
@@ -84,6 +85,7 @@ class Log(Tabular):
         self._records: list[tuple[int, dict[str, Number]]] = []
         self._warned = False
         self.alerts: list[AlertEvent] = []
+        self._flow: Flow | None = None
 
     def __call__(self, step: int, record: Record) -> None:
         replaced = self._add(step, record)
@@ -123,6 +125,9 @@ class Log(Tabular):
             7
         """
         self.alerts.append(event)
+
+    def _write_flow(self, flow: Flow) -> None:
+        self._flow = flow
 
     @property
     def steps(self) -> np.ndarray:
@@ -212,11 +217,18 @@ def open_log(path: str | os.PathLike[str]) -> Log:
     for entry in _read(Path(path)):
         if isinstance(entry, AlertEvent):
             log.alert(entry)
+        elif isinstance(entry, Flow):
+            log._write_flow(entry)
         else:
             replaced = log._add(*entry) or replaced
     if replaced:
         warnings.warn(f"In the log {os.fspath(path)!r}, {replaced}", stacklevel=3)
     return log
+
+
+def flow_of_log(log: Log) -> Flow | None:
+    """Return the flow of data between the sites of a log; None if the log has none."""
+    return log._flow
 
 
 def next_step(sinks: Sequence[Any], every: int) -> int:

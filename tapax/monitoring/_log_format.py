@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from tapax._results.flow import Flow
 from tapax.monitoring._records import AlertEvent, Histogram, Number
 
 VERSION = 1
 
-LogEntry = tuple[int, "dict[str, Number]"] | AlertEvent
-"""A step and its record, or an alert."""
+LogEntry = tuple[int, Mapping[str, Number]] | AlertEvent | Flow
+"""A step and its record, an alert, or the flow of data between the sites of the program."""
 
 
 def unwritable(path: Path, error: OSError) -> OSError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,22 +17,24 @@ from tapax.monitoring._json_lines import IncompleteLine, parse_line
 from tapax.monitoring._log import find_files
 from tapax.monitoring._log_format import LogEntry
 from tapax.monitoring._part_folder import FORMATS, IncompletePart
-from tapax.monitoring._records import AlertEvent
+from tapax.monitoring._repeated_lines import RepeatedLineParser
 
 
 class LogTail:
     """The entries of a log on disk that have not been read yet.
 
     `error` is the reason why the rest of the log cannot be read. `is_at_end` is True if the last
-    `read` yielded every entry.
+    `read` yielded every entry. Unless `exact`, the numbers of JSON lines are rounded in the last
+    place, which is faster.
 
     Raises:
         FileNotFoundError: If there is nothing at `path`.
         ValueError: If `path` is not a log.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], *, exact: bool = True):
         self.path = Path(path)
+        self._exact = exact
         find_files(self.path)
         self.is_at_end = False
         self._forget()
@@ -63,8 +66,9 @@ class LogTail:
         try:
             for file in find_files(self.path):
                 if file not in self._readers:
-                    kind = _LineReader if file.suffix == ".jsonl" else _PartReader
-                    self._readers[file] = kind(file)
+                    is_text = file.suffix == ".jsonl"
+                    reader = _LineReader(file, self._exact) if is_text else _PartReader(file)
+                    self._readers[file] = reader
                 for entry in self._readers[file].read():
                     yield entry
                     if time.monotonic() > until:
@@ -77,8 +81,9 @@ class LogTail:
 class _LineReader:
     """A reader of the lines that a run appends to a file."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, exact: bool):
         self._file = file
+        self._parser = None if exact else RepeatedLineParser()
         self._offset = self._lines = 0
         self._inode: int | None = None
         self._left_out: list[str] = []
@@ -104,7 +109,7 @@ class _LineReader:
             for line in file:
                 number = self._lines + 1
                 try:
-                    entry = parse_line(self._file, line, number)
+                    entry = self._parse(line, number)
                 except IncompleteLine:
                     if not line.endswith(b"\n"):
                         self._unfinished = (
@@ -120,6 +125,16 @@ class _LineReader:
                 if entry is not None:
                     yield entry
 
+    def _parse(self, line: bytes, number: int) -> LogEntry:
+        if self._parser is None:
+            return parse_line(self._file, line, number)
+        entry = self._parser.parse(line)
+        if entry is None:
+            entry = parse_line(self._file, line, number)
+            if isinstance(entry, tuple):
+                self._parser.learn(line, entry[1])
+        return entry
+
 
 class _PartReader:
     """A reader of the records that a run adds to a part, which each record replaces as a whole."""
@@ -127,7 +142,7 @@ class _PartReader:
     def __init__(self, file: Path):
         self._file = file
         self._version: tuple[int, int, int] | None = None
-        self._counts = {True: 0, False: 0}
+        self._counts: Counter[type] = Counter()
         self.messages: list[str] = []
 
     def was_replaced(self) -> bool:
@@ -145,12 +160,12 @@ class _PartReader:
             self.messages = [log_format.describe_left_out(self._file.parent, part)]
             return
         self.messages = []
-        known = dict(self._counts)
+        known = Counter(self._counts)
         for entry in entries:
-            is_alert = isinstance(entry, AlertEvent)
-            if known[is_alert]:
-                known[is_alert] -= 1
+            kind = type(entry)
+            if known[kind]:
+                known[kind] -= 1
             else:
-                self._counts[is_alert] += 1
+                self._counts[kind] += 1
                 yield entry
         self._version = version

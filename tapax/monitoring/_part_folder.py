@@ -1,6 +1,8 @@
 """Logs in folders of parts: files of many records each, in Parquet or in safetensors.
 
 For each record the sink writes the whole last part to a temporary file, which replaces the part.
+The metadata of a part has its alerts and, in the first part of a run, the flow of data between the
+sites.
 
 - Parquet: a row for each number, with the columns `step` and `name`; `value` for a float; `values`
   and `shape` for an array; `counts`, `shape` and `edges` for a histogram.
@@ -24,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 import tapax.monitoring._log_format as log_format
+from tapax._results.flow import Flow
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, as_floats
 
 RECORDS, BYTES = 256, 1 << 20
@@ -62,6 +65,7 @@ class PartFolder:
         self._number = number
         self._records: list[Any] = []
         self._alerts: list[AlertEvent] = []
+        self._flow: Flow | None = None
         self._size = 0
 
     def __call__(self, step: int, record: Record) -> None:
@@ -79,6 +83,9 @@ class PartFolder:
         self._alerts.append(event)
         self._write()
 
+    def _write_flow(self, flow: Flow) -> None:
+        self._flow = flow
+
     def _write(self) -> None:
         part = self.path / f"part-{self._number:05d}-{self._run}{self.suffix}"
         beside = part.with_name(f".{part.stem}.tmp")
@@ -86,6 +93,8 @@ class PartFolder:
             "tapax": str(log_format.VERSION),
             "alerts": json.dumps([*map(log_format.alert_to_json, self._alerts)]),
         }
+        if self._flow is not None:
+            about["flow"] = json.dumps(self._flow.to_json())
         content = self._encode(about)
         try:
             with open(beside, "wb") as file:
@@ -100,9 +109,10 @@ class PartFolder:
 
     @classmethod
     def read(cls, path: Path) -> list[log_format.LogEntry]:
-        """Read the records and the alerts of one part."""
+        """Read the flow, the records and the alerts of one part."""
         about, records = cls._decode(path)
-        return [*records, *map(log_format.alert_from_json, json.loads(about["alerts"]))]
+        flow = [Flow.from_json(json.loads(about["flow"]))] if "flow" in about else []
+        return [*flow, *records, *map(log_format.alert_from_json, json.loads(about["alerts"]))]
 
     def _fits(self, record: Mapping[str, Number]) -> bool:
         """Return whether the last part can take a record."""

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tapax._results import SiteTable, Taps
+from tapax._results.site_table import lazy_flow_of
 from tapax._sites import wrong_type
 from tapax._walk.plan import Plan
 from tapax.monitoring._delivery import Report, warn
@@ -79,9 +80,11 @@ class Reader:
 
         `fetch` returns the statistics as NumPy arrays; it is None if the record has no statistics.
         """
-        record, alerts = ({}, []) if fetch is None else self._read_taps(step, fetch())
+        taps = None if fetch is None else fetch()
+        record, alerts = ({}, []) if taps is None else self._read_taps(step, taps)
+        flow = None if taps is None else lazy_flow_of(taps.sites)
         numbers = {name: float(x) for name, x in jax.device_get(dict(scalars)).items()}
-        return step, {**record, **read_parameters(), **numbers}, alerts
+        return Report(step, {**record, **read_parameters(), **numbers}, alerts, flow)
 
     def _read_taps(self, step: int, taps: Taps) -> tuple[dict[str, Number], list[AlertEvent]]:
         arrays = {**taps.values, **taps.grads}

@@ -15,16 +15,18 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-import treescope
 
 from tapax._results import SiteTable, Taps
+from tapax._results.flow import Flow
 from tapax._results.iterations import Iteration, is_whole, split_iterations, split_statistic
+from tapax._results.site_table import flow_of
 from tapax._sites import Site
 from tapax.monitoring._readings import split_statistics
 from tapax.monitoring._records import Histogram
 from tapax.monitoring._units import merge_units
 from tapax.reduce import Reducer
 from tapax.viewer._blobs import Blobs
+from tapax.viewer._edges import make_edges
 from tapax.viewer._format import ArrayEntry, Of, Subject, TokenGrid, empty_subject
 from tapax.viewer._format import Histogram as HistogramEntry
 from tapax.viewer._matrices import add_statistics, as_float32
@@ -44,7 +46,12 @@ def add_site_table(sites: SiteTable, name: str, blobs: Blobs, sources: Sources) 
     unique = list({row.name: row for row in rows}.values())
     subject = empty_subject("sites", name)
     subject["sites"] = make_site_columns(unique, sources)
+    subject |= _make_flow_fields(flow_of(sites), unique)
     return cast(Subject, subject)
+
+
+def _make_flow_fields(flow: Flow | None, rows: Sequence[SiteRow]) -> Mapping[str, Any]:
+    return {} if flow is None else make_edges(flow, [row.name for row in rows])
 
 
 def _rows_of_site(site: Site) -> list[SiteRow]:
@@ -80,6 +87,7 @@ def add_taps(
     numbers = {row: i for i, row in enumerate(reader.rows)}
     subject = empty_subject("taps", name)
     subject["sites"] = columns
+    subject |= _make_flow_fields(flow_of(taps.sites), list(reader.rows.values()))
     found: dict[tuple[Of, str], tuple[np.ndarray, np.ndarray]] = {}
     for key, by_row in reader.numbers.items():
         order = sorted(by_row, key=numbers.__getitem__)
@@ -224,6 +232,8 @@ class _TapsReader:
 
 def _summarise(array: np.ndarray) -> str:
     """Render an array as text with treescope."""
+    import treescope  # a page of a log does not need it
+
     with warnings.catch_warnings():
         # Treescope inspects every name of NumPy once, deprecated names included.
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from tapax._results.flow import Flow
 from tapax.monitoring._log_tail import LogTail
 from tapax.monitoring._records import AlertEvent, Record
 from tapax.viewer._blobs import OVERVIEW_COLUMNS, Blobs
+from tapax.viewer._edges import make_edges
 from tapax.viewer._format import (
     EXACT_BYTES,
     FORMAT,
@@ -44,6 +46,7 @@ class FollowedRun:
         # The page has this many steps and sites; the first `_right` steps are still correct.
         self._told_steps = self._told_sites = self._right = 0
         self._told_rest: tuple[int, list[Message]] = 0, []
+        self._told_flow: Flow | None = None
         self._changed_histograms: int | None = None
         self._histograms_at = 0.0
 
@@ -64,6 +67,11 @@ class FollowedRun:
         with self.lock:
             self._columns.alerts.append(event)
 
+    def set_flow(self, flow: Flow) -> None:
+        """Set the flow of data between the sites of the run."""
+        with self.lock:
+            self._columns.flow = flow
+
     def note(self, message: Message) -> None:
         """Show a message after the messages on the log; it replaces the last note."""
         with self.lock:
@@ -79,6 +87,8 @@ class FollowedRun:
             for entry in self._tail.read(seconds):
                 if isinstance(entry, AlertEvent):
                     self.add_alert(entry)
+                elif isinstance(entry, Flow):
+                    self.set_flow(entry)
                 else:
                     self.add_record(*entry)
 
@@ -119,6 +129,7 @@ class FollowedRun:
                 subject["revision"] = revision
                 self._told_steps = self._right = self.steps
                 self._told_sites = len(self._columns.sites)
+                self._told_flow = self._columns.flow
                 self._told_rest = len(self._columns.alerts), self._messages()
                 self._changed_histograms = None
             return subject
@@ -133,7 +144,11 @@ class FollowedRun:
             keep, rest = self._right, (len(self._columns.alerts), self._messages())
             has_histograms = self._are_histograms_due()
             is_same = keep == self.steps == self._told_steps
-            if is_same and rest == self._told_rest and not has_histograms:
+            flow = self._columns.flow
+            has_edges = flow is not None and (
+                flow is not self._told_flow or self._told_sites < len(self._columns.sites)
+            )
+            if is_same and rest == self._told_rest and not has_histograms and not has_edges:
                 return None
             until = min(self.steps, keep + self._most_columns())
             update: Update = {
@@ -152,6 +167,10 @@ class FollowedRun:
             }
             self._told_steps = self._right = until
             self._told_rest = rest
+            if has_edges and flow is not None:
+                found = make_edges(flow, list(self._columns.sites))
+                update["edges"], update["limited"] = found["edges"], found["limited"]
+                self._told_flow = flow
             return update
 
     def _most_columns(self) -> int:

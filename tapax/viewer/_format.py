@@ -1,4 +1,4 @@
-"""The payload, which Python sends to the page, version 1.
+"""The payload, which Python sends to the page, version 2.
 
 A payload is a *header*, which is JSON, and numbered *blobs*, which are bytes. The page draws its
 first view from the header and a few blobs, and reads other blobs when a view needs them. Each host
@@ -39,6 +39,11 @@ Payloads with up to `EXACT_BYTES` of statistics use `f32`. In `q13` a number tak
 after compression, so that a saved file is smaller than 0.6 times the statistics as float32,
 whatever their values.
 
+**Edges.** `edges` has the flow of data between sites, with the shape and dtype of the value that
+flows. `back` marks an edge to the same or an earlier site, through the carry of a loop. `limited`
+lists the sites to which data of more sites flow than `edges` has. If the flow is not known, `edges`
+is None.
+
 **Following a run.** An *update* is JSON of the type `Update`, with blobs whose numbers continue the
 numbers of the header. It has the new steps, the statistics at these steps alone (one level, `f32`,
 rows as in any matrix), the new sites, and in full what is small, such as events and messages.
@@ -55,7 +60,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 FORMAT = "tapax.page"
-VERSION = 1
+VERSION = 2
 MISSING = -(2.0**-149)
 """The number that means "no number at this step": the negative float32 nearest to zero."""
 EXACT_BYTES = 2**26
@@ -174,7 +179,9 @@ class TokenGrid(TypedDict):
 
 
 # The class syntax cannot declare `from`, a keyword of Python.
-Edge = TypedDict("Edge", {"from": int, "to": int, "shape": "Sequence[int] | None", "dtype": str})
+Edge = TypedDict(
+    "Edge", {"from": int, "to": int, "shape": "Sequence[int]", "dtype": str, "back": bool}
+)
 
 
 class Operand(TypedDict):
@@ -289,7 +296,8 @@ class Subject(TypedDict):
     histograms: Sequence[Histogram]
     arrays: Sequence[ArrayEntry]
     tokens: Sequence[TokenGrid]
-    edges: Sequence[Edge]
+    edges: Sequence[Edge] | None
+    limited: NotRequired[Sequence[int]]
     events: Sequence[Event]
     messages: Sequence[Message]
     difference: NotRequired[DifferenceEntry]
@@ -317,6 +325,8 @@ class Update(TypedDict):
     steps: Sequence[int]
     statistics: Sequence[Statistic]
     histograms: Sequence[Histogram]
+    edges: NotRequired[Sequence[Edge]]
+    limited: NotRequired[Sequence[int]]
     events: Sequence[Event]
     messages: Sequence[Message]
     blobs: int
@@ -333,7 +343,7 @@ def empty_subject(kind: SubjectKind, name: str) -> dict[str, Any]:
         "histograms": [],
         "arrays": [],
         "tokens": [],
-        "edges": [],
+        "edges": None,
         "events": [],
         "messages": [],
     }

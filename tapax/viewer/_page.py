@@ -206,8 +206,8 @@ def view(
     return page
 
 
-def make_page(*what: Viewable | FollowedRun, options: Options = NO_OPTIONS) -> Page:
-    """Make the page of `view`, without opening it."""
+def make_payload(*what: Viewable | FollowedRun, options: Options = NO_OPTIONS) -> Payload:
+    """Make the content of the page of `view`."""
     if not what:
         raise TypeError("tapax.view takes at least one capture, table of sites, log or path.")
     blobs = Blobs()
@@ -221,4 +221,9 @@ def make_page(*what: Viewable | FollowedRun, options: Options = NO_OPTIONS) -> P
         "sources": sources.files,
         "blobs": len(blobs),
     }
-    return Page(Payload(header, blobs, made.runs))
+    return Payload(header, blobs, made.runs)
+
+
+def make_page(*what: Viewable | FollowedRun, options: Options = NO_OPTIONS) -> Page:
+    """Make the page of `view`, without opening it."""
+    return Page(make_payload(*what, options=options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tapax._results.flow import Flow
 from tapax.monitoring._records import AlertEvent, Record
 from tapax.viewer import _browser
 from tapax.viewer._followed_run import FollowedRun
@@ -29,6 +30,9 @@ class PageSink:
 
     def alert(self, event: AlertEvent) -> None:
         self._run.add_alert(event)
+
+    def _write_flow(self, flow: Flow) -> None:
+        self._run.set_flow(flow)
 
     def close(self) -> None:
         self._run.note({"level": "info", "text": "The run has ended."})

@@ -13,6 +13,8 @@ from tapax.viewer._blobs import OVERVIEW_COLUMNS, Blobs
 from tapax.viewer._followed_run import FollowedRun
 from tapax.viewer._format import Header, Update
 
+FIRST_SECONDS = 0.1
+"""The time for which a log is read before the page first shows it."""
 READ_SECONDS = 0.5
 """The time for which a host reads a log before it sends an update."""
 KEPT_UPDATES = 256

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, cast
 
 import numpy as np
 
-from tapax.monitoring._log import Log
+from tapax._results.flow import Flow
+from tapax.monitoring._log import Log, flow_of_log
 from tapax.monitoring._log_format import number_to_json
 from tapax.monitoring._records import AlertEvent, Histogram, Number, Record, split_name
+from tapax.monitoring._repeated_lines import NumberRecord
 from tapax.monitoring._units import merge_units
 from tapax.viewer._blobs import Blobs
+from tapax.viewer._edges import make_edges
 from tapax.viewer._format import (
     MISSING,
     Column,
@@ -31,6 +34,10 @@ LINES = 256
 """The largest number of lines of a histogram over time; a line is a sum over several steps."""
 
 
+_Group: TypeAlias = "tuple[tuple[Of, str], np.ndarray, np.ndarray]"
+"""A kind and statistic, the places of its numbers in a record, and their rows in the matrix."""
+
+
 class RunColumns:
     """The numbers of a run by statistic, site and step.
 
@@ -42,11 +49,12 @@ class RunColumns:
         self.steps: list[int] = []
         self.sites: dict[str, int] = {}
         self.alerts: list[AlertEvent] = []
+        self.flow: Flow | None = None
         self._matrices: dict[tuple[Of, str], GrowingMatrix] = {}
         self._row_sites: dict[tuple[Of, str], list[int]] = {}
         self._places: dict[str, tuple[tuple[Of, str], int]] = {}
         self._histograms: dict[tuple[Of, str, str], dict[int, Histogram]] = {}
-        self._layout: tuple[list[str], list[tuple[tuple[Of, str], np.ndarray, np.ndarray]]] | None
+        self._layout: tuple[Sequence[str], list[_Group]] | None
         self._layout = None
 
     @property
@@ -64,6 +72,7 @@ class RunColumns:
         for step, record in log:
             columns.append(step, record)
         columns.alerts = list(log.alerts)
+        columns.flow = flow_of_log(log)
         return columns
 
     def append(self, step: int, record: Record) -> int:
@@ -121,10 +130,11 @@ class RunColumns:
         return cast(Of, of), stat, site
 
     def _write(self, at: int, record: Record) -> None:
-        names = list(record)
-        if self._layout is not None and names == self._layout[0]:
-            numbers = np.fromiter(record.values(), np.float64, len(record))
-            self._write_columns(at, numbers)
+        names = record.names if isinstance(record, NumberRecord) else list(record)
+        layout = self._layout
+        if layout is not None and (names is layout[0] or names == layout[0]):
+            self._layout = names, layout[1]  # the next comparison is faster
+            self._write_columns(at, _as_array(record))
             return
         self._layout = None
         for name, number in record.items():
@@ -142,7 +152,7 @@ class RunColumns:
             matrix.resize(matrix.rows, len(self.steps))
             matrix.numbers[rows, at] = rounded[places]
 
-    def _group(self, names: list[str]) -> list[tuple[tuple[Of, str], np.ndarray, np.ndarray]]:
+    def _group(self, names: Sequence[str]) -> list[_Group]:
         found: dict[tuple[Of, str], list[tuple[int, int]]] = {}
         for i, name in enumerate(names):
             key, row = self._places[name]
@@ -226,6 +236,12 @@ class RunColumns:
         ]
 
 
+def _as_array(record: Record) -> np.ndarray:
+    if isinstance(record, NumberRecord):
+        return record.numbers
+    return np.fromiter(cast(Mapping[str, float], record).values(), np.float64, len(record))
+
+
 def _sum_lines(by_step: Mapping[int, Histogram]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sum histograms into lines; return the first step and the counts of each line, and the edges.
 
@@ -252,6 +268,8 @@ def add_run(run: RunColumns, name: str, blobs: Blobs, sources: Sources) -> Subje
     subject["steps"] = blobs.add_array(np.array(run.steps, np.float64), "f64", urgent=True)
     subject["statistics"] = run.add_statistics(blobs)
     subject["histograms"] = run.add_histograms(blobs)
+    if run.flow is not None:
+        subject |= make_edges(run.flow, list(run.sites))
     subject["events"] = run.events()
     if not run.steps:
         text = "The log holds no records yet."

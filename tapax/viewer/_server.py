@@ -28,12 +28,15 @@ import zlib
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from tapax.viewer._assets import read_bundle
 from tapax.viewer._html import server_document
-from tapax.viewer._payload import Payload
+
+if TYPE_CHECKING:
+    from tapax.viewer._payload import Payload
+    from tapax.viewer._pending_payload import PendingPayload
 
 ADDRESS = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "::1")
@@ -59,7 +62,7 @@ class Server:
         OSError: If the port is taken, or the page was not built.
     """
 
-    def __init__(self, payload: Payload, port: int = 0):
+    def __init__(self, payload: Payload | PendingPayload, port: int = 0):
         read_bundle()  # raises here, not in the thread of a request, if the page was not built
         self.payload = payload
         self.token = secrets.token_urlsafe(24)

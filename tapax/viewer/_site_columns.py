@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import linecache
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from tapax._results.source_names import name_cell
 from tapax._sites import Site
 from tapax._sites.roles import place_rows
 from tapax.viewer._blobs import Blobs
@@ -49,9 +51,11 @@ class Sources:
             return None
         if path not in self._numbers:
             self._numbers[path] = len(self.files)
-            text = _read_source(path)
+            cell = name_cell(path)
+            # The text of a cell is in memory alone.
+            text = _read_source(path) if cell is None else "".join(linecache.getlines(path)) or None
             column = None if text is None else self._blobs.add_text(text)
-            self.files.append({"path": path, "text": column})
+            self.files.append({"path": path if cell is None else cell, "text": column})
         return self._numbers[path], int(line)
 
 

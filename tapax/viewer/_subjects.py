@@ -25,7 +25,7 @@ from tapax.viewer._differences import add_difference
 from tapax.viewer._findings import add_finding
 from tapax.viewer._followed_run import FollowedRun
 from tapax.viewer._format import Subject, empty_subject
-from tapax.viewer._payload import READ_SECONDS
+from tapax.viewer._payload import FIRST_SECONDS
 from tapax.viewer._residual_tables import add_residual_table
 from tapax.viewer._runs import add_log
 from tapax.viewer._site_columns import Sources
@@ -126,8 +126,8 @@ def _open(what: Any) -> tuple[Any, str]:
         return load_taps(path), name
     if is_dataset(path):
         return Activations(path), name
-    run = FollowedRun(name, LogTail(path))
-    run.read(READ_SECONDS)
+    run = FollowedRun(name, LogTail(path, exact=False))
+    run.read(FIRST_SECONDS)
     run.raise_if_unreadable()
     return run, name
 

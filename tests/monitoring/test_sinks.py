@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tapax import open as open_log
 from tapax import sink
-from tapax.monitoring._delivery import Delivery
+from tapax.monitoring._delivery import Delivery, Report
 from tapax.monitoring._log import Log
 from tapax.monitoring._records import AlertEvent, Histogram
 
@@ -199,7 +199,7 @@ def test_mlflow_is_given_numbers_from_another_thread(monkeypatch):
 def deliver(sinks, found):
     delivery = Delivery(sinks, lambda: None)
     for one in found:
-        delivery.put(lambda one=one: one)
+        delivery.put(lambda one=one: Report(*one))
     delivery.close()
     delivery.close()
     return delivery
@@ -269,8 +269,8 @@ def test_an_exit_in_a_sink_does_not_end_the_thread():
 def test_what_cannot_be_fetched_turns_the_monitor_off_and_warns_once():
     log, off = Log(), []
     delivery = Delivery([log], lambda: off.append(True))
-    fetches = (threading.Event(), lambda: 1 / 0, lambda: 1 / 0, lambda: (1, {}, []))
-    delivery.put(lambda: (fetches[0].wait(), (0, {}, []))[1])
+    fetches = (threading.Event(), lambda: 1 / 0, lambda: 1 / 0, lambda: Report(1, {}, []))
+    delivery.put(lambda: (fetches[0].wait(), Report(0, {}, []))[1])
     for fetch in fetches[1:]:
         delivery.put(fetch)
     with pytest.warns(UserWarning, match="is off, and the training goes on: Zero") as caught:
@@ -291,7 +291,7 @@ def test_the_thread_ends_and_lets_go():
 def test_a_sink_may_close_the_delivery():
     found = []
     delivery = Delivery([lambda *a: (found.append(a), delivery.close())], lambda: None)
-    delivery.put(lambda: (1, {}, []))
+    delivery.put(lambda: Report(1, {}, []))
     delivery.close()
     assert found == [(1, {})]
 
@@ -300,13 +300,13 @@ def test_what_waits_is_written_at_the_end_of_the_interpreter(tmp_path):
     done = script(
         """
         import sys, time
-        from tapax.monitoring._delivery import Delivery
+        from tapax.monitoring._delivery import Delivery, Report
         from tapax import sink
 
         slow = lambda step, record: time.sleep(0.01)
         delivery = Delivery([slow, sink.jsonl(sys.argv[1])], lambda: None)
         for step in range(50):
-            delivery.put(lambda step=step: (step, {"a": 1.0}, []))
+            delivery.put(lambda step=step: Report(step, {"a": 1.0}, []))
         raise SystemExit(3)
         """,
         tmp_path / "run.jsonl",
@@ -355,7 +355,7 @@ def test_a_full_disk_leaves_what_was_written(paths):
         import resource, sys
         import numpy as np
         from tapax import sink
-        from tapax.monitoring._delivery import Delivery
+        from tapax.monitoring._delivery import Delivery, Report
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         seen = []
@@ -363,7 +363,7 @@ def test_a_full_disk_leaves_what_was_written(paths):
         random = np.random.default_rng(0)
         for step in range(50):
             record = {"a": float(step), "b": random.normal(size=500)}
-            delivery.put(lambda step=step, record=record: (step, record, []))
+            delivery.put(lambda step=step, record=record: Report(step, record, []))
         delivery.close()
         print(len(seen))
         """,

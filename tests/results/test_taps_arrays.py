@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tapax
+from tapax._results import SiteDict
 from tests.oracles.closeness import assert_close
 from tests.sites.test_selections import X, net
 
@@ -232,3 +233,17 @@ def test_mappings_are_otherwise_dicts(taps):
     assert type(doubled) is type(values)
     with pytest.raises(KeyError, match="nearest names"):
         doubled["block0/mlq"]
+
+
+def test_a_glob_of_a_layer_leaves_out_its_attention_weights():
+    sites = [
+        tapax.Site("net/attn", kind="module"),
+        tapax.Site("net/attn:weights", kind="weights"),
+        tapax.Site("net/rnn:0", kind="module"),
+    ]
+    values = SiteDict({site.name: np.ones(i + 2) for i, site in enumerate(sites)})
+    taps = tapax.Taps(values, SiteDict(), SiteDict(), tapax.SiteTable(sites))
+    assert taps.stack("**/attn").shape == (1, 2)
+    assert taps.stack("**/attn:weights").shape == (1, 3)
+    assert list(taps.select("**/rnn").values) == ["net/rnn:0"]
+    assert list(taps.select("**").values) == list(values)

@@ -85,7 +85,7 @@ class Reader:
         self.revision = max([0, *(subject.get("revision", 0) for subject in self.subjects)])
 
     def apply(self, update):
-        assert (update["format"], update["version"]) == ("tapax.page", 1)
+        assert (update["format"], update["version"]) == ("tapax.page", 2)
         assert update["revision"] == self.revision + 1
         i, keep, steps = update["subject"], update["keep"], update["steps"]
         self.revision += 1

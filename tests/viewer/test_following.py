@@ -203,7 +203,7 @@ def test_a_new_run_at_the_same_path_begins_anew(tmp_path):
 
 def test_a_log_that_takes_long_to_read_comes_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(_payload, "READ_SECONDS", 0.0)
-    monkeypatch.setattr("tapax.viewer._subjects.READ_SECONDS", 0.0)
+    monkeypatch.setattr("tapax.viewer._subjects.FIRST_SECONDS", 0.0)
     path = tmp_path / "run.jsonl"
     log = sink.jsonl(path)
     for step in range(5):
@@ -216,7 +216,7 @@ def test_a_log_that_takes_long_to_read_comes_in_pieces(tmp_path, monkeypatch):
 
 
 def test_a_saved_page_has_all_of_a_log_that_was_read_in_part(tmp_path, monkeypatch, stub_bundle):
-    monkeypatch.setattr("tapax.viewer._subjects.READ_SECONDS", 0.0)
+    monkeypatch.setattr("tapax.viewer._subjects.FIRST_SECONDS", 0.0)
     path, saved = tmp_path / "run.jsonl", tmp_path / "run.html"
     log = sink.jsonl(path)
     for step in range(3):

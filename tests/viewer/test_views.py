@@ -146,8 +146,15 @@ def test_module_graph_folds_by_path_and_opens_on_a_click(capture_tab):
         "modules", "drawn.boxes.length > 6", more={"open": "GPT|GPT/blocks|GPT/blocks/0"}
     )
     edges = {(edge["from"], edge["to"]): edge["label"] for edge in drawn["edges"]}
-    assert edges["GPT/embed", "GPT/blocks"] == "2 × 6 × 8"
-    assert ("GPT/blocks/0/norm", "GPT/blocks/0/attn") in edges
+    assert edges["GPT/embed", "GPT/blocks/0/norm"] == "float32[2, 6, 8]"
+    block = "GPT/blocks/0"
+    assert edges.keys() == {
+        *(("GPT/embed", inside) for inside in (f"{block}/norm", f"{block}/mlp", block)),
+        (f"{block}/norm", f"{block}/attn"),
+        (f"{block}/attn", f"{block}/mlp"),
+        (block, "GPT/blocks/1"),
+        ("GPT/blocks/1", "GPT/head"),
+    }
     capture_tab.set(more={"open": ""})
 
 

@@ -56,7 +56,7 @@ test("a followed run gets steps, sites and statistics that it had not", async ()
   await run.load();
   const update: Update = {
     format: "tapax.page",
-    version: 1,
+    version: 2,
     subject: 0,
     revision: 1,
     keep: 1,
@@ -108,7 +108,7 @@ test("a statistic that an update does not have is missing at its steps", async (
   await run.load();
   await run.apply({
     format: "tapax.page",
-    version: 1,
+    version: 2,
     subject: 0,
     revision: 1,
     keep: 1,

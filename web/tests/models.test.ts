@@ -3,7 +3,8 @@ import { test } from "node:test";
 import { compareSites } from "../src/model/comparison";
 import { boxWidth, layOutIndented } from "../src/model/graph_layout";
 import { layOutLayers } from "../src/model/layer_grid";
-import { buildTree, openByDefault, visibleEdges, visibleNodes } from "../src/model/module_tree";
+import { keepNearest, visibleEdges } from "../src/model/module_edges";
+import { buildTree, openByDefault, visibleNodes } from "../src/model/module_tree";
 import { axisStatistics, takeSlice } from "../src/model/slices";
 import type { Site } from "../src/model/subject";
 import { MISSING } from "../src/payload/types";
@@ -76,25 +77,71 @@ test("containers open level by level, as many as fit", () => {
 test("edges are the data flow where it is known, and the order of siblings where it is not", () => {
   const tree = buildTree(SITES);
   const open = new Set(["", "GPT"]);
-  const ordered = visibleEdges(tree, open, SITES, []);
+  const ordered = visibleEdges(tree, open, null);
   assert.deepEqual(
-    ordered.map((edge) => [edge.from.label, edge.to.label, edge.isOrder]),
+    ordered.map((edge) => [edge.from.label, edge.to.label, edge.label, edge.isOrder]),
     [
-      ["embed", "layers", true],
-      ["layers", "head", true],
+      ["embed", "layers", "float32[2]", true],
+      ["layers", "head", "float32[2]", true],
     ],
   );
-  const known = visibleEdges(tree, open, SITES, [
-    { from: 0, to: 5, shape: [4, 4], dtype: "float32" },
-    { from: 1, to: 5, shape: null, dtype: "" },
-    { from: 1, to: 2, shape: null, dtype: "" },
+  const flows = (from: number, to: number, shape: number[], back = false) => ({
+    from,
+    to,
+    shape,
+    dtype: "float32",
+    back,
+  });
+  const known = visibleEdges(tree, open, [
+    flows(0, 5, [4, 4]),
+    flows(0, 1, [2]),
+    flows(1, 3, [2]),
+    flows(3, 1, [2], true),
+    flows(3, 3, [2], true),
+    flows(1, 5, [2]),
+    flows(3, 5, [7]),
+    flows(5, 6, [1]),
   ]);
   assert.deepEqual(
-    known.map((edge) => [edge.from.label, edge.to.label, edge.label]),
+    known.map((edge) => [edge.from.label, edge.to.label, edge.label, edge.isBack]),
     [
-      ["embed", "head", "4 × 4"],
-      ["layers", "head", "2"],
+      ["embed", "head", "float32[4, 4]", false],
+      ["embed", "layers", "float32[2]", false],
+      ["layers", "layers", "float32[2]", true],
+      ["layers", "head", "float32[2], float32[7]", false],
     ],
+  );
+  const inside = visibleEdges(tree, new Set(["", "GPT", "GPT/layers"]), [
+    flows(0, 1, [2]),
+    flows(1, 3, [2]),
+    flows(3, 1, [2], true),
+    flows(3, 5, [2]),
+  ]);
+  assert.deepEqual(
+    inside.map((edge) => [edge.from.path, edge.to.path, edge.isBack]),
+    [
+      ["GPT/embed", "GPT/layers/mlp", false],
+      ["GPT/layers", "GPT/layers", true],
+      ["GPT/layers", "GPT/head", false],
+    ],
+  );
+  assert.deepEqual(visibleEdges(tree, open, []), []);
+});
+
+test("of too many edges, those from the nearest modules are kept", () => {
+  const sites = Array.from({ length: 40 }, (_, i) => makeSite(i, `m${i}`));
+  const tree = buildTree(sites);
+  const flows = sites.flatMap((_, to) =>
+    Array.from({ length: to }, (_, from) => ({ from, to, shape: [], dtype: "float32", back: false })),
+  );
+  const all = visibleEdges(tree, new Set([""]), flows);
+  assert.equal(all.length, 780);
+  assert.equal(keepNearest(all, 780), all);
+  const kept = keepNearest(all, 80);
+  assert.ok(kept.length <= 80);
+  assert.deepEqual(
+    kept.filter((edge) => edge.to.label === "m9").map((edge) => edge.from.label),
+    ["m8", "m7"],
   );
 });
 

@@ -130,6 +130,6 @@ test("a followed run appends columns and sites, and replaces steps from the one 
 
 test("a payload of another version is refused with a sentence", () => {
   const header = { format: "tapax.page", version: 99 } as unknown as Header;
-  assert.throws(() => checkHeader(header), /version 99 of the format, but this page reads version 1/);
+  assert.throws(() => checkHeader(header), /version 99 of the format, but this page reads version 2/);
   assert.throws(() => checkHeader({ format: "x" } as unknown as Header), /not a payload/);
 });

@@ -2,7 +2,8 @@
 import ELK from "elkjs/lib/elk-api.js";
 import type { ElkNode } from "elkjs/lib/elk-api";
 import workerText from "elkjs/lib/elk-worker.min.js?text";
-import type { ModuleEdge, ModuleNode } from "./module_tree";
+import type { ModuleEdge } from "./module_edges";
+import type { ModuleNode } from "./module_tree";
 
 export interface Box {
   node: ModuleNode;
@@ -12,16 +13,29 @@ export interface Box {
   height: number;
 }
 
+export type Point = [number, number];
+
+export interface Line {
+  points: Point[];
+  /** Where the label begins, above its text; null if there is no space for labels. */
+  label: Point | null;
+}
+
 export interface GraphLayout {
   boxes: Box[];
-  /** The corners of each edge, by the edge. */
-  lines: Map<ModuleEdge, [number, number][]>;
+  lines: Map<ModuleEdge, Line>;
   width: number;
   height: number;
 }
 
 const HEIGHT = 34;
 const TITLE = 26;
+const LABEL_HEIGHT = 13;
+const LABEL_WIDTH = 6.4;
+/** The space beside a module for the line of a loop. */
+const LOOP = 22;
+/** With more edges than this, labels take more space than the graph. */
+const MOST_LABELS = 150;
 let engine: InstanceType<typeof ELK> | null = null;
 
 function startEngine(): InstanceType<typeof ELK> {
@@ -53,10 +67,24 @@ function toElk(root: ModuleNode, open: Set<string>, edges: ModuleEdge[]): ElkNod
         }
       : { id: node.path, width: boxWidth(node), height: HEIGHT };
   };
+  const isLabelled = edges.length <= MOST_LABELS;
   return {
     id: "\0root",
     children: root.children.map(convert),
-    edges: edges.map((edge, i) => ({ id: `e${i}`, sources: [edge.from.path], targets: [edge.to.path] })),
+    edges: edges.flatMap((edge, i) =>
+      edge.from === edge.to
+        ? []
+        : {
+            id: `e${i}`,
+            // The layout puts the source of an edge first. An edge that goes back is laid out the other way round.
+            sources: [edge.isBack ? edge.to.path : edge.from.path],
+            targets: [edge.isBack ? edge.from.path : edge.to.path],
+            labels:
+              isLabelled && edge.label
+                ? [{ text: edge.label, width: LABEL_WIDTH * edge.label.length + 8, height: LABEL_HEIGHT }]
+                : [],
+          },
+    ),
     layoutOptions: {
       "elk.algorithm": "layered",
       "elk.direction": "DOWN",
@@ -65,6 +93,8 @@ function toElk(root: ModuleNode, open: Set<string>, edges: ModuleEdge[]): ElkNod
       "elk.spacing.nodeNode": "18",
       "elk.layered.considerModelOrder.strategy": "NODES_AND_EDGES",
       "elk.json.edgeCoords": "ROOT",
+      "elk.edgeLabels.inline": "false",
+      "elk.spacing.edgeLabel": "3",
     },
   };
 }
@@ -91,17 +121,34 @@ function read(laid: ElkNode, root: ModuleNode, edges: ModuleEdge[]): GraphLayout
     }
   };
   place(laid, 0, 0);
-  const lines = new Map<ModuleEdge, [number, number][]>();
+  const lines = new Map<ModuleEdge, Line>();
   for (const edge of laid.edges ?? []) {
     const section = edge.sections?.[0];
     if (!section) continue;
     const points = [section.startPoint, ...(section.bendPoints ?? []), section.endPoint];
-    lines.set(
-      edges[Number(edge.id.slice(1))]!,
-      points.map(({ x, y }) => [x, y]),
-    );
+    const label = edge.labels?.[0];
+    const which = edges[Number(edge.id.slice(1))]!;
+    if (which.isBack) points.reverse();
+    lines.set(which, {
+      points: points.map(({ x, y }) => [x, y]),
+      label: label ? [label.x ?? 0, label.y ?? 0] : null,
+    });
   }
+  const byNode = new Map(boxes.map((box) => [box.node, box]));
+  for (const edge of edges) if (edge.from === edge.to) lines.set(edge, drawLoop(byNode.get(edge.from)!));
   return { boxes, lines, width: laid.width ?? 0, height: laid.height ?? 0 };
+}
+
+/** The line of a loop that carries data from a module to itself, at the right side of its box. */
+function drawLoop({ x, y, width, height }: Box): Line {
+  const [right, top, bottom] = [x + width, y + Math.min(10, height / 4), y + Math.min(height - 8, 28)];
+  const points: Point[] = [
+    [right, bottom],
+    [right + LOOP / 2, bottom],
+    [right + LOOP / 2, top],
+    [right, top],
+  ];
+  return { points, label: null };
 }
 
 /** Every visible module on a line of its own, indented by its depth. */

@@ -1,5 +1,4 @@
 /** The modules of a program as a tree, from the paths of its sites; iterations and calls of one module are one node. */
-import type { Edge } from "../payload/types";
 import type { Site } from "./subject";
 
 export interface ModuleNode {
@@ -16,14 +15,6 @@ export interface ModuleNode {
   /** How often a loop runs it: "× 12", or "while". */
   repeats: string;
   isConditional: boolean;
-}
-
-export interface ModuleEdge {
-  from: ModuleNode;
-  to: ModuleNode;
-  label: string;
-  /** Whether it is only the order in which the program runs them, because its data flow is not known. */
-  isOrder: boolean;
 }
 
 export function buildTree(sites: Site[]): ModuleNode {
@@ -93,54 +84,4 @@ export function openByDefault(root: ModuleNode, limit: number): Set<string> {
 
 export function visibleNodes(root: ModuleNode, open: Set<string>): ModuleNode[] {
   return root.children.flatMap((node) => [node, ...(open.has(node.path) ? visibleNodes(node, open) : [])]);
-}
-
-/** The edges between visible nodes: data flow where it is known, else the order of the program among siblings. */
-export function visibleEdges(root: ModuleNode, open: Set<string>, sites: Site[], edges: Edge[]): ModuleEdge[] {
-  if (!edges.length) return orderEdges(root, open);
-  const owner = new Map<number, ModuleNode>();
-  const visit = (node: ModuleNode, shown: ModuleNode) => {
-    node.sites.forEach((site) => owner.set(site.index, shown));
-    node.children.forEach((child) => visit(child, open.has(node.path) ? child : shown));
-  };
-  root.children.forEach((child) => visit(child, child));
-  const made = new Map<string, ModuleEdge>();
-  for (const edge of edges) {
-    const [from, to] = [owner.get(edge.from), owner.get(edge.to)];
-    if (!from || !to || from === to || contains(from, to) || contains(to, from)) continue;
-    const key = `${from.path}>${to.path}`;
-    if (!made.has(key))
-      made.set(key, { from, to, label: shapeLabel(edge.shape ?? sites[edge.from]!.shape), isOrder: false });
-  }
-  return [...made.values()];
-}
-
-function contains(outer: ModuleNode, inner: ModuleNode): boolean {
-  return inner.path.startsWith(`${outer.path}/`);
-}
-
-function orderEdges(node: ModuleNode, open: Set<string>): ModuleEdge[] {
-  const made: ModuleEdge[] = [];
-  node.children.forEach((child, i) => {
-    const next = node.children[i + 1];
-    if (next) made.push({ from: child, to: next, label: shapeLabel(outputShape(child)), isOrder: true });
-    if (open.has(child.path)) made.push(...orderEdges(child, open));
-  });
-  return made;
-}
-
-/** The shape of what a module returns: of its own site, or of the last one in it. */
-export function outputShape(node: ModuleNode): number[] | null {
-  const own =
-    node.sites.find((site) => site.shape && !site.path.includes(":")) ?? node.sites.find((site) => site.shape);
-  if (own) return own.shape;
-  for (let i = node.children.length - 1; i >= 0; i--) {
-    const shape = outputShape(node.children[i]!);
-    if (shape) return shape;
-  }
-  return null;
-}
-
-function shapeLabel(shape: number[] | null): string {
-  return shape ? shape.join(" × ") : "";
 }

@@ -150,6 +150,8 @@ export class SubjectModel {
     this.data = {
       ...this.data,
       histograms: [...others, ...update.histograms].sort((a, b) => a.site - b.site),
+      edges: update.edges ?? this.data.edges,
+      limited: update.limited ?? this.data.limited ?? [],
       events: update.events,
       messages: update.messages,
       revision: update.revision,

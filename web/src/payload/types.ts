@@ -1,10 +1,10 @@
 /**
- * The contract between Python and the page, version 1. `tapax/viewer/_format.py` is its other half and says what
+ * The contract between Python and the page, version 2. `tapax/viewer/_format.py` is its other half and says what
  * every part means; these are the same shapes, as the page reads them.
  */
 
 export const FORMAT = "tapax.page";
-export const VERSION = 1;
+export const VERSION = 2;
 
 /** A site has no number at this step. It is the negative number nearest to zero, which no statistic takes. */
 export const MISSING = -(2 ** -149);
@@ -33,7 +33,10 @@ export interface Subject {
   histograms: Histogram[];
   arrays: ArrayEntry[];
   tokens: TokenGrid[];
-  edges: Edge[];
+  /** The flow of data between sites; null if it is not known. */
+  edges: Edge[] | null;
+  /** The sites to which data of more sites flow than `edges` has. */
+  limited?: number[];
   events: PageEvent[];
   messages: Message[];
   difference?: DifferenceEntry;
@@ -146,12 +149,14 @@ export interface TokenGrid {
   texts?: string[];
 }
 
-/** Data flows from one site to another; `shape` is that of the value. */
+/** Data flow from one site to another; `shape` and `dtype` are those of the value. */
 export interface Edge {
   from: number;
   to: number;
-  shape: number[] | null;
+  shape: number[];
   dtype: string;
+  /** Whether they flow to the same or an earlier site, through the carry of a loop. */
+  back: boolean;
 }
 
 /** An alert that went off, or a non-finite value that was found. */
@@ -254,6 +259,9 @@ export interface Update {
   statistics: Statistic[];
   /** In full: they replace those of the same site, kind and statistic. */
   histograms: Histogram[];
+  /** In full, if they have changed. */
+  edges?: Edge[];
+  limited?: number[];
   /** In full. */
   events: PageEvent[];
   messages: Message[];

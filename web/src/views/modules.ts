@@ -1,16 +1,12 @@
 /** The graph of modules, folded by their paths. Loops are drawn once, with the number of their iterations. */
 import { colourAt, css, inkOn, paletteOf } from "../draw/colour";
+import { drawEdge } from "../draw/edges";
 import { formatCount, formatType, formatWithUnit } from "../draw/format";
 import { legend } from "../draw/legend";
+import { SVG, shape } from "../draw/svg";
 import { type Box, type GraphLayout, layOutGraph } from "../model/graph_layout";
-import {
-  buildTree,
-  type ModuleEdge,
-  type ModuleNode,
-  openByDefault,
-  visibleEdges,
-  visibleNodes,
-} from "../model/module_tree";
+import { keepNearest, type ModuleEdge, visibleEdges } from "../model/module_edges";
+import { buildTree, type ModuleNode, openByDefault, visibleNodes } from "../model/module_tree";
 import { outweighs } from "../payload/tiles";
 import { MISSING } from "../payload/types";
 import { emptyState } from "../ui/controls";
@@ -19,10 +15,11 @@ import { Toolbar } from "../ui/toolbar";
 import { lowerBound } from "../model/windows";
 import type { PageContext, ViewInstance, ViewKind } from "./view";
 
-const SVG = "http://www.w3.org/2000/svg";
 /** How many modules are open at first, and how many can be laid out at once. */
 const FIRST = 60;
 const MOST = 1200;
+/** How many lines can be laid out at once. */
+const MOST_LINES = 2000;
 
 class ModuleGraph implements ViewInstance {
   private readonly toolbar = new Toolbar();
@@ -33,7 +30,9 @@ class ModuleGraph implements ViewInstance {
   private tree: ModuleNode = buildTree([]);
   private open: Set<string> | null = null;
   private layout: GraphLayout | null = null;
-  private laidOut = "";
+  private edges: ModuleEdge[] = [];
+  private hidden = 0;
+  private laidOut: [string, unknown] = ["", null];
   private transform = { x: 0, y: 0, k: 1 };
   private turn = 0;
   private numbers = new Map<string, number>();
@@ -63,12 +62,15 @@ class ModuleGraph implements ViewInstance {
           height,
           number: this.numbers.get(node.path) ?? null,
         })),
-        edges: [...this.layout.lines.keys()].map(({ from, to, label, isOrder }) => ({
-          from: from.path,
-          to: to.path,
-          label,
-          isOrder,
-        })),
+        edges: this.edges
+          .filter((edge) => this.layout!.lines.has(edge))
+          .map(({ from, to, label, isBack, isOrder }) => ({
+            from: from.path,
+            to: to.path,
+            label,
+            isBack,
+            isOrder,
+          })),
       }
     );
   }
@@ -103,16 +105,21 @@ class ModuleGraph implements ViewInstance {
       el("button", { type: "button", class: "quiet", onclick: () => this.setOpen(new Set([""])) }, "Close all"),
       el("button", { type: "button", class: "quiet", onclick: () => this.fit() }, "Fit"),
     );
-    const edges = visibleEdges(this.tree, this.open, context.subject().sites, context.subject().data.edges);
+    const flow = context.subject().data.edges;
     const key = JSON.stringify([context.subject().index, visibleNodes(this.tree, this.open).map((node) => node.path)]);
-    if (key !== this.laidOut) {
+    if (key !== this.laidOut[0] || flow !== this.laidOut[1]) {
+      const all = visibleEdges(this.tree, this.open, flow);
+      const edges = keepNearest(all, MOST_LINES);
       const layout = await layOutGraph(this.tree, this.open, edges);
       if (turn !== this.turn) return;
+      const isSame = key === this.laidOut[0];
       this.layout = layout;
-      this.laidOut = key;
-      this.fit();
+      this.edges = edges;
+      this.hidden = all.length - edges.length;
+      this.laidOut = [key, flow];
+      if (!isSame) this.fit();
     }
-    this.paint(edges);
+    this.paint();
   }
 
   private setOpen(open: Set<string>): void {
@@ -153,7 +160,7 @@ class ModuleGraph implements ViewInstance {
     return found;
   }
 
-  private paint(edges: ModuleEdge[]): void {
+  private paint(): void {
     const { context, layout } = this;
     if (!layout) return;
     const theme = context.theme();
@@ -174,25 +181,26 @@ class ModuleGraph implements ViewInstance {
           : null;
       this.layer.append(this.drawBox(box, isOpen, colour && css(colour), colour && inkOn(colour)));
     }
-    for (const edge of edges) {
-      const points =
-        layout.lines.get(edge) ??
-        layout.lines.get(
-          [...layout.lines.keys()].find((each) => each.from.path === edge.from.path && each.to.path === edge.to.path)!,
-        );
-      if (points) this.layer.append(...this.drawEdge(edge, points));
-    }
-    const order = edges.some((edge) => edge.isOrder)
-      ? "Lines join modules in the order in which the program runs them"
-      : "Lines show the flow of data";
+    for (const [edge, line] of layout.lines) this.layer.append(drawEdge(edge, line));
     this.footer.replaceChildren(
       ...(statistic && scale ? [legend(scale, palette, statistic.label, statistic.unit, theme.muted)] : []),
       el(
         "span",
         { class: "hint" },
-        `${formatCount(layout.boxes.length)} of ${formatCount(this.tree.count)} shown. ${order}.`,
+        `${formatCount(layout.boxes.length)} of ${formatCount(this.tree.count)} shown. ${this.describeLines()}`,
       ),
     );
+  }
+
+  private describeLines(): string {
+    const { edges, limited } = this.context.subject().data;
+    if (!edges)
+      return "The flow of data is not known here: lines join modules in the order in which the program runs them.";
+    const back = this.edges.some((edge) => edge.isBack) ? ", dashed through the carry of a loop" : "";
+    const count = limited?.length ?? 0;
+    const rest = count ? ` ${formatCount(count)} ${count === 1 ? "site takes" : "sites take"} data of more sites.` : "";
+    const hidden = this.hidden ? ` ${formatCount(this.hidden)} more lines, from farther modules, are left out.` : "";
+    return `Lines show the flow of data${back}.${rest}${hidden}`;
   }
 
   private drawBox(box: Box, isOpen: boolean, fill: string | null, ink: string | null): SVGElement {
@@ -245,23 +253,6 @@ class ModuleGraph implements ViewInstance {
     return group;
   }
 
-  private drawEdge(edge: ModuleEdge, points: [number, number][]): SVGElement[] {
-    const made: SVGElement[] = [];
-    const line = shape("polyline", {
-      points: points.map((point) => point.join(",")).join(" "),
-      class: edge.isOrder ? "edge order" : "edge",
-    });
-    const [x, y] = points[points.length - 1]!;
-    made.push(line, shape("path", { d: `M${x - 4} ${y - 7} L${x} ${y} L${x + 4} ${y - 7}`, class: "edge arrow" }));
-    if (edge.label) {
-      const [[x1, y1], [x2, y2]] = [points[0]!, points[points.length > 2 ? 1 : points.length - 1]!];
-      const text = shape("text", { x: (x1 + x2) / 2 + 6, y: (y1 + y2) / 2 + 4, class: "edge-label" });
-      text.textContent = edge.label;
-      made.push(text);
-    }
-    return made;
-  }
-
   private hover(event: MouseEvent, node: ModuleNode): void {
     const number = this.numbers.get(node.path) ?? MISSING;
     const statistic = this.context.statistic();
@@ -272,6 +263,9 @@ class ModuleGraph implements ViewInstance {
     if (statistic && number !== MISSING)
       lines.unshift([formatWithUnit(number, statistic.unit), "big"], [statistic.label, "muted"]);
     if (node.children.length) lines.push([`${formatCount(node.count)} sites in it`, "muted"]);
+    const limited = new Set(this.context.subject().data.limited);
+    if (node.sites.some((each) => limited.has(each.index)))
+      lines.push(["Data of more than 32 sites flow to it; lines show the last 32", "muted"]);
     this.context.tooltip.show(event, lines);
   }
 
@@ -337,15 +331,6 @@ function isMark(event: Event, box: Box): boolean {
   const target = (event.currentTarget as SVGElement).getBoundingClientRect();
   const scale = target.width / box.width || 1;
   return event.clientX - target.left < 44 * scale && event.clientY - target.top < 34 * scale;
-}
-
-function shape<K extends keyof SVGElementTagNameMap>(
-  tag: K,
-  attributes: Record<string, string | number>,
-): SVGElementTagNameMap[K] {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
-  return element;
 }
 
 export const modules: ViewKind = {
