@@ -152,9 +152,8 @@ class Recorder:
                     continue
                 operands = parts if reading.by.paired else parts[:1]
                 state = None if reading.index is not None else seen.get(reading.by)
-                options = {"seen": state, "once": self.runs_once}
                 found, state, valid = reduce(
-                    here, reading.by, label, operands, mapped, active, **options
+                    here, reading.by, label, operands, mapped, active, state, self.runs_once
                 )
                 yield entry._replace(value=tuple(state), valid=valid, reduction=found)
                 continue

@@ -121,7 +121,7 @@ def reduce(
         # The reducer treats the examples like all other elements.
         mapped, reduction = 0, reduction._replace(mapped=())
     if once and seen is None and live is None and not mapped and _measures(reducer):
-        result, structure = jax.tree.flatten(_measuring_once(reducer)(*operands))
+        result, structure = pytrees.flatten(_measuring_once(reducer)(*operands))
         return reduction._replace(treedef=structure, is_finished=True), result, None
     state = _seeing(reducer, own, mapped)(*operands) if seen is None else seen
     state = jax.tree.leaves(state)
