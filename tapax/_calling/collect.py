@@ -118,6 +118,9 @@ def _finish(entries: Sequence[Entry]) -> list[Any]:
         reduction = entry.reduction
         if reduction is None:
             continue
+        if reduction.is_finished:
+            results[i] = reduction.treedef.unflatten(entry.state)
+            continue
         types = tuple(map(jax.typeof, entry.state))
         if entry.valid is None and sum(t.size for t in types) <= _SMALL:
             alike.setdefault((reduction.reducer, reduction.mapped, entry.lead, types), []).append(i)

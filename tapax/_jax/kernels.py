@@ -1,4 +1,4 @@
-"""Functions with a separate implementation for GPUs."""
+"""Functions with separate implementations for GPUs and CPUs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,13 +14,18 @@ ArraysFunction = Callable[..., Sequence[Value]]
 
 
 def for_gpu(
-    name: str, plain: ArraysFunction, faster: ArraysFunction, *, on_one_device: bool = False
+    name: str,
+    plain: ArraysFunction,
+    faster: ArraysFunction,
+    *,
+    on_cpu: ArraysFunction | None = None,
+    on_one_device: bool = False,
 ) -> ArraysFunction:
     """Make a function that JAX compiles as `faster` on an NVIDIA GPU and as `plain` elsewhere.
 
-    Both take arrays and static keyword arguments, and return equal arrays. Derivatives and `vmap`
-    use `plain`. Set `on_one_device` if XLA cannot partition `faster`: JAX then compiles `plain` in
-    programs for several devices.
+    If `on_cpu` is given, JAX compiles it on a CPU. All take arrays and static keyword arguments,
+    and return equal arrays. Derivatives and `vmap` use `plain`. Set `on_one_device` if XLA cannot
+    partition `faster`: JAX then compiles `plain` in programs for several devices.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -45,6 +50,9 @@ def for_gpu(
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, mlir.lower_fun(plain, multiple_results=True))
     mlir.register_lowering(primitive, lower_for_gpu, platform="cuda")
+    if on_cpu is not None:
+        lower_for_cpu = mlir.lower_fun(on_cpu, multiple_results=True)
+        mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = differentiate
     return primitive.bind

@@ -308,6 +308,10 @@ class Interpreter(Recorder):
             self.entries, self.folds.items, self._recomputing, self._branches, self.around = before
             self.changes.parts = parts
 
+    @property
+    def runs_once(self) -> bool:
+        return not (self.around or self._branches or self.shield)
+
     def calls_since(self, before: int) -> frozenset[Call]:
         """Return all calls but the first `before`, or the calls that a recomputed body replays."""
         return frozenset(self._calls.all[before:]) or self._replaying

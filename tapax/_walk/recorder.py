@@ -54,6 +54,11 @@ class Recorder:
         self._calls = Calls()
         self._reducing: dict[str, Mark] = {}
 
+    @property
+    def runs_once(self) -> bool:
+        """Whether no loop, branch, mesh or custom rule is around the current body."""
+        return not self.around
+
     def _site(self, call: Call, eqn: Equation, *, grad: bool, pullback: int = 0) -> Site:
         """Make the site that predicates see, with the loops around it."""
         mapped, shape = split_shape(eqn)
@@ -148,7 +153,7 @@ class Recorder:
                 operands = parts if reading.by.paired else parts[:1]
                 state = None if reading.index is not None else seen.get(reading.by)
                 found, state, valid = reduce(
-                    here, reading.by, label, operands, mapped, active, state
+                    here, reading.by, label, operands, mapped, active, state, self.runs_once
                 )
                 yield entry._replace(value=tuple(state), valid=valid, reduction=found)
                 continue

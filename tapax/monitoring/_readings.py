@@ -41,8 +41,14 @@ class StatisticRequest:
 @functools.lru_cache(maxsize=1024)
 def _keyed(reducer: Reducer, key: str) -> Reducer:
     # Cached, so that monitors with equal requests are equal and share one trace of the step.
-    finish = reducer.finish
-    return dataclasses.replace(reducer, finish=lambda state: {key: finish(state)})
+    finish, measure, direct = reducer.finish, reducer.measure, reducer.direct
+
+    def keyed(state: Any) -> dict[str, Any]:
+        return {key: finish(state)}
+
+    if direct is not None and measure is not None:
+        direct = direct._replace(finish=keyed, measure=lambda x: {key: measure(x)})
+    return dataclasses.replace(reducer, finish=keyed, direct=direct)
 
 
 class Reading(NamedTuple):

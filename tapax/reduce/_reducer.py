@@ -21,15 +21,18 @@ def _same(state: PyTree) -> Any:
 
 
 class DirectState(NamedTuple):
-    """A function `see` that makes the state of one value in fewer operations than `update`.
+    """Functions that need fewer operations for one value than the functions of a reducer.
 
-    `see` replaces the functions `init` and `update` of this tuple. A reducer uses it only if the
-    reducer still has these two functions: `dataclasses.replace` may have changed one.
+    `see` makes the state of one value, and replaces `init` and `update`. `measure`, if there is
+    one, makes its result, and replaces `finish` too. A reducer uses them only if it still has the
+    functions that they replace: `dataclasses.replace` may have changed one.
     """
 
     init: Callable[..., Any]
     update: Callable[..., Any]
     see: Callable[..., Any]
+    finish: Callable[..., Any] | None = None
+    measure: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +244,14 @@ class Reducer:
         """True if `see` takes fewer operations than `init` and `update`."""
         direct = self.direct
         return direct is not None and direct.init is self.init and direct.update is self.update
+
+    @property
+    def measure(self) -> Callable[..., Any] | None:
+        """A function from one value to the result; None if `see` and `finish` are as fast."""
+        direct = self.direct
+        if direct is None or not self.sees_directly or direct.finish is not self.finish:
+            return None
+        return direct.measure
 
     def start(self, x: Value) -> Any:
         """Compute the state that has seen nothing.

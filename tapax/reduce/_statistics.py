@@ -88,6 +88,7 @@ norm = summing(
     _squares,
     lambda s: _sums.root(s[:2]),
     _FLOATS,
+    lambda axes, x: _sums.root_squares(x, axes, mean=False),
     quantity="squares",
     doc="""Compute the norm of a value: the root of the sum of the squared magnitudes.
 
@@ -110,6 +111,7 @@ rms = summing(
     _squares,
     lambda s: _sums.root(s[:2], s[2].astype(s[0].dtype)),
     _FLOATS,
+    lambda axes, x: _sums.root_squares(x, axes, mean=True),
     quantity="squares",
     doc="""Compute the root mean square of a value: the root of the mean of the squared magnitudes.
 

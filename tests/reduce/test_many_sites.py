@@ -60,3 +60,35 @@ def test_results_of_many_sites_are_right_and_compiled_alike():
     slope = jax.grad(lambda x: tapax.capture(many, values={"**": R.rms})(x)[1].values["h0"])(x)
     exact = (np.sin(x) * np.cos(x)) / 64 / np.sqrt(np.mean(np.sin(x) ** 2))
     np.testing.assert_allclose(slope, exact, atol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the program is that of a CPU")
+@pytest.mark.parametrize("reducer", [R.rms, R.norm], ids=str)
+def test_a_value_outside_of_loops_is_summed_once_and_needs_no_state(reducer):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+    captured = jax.jit(tapax.capture(lambda x: tapax.sow(2 * x, "h"), values={"h": reducer}))
+    program = captured.lower(x).as_text()
+    assert program.count("stablehlo.reduce(") == 1 and "stablehlo.select" not in program
+    norm = np.linalg.norm(2 * np.asarray(x, np.float64))
+    expected = norm if reducer is R.norm else norm / np.sqrt(x.size)
+    np.testing.assert_allclose(captured(x)[1].values["h"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize("size", [1e-30, 1e-18, 1.0, 1e18, 1e30, np.inf, np.nan])
+@pytest.mark.parametrize("around", ["nothing", "scan", "cond", "jit", "remat"])
+def test_all_magnitudes_have_a_root_mean_square(around, size, dtype):
+    def sown(x):
+        return tapax.sow(x, "h")
+
+    wrapped = {
+        "nothing": sown,
+        "scan": lambda x: jax.lax.scan(lambda _, x: (None, sown(x)), None, x[None])[1],
+        "cond": lambda x: jax.lax.cond(x.shape[0] > jnp.arange(2).sum(), sown, lambda x: x, x),
+        "jit": jax.jit(sown),
+        "remat": jax.checkpoint(sown),
+    }[around]
+    x = jnp.full((5,), size, dtype)
+    found = jax.jit(tapax.capture(wrapped, values={"h": R.rms}))(x)[1].values["h"]
+    expected = np.abs(np.asarray(x).astype(np.complex128))[0]
+    np.testing.assert_allclose(np.squeeze(found), expected, rtol=1e-5)
