@@ -10,6 +10,9 @@ stays correct when several modules call one traced body.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 from tapax import _jax
 from tapax._jax import Equation
 from tapax._sites import join
@@ -93,7 +96,7 @@ Scopes = tuple[ScopeName, ...]
 def scopes_of(eqn: Equation, outer: Scopes = ()) -> Scopes:
     """Return the scopes of an equation in a body that is called within the scopes `outer`."""
     scopes = list(outer)
-    for name in _jax.names_of(eqn):
+    for name in _without_repetition([*_jax.names_of(eqn)]):
         if isinstance(name, ModuleScope):
             _leave(scopes, name.up)
             inside = any(isinstance(scope, ModuleScope) for scope in scopes)
@@ -105,6 +108,27 @@ def scopes_of(eqn: Equation, outer: Scopes = ()) -> Scopes:
         elif isinstance(name, ScopeName):
             scopes.append(name)
     return tuple(scopes)
+
+
+def _without_repetition(names: list[str]) -> Iterator[str]:
+    """Yield names without the scopes that JAX repeats.
+
+    If a backward pass runs within a scope, the name stack of a custom rule has the scope twice:
+    where the pass runs, and where the rule was called. The two are one object.
+    """
+    left = deque[str]()
+    before: list[str] = []
+    for i, name in enumerate(names):
+        if name == "transpose" and type(name) is str:
+            after = [n for n in names[i + 1 :] if type(n) is ScopeName]
+            again = all(a is b for a, b in zip(after, before, strict=False))
+            left = deque(before if again and len(after) >= len(before) else ())
+        elif left and name is left[0]:
+            left.popleft()
+            continue
+        elif type(name) is ScopeName:
+            before.append(name)
+        yield name
 
 
 def _leave(scopes: list[ScopeName], modules: int) -> None:
