@@ -66,6 +66,15 @@ def test_bad_arguments_end_with_one_sentence(
     assert text in capsys.readouterr().err
 
 
+@pytest.fixture
+def interruptible():
+    """Let processes be interrupted; in a background job, shells ignore the signal for them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_command_serves_until_it_is_interrupted(log):
     environment = {**os.environ, "BROWSER": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}
     process = subprocess.Popen(
@@ -74,8 +83,6 @@ def test_the_command_serves_until_it_is_interrupted(log):
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        # A shell that runs the tests in the background ignores the signal for them.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     try:
         line = process.stdout.readline()
