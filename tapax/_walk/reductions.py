@@ -22,6 +22,7 @@ from tapax._jax import PyTree, Value, map_leaves, pytrees, typed
 from tapax._jaxpr.leading_axes import vmapped, where
 from tapax._sites import Site, SiteError
 from tapax.reduce import Reducer
+from tapax.reduce._reducer import measure_of
 
 
 class Reduction(NamedTuple):
@@ -156,13 +157,14 @@ def _measures(reducer: Reducer) -> bool:
     On a CPU, XLA then compiles a program with many sites in less time. A GPU starts fewer kernels
     if it finishes many states together.
     """
-    return reducer.measure is not None and jax.default_backend() == "cpu"
+    return measure_of(reducer) is not None and jax.default_backend() == "cpu"
 
 
 @functools.lru_cache(maxsize=1024)
 def _measuring_once(reducer: Reducer) -> Callable[..., Any]:
-    assert reducer.measure is not None and reducer.is_builtin
-    return typed.jit(reducer.measure)
+    measure = measure_of(reducer)
+    assert measure is not None and reducer.is_builtin
+    return typed.jit(measure)
 
 
 def _finishing(reducer: Reducer, lead: int) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from tapax._results import SiteTable
 from tapax._sites import At, Site, check, flatten, matches
 from tapax.monitoring._records import Histogram, Number
 from tapax.reduce import Reducer, rms
+from tapax.reduce._reducer import measure_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StatisticRequest:
 @functools.lru_cache(maxsize=1024)
 def _keyed(reducer: Reducer, key: str) -> Reducer:
     # Cached, so that monitors with equal requests are equal and share one trace of the step.
-    finish, measure, direct = reducer.finish, reducer.measure, reducer.direct
+    finish, measure, direct = reducer.finish, measure_of(reducer), reducer.direct
 
     def keyed(state: Any) -> dict[str, Any]:
         return {key: finish(state)}

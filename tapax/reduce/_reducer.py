@@ -245,14 +245,6 @@ class Reducer:
         direct = self.direct
         return direct is not None and direct.init is self.init and direct.update is self.update
 
-    @property
-    def measure(self) -> Callable[..., Any] | None:
-        """A function from one value to the result; None if `see` and `finish` are as fast."""
-        direct = self.direct
-        if direct is None or not self.sees_directly or direct.finish is not self.finish:
-            return None
-        return direct.measure
-
     def start(self, x: Value) -> Any:
         """Compute the state that has seen nothing.
 
@@ -289,3 +281,11 @@ def _takes_value(init: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def measure_of(reducer: Reducer) -> Callable[..., Any] | None:
+    """Return a function from one value to its result; None if `see` and `finish` are as fast."""
+    direct = reducer.direct
+    if direct is None or not reducer.sees_directly or direct.finish is not reducer.finish:
+        return None
+    return direct.measure
