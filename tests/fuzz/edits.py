@@ -332,7 +332,7 @@ def _expected(program: Program, hand: Edited, known: Given, *, plainly: bool) ->
             pass
     try:
         return call, jax.jit(hand)(known, *arguments(program))
-    except ValueError as error:
+    except refuses as error:
         raise Undecided("JAX refuses the program with its edits in the source") from error
 
 
