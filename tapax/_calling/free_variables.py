@@ -110,6 +110,17 @@ def _places(holder: Any) -> Iterator[_Place]:
         yield from (_Place("", value) for value in holder)
     elif not _is_left_out(holder):
         yield from _items(getattr(holder, "__dict__", {}))
+        for name in _slots(holder.__class__):
+            read = functools.partial(getattr, holder, name, None)
+            yield _Place(name, read(), read)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(cls: type) -> tuple[str, ...]:
+    """Return the names of the attributes that a class keeps in slots."""
+    named = (vars(base).get("__slots__", ()) for base in cls.__mro__)
+    slots = (name for names in named for name in ([names] if isinstance(names, str) else names))
+    return tuple(name for name in slots if not name.startswith("__"))
 
 
 def _is_left_out(value: Any) -> bool:

@@ -72,6 +72,16 @@ def attribute_of_an_object():
     return lambda x: product(x, held.w), functools.partial(setattr, held, "w")
 
 
+class Slotted:
+    __slots__ = ("w",)
+
+
+def attribute_in_a_slot():
+    held = Slotted()
+    held.w = jnp.ones(3)
+    return lambda x: product(x, held.w), functools.partial(setattr, held, "w")
+
+
 def argument_of_a_partial():
     held = {"w": jnp.ones(3)}
     loss = functools.partial(lambda held, x: product(x, held["w"]), held)
@@ -139,6 +149,7 @@ HOLDERS = [
     listed,
     attribute_of_self,
     attribute_of_an_object,
+    attribute_in_a_slot,
     argument_of_a_partial,
     in_a_helper,
     number,
