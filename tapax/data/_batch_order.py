@@ -2,9 +2,9 @@
 
 The first level shuffles the shards, and divides them into windows of a few shards. The second level
 shuffles the rows within each window. So batches that are read at about the same time need only a
-few shards, which the operating system keeps in memory, and every row comes once. A batch needs only
-the order of its window, so a reader can start anywhere. `docs/format.md` says how well the rows are
-mixed.
+few shards, which the operating system keeps in memory, and every row comes once. The rows of a
+batch depend on nothing that comes before them, so a reader can start anywhere. `docs/format.md`
+says how well the rows are mixed.
 
 >>> order = BatchOrder([4, 4, 4], size=5, seed=0)
 >>> sorted(n for batch in range(len(order)) for n in order.rows(batch).tolist()) == [*range(12)]
@@ -13,13 +13,11 @@ True
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 
-from tapax.data._shuffle import shuffled
+from tapax.data._shuffle import shuffled, shuffled_at
 
 WINDOW = 16
 """The default number of shards whose rows are mixed."""
@@ -52,8 +50,6 @@ class BatchOrder:
             ends = np.cumsum(self._counts[self._shards])
             # A window ends after every `window` shards, and after the last shard.
             self._ends = np.append(ends[window - 1 : -1 : window], ends[-1:])
-            self._permuted = functools.lru_cache(maxsize=3)(self._permute)
-            self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._batches
@@ -64,19 +60,17 @@ class BatchOrder:
         if self._seed is None:
             return np.arange(start, stop)
         first, last = (int(n) for n in np.searchsorted(self._ends, [start, stop - 1], "right"))
-        parts: list[np.ndarray] = []
-        for window in range(first, last + 1):
-            offset = int(self._ends[window - 1]) if window else 0
-            with self._lock:  # threads that need a window at once wait for one to shuffle it
-                order = self._permuted(window)
-            parts.append(order[max(start - offset, 0) : stop - offset])
-        return np.sort(np.concatenate(parts))
+        windows = range(first, last + 1)
+        return np.sort(np.concatenate([self._rows_of(w, start, stop) for w in windows]))
 
-    def _permute(self, window: int) -> np.ndarray:
-        """Shuffle the rows of a window."""
+    def _rows_of(self, window: int, start: int, stop: int) -> np.ndarray:
+        """Return the rows of a window that the shuffled dataset has from `start` to `stop`."""
         assert self._seed is not None
+        begin = int(self._ends[window - 1]) if window else 0
+        count = int(self._ends[window]) - begin
+        places = np.arange(max(start - begin, 0), min(stop - begin, count))
         shards = self._shards[window * self._window : (window + 1) * self._window]
-        rows = np.concatenate(
-            [int(self._starts[s]) + np.arange(int(self._counts[s])) for s in shards]
-        )
-        return rows[shuffled(len(rows), self._seed, _ROWS, window)]
+        ends = np.cumsum(self._counts[shards])
+        numbers = shuffled_at(places, count, self._seed, _ROWS, window)
+        within = np.searchsorted(ends, numbers, "right")
+        return numbers - ends[within] + self._counts[shards][within] + self._starts[shards][within]

@@ -1,6 +1,8 @@
 """The files follow `docs/format.md`, for readers without tapax."""
 
+import collections
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from safetensors import safe_open
 
 import tapax
 from tapax.data._shard_format import BLOCK, block_checksums
-from tapax.data._shuffle import shuffled
+from tapax.data._shuffle import shuffled, shuffled_at
 from tapax.data._units import UnitPlan
 from tests.models.harvested import embed, harvest, hidden, make_batches
 
@@ -93,13 +95,45 @@ def mixed(x):
     return x ^ (x >> 31)
 
 
-@pytest.mark.parametrize("key", [(0,), (1, 5), (-3,), (2**70, 1)])
-def test_random_orders_are_those_of_the_hash(key):
+def at_place(place, count, key):
+    """Find the number at a place of a random order, in Python integers."""
     start = 0
     for part in key:
         start = mixed(start ^ mixed(part % 2**64))
-    expected = sorted(range(50), key=lambda i: mixed((start + i) % 2**64))
-    assert shuffled(50, *key).tolist() == expected
+    bits = 1
+    while 2**bits < count:
+        bits += 1
+    low = bits // 2
+    left, right = divmod(place, 2**low)
+    for number in range(0, 12, 2):
+        left ^= mixed((right + start + number * 2**32) % 2**64) % 2 ** (bits - low)
+        right ^= mixed((left + start + (number + 1) * 2**32) % 2**64) % 2**low
+    found = left * 2**low + right
+    return found if found < count else at_place(found, count, key)
+
+
+@pytest.mark.parametrize("key", [(0,), (1, 5), (-3,), (2**70, 1)])
+@pytest.mark.parametrize("count", [1, 2, 3, 50, 64, 65])
+def test_random_orders_are_those_of_the_network(key, count):
+    found = shuffled(count, *key).tolist()
+    assert found == [at_place(place, count, key) for place in range(count)]
+    assert sorted(found) == list(range(count))
+    some = np.arange(count)[::3]
+    assert shuffled_at(some, count, *key).tolist() == found[::3]
+
+
+def test_all_orders_of_a_few_numbers_are_about_equally_likely():
+    for count, expected in ((3, 200), (4, 100), (5, 40)):
+        keys = range(expected * math.factorial(count))
+        seen = collections.Counter(tuple(shuffled(count, key)) for key in keys)
+        assert len(seen) == math.factorial(count)
+        assert sum((n - expected) ** 2 / expected for n in seen.values()) < 1.5 * len(seen)
+
+
+def test_neighbours_in_a_random_order_are_independent():
+    order = shuffled(100_000, 3)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 0.02
 
 
 def test_the_hash_is_the_published_one():

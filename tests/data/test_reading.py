@@ -137,7 +137,7 @@ def test_the_order_of_a_seed_never_changes():
     assert [order.rows(i).tolist() for i in range(4)] == ORDER
 
 
-ORDER = [[4, 5, 12, 13], [0, 6, 7, 14], [1, 2, 3, 9], [8, 10, 11]]
+ORDER = [[9, 10, 11, 13], [5, 8, 12, 14], [0, 2, 3, 7], [1, 4, 6]]
 
 
 def test_rows_of_a_window_are_mixed_and_windows_follow_one_another():
