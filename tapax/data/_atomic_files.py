@@ -7,12 +7,19 @@ ignore.
 
 import contextlib
 import os
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 
 TEMPORARY = ".tmp"
+_SYNCS = threading.BoundedSemaphore(2)
+"""The number of files that a process syncs at once.
+
+Threads that sync all at once would also finish at once, and the disk would then wait for the next
+files. With a few at a time, some files are always ready for the disk.
+"""
 
 
 @contextlib.contextmanager
@@ -25,7 +32,8 @@ def replacing(path: Path, owner: str) -> Iterator[FileIO]:
     try:
         with open(beside, "xb", buffering=0) as file:
             yield file
-            os.fsync(file.fileno())
+            with _SYNCS:
+                os.fsync(file.fileno())
         os.replace(beside, path)
         sync_folder(path.parent)
     except BaseException:

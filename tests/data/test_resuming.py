@@ -6,10 +6,12 @@ import os
 import random
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -292,3 +294,26 @@ def test_a_harvest_that_is_killed_loses_and_repeats_nothing(tmp_path):
 @pytest.mark.many
 def test_a_harvest_that_is_killed_a_hundred_times_loses_nothing(tmp_path):
     assert kill_and_resume(tmp_path, kills=100, units=1500) > 0
+
+
+def test_a_process_syncs_few_files_at_once(tmp_path, monkeypatch):
+    # Files that are all synced at once finish at once, and leave the disk without work.
+    lock, now, most = threading.Lock(), 0, 0
+
+    def fsync(descriptor):
+        nonlocal now, most
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(16):
+            threads.submit(_atomic_files.write_whole, tmp_path / str(number), [b"rows"], "test")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, range(16)))
+    assert most == 2
