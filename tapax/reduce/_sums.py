@@ -123,6 +123,10 @@ def _root_squares(x: Value, *, axes: tuple[int, ...], among: int) -> list[Any]:
     return [root(_sum_squares(x, axes=axes), among)]
 
 
+def _root_squares_in_one_read(x: Value, *, axes: tuple[int, ...], among: int) -> list[Any]:
+    return [root(_sum_squares_in_one_read(x, axes=axes), among)]
+
+
 def _root_squares_on_cpu(x: Value, *, axes: tuple[int, ...], among: int) -> list[Any]:
     if x.real.dtype == np.float64:
         return _root_squares(x, axes=axes, among=among)
@@ -132,7 +136,7 @@ def _root_squares_on_cpu(x: Value, *, axes: tuple[int, ...], among: int) -> list
 
 
 _bind_root_squares = _jax.for_gpu(
-    "root_squares", _root_squares, _root_squares, on_cpu=_root_squares_on_cpu
+    "root_squares", _root_squares, _root_squares_in_one_read, on_cpu=_root_squares_on_cpu
 )
 
 

@@ -136,6 +136,23 @@ def test_both_sums_of_squares_in_one_read():
         assert_close(b, a, 1e-5)
 
 
+@pytest.mark.parametrize("reducer", [R.rms, R.norm, R.rms.total], ids=["rms", "norm", "total"])
+def test_a_gpu_reads_a_value_once_for_its_squares(reducer):
+    def straight(x):
+        return tapax.sow(2 * x, "h")
+
+    def scanned(x):
+        return jax.lax.scan(lambda c, row: (c, tapax.sow(2 * row, "h")), 0.0, x)[1]
+
+    for f in (straight, scanned):
+        step = jax.jit(tapax.capture(f, values={"h": reducer}))
+        lowered = step.trace(sample((8, 64))).lower(lowering_platforms=("cuda",))
+        text = lowered.as_text()
+        assert "optimization_barrier" not in text
+        reductions = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
+        assert sum("64x" in line for line in reductions) == 1
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Run the kernel in Python, on any device."""
