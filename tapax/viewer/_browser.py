@@ -7,9 +7,7 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Callable
 
-from tapax.viewer._assets import read_bundle
 from tapax.viewer._server import Server
 
 OPEN_SECONDS = 0.2
@@ -25,24 +23,27 @@ def is_notebook() -> bool:
     return hasattr(shell, "kernel")
 
 
-def open_soon(serve: Callable[[], Server], waits: bool) -> threading.Timer:
-    """Serve a page and open it in the browser, unless the caller cancels the returned timer.
+class Opening(threading.Timer):
+    """The opening of a served page in the browser after a moment, unless it is cancelled first.
 
-    If `waits`, a program that ends while a browser shows the page continues to serve it.
+    If it `waits`, a program that ends while a browser shows the page continues to serve it. The
+    server runs already, because some Pythons start no thread once the program has ended.
     """
-    read_bundle()  # raises here, in the thread of the caller, if the page was not built
-    timer = threading.Timer(OPEN_SECONDS, lambda: _open(serve(), waits))
-    timer.name = "tapax-browser"
-    timer.daemon = not waits
-    timer.start()
-    return timer
 
+    def __init__(self, server: Server, waits: bool):
+        super().__init__(OPEN_SECONDS, self._open)
+        self.name = "tapax-browser"
+        self.daemon = not waits
+        self.has_begun = False
+        self._server, self._waits = server, waits
+        self.start()
 
-def _open(server: Server, waits: bool) -> None:
-    has_opened = open_browser(server.url)
-    print(f"tapax shows the page at {server.url}", file=sys.stderr, flush=True)
-    if has_opened and waits:
-        _wait_for_readers(server)
+    def _open(self) -> None:
+        self.has_begun = True
+        has_opened = open_browser(self._server.url)
+        print(f"tapax shows the page at {self._server.url}", file=sys.stderr, flush=True)
+        if has_opened and self._waits:
+            _wait_for_readers(self._server)
 
 
 def open_browser(url: str) -> bool:

@@ -42,7 +42,8 @@ class Page:
         self._payload = payload
         self._server: Server | None = None
         self._lock = threading.Lock()
-        self._opening: threading.Timer | None = None
+        self._opening: _browser.Opening | None = None
+        self._is_address_known = False
 
     @property
     def header(self) -> Header:
@@ -74,8 +75,7 @@ class Page:
             >>> os.path.exists(path)
             True
         """
-        if self._opening is not None:
-            self._opening.cancel()
+        self._cancel_opening()
         save_html(path, *self._payload.read_whole())
 
     def serve(self, port: int = 0) -> str:
@@ -100,6 +100,7 @@ class Page:
             ...     print(page.serve().startswith("http://127.0.0.1:"))
             True
         """
+        self._is_address_known = True
         return self._serve(port).url
 
     def _serve(self, port: int = 0) -> Server:
@@ -124,7 +125,15 @@ class Page:
             >>> page = tapax.view(taps)  # calls `open`, except in a notebook
             >>> page.close()
         """
-        self._opening = _browser.open_soon(self._serve, waits)
+        self._opening = _browser.Opening(self._serve(), waits)
+
+    def _cancel_opening(self) -> None:
+        """Do not open the page if it has not opened yet, nor serve it if nobody asked for that."""
+        if self._opening is None or self._opening.has_begun:
+            return
+        self._opening.cancel()
+        if self._server is not None and not self._is_address_known:
+            self._server.close()
 
     def close(self) -> None:
         """Stop serving the page.

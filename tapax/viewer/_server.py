@@ -16,8 +16,10 @@ points at 127.0.0.1, and only requests from the page itself. It knows five paths
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
+import queue
 import secrets
 import socket
 import socketserver
@@ -43,6 +45,8 @@ NAMES = ("127.0.0.1", "localhost", "::1")
 """The names of this machine. Any port is valid, since a tunnel may use another port."""
 POLL_SECONDS = 0.2
 """The interval at which the server looks for updates while a page waits."""
+THREADS = 8
+"""The number of threads that answer requests; a browser opens six connections to a server."""
 HEARTBEAT_SECONDS = 5.0
 """The interval at which the server writes to a waiting page, to notice that the page is gone."""
 POLICY = (
@@ -138,10 +142,51 @@ class Server:
             self.note_request()
 
 
-class _LoopbackServer(socketserver.ThreadingMixIn, HTTPServer):
-    daemon_threads = True
-    block_on_close = False
+class _LoopbackServer(HTTPServer):
+    """A server whose threads start with it, and more when all of them are busy.
+
+    Python 3.12.0 to 3.12.2 cannot start a thread once the main thread has ended, but a page is
+    served for as long as a browser shows it.
+    """
+
     page: Server
+
+    def __init__(self, *args: Any):
+        self._requests: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = self._busy = 0
+        super().__init__(*args)
+        for _ in range(THREADS):
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._handle_all, name="tapax-request", daemon=True).start()
+        self._threads += 1
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Let a thread handle a request."""
+        with self._lock:
+            self._busy += 1
+            if self._busy > self._threads:
+                with contextlib.suppress(RuntimeError):  # the program has ended
+                    self._start_thread()
+        self._requests.put((request, client_address))
+
+    def _handle_all(self) -> None:
+        while (waiting := self._requests.get()) is not None:
+            try:
+                self.finish_request(*waiting)
+            except Exception:
+                self.handle_error(*waiting)
+            finally:
+                self.shutdown_request(waiting[0])
+                with self._lock:
+                    self._busy -= 1
+
+    def server_close(self) -> None:
+        super().server_close()
+        for _ in range(self._threads):
+            self._requests.put(None)
 
     def server_bind(self) -> None:
         # HTTPServer.server_bind resolves the name of the machine, which can take seconds.

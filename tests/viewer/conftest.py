@@ -57,6 +57,6 @@ def rng():
 def stub_bundle(monkeypatch):
     """Replace the bundle by one that draws nothing, for tests without a browser."""
     stub = "var tapaxPage = { render() {} };"
-    for module in ("_browser", "_html", "_notebook", "_server"):
+    for module in ("_html", "_notebook", "_server"):
         monkeypatch.setattr(f"tapax.viewer.{module}.read_bundle", lambda: stub)
     return stub

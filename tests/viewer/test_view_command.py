@@ -148,8 +148,7 @@ def test_an_installation_without_the_page_says_so_at_once(log, monkeypatch):
     def fail():
         raise FileNotFoundError("The page was not built")
 
-    for module in ("_browser", "_server"):
-        monkeypatch.setattr(f"tapax.viewer.{module}.read_bundle", fail)
+    monkeypatch.setattr("tapax.viewer._server.read_bundle", fail)
     with pytest.raises(FileNotFoundError, match="not built"):
         tapax.view(log.path)
     with pytest.raises(FileNotFoundError, match="not built"):
