@@ -105,10 +105,10 @@ def warn(found):
         ),
         (
             lambda found: Found(
-                found.loss, {"lin": [x.astype("float16") for x in found.arrays["lin"]]}
+                found.loss, {"lin": [x.astype("bfloat16") for x in found.arrays["lin"]]}
             ),
             WRONG,
-            "float16 instead of float32",
+            "bfloat16 instead of float32",
         ),
         (lambda found: Found(found.loss, found.arrays, "a mess"), WRONG, "a mess"),
     ],

@@ -269,7 +269,7 @@ def test_layers_inside_of_layers_are_numbered():
 
 
 def test_layers_in_a_loop_over_batches_belong_to_the_inner_loop():
-    ts = jnp.arange(1.0, 4.0)
+    ts = jnp.arange(1, 4, dtype=X.dtype)
 
     def layer(x, t):
         with tapax.scope("layers"):

@@ -82,7 +82,7 @@ def test_overflow_is_found_before_a_scale():
     def scaled(x):
         return jnp.sum(0.5 * (x * x) + 1.0)
 
-    found = tapax.find_nonfinite(jax.jit(scaled))(jnp.array([1.0, 1e30]))
+    found = tapax.find_nonfinite(jax.jit(scaled))(jnp.float32([1.0, 1e30]))
     assert (found.operation, found.kind, found.index) in [
         ("mul", "inf", (1,)),
         ("integer_pow", "inf", (1,)),
@@ -90,7 +90,7 @@ def test_overflow_is_found_before_a_scale():
 
 
 def test_large_literal_may_make_a_value_infinite():
-    found = tapax.find_nonfinite(jax.jit(lambda x: x * 4.0))(jnp.array([1.0, 3e38]))
+    found = tapax.find_nonfinite(jax.jit(lambda x: x * 4.0))(jnp.float32([1.0, 3e38]))
     assert (found.operation, found.kind, found.index) == ("mul", "inf", (1,))
 
 

@@ -14,7 +14,7 @@ from tapax._results.flow import Flow, FlowSite
 from tapax.viewer._edges import make_edges
 from tapax.viewer._page import make_page
 
-X, WS = jnp.ones(3), jnp.ones((4, 3, 3))
+X, WS = jnp.ones(3, jnp.float32), jnp.ones((4, 3, 3), jnp.float32)
 EDGES = {
     ("in", "net/h", False),
     ("in", "net/y", False),

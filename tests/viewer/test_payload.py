@@ -221,6 +221,6 @@ def test_a_page_that_cannot_be_written_says_why(tmp_path):
 
 
 def test_arrays_have_the_summary_of_treescope():
-    _, taps = tapax.capture(lambda x: tapax.sow(x * 1, "h"))(jnp.ones((2, 300)))
+    _, taps = tapax.capture(lambda x: tapax.sow(x * 1, "h"))(jnp.ones((2, 300), jnp.float32))
     (entry,) = tapax.view(taps).header["subjects"][0]["arrays"]
     assert "float32(2, 300)" in entry["rendering"] and "<" in entry["rendering"]

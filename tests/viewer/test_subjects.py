@@ -29,9 +29,9 @@ def test_a_finding_leads_to_its_site_iteration_and_line():
             return carry, tapax.sow(jnp.log(x - i), "h")
 
         with tapax.scope("net"):
-            return jax.lax.scan(body, 0.0, jnp.arange(4.0))[1]
+            return jax.lax.scan(body, 0.0, jnp.arange(4, dtype=x.dtype))[1]
 
-    finding = tapax.find_nonfinite(fn)(jnp.array([2.5, 9.0]))
+    finding = tapax.find_nonfinite(fn)(jnp.float32([2.5, 9.0]))
     header, blob = read(finding)
     (subject,) = header["subjects"]
     (event,) = subject["events"]

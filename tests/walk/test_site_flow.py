@@ -44,7 +44,7 @@ def test_a_site_hides_the_sites_before_it():
     found = flow(f, X)
     assert name_edges(found) == [("a", "b"), ("b", "c")]
     assert [(s.name, s.shape, s.dtype) for s in found.sites] == [
-        (name, (3,), "float32") for name in "abc"
+        (name, (3,), X.dtype.name) for name in "abc"
     ]
 
 

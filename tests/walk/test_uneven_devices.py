@@ -32,7 +32,7 @@ def add(x):
 
 
 def replicated(x):
-    return x + tapax.sow(jnp.arange(3.0), "k").sum()
+    return x + tapax.sow(jnp.arange(3, dtype=jnp.float32), "k").sum()
 
 
 def test_a_replicated_value_in_a_branch_that_some_devices_take():
@@ -105,7 +105,7 @@ def test_reducers_see_only_the_devices_that_ran(reducer, expected):
 
 
 def test_the_nan_of_a_branch_that_one_device_takes_is_found():
-    bad = lambda x: x + jnp.log(-jnp.ones(3)).sum()
+    bad = lambda x: x + jnp.log(-jnp.ones(3, jnp.float32)).sum()
     found = tapax.find_nonfinite(
         on_four_devices(lambda x: lax.cond(x[0] > 2.5, bad, lambda x: x, x))
     )(X)
