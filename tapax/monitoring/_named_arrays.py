@@ -1,8 +1,8 @@
 """The arrays among the arguments of a step by name, and the arrays that replace them.
 
 A name consists of the name of the argument and the path of the array in it:
-`state/params/Dense_0/kernel`. A module of a framework has the name of its class, as its sites do:
-`Net/blocks/0/mlp/kernel`. If several modules have one class, each has the name of its argument.
+`state/params/Dense_0/kernel`, `model/blocks/0/mlp/kernel`. `name_models` finds the names that the
+sites of a module have: `Net/blocks/0/mlp`.
 
 Models that the step closes over, or of which the step is a method, count as arguments.
 
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,13 +24,14 @@ import numpy as np
 from tapax._frameworks import registry
 from tapax._frameworks.closures import closed_over_modules
 from tapax._frameworks.interface import Adapter, key_path
+from tapax._frameworks.roots import Root, Roots
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._sites import join
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument of a step; `roots` maps the `id` of each module in it to a prefix of names."""
+    """An argument of a step; `roots` maps the `id` of each module in it to the module's path."""
 
     name: str
     value: Any
@@ -53,23 +53,33 @@ class Argument:
 def list_arguments(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Argument]:
     """List the arguments of a call by name, and the models that the step closes over."""
     given = list(_bound(step, args, kwargs))
-    objects = [(name, leaf) for name, value in given for leaf in _objects_in(value)]
-    names = _name_objects(objects)
+    roots: dict[int, str] = {}
+    for name, value in given:
+        for path, module in _objects_in(value):
+            roots.setdefault(id(module), join(name, path))
     held = closed_over_modules(step, registry.loaded_adapters())
-    held = [(name, module) for name, module in held if id(module) not in names]
-    # The models that the step closes over do not change the names of its arguments.
-    names = _name_objects([*objects, *held]) | names
-    return [Argument(name, value, names) for name, value in (*given, *held)]
+    held = [(name, module) for name, module in held if id(module) not in roots]
+    roots |= {id(module): name for name, module in held}
+    return [Argument(name, value, roots) for name, value in (*given, *held)]
 
 
-def _name_objects(objects: Sequence[tuple[str, Any]]) -> dict[int, str]:
-    """Name each object by its class, or by its given name if several objects have that class."""
-    names = {id(value): _class_name(value) for _, value in objects}
-    counts = Counter(names.values())
-    for name, value in objects:
-        if counts[_class_name(value)] > 1:
-            names[id(value)] = name
-    return names
+def name_models(arguments: Iterable[Argument], parameters: Collection[str]) -> dict[str, str]:
+    """Map the path of each module with parameters to the name that its sites have.
+
+    The name is that of its class, or that of its variable if several of them have one class. A
+    module without parameters, such as the moments that an optimizer keeps, changes no name.
+    """
+    found: list[Root] = []
+    for argument in arguments:
+        for _, module in _objects_in(argument.value):
+            path = argument.roots[id(module)]
+            if any(name.startswith(f"{path}/") for name in parameters):
+                found.append(Root(_class_name(module), path, (path,)))
+    roots = Roots()
+    for root in found:
+        roots.add(root)
+    roots.settle()
+    return {root.holders[0]: roots.name(root) for root in found}
 
 
 def _bound(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
@@ -158,7 +168,7 @@ def _children(prefix: str, part: PyTree) -> Iterator[tuple[str, Any]]:
 def _twin_roots(argument: Argument, twin: PyTree) -> dict[int, str]:
     """Name the modules in the twin of an argument, by their `id`."""
     pairs = zip(_objects_in(argument.value), _objects_in(twin), strict=True)
-    return {id(new): argument.roots[id(old)] for old, new in pairs}
+    return {id(new): argument.roots[id(old)] for (_, old), (_, new) in pairs}
 
 
 def _signature(tree: PyTree) -> tuple[Any, ...]:
@@ -191,8 +201,10 @@ def _is_object(value: Any) -> bool:
     return not _is_array(value) and _adapter(value) is not None
 
 
-def _objects_in(value: PyTree) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(value, is_leaf=_is_object) if _is_object(leaf)]
+def _objects_in(value: PyTree) -> list[tuple[str, Any]]:
+    """List the modules in a structure, each with its path."""
+    leaves = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)[0]
+    return [(key_path(keys), leaf) for keys, leaf in leaves if _is_object(leaf)]
 
 
 def _class_name(value: Any) -> str:

@@ -29,7 +29,13 @@ from tapax._results import Taps
 from tapax._sites import Site, SiteError, flatten, matches, name_of, nearest
 from tapax._walk.entries import Entry
 from tapax._walk.plan import Plan
-from tapax.monitoring._named_arrays import Argument, find_replaced, find_updated, list_arguments
+from tapax.monitoring._named_arrays import (
+    Argument,
+    find_replaced,
+    find_updated,
+    list_arguments,
+    name_models,
+)
 from tapax.monitoring._packed_arrays import PackedArrays
 from tapax.monitoring._parameter_gradients import GradientHooks, find_parameters
 from tapax.monitoring._parameter_updates import ParameterUpdates
@@ -57,13 +63,14 @@ class KnownParameters:
     """The parameters of a program, and where they are.
 
     `names` maps the `uid` of a mark to the name of its parameter, and `inputs` maps the name to the
-    number of an input of the program. `updates` has the results with the new values; None if the
-    program is a copy of the step.
+    number of an input of the program. `models` maps the beginning of such names to the name of a
+    model. `updates` has the results with the new values; None if the program is a copy of the step.
     """
 
     names: Mapping[int, str]
     inputs: Mapping[str, int]
     donated: frozenset[str]
+    models: Mapping[str, str]
     updates: ParameterUpdates | None = None
 
     @functools.cached_property
@@ -71,10 +78,16 @@ class KnownParameters:
         """The parameters and the modules with parameters, each with all parameters in it."""
         nodes: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.names.values()):
-            segments = name.split("/")
+            segments = self._with_model(name).split("/")
             for length in range(1, len(segments) + 1):
                 nodes.setdefault("/".join(segments[:length]), []).append(name)
         return nodes
+
+    def _with_model(self, name: str) -> str:
+        for path, model in self.models.items():
+            if name.startswith(f"{path}/"):
+                return model + name.removeprefix(path)
+        return name
 
 
 class ParameterCapture(NamedTuple):
@@ -154,7 +167,8 @@ class ParameterWatch:
             )
         donated = frozenset(given[i] for i in _donated(call.program.jaxpr) if i in given)
         origins = {given[origin]: origin for origin in found.values() if origin in given}
-        known = KnownParameters(names, origins, donated)
+        models = name_models(self._list_arguments(), origins)
+        known = KnownParameters(names, origins, donated, models)
         self._verify(known)
         if not updates:
             return known

@@ -230,7 +230,7 @@ def test_two_models_of_one_class_are_named_by_the_variables_that_hold_them(watch
     }
 
 
-def test_a_held_model_does_not_rename_one_that_is_given(watch):
+def test_a_held_and_a_given_model_have_the_names_of_their_sites(watch):
     other = make_brainstate()
 
     def step(model, x):
@@ -238,7 +238,8 @@ def test_a_held_model_does_not_rename_one_that_is_given(watch):
         train_brainstate(other, x)
 
     roots = {name.partition("/")[0] for name in watch(step, make_brainstate(), X)}
-    assert roots == {"Net", "other"}
+    sites = {site.path.partition("/")[0] for site in tapax.sites(step)(make_brainstate(), X)}
+    assert roots == sites == {"model", "other"}
 
 
 def test_a_part_of_a_model_that_is_held_too_keeps_its_name_in_the_model(watch):

@@ -222,6 +222,60 @@ def test_equinox_modules_are_named_by_their_class(watch):
     assert "MLP/layers/1/update_ratio" in record and "MLP/update_ratio" in record
 
 
+def test_moments_of_an_optimizer_do_not_rename_the_model(watch):
+    model = eqx.nn.MLP(4, 2, 5, 1, key=KEY)
+    tx = optax.adam(LR)  # its state has two trees that are MLPs, too
+
+    @eqx.filter_jit
+    def step(model, state, x):
+        grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+        updates, state = tx.update(grads, state)
+        return eqx.apply_updates(model, updates), state
+
+    state = tx.init(eqx.filter(model, eqx.is_array))
+    record, (new, _) = watch(step, model, state, X, params=True)
+    assert {name.partition("/")[0] for name in record} == {"MLP"}
+    for old, now, name in (
+        (model.layers[0].weight, new.layers[0].weight, "MLP/layers/0/weight"),
+        (model.layers[1].bias, new.layers[1].bias, "MLP/layers/1/bias"),
+    ):
+        assert_close(np.float64(record[f"{name}/param_rms"]), rms(old), 1e-5)
+        ratio = rms(np.asarray(now) - np.asarray(old)) / rms(old)
+        assert_close(np.float64(record[f"{name}/update_ratio"]), ratio, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pair", "names"),
+    [
+        (lambda a, b: {"policy": a, "value": b}, ("policy", "value")),
+        (lambda a, b: (a, b), ("agent/0", "agent/1")),
+    ],
+    ids=["dict", "tuple"],
+)
+def test_models_of_one_class_in_one_argument_have_the_names_of_their_sites(watch, pair, names):
+    keys = jax.random.split(KEY)
+    agent = pair(*(eqx.nn.MLP(4, 2, 5, 1, key=key) for key in keys))
+
+    def step(agent, x):
+        def agent_loss(agent):
+            return sum(jnp.mean(jax.vmap(m)(x) ** 2) for m in models(agent))
+
+        grads = eqx.filter_grad(agent_loss)(agent)
+        return eqx.apply_updates(agent, jax.tree.map(lambda g: -LR * g, grads))
+
+    def models(agent):
+        return jax.tree.leaves(agent, is_leaf=lambda m: isinstance(m, eqx.nn.MLP))
+
+    record, new = watch(step, agent, X, params=True)
+    sites = {site.path for site in tapax.sites(step)(agent, X)}
+    for name, model, trained in zip(names, models(agent), models(new), strict=True):
+        assert f"{name}/layers/0" in sites
+        w, now = (np.asarray(m.layers[0].weight) for m in (model, trained))
+        assert_close(np.float64(record[f"{name}/layers/0/weight/param_rms"]), rms(w), 1e-5)
+        ratio = record[f"{name}/layers/0/weight/update_ratio"]
+        assert_close(np.float64(ratio), rms(now - w) / rms(w), 1e-4)
+
+
 def test_train_states_and_linen_parameters_are_named_by_the_argument(watch):
     model = nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(2)])
     params = model.init(KEY, X)["params"]
