@@ -39,7 +39,7 @@ def test_every_public_function_runs_on_two_processes(tmp_path):
                     stderr=file,
                 )
             )
-    end = time.monotonic() + 300
+    end = time.monotonic() + 900
     while time.monotonic() < end and not any(process.poll() for process in processes):
         if all(process.poll() == 0 for process in processes):
             break

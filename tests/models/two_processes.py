@@ -258,15 +258,19 @@ def check_parameters(w, x):
     def step(w, x):
         return w - 0.1 * jax.grad(LOSS)(w, x)
 
-    log = tapax.Log()
-    options = {"values": None, "grads": None, "params": True, "to": log}
-    with tapax.monitor(jax.jit(step), every=1, **options) as watched:
-        watched(w, x)
-    if PROCESS == 0:
-        ((_, record),) = list(log)
-        np.testing.assert_allclose(record["w/param_rms"], rms(W), rtol=1e-5)
-        ratio = 0.1 * record["w/param_grad_rms"] / rms(W)
-        np.testing.assert_allclose(record["w/update_ratio"], ratio, rtol=1e-3)
+    values, _ = reference()
+    for exact in (True, False):
+        log = tapax.Log()
+        options = {"grads": None, "params": True, "to": log, "exact": exact}
+        with tapax.monitor(jax.jit(step), every=1, **options) as watched:
+            new = watched(w, x)
+        assert new.sharding.is_equivalent_to(w.sharding, w.ndim)
+        if PROCESS == 0:
+            ((_, record),) = list(log)
+            np.testing.assert_allclose(record["h/value_rms"], rms(values["h"]), rtol=1e-5)
+            np.testing.assert_allclose(record["w/param_rms"], rms(W), rtol=1e-5)
+            ratio = 0.1 * record["w/param_grad_rms"] / rms(W)
+            np.testing.assert_allclose(record["w/update_ratio"], ratio, rtol=1e-3)
 
 
 def main():
