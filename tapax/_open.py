@@ -43,8 +43,8 @@ def open(path: str | os.PathLike[str]) -> Log | Taps | Activations:
         acts = Activations(path)
         if not acts.is_complete:
             warnings.warn(
-                f"The dataset {os.fspath(path)!r} is not complete: {acts.progress}. Call "
-                "`harvest` again with the same arguments to continue.",
+                f"The dataset {os.fspath(path)!r} is not complete: {acts.progress}. "
+                f"{acts.manifest.continuation}",
                 stacklevel=2,
             )
         return acts

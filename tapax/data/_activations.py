@@ -11,7 +11,7 @@ from jax.sharding import Mesh, Sharding
 
 from tapax._results import SiteDict, Tabular
 from tapax._results.picking import pick_sites
-from tapax._sites import Site, nearest
+from tapax._sites import Site, SiteError, nearest
 from tapax.data._arguments import as_integer
 from tapax.data._batch_order import WINDOW, BatchOrder
 from tapax.data._batch_reader import Batches, check_divisible, make_sharding
@@ -66,7 +66,7 @@ class Activations(Tabular):
         if not is_dataset(path):
             raise FileNotFoundError(f"There is no dataset of activations in {os.fspath(path)!r}.")
         self.manifest = Manifest.read(self._folder.path)
-        counts = self._folder.read_index()
+        counts = self._folder.read_index(self.manifest.unit_plan.shard_count)
         if counts is None:
             units = sorted(self._folder.units_done())
             counts = [self._folder.read_header(unit).rows for unit in units]
@@ -174,9 +174,10 @@ class Activations(Tabular):
         window = as_integer("window", window, 1)
         seed = None if seed is None else as_integer("seed", seed)
         placed = make_sharding(mesh, sharding)
-        check_divisible(placed, size, len(self), drop_remainder)
+        arrays = self._select(sites)
+        check_divisible(placed, size, arrays, drop_remainder)
         order = BatchOrder(self._shards.counts.tolist(), size, seed, window, drop_remainder)
-        return Batches(self._select(sites), order, start, placed)
+        return Batches(arrays, order, start, placed)
 
     def source(self, site: str | None = None) -> RowSource:
         """Make a data source of rows for Grain.
@@ -271,6 +272,10 @@ class Activations(Tabular):
             return self._arrays
         sites = [Site(name) for name in self._arrays]
         picked = pick_sites(selection, sites, "sites", "this dataset")
+        if not picked:
+            raise SiteError(
+                f"sites={selection!r} selects nothing. Leave `sites` out to select all."
+            )
         return {site.name: self._arrays[site.name] for site in picked}
 
     def __reduce__(self) -> Any:

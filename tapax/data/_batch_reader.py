@@ -77,7 +77,13 @@ class Batches(Iterator[Batch]):
         if not self._ahead:
             self._threads.shutdown(wait=False)
             raise StopIteration
-        batch = self._ahead.popleft().result()
+        try:
+            batch = self._ahead[0].result()
+        except Exception:
+            self._ahead.clear()  # so that the next call reads this batch again
+            raise
+        # An interrupt while waiting leaves the batch for the next call.
+        self._ahead.popleft()
         self.position += 1
         return batch
 
@@ -140,17 +146,24 @@ def make_sharding(mesh: Any, sharding: Any) -> Sharding | None:
     return sharding
 
 
-def check_divisible(sharding: Sharding | None, size: int, rows: int, drop: bool) -> None:
+def check_divisible(
+    sharding: Sharding | None, size: int, arrays: Mapping[str, LazyArray], drop: bool
+) -> None:
     """Raise, before anything is read, if `sharding` cannot divide a batch over the devices."""
-    if sharding is None:
-        return
-    for count in (size, rows % size):
-        if count == size or not drop:
-            try:
-                sharding.shard_shape((count,))
-            except ValueError as error:
-                what = "Batches" if count == size else "The last batch"
-                fix = "Choose another `size`" if count == size else "Give drop_remainder=True"
-                raise ValueError(
-                    f"{what} of {count} rows cannot be divided over the devices: {error}. {fix}."
-                ) from error
+    for name, array in arrays.items() if sharding is not None else ():
+        for count in (size, len(array) % size):
+            if count == size or (count and not drop):
+                _check_shape(sharding, name, (count, *array.shape[1:]), is_last=count < size)
+
+
+def _check_shape(sharding: Any, name: str, shape: tuple[int, ...], *, is_last: bool) -> None:
+    try:
+        sharding.shard_shape(shape)
+    except (ValueError, IndexError) as error:
+        what, fix = "Batches", "Choose another `size`, or other `sites`"
+        if is_last:
+            what, fix = "The last batch", "Give drop_remainder=True"
+        raise ValueError(
+            f"{what} of {shape[0]} rows cannot be divided over the devices: {name!r} has the shape "
+            f"{list(shape)}, and the sharding is {sharding} ({error}). {fix}."
+        ) from error

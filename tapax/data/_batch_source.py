@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import numbers
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from tapax._frameworks.interface import key_path
 from tapax._jax import PyTree
 from tapax._sites import wrong_type
 from tapax.data._folder import DatasetFolder, is_dataset
@@ -50,6 +53,7 @@ class BatchSource:
             self.first = as_arrays(self._sequence[0] if self.count else next(self._iterator))
         except StopIteration:
             raise ValueError("`batches` has no batches, so there is nothing to harvest.") from None
+        self._text: dict[str, str] | None = _find_text(self.first)
 
     def check(self, worker: Worker, seed: int | None) -> None:
         """Raise if several workers or a seed need a sequence, but the source is an iterable."""
@@ -92,29 +96,73 @@ class BatchSource:
                 read += 1
                 with meter.waiting_for("batches"):
                     batch = as_arrays(self._sequence[number])
+                self._warn_of_text(batch)
                 yield BatchTask(unit, number, batch, place == len(batch_numbers))
 
     def _iterated(self, plan: UnitPlan, meter: Meter) -> Iterator[BatchTask]:
         batch = self.first
         for number in itertools.count():
-            with meter.waiting_for("batches"):
-                following = next(self._iterator, _END)
+            following, error = _END, None
+            try:
+                with meter.waiting_for("batches"):
+                    following = as_arrays(next(self._iterator, _END))
+            except Exception as failed:
+                error = failed
+            self._warn_of_text(batch)
             unit, place = divmod(number, plan.batches_per_unit)
-            ends_unit = following is _END or place + 1 == plan.batches_per_unit
-            yield BatchTask(unit, number, batch, ends_unit)
-            if following is _END:
+            is_last = following is _END and error is None
+            yield BatchTask(unit, number, batch, is_last or place + 1 == plan.batches_per_unit)
+            if error is not None:  # after the batch that came before it, which may finish a unit
+                raise error
+            if is_last:
                 return
-            batch = as_arrays(following)
+            batch = following
+
+    def _warn_of_text(self, batch: PyTree) -> None:
+        """Warn once if the text of a batch is not that of the first batch."""
+        if self._text is None or (found := _find_text(batch)) == self._text:
+            return
+        name = next(
+            name for name in {**found, **self._text} if found.get(name) != self._text.get(name)
+        )
+        self._text = None
+        warnings.warn(
+            f"The batches have different text: {name!r}. Text is static, so the function is traced "
+            "and compiled anew for each batch. Leave the text out of the batches if the function "
+            "does not need it.",
+            stacklevel=6,
+        )
 
 
 _END = object()
 
 
+def _find_text(batch: PyTree) -> dict[str, str]:
+    """Find the text in a batch, by its path."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return {key_path(keys): leaf for keys, leaf in leaves if isinstance(leaf, str)}
+
+
 def as_arrays(batch: PyTree) -> PyTree:
-    """Convert the lists of numbers in a batch, such as Hugging Face returns, to arrays."""
+    """Convert the lists of numbers in a batch, such as Hugging Face returns, to arrays.
+
+    Arrays of NumPy are copied: a loader may fill one buffer again for each batch.
+    """
     if isinstance(batch, dict):
         return {key: as_arrays(value) for key, value in batch.items()}
-    return np.asarray(batch) if isinstance(batch, list) and _are_numbers(batch) else batch
+    if isinstance(batch, np.ndarray):
+        if batch.dtype.kind in "OSU":
+            raise TypeError(
+                f"A batch has an array of type {batch.dtype}, which JAX does not take. Leave it "
+                "out of the batches, or convert it to numbers."
+            )
+        return np.array(batch)
+    if isinstance(batch, list) and _are_numbers(batch):
+        return np.asarray(batch)
+    if isinstance(batch, (list, tuple)):
+        parts = map(as_arrays, batch)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
 
 
 def _are_numbers(items: list[Any]) -> bool:

@@ -51,10 +51,14 @@ def make_columns(
     if tokens is not None:
         columns["token"] = np.asarray(tokens).reshape(rows)
     if beside is not None:
+        if not callable(beside):
+            raise wrong_type("`beside` takes a function of a batch, but is", beside)
         given = beside(batch)
         if not isinstance(given, Mapping):
             raise wrong_type("`beside` should return a dict of arrays by name, but returned", given)
         for name, x in given.items():
+            if not isinstance(name, str):
+                raise wrong_type("The names of the columns of `beside` are strings, not", name)
             columns[name] = _spread(np.asarray(x), sizes, f"The column {name!r} of `beside`")
     for name, x in columns.items():
         check_storable(x.dtype, f"The column {name!r}")
@@ -103,7 +107,8 @@ def _find_tokens(batch: PyTree, sizes: tuple[int, ...]) -> Value | None:
             if key in batch and _are_tokens(batch[key], sizes):
                 return batch[key]
     found = [x for x in jax.tree.leaves(batch) if _are_tokens(x, sizes)]
-    return found[0] if len(found) == 1 else None
+    # An integer for each example is more often a label than a token.
+    return found[0] if len(found) == 1 and (len(sizes) > 1 or found[0] is batch) else None
 
 
 def _are_tokens(x: Value, sizes: tuple[int, ...]) -> bool:

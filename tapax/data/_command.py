@@ -3,10 +3,11 @@
     tapax data acts           prints the dataset as a table
     tapax data verify acts    reads every byte and lists the damaged shards
 
-The exit code is 0, 1 if a shard is damaged, or 2 if the folder does not contain a dataset.
+The exit code is 0, 1 if the dataset is damaged, or 2 if the folder does not contain a dataset.
 """
 
 import argparse
+import sys
 
 from tapax.data._activations import Activations
 from tapax.data._folder import is_dataset
@@ -28,15 +29,22 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"The command takes a folder, or `verify` and a folder, not {options.words}.")
     if not is_dataset(path):
         parser.error(f"There is no dataset of activations in {path!r}.")
-    if not before:
-        acts = Activations(path)
-        print(acts)
-        if not acts.is_complete:
-            print(
-                "The harvest is not finished. Call `harvest` again with the same arguments to "
-                "continue it."
-            )
-        return 0
+    try:
+        return _verify(path) if before else _describe(path)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _describe(path: str) -> int:
+    acts = Activations(path)
+    print(acts)
+    if not acts.is_complete:
+        print(f"The harvest is not finished. {acts.manifest.continuation}")
+    return 0
+
+
+def _verify(path: str) -> int:
     found = verify_dataset(path)
     print(found)
     return 0 if found.is_whole else 1

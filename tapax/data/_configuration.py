@@ -6,6 +6,7 @@ import math
 import platform
 import sys
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from tapax._jax import PyTree, gather, spans_processes
 from tapax._sites import SiteError, show, wrong_type
 from tapax._walk.plan import Plan
 from tapax.data._arguments import as_integer
-from tapax.data._columns import Beside, Keep, make_columns
+from tapax.data._columns import Beside, Keep, make_columns, read_mask, spread_mask
 from tapax.data._manifest import DatasetArray, Manifest
 from tapax.data._row_layout import RowLayout
 from tapax.data._row_program import ComputedRows, Description
@@ -40,21 +41,27 @@ def make_manifest(
 ) -> Manifest:
     """Describe the dataset that a harvest will write; `first` is the first batch."""
     rows = described.rows
-    arrays = _describe_arrays(rows, gather(first), beside)
+    whole = gather(first)
+    columns = make_columns(whole, 0, rows.row_sizes, beside)
+    arrays = _describe_arrays(rows, columns)
+    mask = read_mask(whole, keep)
+    if mask is not None:
+        spread_mask(mask, rows.row_sizes, np)  # raises if the mask does not fit
     configuration = {
         "values": None if plan.values is None else show(plan.values),
         "grads": None if plan.grads is None else show(plan.grads),
         "rows": layout.rows if isinstance(layout.rows, str) else list(layout.rows),
         "layers": layout.layers,
         "dtype": dtype,
-        "keep": _describe_keep(keep),
-        "beside": None if beside is None else "a function",
+        "keep": None if mask is None else _checksum(mask),
+        "beside": None if beside is None else _checksum(columns),
         "seed": seed,
         "batches": batches,
         "batches_per_unit": _batches_per_unit(arrays, rows, batches, shard_bytes, units),
         "processes": processes,
         "first_batch": _checksum(first),
         "weights": described.weights,
+        "program": described.program,
     }
     return Manifest(configuration, arrays, _versions())
 
@@ -70,17 +77,21 @@ def check_dtype(dtype: Any) -> str | None:
     check_storable(dtype_of(name), "`dtype`")
     if not jnp.issubdtype(dtype_of(name), jnp.floating):
         raise TypeError(f"`dtype` takes a floating-point type, but is {name}.")
+    if jax.dtypes.canonicalize_dtype(dtype_of(name)) != dtype_of(name):
+        raise TypeError(
+            f"`dtype` is {name}, but JAX has 32 bits by default. Choose another type, or enable 64 "
+            "bits: jax.config.update('jax_enable_x64', True)."
+        )
     return name
 
 
 def _describe_arrays(
-    described: ComputedRows, first: PyTree, beside: Beside
+    described: ComputedRows, columns: Mapping[str, np.ndarray]
 ) -> tuple[DatasetArray, ...]:
     sites = [
         DatasetArray(site.name, site.kind, site.dtype, site.shape, site.computed_dtype, site.source)
         for site in described.sites
     ]
-    columns = make_columns(first, 0, described.row_sizes, beside)
     for name in columns:
         if any(site.name == name for site in sites):
             raise SiteError(
@@ -110,12 +121,6 @@ def _batches_per_unit(
     shard_bytes = as_integer("shard_bytes", shard_bytes, 1)
     row = sum(math.prod(array.shape) * dtype_of(array.dtype).itemsize for array in arrays)
     return max(1, shard_bytes // max(row * math.prod(described.row_sizes), 1))
-
-
-def _describe_keep(keep: Keep) -> str | None:
-    if keep is None or callable(keep):
-        return None if keep is None else "a function"
-    return f"a mask with the checksum {_checksum(keep)}"
 
 
 def _checksum(batch: PyTree) -> str | None:

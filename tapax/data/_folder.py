@@ -85,13 +85,17 @@ class DatasetFolder:
         content = {"units": len(rows), "rows": [rows[unit] for unit in sorted(rows)]}
         write_whole(self.path / _INDEX, [(json.dumps(content) + "\n").encode()], owner)
 
-    def read_index(self) -> list[int] | None:
-        """Return the number of rows of each unit, or None if some units are not done."""
+    def read_index(self, shards: int | None) -> list[int] | None:
+        """Return the number of rows of each unit, or None if some units are not done.
+
+        `shards` is the number of shards of the complete dataset, or None if that is unknown.
+        """
         path = self.path / _INDEX
         try:
             content: Any = json.loads(path.read_bytes())
             rows = content["rows"]
-            if len(rows) != content["units"] or any(type(n) is not int for n in rows):
+            wrong = [n for n in rows if type(n) is not int or n < 0]
+            if wrong or not len(rows) == content["units"] == (shards or len(rows)):
                 raise ValueError("its parts do not fit together")
         except FileNotFoundError:
             return None
@@ -133,7 +137,7 @@ class DatasetFolder:
         except OSError as error:
             raise self.unwritable(error) from error
         try:
-            if not _lock(descriptor):
+            if _lock(descriptor) is False:
                 holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
                 raise WorkerTakenError(
                     f"{holder} harvests into {str(self.path)!r} as {worker} already. Give every "
@@ -147,6 +151,18 @@ class DatasetFolder:
         finally:
             os.close(descriptor)
 
+    def remove_leftovers(self) -> None:
+        """Remove what killed workers left in a complete dataset: unfinished files and locks.
+
+        A worker whose lock is held, or on a file system without locks, may still be running.
+        """
+        for path in self.path.glob(".*.lock"):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                if _lock(file.fileno()):
+                    for folder in (self.path, self.shards):
+                        remove_leftovers(folder, path.stem.removeprefix("."))
+                    path.unlink()
+
     def unwritable(self, error: OSError) -> OSError:
         why = error.strerror or str(error)
         return OSError(
@@ -157,14 +173,17 @@ class DatasetFolder:
         )
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock an open file, and return False if another process has locked it."""
+def _lock(descriptor: int) -> bool | None:
+    """Lock an open file; return False if another process has locked it.
+
+    Return None if the system, or the file system, has no locks.
+    """
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except (ImportError, OSError):  # the system, or the file system, has no locks
-        return True
+    except (ImportError, OSError):
+        return None
     return True

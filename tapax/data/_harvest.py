@@ -169,7 +169,10 @@ def harvest(
         if processes.index == 0:
             _write_index(folder, storage.plan, owner)
         processes.wait()
-    return Activations(folder.path)
+    acts = Activations(folder.path)
+    if acts.is_complete:
+        folder.remove_leftovers()
+    return acts
 
 
 def _progress_note(folder: DatasetFolder, plan: UnitPlan) -> str:
@@ -186,7 +189,7 @@ def _progress_note(folder: DatasetFolder, plan: UnitPlan) -> str:
 def _write_index(folder: DatasetFolder, plan: UnitPlan, owner: str) -> None:
     """Write the index if all units are done."""
     done = folder.units_done()
-    if folder.read_index() is None and len(done) == (plan.shard_count or len(done)):
+    if folder.read_index(plan.shard_count) is None and len(done) == (plan.shard_count or len(done)):
         rows = {unit: folder.read_header(unit).rows for unit in done}
         try:
             folder.write_index(rows, owner)

@@ -21,7 +21,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from tapax._sites import SiteError
+from tapax.data._folder import WorkerTakenError
 from tapax.data._harvest import harvest
+from tapax.data._manifest import OtherDatasetError
 
 HELP = "harvest activations as one of several workers"
 
@@ -49,7 +52,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         )
     if not os.path.isfile(script):
         parser.error(f"There is no script {script!r}.")
-    given: dict[str, Any] = {"take_over": not options.no_take_over}
+    given: dict[str, Any] = {"take_over": False} if options.no_take_over else {}
     if options.worker is not None:
         found = re.fullmatch(r"(\d+)/(\d+)", options.worker)
         if found is None or not int(found[1]) < int(found[2]):
@@ -60,9 +63,12 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.to is not None:
         given["to"] = options.to
     arguments = {**_call(parser, script, name), **given}
-    acts = harvest(**arguments)
+    try:
+        acts = harvest(**arguments)
+    except (SiteError, OtherDatasetError, WorkerTakenError) as error:
+        parser.error(str(error))
     print(f"{acts.path}: {len(acts):,} rows, {acts.progress}")
-    return 0 if acts.is_complete or options.no_take_over else 1
+    return 0 if acts.is_complete or not arguments.get("take_over", True) else 1
 
 
 def _call(parser: argparse.ArgumentParser, script: str, name: str) -> Mapping[str, Any]:

@@ -66,7 +66,7 @@ class LazyArray:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        first, *others = index if isinstance(index, tuple) else (index,)
+        first, *others = (index or [Ellipsis]) if isinstance(index, tuple) else (index,)
         if first is Ellipsis:
             first, others = slice(None), [Ellipsis, *others]
         if isinstance(first, slice):
@@ -89,7 +89,8 @@ class LazyArray:
             found = self._slice(number, number + 1)[0]
             return found[tuple(others)] if others else found
         found = self.take(numbers)
-        return found[(slice(None), *others)] if others else found
+        # As in NumPy, lists for several axes are paired.
+        return found[(np.arange(len(found)), *others)] if others else found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:

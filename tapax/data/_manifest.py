@@ -21,6 +21,10 @@ VERSION = 1
 NAME = "manifest.json"
 
 
+class OtherDatasetError(ValueError):
+    """The error of a folder with a dataset of another configuration."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DatasetArray:
     """An array of a dataset: a value or gradient of a site, or a column.
@@ -75,6 +79,16 @@ class Manifest:
     def columns(self) -> tuple[DatasetArray, ...]:
         return tuple(array for array in self.arrays if array.kind == "column")
 
+    @property
+    def continuation(self) -> str:
+        """How to continue the harvest if it has not finished, as a sentence."""
+        if self.configuration["batches"] is None:
+            return (
+                "Its batches came from an iterable, so it cannot be continued: harvest again into "
+                "another folder."
+            )
+        return "Call `harvest` again with the same arguments to continue."
+
     def encode(self) -> bytes:
         content = {
             "format": FORMAT,
@@ -121,8 +135,11 @@ class Manifest:
 def check_same(folder: Path, there: Manifest, here: Manifest) -> None:
     """Raise if the manifest `here`, of a harvest, differs from the one `there`, in the folder."""
     differences = list(_differences(there, here))
+    before, now = there.versions["jax"], here.versions["jax"]
+    if differences and before != now:
+        differences.append(f"jax was {before} there and is {now} here")
     if differences:
-        raise ValueError(
+        raise OtherDatasetError(
             f"The folder {str(folder)!r} holds another dataset: {'; '.join(differences)}. "
             "Harvest into another folder, or repeat the call that started this one."
         )
@@ -151,7 +168,10 @@ def _describe(array: DatasetArray | None) -> str:
 _EXPLAINED = {
     "batches": "the number of batches",
     "batches_per_unit": "the number of batches in a unit, which `shard_bytes` and `units` decide,",
+    "beside": "the checksum of the columns of `beside` in the first batch",
     "first_batch": "the checksum of the first batch",
+    "keep": "the checksum of the mask of `keep` in the first batch",
     "processes": "the number of processes that the function's arrays span",
+    "program": "the checksum of the traced function",
     "weights": "the checksum of the function's weights",
 }

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tapax._jax import Value
@@ -143,6 +144,8 @@ def _axis_of(site: Site, loop: int) -> int | None:
 
 def _with_rows_first(x: Value, axes: tuple[int, ...]) -> tuple[tuple[int, ...], Value]:
     sizes = tuple(x.shape[axis] for axis in axes)
+    # The compiler would fuse the reshape with the operation before it, and change its last bits.
+    x = jax.lax.optimization_barrier(x)
     x = jnp.moveaxis(x, axes, range(len(axes)))
     return sizes, x.reshape(math.prod(sizes), *x.shape[len(axes) :])
 

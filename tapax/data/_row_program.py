@@ -23,6 +23,8 @@ from tapax._api.cut import evaluate_needed
 from tapax._calling.program import TracedCall
 from tapax._calling.transform import Transform, TransformedFunction
 from tapax._jax import PyTree, Value
+from tapax._jaxpr.digest import digest
+from tapax._marks.marked_jaxprs import strip
 from tapax._results import SiteDict, Taps
 from tapax._sites import Site, SiteError, nearest
 from tapax._walk.plan import Plan
@@ -142,10 +144,11 @@ def _nothing_selected(plan: Plan, taps: Taps) -> SiteError:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The types of the rows of a batch, the fingerprint of the weights, and all inputs."""
+    """The types of the rows of a batch, checksums of the weights and program, and all inputs."""
 
     rows: ComputedRows
     weights: str
+    program: str
     inputs: Sequence[Value]
 
 
@@ -173,7 +176,7 @@ class RowProgram:
         return RowBatch(arrays, statistics, rows.ran, rows.sites, rows.row_sizes)
 
     def describe(self, batch: PyTree) -> Description:
-        """Describe the rows of a batch and the weights, of which it computes only a fingerprint."""
+        """Describe the rows of a batch, the weights and the program, without computing rows."""
         traced = self._function.traced_call((*self._given, batch), self._keywords)
 
         def rows(*arrays: Value) -> Any:
@@ -184,7 +187,8 @@ class RowProgram:
         constants = list(_jax.jaxpr_consts(traced.program.jaxpr))
         weights = [x for x in traced.arrays if id(x) not in given]
         inputs = [*traced.arrays, *constants]
-        return Description(described, fingerprint([*weights, *constants]), inputs)
+        program = digest(strip(traced.program.jaxpr))
+        return Description(described, fingerprint([*weights, *constants]), program, inputs)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -55,6 +55,11 @@ class ShardSet:
 
     def _map(self, place: int) -> MappedShard:
         shard = MappedShard(self._folder.shard_path(self.units[place]), self._hash)
+        if shard.header.unit != self.units[place]:
+            raise ShardError(
+                f"The shard {str(shard.path)!r} holds unit {shard.header.unit} instead of the unit "
+                "of its name."
+            )
         if shard.rows != self.counts[place]:
             raise ShardError(
                 f"The shard {str(shard.path)!r} has {shard.rows} rows, but the index of the "

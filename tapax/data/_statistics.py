@@ -23,15 +23,15 @@ NUMBERS = ("rows", "nonfinite", "overflowed", "norm_sum", "largest")
 """The fields of `Statistics` that are numbers; `mean` and `squares` have the shape of a row."""
 
 
-_SCALES = 2.0**-100, 2.0**100
-"""The smallest and largest unit of norms; beyond them, a reciprocal is not a normal number."""
+_UNITS = {"float32": 2.0**100, "float64": 2.0**1000}
+"""The largest unit of measurement, by dtype; beyond it, the reciprocal is not a normal number."""
 
 
 def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
     """Measure the rows of a site that `mask` keeps, before they are converted to `dtype`.
 
-    The unit of the norms is about the largest magnitude, so that no square overflows.
-    `Statistics.measured` converts the result.
+    The unit of norms, means and squares is a power of two near the largest magnitude, so that no
+    square overflows. `Statistics.measured` converts the result.
     """
     wide = _widen(x)
     axes = tuple(range(1, x.ndim))
@@ -41,16 +41,20 @@ def measure_rows(x: Value, dtype: str, mask: Value | None) -> dict[str, Value]:
     finite = kept & jnp.isfinite(magnitudes)
     count = finite.sum()
     largest = jnp.where(finite, magnitudes, 0).max(initial=0)
-    norms = jnp.sqrt(jnp.square(wide / jnp.clip(largest, *_SCALES)).sum(axes))
-    mean, squares = _measure_elements(x, finite)
+    most = _UNITS[wide.dtype.name]
+    exponent = jnp.frexp(jnp.clip(largest, 1 / most, most))[1] - 1
+    unit = jnp.ldexp(jnp.ones((), wide.dtype), exponent)
+    norms = jnp.sqrt(jnp.square(wide / unit).sum(axes))
+    mean, squares = _measure_elements(x, finite, 1 / unit)
     return {
         "rows": count,
         "nonfinite": kept.sum() - count,
         "overflowed": (finite & (magnitudes > _largest_stored(wide, dtype))).sum(),
-        "scaled_norm_sum": jnp.where(finite, norms, 0).sum(),
+        "norm_sum": jnp.where(finite, norms, 0).sum(),
         "largest": largest,
         "mean": mean,
         "squares": squares,
+        "unit": unit,
     }
 
 
@@ -58,27 +62,27 @@ def _widen(x: Value) -> Value:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def _measure_elements(x: Value, used: Value) -> tuple[Value, Value]:
+def _measure_elements(x: Value, used: Value, scale: Value) -> tuple[Value, Value]:
     """Return the mean of each element over the `used` rows, and its squared distances from it.
 
-    A CPU takes half the time without the selection of rows, which is needed only if some are not
-    finite. A GPU selects for free, but stops for a branch.
+    Both are those of `x` times `scale`. A CPU takes half the time without the selection of rows,
+    which is needed only if some are not finite. A GPU selects for free, but stops for a branch.
     """
 
-    def measure_some(x: Value, used: Value) -> tuple[Value, Value]:
-        wide, chosen = _widen(x), used.reshape(-1, *(1 for _ in x.shape[1:]))
+    def measure_some(x: Value, used: Value, scale: Value) -> tuple[Value, Value]:
+        wide, chosen = _widen(x) * scale, used.reshape(-1, *(1 for _ in x.shape[1:]))
         mean = jnp.where(chosen, wide, 0).sum(0) / jnp.maximum(used.sum(), 1).astype(wide.dtype)
         return mean, jnp.where(chosen, jnp.square(wide - mean), 0).sum(0)
 
-    def measure_all(x: Value, used: Value) -> tuple[Value, Value]:
-        wide = _widen(x)
+    def measure_all(x: Value, used: Value, scale: Value) -> tuple[Value, Value]:
+        wide = _widen(x) * scale
         mean = wide.sum(0) / max(len(x), 1)
         return mean, jnp.square(wide - mean).sum(0)
 
-    def choose(x: Value, used: Value) -> tuple[Value, Value]:
-        return jax.lax.cond(used.all(), measure_all, measure_some, x, used)
+    def choose(x: Value, used: Value, scale: Value) -> tuple[Value, Value]:
+        return jax.lax.cond(used.all(), measure_all, measure_some, x, used, scale)
 
-    return jax.lax.platform_dependent(x, used, cpu=choose, default=measure_some)
+    return jax.lax.platform_dependent(x, used, scale, cpu=choose, default=measure_some)
 
 
 def _largest_stored(wide: Value, dtype: str) -> float:
@@ -89,7 +93,14 @@ def _largest_stored(wide: Value, dtype: str) -> float:
     if not jnp.issubdtype(dtype_of(dtype), jnp.floating):
         return math.inf
     limit = jnp.finfo(dtype)
-    return min(float(limit.max) * (1 + float(limit.eps) / 4), float(jnp.finfo(wide.dtype).max))
+    largest = float(limit.max)
+    if largest >= float(jnp.finfo(wide.dtype).max):
+        return math.inf
+    # Halfway to the next number that `dtype` would have; the tie goes to one of the two.
+    middle = largest + float(limit.eps) * 2.0 ** math.floor(math.log2(largest)) / 2
+    with np.errstate(over="ignore"):
+        is_rounded_down = float(np.asarray(middle).astype(dtype_of(dtype))) == largest
+    return middle if is_rounded_down else float(np.nextafter(wide.dtype.type(middle), 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +141,7 @@ class Statistics:
         """Convert the statistics that the device measured for one batch.
 
         Args:
-            parts: The numbers and arrays that `measure_rows` returned, by name. Their norms are in
-                a unit that depends on the rows.
+            parts: The numbers and arrays that `measure_rows` returned, by name, in their unit.
 
         Returns:
             The statistics of the rows.
@@ -145,9 +155,11 @@ class Statistics:
             >>> Statistics.measured(measure_rows(x, "float32", None)).norm
             2.5
         """
-        scale = np.clip(np.float64(parts["largest"]), *_SCALES)
-        norm_sum = float(parts["scaled_norm_sum"]) * scale
-        return cls.of({**parts, "norm_sum": norm_sum})
+        unit = np.float64(parts["unit"])
+        with np.errstate(over="ignore"):  # in float64, squares may still be too large
+            scaled = {name: np.float64(parts[name]) * unit for name in ("norm_sum", "mean")}
+            scaled["squares"] = np.float64(parts["squares"]) * unit * unit
+        return cls.of({**parts, **scaled})
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Statistics:

@@ -23,20 +23,23 @@ class Verification:
         shards: The number of shards that were read.
         nbytes: The size of the shards, in bytes.
         faults: A sentence for each shard that is missing, truncated or altered.
+        is_complete: True if the harvest has finished. Otherwise only the shards that it has
+            written so far were read.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, tapax
         >>> double = lambda x: tapax.sow(2 * x, "h")
         >>> acts = tapax.harvest(double, [jnp.ones((8, 3))], to=tempfile.mkdtemp())
         >>> found = acts.verify()
-        >>> found.is_whole, found.shards, found.faults
-        (True, 1, ())
+        >>> found.is_whole, found.shards, found.faults, found.is_complete
+        (True, 1, (), True)
     """
 
     path: str
     shards: int
     nbytes: int
     faults: tuple[str, ...]
+    is_complete: bool
 
     @property
     def is_whole(self) -> bool:
@@ -45,16 +48,19 @@ class Verification:
 
     def __str__(self) -> str:
         checked = f"{self.shards} shards of {self.path!r} were read, {self.nbytes:,} bytes"
-        if self.is_whole:
-            return f"{checked}: every checksum is right."
-        return "\n".join([f"{checked}: {len(self.faults)} faults.", *self.faults])
+        found = f"{len(self.faults)} faults" if self.faults else "every checksum is right"
+        lines = [f"{checked}: {found}.", *self.faults]
+        if not self.is_complete:
+            lines.append("The harvest is not finished, so there are units without a shard.")
+        return "\n".join(lines)
 
 
 def verify_dataset(path: str | os.PathLike[str]) -> Verification:
     """Read a whole dataset and compare it with its checksums and its manifest."""
     folder = DatasetFolder(path)
     manifest = Manifest.read(folder.path)
-    counts, done = folder.read_index(), folder.units_done()
+    count = manifest.unit_plan.shard_count
+    counts, done = folder.read_index(count), folder.units_done()
     expected = range(len(counts)) if counts is not None else done
     missing = [folder.shard_path(unit) for unit in expected if unit not in done]
     faults = [f"The shard {str(path)!r} is missing." for path in missing]
@@ -62,7 +68,8 @@ def verify_dataset(path: str | os.PathLike[str]) -> Verification:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         results = list(threads.map(check, sorted(done)))
     faults += [fault for fault, _ in results if fault]
-    return Verification(str(path), len(done), sum(nbytes for _, nbytes in results), tuple(faults))
+    nbytes = sum(nbytes for _, nbytes in results)
+    return Verification(str(path), len(done), nbytes, tuple(faults), counts is not None)
 
 
 def _check_shard(

@@ -19,6 +19,18 @@ def make():
     return {"fn": model, "batches": make_batches(), "to": "acts", "values": sites, "units": 4}
 
 
+def share():
+    return {**make(), "worker": (0, 2), "take_over": False}
+
+
+def other():
+    return {**make(), "dtype": "float16"}
+
+
+def unknown():
+    return {**make(), "values": "net/hiden"}
+
+
 def nothing():
     return None
 
@@ -65,3 +77,19 @@ def test_commands_that_make_no_sense_are_refused(script, capsys, arguments, mess
     with pytest.raises(SystemExit, match="2"):
         main(["harvest", *arguments])
     assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def test_the_function_may_leave_the_units_of_others_alone(script, capsys):
+    assert main(["harvest", "script.py:share"]) == 0
+    assert "2 of 4 units" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("other", "holds another dataset: `dtype` was None"), ("unknown", "net/hiden")],
+)
+def test_errors_of_a_harvest_are_one_sentence(script, capsys, name, message):
+    main(["harvest", script])
+    with pytest.raises(SystemExit, match="2"):
+        main(["harvest", f"script.py:{name}"])
+    assert message in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """Reading datasets by index, in batches and by other loaders, and detecting damage."""
 
+import json
 import os
 import pickle
 import shutil
 import threading
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,7 @@ def copied(folder, tmp_path):
         0, -1, np.int64(7), slice(3, 9), slice(15, 45), slice(None), slice(40, 3, -7), slice(9, 3),
         slice(-5, None), [3, 17, 5], [64, 0, 0, -1], [], np.array([20, 21]), TOKENS % 2 == 0, ...,
         (slice(2, 30), 1), ([5, 2], slice(1, 3)), (3, 2), (..., 0), (slice(0, 4), None),
+        (), ([5, 2], [1, 3]), ([5, 2], slice(None), None), (TOKENS % 2 == 0, 1),
     ],
     ids=str,
 )  # fmt: skip
@@ -395,3 +398,95 @@ def test_rows_longer_than_a_block_are_checked_to_their_end(tmp_path):
     for index in (1, [0, 1], slice(0, 2)):
         with pytest.raises(tapax.data.ShardError, match="was altered"):
             damaged["h"][index]
+
+
+def values_of(batches):
+    """Read all batches of one row; an exception is its name."""
+    found = []
+    while True:
+        try:
+            found.append(int(next(batches)["batch"][0]))
+        except StopIteration:
+            return found
+        except (tapax.data.ShardError, KeyboardInterrupt) as error:
+            found.append(type(error).__name__)
+            if len(found) > 20:
+                return found
+
+
+@pytest.fixture
+def single_rows(tmp_path):
+    batches = [np.full((1, 2), i, np.float32) for i in range(8)]
+    return tapax.harvest(lambda x: tapax.sow(x, "h"), batches, to=tmp_path / "rows", units=8)
+
+
+def test_an_interrupted_read_loses_and_repeats_no_batch(single_rows, monkeypatch):
+    result, calls = Future.result, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(self)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return result(self, *args, **kwargs)
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    batches = single_rows.batches(1)
+    assert values_of(batches) == [0, 1, 2, "KeyboardInterrupt", 3, 4, 5, 6, 7]
+
+
+def test_a_damaged_batch_is_read_again_once_it_is_mended(single_rows):
+    path = os.path.join(single_rows.path, "shards", "unit-00000003.safetensors")
+    with open(path, "rb") as file:
+        content = file.read()
+    with open(path, "r+b") as file:
+        file.truncate(len(content) - 1)
+    batches = tapax.open(single_rows.path).batches(1)
+    assert [int(next(batches)["batch"][0]) for _ in range(3)] == [0, 1, 2]
+    for _ in range(2):
+        with pytest.raises(tapax.data.ShardError):
+            next(batches)
+        assert batches.position == 3
+    with open(path, "wb") as file:
+        file.write(content)
+    assert values_of(batches) == [3, 4, 5, 6, 7]
+
+
+def test_a_shard_in_the_place_of_another_is_not_read(single_rows):
+    names = [f"unit-0000000{i}.safetensors" for i in (2, 1)]
+    shutil.copy(*(os.path.join(single_rows.path, "shards", name) for name in names))
+    with pytest.raises(tapax.data.ShardError, match="holds unit 2 instead of the unit of its name"):
+        tapax.open(single_rows.path)["batch"][:]
+
+
+@pytest.mark.parametrize("rows", [[1] * 7, [1] * 9, [1] * 7 + [-1], [1] * 7 + [1.0]])
+def test_an_index_that_does_not_fit_is_refused(single_rows, rows):
+    path = os.path.join(single_rows.path, "index.json")
+    with open(path, "w") as file:
+        json.dump({"units": len(rows), "rows": rows}, file)
+    with pytest.raises(ValueError, match="was altered"):
+        tapax.open(single_rows.path)
+
+
+def test_batches_divided_along_the_width(acts):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "d"))
+    (first, *_) = acts.batches(5, sites="net/hidden", sharding=sharding)
+    assert first["net/hidden"].sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_array_equal(first["net/hidden"], ROWS[:5])
+    with pytest.raises(ValueError, match=r"'batch' has the shape \[5\], and the sharding is"):
+        acts.batches(5, sharding=sharding)
+
+
+@pytest.mark.parametrize("read", ["batches", "export"])
+def test_a_selection_of_nothing_is_refused(acts, tmp_path, read):
+    argument = 5 if read == "batches" else tmp_path / "acts.parquet"
+    with pytest.raises(tapax.SiteError, match="selects nothing"):
+        getattr(acts, read)(argument, sites=[])
+
+
+def test_commands_describe_damage_in_a_sentence(copied, capsys):
+    manifest = copied / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("float32", "float16"))
+    for command in (["data", str(copied)], ["data", "verify", str(copied)]):
+        assert main(command) == 1
+        assert "was altered" in capsys.readouterr().err

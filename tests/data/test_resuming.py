@@ -20,6 +20,7 @@ import pytest
 import tapax
 from tapax.data import _atomic_files, _shard_writer
 from tapax.data._folder import DatasetFolder
+from tapax.data._units import Worker
 from tests.models.harvested import harvest, make_batches, read_files
 
 BATCHES = make_batches()
@@ -126,7 +127,7 @@ def test_a_harvest_that_is_done_reads_one_batch(tmp_path, whole):
         ({"units": 2}, "which `shard_bytes` and `units` decide, was 2 there and is 4 here"),
         ({"seed": 1}, "`seed` was None there and is 1 here"),
         ({"rows": "examples"}, "`rows` was 'tokens' there and is 'examples' here"),
-        ({"keep": lambda b: b > 0}, "`keep` was None there and is 'a function' here"),
+        ({"keep": lambda b: b > 0}, "the mask of `keep` in the first batch was None there and"),
         ({"beside": lambda b: {"x": b}}, "'x' is missing there and a column of type int32[] here"),
         ({"batches": BATCHES[:-1], "units": 3}, "the number of batches was 7 there and is 6 here"),
         ({"batches": [b % 3 for b in BATCHES]}, "the checksum of the first batch was"),
@@ -152,7 +153,7 @@ def test_other_weights_are_refused(tmp_path):
 
 def test_two_processes_with_one_worker_number_are_refused(tmp_path):
     with (
-        DatasetFolder(tmp_path).lock(tapax.data._units.Worker(0, 1)),
+        DatasetFolder(tmp_path).lock(Worker(0, 1)),
         pytest.raises(RuntimeError, match=rf"process {os.getpid()} on .* as worker 0 of 1 already"),
     ):
         harvest(tmp_path)
@@ -162,11 +163,19 @@ def test_two_processes_with_one_worker_number_are_refused(tmp_path):
 def test_processes_that_share_a_number_become_different_workers(tmp_path, whole, monkeypatch):
     """Under Pathways every process has the number 0."""
     monkeypatch.setattr("jax.process_count", lambda: 3)
-    Worker = tapax.data._units.Worker
+    lock, tried = DatasetFolder.lock, []
+
+    def watched(folder, worker, process=None):
+        tried.append(worker)
+        return lock(folder, worker, process)
+
     locked = DatasetFolder(tmp_path)
     with locked.lock(Worker(0, 3)), locked.lock(Worker(1, 3)):
+        monkeypatch.setattr(DatasetFolder, "lock", watched)
         harvest(tmp_path, None)
-    assert (tmp_path / ".worker-2-of-3.lock").exists()
+        monkeypatch.undo()
+    assert tried == [Worker(0, 3), Worker(1, 3), Worker(2, 3)]
+    monkeypatch.setattr("jax.process_count", lambda: 3)
     assert read_files(tmp_path) == whole
     with contextlib.ExitStack() as stack:
         for index in range(3):
@@ -294,6 +303,87 @@ def test_a_harvest_that_is_killed_loses_and_repeats_nothing(tmp_path):
 @pytest.mark.many
 def test_a_harvest_that_is_killed_a_hundred_times_loses_nothing(tmp_path):
     assert kill_and_resume(tmp_path, kills=100, units=1500) > 0
+
+
+BATCH = [np.random.default_rng(i).normal(size=(4, 6, 8)).astype(np.float32) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("traced function", {}, {"fn": lambda x: tapax.sow(jnp.tanh(x), "h")}),
+        ("traced function", {}, {"fn": lambda x: tapax.sow(3.0 * x, "h")}),
+        (
+            "mask of `keep` in the first batch",
+            {"keep": lambda x: x[..., 0] > 0},
+            {"keep": lambda x: x[..., 0] < 0},
+        ),
+        (
+            "columns of `beside` in the first batch",
+            {"beside": lambda x: {"c": x[..., 0]}},
+            {"beside": lambda x: {"c": x[..., 1]}},
+        ),
+    ],
+    ids=["operation", "literal", "keep", "beside"],
+)
+def test_another_function_is_refused(tmp_path, what, first, second):
+    options = {"fn": lambda x: tapax.sow(2.0 * x, "h"), "batches": BATCH, "to": tmp_path}
+    tapax.harvest(**{**options, **first})
+    tapax.harvest(**{**options, **first})
+    with pytest.raises(ValueError, match=f"holds another dataset: the checksum of the {what} was"):
+        tapax.harvest(**{**options, **second})
+
+
+def test_a_function_has_one_checksum_in_all_processes(tmp_path):
+    script = """
+import sys, jax, jax.numpy as jnp, numpy as np, tapax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+auto = (jax.sharding.AxisType.Auto,) * 2
+mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=auto)
+net = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+gate = jax.custom_jvp(jnp.tanh)
+gate.defjvps(lambda t, ans, x: t * (1 - ans**2))
+
+@jax.shard_map(mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+def divided(x):
+    return jax.lax.cond(x.sum() > 0, lambda x: gate(x), jax.nn.relu, x)
+
+fn = lambda x: tapax.sow(jax.checkpoint(divided)(net(x)), "h")
+acts = tapax.harvest(fn, [np.ones((4, 8), np.float32)], to=sys.argv[1])
+print(acts.manifest.configuration["program"])
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    found = set()
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", script, str(tmp_path / seed)]
+        environment = {**os.environ, **flags, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_a_mask_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="The mask of `keep` has the shape"):
+        tapax.harvest(lambda x: tapax.sow(x, "h"), BATCH, to=tmp_path, keep=np.ones((4, 5), bool))
+    mask = np.ones((4, 6), bool)
+    assert tapax.harvest(lambda x: tapax.sow(x, "h"), BATCH, to=tmp_path, keep=mask).is_complete
+
+
+def test_a_complete_dataset_has_no_files_of_killed_workers(tmp_path):
+    folder = DatasetFolder(tmp_path)
+    with folder.lock(Worker(1, 2)) as owner:
+        folder.create(owner)
+    left = tmp_path / "shards" / f".unit-00000001.safetensors.{owner}.0123abcd.tmp"
+    left.write_bytes(b"half a shard")
+    with folder.lock(Worker(2, 3)) as running:
+        other = tmp_path / "shards" / f".unit-00000002.safetensors.{running}.0123abcd.tmp"
+        other.write_bytes(b"a shard that is being written")
+        harvest(tmp_path)
+        assert not left.exists() and other.exists()
+    hidden = {path.name for path in tmp_path.rglob(".*")}
+    assert hidden == {other.name, f".{running}.lock"}
 
 
 def test_a_process_syncs_few_files_at_once(tmp_path, monkeypatch):
