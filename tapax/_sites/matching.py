@@ -224,7 +224,8 @@ def _subject(pattern: str, site: Site) -> str:
 def _compiled(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"(\*\*/|/\*\*|\*\*|\*|\?)", pattern)
     table = {"**/": r"(?:.*/)?", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
-    return re.compile("".join(table.get(part) or re.escape(part) for part in parts))
+    text = "".join(table.get(part) or re.escape(part) for part in parts)
+    return re.compile(text, re.DOTALL)
 
 
 def show(selection: Any) -> str:

@@ -7,6 +7,7 @@ devices.
 """
 
 import math
+import numbers
 from fractions import Fraction
 from typing import Any
 
@@ -22,7 +23,7 @@ MOST = 2**16
 
 def one_in(sample: Any, seed: Any) -> tuple[int, int]:
     """Return n for `sample=1/n`, and the seed, both checked."""
-    is_number = isinstance(sample, (int, float, Fraction)) and math.isfinite(sample)
+    is_number = isinstance(sample, numbers.Real) and math.isfinite(sample)
     share = Fraction(sample).limit_denominator(MOST) if is_number else Fraction(0)
     if isinstance(sample, bool) or share.numerator != 1 or abs(float(share) - sample) > 1e-9:
         raise ValueError(

@@ -25,14 +25,20 @@ from tapax.viewer._format import Header
 
 
 def save_html(path: str | os.PathLike[str], header: Header, blobs: Blobs) -> None:
-    """Write the file under another name and rename it, so that `path` never has half a page."""
-    target = Path(path)
+    """Write the file under another name and rename it, so that `path` never has half a page.
+
+    A link stays a link to the file. A pipe or a device cannot be replaced by a file, so the page is
+    written to it directly.
+    """
+    target = Path(os.path.realpath(path))
+    is_special = target.exists() and not target.is_file()
     beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
+        with open(target if is_special else beside, "wb") as file:
             file.writelines(_write(header, blobs))
-        os.replace(beside, target)
+        if not is_special:
+            os.replace(beside, target)
     except OSError as error:
         why = error.strerror or str(error)
         raise OSError(
