@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
 
@@ -19,13 +20,13 @@ from tapax import _jax
 from tapax._api.edit_rules import whole
 from tapax._api.perturbations import AT, adding, differentiable, zeros_at
 from tapax._calling.program import TracedCall
-from tapax._calling.survey import Spot, survey
+from tapax._calling.survey import Spot, program_order, survey
 from tapax._calling.transform import Transform, check_function, transformed
 from tapax._jax import PyTree, Value
 from tapax._jaxpr.leading_axes import vmapped
 from tapax._results import SiteDict
 from tapax._sites import OneSite, Selection, SiteError, StepSlice
-from tapax._walk.plan import Plan
+from tapax._walk.plan import Plan, Reading
 
 P = ParamSpec("P")
 
@@ -182,9 +183,16 @@ class _GradientTransform(Transform):
         zeros = [zeros_at(whole(spot)) for spot in prepared]
         value, back, outs = jax.vjp(loss, zeros, has_aux=True)
         (grads,) = back(jnp.ones_like(value))
-        both = zip(prepared, grads, strict=True)
-        found = (pair for spot, grad in both for pair in _readings(spot, grad))
-        return outs, SiteDict(found)
+        place = program_order(prepared)
+        found = sorted(
+            (
+                (place(spot, reading.layer), name, part)
+                for spot, grad in zip(prepared, grads, strict=True)
+                for reading, name, part in _readings(spot, grad)
+            ),
+            key=operator.itemgetter(0),
+        )
+        return outs, SiteDict((name, part) for _, name, part in found)
 
     def finish(self, out: PyTree, extra: PyTree) -> Any:
         pair = isinstance(out, tuple) and len(out) == 2
@@ -210,8 +218,8 @@ def _(primals: PyTree, tangents: PyTree) -> Any:
     return primals[0], functools.reduce(jnp.add, moved) if moved else tangents[0]
 
 
-def _readings(spot: Spot, grad: Any) -> Iterator[tuple[str, Any]]:
-    """Select the requested iterations and entries from a whole gradient, by name."""
+def _readings(spot: Spot, grad: Any) -> Iterator[tuple[Reading, str, Any]]:
+    """Select the requested iterations and entries from a whole gradient, with their names."""
     for reading in spot.readings:
         steps = dict(itertools.zip_longest(spot.loops, reading.steps))
         index: list[Any] = []
@@ -226,7 +234,7 @@ def _readings(spot: Spot, grad: Any) -> Iterator[tuple[str, Any]]:
         if reading.index is not None:
             reading.index.check(spot.own.shape, spot.site)
             part = vmapped(reading.index.pick, part.ndim - len(spot.own.shape))(part)
-        yield dataclasses.replace(spot.site, path=reading.path).name, part
+        yield reading, dataclasses.replace(spot.site, path=reading.path).name, part
 
 
 @dataclasses.dataclass(frozen=True)

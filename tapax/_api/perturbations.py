@@ -19,7 +19,7 @@ from tapax import _jax
 from tapax._api.change_builder import ChangeBuilder
 from tapax._api.edit_rules import Target, targets_of, whole
 from tapax._calling.program import TracedCall
-from tapax._calling.survey import Spot, survey
+from tapax._calling.survey import Spot, program_order, survey
 from tapax._calling.transform import Transform, TransformedFunction, check_function
 from tapax._jax import PyTree, Value
 from tapax._jaxpr.kinds import Kind
@@ -76,7 +76,10 @@ def perturbations(
     def zeros(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         found = survey(call.traced_call(args, kwargs), plan)
         spots = differentiable(found, plan, reaching=True)
-        targets = (target for spot in spots for target in targets_of(plan.values, spot))
+        targets = [target for spot in spots for target in targets_of(plan.values, spot)]
+        place = program_order(spots)
+        # The loops of a target are innermost first.
+        targets.sort(key=lambda t: place(t.spot, tuple(n for _, n in reversed(t.layers))))
         return SiteDict((target.name, _zeros(target)) for target in targets)
 
     return zeros

@@ -1,7 +1,7 @@
 """Surveys, which find the chosen sites of a traced program before a transform changes them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -143,3 +143,23 @@ def survey_with(hooks: SurveyHooks, call: TracedCall, plan: Plan) -> list[Spot]:
     found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]
     plan.verify(walk.sites, found[0], found[1], walk.lost)
     return spots
+
+
+def program_order(
+    spots: Sequence[Spot],
+) -> Callable[[Spot, tuple[int, ...]], tuple[int, tuple[int, ...], int]]:
+    """Make a sort key for results of sites: a function of a spot and the numbers of its layers.
+
+    Results of single layers come in the order of the layers, as if the program had no loop.
+    """
+    order = {spot.key: i for i, spot in enumerate(spots)}
+    firsts: dict[str, int] = {}
+    for i, spot in enumerate(spots):
+        if spot.site.layers:
+            firsts.setdefault(spot.site.layers[-1].path, i)
+
+    def place(spot: Spot, layer: tuple[int, ...]) -> tuple[int, tuple[int, ...], int]:
+        here = order[spot.key]
+        return firsts[spot.site.layers[-1].path] if layer else here, layer, here
+
+    return place

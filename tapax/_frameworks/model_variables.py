@@ -119,7 +119,11 @@ def _parts(value: PyTree) -> Iterable[tuple[str, Any]]:
         return [(str(name), part) for name, part in zip(names, value, strict=True)]
     if not _is_users_object(type(value)):
         return ()
-    attributes = getattr(value, "__dict__", {})
+    try:
+        # An object that is still being made may not answer to its own `__getattr__`.
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return ()
     return list(attributes.items()) if len(attributes) <= _MANY else ()
 
 
@@ -130,4 +134,4 @@ _MANY = 64
 def _is_users_object(cls: type) -> bool:
     package = cls.__module__.partition(".")[0]
     known = package in _NOT_USERS or package in sys.stdlib_module_names or package == "jaxlib"
-    return not (known or is_machinery(cls) or issubclass(cls, (type, BaseException)))
+    return not (known or is_machinery(cls) or issubclass(cls, (type, BaseException, Tracer)))

@@ -201,7 +201,10 @@ class Index:
         """Return the shape of the selected part of a value; raise if `shape` has no such part."""
         known = Index(tuple(0 if item is _TRACED else item for item in self.items))
         try:
-            return np.broadcast_to(np.zeros((), bool), shape)[known.key].shape
+            part = np.broadcast_to(np.zeros((), bool), shape)[known.key]
+            if not part.size and 0 not in shape:
+                raise IndexError("it selects nothing")
+            return part.shape
         except IndexError as error:
             raise SiteError(
                 f"index={self} does not fit the {site.described}, whose values have shape "

@@ -204,6 +204,7 @@ class Monitor(Generic[P, R]):
         self._watched = watched_step(step, plan, self._parameters, exact=exact)
         self._ran = False
         self._called: int | None = None
+        self._is_closed = self._has_warned = False
         self._scalars: dict[str, Any] | None = None
         # Make the sinks last, so that a wrong argument leaves no sink open.
         sinks = make(to)
@@ -269,6 +270,13 @@ class Monitor(Generic[P, R]):
             raise RuntimeError(
                 f"`log` adds to the step that was called last, but {name_of(self._step)} has not "
                 "been called yet. Log after the call."
+            )
+        if self._is_closed and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The monitor of {name_of(self._step)} is closed, so what is logged now is in no "
+                "record. Log before the end of its `with` block.",
+                stacklevel=2,
             )
         if self._reader.off or (self._scalars is None and not always):
             return
@@ -347,6 +355,7 @@ class Monitor(Generic[P, R]):
             >>> watched = tapax.monitor(lambda x: tapax.sow(x, "h"))
             >>> watched.close()
         """
+        self._is_closed = True
         self._reader.stop()
         self._delivery.close()
 

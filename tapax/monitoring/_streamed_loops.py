@@ -148,9 +148,9 @@ class StreamHooks(WalkHooks):
         around = Around(Kind.SCAN, "scan", loop.length)
         watched = self._watch(walk, loop.body, around, [*loop.consts, *init, *slices])
         rewind()
+        self.entries += watched.entries
         if not watched.entries or not loop.length:
             return walk.handlers[Kind.SCAN](walk, eqn, args)
-        self.entries += watched.entries
         receive = self._receivers(length=loop.length, reverse=loop.reverse)
         emission = Emission(receive, sites=watched.sites)
         ys_slots: list[Slots] = []

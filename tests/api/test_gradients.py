@@ -349,3 +349,31 @@ def test_on_a_mesh(mesh, checked):
         assert {s.data.shape for s in zeros["h"].addressable_shards} == {(1, 1, 2, 2)}
         close(jax.grad(tapax.perturbed(g))(zeros, x), expected)
         close(tapax.perturbed(g)({"h": blocks(x)}, x), jnp.sum((jnp.sin(x) + x) ** 2))
+
+
+def layers(x):
+    """Run three scanned layers, each with two sites."""
+
+    def layer(c, t):
+        with tapax.scope("L"):
+            c = tapax.sow(jnp.sin(c), "a")
+            c = tapax.sow(c * t, "b")
+        return c, None
+
+    return jax.lax.scan(layer, x, jnp.arange(1.0, 4.0))[0].sum()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda at: tapax.grad(layers, at=at),
+        lambda at: lambda x: tapax.value_and_grad(layers, at=at)(x)[1],
+        lambda at: tapax.perturbations(layers, at=at),
+        lambda at: lambda x: tapax.capture(layers, values=at)(x)[1].values,
+    ],
+    ids=["grad", "value_and_grad", "perturbations", "capture"],
+)
+def test_single_layers_come_in_the_order_of_the_program(make):
+    expected = [f"L/{i}/{name}" for i in range(3) for name in "ab"]
+    for selection in (expected, expected[::-1], [*expected[::2], *expected[1::2]]):
+        assert list(make(selection)(jnp.array([0.5, -1.0]))) == expected

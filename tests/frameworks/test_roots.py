@@ -214,3 +214,25 @@ def test_edits_take_the_names_of_roots():
     assert_close(edited(EqxNet(2.0), EqxNet(3.0), X), 0.0)
     with pytest.raises(tapax.SiteError, match="no site with that name"):
         tapax.edit(loss, values={"EqxNet": jnp.zeros_like})(EqxNet(2.0), EqxNet(3.0), X)
+
+
+def test_objects_that_are_still_being_made_are_left_alone():
+    class Forwarding:
+        """An object whose attributes come from another one, which it does not have at first."""
+
+        __slots__ = ("inner",)
+
+        def __init__(self, module, x):
+            module(x)
+            self.inner = module
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    def fn(module, x):
+        return Forwarding(module, x).inner(x)
+
+    module, x = eqx.nn.Linear(3, 2, key=jax.random.key(0)), jnp.ones(3)
+    out, taps = tapax.capture(fn)(module, x)
+    assert_close(out, module(x), 1e-6)
+    assert list(taps.values) == ["Linear", "Linear@1"]

@@ -232,3 +232,13 @@ def test_results_of_the_step_are_not_computed(capfd):
     m(jnp.ones(3)).block_until_ready()
     m.close()
     assert capfd.readouterr().out == "called\n"
+
+
+def test_scalars_logged_after_the_end_are_warned_of_once():
+    log = tapax.Log()
+    with tapax.monitor(lambda x: tapax.sow(2 * x, "h"), every=1, to=log) as watched:
+        loss = watched(jnp.float32(1))
+    with pytest.warns(UserWarning, match="is closed, so what is logged now is in no record"):
+        watched.log(loss=loss)
+    watched.log(loss=loss)
+    assert "loss" not in log.names

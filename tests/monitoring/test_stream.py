@@ -465,3 +465,13 @@ def test_nothing_warns_in_an_ordinary_stream():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tapax.stream(jax.jit(train), every=5, to=tapax.Log())(W, XS)
+
+
+def test_a_loop_without_iterations_has_no_records():
+    def train(x, ts):
+        return jax.lax.scan(lambda c, t: (tapax.sow(c + t, "h"), None), x, ts)[0]
+
+    log = tapax.Log()
+    with tapax.stream(train, every=2, to=log) as streamed:
+        np.testing.assert_array_equal(streamed(jnp.ones(3), jnp.zeros((0, 3))), jnp.ones(3))
+    assert len(log) == 0

@@ -259,3 +259,29 @@ def test_functions_that_return_no_array_are_refused():
     assert "neither a reducer nor a function" in message(
         lambda: tapax.capture(straight, values={"h": 3}), TypeError
     )
+
+
+@pytest.mark.parametrize(
+    "index",
+    [np.s_[7:9], np.s_[3:], np.zeros(3, bool), np.zeros(0, int), np.s_[2:1]],
+    ids=["past", "end", "mask", "array", "backward"],
+)
+def test_a_part_without_entries_is_refused(index):
+    def f(x):
+        return tapax.sow(2 * x, "h").sum()
+
+    part, x = tapax.at("h", index=index), jnp.arange(3.0)
+    for call in (
+        tapax.capture(f, values=part),
+        tapax.edit(f, values={part: 0.0}),
+        tapax.grad(f, at=part),
+    ):
+        with pytest.raises(tapax.SiteError, match=r"does not fit the .*it selects nothing"):
+            call(x)
+
+
+def test_a_part_of_an_empty_value_is_empty():
+    _, taps = tapax.capture(lambda x: tapax.sow(2 * x, "h"), values=tapax.at("h", index=np.s_[1:]))(
+        jnp.zeros((0, 2))
+    )
+    assert taps.values["h"].shape == (0, 2)
