@@ -42,5 +42,6 @@ from tapax._sites.selections import matches as matches
 from tapax._sites.selections import missing_layers as missing_layers
 from tapax._sites.selections import rules as rules
 from tapax._sites.selections import takes_site as takes_site
+from tapax._sites.selections import unnumbered_layer as unnumbered_layer
 from tapax._sites.site import ScannedLayers as ScannedLayers
 from tapax._sites.site import Site as Site

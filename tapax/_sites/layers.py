@@ -62,6 +62,19 @@ def find_missing_layer(
     return None
 
 
+def find_unnumbered_layer(site: Site, is_picked: Callable[[Site], bool]) -> str | None:
+    """Find the name of a single layer that a selection matches without naming its number.
+
+    Layers in a loop are picked by number, or all together, so such a selection picks nothing.
+    """
+    for layers in site.layers:
+        for number in range(layers.length):
+            path = name_layers(site.path, [(layers, number)]).path
+            if is_picked(dataclasses.replace(site, path=path)):
+                return path
+    return None
+
+
 def _pairs(name: LayerName, site: Site) -> Iterator[tuple[LayerNumber | None, ScannedLayers]]:
     for layers in site.layers:
         yield name.numbers[layers.loop], layers

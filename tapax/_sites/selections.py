@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from tapax._jax import SEQUENCES, Function, Value
 from tapax._sites.errors import SiteError, name_of
-from tapax._sites.layers import LayerNumber, find_layers, find_missing_layer
+from tapax._sites.layers import LayerNumber, find_layers, find_missing_layer, find_unnumbered_layer
 from tapax._sites.matching import ASKED, Complement, Intersection, Selector, Union, picks, show
 from tapax._sites.parts import At, Index
 from tapax._sites.rules import Rule
@@ -173,6 +173,11 @@ def _with_step(steps: tuple[Any, ...], step: Any) -> tuple[Any, ...]:
 def missing_layers(selection: Selection, site: Site) -> ScannedLayers | None:
     """Find the scanned layers of a site of which a selection names a layer that does not exist."""
     return find_missing_layer(_globs(selection), site, functools.partial(picks, selection))
+
+
+def unnumbered_layer(selection: Selection, site: Site) -> str | None:
+    """Find a single layer of a site that a selection matches without naming its number."""
+    return find_unnumbered_layer(site, functools.partial(picks, selection))
 
 
 def is_exact(selection: Any) -> bool:

@@ -45,6 +45,7 @@ from tapax._sites import (
     nearest,
     rules,
     show,
+    unnumbered_layer,
     wrong_type,
 )
 from tapax.reduce import Reducer
@@ -255,6 +256,12 @@ class Plan:
                 raise SiteError(
                     f"{asked} picks nothing: {layers.path!r} has {layers.length} layers in a loop, "
                     f"numbered 0 to {layers.length - 1}."
+                )
+            single = unnumbered_layer(part, site)
+            if single is not None:
+                raise SiteError(
+                    f"{asked} picks nothing, because the layers are in a loop: {site.path!r} picks "
+                    f"all of them, and {single!r} a single one."
                 )
         if not isinstance(part, str):
             raise SiteError(

@@ -333,3 +333,17 @@ def test_numbers_of_unrolled_layers_select_unrolled_layers():
     assert {name: x.shape for name, x in taps.values.items()} == {"blocks/1/h": (3, *X.shape)}
     _, taps = tapax.capture(f, values="**/1/**")(X)
     assert list(taps.values) == ["blocks/1/h"]
+
+
+@pytest.mark.parametrize("glob", ["Stack/layers/*/mlp", "**/1/mlp", "*/layers/?/mlp"])
+def test_a_glob_for_the_numbers_of_scanned_layers_says_what_to_write(glob):
+    def stack(x):
+        def layer(x, t):
+            with tapax.scope("layers"):
+                return tapax.sow(x * t, "mlp"), None
+
+        with tapax.scope("Stack"):
+            return jax.lax.scan(layer, x, jnp.arange(1, 4, dtype=X.dtype))[0]
+
+    with pytest.raises(tapax.SiteError, match="the layers are in a loop: 'Stack/layers/mlp' picks"):
+        tapax.capture(stack, values=glob)(X)
