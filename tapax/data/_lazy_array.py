@@ -66,7 +66,8 @@ class LazyArray:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        first, *others = (index or [Ellipsis]) if isinstance(index, tuple) else (index,)
+        given: list[Any] = list(index or [Ellipsis]) if isinstance(index, tuple) else [index]
+        first, *others = given
         if first is Ellipsis:
             first, others = slice(None), [Ellipsis, *others]
         if isinstance(first, slice):

@@ -23,9 +23,9 @@ MOST = 2**16
 
 def one_in(sample: Any, seed: Any) -> tuple[int, int]:
     """Return n for `sample=1/n`, and the seed, both checked."""
-    is_number = isinstance(sample, numbers.Real) and math.isfinite(sample)
-    share = Fraction(sample).limit_denominator(MOST) if is_number else Fraction(0)
-    if isinstance(sample, bool) or share.numerator != 1 or abs(float(share) - sample) > 1e-9:
+    given = float(sample) if isinstance(sample, numbers.Real) else math.nan
+    share = Fraction(given).limit_denominator(MOST) if math.isfinite(given) else Fraction(0)
+    if isinstance(sample, bool) or share.numerator != 1 or abs(float(share) - given) > 1e-9:
         raise ValueError(
             f"`sample` must be 1 or a fraction 1/n, with n up to {MOST}, but is {sample!r}: one of "
             "n elements is counted."
