@@ -70,7 +70,7 @@ def test_batches_before_one_that_raises_are_stored(tmp_path):
 
     with pytest.raises(OSError, match="the disk of the loader is gone"):
         tapax.harvest(same, batches(), to=tmp_path, shard_bytes=1)
-    with pytest.warns(UserWarning, match="3 units. Its batches came from an iterable, so it cann"):
+    with pytest.warns(UserWarning, match="3 units. Its batches came from an iterable"):
         acts = tapax.open(tmp_path)
     assert acts["batch"][:].tolist() == [0, 0, 1, 1, 2, 2]
 

@@ -344,7 +344,7 @@ auto = (jax.sharding.AxisType.Auto,) * 2
 mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=auto)
 net = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 gate = jax.custom_jvp(jnp.tanh)
-gate.defjvps(lambda t, ans, x: t * (1 - ans**2))
+gate.defjvps(lambda t, out, x: t * (1 - out**2))
 
 @jax.shard_map(mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
 def divided(x):
