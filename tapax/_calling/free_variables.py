@@ -19,8 +19,7 @@ import jax
 import numpy as np
 
 from tapax import _jax
-from tapax._frameworks.closures import closure_values
-from tapax._frameworks.model_variables import is_users_code
+from tapax._frameworks.users_code import closure_values, is_users_code
 from tapax._jax import Function
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))

@@ -3,9 +3,9 @@
 A transformation that takes a module as an argument builds a copy of it inside, a *twin*. In a loop
 over equal blocks, nothing in the source says which block the twin copies, and JAX may trace the
 body of the loop once for all blocks. But every call takes the arrays of one block. So tapax binds
-an *anchor* to an array of the twin: an equation without results, whose parameter lists the modules
-that the twin may copy. `resolve` follows the arguments of the program to the anchors, through all
-bodies on the way, and puts the right names into the scopes.
+an *anchor* to the arrays of the twin: an equation without results, whose parameter lists the
+modules that the twin may copy. `resolve` follows the arguments of the program to the anchors,
+through all bodies on the way, and puts the right names into the scopes.
 
 `resolve` duplicates a body that several calls share, one copy for each call.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,10 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from tapax import _jax
+from tapax._frameworks.origins import PassedOperands, body_origins
 from tapax._frameworks.roots import Root, Roots, name_arguments
 from tapax._jax import Args, Atom, Equation, Function, Jaxpr, PyTree, Value, Var
 from tapax._jaxpr.bodies import bodies
-from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of
 from tapax._jaxpr.rewrite import map_equation_bodies, rewrite
 from tapax._marks.scopes import ModuleScope
 from tapax._sites import join, segment
@@ -36,28 +36,53 @@ from tapax._sites import join, segment
 
 @dataclasses.dataclass(frozen=True)
 class Anchor:
-    """The possible paths of a module, and the path `leaf` of the anchored array in the module.
+    """The possible paths of a module, and the paths `leaves` of its anchored arrays.
 
-    `arrays` has the array of each choice if it is a constant: that of a model that the function
-    closes over.
+    A leaf is None if several choices share the array, so that it does not tell them apart. For each
+    leaf, `arrays` has the array of each choice if it is a constant: that of a model that the
+    function closes over.
     """
 
     choices: tuple[str, ...]
-    leaf: str
-    arrays: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
+    leaves: tuple[str | None, ...]
+    arrays: tuple[tuple[Any, ...], ...] = dataclasses.field(repr=False, compare=False)
     uid: int = dataclasses.field(default_factory=itertools.count(1).__next__)
 
-    def choose(self, origin: Any) -> str | None:
-        """Return the choice to which an array of this origin belongs; None if there is no match.
+    @classmethod
+    def of(cls, leaves: Sequence[str], modules: Mapping[str, Mapping[str, Any]]) -> Anchor:
+        """Make the anchor for a copy of one of several modules: the arrays of each, by path."""
+        arrays = [tuple(module.get(leaf) for module in modules.values()) for leaf in leaves]
+        told = [None if _is_shared(x) else leaf for leaf, x in zip(leaves, arrays, strict=True)]
+        chosen = told if any(told) else leaves
+        return cls(tuple(modules), tuple(chosen), tuple(map(_constant_arrays, arrays)))
 
-        An origin is the path of an argument, a constant array of the program, or None for an array
-        that the program computes.
+    def choose(self, origins: Sequence[Any]) -> str | None:
+        """Return the choice to which arrays of these origins belong; None if there is no match.
+
+        An origin is the path of an argument, a constant array of the program, or a variable for an
+        array that the program computes. The program may compute some arrays of a module anew, such
+        as the count of a dropout, so the first origin with a match decides.
         """
+        found = map(self._choose, self.leaves, self.arrays, origins)
+        return next((choice for choice in found if choice is not None), None)
+
+    def _choose(self, leaf: str | None, arrays: Sequence[Any], origin: Any) -> str | None:
+        if leaf is None or origin is None:
+            return None
         if isinstance(origin, str):
-            ends = [c for c in self.choices if f"/{origin}".endswith(f"/{c}/{self.leaf}")]
+            ends = [c for c in self.choices if f"/{origin}".endswith(f"/{c}/{leaf}")]
             return max(ends, key=len, default=None)
-        found = [c for c, x in zip(self.choices, self.arrays, strict=True) if x is origin]
-        return found[0] if origin is not None and found else None
+        return next((c for c, x in zip(self.choices, arrays, strict=True) if x is origin), None)
+
+
+def _is_shared(arrays: Sequence[Any]) -> bool:
+    known = [id(x) for x in arrays if x is not None]
+    return len(set(known)) < len(known)
+
+
+def _constant_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Replace traced arrays by None, as they must not outlive their trace."""
+    return tuple(None if isinstance(x, Tracer) else x for x in arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +110,14 @@ class RootAnchor:
         """Find the root to which arrays of these origins belong."""
         if not origins:
             return Root(self.name, self.holder, (self.holder,) if self.holder else ())
-        choice = self.part.choose(origins[0]) if self.part is not None else None
+        choice = self.part.choose(origins) if self.part is not None else None
         name, path = (self.name, "") if choice is None else (self.whole, choice)
         models = [
             _model_of(origin, join(self.collection, join(path, leaf)), join(path, leaf))
             for origin, leaf in zip(origins, self.leaves, strict=True)
         ]
-        key = tuple(key for key, _ in models)
+        # Two models may share some arrays, so compare the first and the last.
+        key = models[0][0], models[-1][0]
         named = next((named for _, named in models if named is not None), None)
         variable = self.holder if choice is None else ""
         variable = next((path for path, x in self.constants if x() is origins[0]), variable)
@@ -119,20 +145,8 @@ anchor_p = _jax.Primitive("anchor")
 anchor_p.multiple_results = True
 
 
-def anchor(x: Value, choices: tuple[str, ...], leaf: str, arrays: Sequence[Any]) -> int:
-    """Bind an anchor to an array; return its number, for a `ModuleScope`."""
-    made = Anchor(choices, leaf, constant_arrays(arrays))
-    anchor_p.bind(x, anchor=made)
-    return made.uid
-
-
-def constant_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Replace traced arrays by None, as they must not outlive their trace."""
-    return tuple(None if isinstance(x, Tracer) else x for x in arrays)
-
-
-def anchor_root(made: RootAnchor, xs: Sequence[Value]) -> int:
-    """Bind an anchor to arrays of a root; return its number, for a `ModuleScope`."""
+def bind_anchor(made: Anchor | RootAnchor, xs: Sequence[Value]) -> int:
+    """Bind an anchor to the arrays of its leaves; return its number, for a `ModuleScope`."""
     anchor_p.bind(*xs, anchor=made)
     return made.uid
 
@@ -212,13 +226,13 @@ def _key_path(key: Value) -> str:
 
 def resolve(jaxpr: Jaxpr, origins: Sequence[Any]) -> Jaxpr:
     """Remove the anchors from a program, and set the scopes that they determine."""
-    roots = Roots()
-    resolved = _resolve(jaxpr, origins, roots)
+    roots, passed = Roots(), PassedOperands()
+    resolved = _resolve(jaxpr, origins, roots, passed)
     # The name of a root depends on all other roots.
-    return _resolve(jaxpr, origins, roots) if roots.settle() else resolved
+    return _resolve(jaxpr, origins, roots, passed) if roots.settle() else resolved
 
 
-def _resolve(jaxpr: Jaxpr, origins: Sequence[Any], roots: Roots) -> Jaxpr:
+def _resolve(jaxpr: Jaxpr, origins: Sequence[Any], roots: Roots, passed: PassedOperands) -> Jaxpr:
     if not is_anchored(jaxpr):
         return jaxpr
     inner = _jax.open_jaxpr(jaxpr)
@@ -239,10 +253,10 @@ def _resolve(jaxpr: Jaxpr, origins: Sequence[Any], roots: Roots) -> Jaxpr:
             if move is not None:
                 chosen[eqn.params["anchor"].uid] = move
             return
-        known.update(_forward_origins(eqn, from_where))
+        known.update((eqn.outvars[i], from_where[n]) for i, n in passed.find(eqn).items())
 
         def resolve_body(body: Jaxpr) -> Jaxpr:
-            return _resolve(body, _body_origins(eqn, body, from_where), roots)
+            return _resolve(body, body_origins(eqn, body, from_where), roots, passed)
 
         # A body with an anchor has a mark as well, so its equation has an effect.
         new = map_equation_bodies(eqn, resolve_body, _ANCHORS) if eqn.effects else eqn
@@ -251,35 +265,12 @@ def _resolve(jaxpr: Jaxpr, origins: Sequence[Any], roots: Roots) -> Jaxpr:
     return rewrite(jaxpr, visit, _ANCHORS)
 
 
-def _forward_origins(eqn: Equation, origins: Sequence[Any]) -> dict[Var, Any]:
-    """Return the origins of the results that are operands, also of operands returned by a call."""
-    kind = kind_of(eqn)
-    if kind & _PASSING or eqn.primitive.name in _KEEPING:
-        return {eqn.outvars[0]: origins[0]}
-    if not kind & (CALLS | CUSTOM_RULES):
-        return {}
-    inner = _jax.open_jaxpr(next(bodies(eqn)))
-    if len(inner.invars) != len(origins):
-        return {}
-    known = dict(zip(inner.invars, origins, strict=True))
-    # A long body returns operands only directly, as residuals, so skip its equations.
-    for each in inner.eqns if len(inner.eqns) <= _FEW else ():
-        found = (None if isinstance(v, _jax.Literal) else known.get(v) for v in each.invars)
-        known.update(_forward_origins(each, [*found]))
-    pairs = zip(eqn.outvars, inner.outvars, strict=True)
-    found = {out: known.get(v) for out, v in pairs if not isinstance(v, _jax.Literal)}
-    return {out: origin for out, origin in found.items() if origin is not None}
-
-
-_FEW = 16
-
-
 def _decide(
     made: Anchor | RootAnchor, origins: Sequence[Any], roots: Roots
 ) -> Callable[[ModuleScope], ModuleScope] | None:
     """Return a function that renames the scopes of an anchor; None if they keep their names."""
     if isinstance(made, Anchor):
-        choice = made.choose(origins[0])
+        choice = made.choose(origins)
         return None if choice is None else lambda scope: scope.moved(choice)
     root = made.find_root(origins)
     roots.add(root)
@@ -290,10 +281,6 @@ def _decide(
 
 
 _ANCHORS: frozenset[Any] = frozenset({anchor_effect})
-_PASSING = Kind.COPY | Kind.REARRANGEMENT | Kind.SELECTION
-"""The kinds of primitives whose first result counts as the first operand."""
-_KEEPING = frozenset({"convert_element_type", "stop_gradient"})
-"""Further such primitives, of kinds in which others change their operand."""
 
 
 def is_anchored(jaxpr: Jaxpr) -> bool:
@@ -302,19 +289,6 @@ def is_anchored(jaxpr: Jaxpr) -> bool:
     return anchor_effect in inner.effects or any(
         is_anchored(body) for eqn in inner.eqns if eqn.effects for body in bodies(eqn)
     )
-
-
-def _body_origins(eqn: Equation, body: Jaxpr, origins: list[Any]) -> list[Any]:
-    """Return the origins of the inputs of a body of an equation, or None for unknown ones."""
-    count = len(_jax.open_jaxpr(body).invars)
-    if kind_of(eqn) is Kind.WHILE:
-        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        consts = origins[:first] if body is eqn.params["cond_jaxpr"] else origins[first:][:second]
-        return [*consts, *(None for _ in range(count - len(consts)))]
-    if len(origins) == count:
-        return origins
-    # The first operand of a conditional is its index.
-    return origins[1:] if len(origins) == count + 1 else [None] * count
 
 
 def _renamed(eqn: Equation, chosen: dict[int, Callable[[ModuleScope], ModuleScope]]) -> Any:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tapax._frameworks.interface import Adapter
-from tapax._frameworks.model_variables import is_users_code, modules_in
+from tapax._frameworks.model_variables import modules_in
 from tapax._frameworks.module_tree import descendants
-
-
-def closure_values(fn: types.FunctionType) -> list[Any]:
-    """Return the values that a function closes over; None for a variable without a value yet."""
-    cells = fn.__closure__ or ()
-    # An empty cell equals other empty cells only.
-    return [None if cell == types.CellType() else cell.cell_contents for cell in cells]
+from tapax._frameworks.users_code import closure_values, is_users_code
 
 
 def closed_over(fn: Any) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, kind
+from tapax._frameworks.users_code import NOT_USERS, is_users_code
 from tapax._jax import PyTree
 from tapax._sites import is_machinery, join, segment
 
@@ -66,27 +67,6 @@ def _user_frames(until: Any) -> Iterator[Any]:
         frame = frame.f_back
 
 
-def is_users_code(module: str | None) -> bool:
-    """Return whether a Python module is the user's; code without a module is too."""
-    return module is None or module.partition(".")[0] not in _NOT_USERS
-
-
-_NOT_USERS = frozenset(
-    [
-        "jax",
-        "tapax",
-        "flax",
-        "equinox",
-        "haiku",
-        "brainstate",
-        "keras",
-        "contextlib",
-        "functools",
-        "threading",
-    ]
-)
-
-
 def _variables(frame: Any) -> Iterator[tuple[str, Any]]:
     """Yield the variables of a running function: local, closed over, and the globals it uses."""
     yield from list(frame.f_locals.items())
@@ -133,5 +113,5 @@ _MANY = 64
 @functools.cache
 def _is_users_object(cls: type) -> bool:
     package = cls.__module__.partition(".")[0]
-    known = package in _NOT_USERS or package in sys.stdlib_module_names or package == "jaxlib"
+    known = package in NOT_USERS or package in sys.stdlib_module_names or package == "jaxlib"
     return not (known or is_machinery(cls) or issubclass(cls, (type, BaseException, Tracer)))

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax.core import Tracer
 
-from tapax._frameworks.anchors import Anchor, RootAnchor, anchor, anchor_root, constant_arrays
+from tapax._frameworks.anchors import Anchor, RootAnchor, bind_anchor
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.model_variables import ModelVariables
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, is_slice, kind
@@ -178,7 +178,7 @@ def _root(adapter: Adapter, module: Module) -> ModuleScope:
 def _in_root(adapter: Adapter, owner: Module, path: str) -> ModuleScope:
     """Return the scope of a module in `owner`, with an anchor that tells several models apart."""
     found = [*arrays(adapter, owner)]
-    whole = ("", None) if path or not found else _whole(adapter, owner, found[0][0])
+    whole = ("", None) if path or not found else _whole(adapter, owner, [leaf for leaf, _ in found])
     return anchored_root(adapter, owner, join(adapter.name(owner), path), found, *whole)
 
 
@@ -196,16 +196,15 @@ def anchored_root(
     `found` are the arrays of the model, perhaps in a `collection`. `part` has the modules, in a
     model named `whole`, of which the root may be a copy.
     """
-    ends = [found[0], found[-1]] if found else []  # two models may share some arrays
-    leaves, xs = tuple(leaf for leaf, _ in ends), [x for _, x in ends]
+    leaves, xs = tuple(leaf for leaf, _ in found), [x for _, x in found]
     variables = ModelVariables.of(adapter, model, _stack.frame, leaves[0] if leaves else None)
     name, _, tail = path.partition("/")
     known = variables.holder, variables.constants
     made = RootAnchor(name, leaves, *known, whole, part, collection)
-    return ModuleScope(path, path, anchor=anchor_root(made, xs), tail=tail)
+    return ModuleScope(path, path, anchor=bind_anchor(made, xs), tail=tail)
 
 
-def _whole(adapter: Adapter, module: Module, leaf: str) -> tuple[str, Anchor | None]:
+def _whole(adapter: Adapter, module: Module, leaves: Sequence[str]) -> tuple[str, Anchor | None]:
     """Find a model with parts of which a module may be a copy; return its name and an anchor."""
     found = itertools.chain.from_iterable(_models_running(adapter, _stack.frame))
     models = {id(model): model for model in found}
@@ -214,8 +213,11 @@ def _whole(adapter: Adapter, module: Module, leaf: str) -> tuple[str, Anchor | N
     if not parts:
         return "", None
     model, paths = max(parts, key=lambda found: len(found[1]))
-    others = [dict(arrays(adapter, part)).get(leaf) for part in paths.values()]
-    return adapter.name(model), Anchor(tuple(paths), leaf, constant_arrays(others))
+    return adapter.name(model), Anchor.of(leaves, _arrays_of_each(adapter, paths))
+
+
+def _arrays_of_each(adapter: Adapter, paths: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {path: dict(arrays(adapter, part)) for path, part in paths.items()}
 
 
 def _undecided(
@@ -223,8 +225,9 @@ def _undecided(
 ) -> ModuleScope:
     """Return the scope of a module in a twin, by the arrays of the twin or by an anchor."""
     name = join(adapter.name(owner), tail)
-    for leaf, x in arrays(adapter, owner):
-        same = [p for p, part in paths.items() if dict(arrays(adapter, part)).get(leaf) is x]
+    found, modules = dict(arrays(adapter, owner)), _arrays_of_each(adapter, paths)
+    for leaf, x in found.items():
+        same = [p for p, others in modules.items() if others.get(leaf) is x]
         if len(same) == 1:
             path = join(same[0], tail)
             return ModuleScope(path, join(model, path), above)
@@ -232,12 +235,11 @@ def _undecided(
     if len(stacks) == 1:
         path = join(stacks[0], tail)
         return ModuleScope(path, join(model, path), above)
-    for leaf, x in arrays(adapter, owner):
-        if isinstance(x, Tracer):
-            others = [dict(arrays(adapter, part)).get(leaf) for part in paths.values()]
-            uid = anchor(x, tuple(paths), leaf, others)
-            return ModuleScope(name, name, anchor=uid, model=model, tail=tail, above=above)
-    return ModuleScope(name, name)
+    traced = {leaf: x for leaf, x in found.items() if isinstance(x, Tracer)}
+    if not traced:
+        return ModuleScope(name, name)
+    uid = bind_anchor(Anchor.of([*traced], modules), [*traced.values()])
+    return ModuleScope(name, name, anchor=uid, model=model, tail=tail, above=above)
 
 
 def _owner(adapter: Adapter, module: Module, until: Any) -> tuple[Any, str]:

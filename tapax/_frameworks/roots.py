@@ -11,11 +11,11 @@ if no variable is known.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from tapax._frameworks.users_code import find_signature
 from tapax._jax import Function
 from tapax._sites import segment
 
@@ -96,7 +96,7 @@ def _short_names(paths: set[str]) -> dict[str, str]:
 def name_arguments(fn: Function) -> Callable[[Sequence[Any]], list[str]]:
     """Return a function that names the first two keys of an argument in `(args, kwargs)`."""
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
+        parameters = list(find_signature(fn).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     positional = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]

@@ -25,6 +25,7 @@ from tapax._frameworks import registry
 from tapax._frameworks.closures import closed_over_modules
 from tapax._frameworks.interface import Adapter, key_path
 from tapax._frameworks.roots import Root, Roots
+from tapax._frameworks.users_code import find_signature
 from tapax._jax import Args, Kwargs, PyTree
 from tapax._sites import join
 
@@ -84,7 +85,7 @@ def name_models(arguments: Iterable[Argument], parameters: Collection[str]) -> d
 
 def _bound(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
     try:
-        signature = inspect.signature(step)
+        signature = find_signature(step)
         bound = signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         yield from ((f"arg{i}", value) for i, value in enumerate(args))

@@ -125,6 +125,24 @@ def test_two_models_in_one_traced_jitted_function_have_separate_names(framework)
     assert_close(taps.grads["value/up"], 1 - jnp.tanh(3 * X) ** 2)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nnx.grad,
+        nnx.value_and_grad,
+        lambda fn: nnx.jit(nnx.grad(fn)),
+        lambda fn: nnx.grad(nnx.jit(fn)),
+        lambda fn: nnx.jit(nnx.value_and_grad(fn, argnums=(0, 1))),
+    ],
+    ids=["grad", "value_and_grad", "jit of grad", "grad of jit", "two arguments"],
+)
+def test_derivatives_of_nnx_name_roots_by_the_arguments_of_the_function(wrap):
+    check(wrap(loss), NnxNet(2.0), NnxNet(3.0), X)
+    check(wrap(lambda p, v: loss(p, v, X)), NnxNet(2.0), NnxNet(3.0), names=["p", "v"])
+    total = lambda *nets: sum(jnp.sum(net(X)) for net in nets)
+    check(wrap(total), NnxNet(2.0), NnxNet(3.0), names=["nets/0", "nets/1"])
+
+
 def test_attributes_and_keys_name_the_models_in_them(framework):
     net, _, _ = framework
     policy, value = net(2.0), net(3.0)

@@ -3,6 +3,7 @@
 import functools
 
 import brainstate as bs
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import keras
@@ -228,6 +229,64 @@ def test_two_models_of_one_class_are_named_by_the_variables_that_hold_them(watch
         "student/a/param_grad_norm",
         "student/a/update_ratio",
     }
+
+
+class EqxNet(eqx.Module):
+    up: eqx.nn.Linear
+
+    def __init__(self, seed):
+        self.up = eqx.nn.Linear(3, 3, key=jax.random.key(seed))
+
+    def __call__(self, x):
+        return jax.vmap(self.up)(x)
+
+
+class Up(nnx.Module):
+    def __init__(self, seed):
+        self.up = nnx.Linear(3, 3, rngs=nnx.Rngs(seed))
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+@nnx.jit
+def step_of_nnx(policy, value, x):
+    loss = lambda p, v: jnp.sum((p(x) * v(x)) ** 2)
+    grads = nnx.grad(loss, argnums=(0, 1))(policy, value)
+    for model, grad in zip((policy, value), grads, strict=True):
+        nnx.update(model, jax.tree.map(lambda w, g: w - LR * g, nnx.state(model), grad))
+
+
+@eqx.filter_jit
+def step_of_equinox(policy, value, x):
+    loss = lambda nets: jnp.sum((nets[0](x) * nets[1](x)) ** 2)
+    grads = eqx.filter_grad(loss)((policy, value))
+    return jax.tree.map(lambda w, g: w - LR * g, {"both": (policy, value)}, {"both": grads})
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("make", "step"), [(Up, step_of_nnx), (EqxNet, step_of_equinox)])
+@pytest.mark.filterwarnings("ignore:The update of the parameters")
+def test_sites_of_two_models_have_their_names_with_and_without_parameters(make, step, exact):
+    x = jnp.ones((2, 3), jnp.float32)
+    records = []
+    for params in (None, True):
+        log = tapax.Log()
+        options = {"values": reduce.rms, "grads": reduce.rms, "params": params, "exact": exact}
+        with tapax.monitor(step, every=1, to=log, **options) as watched:
+            watched(make(0), make(1), x)
+        ((_, record),) = list(log)
+        records.append(record)
+    without, with_parameters = records
+    names = {f"{net}{part}" for net in ("policy", "value") for part in ("", "/up")}
+    kinds = ("value_rms", "grad_rms")
+    assert set(without) == {f"{name}/{kind}" for name in names for kind in kinds}
+    assert set(without) == {name for name in with_parameters if name.endswith(kinds)} - {
+        name for name in with_parameters if name.endswith("param_grad_rms")
+    }
+    for name, number in without.items():
+        assert_close(np.float64(with_parameters[name]), np.float64(number), 1e-5)
+    assert {f"{name}/param_grad_rms" for name in names} <= set(with_parameters)
 
 
 def test_a_held_and_a_given_model_have_the_names_of_their_sites(watch):

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from tapax import _jax
-from tapax._frameworks.closures import closure_values
+from tapax._frameworks.users_code import closure_values
 from tapax._jax import PyTree, Value
 from tapax._marks.sow import is_array
 

@@ -23,9 +23,9 @@ import jax
 from jax.core import Tracer
 
 from tapax._frameworks.anchors import PathKey, leaf_path
-from tapax._frameworks.closures import closure_values
 from tapax._frameworks.nnx import holders
 from tapax._frameworks.roots import name_arguments
+from tapax._frameworks.users_code import closure_values
 from tapax._jax import Function, PyTree
 from tapax._jax.pytrees import map_in_order, order_of, unflatten_in_order
 from tapax._sites import join, segment
