@@ -31,8 +31,8 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
     taps = make_taps(entries, walk.sites, flow)
     sites = {site.name: site for site in taps.sites}
     values, grads = ([sites[name] for name in part] for part in (taps.values, taps.grads))
-    walk.plan.verify(walk.sites, values, grads, walk.lost)
-    if warn and walk.plan.asks and not walk.sites and not walk.lost:
+    walk.plan.verify(walk.sites, values, grads, walk.lost | walk.missing)
+    if warn and walk.plan.asks and not walk.sites and not walk.lost | walk.missing:
         warnings.warn(
             "The function has no sites, so nothing is captured: it marks no value with tapax.sow, "
             "and calls no module of Flax, Equinox, Haiku, Keras or brainstate. Mark a value, or "
@@ -41,7 +41,16 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
         )
     for path, why in walk.lost.items():
         warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
+    warn_of_missing(walk, stacklevel=7)
     return taps
+
+
+def warn_of_missing(walk: Walk, *, stacklevel: int) -> None:
+    """Warn of selected sites that have no value, unless another call gave the site one."""
+    known = {site.path for site in walk.sites}
+    for path, why in walk.missing.items():
+        if path not in known:
+            warnings.warn(f"The site {path!r} does not exist: {why}.", stacklevel=stacklevel)
 
 
 def recorded(walk: Recorder) -> list[Entry]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from tapax._calling.collect import warn_of_missing
 from tapax._calling.program import TracedCall
 from tapax._jax import Value, typed, varying_axes
 from tapax._marks.marked_jaxprs import reaching
@@ -141,7 +142,8 @@ def survey_with(hooks: SurveyHooks, call: TracedCall, plan: Plan) -> list[Spot]:
     typed.eval_shape(lambda *arrays: call.program.run(walk, arrays), *call.arrays)
     spots = list(hooks.spots.values())
     found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]
-    plan.verify(walk.sites, found[0], found[1], walk.lost)
+    plan.verify(walk.sites, found[0], found[1], walk.lost | walk.missing)
+    warn_of_missing(walk, stacklevel=6)
     return spots
 
 

@@ -36,6 +36,11 @@ class Adapter:
     recurrent_type: type | tuple[()] = ()
     """The class of modules that may be recurrent."""
 
+    attention_types: tuple[type, ...] = ()
+    """The classes of attention layers that take an attention function."""
+    attention_function = ""
+    """The name of the framework's attention function, whose weights tapax marks."""
+
     def is_module(self, value: PyTree) -> bool:
         """Return whether a value is a module of this framework."""
         raise NotImplementedError

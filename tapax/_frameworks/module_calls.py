@@ -9,10 +9,12 @@ for them, the arrays among the arguments become sites too: `GPT/blocks/3/attn.in
 import contextlib
 import dataclasses
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tapax._frameworks.interface import Adapter, Module
@@ -46,7 +48,24 @@ class MethodCall:
     def run_marked(self) -> Any:
         """Mark the arguments of the call, if a selection asks for them, and run it."""
         args, kwargs = mark_inputs(self)
-        return self.run(*args, **kwargs)
+        if self.method != "__call__" or not _asks_for("weights"):
+            return self.run(*args, **kwargs)
+        if not isinstance(self.module, self.adapter.attention_types):
+            return self.run(*args, **kwargs)
+        before = _weights.count
+        out = self.run(*args, **kwargs)
+        if _weights.count == before:
+            _mark_missing_weights(self)
+        return out
+
+
+class _WeightCount(threading.local):
+    """The number of attention weights that this thread has marked."""
+
+    count = 0
+
+
+_weights = _WeightCount()
 
 
 def called(call: MethodCall, scope: ModuleScope | None = None) -> Any:
@@ -80,8 +99,12 @@ def mark_result(adapter: Adapter, module: Module, method: str, out: PyTree) -> A
 
 def asks_for_inputs() -> bool:
     """Return whether a selection asks for the inputs of modules."""
+    return _asks_for("input")
+
+
+def _asks_for(kind: str) -> bool:
     here = active_policy()
-    return here is not None and "input" in here.asked
+    return here is not None and kind in here.asked
 
 
 def mark_inputs(call: MethodCall) -> tuple[Args, Kwargs]:
@@ -112,11 +135,28 @@ def mark_weights(weights: Value) -> Any:
     here, running = active_policy(), running_modules()
     if here is None or "weights" not in here.asked:
         return weights
+    _weights.count += 1
     if not running:
         said: dict[str, Any] = {"admitted": here.modules, **here.on_marks}
         return tap(weights, Mark(ASKED["weights"], "weights", _user_line("jax"), **said))
     mark = _marker(running[-1].adapter, running[-1].module, "__call__", "weights")
     return weights if mark is None else mark((), weights)
+
+
+def _mark_missing_weights(call: MethodCall) -> None:
+    """Mark that a call of an attention layer computes no weights that tapax can see."""
+    here = active_policy()
+    admitted = frozenset() if here is None else here.admits(call.module, call.method)
+    if not admitted:
+        return
+    why = (
+        "tapax cannot compute the weights of the layer's attention function, because it calls "
+        f"neither {call.adapter.attention_function} nor jax.nn.dot_product_attention. Mark the "
+        "weights inside that function with tapax.sow"
+    )
+    source, layer = _user_line(call.adapter.package), type(call.module)
+    fields: dict[str, Any] = {"module": layer, "method": call.method, "admitted": admitted}
+    tap(jnp.zeros(0, bool), Mark(ASKED["weights"], "weights", source, missing=why, **fields))
 
 
 def _has_array(adapter: Adapter, value: PyTree) -> bool:

@@ -83,6 +83,7 @@ class Mark:
       an edit that is not known yet.
     - `replacing`: whether another value may replace it, with the derivatives of the original.
     - `pairs`: whether a reducer compares the gradient with the value.
+    - `missing`: why the site has no value, if it has none; the mark is then on an empty array.
     - `structure`: the structure of the sown value, whose array number `leaf` this mark is on. A
       value without arrays has a mark too.
     """
@@ -102,6 +103,7 @@ class Mark:
     changing: bool = False
     replacing: bool = False
     pairs: bool = False
+    missing: str = ""
     structure: ValueStructure | None = None
     leaf: int = 0
 

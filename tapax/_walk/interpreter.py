@@ -93,6 +93,7 @@ class Interpreter(Recorder):
         self.changes = changes or Changes({}, {}, {})
         self.hooks = hooks or WalkHooks()
         self.lost: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
         self.scopes: Scopes = ()
         self.mesh: Any = None
         self.nested = active_policy() is not None
@@ -175,6 +176,8 @@ class Interpreter(Recorder):
     def evaluate_tap(self, eqn: Equation, args: list[Value]) -> list[Value]:
         """Remove a tap from the program; change and record its operand."""
         mark, kind = eqn.params["mark"], eqn.params["kind"]
+        if mark.missing:
+            return self._note_missing(eqn, args)
         count = operands(kind, mark)
         (x, *rest), active = args[:count], args[count] if len(args) > count else None
         # A condition that was never mapped has no meaning.
@@ -205,6 +208,18 @@ class Interpreter(Recorder):
             for call in calls:
                 self.hooks.record(self, MetTap(eqn, [x, *rest[1:]], active, call, grad))
         return [x, Token(frozenset(calls), array)] if kind in MAKES_TOKEN else [x]
+
+    def _note_missing(self, eqn: Equation, args: list[Value]) -> list[Value]:
+        """Remove a tap of a site without a value; note the site if the plan selects it."""
+        mark = eqn.params["mark"].within(scopes_of(eqn, self.scopes))
+        site = mark.site()
+        selected = (self.plan.choose(site, grad) for grad in (False, True))
+        if self.plan.sees(site, mark) and any(selected):
+            self.missing[mark.path] = mark.missing
+        operands = self.materialize(eqn.invars, args)
+        bind = tap_p.bind if self.nested else tap_p.impl
+        x, *token = bind(*operands, **eqn.params)
+        return [x, *(Token(frozenset[Call](), array) for array in token)]
 
     def _change(self, of: str, calls: Sequence[Call], eqn: Equation) -> Change | None:
         """Return the change that all of some calls share; raise if their changes differ."""

@@ -45,6 +45,7 @@ from tapax.nonfinite._frames import (
 )
 from tapax.nonfinite._measurement import EquationRun, Measurement, measure
 from tapax.nonfinite._origins import OriginWalk
+from tapax.nonfinite._phase import ResultFlow, is_differentiated, is_marked
 
 _FAST_COMPILATION = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options that halve the time to compile for a CPU; the program takes up to four times as long."""
@@ -243,14 +244,18 @@ class BadEquation:
         nan, inf, first = counts[which].tolist()
         shape = eqn.outvars[which].aval.shape
         position = _position(first, shape)
-        marked = self._find_marked(trace)
+        program = self._trace_marked(trace)
+        marked = None
+        if program is not None:
+            own = self.passes.jaxpr
+            marked = _source_location.counterpart(own, self.path[-1], program)
         axes = () if marked is None else _source_location.mapped_axes(marked, which)
         loops = [(e, t) for e, t in zip(self.frames, self.target.times, strict=True) if _is_loop(e)]
         return Finding(
             path=path_in(self.path[-1].scopes, ""),
             operation="constant" if self.constant else _jax.operation_name(eqn),
             source=line_of([equation.eqn for equation in self.path]),
-            phase=self._phase(marked),
+            phase=self._phase(program, marked),
             iterations=tuple(_index(e, t) for e, t in loops),
             loops=tuple(_loop_name(e) for e, _ in loops),
             index=tuple(p for i, p in enumerate(position) if i not in axes),
@@ -278,30 +283,39 @@ class BadEquation:
             found.update(zip(order, map(int, np.unravel_index(here, sizes)), strict=True))
         return found
 
-    def _find_marked(self, trace: Callable[[Plan], TracedCall]) -> NumberedEquation | None:
-        """Find the equation in the program with every operation marked.
+    def _trace_marked(self, trace: Callable[[Plan], TracedCall]) -> Jaxpr | None:
+        """Trace the program with every operation marked.
 
-        Return None if neither a `jvp` nor a `vmap` made the equation, or if it is not found.
+        Return None if the marks would tell nothing: `vmap` did not make the equation, and the
+        program has no derivatives.
         """
-        if not _source_location.transformations(self.path) & {"jvp", "vmap"}:
+        is_mapped = "vmap" in _source_location.transformations(self.path)
+        if not is_mapped and not is_differentiated(self.passes.jaxpr):
             return None
         plan = dataclasses.replace(Plan.make(None, None), values=_source_location.EveryOperation())
         try:
-            program = trace(plan).program
+            return trace(plan).program.jaxpr
         except Exception:
             # On an explicit mesh JAX cannot map every program with so many marks.
             if not jax.sharding.get_abstract_mesh().explicit_axes:
                 raise
             return None
-        return _source_location.counterpart(self.passes.jaxpr, self.path[-1], program.jaxpr)
 
-    def _phase(self, marked: NumberedEquation | None) -> str:
+    def _phase(self, program: Jaxpr | None, marked: NumberedEquation | None) -> str:
+        """Return the pass of the equation, found as `marked` in the marked `program`."""
         made_by = _source_location.transformations(self.path)
-        if "transpose" in made_by:
-            return "backward"
-        # A derivative computes its residuals while the forward pass computes the values.
-        derived = "jvp" in made_by and marked is not None and not _source_location.is_marked(marked)
-        return "backward" if derived and not self.constant else "forward"
+        is_transposed = "transpose" in _jax.transforms_of(self.path[-1].eqn)
+        if is_transposed or program is None or marked is None:
+            return "backward" if "transpose" in made_by else "forward"
+        if self.constant and "transpose" not in made_by:
+            return "forward"
+        flow = ResultFlow(program, marked.eqn)
+        if flow.is_value or "transpose" in made_by:
+            return "forward" if flow.is_value else "backward"
+        is_derived = "jvp" in made_by and not is_marked(marked.eqn, marked.jaxpr)
+        if is_derived or flow.is_slope:
+            return "forward" if flow.is_result and not is_derived else "backward"
+        return "forward"
 
 
 def _is_loop(eqn: Equation) -> bool:

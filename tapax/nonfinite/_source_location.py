@@ -1,8 +1,7 @@
-"""The location of an equation for the user: its pass, and the axes that `vmap` maps over.
+"""The location of an equation for the user: its counterpart among marks, and its mapped axes.
 
-If the jaxpr does not tell, a trace of the program with every operation marked does: values of the
-forward pass have a tap, which knows their mapped axes; values that only derivatives compute have no
-tap.
+A trace of the program with every operation marked tells what the jaxpr does not: each tap knows the
+axes that `vmap` maps over.
 """
 
 import dataclasses
@@ -62,16 +61,6 @@ def _is_alike(a: NumberedEquation, b: NumberedEquation) -> bool:
         return False
     alike = lines_outside_jax(first) == lines_outside_jax(second)
     return alike and transformations([a]) == transformations([b])
-
-
-def is_marked(equation: NumberedEquation) -> bool:
-    """Return whether the user's code, not a derivative, computes the results of an equation."""
-    return any(
-        eqn.primitive is tap_p
-        and eqn.params["kind"] in ("value", "copy", "recomputed")
-        and eqn.invars[0] in equation.eqn.outvars
-        for eqn in _jax.open_jaxpr(equation.jaxpr).eqns
-    )
 
 
 def mapped_axes(equation: NumberedEquation, result: int, hops: int = 8) -> tuple[int, ...]:

@@ -197,3 +197,72 @@ def test_weights_that_do_not_exist_are_refused():
     with pytest.raises(tapax.SiteError, match="Mark the weights of other attention layers"):
         tapax.capture(Other(), values="Other:weights")(X)
     assert jax.nn.softmax.__module__.startswith("jax")
+
+
+def odd_attention(query, key, value, **options):
+    del key, options
+    return query + value
+
+
+class TwoKinds(nnx.Module):
+    def __init__(self, rngs):
+        layer = lambda **options: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs, **options)
+        self.good, self.odd = layer(), layer(attention_fn=odd_attention)
+
+    def __call__(self, x):
+        return self.odd(self.good(x))
+
+
+class LinenTwoKinds(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.MultiHeadDotProductAttention(2, name="good")(x)
+        return nn.MultiHeadDotProductAttention(2, attention_fn=odd_attention, name="odd")(x)
+
+
+def two_kinds(framework):
+    """Make a function of `X` with an attention layer of each kind, and the name of its model."""
+    if framework == "nnx":
+        return TwoKinds(nnx.Rngs(0)), "TwoKinds"
+    model = LinenTwoKinds()
+    variables = model.init(jax.random.key(0), X)
+    return lambda x: model.apply(variables, x), "LinenTwoKinds"
+
+
+REASON = "calls neither flax.{}.dot_product_attention nor jax.nn.dot_product_attention"
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_glob_warns_of_weights_of_unknown_attention_functions(framework, recwarn):
+    fn, model = two_kinds(framework)
+    _, taps = tapax.capture(fn, values="**:weights")(X)
+    assert list(taps.values) == [f"{model}/good:weights"]
+    (warning,) = recwarn
+    message = str(warning.message)
+    assert f"'{model}/odd:weights' does not exist" in message
+    assert REASON.format(framework) in message
+    recwarn.clear()
+    tapax.capture(fn, values=[f"{model}/good:weights", "**"])(X)
+    assert not list(recwarn)
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_exact_name_of_weights_of_unknown_attention_functions_is_refused(framework):
+    fn, model = two_kinds(framework)
+    name, loss = f"{model}/odd:weights", lambda x: jnp.sum(fn(x) ** 2)
+    ways = [
+        lambda: tapax.capture(fn, values=name)(X),
+        lambda: tapax.edit(fn, values={name: 0.0})(X),
+        lambda: tapax.grad(loss, at=name)(X),
+    ]
+    for way in ways:
+        with pytest.raises(tapax.SiteError, match=REASON.format(framework)):
+            way()
+
+
+def test_glob_of_an_edit_warns_of_weights_of_unknown_attention_functions():
+    model = TwoKinds(nnx.Rngs(0))
+    with pytest.warns(UserWarning, match="TwoKinds/odd:weights"):
+        edited = tapax.edit(model, values={"**:weights": 0.0})(X)
+    value = jnp.zeros((2, 5, 2, 4))
+    close(edited, model.odd(model.good.out(value)))

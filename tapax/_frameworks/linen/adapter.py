@@ -88,6 +88,8 @@ class _LinenCalls(threading.local):
 class Linen(Adapter):
     package = "flax"
     recurrent_type = nn.Module
+    attention_types = (nn.MultiHeadDotProductAttention,)
+    attention_function = "flax.linen.dot_product_attention"
 
     def __init__(self) -> None:
         self._calls = _LinenCalls()

@@ -44,6 +44,8 @@ class NNX(PatchedAdapter):
     package = "flax"
     base = nnx.Module
     recurrent_type = nnx.Module
+    attention_types = (nnx.MultiHeadAttention,)
+    attention_function = "flax.nnx.dot_product_attention"
 
     def name(self, module: Module) -> str:
         return marks.name_of(module)
