@@ -33,6 +33,23 @@ def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
             yield from list_equations(body)
 
 
+def list_distinct_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yield the equations of a program and of its bodies; those of a body once, if called often."""
+    seen: set[int] = set()
+
+    def list_new(body: Jaxpr) -> Iterator[Equation]:
+        opened = _jax.open_jaxpr(body)
+        if id(opened) in seen:
+            return
+        seen.add(id(opened))
+        for eqn in opened.eqns:
+            yield eqn
+            for inner in bodies(eqn):
+                yield from list_new(inner)
+
+    return list_new(jaxpr)
+
+
 def implementation(eqn: Equation) -> Jaxpr | None:
     """Trace the Python implementation of another library's primitive.
 

@@ -217,7 +217,7 @@ class Interpreter(Recorder):
         if self.plan.sees(site, mark) and any(selected):
             self.missing[mark.path] = mark.missing
         operands = self.materialize(eqn.invars, args)
-        bind = tap_p.bind if self.nested else tap_p.impl
+        bind: Any = tap_p.bind if self.nested else tap_p.impl
         x, *token = bind(*operands, **eqn.params)
         return [x, *(Token(frozenset[Call](), array) for array in token)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tapax import _jax
 from tapax._jax import Equation, Jaxpr
-from tapax._jaxpr.bodies import bodies, list_equations
+from tapax._jaxpr.bodies import bodies, list_distinct_equations
 from tapax._jaxpr.dataflow import ForwardAnalysis
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._marks.tap import tap_p
@@ -23,7 +23,7 @@ _FORWARD_TAPS = ("value", "copy", "recomputed")
 
 def is_differentiated(jaxpr: Jaxpr) -> bool:
     """Return whether a program contains a derivative."""
-    return any("jvp" in _jax.transforms_of(eqn) for eqn in list_equations(jaxpr))
+    return any("jvp" in _jax.transforms_of(eqn) for eqn in list_distinct_equations(jaxpr))
 
 
 def is_marked(eqn: Equation, jaxpr: Jaxpr) -> bool:
@@ -53,7 +53,7 @@ class ResultFlow(ForwardAnalysis[bool]):
         self._around = _equations_around(jaxpr, eqn)
         levels = [
             e.params["level"]
-            for e in list_equations(jaxpr)
+            for e in list_distinct_equations(jaxpr)
             if e.primitive is tap_p and e.params["kind"] in _FORWARD_TAPS
         ]
         self._most = max(levels, default=0)
@@ -113,17 +113,16 @@ class ResultFlow(ForwardAnalysis[bool]):
 def _equations_around(jaxpr: Jaxpr, target: Equation) -> set[int]:
     """Return the ids of the equations whose bodies contain an equation."""
     found: set[int] = set()
+    known: dict[int, bool] = {}
 
     def contains(program: Any) -> bool:
-        inside = False
-        for eqn in _jax.open_jaxpr(program).eqns:
+        opened = _jax.open_jaxpr(program)
+        if id(opened) not in known:
             # The equation may be in several bodies, so search all of them.
-            found_in = [contains(body) for body in bodies(eqn)]
-            if any(found_in):
-                found.add(id(eqn))
-                inside = True
-            inside |= eqn is target
-        return inside
+            around = [eqn for eqn in opened.eqns if any([contains(b) for b in bodies(eqn)])]
+            found.update(map(id, around))
+            known[id(opened)] = bool(around) or any(eqn is target for eqn in opened.eqns)
+        return known[id(opened)]
 
     contains(jaxpr)
     return found
