@@ -76,6 +76,6 @@ def _plain_parameters(eqn: Equation) -> dict[str, str]:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, _jax.SEQUENCES):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN) and not isinstance(value, enum.Enum)

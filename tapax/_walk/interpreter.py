@@ -216,10 +216,10 @@ class Interpreter(Recorder):
         selected = (self.plan.choose(site, grad) for grad in (False, True))
         if self.plan.sees(site, mark) and any(selected):
             self.missing[mark.path] = mark.missing
-        operands = self.materialize(eqn.invars, args)
-        bind: Any = tap_p.bind if self.nested else tap_p.impl
-        x, *token = bind(*operands, **eqn.params)
-        return [x, *(Token(frozenset[Call](), array) for array in token)]
+        x, *arrays = args[0], *[None] * (len(eqn.outvars) - 1)
+        if self.nested:
+            x, *arrays = tap_p.bind(*self.materialize(eqn.invars, args), **eqn.params)
+        return [x, *(Token(frozenset[Call](), array) for array in arrays)]
 
     def _change(self, of: str, calls: Sequence[Call], eqn: Equation) -> Change | None:
         """Return the change that all of some calls share; raise if their changes differ."""

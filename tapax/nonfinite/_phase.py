@@ -118,10 +118,14 @@ def _equations_around(jaxpr: Jaxpr, target: Equation) -> set[int]:
     def contains(program: Any) -> bool:
         opened = _jax.open_jaxpr(program)
         if id(opened) not in known:
-            # The equation may be in several bodies, so search all of them.
-            around = [eqn for eqn in opened.eqns if any([contains(b) for b in bodies(eqn)])]
-            found.update(map(id, around))
-            known[id(opened)] = bool(around) or any(eqn is target for eqn in opened.eqns)
+            inside = any(eqn is target for eqn in opened.eqns)
+            for eqn in opened.eqns:
+                # The equation may be in several bodies, so search all of them.
+                within = [contains(body) for body in bodies(eqn)]
+                if any(within):
+                    found.add(id(eqn))
+                    inside = True
+            known[id(opened)] = inside
         return known[id(opened)]
 
     contains(jaxpr)
