@@ -260,15 +260,17 @@ def test_update_of_brax_has_the_gradients_of_the_formula():
     assert_close(out, update()(*args, **kwargs))
     steps_first = jax.tree.map(lambda x: np.asarray(x, np.float64).swapaxes(0, 1), transitions())
     by_logits, by_values = by_formula(args[0], steps_first)
-    assert_close(taps.grads["MLP"], by_logits, 1e-4)
-    assert_close(taps.grads["MLP@1"], by_values, 1e-4)
+    assert_close(taps.grads["policy_module"], by_logits, 1e-4)
+    assert_close(taps.grads["value_module"], by_values, 1e-4)
     assert min(np.abs(by_logits).max(), np.abs(by_values).max()) > 1e-2
-    assert "MLP@2" not in taps.grads  # of the final observation, which training does not use
+    assert (
+        "value_module@1" not in taps.grads
+    )  # of the final observation, which training does not use
 
 
 def test_edited_gradient_of_one_network_leaves_it_untrained():
     args, kwargs = arguments()
-    frozen = tapax.edit(update(), grads={"MLP@1": jnp.zeros_like})
+    frozen = tapax.edit(update(), grads={"value_module": jnp.zeros_like})
     _, params, _ = frozen(*args, **kwargs)
     _, plain, _ = update()(*args, **kwargs)
     assert_close(params.policy, plain.policy)
