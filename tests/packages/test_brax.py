@@ -265,7 +265,7 @@ def test_update_of_brax_has_the_gradients_of_the_formula():
     assert min(np.abs(by_logits).max(), np.abs(by_values).max()) > 1e-2
     assert (
         "value_module@1" not in taps.grads
-    )  # of the final observation, which training does not use
+    )  # of the final observation
 
 
 def test_edited_gradient_of_one_network_leaves_it_untrained():
