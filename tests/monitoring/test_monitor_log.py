@@ -110,7 +110,8 @@ def test_closed_monitor_logs_nothing():
     log = tapax.Log()
     watched = run(log, 2)
     watched(1.0)
-    watched.log(loss=1.0, always=True)
+    with pytest.warns(UserWarning, match="is closed, so what is logged now is in no record"):
+        watched.log(loss=1.0, always=True)
     assert len(log) == 1
 
 
