@@ -1,11 +1,14 @@
 """The growth of the cost of a capture with the sites, the depth of nested loops, and the devices.
 
-    python -m benchmarks.scaling [--only PART] [--most SITES] [--json PATH] [--plots FOLDER]
+    python -m benchmarks.scaling [--only PART] [--most SITES] [--json PATH]
 
 `sites`: a chain of marked operations and its gradient, plain, with everything captured, and with
 the rms of everything: processor time to trace and to compile, and time to run. `depth`: nested
 scans. `devices`: a sharded train step with statistics: its run time, and the elements that its
 collectives move beyond those of the plain step, according to the compiled program.
+
+`docs/benchmarks.md` draws the numbers of `docs/scaling.json`, which `--json docs/scaling.json`
+writes.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
 
 import tapax
 from benchmarks.measure import Result, race
@@ -206,34 +210,52 @@ def measure_part(part: str, most: int, rounds: int) -> list[Row]:
 PARTS = ("devices", "depth", "sites")
 
 
-def plot(rows: dict[str, list[Row]], folder: Path) -> None:
-    """Draw `scaling_sites.png` and `scaling_devices.png`."""
-    from matplotlib.figure import Figure
+STORED = Path(__file__).parents[1] / "docs" / "scaling.json"
+"""The numbers that `docs/benchmarks.md` draws."""
 
+
+def draw_sites(rows: dict[str, list[Row]]) -> Figure:
+    """Draw the times to trace, compile and run against the number of sites."""
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, cost in zip(panels, ("trace", "compile", "run"), strict=True):
         for kind in KINDS:
             found = [r for r in rows["sites"] if r["kind"] == kind and cost in r]
             axes.loglog([r["sites"] for r in found], [r[cost] for r in found], "o-", label=kind)
-        axes.set(title=cost, xlabel="sites", ylabel="seconds")
+        axes.set(title=f"time to {cost}", xlabel="sites", ylabel="seconds")
     panels[0].legend(frameon=False)
-    figure.savefig(folder / "scaling_sites.png", dpi=80)
+    return figure
 
-    figure = Figure(figsize=(9, 2.8), layout="constrained")
-    deep, *sharded = figure.subplots(1, 3)
+
+def draw_depth(rows: dict[str, list[Row]]) -> Figure:
+    """Draw the time to trace an equation against the depth of nested scans."""
+    figure = Figure(figsize=(4.5, 2.8), layout="constrained")
+    axes = figure.subplots()
     for kind in KINDS:
         found = [r for r in rows["depth"] if r["kind"] == kind]
-        deep.plot([r["depth"] for r in found], [1e6 * r["equation"] for r in found], "o-")
-    deep.set(title="trace", xlabel="nested scans", ylabel="microseconds an equation", ylim=0)
-    for axes, divided in zip(sharded, ("batch", "features"), strict=True):
+        times = [1e3 * r["equation"] for r in found]
+        axes.plot([r["depth"] for r in found], times, "o-", label=kind)
+    axes.set(
+        title="time to trace an equation", xlabel="nested scans", ylabel="milliseconds", ylim=0
+    )
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_devices(rows: dict[str, list[Row]]) -> Figure:
+    """Draw the time to run a sharded step against the number of devices."""
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, divided in zip(panels, ("batch", "features"), strict=True):
         for name in ("plain", *TIMED):
             found = [r for r in rows["devices"] if (r["kind"], r["divided"]) == (name, divided)]
-            axes.plot([r["devices"] for r in found], [1e3 * r["run"] for r in found], "o-")
-            axes.lines[-1].set_label(name)
-        axes.set(title=f"run, {divided} divided", xlabel="devices", ylabel="milliseconds", ylim=0)
-    sharded[1].legend(frameon=False)
-    figure.savefig(folder / "scaling_devices.png", dpi=80)
+            times = [1e3 * r["run"] for r in found]
+            axes.plot([r["devices"] for r in found], times, "o-", label=name)
+        axes.set(
+            title=f"time to run, {divided} divided", xlabel="devices", ylabel="milliseconds", ylim=0
+        )
+    panels[1].legend(frameon=False)
+    return figure
 
 
 def main() -> None:
@@ -244,7 +266,6 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=COUNTS[-1], help="the most sites")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every number there")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw two figures there")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     sys.setrecursionlimit(10**5)
@@ -253,8 +274,6 @@ def main() -> None:
         rows[part] = measure_part(part, options.most, options.rounds)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.plots and len(rows) == len(PARTS):
-        plot(rows, options.plots)
     from benchmarks import measure
 
     measure.show(judged(rows))
