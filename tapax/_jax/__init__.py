@@ -62,6 +62,7 @@ from tapax._jax.tracing import (
     intercept_bind,
     is_traced_here,
     known_loops,
+    maker_of,
     trace_context,
     trace_state_clean,
 )

@@ -157,13 +157,17 @@ def count_calls(jaxpr: Jaxpr, scopes: Scopes = ()) -> Counter[str]:
 
 
 def is_of_two(jaxpr: OpenJaxpr, eqn: Equation) -> bool:
-    """Return whether a conditional is a `lax.cond`, which puts the branch for true second.
+    """Return whether a conditional is a `lax.cond`, which puts the branch for true second."""
+    makers = (maker for maker in jaxpr.eqns if eqn.invars[0] in maker.outvars)
+    return is_of_two_with(eqn.params["branches"], next(makers, None))
 
-    The index of a `lax.cond` is a converted boolean, that of a `lax.switch` is clamped. If the body
-    shows neither, the branch that was traced first was written first.
+
+def is_of_two_with(branches: Sequence[Any], maker: Any) -> bool:
+    """Return whether a conditional is a `lax.cond`; the equation `maker` computes its index.
+
+    The index of a `lax.cond` is a converted boolean, that of a `lax.switch` is clamped. If the
+    equation is neither, or None, the branch that was traced first was written first.
     """
-    index, branches = eqn.invars[0], eqn.params["branches"]
-    for maker in jaxpr.eqns:
-        if index in maker.outvars and maker.primitive in (convert_element_type_p, clamp_p):
-            return maker.invars[0].aval.dtype == bool
+    if maker is not None and maker.primitive in (convert_element_type_p, clamp_p):
+        return maker.invars[0].aval.dtype == bool
     return len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0])

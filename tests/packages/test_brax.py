@@ -263,9 +263,7 @@ def test_update_of_brax_has_the_gradients_of_the_formula():
     assert_close(taps.grads["policy_module"], by_logits, 1e-4)
     assert_close(taps.grads["value_module"], by_values, 1e-4)
     assert min(np.abs(by_logits).max(), np.abs(by_values).max()) > 1e-2
-    assert (
-        "value_module@1" not in taps.grads
-    )  # of the final observation
+    assert "value_module@1" not in taps.grads  # of the final observation
 
 
 def test_edited_gradient_of_one_network_leaves_it_untrained():

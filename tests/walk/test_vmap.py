@@ -200,3 +200,45 @@ def test_calls_in_mapped_branches_are_numbered_as_written():
     assert_close(taps.values["h"], [2, 0])
     assert_close(taps.values["h@1"], [3, 0])
     assert_close(taps.values["h@2"], [0, 6])
+
+
+@jax.jit
+def jitted_branch(x):
+    return tapax.sow(jnp.cos(x), "b")
+
+
+def plain_branch(x):
+    return tapax.sow(jnp.cos(x), "b")
+
+
+@pytest.mark.parametrize("other", [jitted_branch, plain_branch], ids=["jitted", "cached"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+def test_branches_keep_their_numbers_when_one_of_them_was_traced_before(other, wrap):
+    def loss(p, x):
+        def one(p, x):
+            return lax.cond(p, lambda x: tapax.sow(jnp.sin(x), "b"), other, x)
+
+        return wrap(jnp.sin)(jax.vmap(one)(p, x)).sum()
+
+    p, x = jnp.array([True, False]), jnp.array([0.5, 0.5])
+    tapax.capture(other)(x[0])  # JAX keeps the trace of the other branch
+    for _ in range(2):
+        _, taps = tapax.capture(jax.grad(loss, 1))(p, x)
+        grads = tapax.grad(loss)(p, x)
+        for name, row, value in (("b", 0, np.sin(0.5)), ("b@1", 1, np.cos(0.5))):
+            assert_close(taps.values[name][row], np.float32(value), 1e-6)
+            for found in (taps.grads, grads):
+                assert_close(found[name][row], np.float32(np.cos(value)), 1e-6)
+                assert found[name][1 - row] == 0
+
+
+def test_branches_of_a_switch_keep_their_numbers():
+    def fn(i, x):
+        branches = [lambda x: tapax.sow(jnp.sin(x), "b"), jitted_branch]
+        return jax.vmap(lambda i, x: lax.switch(i, branches, x))(i, x)
+
+    i, x = jnp.array([1, 0]), jnp.array([0.5, 0.5])
+    for _ in range(2):
+        _, taps = tapax.capture(fn)(i, x)
+        assert_close(taps.values["b"][1], np.float32(np.sin(0.5)), 1e-6)
+        assert_close(taps.values["b@1"][0], np.float32(np.cos(0.5)), 1e-6)
