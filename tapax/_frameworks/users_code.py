@@ -51,13 +51,16 @@ def find_signature(fn: Function) -> inspect.Signature:
     return signature if inner is None else inspect.signature(inner)
 
 
-def _find_wrapped(fn: Any) -> Any:
+def _find_wrapped(fn: Any, around: frozenset[int] = frozenset()) -> Any:
     """Find the user's function inside the wrappers of frameworks; None if there is not just one.
 
     `nnx.grad` wraps a function without `functools.wraps`, so the function is found only among the
-    values that the wrapper closes over.
+    values that the wrapper closes over. `around` has the ids of the wrappers around `fn`, one of
+    which may close over itself.
     """
     inner = inspect.unwrap(fn)
+    if id(inner) in around:
+        return None
     code = getattr(inner, "__globals__", None)  # a method has that of its function
     if code is None:
         return None
@@ -65,6 +68,7 @@ def _find_wrapped(fn: Any) -> Any:
         return inner
     if not inspect.isfunction(inner):
         return None
-    closed = [_find_wrapped(value) for value in closure_values(inner) if callable(value)]
+    around |= {id(inner)}
+    closed = [_find_wrapped(value, around) for value in closure_values(inner) if callable(value)]
     found = {id(each): each for each in closed if each is not None}
     return next(iter(found.values())) if len(found) == 1 else None

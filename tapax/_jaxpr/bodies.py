@@ -35,13 +35,13 @@ def list_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
 
 def list_distinct_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
     """Yield the equations of a program and of its bodies; those of a body once, if called often."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # with each body, so that no other body takes its id
 
     def list_new(body: Jaxpr) -> Iterator[Equation]:
         opened = _jax.open_jaxpr(body)
         if id(opened) in seen:
             return
-        seen.add(id(opened))
+        seen[id(opened)] = opened
         for eqn in opened.eqns:
             yield eqn
             for inner in bodies(eqn):

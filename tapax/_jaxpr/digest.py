@@ -36,14 +36,15 @@ class _Digests:
     """The checksums of the bodies of a program, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, str] = {}
+        # With each body, so that no other body takes its id.
+        self._known: dict[int, tuple[Any, str]] = {}
 
     def of(self, jaxpr: Any) -> str:
         opened = _jax.open_jaxpr(jaxpr)
         if id(opened) not in self._known:
             text = "\n".join(self._lines(opened))
-            self._known[id(opened)] = hashlib.sha256(text.encode()).hexdigest()
-        return self._known[id(opened)]
+            self._known[id(opened)] = opened, hashlib.sha256(text.encode()).hexdigest()
+        return self._known[id(opened)][1]
 
     def _lines(self, jaxpr: Any) -> Iterator[str]:
         numbers: dict[Any, int] = {}

@@ -40,9 +40,9 @@ class ResultFlow(ForwardAnalysis[bool]):
     """Follows the results of one equation through a program with every operation marked.
 
     Attributes:
-        is_value: Whether a value of the forward pass depends on the results, before any derivative.
-        is_result: Whether a result of the program does.
-        is_slope: Whether a derivative depends on the results, before any value.
+        is_value: True if a value of the forward pass depends on the results before any derivative.
+        is_result: True if a result of the program depends on them.
+        is_slope: True if a derivative depends on the results before any value.
     """
 
     nothing = False
@@ -113,7 +113,7 @@ class ResultFlow(ForwardAnalysis[bool]):
 def _equations_around(jaxpr: Jaxpr, target: Equation) -> set[int]:
     """Return the ids of the equations whose bodies contain an equation."""
     found: set[int] = set()
-    known: dict[int, bool] = {}
+    known: dict[int, tuple[Any, bool]] = {}  # with each body, so that no other takes its id
 
     def contains(program: Any) -> bool:
         opened = _jax.open_jaxpr(program)
@@ -125,8 +125,8 @@ def _equations_around(jaxpr: Jaxpr, target: Equation) -> set[int]:
                 if any(within):
                     found.add(id(eqn))
                     inside = True
-            known[id(opened)] = inside
-        return known[id(opened)]
+            known[id(opened)] = opened, inside
+        return known[id(opened)][1]
 
     contains(jaxpr)
     return found

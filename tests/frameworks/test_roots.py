@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 import tapax
+from tapax._frameworks.users_code import find_signature
 from tests.oracles.closeness import assert_close
 
 X = jnp.array([0.5, -1.0, 2.0], jnp.float32)
@@ -254,3 +255,16 @@ def test_objects_that_are_still_being_made_are_left_alone():
     out, taps = tapax.capture(fn)(module, x)
     assert_close(out, module(x), 1e-6)
     assert list(taps.values) == ["Linear", "Linear@1"]
+
+
+def test_a_wrapper_that_closes_over_itself_has_the_signature_of_its_function():
+    space = {"__name__": "flax.example"}
+    exec(
+        "def wrap(fn):\n"
+        "    def wrapper(*args, **kwargs):\n"
+        "        return fn(*args, **kwargs) if args else wrapper\n"
+        "    return wrapper\n",
+        space,
+    )
+    signature = find_signature(space["wrap"](lambda policy, value: policy))
+    assert list(signature.parameters) == ["policy", "value"]
