@@ -172,35 +172,45 @@ def _summed(entries: Sequence[Entry]) -> Iterator[Entry]:
     direct: dict[Any, list[Entry]] = {}
     for entry in entries:
         if entry.grad:
-            # The plan may capture the gradient of a call whole, and by several reducers.
-            which = entry.call, entry.reduction and entry.reduction.reducer
-            (copies if entry.recomputed else direct).setdefault(which, []).append(entry)
+            # The plan may ask for several results of one gradient.
+            reducer = entry.reduction and entry.reduction.reducer
+            (copies if entry.recomputed else direct).setdefault(
+                (entry.call, entry.reading, reducer), []
+            ).append(entry)
         else:
             yield entry
-    for call, own in direct.items():
-        if call not in copies:
+    for which, own in direct.items():
+        if which not in copies:
             yield from own
             continue
         first, *second = own
         yield first
-        parts = [*second, *copies[call]]
-        if first.reduction is not None:
-            raise SiteError(
-                f"The {first.site.described}, is in a checkpoint through which a second derivative "
-                "is taken: its gradient is the sum of several parts, and cannot be reduced in the "
-                "program. Capture it whole."
-            )
-        if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
-            raise SiteError(
-                f"The {first.site.described}, is in a checkpoint through which several second "
-                "derivatives are taken, and which part belongs to which cannot be told. Leave it "
-                "out of `grads`."
-            )
-        yield _pulled_back(parts[0], 1, functools.reduce(jnp.add, [p.value for p in parts]))
-    for call, parts in copies.items():
-        if call not in direct:
+        yield _sum(second, copies[which])
+    for which, parts in copies.items():
+        if which not in direct:
             for number, part in enumerate(parts):
                 yield _pulled_back(part, number, part.value)
+
+
+def _sum(second: Sequence[Entry], copies: Sequence[Entry]) -> Entry:
+    """Add the parts of a second gradient: those of the value, and those of its copies."""
+    parts = [*second, *copies]
+    first = parts[0]
+    if len(parts) == 1:
+        return _pulled_back(first, 1, first.value)
+    if first.reduction is not None or (first.reading is not None and first.reading.by is not None):
+        raise SiteError(
+            f"The {first.site.described}, is in a checkpoint through which a second derivative is "
+            "taken: its gradient is the sum of several parts, so the program can neither reduce it "
+            "nor pass it to a function. Capture it whole."
+        )
+    if len(second) > 1 or len({p.value.shape for p in parts}) > 1:
+        raise SiteError(
+            f"The {first.site.described}, is in a checkpoint through which several second "
+            "derivatives are taken, and which part belongs to which cannot be told. Leave it out "
+            "of `grads`."
+        )
+    return _pulled_back(first, 1, functools.reduce(jnp.add, [p.value for p in parts]))
 
 
 def _pulled_back(entry: Entry, number: int, value: PyTree) -> Entry:

@@ -37,7 +37,9 @@ from tapax._jax.jaxprs import (
     operation_name,
     remat_options,
     scan_split,
+    traced_for,
     with_open_jaxpr,
+    with_traced_for,
 )
 from tapax._jax.jitted import jit_options
 from tapax._jax.kernels import for_gpu
@@ -62,7 +64,6 @@ from tapax._jax.tracing import (
     intercept_bind,
     is_traced_here,
     known_loops,
-    maker_of,
     trace_context,
     trace_state_clean,
 )

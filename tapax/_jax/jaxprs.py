@@ -28,6 +28,22 @@ def jaxpr_consts(jaxpr: Jaxpr) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
+def traced_for(jaxpr: Jaxpr) -> str:
+    """Return the name of the JAX function that traced a body, such as `cond` or `switch`.
+
+    Transformations of JAX keep it.
+    """
+    info: Any = cast(Any, open_jaxpr(jaxpr)).debug_info
+    return info.traced_for
+
+
+def with_traced_for(jaxpr: Jaxpr, name: str) -> Jaxpr:
+    """Return a closed jaxpr that says it was traced for the function `name` of JAX."""
+    inner: Any = open_jaxpr(jaxpr)
+    info = inner.debug_info._replace(traced_for=name)
+    return with_open_jaxpr(jaxpr, inner.replace(debug_info=info))
+
+
 def jaxpr_inputs(jaxpr: Jaxpr, args: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Pair every input variable of a jaxpr, constants included, with its value."""
     inner = open_jaxpr(jaxpr)

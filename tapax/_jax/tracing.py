@@ -21,14 +21,6 @@ def is_traced_here(tracer: Any) -> bool:
     return tracer._trace is _core.trace_ctx.trace
 
 
-def maker_of(x: Any) -> Any:
-    """Return the equation that computes a traced value, or None if it is not known.
-
-    It has a `primitive`, and `invars` with types, as equations of a jaxpr have.
-    """
-    return getattr(x, "parent", None)
-
-
 def trace_context() -> Any:
     """Return a hashable value of all settings, apart from arguments, that a trace depends on."""
     return _config.trace_context()

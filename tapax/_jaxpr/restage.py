@@ -271,6 +271,8 @@ def bind_cond(
         results = functions[int(index)](*operands)
     else:
         jaxprs, operands = _close_branches(functions, operands)
+        written_for = _jax.traced_for(eqn.params["branches"][0])
+        jaxprs = tuple(_jax.with_traced_for(jaxpr, written_for) for jaxpr in jaxprs)
         results = eqn.primitive.bind(index, *operands, **dict(eqn.params, branches=jaxprs))
     flat = iter(results)
     common = [next(flat) for _ in range(len(results) - sum(map(len, private)))]

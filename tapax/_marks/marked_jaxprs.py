@@ -1,16 +1,12 @@
 """Analysis and rewriting of jaxprs with taps, without evaluation."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax.extend.core.primitives import clamp_p, convert_element_type_p
-
 from tapax import _jax
-from tapax._jax import Atom, Equation, Jaxpr, OpenJaxpr, PyTree, Var
+from tapax._jax import Atom, Equation, Jaxpr, PyTree, Var
 from tapax._jaxpr.bodies import bodies
-from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.rewrite import map_bodies, map_equation_bodies, rewrite, zeros_equation
 from tapax._marks.change import change_p
 from tapax._marks.scopes import Scopes, scopes_of
@@ -119,30 +115,6 @@ class TappedBodies:
         return self._known[id(inner)][1]
 
 
-def first_uid(jaxpr: Jaxpr) -> int:
-    """Return the uid of the mark that was traced first in a body; `sys.maxsize` without marks.
-
-    Marks in jitted functions count only if there are no others, because JAX may have traced such a
-    function long before.
-    """
-    direct, jitted = _uids(jaxpr)
-    return min(direct or jitted, default=sys.maxsize)
-
-
-def _uids(jaxpr: Jaxpr) -> tuple[list[int], list[int]]:
-    """List the uids of the marks in a body, and of those in the jitted functions that it calls."""
-    direct: list[int] = []
-    jitted: list[int] = []
-    for eqn in _jax.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive is tap_p:
-            direct.append(eqn.params["mark"].uid)
-        elif tap_effect in eqn.effects:
-            for inside, inside_jitted in map(_uids, bodies(eqn)):
-                (jitted if kind_of(eqn) is Kind.JIT else direct).extend(inside)
-                jitted += inside_jitted
-    return direct, jitted
-
-
 def count_calls(jaxpr: Jaxpr, scopes: Scopes = ()) -> Counter[str]:
     """Count the calls of each site in a body."""
     found: Counter[str] = Counter()
@@ -156,18 +128,9 @@ def count_calls(jaxpr: Jaxpr, scopes: Scopes = ()) -> Counter[str]:
     return found
 
 
-def is_of_two(jaxpr: OpenJaxpr, eqn: Equation) -> bool:
-    """Return whether a conditional is a `lax.cond`, which puts the branch for true second."""
-    makers = (maker for maker in jaxpr.eqns if eqn.invars[0] in maker.outvars)
-    return is_of_two_with(eqn.params["branches"], next(makers, None))
+def is_of_two(branches: Sequence[Any]) -> bool:
+    """Return whether the branches are those of a `lax.cond`, which puts the one for true second.
 
-
-def is_of_two_with(branches: Sequence[Any], maker: Any) -> bool:
-    """Return whether a conditional is a `lax.cond`; the equation `maker` computes its index.
-
-    The index of a `lax.cond` is a converted boolean, that of a `lax.switch` is clamped. If the
-    equation is neither, or None, the branch that was traced first was written first.
+    `lax.switch` makes the same equation, with its branches in the order in which they were written.
     """
-    if maker is not None and maker.primitive in (convert_element_type_p, clamp_p):
-        return maker.invars[0].aval.dtype == bool
-    return len(branches) == 2 and first_uid(branches[1]) < first_uid(branches[0])
+    return all(_jax.traced_for(branch) == "cond" for branch in branches)

@@ -12,6 +12,7 @@ from tapax import _jax
 from tapax._sites import LayerNumber, Site, SiteError
 from tapax._walk.calls import Call, Token
 from tapax._walk.folds import FoldThread
+from tapax._walk.plan import Reading
 from tapax._walk.reductions import Reduction
 
 
@@ -60,6 +61,7 @@ class Entry(NamedTuple):
     - `layer`: the numbers of its scanned layers, outermost first.
     - `recomputed`: whether it is the cotangent of a recomputed value, a part of a gradient.
     - `folded`: whether it is a fold inside a shard_map.
+    - `reading`: the result that the plan asks for; None for an entry that no plan asks for.
     """
 
     site: Site
@@ -74,6 +76,7 @@ class Entry(NamedTuple):
     recomputed: bool = False
     folded: bool = False
     reduction: Reduction | None = None
+    reading: Reading | None = None
 
     @property
     def state(self) -> list[Any]:

@@ -34,7 +34,7 @@ from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.meshes import first_mesh
 from tapax._marks.change import change_p, identity
 from tapax._marks.context import active_policy
-from tapax._marks.marked_jaxprs import TAPS, TappedBodies, is_of_two, strip
+from tapax._marks.marked_jaxprs import TAPS, TappedBodies, strip
 from tapax._marks.scopes import Scopes, scopes_of
 from tapax._marks.tap import MAKES_TOKEN, Mark, operands, tap_effect, tap_p
 from tapax._sites import SiteError
@@ -97,7 +97,6 @@ class Interpreter(Recorder):
         self.scopes: Scopes = ()
         self.mesh: Any = None
         self.nested = active_policy() is not None
-        self.of_two = False
         self.shield = ""
         """The function around the walk, in words, if no derivative from outside enters it."""
         self._program: Jaxpr | None = None
@@ -108,13 +107,10 @@ class Interpreter(Recorder):
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluate a jaxpr on `args`, and record the sites that the plan selects."""
-        inner = _jax.open_jaxpr(jaxpr)
         self._program = self._program or jaxpr
 
         def apply(number: int, eqn: Equation, values: list[Value]) -> list[Value]:
             del number
-            if kind_of(eqn) is Kind.COND:
-                self.of_two = is_of_two(inner, eqn)
             return _jax.in_context(eqn, self.hooks.equation, self, eqn, values)
 
         return evaluate(jaxpr, args, apply)

@@ -25,7 +25,7 @@ from tapax._jax import Equation, Jaxpr, PyTree, Static, Value, pytrees, typed
 from tapax._jaxpr import derivatives
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.kinds import CALLS, LOOPS, Kind, kind_of
-from tapax._marks.marked_jaxprs import TAPS, count_calls, is_of_two_with, quieted, strip
+from tapax._marks.marked_jaxprs import TAPS, count_calls, is_of_two, quieted, strip
 from tapax._marks.scopes import scopes_of
 from tapax._marks.tap import Mark, operands, tap_effect, tap_p
 from tapax._sites import SiteError
@@ -168,15 +168,14 @@ def _custom_vjp(guard: _Guard, active: Value, eqn: Equation, args: list[Value]) 
 _CUSTOM = {Kind.CUSTOM_JVP: _custom_jvp, Kind.CUSTOM_VJP: _custom_vjp}
 
 
-def _in_branches(branches: Sequence[Any], index: Any, of_two: bool) -> tuple[Any, ...]:
+def _in_branches(branches: Sequence[Any], index: Any) -> tuple[Any, ...]:
     """Make branches that also take the index, and give their taps the condition to be chosen.
 
-    Under `vmap` the branches run one after the other. `lax.cond`, if the conditional is `of_two`,
-    puts the branch for true second, although it was written first, so the shifts correct the
-    numbers of the calls.
+    Under `vmap` the branches run one after the other. `lax.cond` puts the branch for true second,
+    although it was written first, so the shifts correct the numbers of the calls.
     """
     shifts: list[dict[str, int]] = [{} for _ in branches]
-    if of_two:
+    if is_of_two(branches):
         false, true = map(count_calls, branches)
         shifts = [dict(true), {path: -n for path, n in false.items()}]
 
@@ -197,8 +196,7 @@ def _batch_cond(rule: Any) -> Any:
     ) -> Any:
         if dims[0] is not None and any(tap_effect in b.effects for b in branches):
             index = _jax.unmapped(args[0], dims[0])
-            of_two = is_of_two_with(branches, _jax.maker_of(args[0]))
-            branches = _in_branches(branches, index, of_two)
+            branches = _in_branches(branches, index)
             args, dims = [*args, args[0]], [*dims, dims[0]]
         args = _shard_tokens(axis_data, args, dims)
         return rule(axis_data, args, dims, branches=branches, **params)

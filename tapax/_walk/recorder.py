@@ -142,7 +142,14 @@ class Recorder:
             several = sum(other.path == reading.path for other in readings) > 1
             label = f":{reading.by.label}" if several and reading.by is not None else ""
             entry = Entry(
-                here, call, False, parts[0], active, steps=reading.steps, layer=reading.layer
+                here,
+                call,
+                False,
+                parts[0],
+                active,
+                steps=reading.steps,
+                layer=reading.layer,
+                reading=reading,
             )
             if isinstance(reading.by, Reducer):
                 example = jax.ShapeDtypeStruct(parts[0].shape[mapped:], parts[0].dtype)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 
 from tapax import _jax
-from tapax._jax import Equation, Jaxpr, OpenJaxpr
+from tapax._jax import Equation, Jaxpr
 from tapax._jaxpr.bodies import bodies
 from tapax._jaxpr.dataflow import ForwardAnalysis
 from tapax._jaxpr.kinds import CALLS, CUSTOM_RULES, Kind, kind_of
@@ -58,7 +58,6 @@ class _FlowAnalysis(ForwardAnalysis[Reached]):
         self._uids: set[int] = set()
         self._scopes: Scopes = ()
         self._recomputing = False
-        self._body: OpenJaxpr | None = None
         # A loop is analysed several times. The position of a tap, the numbers of the equations
         # around it, tells that it is the same tap.
         self._place: tuple[int, ...] = ()
@@ -80,13 +79,6 @@ class _FlowAnalysis(ForwardAnalysis[Reached]):
 
     def carry(self, fact: Reached) -> Reached:
         return frozenset(tap for tap in fact if tap % 2 == 0 or tap == _MORE)
-
-    def run(self, jaxpr: Jaxpr, facts: Sequence[Reached]) -> list[Reached]:
-        outer, self._body = self._body, _jax.open_jaxpr(jaxpr)
-        try:
-            return super().run(jaxpr, facts)
-        finally:
-            self._body = outer
 
     def _apply(self, number: int, eqn: Equation, facts: list[Reached]) -> list[Reached]:
         with self._at(number):
@@ -121,8 +113,7 @@ class _FlowAnalysis(ForwardAnalysis[Reached]):
     def _cond(self, eqn: Equation, facts: list[Reached]) -> list[Reached]:
         index, *operands = facts
         branches = eqn.params["branches"]
-        assert self._body is not None
-        order = (1, 0) if is_of_two(self._body, eqn) else range(len(branches))
+        order = (1, 0) if is_of_two(branches) else range(len(branches))
         found: dict[int, list[Reached]] = {}
         for i in order:
             with self._at(i):

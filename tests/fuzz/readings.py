@@ -94,7 +94,8 @@ def readings(program: Program, of: Of) -> Readings:
     if of == "grad":
         # The text of a program does not show which gradients exist.
         found.kept = [r for r in found.kept if r.site.grads and r.site.dtype != "int"]
-        found.doubtful = found.wrong
+        sums = [r for r in found.kept if r.site.grads > 1 and r.pick.by is not None]
+        found.doubtful = found.wrong + [f"{r.key} may be the sum of several parts" for r in sums]
         found.wrong = [why for why in found.wrong if why.endswith("picks nothing")]
     return found
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import tapax
@@ -191,6 +192,39 @@ def test_second_derivatives_through_remat_add_the_part_of_the_recomputed_value()
     assert_close(remat.grads["h"], plain.grads["h"])
 
 
+def test_second_derivatives_through_remat_can_be_read_in_several_ways():
+    block = jax.checkpoint(lambda x: jnp.sin(tapax.sow(jnp.sin(x), "h")))
+    inner = jax.grad(lambda x: jnp.sum(block(x)))
+    step = jax.grad(lambda x: jnp.sum(inner(x) ** 2))
+    _, whole = tapax.capture(step, values=None)(X)
+    assert not np.allclose(whole.grads["h~1"], 0)
+    asked = ["h", {"h": [tapax.reduce.rms, jnp.square]}]
+    _, taps = tapax.capture(step, values=None, grads=asked)(X)
+    for name in ("h", "h~1"):
+        gradient = np.asarray(whole.grads[name])
+        label, _, number = name.partition("~")
+        number = f"~{number}" if number else ""
+        assert_close(taps.grads[name], gradient)
+        assert_close(taps.grads[f"{label}:square{number}"], gradient**2)
+        assert_close(taps.grads[f"{label}:rms{number}"], np.sqrt(np.mean(gradient**2)))
+
+
+@pytest.mark.parametrize("way", [tapax.reduce.rms, jnp.square])
+def test_sums_of_second_gradients_are_neither_reduced_nor_passed_to_functions(way):
+    block = jax.checkpoint(lambda x: jnp.sin(tapax.sow(jnp.sin(x), "h")))
+
+    def outer(x):
+        value, gradient = jax.value_and_grad(lambda x: jnp.sum(block(x) ** 2))(x)
+        return value**2 + jnp.sum(gradient**2)
+
+    with pytest.raises(tapax.SiteError, match=r"is the sum of several parts, so .* Capture it"):
+        tapax.capture(jax.grad(outer), values=None, grads={"h": way})(X)
+    perturbed = lambda e: lambda x: jnp.sum(jnp.sin(jnp.sin(x) + e) ** 2)
+    total = lambda e: perturbed(e)(X) ** 2 + jnp.sum(jax.grad(perturbed(e))(X) ** 2)
+    _, taps = tapax.capture(jax.grad(outer), values=None)(X)
+    assert_close(taps.grads["h~1"], jax.grad(total)(jnp.zeros(3)))
+
+
 def test_exactly_named_gradients_of_calls_are_returned():
     f = lambda x: jnp.sum(tapax.sow(x, "h")) * 0 + jnp.sum(tapax.sow(tapax.sow(x, "k"), "k") ** 2)
     dropped = lambda x: (tapax.sow(x, "h"), jnp.sum(tapax.sow(x, "h") ** 2))[1]
@@ -235,3 +269,28 @@ def test_calls_in_branches_are_numbered_alike_in_every_capture():
             assert_close(taps.values["b"], jnp.where(flag, jnp.sin(X), 0)[None])
             assert_close(taps.values["b@1"], jnp.where(flag, 0, 3 * jnp.cos(X))[None])
             assert_close(taps.grads["b"], jnp.full((1, 3), float(flag)))
+
+
+@pytest.mark.parametrize("two", [jax.lax.switch, jax.lax.cond])
+def test_calls_in_branches_are_numbered_as_written_if_jax_moves_the_index_out_of_the_loop(two):
+    """The body of the loop then does not show whether the index was a boolean."""
+    jitted = jax.jit(lambda x: tapax.sow(3 * jnp.sin(x), "a"))  # traced once
+
+    def loss(x, index):
+        new = lambda x: tapax.sow(jnp.cos(x), "a")  # traced in every capture
+        if two is jax.lax.cond:
+            body = lambda row: jax.lax.cond(index == 0, new, jitted, row)
+        else:
+            body = lambda row: jax.lax.switch(index, [new, jitted], row)
+        return jnp.sum(jax.lax.map(body, x[None]))
+
+    mapped = lambda x, index: jax.vmap(loss, in_axes=(0, None))(x[None], index)[0]
+    for _ in range(2):
+        for index in (0, 1):
+            for fn in (loss, mapped):
+                _, taps = tapax.capture(jax.grad(fn))(X, index)
+                assert list(taps.values) == ["a", "a@1"]
+                expected = [jnp.cos(X) * (index == 0), 3 * jnp.sin(X) * (index == 1)]
+                for i, name in enumerate(["a", "a@1"]):
+                    assert_close(taps.values[name].reshape(3), expected[i])
+                    assert_close(taps.grads[name].reshape(3), jnp.full(3, float(index == i)))

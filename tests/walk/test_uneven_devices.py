@@ -110,3 +110,30 @@ def test_the_nan_of_a_branch_that_one_device_takes_is_found():
         on_four_devices(lambda x: lax.cond(x[0] > 2.5, bad, lambda x: x, x))
     )(X)
     assert found.operation == "log"
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_an_edit_of_one_iteration_of_a_loop_that_devices_leave_at_different_times(jitted):
+    def local(x):
+        return lax.while_loop(lambda x: x[0] < 3, lambda x: tapax.sow(x + 1, "h"), x)
+
+    def edited(x, step):
+        edit = {tapax.at("h", step=step): lambda h: 10 * h}
+        return tapax.edit(on_four_devices(local), values=edit)(x)
+
+    # Device 0 runs three iterations, device 3 none.
+    for step, expected in ((0, [10, 20, 30, 3]), (1, [20, 30, 3, 3]), (2, [30, 3, 3, 3])):
+        run = jax.jit(edited) if jitted else lambda x, step: edited(x, int(step))
+        np.testing.assert_array_equal(run(X, step), expected)
+
+
+def test_the_gradient_of_an_edit_of_one_iteration_in_a_branch_that_some_devices_take():
+    body = lambda _, x: tapax.sow(x * x, "h")
+    loop = lambda x: lax.fori_loop(0, 2, body, x)
+
+    def loss(x):
+        return on_four_devices(lambda x: lax.cond(x[0] > 1.5, loop, lambda x: x, x))(x).sum()
+
+    edited = tapax.edit(loss, values={tapax.at("h", step=1): lambda h: 3 * h})
+    # Devices 2 and 3 compute 3 x^4.
+    np.testing.assert_allclose(jax.grad(edited)(X), [1, 1, 96, 324], rtol=1e-6)

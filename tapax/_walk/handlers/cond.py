@@ -3,6 +3,7 @@
 from tapax import _jax
 from tapax._jax import Equation, Value, typed
 from tapax._jaxpr.restage import Branch, bind_cond, uneven_axes
+from tapax._marks.marked_jaxprs import is_of_two
 from tapax._walk.calls import Call, Token
 from tapax._walk.entries import Slots, StagedBody, refuse_folded
 from tapax._walk.interpreter import Interpreter
@@ -13,7 +14,7 @@ def walk_cond(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value
     branches = eqn.params["branches"]
     threads = walk.enter(*branches, uneven=uneven_axes(eqn))
     # Number the calls in the order in which the branches were written.
-    order = (1, 0) if walk.of_two else range(len(branches))
+    order = (1, 0) if is_of_two(branches) else range(len(branches))
     made = {i: walk.stage(branches[i], values, threads, branch=i) for i in order}
     parts = [made[i] for i in range(len(branches))]
     operands = [*parts[0].ins.arrays(values), *walk.thread_arrays(threads)]

@@ -44,7 +44,8 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
     over = uneven_axes(eqn)
     with walk.inside():
         if walk.changes.counts(loop.body, counter.depth):
-            walk.changes.count(typed.zeros((), jnp.int32), counter.depth)
+            number = _jax.with_varying(typed.zeros((), jnp.int32), over)
+            walk.changes.count(number, counter.depth)
         threads = walk.enter(loop.body, uneven=over)
         folds, parts = walk.folds.arrays(threads.folds), walk.changes.arrays(threads.parts)
         inputs = [*loop.consts, *loop.init]
@@ -65,7 +66,7 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         count = carry.counts[0] if carry.counts else None
         keys = zip(threads.parts, parts, strict=True)
         iteration = count if replay is None else carry.state[replay.iteration].astype(jnp.int32)
-        given = [iteration if key == counter else part for key, part in keys]
+        given = [_jax.with_varying(iteration, over) if k == counter else part for k, part in keys]
         inputs = [*loop.consts, *carry.state, *carry.folds, *given]
         results = iter(_jax.as_function(staged.jaxpr)(*inputs))
         new = loop.keep_finished([next(results) for _ in loop.init], carry.state)
