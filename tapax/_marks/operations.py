@@ -2,7 +2,8 @@
 
 A result has a gradient only if it is marked before JAX differentiates the program. So tapax marks
 the results as the user's code binds the operations. A bind inside another bind (a derivative rule)
-or inside the evaluation of a jaxpr (a backward pass) is not an operation of the user.
+or inside the evaluation of a jaxpr (a backward pass) is not an operation of the user. But inside of
+both, JAX may call a custom rule, whose operations are the user's again.
 """
 
 import contextlib
@@ -44,26 +45,34 @@ _TRACING = CUSTOM_RULES | Kind.SHARD_MAP
 @contextlib.contextmanager
 def internal_operations() -> Generator[None]:
     """Keep rules from marking operations within the context, as they are not the user's."""
-    before = getattr(_thread, "binding", False)
-    _thread.binding = True
+    with _switched("is_internal", True):
+        yield
+
+
+@contextlib.contextmanager
+def _switched(name: str, on: bool) -> Generator[None]:
+    """Set a flag of this thread within the context."""
+    before = getattr(_thread, name, False)
+    setattr(_thread, name, on)
     try:
         yield
     finally:
-        _thread.binding = before
+        setattr(_thread, name, before)
 
 
 def _mark_operation(bind: Any, primitive: Primitive, args: Args, params: PyTree) -> Any:
     here = active_policy()
-    if primitive is tap_p:
-        # Evaluating a tap eagerly binds operations, which are not the user's.
-        with internal_operations():
-            return bind(primitive, *args, **params)
-    if here is None or getattr(_thread, "binding", False):
+    if here is None or getattr(_thread, "is_internal", False):
         return bind(primitive, *args, **params)
-    source = _user_line()
-    tracing = bool(kind_of_primitive(primitive) & _TRACING)
-    with contextlib.nullcontext() if tracing else internal_operations():
-        out = bind(primitive, *args, **params)
+    is_inside = getattr(_thread, "is_binding", False)
+    if kind_of_primitive(primitive) & _TRACING:
+        with _switched("is_binding", False):
+            out = bind(primitive, *args, **params)
+    else:
+        with _switched("is_binding", True):
+            out = _bind_whole(bind, primitive, args, params)
+    # Evaluating a tap eagerly binds operations too, but a tap is not an operation of the user.
+    source = None if is_inside or primitive is tap_p else _user_line()
     if source is None:
         return out
     op, label = _jax.operation(primitive, params)
@@ -83,6 +92,11 @@ def _mark_operation(bind: Any, primitive: Primitive, args: Args, params: PyTree)
     return _jax.map_results(marked, out, primitive)
 
 
+def _bind_whole(bind: Any, primitive: Primitive, args: Args, params: PyTree) -> Any:
+    """Bind an operation whose own operations are not the user's; `_user_line` stops here."""
+    return bind(primitive, *args, **params)
+
+
 def _user_line() -> str | None:
     """Return `file:line` of the user's code that binds an operation; None if JAX binds it."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
@@ -91,6 +105,8 @@ def _user_line() -> str | None:
         if code.co_filename.startswith(JAX_FOLDER):
             if code.co_name == "eval_jaxpr" or code.co_name.startswith("backward_pass"):
                 return None
+        elif code is _bind_whole.__code__:
+            return None
         elif not code.co_filename.startswith(TAPAX_FOLDER):
             return f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 import tapax
@@ -307,3 +308,57 @@ def test_a_derivative_that_bypasses_an_edited_custom_rule_is_taken():
     loss = lambda x, y: jnp.sum(squared_by_pullback(x)) * y
     tripled = tapax.edit(loss, values={"h": lambda h: 3 * h})
     assert_close(jax.grad(tripled, argnums=1)(X, 2.0), jnp.sum(9 * X**2))
+
+
+@jax.custom_jvp
+def forward_rule(x):
+    return checkpoint_name(jnp.sin(x), "kept")
+
+
+@forward_rule.defjvp
+def _(primals, tangents):
+    return forward_rule(*primals), jnp.cos(primals[0]) * tangents[0]
+
+
+def reverse_rule(x):
+    return checkpoint_name(jnp.sin(x), "kept")
+
+
+with_reverse_rule = jax.custom_vjp(reverse_rule)
+with_reverse_rule.defvjp(lambda x: (reverse_rule(x), x), lambda x, ct: (jnp.cos(x) * ct,))
+
+WRAPPERS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
+    "cond": lambda f: lambda x: jax.lax.cond(jnp.sum(x) > 0, f, jnp.cos, x),
+    "vmap": jax.vmap,
+    "remat of jit": lambda f: jax.checkpoint(jax.jit(f)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("rule", [forward_rule, with_reverse_rule], ids=["jvp", "vjp"])
+def test_operations_in_custom_rules_are_found_however_jax_calls_the_rule(rule, wrapper):
+    """JAX calls the rule while it binds the operation that is differentiated, such as a jit."""
+    f = WRAPPERS[wrapper](rule)
+    steps = {"no derivative": lambda f: f, "grad": lambda f: jax.grad(lambda x: jnp.sum(f(x)))}
+    x = jnp.array([0.3, 0.5])
+    for take in steps.values():
+        step = lambda x, take=take: checkpoint_name(take(f)(x), "after")
+        chosen = tapax.named("kept") | tapax.ops("sin")
+        _, taps = tapax.capture(step, values=[chosen, tapax.named("after")])(x)
+        expected = jnp.stack([jnp.sin(x), jnp.sin(jnp.sin(x))]) if wrapper == "scan" else jnp.sin(x)
+        assert list(taps.values) == ["sin", "kept", "after"]
+        for name in ("sin", "kept"):
+            np.testing.assert_allclose(taps.values[name], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", [lambda f: f, jax.jit, jax.checkpoint])
+def test_operations_in_derivative_rules_of_jax_are_not_those_of_the_program(wrapper):
+    """The derivative of the outer sin is a cos; the program itself calls cos in the custom rule."""
+    outer = wrapper(lambda x: jnp.sum(jnp.sin(with_reverse_rule(x))))
+    _, taps = tapax.capture(jax.grad(outer), values=tapax.ops("cos"))(X)
+    assert list(taps.values) == ["cos"]
+    np.testing.assert_allclose(taps.values["cos"], jnp.cos(X), rtol=1e-6)
