@@ -254,6 +254,12 @@ def check_edits(program: Program) -> None:
             if way is gradient and "Reverse-mode differentiation does not work" in str(error):
                 return
             raise
+        except Exception as error:
+            # On an explicit mesh, jax 0.10 cannot differentiate a conditional that closes over a
+            # number, in a scan that it unrolls. An edit of one iteration is such a conditional.
+            if jax.__version_info__ < (0, 11) and "dynamic_update_slice operand" in str(error):
+                raise Undecided(str(error)) from error
+            raise
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             same(program, f"the result of {way.__name__}", g, w)
         return

