@@ -362,3 +362,22 @@ def test_operations_in_derivative_rules_of_jax_are_not_those_of_the_program(wrap
     _, taps = tapax.capture(jax.grad(outer), values=tapax.ops("cos"))(X)
     assert list(taps.values) == ["cos"]
     np.testing.assert_allclose(taps.values["cos"], jnp.cos(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_symmetric_solve_whose_product_cannot_be_transposed(mapped):
+    """JAX has no transpose of a name, and needs none of a symmetric product."""
+
+    def solve(b):
+        return lax.custom_linear_solve(
+            lambda x: checkpoint_name(2 * x, "product"),
+            tapax.sow(jnp.sin(b), "b"),
+            lambda _, b: tapax.sow(b / 2, "x"),
+            symmetric=True,
+        )
+
+    loss = lambda b: jnp.sum((jax.vmap(solve)(b[None])[0] if mapped else solve(b)) ** 2)
+    grads, taps = tapax.capture(jax.grad(loss))(X)
+    np.testing.assert_allclose(grads, jnp.sin(X) * jnp.cos(X) / 2, rtol=1e-6)
+    np.testing.assert_allclose(taps.values["x"].reshape(3), jnp.sin(X) / 2, rtol=1e-6)
+    np.testing.assert_allclose(taps.grads["b"].reshape(3), jnp.sin(X) / 2, rtol=1e-6)

@@ -47,6 +47,8 @@ def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list
         list(b),
         solve,
         transposed if jaxprs.transpose_solve is not None else None,
+        # Otherwise JAX transposes `matvec`, which is not possible for every symmetric one.
+        symmetric=jaxprs.vecmat is jaxprs.matvec,
         has_aux=True,
     )
     return walk.unstage(staged, [*x, *aux])
