@@ -12,14 +12,19 @@ GIB = 2**30
 
 
 def measure(folder, gigabytes):
-    """Harvest and read in a new process; return the sizes of the dataset and of the memory."""
-    command = [sys.executable, "-m", "tests.models.large_dataset", str(folder), str(gigabytes)]
+    """Harvest and read, each in a new process; return the peak memory of each stage."""
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-        )
+        return {stage: run(stage, folder, gigabytes) for stage in ("harvest", "read")}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(stage, folder, gigabytes):
+    command = [sys.executable, "-m", "tests.models.large_dataset"]
+    command += [stage, str(folder), str(gigabytes)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
