@@ -79,7 +79,8 @@ def monitor(
         every: The number of calls from one record to the next.
         values: Selects sites and the statistics of their values, as in `tapax.capture`:
             `{"**/mlp": [tapax.reduce.rms, tapax.reduce.minmax]}`. A selection without a reducer
-            records the root mean square; None records nothing.
+            records the root mean square; None records nothing. A function of a value in place of a
+            reducer records what it returns, under its own name.
         grads: Selects sites and the statistics of their gradients, as `values` does.
         to: The destination of the records: a sink, a function of a step and a record, a path such
             as `"run.jsonl"`, `"table"`, `"page"`, or a list of these; see `tapax.sink`.

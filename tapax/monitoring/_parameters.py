@@ -319,11 +319,13 @@ def _types(state: Iterable[Any]) -> list[Any]:
 
 
 def _merged(entries: Sequence[Entry]) -> Entry | None:
-    """Merge the entries of several parameters; return None if a reducer keeps units apart."""
+    """Merge the entries of several parameters; return None if the reducer keeps them apart."""
     first = entries[0]
     reduction = first.reduction
     assert reduction is not None
     if any(_types(e.state) != _types(first.state) for e in entries) or reduction.mapped:
+        return None
+    if len(entries) > 1 and not reduction.reducer.over_maps:
         return None
     states = [reduction.masked(e.state, e.valid) for e in entries]
     state = functools.reduce(lambda a, b: reduction.combine(a, b, first.lead), states)
@@ -335,6 +337,8 @@ def _merged(entries: Sequence[Entry]) -> Entry | None:
 def _state_of(reducer: Reducer, arrays: Sequence[Value]) -> Any:
     """Reduce some arrays to one state; return None if the reducer does not suit them."""
     if not all(reducer.takes(x.dtype) for x in arrays):
+        return None
+    if len(arrays) > 1 and not reducer.over_maps:
         return None
     states = [reducer.see(x) for x in arrays]
     types = [_types(jax.tree.leaves(state)) for state in states]

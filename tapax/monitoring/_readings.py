@@ -13,11 +13,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tapax._jax import Value
+from tapax._jax import Value, typed
 from tapax._results import SiteTable
-from tapax._sites import At, Site, check, flatten, matches
+from tapax._sites import At, Site, ValueFunction, check, flatten, matches
+from tapax._sites.selections import takes_site
 from tapax.monitoring._records import Histogram, Number
 from tapax.reduce import Reducer, rms
 from tapax.reduce._reducer import measure_of
@@ -71,18 +74,45 @@ def _pair_reducers(kind: str, selection: Any) -> Iterator[tuple[Any, Reducer]]:
     if isinstance(selection, (Mapping, Reducer)):
         for part in flatten(check(selection, argument, reducing=True)):
             for reducer in part.reducers:
-                if not isinstance(reducer, Reducer):
-                    raise TypeError(
-                        f"`{argument}` maps a selection to the function {reducer.label!r}, but a "
-                        "monitor logs statistics: take one of tapax.reduce, or make one with "
-                        "tapax.reduce.Reducer."
-                    )
-                yield part.selection, reducer
+                is_function = isinstance(reducer, ValueFunction)
+                yield part.selection, _as_reducer(reducer, argument) if is_function else reducer
     elif isinstance(selection, (list, tuple)):
         for part in selection:
             yield from _pair_reducers(kind, part)
     elif selection is not None:
         yield check(selection, argument), rms
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_reducer(function: ValueFunction, argument: str) -> Reducer:
+    """Make a reducer whose result is what a function returns for the last value."""
+    # Cached, so that monitors with equal functions share one trace of the step.
+    if takes_site(function.fn):
+        raise TypeError(
+            f"`{argument}` maps a selection to the function {function.label!r}, which takes a "
+            "value and a site. A monitor passes only the value."
+        )
+
+    def apply(x: Value) -> Value:
+        out = function.fn(x)
+        if not isinstance(out, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            raise TypeError(
+                f"The function {function.label!r} in `{argument}` returns {type(out).__name__}, "
+                "but must return a number or an array, which the record then contains."
+            )
+        return jnp.asarray(out)
+
+    def start(x: Value) -> Value:
+        made = typed.eval_shape(apply, x)
+        return jnp.zeros(made.shape, made.dtype)
+
+    return Reducer(
+        init=start,
+        update=lambda state, x: apply(x),
+        combine=lambda a, b: b,
+        name=function.label,
+        over_maps=False,
+    )
 
 
 def make_requests(kind: str, selection: Any) -> list[StatisticRequest]:
@@ -95,13 +125,22 @@ def make_requests(kind: str, selection: Any) -> list[StatisticRequest]:
     made = []
     for i, (selection, reducer) in enumerate(pairs):
         stat = reducer.label if len(labels[reducer.label]) == 1 else str(reducer)
-        if stats.setdefault(stat, reducer) != reducer:
-            raise TypeError(
-                f"`{kind}s` has two reducers with the name {stat!r}, which a record cannot "
-                "tell apart. Rename one: reducer.named(...)."
-            )
+        for one in _names(reducer, stat):
+            if stats.setdefault(one, reducer) != reducer:
+                raise TypeError(
+                    f"`{kind}s` has two reducers with the name {one!r}, which a record cannot "
+                    "tell apart. Rename one: reducer.named(...), or give a function another name."
+                )
         made.append(StatisticRequest(kind, selection, reducer, stat, f"{kind}#{i}"))
     return made
+
+
+def _names(reducer: Reducer, stat: str) -> list[str]:
+    """List the statistics in a result of `reducer`, whose name in the record is `stat`."""
+    if reducer.labels is None:
+        return [stat]
+    suffix = stat.removeprefix(reducer.name)
+    return [label + suffix for label in reducer.labels]
 
 
 class ResultLabels(NamedTuple):
@@ -192,9 +231,8 @@ def split_statistics(reducer: Reducer, stat: str, array: Value) -> Iterator[tupl
         return
     array = np.asarray(array, np.float64)
     if reducer.labels is not None and array.shape[-1:] == (len(reducer.labels),):
-        suffix = stat.removeprefix(reducer.name)
-        for i, label in enumerate(reducer.labels):
-            yield label + suffix, _number(array[..., i])
+        for i, name in enumerate(_names(reducer, stat)):
+            yield name, _number(array[..., i])
     else:
         yield stat, _number(array)
 

@@ -141,7 +141,16 @@ def test_alerts_see_each_iteration_and_every_statistic():
         (lambda: monitor(layers, every=True), TypeError, "`every` must be a number of steps"),
         (lambda: monitor(layers, values=5), TypeError, "`values` must be a selection of sites"),
         (lambda: monitor(layers, values={"h": 3}), TypeError, "which is neither a reducer nor"),
-        (lambda: monitor(layers, values={"h": jnp.max}), TypeError, "a monitor logs statistics"),
+        (
+            lambda: monitor(layers, values={"h": lambda x, site: x.max()}),
+            TypeError,
+            "takes a value and a site. A monitor passes only the value",
+        ),
+        (
+            lambda: monitor(layers, values={"h": [reduce.minmax, jnp.max]}),
+            TypeError,
+            "two reducers with the name 'max'",
+        ),
         (lambda: monitor(layers, values={"h": reduce.cosine}), TypeError, "use it in `grads`"),
         (lambda: monitor(layers, values=""), tapax.SiteError, "`values` is an empty string"),
         (lambda: monitor(layers, values=None, grads=None), ValueError, "is nothing to monitor"),
