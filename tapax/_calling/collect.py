@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from tapax._jax import PyTree, pytrees
 from tapax._marks.sow import leaf_name
+from tapax._marks.user_warning import warn_user
 from tapax._results import SiteDict, Taps
 from tapax._results.flow import LazyFlow
 from tapax._results.site_table import make_site_table
@@ -33,24 +33,23 @@ def collect(walk: Walk, *, warn: bool) -> Taps:
     values, grads = ([sites[name] for name in part] for part in (taps.values, taps.grads))
     walk.plan.verify(walk.sites, values, grads, walk.lost | walk.missing)
     if warn and walk.plan.asks and not walk.sites and not walk.lost | walk.missing:
-        warnings.warn(
+        warn_user(
             "The function has no sites, so nothing is captured: it marks no value with tapax.sow, "
             "and calls no module of Flax, Equinox, Haiku, Keras or brainstate. Mark a value, or "
-            "select operations of any program with tapax.ops or tapax.lines.",
-            stacklevel=6,
+            "select operations of any program with tapax.ops or tapax.lines."
         )
     for path, why in walk.lost.items():
-        warnings.warn(f"The site {path!r} is not captured: {why}.", stacklevel=6)
-    warn_of_missing(walk, stacklevel=7)
+        warn_user(f"The site {path!r} is not captured: {why}.")
+    warn_of_missing(walk)
     return taps
 
 
-def warn_of_missing(walk: Walk, *, stacklevel: int) -> None:
+def warn_of_missing(walk: Walk) -> None:
     """Warn of selected sites that have no value, unless another call gave the site one."""
     known = {site.path for site in walk.sites}
     for path, why in walk.missing.items():
         if path not in known:
-            warnings.warn(f"The site {path!r} does not exist: {why}.", stacklevel=stacklevel)
+            warn_user(f"The site {path!r} does not exist: {why}.")
 
 
 def recorded(walk: Recorder) -> list[Entry]:

@@ -143,7 +143,7 @@ def survey_with(hooks: SurveyHooks, call: TracedCall, plan: Plan) -> list[Spot]:
     spots = list(hooks.spots.values())
     found = [[s.site for s in spots if s.key.of == of] for of in ("value", "grad")]
     plan.verify(walk.sites, found[0], found[1], walk.lost | walk.missing)
-    warn_of_missing(walk, stacklevel=6)
+    warn_of_missing(walk)
     return spots
 
 

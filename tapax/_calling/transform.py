@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from tapax._frameworks import registry
 from tapax._frameworks.interface import FunctionCall
 from tapax._jax import Function, Jaxpr, PyTree, Value, pytrees
 from tapax._jaxpr.restage import is_eager
+from tapax._marks.user_warning import warn_user
 from tapax._sites import name_of, wrong_type
 from tapax._walk.plan import Plan
 
@@ -267,11 +267,10 @@ class TransformedFunction:
         self._known.programs.pop(key, None)
         self._known.replacements += 1
         if self._known.replacements == _PATIENCE:
-            warnings.warn(
+            warn_user(
                 f"{name_of(self.fn)} was traced and compiled {_PATIENCE} times more, because it "
                 f"reads the variable {variable!r}, whose value changes from call to call. Pass the "
-                "value as an argument, and it is compiled once.",
-                stacklevel=2,
+                "value as an argument, and it is compiled once."
             )
         return None
 

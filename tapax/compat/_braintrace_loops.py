@@ -7,7 +7,6 @@ respect to the perturbation of that state remain exact; the loop passes none to 
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax
@@ -20,6 +19,7 @@ from tapax._jaxpr.bodies import list_equations
 from tapax._jaxpr.evaluate import inline
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.rewrite import rewrite
+from tapax._marks.user_warning import warn_user
 
 
 def detach_loops(program: StatefulProgram) -> StatefulProgram:
@@ -46,12 +46,11 @@ def detach_loops(program: StatefulProgram) -> StatefulProgram:
         yield eqn.replace(invars=operands)
 
     states = ", ".join(dict.fromkeys(repr(name) for names in found.values() for name in names))
-    warnings.warn(
+    warn_user(
         f"A while loop reaches the hidden states {states}, and JAX cannot differentiate it in "
         "reverse. As in braintrace, stop_gradient detaches its inputs: the gradients of "
         "parameters, inputs and other hidden states are zero on the path through the loop. "
-        "tapax.hidden.add_hidden_perturbation leaves the loop as it is.",
-        stacklevel=3,
+        "tapax.hidden.add_hidden_perturbation leaves the loop as it is."
     )
     return dataclasses.replace(program, jaxpr=rewrite(jaxpr, visit))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import numbers
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from tapax._frameworks.interface import key_path
 from tapax._jax import PyTree
+from tapax._marks.user_warning import warn_user
 from tapax._sites import wrong_type
 from tapax.data._folder import DatasetFolder, is_dataset
 from tapax.data._meter import Meter
@@ -126,11 +126,10 @@ class BatchSource:
             name for name in {**found, **self._text} if found.get(name) != self._text.get(name)
         )
         self._text = None
-        warnings.warn(
+        warn_user(
             f"The batches have different text: {name!r}. Text is static, so the function is traced "
             "and compiled anew for each batch. Leave the text out of the batches if the function "
-            "does not need it.",
-            stacklevel=6,
+            "does not need it."
         )
 
 

@@ -11,13 +11,13 @@ import collections
 import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from tapax._jax import PyTree, gather
+from tapax._marks.user_warning import warn_user
 from tapax._sites import SiteError
 from tapax.data._columns import Beside, Keep, make_columns, read_mask, spread_mask
 from tapax.data._folder import DatasetFolder
@@ -226,7 +226,7 @@ class Pipeline:
             if new:
                 self._warned.update(f"{fault} {name}" for name in new)
                 listed = ", ".join(f"{name!r} ({counts[name]} rows)" for name in new)
-                warnings.warn(f"In batch {task.number}, {sentence}: {listed}.", stacklevel=5)
+                warn_user(f"In batch {task.number}, {sentence}: {listed}.")
 
     def _check_columns(self, task: BatchTask, columns: dict[str, np.ndarray]) -> None:
         found = [

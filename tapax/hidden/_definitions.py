@@ -34,7 +34,6 @@ state, and a state with several writes has several definitions.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -59,6 +58,7 @@ from tapax._jaxpr.evaluate import bind_in_context, evaluate
 from tapax._jaxpr.kinds import Kind, kind_of
 from tapax._jaxpr.restage import Scan, bind_cond, bind_remat
 from tapax._marks.tap import tap_p
+from tapax._marks.user_warning import warn_user
 
 Write = Callable[[str, Any], Any]
 """A function from the key and the value of a definition to its replacement."""
@@ -235,10 +235,9 @@ def _warn_of_others(inner: OpenJaxpr, number: int, place: int, key: str) -> None
         users = [e for e in inner.eqns if e is not eqn and any(v is before for v in e.invars)]
         if users or any(v is before for v in inner.outvars):
             types = f"{before.aval.dtype} to {eqn.outvars[0].aval.dtype}"
-            warnings.warn(
+            warn_user(
                 f"The hidden state {key!r} is rounded from {types}, and other results depend on "
-                "the value before rounding: a derivative with respect to the state misses them.",
-                stacklevel=2,
+                "the value before rounding: a derivative with respect to the state misses them."
             )
         return
     stacked = kind_of(eqn) is Kind.SCAN and place >= _jax.scan_split(eqn.params)[1]
@@ -247,11 +246,10 @@ def _warn_of_others(inner: OpenJaxpr, number: int, place: int, key: str) -> None
     for body in bodies(eqn):
         inner = _jax.open_jaxpr(body)
         if len(inner.outvars) == len(eqn.outvars) and _has_others(inner, place):
-            warnings.warn(
+            warn_user(
                 f"The hidden state {key!r} is a result of a {_jax.operation_name(eqn)}, which "
                 "computes other results from it inside: a derivative with respect to the state "
-                "misses them.",
-                stacklevel=2,
+                "misses them."
             )
             return
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from tapax._calling.collect import make_taps
 from tapax._calling.program import TracedCall
 from tapax._jax import Args, Kwargs, PyTree, Static, Value, pytrees
 from tapax._marks.sow import leaf_name
+from tapax._marks.user_warning import warn_user
 from tapax._results import Taps
 from tapax._sites import Site, SiteError, flatten, matches, name_of, nearest
 from tapax._walk.entries import Entry
@@ -246,11 +246,10 @@ class ParameterWatch:
     def _warn_unknown(self, arguments: Sequence[str]) -> None:
         if arguments and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"The update of the parameters in {', '.join(map(repr, arguments))} is not "
                 f"recorded: {name_of(self._step)} does not return one structure like that "
-                "argument. Return the new parameters as they were given.",
-                stacklevel=5,
+                "argument. Return the new parameters as they were given."
             )
 
     def _statistics(
@@ -363,12 +362,11 @@ def _squares(x: Value) -> Value:
 
 
 def _warn_shared(names: Sequence[str]) -> None:
-    warnings.warn(
+    warn_user(
         f"The gradients of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''} are not "
         "recorded: one jitted function computes all of them, so tapax cannot tell them apart. "
         "Remove that jit, since the step is jitted as a whole, or differentiate each in a "
-        "separate function.",
-        stacklevel=10,
+        "separate function."
     )
 
 

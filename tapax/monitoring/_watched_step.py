@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from tapax._calling.program import Program, TracedCall
 from tapax._calling.transform import Transform, TransformedFunction
 from tapax._jax import PyTree
 from tapax._marks.operations import internal_operations
+from tapax._marks.user_warning import warn_user
 from tapax._results import Taps
 from tapax._walk.plan import Plan
 from tapax._walk.walk import Walk
@@ -66,11 +66,10 @@ class _WatchedStep(Transform):
     def prepare(self, call: TracedCall) -> KnownParameters | None:
         effects = {str(effect) for effect in call.program.jaxpr.effects}
         if self.stateless and effects & {"IO", "OrderedIO"}:
-            warnings.warn(
+            warn_user(
                 "The monitored step contains an io_callback, which runs twice on every "
                 "watched call. If it reads data or counts, the run differs from one without a "
-                "monitor. Move the callback out of the step, or pass `exact=False`.",
-                stacklevel=10,
+                "monitor. Move the callback out of the step, or pass `exact=False`."
             )
         if self.parameters is None:
             return None
