@@ -195,7 +195,25 @@ class Index:
     def put(self, x: Value, part: Value) -> Any:
         """Return `x` with the part that the index selects replaced by `part`."""
         array: Any = x
-        return array.at[self.key].set(part)
+        # If JAX does not know that no entry is set twice, it looks for entries that are, and fails
+        # in a derivative of a sharded value.
+        return array.at[self.key].set(part, unique_indices=self._is_unique(x.shape))
+
+    def _is_unique(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the index selects no entry of a value twice."""
+        if not any(isinstance(item, _IndexArray) for item in self.items):
+            return True
+        # Only arrays select twice, so look at their axes alone.
+        axes = self._axes_of(shape)
+        is_array = [isinstance(item, _IndexArray) for item in self.items]
+        small = [
+            n if array else 1 for sizes, array in zip(axes, is_array, strict=True) for n in sizes
+        ]
+        small += [1] * (len(shape) - len(small))
+        whole = {StepSlice: slice(None), int: 0, _TracedInteger: 0}
+        key = tuple(whole.get(type(item), _plain(item)) for item in self.items)
+        places = np.arange(np.prod(small)).reshape(small)[key]
+        return np.unique(places).size == places.size
 
     def check(self, shape: tuple[int, ...], site: Site) -> tuple[int, ...]:
         """Return the shape of the selected part of a value; raise if `shape` has no such part."""
@@ -214,13 +232,18 @@ class Index:
 
     def lengths(self, shape: tuple[int, ...]) -> list[int]:
         """Return the sizes of the axes of a value that the traced integers index."""
-        taken = [_axes(item) for item in self.items]
+        taken = zip(self.items, self._axes_of(shape), strict=True)
+        return [sizes[0] for item, sizes in taken if item is _TRACED]
+
+    def _axes_of(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """List the sizes of the axes that each item of the index consumes."""
+        taken = list(map(_axes, self.items))
         rest = len(shape) - sum(taken)
-        axis, found = 0, list[int]()
+        axis, found = 0, list[tuple[int, ...]]()
         for item, axes in zip(self.items, taken, strict=True):
-            if item is _TRACED:
-                found.append(shape[axis])
-            axis += rest if item is Ellipsis else axes
+            end = axis + (rest if item is Ellipsis else axes)
+            found.append(shape[axis:end])
+            axis = end
         return found
 
     def __str__(self) -> str:

@@ -246,3 +246,33 @@ def test_statistics_of_an_unrolled_scan():
     h = [np.sin(X), np.sin(np.sin(X)), np.sin(np.sin(np.sin(X)))]
     assert_close(taps.values["h:rms"], [np.sqrt(np.mean(x**2)) for x in h])
     assert taps.values["h:nonfinite"].tolist() == [0, 0, 0]
+
+
+INDICES = [np.array([0, 2]), np.array([2, -1]), slice(None, 2), X[0] > X[0].mean()]
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_derivatives_of_an_edited_part_of_mapped_gradients(index):
+    """The examples are sharded, so the engine sees sharded values; by hand, each is whole."""
+    chosen = np.zeros(4, bool)
+    chosen[index] = True
+
+    def program(x, strength, edited):
+        def loss(v):
+            h = jnp.sin(v)
+            h = h * jnp.where(chosen, strength, 1) if edited else tapax.sow(h, "h")
+            return jnp.sum(h**2)
+
+        return jnp.sum(jax.vmap(jax.grad(loss))(x) * jnp.arange(4.0))
+
+    def engine(x, strength):
+        part = tapax.at("h", index=index)
+        change = {part: lambda h: h * strength}
+        return tapax.edit(lambda x: program(x, strength, edited=False), values=change)(x)
+
+    x = jax.device_put(X, P("x", None))
+    got = jax.jit(jax.value_and_grad(engine, argnums=(0, 1)))(x, 3.0)
+    by_hand = lambda x, strength: program(x, strength, edited=True)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
+        want = jax.value_and_grad(by_hand, argnums=(0, 1))(jnp.asarray(X), 3.0)
+    jax.tree.map(assert_close, got, want)
