@@ -204,15 +204,12 @@ class Index:
         if not any(isinstance(item, _IndexArray) for item in self.items):
             return True
         # Only arrays select twice, so look at their axes alone.
-        axes = self._axes_of(shape)
-        is_array = [isinstance(item, _IndexArray) for item in self.items]
-        small = [
-            n if array else 1 for sizes, array in zip(axes, is_array, strict=True) for n in sizes
-        ]
-        small += [1] * (len(shape) - len(small))
-        whole = {StepSlice: slice(None), int: 0, _TracedInteger: 0}
-        key = tuple(whole.get(type(item), _plain(item)) for item in self.items)
-        places = np.arange(np.prod(small)).reshape(small)[key]
+        sizes: list[int] = []
+        for item, axes in zip(self.items, self._axes_of(shape), strict=True):
+            sizes += axes if isinstance(item, _IndexArray) else [1] * len(axes)
+        sizes += [1] * (len(shape) - len(sizes))
+        alone = Index(tuple(map(_whole, self.items)))
+        places = np.arange(np.prod(sizes)).reshape(sizes)[alone.key]
         return np.unique(places).size == places.size
 
     def check(self, shape: tuple[int, ...], site: Site) -> tuple[int, ...]:
@@ -279,6 +276,13 @@ def _plain(item: Any) -> Any:
     if isinstance(item, StepSlice):
         return item.slice
     return item.array if isinstance(item, _IndexArray) else item
+
+
+def _whole(item: _Item) -> _Item:
+    """Return the item that selects all of an axis of size 1, in place of a slice or an integer."""
+    if isinstance(item, StepSlice):
+        return StepSlice(None, None, None)
+    return 0 if isinstance(item, (int, _TracedInteger)) else item
 
 
 def _axes(item: Any) -> int:
