@@ -96,6 +96,15 @@ def test_an_edit_changes_only_the_part(index):
     np.testing.assert_allclose(loss(edited)(X), loss(by_hand)(X), rtol=1e-4, atol=1e-5)
 
 
+def test_an_entry_that_an_index_selects_twice_is_edited_once():
+    twice = tapax.at("h", index=np.array([1, -3, 0]))
+    edited = tapax.edit(lambda x: tapax.sow(x, "h"), values={twice: lambda h: 2 * h})
+    grad = jax.grad(lambda x: jnp.sum(edited(x) ** 2))
+    x = jnp.arange(1.0, 5.0)
+    np.testing.assert_array_equal(edited(x), [2.0, 4.0, 3.0, 4.0])
+    np.testing.assert_array_equal(grad(x), [8.0, 16.0, 6.0, 8.0])
+
+
 def test_an_array_replaces_a_part():
     part = tapax.at("h", index=np.s_[:, -1])
     for array in (0.0, jnp.ones((4, 3), X.dtype), jnp.ones((5, 4, 3), X.dtype)):
