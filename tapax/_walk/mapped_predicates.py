@@ -143,12 +143,9 @@ def _custom_vjp(guard: _Guard, active: Value, eqn: Equation, args: list[Value]) 
     def call(active: Value, *flat: Value) -> list[Any]:
         return guard.call(active, _jax.as_function(_jax.call_body(eqn)), *flat)
 
-    # JAX puts the closed-over values first; the rule has no derivative with respect to them.
-    fixed = eqn.params.get("num_consts", 0)
-
     def forward(active: Any, *given: Any) -> Any:
         flat = [x.value for x in given]
-        moved = [i for i, x in enumerate(given) if x.perturbed and i >= fixed]
+        moved = [i for i, x in enumerate(given) if x.perturbed]
         out, back = guard.call(
             active.value, lambda *flat: derivatives.vjp(plain, flat, moved), *flat
         )

@@ -80,20 +80,28 @@ def _by_tangents(
 def _by_pullback(
     walk: Interpreter, eqn: Equation, bind: Callable[..., Any], policy: MarkingPolicy
 ) -> Callable[..., Any]:
-    count, fixed = len(eqn.outvars), eqn.params.get("num_consts", 0)
+    count = len(eqn.outvars)
     call = typed.custom_vjp(lambda *flat: (bind(*flat), None))
 
-    def forward(*flat: Value) -> Any:
+    def forward(*given: Any) -> Any:
+        flat = [x.value for x in given]
+        moved = [i for i, x in enumerate(given) if x.perturbed]
+
         def both(*flat: Value) -> Any:
-            return derivatives.vjp(bind, flat, range(fixed, len(flat)))
+            # JAX raises if one of them is a value that the function closes over.
+            return derivatives.vjp(bind, flat, moved)
 
         staged, (outs, back), rest = _evaluate(walk, both, flat, policy)
-        return ([*outs, *rest], Static(staged)), back
+        return ([*outs, *rest], Static(staged)), (back, Static((moved, len(flat))))
 
-    def backward(back: Callable[..., Any], cts: PyTree) -> Any:
-        return (*(None for _ in range(fixed)), *back(list(cts[0][:count])))
+    def backward(residuals: PyTree, cts: PyTree) -> Any:
+        back, numbers = residuals
+        moved, size = numbers.value
+        found = back([derivatives.instantiate(ct) for ct in cts[0][:count]])
+        by_number = dict(zip(moved, found, strict=True))
+        return tuple(by_number.get(i) for i in range(size))
 
-    call.defvjp(forward, backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     return call
 
 

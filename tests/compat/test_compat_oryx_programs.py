@@ -465,3 +465,15 @@ def test_a_train_step_of_flax():
     same(
         reap_var(nnx.jit(lambda m, x: m(x)))(net, x), {"h": np.stack([first, net.layers[1](first)])}
     )
+
+
+def test_derivatives_of_a_harvest_by_a_closed_over_value_raise_as_in_jax():
+    def loss(a, x):
+        f = jax.custom_vjp(lambda x: a * x)
+        f.defvjp(lambda x: (var(2 * x, name="y"), None), lambda _, ct: (3.0 * ct,))
+        return f(x)
+
+    reaped = lambda a, x: call_var(loss)(a, x)[0]
+    assert jax.grad(reaped, 1)(3.0, 2.0) == 3.0
+    with pytest.raises(Exception, match="custom_vjp function with respect to a closed-over value"):
+        jax.grad(reaped)(3.0, 2.0)

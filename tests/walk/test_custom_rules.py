@@ -381,3 +381,45 @@ def test_a_symmetric_solve_whose_product_cannot_be_transposed(mapped):
     np.testing.assert_allclose(grads, jnp.sin(X) * jnp.cos(X) / 2, rtol=1e-6)
     np.testing.assert_allclose(taps.values["x"].reshape(3), jnp.sin(X) / 2, rtol=1e-6)
     np.testing.assert_allclose(taps.grads["b"].reshape(3), jnp.sin(X) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_derivatives_by_a_closed_over_value_raise_as_in_jax(mapped):
+    """JAX refuses them; with a mark inside, tapax returned zero."""
+
+    def loss(a, x):
+        a = tapax.sow(a * 1.0, "a")
+
+        @jax.custom_vjp
+        def f(x):
+            return tapax.sow(a * x, "inside")
+
+        f.defvjp(lambda x: (f(x), None), lambda _, ct: (a * ct,))
+        if not mapped:
+            return jnp.sum(tapax.sow(f(x), "w") ** 2)
+        chosen = jax.vmap(lambda x: jax.lax.cond(x > 0, f, lambda x: x, x))(x)
+        return jnp.sum(tapax.sow(chosen, "w") ** 2)
+
+    a = jnp.array(3.0)
+    for take in (
+        lambda: jax.grad(jax.jit(loss))(a, X),
+        lambda: tapax.grad(loss)(a, X),
+        lambda: jax.grad(tapax.edit(loss, values={"w": lambda w: 2 * w}))(a, X),
+        lambda: jax.grad(lambda a: tapax.capture(loss)(a, X)[0])(a),
+        lambda: jax.grad(tapax.perturbed(loss), 1)(tapax.perturbations(loss, "w")(a, X), a, X),
+    ):
+        with pytest.raises(Exception, match="custom_vjp function with respect to a closed-over value"):
+            take()
+
+
+def test_a_closed_over_value_without_a_derivative_is_a_constant_of_the_rule():
+    def loss(a, x):
+        a = tapax.sow(a * 1.0, "a")
+        kept = jax.lax.stop_gradient(a)
+        f = jax.custom_vjp(lambda x: tapax.sow(kept * x, "inside"))
+        f.defvjp(lambda x: (f(x), None), lambda _, ct: (5 * ct,))
+        return jnp.sum(tapax.sow(f(x), "w") * a)
+
+    grads = tapax.grad(loss, at=["a", "w"])(jnp.array(3.0), X)
+    np.testing.assert_allclose(grads["a"], jnp.sum(3 * X), rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], jnp.full(3, 3.0))

@@ -54,8 +54,6 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
     """Walk the body of a `custom_vjp`: its rule differentiates the results, and JAX the entries."""
     staged, inner, edited = _staged(walk, eqn, args)
     threads, count, n = staged.threads, staged.count, len(staged.ins.kept)
-    # JAX puts the closed-over values first; the rule has no derivative with respect to them.
-    fixed = sum(i < eqn.params.get("num_consts", 0) for i in staged.ins.kept)
 
     @typed.custom_vjp
     def call(*flat: Value) -> list[Any]:
@@ -68,7 +66,8 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
             walk.hooks.differentiate_edited(walk, edited)
         flat = [x.value for x in given]
         moved = list(itertools.compress(range(len(flat)), moves))
-        moved_operands = [i for i in moved if fixed <= i < n]
+        # JAX raises if one of them is a value that the function closes over.
+        moved_operands = [i for i in moved if i < n]
         out, back = derivatives.vjp(_plain(eqn), flat[:n], moved_operands)
 
         def split(*flat: Value) -> Any:
