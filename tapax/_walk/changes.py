@@ -124,6 +124,7 @@ class Changes:
         self._changes = dict(changes)
         self._sites = {uid: tuple(keys) for uid, keys in sites.items()}
         self._uids = Uids()
+        self._met: list[str] = []
         self.parts: dict[Hashable, Part] = dict(parts)
 
     def find(self, key: Key, level: int | None = None) -> Change | None:
@@ -152,6 +153,25 @@ class Changes:
             return []
         keys = (key for uid in self._uids.within(jaxpr) for key in self._sites.get(uid, ()))
         return [key for key in keys if key in self._changes]
+
+    def meet(self, names: Iterable[str]) -> None:
+        """Note the names of the calls to which a tap belongs."""
+        if self._changes:
+            self._met += names
+
+    def recorder(self) -> Callable[[Jaxpr], list[Key]]:
+        """Return a function that lists the changes in a body that the walk enters from here on.
+
+        They are fewer than those `within` the body, which a function that JAX traced once shares
+        with all its other calls.
+        """
+        since = len(self._met)
+
+        def met_in(jaxpr: Jaxpr) -> list[Key]:
+            names = set(self._met[since:])
+            return [key for key in self.within(jaxpr) if key.name in names]
+
+        return met_in
 
     def arrays(self, keys: Sequence[Hashable]) -> list[Any]:
         return [self.parts[key].array for key in keys]

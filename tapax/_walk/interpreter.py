@@ -193,6 +193,7 @@ class Interpreter(Recorder):
         else:
             calls = self._calls.possible_calls(rest[0] if rest else None, eqn)
             calls = [c for c in calls if c in self._replaying] if self._replaying else calls
+        self.changes.meet(call.name for call in calls)
         if not kind.startswith("tangent"):
             change = self._change("grad" if grad else "value", calls, eqn)
             x = self.changes.apply(change, [x], eqn.params["axes"]) if change else x
@@ -236,6 +237,7 @@ class Interpreter(Recorder):
         params = eqn.params
         token, *operands = args
         calls = self._calls.possible_calls(token, eqn, self._branches)
+        self.changes.meet(call.name for call in calls)
         change = self._change(params["of"], calls, eqn)
         if change is None and not self.nested:
             return identity(*operands, order=params["order"])

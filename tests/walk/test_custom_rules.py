@@ -408,7 +408,9 @@ def test_derivatives_by_a_closed_over_value_raise_as_in_jax(mapped):
         lambda: jax.grad(lambda a: tapax.capture(loss)(a, X)[0])(a),
         lambda: jax.grad(tapax.perturbed(loss), 1)(tapax.perturbations(loss, "w")(a, X), a, X),
     ):
-        with pytest.raises(Exception, match="custom_vjp function with respect to a closed-over value"):
+        with pytest.raises(
+            Exception, match="custom_vjp function with respect to a closed-over value"
+        ):
             take()
 
 
@@ -423,3 +425,44 @@ def test_a_closed_over_value_without_a_derivative_is_a_constant_of_the_rule():
     grads = tapax.grad(loss, at=["a", "w"])(jnp.array(3.0), X)
     np.testing.assert_allclose(grads["a"], jnp.sum(3 * X), rtol=1e-6)
     np.testing.assert_allclose(grads["w"], jnp.full(3, 3.0))
+
+
+def shared_layer(kind):
+    """Make a loss that calls one jitted layer, and calls it again where JAX cannot see an edit."""
+    layer = jax.jit(lambda x: tapax.sow(jnp.cos(x), "h"))
+    if kind == "custom_jvp":
+        inner = jax.custom_jvp(lambda x: layer(x))
+        inner.defjvp(lambda x, t: (inner(*x), 2 * t[0]))
+    elif kind == "custom_vjp":
+        inner = jax.custom_vjp(lambda x: layer(x))
+        inner.defvjp(lambda x: (layer(x), x), lambda x, ct: (2 * ct,))
+    elif kind == "linear_solve":
+
+        def inner(x):
+            solve = lambda _, b: b / 2 + 0 * layer(b)
+            return lax.custom_linear_solve(lambda x: 2 * x, x, solve, symmetric=True)
+    else:
+
+        def inner(x):
+            test = lambda c: (jnp.sum(layer(c[0])) > -9) & (c[1] < 2)
+            start = lax.stop_gradient(x), 0
+            return x * lax.while_loop(test, lambda c: (c[0] + 1, c[1] + 1), start)[1]
+
+    return inner, lambda x: jnp.sum(inner(layer(x)) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp", "linear_solve", "while_loop"])
+def test_one_call_of_a_layer_is_edited_where_another_cannot_be(kind):
+    """JAX traces the layer once, so both calls share their marks."""
+    inner, loss = shared_layer(kind)
+    from_h = lambda h: jnp.sum(inner(h) ** 2)
+    with_first = {"h@0": lambda h: 3 * h}
+    np.testing.assert_allclose(
+        tapax.grad(loss, at="h@0")(X)["h"], jax.grad(from_h)(jnp.cos(X)), rtol=1e-6
+    )
+    edited = tapax.edit(loss, values=with_first)
+    expected = jax.value_and_grad(lambda x: from_h(3 * jnp.cos(x)))(X)
+    for got, want in zip(jax.value_and_grad(edited)(X), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    with pytest.raises(tapax.SiteError):
+        jax.grad(tapax.edit(loss, values={"h": lambda h: 3 * h}))(X)

@@ -34,7 +34,7 @@ def walk_custom_jvp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 
     def rule(primals: PyTree, tangents: PyTree) -> Any:
         moves = [type(t) is not SymbolicZero for t in tangents]
-        _refuse_derivatives(threads, moves)
+        _refuse_derivatives(threads, moves, edited)
         if edited:
             walk.hooks.differentiate_edited(walk, edited)
         moved = list(itertools.compress(range(len(primals)), moves))
@@ -61,7 +61,7 @@ def walk_custom_vjp(walk: Interpreter, eqn: Equation, args: list[Any]) -> list[A
 
     def forward(*given: Any) -> Any:
         moves = [x.perturbed for x in given]
-        _refuse_derivatives(threads, moves)
+        _refuse_derivatives(threads, moves, edited)
         if edited:
             walk.hooks.differentiate_edited(walk, edited)
         flat = [x.value for x in given]
@@ -97,9 +97,9 @@ def _staged(
     walk: Interpreter, eqn: Equation, args: list[Any]
 ) -> tuple[StagedBody, Callable[..., Any], Sequence[Key]]:
     """Stage the body of a call; return it, a function that evaluates it, and the edits inside."""
-    body = _jax.call_body(eqn)
+    body, changes_met_in = _jax.call_body(eqn), walk.changes.recorder()
     staged = walk.stage(body, args, shield=_RULE)
-    return staged, _jax.as_function(staged.jaxpr), walk.changes.within(body)
+    return staged, _jax.as_function(staged.jaxpr), changes_met_in(body)
 
 
 def _plain(eqn: Equation) -> Callable[..., Any]:
@@ -112,11 +112,11 @@ def _plain(eqn: Equation) -> Callable[..., Any]:
     return call
 
 
-def _refuse_derivatives(threads: Threads, moves: Sequence[bool]) -> None:
+def _refuse_derivatives(threads: Threads, moves: Sequence[bool], edited: Sequence[Key]) -> None:
     """Raise for a derivative with respect to a part of a change, which the custom rule ignores."""
     count = len(threads.parts)
     for key, moved in zip(threads.parts, moves[len(moves) - count :], strict=True):
-        if moved and isinstance(key, PartKey):
+        if moved and isinstance(key, PartKey) and key.change in edited:
             raise SiteError(
                 f"The site {key.change.name!r} is inside {_RULE}, so there is no derivative with "
                 "respect to its perturbation or replacement. Mark a value outside of that function."

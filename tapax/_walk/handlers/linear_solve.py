@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from tapax import _jax
 from tapax._jax import Equation, Value, typed
 from tapax._marks.marked_jaxprs import strip
@@ -18,16 +20,18 @@ def walk_linear_solve(walk: Interpreter, eqn: Equation, args: list[Any]) -> list
     for name, length in zip(lengths._fields, lengths, strict=True):
         consts[name], at = args[at : at + length], at + length
     b = args[at:]
-    threads = walk.enter(jaxprs.solve)
-    if threads.parts or walk.changes.within(jaxprs.solve):
+    threads, changes_met_in = walk.enter(jaxprs.solve), walk.changes.recorder()
+    shield = "jax.lax.custom_linear_solve, whose derivative is that of the equation it solves"
+    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads, shield=shield)
+    if changes_met_in(jaxprs.solve):
         raise SiteError(
             "A site inside of jax.lax.custom_linear_solve cannot be edited or perturbed, because "
             "JAX differentiates the equation and not the solver. Mark an operand of the solve "
             "instead."
         )
-    shield = "jax.lax.custom_linear_solve, whose derivative is that of the equation it solves"
-    staged = walk.stage(jaxprs.solve, [*consts["solve"], *b], threads, shield=shield)
-    extra = walk.thread_arrays(threads)
+    # The solver does not use the parts of changes of other calls.
+    parts = map(jax.lax.stop_gradient, walk.changes.arrays(threads.parts))
+    extra = [*walk.folds.arrays(threads.folds), *parts]
 
     def apply(name: str) -> Callable[[Sequence[Value]], list[Value]]:
         jaxpr = getattr(jaxprs, name)

@@ -8,6 +8,7 @@ asks for certain iterations, their values and a mask.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from tapax._marks.tap import Mark, tap_effect
 from tapax._sites import SiteError, StepSlice
 from tapax._walk.calls import Call, Token
 from tapax._walk.carried_states import combine_iteration, initial_states, selected
-from tapax._walk.changes import Around, CounterKey
+from tapax._walk.changes import Around, CounterKey, Key
 from tapax._walk.entries import Entry, refuse_folded
 from tapax._walk.interpreter import Interpreter
 from tapax._walk.replayed_loops import BACKWARD, FIRST, ReplayedLoop, find_loop
@@ -33,7 +34,6 @@ _AROUND = Around(Kind.WHILE, "while", None)
 
 def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Value]:
     test = eqn.params["cond_jaxpr"]
-    _refuse_changes(walk, test)
     first, replay = find_loop(eqn, FIRST), find_loop(eqn, BACKWARD)
     replaying = None if replay is None else _replayed(eqn, args, replay)
     args = walk.materialize(eqn.invars, args)
@@ -59,6 +59,8 @@ def walk_while(walk: Interpreter, eqn: Equation, args: list[Value]) -> list[Valu
         for e in staged.entries
     ]
     tested = tap_effect in _jax.open_jaxpr(test).effects
+    if not tested:
+        _refuse_changes(test, walk.changes.within(test))
     # Count iterations only if something in the loop needs the count.
     counts = [typed.zeros((), jnp.int32)] if buffers or counter in threads.parts or tested else []
 
@@ -114,8 +116,8 @@ class _Carry(NamedTuple):
     buffered: list[Value]
 
 
-def _refuse_changes(walk: Interpreter, test: Jaxpr) -> None:
-    if walk.changes.within(test):
+def _refuse_changes(test: Jaxpr, changes: Sequence[Key]) -> None:
+    if changes:
         marks: list[Mark] = []
         strip(test, marks)
         raise SiteError(
@@ -128,8 +130,9 @@ def _last_test(walk: Interpreter, test: Jaxpr, args: list[Any], count: Any) -> N
     """Record the marks in the predicate of a loop, which ran last on the final state."""
     nested, walk.nested = walk.nested, False  # the outer capture sees the tap in the loop
     with walk.inside(around=[_AROUND]):
-        before = walk.folds.items
+        before, changes_met_in = walk.folds.items, walk.changes.recorder()
         walk.run(test, args)
+        _refuse_changes(test, changes_met_in(test))
         entries, folded = walk.entries, set(walk.folds.items) - set(before)
     if folded:
         raise SiteError(
