@@ -51,6 +51,7 @@ from tapax._jax.rules import (
     allow_effect,
     cache_weakly,
     is_splitting_while,
+    register_jet,
     register_partial_eval,
     register_partial_eval_custom,
     register_remat,

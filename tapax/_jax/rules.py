@@ -9,6 +9,7 @@ from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import remat as _remat
+from jax.experimental import jet as _jet
 from jax.extend.core import Primitive, mapped_aval
 from jax.interpreters import ad, batching, mlir
 
@@ -81,6 +82,22 @@ def register_remat(primitive: Primitive, rule: Callable[..., Any]) -> None:
 
     takes_residuals = "res" in _remat.RematTrace.process_primitive.__code__.co_varnames
     _remat.rules[primitive] = separate if takes_residuals else closed_over
+
+
+def register_jet(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Register the rule of `primitive` for `jax.experimental.jet`.
+
+    `rule(primals, series, **params)` returns the results and the Taylor coefficients of each from
+    the first on, or None for a constant result.
+    """
+
+    def with_zeros(primals: Any, series: Any, **params: Any) -> Any:
+        out, terms = rule(primals, series, **params)
+        if not primitive.multiple_results:
+            return out, terms
+        return out, [_jet.zero_series if each is None else each for each in terms]
+
+    _jet.jet_rules[primitive] = with_zeros
 
 
 _HOISTING = frozenset({"_scan_known_hoisting", "_scan_partial_eval_custom"})

@@ -25,7 +25,9 @@ derivative.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -122,7 +124,46 @@ def _transpose(
     return outs
 
 
+def taylor(
+    token: Value, curves: Sequence[Sequence[Value]], n: int, order: int, **params: Any
+) -> Any:
+    """Return the nth Taylor coefficient, n > 0, of `change` along curves.
+
+    `curves` has the Taylor coefficients of `x` and of the directions. With `order` 0 this is the
+    coefficient of the function itself, by the formula of Faà di Bruno; the product rule adds the
+    directions.
+    """
+    x, *ts = curves
+    parts: list[Value] = []
+    for degrees in itertools.product(range(n + 1), repeat=len(ts)):
+        directions = [t[degree] for t, degree in zip(ts, degrees, strict=True)]
+        for sizes in _compositions(n - sum(degrees)):
+            k = len(sizes)
+            more = [*directions[:-1], *(x[size] for size in sizes), *directions[-1:]]
+            part = change_p.bind(token, x[0], *more, order=order + k, **params)
+            parts.append(part / math.factorial(k) if k > 1 else part)
+    return functools.reduce(ad.add_jaxvals, parts)
+
+
+def _compositions(n: int) -> Iterator[tuple[int, ...]]:
+    """Yield all sequences of positive integers with the sum `n`; none if it is negative."""
+    if n == 0:
+        yield ()
+    for first in range(1, n + 1):
+        for rest in _compositions(n - first):
+            yield (first, *rest)
+
+
+def _along_curves(primals: Any, series: Any, *, order: int, **params: Any) -> Any:
+    token, *operands = primals
+    curves = [[x, *terms] for x, terms in zip(operands, series[1:], strict=True)]
+    degrees = range(1, len(series[0]) + 1)
+    terms = [taylor(token, curves, n, order, **params) for n in degrees]
+    return change_p.bind(*primals, order=order, **params), terms
+
+
 change_p.def_impl(_impl)
 change_p.def_abstract_eval(lambda *args, **params: args[-1])
 _lowering = typed.lower_fun(_impl, multiple_results=False)
 _jax.register_rules(change_p, _lowering, _batch, _jvp, _transpose)
+_jax.register_jet(change_p, _along_curves)

@@ -66,7 +66,8 @@ from tapax import _jax
 from tapax._jax import Args, Equation, PyTree, Value, typed
 from tapax._jax.pytrees import ValueStructure
 from tapax._marks.active_examples import active_operands
-from tapax._marks.change import change_p, with_axis
+from tapax._marks.change import change_p, taylor, with_axis
+from tapax._marks.context import active_policy
 from tapax._marks.scopes import Scopes, path_in
 from tapax._sites import Site
 
@@ -233,6 +234,8 @@ _TANGENTS = {"value": "tangent", "recomputed": "tangent recomputed", "copy": "ta
 def _jvp(primals: PyTree, tangents: PyTree, *, kind: str, **params: Any) -> Any:
     x, *rest = primals
     t = tangents[0]
+    if kind in MAKES_TOKEN:
+        params["mark"] = _renewed(params["mark"])
     deeper = params["level"] + (kind in _TANGENTS)
     out = tap_p.bind(x, *rest, kind=kind, **(params | {"level": deeper}))
     if type(t) is ad.Zero:
@@ -250,13 +253,44 @@ def _jvp(primals: PyTree, tangents: PyTree, *, kind: str, **params: Any) -> Any:
     return out, [t_out, *(_zero(o) for o in out[1:])]
 
 
+def _renewed(mark: Mark) -> Mark:
+    """Return a mark with the settings of the present capture.
+
+    A library may keep a jaxpr that it traced during another one.
+    """
+    policy = active_policy()
+    if policy is None or all(getattr(mark, k) == v for k, v in policy.on_marks.items()):
+        return mark
+    return dataclasses.replace(mark, **policy.on_marks)
+
+
 def _slope(token: Value, x: Value, t: Value, of: str, params: dict[str, Any]) -> Any:
     """Return the tangent of the edited `x`."""
     if not params["mark"].changing:
         return t
+    return change_p.bind(token, x, t, order=1, **_as_change(of, params))
+
+
+def _as_change(of: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of the `change` of a tap, without its order."""
     kept = {name: params[name] for name in ("mark", "axes", "branches", "level")}
-    all_axes = (True,) * len(params["axes"])
-    return change_p.bind(token, x, t, of=of, order=1, transposed=False, in_value=all_axes, **kept)
+    return {"of": of, "transposed": False, "in_value": (True,) * len(params["axes"]), **kept}
+
+
+def _along_curves(primals: Any, series: Any, *, kind: str, **params: Any) -> Any:
+    """Evaluate a tap along a curve of values, for `jax.experimental.jet`."""
+    x, *rest = primals
+    terms = series[0]
+    if kind in MAKES_TOKEN:
+        params["mark"] = _renewed(params["mark"])
+    out = tap_p.bind(x, *rest, kind=kind, **params)
+    of = "value" if kind in _TANGENTS else "grad" if kind.startswith("grad") else ""
+    if of and params["mark"].changing:
+        token = out[1] if kind in MAKES_TOKEN else rest[0]
+        change = _as_change(of, params)
+        degrees = range(1, len(terms) + 1)
+        terms = [taylor(token, [[x, *series[0]]], n, 0, **change) for n in degrees]
+    return out, [terms, *(None for _ in out[1:])]
 
 
 def _transpose(cts: PyTree, t: Value, *rest: Any, kind: str, **params: Any) -> Any:
@@ -313,7 +347,7 @@ def _hoist(stage: Any, tracers: Any, params: PyTree) -> Any:
 
     The token stays with the tap. A token per iteration costs nothing, as it has no bytes.
     """
-    mark = params["mark"]
+    mark = _renewed(params["mark"])
     if params["kind"] != "value" or mark.changing or mark.replacing:
         return stage()
     _, token = stage()
@@ -328,3 +362,4 @@ _jax.register_rules(tap_p, _lowering, _batch, _jvp, _transpose)
 _jax.register_partial_eval_custom(tap_p, _partial_eval_custom)
 _jax.register_partial_eval(tap_p, _hoist)
 _jax.register_remat(tap_p, _remat)
+_jax.register_jet(tap_p, _along_curves)

@@ -194,6 +194,8 @@ class Interpreter(Recorder):
             calls = self._calls.possible_calls(rest[0] if rest else None, eqn)
             calls = [c for c in calls if c in self._replaying] if self._replaying else calls
         self.changes.meet(call.name for call in calls)
+        if not new and self.plan.changing and not mark.changing:
+            self.refuse_kept(calls, eqn)
         if not kind.startswith("tangent"):
             change = self._change("grad" if grad else "value", calls, eqn)
             x = self.changes.apply(change, [x], eqn.params["axes"]) if change else x

@@ -26,6 +26,11 @@ from tapax._walk.plan import Plan, Reading
 from tapax._walk.reductions import reduce, refusal
 from tapax.reduce import Reducer, see_together
 
+_KEPT = (
+    "The function, or a library that it calls, stores a jaxpr of its own. Clear that jaxpr, or "
+    "make the function again, before this call."
+)
+
 
 class MetTap(NamedTuple):
     """A tap that a walk has met: the value or gradient of one call.
@@ -110,6 +115,19 @@ class Recorder:
         for entry in self._entries(site, readings, tap.call, [x, *pair], tap.active, len(axes)):
             self.entries.append(entry._replace(grad=tap.grad, recomputed=recomputed))
 
+    def refuse_kept(self, calls: Sequence[Call], eqn: Equation) -> None:
+        """Raise if the plan edits one of some calls, whose derivative was traced before the edit.
+
+        A library may keep a jaxpr of a derivative that it traced during another capture.
+        """
+        for call in calls:
+            site = self._site(call, eqn, grad=False)
+            if any(self.plan.choose(site, grad) for grad in (False, True)):
+                raise SiteError(
+                    f"The {site.described}, cannot be edited, because its derivative was traced "
+                    f"during another call of tapax, and kept. {_KEPT}"
+                )
+
     def _check_reducer(self, mark: Mark) -> None:
         """Raise if two marks of one site have different reducers.
 
@@ -157,6 +175,12 @@ class Recorder:
                 if why is not None:
                     self.refused.append((site, reading.by, why))
                     continue
+                if reading.by.paired and len(parts) == 1:
+                    raise SiteError(
+                        f"tapax.reduce.{reading.by} compares the gradient of the "
+                        f"{here.described}, with its value, but the gradient was traced during "
+                        f"another call of tapax, and kept. {_KEPT}"
+                    )
                 operands = parts if reading.by.paired else parts[:1]
                 state = None if reading.index is not None else seen.get(reading.by)
                 found, state, valid = reduce(
