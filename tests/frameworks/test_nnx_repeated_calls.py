@@ -96,7 +96,7 @@ def check(fn, plain, make):
 
 
 def test_blocks_keep_their_names(transformed):
-    arguments = X + jnp.eye(2, 3), 2 * X
+    arguments = X + jnp.eye(2, 3, dtype=X.dtype), 2 * X
     _, taps = tapax.capture(difference)(Net(run=transformed), *arguments)
     _, expected = tapax.capture(difference)(Net(), *arguments)
     assert list(taps.values) == list(expected.values)

@@ -263,7 +263,7 @@ def test_derivatives_of_an_edited_part_of_mapped_gradients(index):
             h = h * jnp.where(chosen, strength, 1) if edited else tapax.sow(h, "h")
             return jnp.sum(h**2)
 
-        return jnp.sum(jax.vmap(jax.grad(loss))(x) * jnp.arange(4.0))
+        return jnp.sum(jax.vmap(jax.grad(loss))(x) * jnp.arange(4, dtype=x.dtype))
 
     def engine(x, strength):
         part = tapax.at("h", index=index)
@@ -275,4 +275,4 @@ def test_derivatives_of_an_edited_part_of_mapped_gradients(index):
     by_hand = lambda x, strength: program(x, strength, edited=True)
     with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
         want = jax.value_and_grad(by_hand, argnums=(0, 1))(jnp.asarray(X), 3.0)
-    jax.tree.map(assert_close, got, want)
+    assert_close(got, want, 1e-5)
