@@ -10,8 +10,8 @@ stays correct when several modules call one traced body.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Self
 
 from tapax import _jax
 from tapax._jax import Equation
@@ -19,9 +19,18 @@ from tapax._sites import join
 
 
 class ScopeName(str):
-    """A scope of tapax in JAX's name stack, which also contains names of other libraries."""
+    """A scope of tapax in JAX's name stack, which also contains names of other libraries.
 
-    __slots__ = ()
+    `entry` identifies the `with` block that put the scope there, also after the scope is renamed.
+    """
+
+    __slots__ = ("entry",)
+    entry: object
+
+    def __new__(cls, name: str) -> Self:
+        scope = super().__new__(cls, name)
+        scope.entry = object()
+        return scope
 
 
 class ModuleScope(ScopeName):
@@ -63,19 +72,23 @@ class ModuleScope(ScopeName):
         """Return the scope with `up` set to `modules`."""
         scope = ModuleScope(self, self.root, modules, anchor=self.anchor, tail=self.tail)
         scope.model, scope.above = self.model, self.above
-        return scope
+        return self._renamed(scope)
 
     def moved(self, path: str) -> ModuleScope:
         """Return the scope with the path that its anchor determined."""
         found = join(path, self.tail)
-        return ModuleScope(found, join(self.model, found), self.up + self.above)
+        return self._renamed(ModuleScope(found, join(self.model, found), self.up + self.above))
 
     def rooted(self, name: str, path: str) -> ModuleScope:
         """Return the scope in the root `name`, which has the model at `path`."""
         inside = join(path, self.tail)
         whole = join(name, inside)
         # If a backward pass runs within the root, only the rest of the path is to be added.
-        return ModuleScope(inside if path else whole, whole, self.up)
+        return self._renamed(ModuleScope(inside if path else whole, whole, self.up))
+
+    def _renamed(self, scope: ModuleScope) -> ModuleScope:
+        scope.entry = self.entry
+        return scope
 
 
 class GroundScope(ScopeName):
@@ -96,7 +109,7 @@ Scopes = tuple[ScopeName, ...]
 def scopes_of(eqn: Equation, outer: Scopes = ()) -> Scopes:
     """Return the scopes of an equation in a body that is called within the scopes `outer`."""
     scopes = list(outer)
-    for name in _without_repetition([*_jax.names_of(eqn)]):
+    for name in _without_repetition(_jax.names_of(eqn)):
         if isinstance(name, ModuleScope):
             _leave(scopes, name.up)
             inside = any(isinstance(scope, ModuleScope) for scope in scopes)
@@ -110,24 +123,18 @@ def scopes_of(eqn: Equation, outer: Scopes = ()) -> Scopes:
     return tuple(scopes)
 
 
-def _without_repetition(names: list[str]) -> Iterator[str]:
+def _without_repetition(names: Iterable[str]) -> Iterator[str]:
     """Yield names without the scopes that JAX repeats.
 
-    If a backward pass runs within a scope, the name stack of a custom rule has the scope twice:
-    where the pass runs, and where the rule was called. The two are one object.
+    The transpose of a remat or of a custom rule has the scopes around the backward pass, and then
+    those of the forward equation, which start from the same outermost scope.
     """
-    left = deque[str]()
-    before: list[str] = []
-    for i, name in enumerate(names):
-        if name == "transpose" and type(name) is str:
-            after = [n for n in names[i + 1 :] if type(n) is ScopeName]
-            again = all(a is b for a, b in zip(after, before, strict=False))
-            left = deque(before if again and len(after) >= len(before) else ())
-        elif left and name is left[0]:
-            left.popleft()
-            continue
-        elif type(name) is ScopeName:
-            before.append(name)
+    entered = set[object]()
+    for name in names:
+        if isinstance(name, ScopeName):
+            if name.entry in entered:
+                continue
+            entered.add(name.entry)
         yield name
 
 

@@ -6,10 +6,11 @@ same jaxpr as the program without them.
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from tapax._marks.scopes import ScopeName
 from tapax._marks.tap import Mark, tap
 from tapax._sites import SiteError, wrong_type
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -137,7 +139,30 @@ def scope(name: str) -> contextlib.AbstractContextManager[Any]:
         ['block0/h', 'block1/h']
     """
     _check_name(name, "scope")
-    return jax.named_scope(ScopeName(name))
+    return _Scope(name)
+
+
+class _Scope:
+    """A context manager and decorator that enters a new scope each time, also in a recursion."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(jax.named_scope(ScopeName(self._name)))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def __call__(self, fn: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(fn)
+        def scoped(*args: P.args, **kwargs: P.kwargs) -> T:
+            with _Scope(self._name):
+                return fn(*args, **kwargs)
+
+        return scoped
 
 
 def _check_name(name: Any, function: str) -> None:

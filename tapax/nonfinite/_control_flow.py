@@ -24,7 +24,7 @@ from tapax._jaxpr.restage import (
     mesh_axes,
 )
 from tapax._marks.marked_jaxprs import strip
-from tapax.nonfinite._equation_numbers import is_inexact
+from tapax.nonfinite._equation_numbers import has_origin, is_inexact
 from tapax.nonfinite._frames import NONE, Origin, OriginFrame, Origins
 from tapax.nonfinite._origins import EquationCall, Handler, OriginWalk, ValuesAndOrigins
 
@@ -52,7 +52,7 @@ def _some_rows(frame: OriginFrame, groups: Sequence[Any]) -> Any:
 
 def _part_origin(x: Value, origin: Origin, frame: OriginFrame) -> Origin:
     """Return the origin of `x`, a part of a value with `origin`: the part may be finite."""
-    return frame.add_value([origin], x, NONE)
+    return frame.add_value([origin], x, NONE) if is_inexact(jax.typeof(x)) else origin
 
 
 def _body_operands(loop: Scan | While) -> list[Value]:
@@ -73,7 +73,7 @@ class _LoopBody:
         nconsts, nstate = len(loop.consts), len(loop.init)
         known = [i for i, origin in enumerate(origins) if origin is not None]
         consts = [i for i in known if i < nconsts]
-        self._state = [nconsts + i for i, x in enumerate(loop.init) if is_inexact(jax.typeof(x))]
+        self._state = [nconsts + i for i, x in enumerate(loop.init) if has_origin(jax.typeof(x))]
         self._xs = [i for i in known if i >= nconsts + nstate]
         self._places = [*consts, *self._state, *self._xs]
         self._constant = self._frame.constants_among([origins[i] for i in self._places])
@@ -82,7 +82,7 @@ class _LoopBody:
             for places in (consts, self._state, self._xs)
         )
         self._outvars = _jax.open_jaxpr(loop.body).outvars
-        self._outs = [i for i, v in enumerate(self._outvars) if is_inexact(v.aval)]
+        self._outs = [i for i, v in enumerate(self._outvars) if has_origin(v.aval)]
         others = 1 + len(self._outs) - len(self._state)
         best = self._frame.vary(frames.finite_rows(others, self._frame.width))
         self.carry = (list(map(jnp.asarray, loop.init)), rows, best, jnp.int32(0))
@@ -101,10 +101,12 @@ class _LoopBody:
         if isinstance(self.loop, While) and self.loop.is_mapped:
             go = self.loop.goes_on(state)
             for i, x in enumerate(state):
-                if found[i] is not None:
+                origin = before[len(self.loop.consts) + i]
+                if not is_inexact(jax.typeof(x)):
+                    found[i] = inner.add_discrete([found[i], origin])
+                elif found[i] is not None:
                     now = where(go, jnp.asarray(outs[i]), jnp.zeros_like(outs[i]))
                     old = where(~go, x, jnp.zeros_like(x))
-                    origin = before[len(self.loop.consts) + i]
                     parts = _part_origin(now, found[i], inner), _part_origin(old, origin, inner)
                     found[i] = inner.add(parts, None, NONE)
             outs = self.loop.keep_finished(outs, state)
@@ -159,11 +161,13 @@ class _TrackedBody:
                 frame.vary(inner.pack([*found, walk.first_bad(inner)])),
                 *map(frame.vary, inner.tables),
             ]
-            return results, Static(inner.slots)
+            return results, Static((inner.slots, [o is not None for o in found]))
 
         self.operands = [frame.pack([origins[i] for i in self.places] or [None]), *step.args]
-        self.jaxpr, (_, slots) = jax.make_jaxpr(body, return_shape=True)(*self.operands)
-        self.slots: list[int] = slots.value
+        self.jaxpr, (_, static) = jax.make_jaxpr(body, return_shape=True)(*self.operands)
+        self.slots: list[int]
+        self.have_origins: list[bool]
+        self.slots, self.have_origins = static.value
         self.own = _jax.open_jaxpr(jaxpr).outvars
 
 
@@ -175,7 +179,8 @@ def _add_results(
     frame.slots += [slot for part in parts for slot in part.slots]
     frame.tables += results[len(own) + 1 :]
     found = frame.add_known(results[len(own)])[: len(own)]
-    origins = [o if is_inexact(v.aval) else None for o, v in zip(found, own, strict=True)]
+    have_origins = map(any, zip(*(part.have_origins for part in parts), strict=True))
+    origins = [o if has else None for o, has in zip(found, have_origins, strict=True)]
     return list(results[: len(own)]), origins
 
 
@@ -203,7 +208,18 @@ def _follow_cond(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     shared, found = bind_cond(
         eqn, step.args[0], parts[0].operands, [branch_of(p) for p in parts], tables
     )
-    return _add_results(parts, [*shared, *itertools.chain(*found)], step.frame)
+    outs, origins = _add_results(parts, [*shared, *itertools.chain(*found)], step.frame)
+    decider = step.origins[0]
+    return outs, [_decided(x, o, decider, step.frame) for x, o in zip(outs, origins, strict=True)]
+
+
+def _decided(x: Value, origin: Origin, decider: Origin, frame: OriginFrame) -> Origin:
+    """Return the origin of `x`, the result of a branch that a value of origin `decider` chose."""
+    if decider is None or not has_origin(jax.typeof(x)):
+        return origin
+    if not is_inexact(jax.typeof(x)):
+        return frame.add_discrete([origin, decider])
+    return None if origin is None else frame.add_value([origin, decider], x, NONE)
 
 
 def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
@@ -213,7 +229,7 @@ def _follow_shard_map(walk: OriginWalk, step: EquationCall) -> ValuesAndOrigins:
     here = frame.axes | frozenset(order)
     places = [i for i, o in enumerate(origins) if o is not None]
     constant = frame.constants_among([origins[i] for i in places])
-    out_at = [i for i, v in enumerate(_jax.open_jaxpr(body).outvars) if is_inexact(v.aval)]
+    out_at = [i for i, v in enumerate(_jax.open_jaxpr(body).outvars) if has_origin(v.aval)]
 
     def local(rows: Value, *flat: Value) -> tuple[list[Value], list[Value], None]:
         inner = frame.inner(loop=True)

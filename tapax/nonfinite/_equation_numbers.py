@@ -43,6 +43,12 @@ def is_inexact(aval: AbstractValue) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and aval.size > 0
 
 
+def has_origin(aval: AbstractValue) -> bool:
+    """Return whether a bad value can decide a value of this type: any array with elements."""
+    has_elements = getattr(aval, "dtype", None) is not None and aval.size > 0
+    return has_elements and not _jax.is_reference(aval)
+
+
 _MOVES = Kind.COPY | Kind.REARRANGEMENT | Kind.KEEPS_FINITE
 
 
@@ -175,8 +181,7 @@ class EquationNumbers:
         if eqn.primitive is tap_p:
             return 0
         if frame_body(eqn) is not None:
-            # Each result that is an inexact array may have an origin; a result may also be a token.
-            return 2 + sum(is_inexact(v.aval) for v in eqn.outvars)
+            return 2 + sum(has_origin(v.aval) for v in eqn.outvars)
         bodies = inlined_bodies(eqn)
         if not bodies and (
             not any(is_inexact(v.aval) for v in eqn.outvars)

@@ -14,8 +14,10 @@ from tapax import _jax
 from tapax._jax import PyTree, Value
 from tapax.nonfinite._badness import FINE, NOT_A_NUMBER, BadElements, bad_elements, worst_of_each
 
-CLASS, _HERE = 2**28, 2**20
-UNSURE, MADE, GIVEN, NAN, REMOTE, INF, _NOTHING = range(7)
+CLASS, _HERE = 2**27, 2**20
+UNSURE, MADE, GIVEN, INDIRECT_MADE, INDIRECT_GIVEN, NAN, REMOTE, INF, _NOTHING = range(9)
+_DIRECT = MADE * CLASS, (GIVEN + 1) * CLASS
+_TO_INDIRECT = (INDIRECT_MADE - MADE) * CLASS
 NONE = _NOTHING * CLASS
 Origin = int | None
 """The index of a value's origin in its frame; None for a value that can have no bad element."""
@@ -58,6 +60,7 @@ class _Pending(NamedTuple):
     bad: BadElements | None
     here: int
     tells_nan: bool
+    indirect: bool
 
 
 class OriginFrame:
@@ -110,10 +113,12 @@ class OriginFrame:
         here: int,
         *,
         tells_nan: bool = True,
+        indirect: bool = False,
     ) -> int:
         """Add the origin of a value with the elements `bad`: the earliest of `sources`, or `here`.
 
-        None as `bad` means that the value is bad in any case.
+        None as `bad` means that the value is bad in any case. With `indirect`, the origin gets the
+        indirect class of its source.
         """
         some = sorted({o for o in sources if o is not None})
         while len(some) > _SOURCES:
@@ -121,9 +126,14 @@ class OriginFrame:
             some.append(self.add(head, None, NONE))
         if here // CLASS == INF or any(self.constants_among(some)):
             self._constant.add(self._count)
-        self._pending.append(_Pending(some, bad, here, tells_nan))
+        self._pending.append(_Pending(some, bad, here, tells_nan, indirect))
         self._count += 1
         return self._count - 1
+
+    def add_discrete(self, sources: Sequence[Origin]) -> Origin:
+        """Add the origin of a value that no element shows to be bad; None without any source."""
+        some = [o for o in sources if o is not None]
+        return self.add(some, None, NONE, indirect=True) if some else None
 
     def constants_among(self, origins: Sequence[Origin]) -> list[bool]:
         """Return, for each origin, whether its value may come from an infinite constant."""
@@ -159,14 +169,17 @@ class OriginFrame:
             table[i, : len(p.sources)] = p.sources
         here = np.asarray([p.here for p in pending], np.int32)
         told = np.asarray([p.tells_nan for p in pending])
+        shift = np.asarray([p.indirect * _TO_INDIRECT for p in pending], np.int32)
         worst = self.worst_of_each([p.bad for p in pending])
         # The origin of a NaN made from an infinite constant is the equation that made the NaN.
         limit = jnp.where(worst == NOT_A_NUMBER, input_origin(INF, 0), NONE).astype(np.int32)
 
         def one(carry: PyTree, x: Value) -> Any:
             origins, place = carry
-            sources, limit, fine, here, told = x
+            sources, limit, fine, here, told, shift = x
             before = origins.at[sources].get(mode="promise_in_bounds").min()
+            is_direct = (before >= _DIRECT[0]) & (before < _DIRECT[1])
+            before = lax.select(is_direct, before + shift, before)
             bad = lax.select(before < limit, before, here)
             is_unsure = ~told & (before >= input_origin(INF, 0)) & (before < NONE)
             bad = lax.select(is_unsure, np.int32(origin_at(UNSURE, 0)), bad)
@@ -176,7 +189,7 @@ class OriginFrame:
 
         known = [self.vary(x) for x in self._solved]
         origins = jnp.concatenate([*known, self.vary(_none(count))])
-        items = tuple(map(self.vary, (table, limit, worst == FINE, here, told)))
+        items = tuple(map(self.vary, (table, limit, worst == FINE, here, told, shift)))
         (origins, _), _ = lax.scan(one, (origins, np.int32(start)), items)
         self._solved = [origins]
 
@@ -231,7 +244,11 @@ class FrameInputs:
         if not self.rows.shape[0]:
             return out
         mine = (kind != _NOTHING) & (low < _HERE)
-        return jnp.where(mine[:, None], _picked(low[:, None] == self.rank, self.rows), out)
+        given = _picked(low[:, None] == self.rank, self.rows)
+        # Inside the frame an origin may have become indirect.
+        first = (kind * CLASS + given[:, 0] % CLASS)[:, None]
+        given = jnp.concatenate([first, given[:, 1:]], 1)
+        return jnp.where(mine[:, None], given, out)
 
 
 DEVICES = 4096

@@ -5,17 +5,25 @@ grows with time. The origin of a finite value is `NONE`; the origin of a bad val
 origin of its bad operands, or the equation itself if all operands are finite. So a bad value that
 the program later masks or swallows leaves no trace. The classes of origins:
 
-==============  =================================================================================
-class           origin
-==============  =================================================================================
-`UNSURE`        a constant, or an equation that made a NaN from it; the search must be repeated
-`MADE`          an equation that made the bad value from finite operands
-`GIVEN`         an argument of the program
-`NAN`           a constant of the program that is NaN
-`REMOTE`        a collective that brought the value from another device, which knows more
-`INF`           a constant of the program that is infinite: intended, and a fault only if a result
-                shows it. The origin of a NaN made from it, `inf - inf`, is the equation.
-==============  =================================================================================
+================  ===============================================================================
+class             origin
+================  ===============================================================================
+`UNSURE`          a constant, or an equation that made a NaN from it; the search must be repeated
+`MADE`            an equation that made the bad value from finite operands
+`GIVEN`           an argument of the program
+`INDIRECT_MADE`   like `MADE`, but a bool or an integer lies between that bad value and this one
+`INDIRECT_GIVEN`  like `GIVEN`, but a bool or an integer lies between
+`NAN`             a constant of the program that is NaN
+`REMOTE`          a collective that brought the value from another device, which knows more
+`INF`             a constant of the program that is infinite: intended, and a fault only if a result
+                  shows it. The origin of a NaN made from it, `inf - inf`, is the equation.
+================  ===============================================================================
+
+No element shows whether a bool or an integer is bad, so its origin is that of its operands, in an
+indirect class. A bad constant that `where(isnan(y), nan, y)` picks, or a NaN that comes back from
+its bits, thus has the origin of the earlier bad value. But that value may be masked and decide
+nothing about a bad element, so a bad value with an origin of a direct class comes first. An
+indirect origin ends at a finite value: `log(-argmax(y))` makes a NaN of its own.
 
 Within a class, the inputs of a frame (see `_equation_numbers`) come first, in the order of their
 time; then the equations of the frame by their numbers. An origin that leaves a frame becomes a
@@ -50,6 +58,7 @@ from tapax.nonfinite._equation_numbers import (
     EquationNumbers,
     bind_plain,
     called_body,
+    has_origin,
     is_inexact,
     moved_operands,
 )
@@ -100,12 +109,13 @@ class OriginWalk:
 
         def apply(position: int, eqn: Equation, operands: list[_Traced]) -> list[_Traced]:
             number = base + offsets[position]
-            # Skip equations whose results cannot be bad, such as comparisons with a literal.
             held = [v for v in eqn.outvars if _jax.is_reference(v.aval)]
-            matters = held or any(is_inexact(v.aval) for v in eqn.outvars)
-            before: Origins = [None] * len(operands)
-            if matters:
-                before = [origin(v, x, number) for v, x in zip(eqn.invars, operands, strict=True)]
+            # A literal that is not finite decides nothing by a comparison with it.
+            keeps = bool(held) or any(is_inexact(v.aval) for v in eqn.outvars)
+            before = [
+                origin(v, x, number) if keeps else x.origin
+                for v, x in zip(eqn.invars, operands, strict=True)
+            ]
             step = EquationCall(eqn, [x.value for x in operands], before, number, frame)
             outs, found = _jax.in_context(eqn, self._equation, step)
             # A value read from a reference has the origin of the values written to it.
@@ -168,7 +178,7 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
     """Return the origins of the results of an equation without a body."""
     eqn, _, origins, number, frame = step
     kind = kind_of(eqn)
-    if not any(is_inexact(v.aval) for v in eqn.outvars):
+    if all(o is None for o in origins) and not any(is_inexact(v.aval) for v in eqn.outvars):
         return [None] * len(outs)
     if eqn.primitive is tap_p:
         return [origins[0], *(None for _ in outs[1:])]
@@ -176,11 +186,17 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
     if moved is not None:
         known = dict(zip(map(id, eqn.invars), origins, strict=True))
         pairs = zip(moved, eqn.outvars, strict=True)
-        return [known[id(x)] if is_inexact(v.aval) else None for x, v in pairs]
+        return [known[id(x)] if has_origin(v.aval) else None for x, v in pairs]
+    if kind & Kind.PLACEHOLDER:
+        return [None] * len(outs)
+    if not any(is_inexact(v.aval) for v in eqn.outvars):
+        decider = frame.add_discrete(origins)
+        return [decider if has_origin(v.aval) else None for v in eqn.outvars]
     if eqn.primitive is select_n_p:
         return [_judge_selection(step)]
-    all_finite = all(o is None for o in origins)
-    if kind & Kind.PLACEHOLDER or (kind & Kind.BOUNDED and all_finite):
+    pairs = zip(eqn.invars, origins, strict=True)
+    all_finite = all(o is None for v, o in pairs if is_inexact(v.aval))
+    if kind & Kind.BOUNDED and all_finite:
         return [None] * len(outs)
     if kind & Kind.PAIRED and len(outs) <= len(origins):
         sources = [[o] for o in origins[: len(outs)]]
@@ -188,10 +204,13 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
         sources = [origins] * len(outs)
     away = _remote_origin(step)
     here = origin_at(frames.MADE, number)
-    found = [
-        frame.add_value([*before, away], x, here) if is_inexact(jax.typeof(x)) else None
-        for x, before in zip(outs, sources, strict=True)
-    ]
+    found: Origins = []
+    for x, before in zip(outs, sources, strict=True):
+        aval = jax.typeof(x)
+        if is_inexact(aval):
+            found.append(frame.add_value([*before, away], x, here))
+        else:
+            found.append(frame.add_discrete(origins) if has_origin(aval) else None)
     if kind & Kind.SWALLOWS_INFINITY:
         for origin in found:
             frame.forget_constants(origin)
@@ -199,15 +218,18 @@ def _judge(step: EquationCall, outs: list[Any]) -> Origins:
 
 
 def _judge_selection(step: EquationCall) -> Origin:
-    """Return the earliest origin of the cases of which the selection picks a bad element."""
-    (which, *cases), frame = step.args, step.frame
+    """Return the earliest origin of the cases of which the selection picks a bad element.
+
+    A bad constant is picked because of an earlier bad value if that value decides the predicate.
+    """
+    (which, *cases), (decider, *origins), frame = step.args, step.origins, step.frame
     found = []
-    for i, (case, origin) in enumerate(zip(cases, step.origins[1:], strict=True)):
+    for i, (case, origin) in enumerate(zip(cases, origins, strict=True)):
         if origin is None:
             continue
         chosen = which == i if which.dtype != bool else which == bool(i)
         bad = BadElements(bad_elements(case, tell_nan=False).finite | ~chosen)
-        found.append(frame.add([origin], bad, NONE))
+        found.append(frame.add([origin, decider], bad, NONE))
     return frame.add(found, None, NONE) if found else None
 
 

@@ -36,7 +36,8 @@ from tapax.nonfinite._finding import Finding, Range
 from tapax.nonfinite._frames import (
     CLASS,
     DEVICES,
-    MADE,
+    INF,
+    NAN,
     NONE,
     REMOTE,
     UNSURE,
@@ -127,7 +128,7 @@ class SearchPasses:
         known, jaxpr = EquationNumbers(), self.jaxpr
         numbers, times, frames, path = [], [], [], []
         *keys, device = row
-        constant = kind not in (MADE, REMOTE)
+        constant = kind in (NAN, INF)
         for i in range(0, len(keys), 2):
             kind, number, _ = decode_origin(keys[i])
             assert number is not None

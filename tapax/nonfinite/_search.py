@@ -21,12 +21,14 @@ returns the finding instead of the error. If it raises for another reason, so do
 A value that the program masks, as by `where`, or swallows, as by `1 / inf`, is not reported;
 neither is a constant such as the `-inf` of a mask. The NaN of `inf - inf` is reported. An argument
 that is not finite and reaches a result is reported as the operation `"argument"`, if the program
-makes no other bad value; a constant as `"constant"`.
+makes no other bad value; a constant as `"constant"`. A bad value may also decide a predicate, an
+index or bits, and these bring a bad constant or a NaN: the origin of `where(isnan(y), nan, y)` is
+that of `y`.
 
 Sharp edges: an origin belongs to a whole array. Where two faults meet in one array, the search
-assumes that the earlier fault caused the bad result. Iterations count from 0 in the order of the
-indices: a backward pass that runs from the last layer to the first has the numbers of the forward
-pass.
+assumes that the earlier fault caused the bad result. The search does not follow a bad value that
+only decides when a while loop ends. Iterations count from 0 in the order of the indices: a backward
+pass that runs from the last layer to the first has the numbers of the forward pass.
 """
 
 from __future__ import annotations

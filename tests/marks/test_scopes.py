@@ -44,3 +44,25 @@ def test_scopes_around_a_gradient_are_around_the_marks_of_its_custom_rules(
     taps = tapax.capture(step)(x)[1]
     assert list(taps.values) == [name]
     assert_close(taps.values[name], jnp.cos(x))
+
+
+@tapax.scope("layer")
+def deepen(x, depth):
+    return deepen(jnp.sin(x), depth - 1) if depth else tapax.sow(x, "h")
+
+
+def test_scope_of_a_recursive_function_is_entered_at_every_depth():
+    assert tapax.sites(lambda x: deepen(x, 2))(1.0).names == ["layer/layer/layer/h"]
+
+
+def test_scope_is_entered_again():
+    scope = tapax.scope("a")
+
+    def fn(x):
+        with scope:
+            x = tapax.sow(x, "h")
+            with scope:
+                x = tapax.sow(x, "h")
+        return tapax.sow(x, "h")
+
+    assert tapax.sites(fn)(1.0).names == ["a/h", "a/a/h", "h"]
