@@ -172,6 +172,19 @@ class Linen(Adapter):
         found = [(leaf_path(keys), x) for keys, x in leaves if isinstance(x, jax.Array)]
         return anchored_root(self, _applied(module), root, found, collection="params")
 
+    def name_in_scope(self, module: Module) -> str:
+        """Return the name of a module that has the path of the running one: by `nn.share_scope`."""
+        around = running_modules()[-1] if running_modules() else None
+        if around is None or around.adapter is not self or module is around.module:
+            return ""
+        bound = module.scope is not None and around.module.scope is not None
+        # A clone of the running module has its name.
+        if not bound or module.path != around.module.path or module.name == around.module.name:
+            return ""
+        parts = [x for x in self.children(around.module) if self.is_module(x[1])]
+        attribute = next((key for key, part in parts if part.name == module.name), None)
+        return attribute or segment(module.name or self.name(module))
+
     def _whole(self, module: Module) -> str:
         """Return the path of a module that starts with the class of the model."""
         model = module
@@ -245,7 +258,7 @@ def _from_module(adapter: Linen, original: Function) -> Any:
         if active_policy() is None or module.scope is None:
             return proxy
         scope = adapter.scope_of(module)
-        where = module.path, str(scope), scope.up
+        where = module.path, adapter.name_in_scope(module), str(scope), scope.up
         return dataclasses.replace(proxy, hash_key=hash((proxy.hash_key, where)))
 
     return classmethod(from_module)
