@@ -56,6 +56,10 @@ class Adapter:
         """Return the name of a module that is not part of another."""
         return type(module).__name__
 
+    def name_in_scope(self, module: Module) -> str:
+        """Return the name of a module that shares the scope of the running module; empty if not."""
+        return ""
+
     def path(self, model: Module, part: Module, path: str) -> str:
         """Return the module path of `part`, which the attributes of `model` have at `path`."""
         return join(self.name(model), path)

@@ -22,9 +22,10 @@ from tapax._sites import is_machinery, join, segment
 class ModelVariables:
     """The variables of running functions that refer to a module, or to models of its kind.
 
-    `holder` is the path of the variable that refers to the module; empty if there is none, or if it
-    may be one of several. `constants` are the models of its kind with constant arrays: the path of
-    the variable, and a weak reference to the array at `leaf`.
+    `holder` is the path of the variable that refers to the module, or to the model of which it may
+    be a copy; empty if there is none, or if it may be one of several. `constants` are the models of
+    its kind with constant arrays: the path of the variable, and a weak reference to the array at
+    `leaf`.
     """
 
     holder: str
@@ -35,19 +36,20 @@ class ModelVariables:
         is_of_kind: dict[int, bool] = {id(module): True}
         constants: dict[int, tuple[str, Any]] = {}
         holder = None
-        for frame in reversed(list(_user_frames(until))):
+        for frame, may_copy in reversed(list(_user_frames(until))):
             found = [
                 (path, model)
                 for name, value in _variables(frame)
                 for path, model in modules_in(adapter, name, value)
-                if type(model) is type(module)
+                # Every method has its module as `self`.
+                if type(model) is type(module) and (path != "self" or model is not module)
             ]
             for _, model in found:
                 if id(model) not in is_of_kind:
                     is_of_kind[id(model)] = kind(adapter, model) == kind(adapter, module)
             found = [(path, model) for path, model in found if is_of_kind[id(model)]]
-            if found and holder is None:
-                exact = [path for path, model in found if model is module]
+            exact = [path for path, model in found if model is module]
+            if holder is None and (exact or (found and may_copy)):
                 several = len({id(model) for _, model in found}) > 1
                 holder = exact[0] if exact else "" if several else found[0][0]
             for path, model in found:
@@ -58,12 +60,35 @@ class ModelVariables:
         return cls(holder or "", tuple((path, x) for path, x in constants.values() if x))
 
 
-def _user_frames(until: Any) -> Iterator[Any]:
-    """Yield the frames of users' functions that were entered after `until`, innermost first."""
-    frame = sys._getframe(2)
+def is_being_made(module: Module, until: Any) -> bool:
+    """Return whether the constructor of a module is running, so that no variable refers to it."""
+    frame = sys._getframe(1)
     while frame is not None and frame is not until:
-        if is_users_code(frame.f_globals.get("__name__")):
-            yield frame
+        code = frame.f_code
+        is_constructor = code.co_name in _CONSTRUCTORS and code.co_argcount > 0
+        if is_constructor and frame.f_locals.get(code.co_varnames[0]) is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CONSTRUCTORS = frozenset({"__init__", "__post_init__", "__check_init__"})
+
+
+def _user_frames(until: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield the frames of users' functions that were entered after `until`, innermost first.
+
+    Also tell whether a transformation of JAX is running in it, which may have copied its models.
+    """
+    frame = sys._getframe(2)
+    is_inside = is_transformed = False
+    while frame is not None and frame is not until:
+        module = frame.f_globals.get("__name__")
+        if is_users_code(module):
+            yield frame, is_transformed
+            is_inside = True
+        elif is_inside and str(module).partition(".")[0] == "jax":
+            is_transformed = True
         frame = frame.f_back
 
 

@@ -176,7 +176,8 @@ def _marker(
     if here is None or not admitted:
         return None
     source = _user_line(adapter.package)
-    suffix = ("" if method == "__call__" else f".{method}") + ASKED.get(kind, "")
+    call = ("" if method == "__call__" else f".{method}") + ASKED.get(kind, "")
+    suffix = adapter.name_in_scope(module) + call
     fields: dict[str, Any] = {"module": type(module), "method": method, "admitted": admitted}
     fields["members"] = getattr(module, "__tap_members__", None) if kind == "module" else None
 

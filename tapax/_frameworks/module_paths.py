@@ -22,7 +22,7 @@ from jax.core import Tracer
 
 from tapax._frameworks.anchors import Anchor, RootAnchor, bind_anchor
 from tapax._frameworks.interface import Adapter, Module
-from tapax._frameworks.model_variables import ModelVariables
+from tapax._frameworks.model_variables import ModelVariables, is_being_made
 from tapax._frameworks.module_tree import CONTAINERS, arrays, descendants, index, is_slice, kind
 from tapax._jax import PyTree
 from tapax._marks.scopes import ModuleScope
@@ -135,6 +135,8 @@ def locate(adapter: Adapter, module: Module) -> ModuleScope:
         return found
     caller = _stack.running[-1]
     owner, path = _owner(adapter, module, caller.frame)
+    if is_being_made(owner, caller.frame):
+        return _in_class(adapter, owner, path)
     for above, around in enumerate(reversed(_stack.running)):
         paths = _copied(adapter, owner, around.module) if around.adapter is adapter else {}
         if "" in paths and around is caller:
@@ -142,6 +144,11 @@ def locate(adapter: Adapter, module: Module) -> ModuleScope:
             return ModuleScope(path, adapter.name(module))
         if paths and "" not in paths:
             return _undecided(adapter, owner, paths, adapter.name(around.module), path, above)
+    return _in_class(adapter, owner, path)
+
+
+def _in_class(adapter: Adapter, owner: Module, path: str) -> ModuleScope:
+    """Return the scope of a module in an owner that is known by its class alone."""
     name = join(adapter.name(owner), path)
     return ModuleScope(name, name)
 
@@ -156,6 +163,8 @@ def find(adapter: Adapter, part: Any) -> ModuleScope | None:
         return found
     caller = _stack.running[-1]
     owner, path = _owner(adapter, part, caller.frame)
+    if path and is_being_made(owner, caller.frame):
+        return _in_class(adapter, owner, path)
     if caller.adapter is adapter and "" in _copied(adapter, owner, caller.module):
         caller.adopt(owner, "")
         return ModuleScope(path, adapter.name(part))
@@ -177,6 +186,8 @@ def _root(adapter: Adapter, module: Module) -> ModuleScope:
 
 def _in_root(adapter: Adapter, owner: Module, path: str) -> ModuleScope:
     """Return the scope of a module in `owner`, with an anchor that tells several models apart."""
+    if is_being_made(owner, _stack.frame):
+        return _in_class(adapter, owner, path)
     found = [*arrays(adapter, owner)]
     whole = ("", None) if path or not found else _whole(adapter, owner, [leaf for leaf, _ in found])
     return anchored_root(adapter, owner, join(adapter.name(owner), path), found, *whole)

@@ -136,6 +136,8 @@ def is_method(name: str, value: PyTree) -> bool:
     """Return whether an attribute of a class is a method that may return the result of a module."""
     if name.startswith("__") and name != "__call__":
         return False
+    if isinstance(value, functools.partialmethod):  # which cannot be called without an instance
+        return True
     if isinstance(value, (type, staticmethod, classmethod, property)) or not callable(value):
         return False
     return hasattr(type(value), "__get__")

@@ -5,14 +5,16 @@ the program is traced. So each root has an anchor (see `_frameworks.anchors`). `
 model of every anchor, which the origins of its arrays identify, and the names of the arguments or
 variables that refer to it. A model that is the only one of its class has the name of the class.
 Other models have the names of their variables, such as `policy` and `value`, or that of the class
-if no variable is known.
+if no variable is known. No variable refers to a model whose constructor is still running, so that
+model is not counted, and has the name of its class.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from tapax._frameworks.users_code import find_signature
@@ -39,17 +41,19 @@ class Roots:
     """The roots of a program, and their names."""
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[Hashable, tuple[str, ...]]] = {}
+        self._found: dict[str, dict[Hashable, dict[str, None]]] = {}
         self._names: dict[tuple[str, Hashable], str] = {}
 
     def add(self, root: Root) -> None:
-        """Add a root, which may have been added before."""
-        self._found.setdefault(root.name, {}).setdefault(root.key, root.holders)
+        """Add a root, which may have been added before, with other variables."""
+        holders = self._found.setdefault(root.name, {}).setdefault(root.key, {})
+        holders.update(dict.fromkeys(root.holders))
 
     def settle(self) -> bool:
         """Choose the names once all roots are known; return False if all are names of classes."""
-        for name, holders in self._found.items():
-            for key, holder in _chosen_holders(holders).items():
+        for name, found in self._found.items():
+            known = {key: [*holders] for key, holders in found.items() if holders}
+            for key, holder in _chosen_holders(known).items():
                 self._names[name, key] = holder
         return bool(self._names)
 
@@ -58,18 +62,18 @@ class Roots:
         return self._names.get((root.name, root.key), root.name)
 
 
-def _chosen_holders(found: dict[Hashable, tuple[str, ...]]) -> dict[Hashable, str]:
+def _chosen_holders(found: Mapping[Hashable, Sequence[str]]) -> dict[Hashable, str]:
     """Return a short path of a variable for each of several roots of one class, if these differ."""
-    known = {key: holders for key, holders in found.items() if holders}
-    first = {key: holders[0] for key, holders in known.items()}
-    if len(set(first.values())) < 2:
-        # A function that is called with several models refers to all of them by one variable.
-        second = {key: holders[-1] for key, holders in known.items()}
-        if len(set(second.values())) < max(2, len(second)):
-            return {}
-        first = second
-    short = _short_names(set(first.values()))
-    return {key: short[holder] for key, holder in first.items()}
+    # A function that is called with several models refers to all of them by one variable.
+    count = collections.Counter(holder for holders in found.values() for holder in holders)
+    chosen = {
+        key: next((holder for holder in holders if count[holder] == 1), holders[0])
+        for key, holders in found.items()
+    }
+    if len(set(chosen.values())) < 2:
+        return {}
+    short = _short_names(set(chosen.values()))
+    return {key: short[holder] for key, holder in chosen.items()}
 
 
 def _short_names(paths: set[str]) -> dict[str, str]:

@@ -199,25 +199,60 @@ def test_two_models_and_a_model_in_a_model_have_separate_names():
     assert names == [*inner, *within, *(f"{n}@1" for n in inner)]
 
 
-def test_share_scope_joins_two_paths():
-    class Lora(nn.Module):
-        base: nn.Module
+class Lora(nn.Module):
+    base: nn.Module
 
-        def setup(self):
-            nn.share_scope(self, self.base)
+    def setup(self):
+        nn.share_scope(self, self.base)
 
-        @nn.compact
-        def __call__(self, x):
-            return self.base(x) + nn.Dense(4, name="low")(x)
+    @nn.compact
+    def __call__(self, x):
+        return self.base(x) + nn.Dense(4, name="low")(x)
 
+
+class Scale(nn.Module):
+    weight: str
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param(self.weight, nn.initializers.constant(2.0), x.shape[-1:])
+
+
+class Gated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for weight in ("gate", "out"):
+            layer = Scale(weight)
+            nn.share_scope(self, layer)
+            x = jnp.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("lift", [lambda cls: cls, nn.jit, nn.remat])
+def test_a_module_that_shares_a_scope_keeps_its_own_name(lift):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return Lora(nn.Dense(4, name="dense"))(x)
+            x = lift(Lora)(lift(nn.Dense)(4, name="dense"))(x)
+            return lift(Gated)(name="mlp")(x)
 
     model = Net()
-    names = tapax.sites(model.apply)(model.init(KEY, X), X).names
-    assert names == ["Net/dense", "Net/dense/low", "Net/dense@1", "Net"]
+    variables = model.init(KEY, X)
+    out, taps = tapax.capture(model.apply)(variables, X)
+    names = ["Net/dense/base", "Net/dense/low", "Net/dense"]
+    names += ["Net/mlp/Scale_0", "Net/mlp/Scale_1", "Net/mlp", "Net"]
+    assert taps.sites.names == names
+    assert_close(taps.values["Net/mlp/Scale_0"], 2 * taps.values["Net/dense"])
+    assert_close(jnp.tanh(taps.values["Net/mlp/Scale_1"]), out)
+    dense = variables["params"]["dense"]
+    base = X @ dense["kernel"] + dense["bias"]
+    assert_close(taps.values["Net/dense/base"], base)
+    assert_close(taps.values["Net/dense"], base + taps.values["Net/dense/low"])
+
+    edited = tapax.edit(model.apply, values={"Net/dense": 0.0})
+    _, after = tapax.capture(edited)(variables, X)
+    assert_close(after.values["Net/dense/base"], base)
+    assert {path for path, _ in tapax.modules(model, X)} == set(names)
 
 
 def test_compact_name_scope_adds_a_segment():

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax
 import jax
@@ -33,6 +33,7 @@ from tapax._frameworks.anchors import leaf_path
 from tapax._frameworks.attention import marks_softmax
 from tapax._frameworks.interface import Adapter, Module
 from tapax._frameworks.linen.marks import perturb, record_result, sow
+from tapax._frameworks.linen.methods import RunningFunction, contains
 from tapax._frameworks.module_calls import MethodCall, mark_result, within
 from tapax._frameworks.module_paths import anchored_root, locate, running_modules
 from tapax._frameworks.patches import Patch, Replacements
@@ -50,38 +51,11 @@ from tapax._marks.scopes import ModuleScope
 from tapax._sites import join, segment
 
 
-class _RunningFunction(NamedTuple):
-    """A running function whose first argument is a module."""
-
-    module: Any
-    method: str
-    function: Any
-
-    @property
-    def is_method(self) -> bool:
-        """Return whether it is a method of the module; `nn.scan` and others also lift functions."""
-        dunder = self.method.startswith("__") and self.method != "__call__"
-        owners = (cls.__dict__.get(self.method) for cls in type(self.module).__mro__)
-        return not dunder and any(inspect.unwrap(f) is self.function for f in owners if callable(f))
-
-    def is_part_of(self, outer: _RunningFunction) -> bool:
-        """Return whether `outer`, a method of a subclass, calls it by `super()`.
-
-        If the method is transformed, a clone of the module runs it.
-        """
-        return (
-            self.method == outer.method
-            and self.function is not outer.function
-            and isinstance(outer.module, type(self.module))
-            and (self.module is outer.module or _is_clone(self.module, outer.module))
-        )
-
-
 class _LinenCalls(threading.local):
     """The methods that are running on this thread, and whether the adapter observes its calls."""
 
     def __init__(self) -> None:
-        self.stack: list[_RunningFunction] = []
+        self.stack: list[RunningFunction] = []
         self.seen = False
 
 
@@ -163,22 +137,23 @@ class Linen(Adapter):
         yield axes_scan, "scan", _scan
 
     def _intercept(self, run: Any, args: Args, kwargs: Kwargs, context: Any) -> Any:
-        module, method = context.module, context.method_name
-        if active_policy() is not None and method == "setup" and not module.path:
+        module, name = context.module, context.method_name
+        if active_policy() is not None and name == "setup" and not module.path:
             self._models[module.scope.root] = self.name(module)
-        if active_policy() is None or method == "setup":
+        if active_policy() is None or name == "setup":
             return run(*args, **kwargs)
-        call = _RunningFunction(module, method, getattr(context.orig_method, "func", None))
+        call = RunningFunction.of(module, context.orig_method.func, name)
         stack = self._calls.stack
-        marks = call.is_method and not (stack and call.is_part_of(stack[-1]))
+        method = None if stack and call.is_part_of(stack[-1]) else call.method
         stack.append(call)
         try:
             with within(self, module, self.scope_of(module)):
-                if not marks:
-                    return run(*args, **kwargs)
-                out = MethodCall(self, module, method, run, args, kwargs).run_marked()
-                record_result(module, method, out)
-                return mark_result(self, module, method, out)
+                if method is None:
+                    out = run(*args, **kwargs)
+                else:
+                    out = MethodCall(self, module, method, run, args, kwargs).run_marked()
+                record_result(module, name, out)
+                return out if method is None else mark_result(self, module, method, out)
         finally:
             stack.pop()
 
@@ -188,7 +163,7 @@ class Linen(Adapter):
             return locate(self, module)
         path, root = module.path, self._whole(module)
         for up, around in enumerate(reversed(running_modules())):
-            if around.adapter is self and _contains(around.module, module):
+            if around.adapter is self and contains(around.module, module):
                 return ModuleScope(_text(path[len(around.module.path) :]), root, up)
         if running_modules():
             return ModuleScope(root, root)
@@ -196,6 +171,19 @@ class Linen(Adapter):
         leaves = jax.tree_util.tree_leaves_with_path(params)
         found = [(leaf_path(keys), x) for keys, x in leaves if isinstance(x, jax.Array)]
         return anchored_root(self, _applied(module), root, found, collection="params")
+
+    def name_in_scope(self, module: Module) -> str:
+        """Return the name of a module that has the path of the running one: by `nn.share_scope`."""
+        around = running_modules()[-1] if running_modules() else None
+        if around is None or around.adapter is not self or module is around.module:
+            return ""
+        bound = module.scope is not None and around.module.scope is not None
+        # A clone of the running module has its name.
+        if not bound or module.path != around.module.path or module.name == around.module.name:
+            return ""
+        parts = [x for x in self.children(around.module) if self.is_module(x[1])]
+        attribute = next((key for key, part in parts if part.name == module.name), None)
+        return attribute or segment(module.name or self.name(module))
 
     def _whole(self, module: Module) -> str:
         """Return the path of a module that starts with the class of the model."""
@@ -249,21 +237,6 @@ def _intercept_first(interceptor: Any) -> Iterator[None]:
         replace(lambda both: both[1:])
 
 
-def _is_clone(module: Module, of: Any) -> bool:
-    """Return whether a transformation made a module to run instead of another."""
-    bound = module.scope is not None and of.scope is not None
-    return bound and module.path == of.path and _contains(of, module)
-
-
-def _contains(around: Any, module: Module) -> bool:
-    """Return whether a module is below the running module `around`, in the same `apply`."""
-    if around.scope is None or module.path[: len(around.path)] != around.path:
-        return False
-    root = module.scope.root
-    # A transformation makes a new root, with a debug path, for the variables that it lifts.
-    return bool(root.debug_path) or root == around.scope.root
-
-
 def _users_class(module: Module) -> type:
     """Return the class of a module from before transformations derived another from it."""
     return next(c for c in type(module).__mro__ if c.__module__ != _transforms.__name__)
@@ -285,7 +258,7 @@ def _from_module(adapter: Linen, original: Function) -> Any:
         if active_policy() is None or module.scope is None:
             return proxy
         scope = adapter.scope_of(module)
-        where = module.path, str(scope), scope.up
+        where = module.path, adapter.name_in_scope(module), str(scope), scope.up
         return dataclasses.replace(proxy, hash_key=hash((proxy.hash_key, where)))
 
     return classmethod(from_module)
