@@ -2,14 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from tapax import reduce
 from tapax._lazy import load_lazily
 from tapax._marks.sow import perturb, scope, sow
-from tapax._results import Difference, Residual, ResidualTable, SiteDifference, SiteTable, Taps
 from tapax._sites import Site, SiteError, at, glob, lines, named, ops, without
 
 if TYPE_CHECKING:
-    from tapax import attribute, compat, data, hidden, nn, plot
+    from tapax import attribute, compat, data, hidden, nn, plot, reduce
     from tapax._api.capture import capture, sites
     from tapax._api.cut import prefix, suffix
     from tapax._api.diff import diff
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from tapax._api.perturbations import perturbations, perturbed
     from tapax._api.residuals import residuals
     from tapax._open import open
+    from tapax._results import Difference, Residual, ResidualTable, SiteDifference, SiteTable, Taps
     from tapax.data import Activations, harvest
     from tapax.monitoring import Histogram, Log, Monitor, Stream, alert, monitor, sink, stream
     from tapax.nonfinite import Finding, find_nonfinite
@@ -87,7 +86,7 @@ __getattr__, __dir__ = load_lazily(
     __name__,
     __all__,
     {
-        "tapax": ("attribute", "compat", "data", "hidden", "nn", "plot", "viewer"),
+        "tapax": ("attribute", "compat", "data", "hidden", "nn", "plot", "reduce", "viewer"),
         "tapax._api.capture": ("capture", "sites"),
         "tapax._api.cut": ("prefix", "suffix"),
         "tapax._api.diff": ("diff",),
@@ -97,6 +96,14 @@ __getattr__, __dir__ = load_lazily(
         "tapax._api.perturbations": ("perturbations", "perturbed"),
         "tapax._api.residuals": ("residuals",),
         "tapax._open": ("open",),
+        "tapax._results": (
+            "Difference",
+            "Residual",
+            "ResidualTable",
+            "SiteDifference",
+            "SiteTable",
+            "Taps",
+        ),
         "tapax.data": ("Activations", "harvest"),
         "tapax.monitoring": (
             "Histogram",
@@ -112,6 +119,3 @@ __getattr__, __dir__ = load_lazily(
         "tapax.viewer": ("Page", "view"),
     },
 )
-
-Taps.plotter = lambda taps, at, stats: __getattr__("plot").taps(taps, at, stats)
-Difference.plotter = lambda difference: __getattr__("plot").difference(difference)

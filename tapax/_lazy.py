@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+_LOADERS: dict[str, Callable[[str], Any]] = {}
+"""The `__getattr__` of each package, by the name of the package."""
 _EXTRAS = ("brainstate", "flax", "ray")
 """Packages that an extra of the same name installs."""
 
@@ -28,7 +30,13 @@ def load_lazily(
         setattr(sys.modules[package], name, value)
         return value
 
+    _LOADERS[package] = load
     return load, lambda: sorted(public)
+
+
+def load_later(package: str, name: str) -> Any:
+    """Returns a public name of `package`, for a module below it, which may not import it."""
+    return _LOADERS[package](name)
 
 
 def _import_module(module: str, wanted: str) -> Any:

@@ -92,7 +92,10 @@ except ImportError as error:
 def test_importing_the_package_imports_the_marks_alone():
     code = """
 import json, sys, tapax
-later = ("_api", "_calling", "_frameworks", "_walk", "hidden", "monitoring", "nonfinite", "plot")
+later = (
+    "_api", "_calling", "_frameworks", "_results", "_walk", "hidden", "monitoring", "nonfinite",
+    "plot", "reduce._statistics",
+)
 print(json.dumps([name for name in later if f"tapax.{name}" in sys.modules]))
 """
     assert in_a_new_process(code) == []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tapax._lazy import load_later
 from tapax._results.comparison import Tolerance
 from tapax._results.tabular import Tabular
 from tapax._results.taps import SiteDict
@@ -125,9 +126,6 @@ class Difference(Tabular):
     only_b: tuple[str, ...]
     tolerance: Tolerance
 
-    plotter: ClassVar[Callable[..., Any]]
-    """The function that draws a difference. The package sets it: this module imports no plots."""
-
     @property
     def equal(self) -> bool:
         """True if all values and gradients in both captures are equal within the tolerance."""
@@ -152,7 +150,7 @@ class Difference(Tabular):
             >>> len(figure.axes)
             1
         """
-        return type(self).plotter(self)
+        return load_later("tapax", "plot").difference(self)
 
     def _table(self) -> Table:
         from rich.table import Table

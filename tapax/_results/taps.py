@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tapax._lazy import load_later
 from tapax._results.flow import LazyFlow
 from tapax._results.host_arrays import fetch_arrays
 from tapax._results.picking import pick_sites
@@ -77,9 +78,6 @@ class Taps(Tabular):
 
     # Not a frozen dataclass, because every call makes one, and its constructor must be fast.
     __slots__ = ("grads", "sites", "valid", "values")
-
-    plotter: ClassVar[Callable[..., Any]]
-    """Draws taps. The package sets it, so that this module need not import plots."""
 
     def __init__(self, values: SiteDict, grads: SiteDict, valid: SiteDict, sites: SiteTable):
         self.values = values
@@ -248,7 +246,7 @@ class Taps(Tabular):
             >>> len(figure.axes)
             1
         """
-        return type(self).plotter(self, at, stats)
+        return load_later("tapax", "plot").taps(self, at, stats)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         from treescope import repr_lib

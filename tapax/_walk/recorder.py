@@ -24,7 +24,8 @@ from tapax._walk.entries import Entry
 from tapax._walk.folds import Folds
 from tapax._walk.plan import Plan, Reading
 from tapax._walk.reductions import reduce, refusal
-from tapax.reduce import Reducer, see_together
+from tapax.reduce import Reducer
+from tapax.reduce._together import see_together
 
 _KEPT = (
     "The function, or a library that it calls, stores a jaxpr of its own. Clear that jaxpr, or "

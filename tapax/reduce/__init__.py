@@ -42,23 +42,27 @@ float64. A count that reaches the largest number of its dtype stays there.
 `Reducer(init, update, combine, finish)` makes a new reducer: see `Reducer`.
 """
 
-from tapax.reduce._distributions import histogram, quantiles, topk
+from typing import TYPE_CHECKING
+
+from tapax._lazy import load_lazily
 from tapax.reduce._reducer import Reducer
-from tapax.reduce._statistics import (
-    cosine,
-    last,
-    mean,
-    minmax,
-    moments,
-    nonfinite,
-    norm,
-    rms,
-    sum,
-    update_ratio,
-    var,
-    zeros,
-)
-from tapax.reduce._together import see_together as see_together
+
+if TYPE_CHECKING:
+    from tapax.reduce._distributions import histogram, quantiles, topk
+    from tapax.reduce._statistics import (
+        cosine,
+        last,
+        mean,
+        minmax,
+        moments,
+        nonfinite,
+        norm,
+        rms,
+        sum,
+        update_ratio,
+        var,
+        zeros,
+    )
 
 __all__ = [
     "Reducer",
@@ -78,3 +82,26 @@ __all__ = [
     "var",
     "zeros",
 ]
+
+# Models import tapax for their marks alone, and a selection only has to know `Reducer`.
+__getattr__, __dir__ = load_lazily(
+    __name__,
+    __all__,
+    {
+        "tapax.reduce._distributions": ("histogram", "quantiles", "topk"),
+        "tapax.reduce._statistics": (
+            "cosine",
+            "last",
+            "mean",
+            "minmax",
+            "moments",
+            "nonfinite",
+            "norm",
+            "rms",
+            "sum",
+            "update_ratio",
+            "var",
+            "zeros",
+        ),
+    },
+)
