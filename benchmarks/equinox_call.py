@@ -1,10 +1,14 @@
-"""Calls of a captured `eqx.filter_jit`, over plain calls: a model of 4,000 arrays in and out."""
+"""Calls of a captured `eqx.filter_jit`, over plain calls: a model of 4,000 arrays in and out.
+
+NNX is imported too: its adapter then looks for objects of NNX among the arguments of every call.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import equinox as eqx
+import flax.nnx  # noqa: F401
 import jax
 import jax.numpy as jnp
 

@@ -47,9 +47,11 @@ def order_of(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     return _order(_flatten(tree, is_leaf)[2])
 
 
-def flatten_in_order(tree: PyTree) -> tuple[list[Value], Any, Any]:
+def flatten_in_order(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Value], Any, Any]:
     """Flatten a structure, and return its leaves, its treedef and its `order_of`."""
-    leaves, treedef, dicts = _flatten(tree)
+    leaves, treedef, dicts = _flatten(tree, is_leaf)
     return leaves, treedef, _order(dicts)
 
 

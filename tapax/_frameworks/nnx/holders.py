@@ -27,7 +27,15 @@ TRANSFORMED = tuple({type(nnx.jit(lambda: None, graph=graph)) for graph in (True
 
 def is_object(value: PyTree) -> bool:
     """Return whether a value is an object of NNX, which has state or may contain some."""
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
+    # The instance checks of NNX are slow, and an argument may have very many leaves. But only
+    # instances tell whether tracers and Hijax variables are variables.
+    return not _is_other_class(type(value)) and isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_other_class(cls: type) -> bool:
+    """Return whether no instance of a class is an object of NNX."""
+    return not issubclass(cls, (nnx.Pytree, nnx.Variable, nnx.variablelib.HijaxVariable, Tracer))
 
 
 _DEPTH = 4
@@ -67,7 +75,13 @@ def _parts(value: PyTree) -> list[Any]:
 
 def is_plain(value: PyTree) -> bool:
     """Return whether a value cannot contain an object."""
-    return type(value) in _PLAIN or isinstance(value, (jax.Array, np.ndarray, np.generic))
+    # The instance check of `jax.Array`, which tracers need, is slow.
+    return _is_plain_class(type(value)) or isinstance(value, jax.Array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_plain_class(cls: type) -> bool:
+    return cls in _PLAIN or issubclass(cls, (jax.Array, np.ndarray, np.generic))
 
 
 def has_attributes(value: PyTree) -> bool:

@@ -27,7 +27,7 @@ from tapax._frameworks.nnx import holders
 from tapax._frameworks.roots import name_arguments
 from tapax._frameworks.users_code import closure_values
 from tapax._jax import Function, PyTree
-from tapax._jax.pytrees import map_in_order, order_of, unflatten_in_order
+from tapax._jax.pytrees import flatten_in_order, map_in_order, order_of, unflatten_in_order
 from tapax._sites import join, segment
 
 
@@ -187,7 +187,12 @@ class Objects:
 
     def take_arguments(self, tree: PyTree) -> Any:
         """Take objects out of arguments like `take`, also out of functions and other holders."""
-        return map_in_order(self._held, self.take(tree))
+        leaves, treedef, order = flatten_in_order(tree, holders.is_object)
+        if any(map(holders.is_object, leaves)):
+            return map_in_order(self._held, self.take(tree))
+        held = [self._held(leaf) for leaf in leaves]
+        changed = any(new is not old for new, old in zip(held, leaves, strict=True))
+        return unflatten_in_order(treedef, held, order) if changed else tree
 
     def _held(self, value: PyTree) -> Any:
         recipe = None if holders.is_plain(value) else self.lift(value)
