@@ -10,7 +10,7 @@ stays correct when several modules call one traced body.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Self
 
 from tapax import _jax
@@ -86,6 +86,10 @@ class ModuleScope(ScopeName):
         # If a backward pass runs within the root, only the rest of the path is to be added.
         return self._renamed(ModuleScope(inside if path else whole, whole, self.up))
 
+    def outermost(self) -> ModuleScope:
+        """Return the scope for a place that is not inside of any module."""
+        return self._renamed(ModuleScope(self.root, self.root))
+
     def _renamed(self, scope: ModuleScope) -> ModuleScope:
         scope.entry = self.entry
         return scope
@@ -108,34 +112,38 @@ Scopes = tuple[ScopeName, ...]
 
 def scopes_of(eqn: Equation, outer: Scopes = ()) -> Scopes:
     """Return the scopes of an equation in a body that is called within the scopes `outer`."""
+    names = [name for name in _jax.names_of(eqn) if isinstance(name, ScopeName)]
+    if not names:
+        return outer
     scopes = list(outer)
-    for name in _without_repetition(_jax.names_of(eqn)):
+    for name in _without_repetition(names, outer):
         if isinstance(name, ModuleScope):
             _leave(scopes, name.up)
             inside = any(isinstance(scope, ModuleScope) for scope in scopes)
             if name or not inside:
-                scopes.append(name if inside else ModuleScope(name.root, name.root))
+                scopes.append(name if inside else name.outermost())
         elif isinstance(name, GroundedScope):
             while scopes and not isinstance(scopes[-1], GroundScope):
                 scopes.pop()
-        elif isinstance(name, ScopeName):
+        else:
             scopes.append(name)
     return tuple(scopes)
 
 
-def _without_repetition(names: Iterable[str]) -> Iterator[str]:
-    """Yield names without the scopes that JAX repeats.
+def _without_repetition(names: Iterable[ScopeName], outer: Scopes) -> list[ScopeName]:
+    """Return the scopes among `names` without those that JAX repeats.
 
     The transpose of a remat or of a custom rule has the scopes around the backward pass, and then
-    those of the forward equation, which start from the same outermost scope.
+    those of the forward equation, which start from the same outermost scope. With `jax_remat3`,
+    equations in the body start from that scope too.
     """
-    entered = set[object]()
+    entered: dict[object, ScopeName] = {}
     for name in names:
-        if isinstance(name, ScopeName):
-            if name.entry in entered:
-                continue
-            entered.add(name.entry)
-        yield name
+        entered.setdefault(name.entry, name)
+    around = {scope.entry for scope in outer}
+    repeated = [i for i, entry in enumerate(entered) if entry in around]
+    # Scopes that were left again before the last repeated one are not in `outer`.
+    return list(entered.values())[repeated[-1] + 1 if repeated else 0 :]
 
 
 def _leave(scopes: list[ScopeName], modules: int) -> None:

@@ -9,6 +9,9 @@ from jax import lax
 
 import tapax
 from tapax.nonfinite._search import find_nonfinite
+from tests.models.next_jax import next_flags
+
+FLAGS = pytest.mark.parametrize("flags", [(), ("jax_remat3",)], ids=["now", "next"])
 
 W, X = jnp.ones((4, 4)), jnp.ones((2, 4))
 
@@ -34,31 +37,21 @@ def scanned(fn):
     return lambda w, x: lax.scan(lambda c, _: (fn(w, c), None), x, None, length=2)[0]
 
 
-@pytest.mark.parametrize(
-    ("fn", "path"),
-    [
-        (block, "net/block"),
-        (jax.checkpoint(block), "net/block"),
-        (jax.jit(jax.checkpoint(block)), "net/block"),
-        (jax.checkpoint(jax.jit(block)), "net/block"),
-        (jax.checkpoint(middle(jax.checkpoint(block))), "net/middle/block"),
-        (jax.checkpoint(middle(scanned(block))), "net/middle/block"),
-        (scanned(middle(jax.checkpoint(block))), "net/middle/block"),
-        (jax.jit(middle(jax.checkpoint(block))), "net/middle/block"),
-        (jax.checkpoint(within("net", block)), "net/net/block"),
-    ],
-    ids=[
-        "plain",
-        "checkpoint",
-        "jit of checkpoint",
-        "checkpoint of jit",
-        "nested checkpoints",
-        "checkpoint of scan",
-        "scan of checkpoint",
-        "checkpoint in jit",
-        "scopes of one name",
-    ],
-)
+OF_SCOPES = {
+    "plain": (block, "net/block"),
+    "checkpoint": (jax.checkpoint(block), "net/block"),
+    "jit of checkpoint": (jax.jit(jax.checkpoint(block)), "net/block"),
+    "checkpoint of jit": (jax.checkpoint(jax.jit(block)), "net/block"),
+    "nested checkpoints": (jax.checkpoint(middle(jax.checkpoint(block))), "net/middle/block"),
+    "checkpoint of scan": (jax.checkpoint(middle(scanned(block))), "net/middle/block"),
+    "scan of checkpoint": (scanned(middle(jax.checkpoint(block))), "net/middle/block"),
+    "checkpoint in jit": (jax.jit(middle(jax.checkpoint(block))), "net/middle/block"),
+    "scopes of one name": (jax.checkpoint(within("net", block)), "net/net/block"),
+}
+"""Functions with a remat, and the path of a NaN in their backward pass within the scope `net`."""
+
+
+@pytest.mark.parametrize(("fn", "path"), OF_SCOPES.values(), ids=OF_SCOPES)
 def test_scope_of_a_backward_pass_is_in_the_path_once(fn, path):
     slope = jax.grad(within("net", lambda w: jnp.sum(fn(w, X))))
     found = find_nonfinite(slope)(W)
@@ -67,6 +60,16 @@ def test_scope_of_a_backward_pass_is_in_the_path_once(fn, path):
     assert (found.path, found.phase) == (f"step/{path}", "backward")
     found = find_nonfinite(jax.grad(lambda w: jnp.sum(slope(w))))(W)
     assert found.path == path
+
+
+@pytest.mark.parametrize("outer", ["", "step"])
+@pytest.mark.parametrize(("fn", "path"), OF_SCOPES.values(), ids=OF_SCOPES)
+def test_scope_is_in_the_path_once_with_the_remat_of_the_next_jax(fn, path, outer):
+    jax.clear_caches()  # this remat leaves the scopes around it in the jitted functions inside it
+    with next_flags(["jax_remat3"]):
+        slope = jax.grad(within("net", lambda w: jnp.sum(fn(w, X))))
+        found = find_nonfinite(within(outer, slope) if outer else slope)(W)
+    assert (found.path, found.phase) == (f"{outer}/{path}".lstrip("/"), "backward")
 
 
 class Block(nn.Module):
@@ -87,10 +90,12 @@ class Net(nn.Module):
         return Encoder(name="enc")(x)
 
 
-def test_path_of_a_linen_module_under_remat():
+@FLAGS
+def test_path_of_a_linen_module_under_remat(flags):
     net = Net()
     params = net.init(jax.random.key(0), X)
-    found = find_nonfinite(jax.grad(lambda p: jnp.sum(net.apply(p, X))))(params)
+    with next_flags(flags):
+        found = find_nonfinite(jax.grad(lambda p: jnp.sum(net.apply(p, X))))(params)
     assert (found.path, found.phase) == ("Net/enc/b", "backward")
 
 
@@ -111,6 +116,8 @@ class NnxNet(nnx.Module):
         return self.b(x)
 
 
-def test_path_of_an_nnx_module_under_remat():
-    found = find_nonfinite(nnx.grad(lambda net: jnp.sum(net(X))))(NnxNet(nnx.Rngs(0)))
+@FLAGS
+def test_path_of_an_nnx_module_under_remat(flags):
+    with next_flags(flags):
+        found = find_nonfinite(nnx.grad(lambda net: jnp.sum(net(X))))(NnxNet(nnx.Rngs(0)))
     assert (found.path, found.phase) == ("NnxNet/b", "backward")
